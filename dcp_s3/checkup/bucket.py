@@ -93,7 +93,7 @@ def do_list_uploads(exam: Examination) -> CheckResult | None:
     try:
         answer = exam.ask("ListMultipartUploads", Prefix=exam.key(PROBE))
     except errors.StorageError as error:
-        code = answered_code_if(error, 404, 405, 501)
+        code = _code_if(error, 404, 405, 501)
         return warn(f"the store does not list multipart uploads ({code}): those that were left open may cost storage",
                     remedy)  # fmt: skip
     if exam.upload in [str(each.get("UploadId")) for each in answer.get("Uploads", ())]:
@@ -128,7 +128,7 @@ def do_delete_batch(exam: Examination) -> CheckResult | None:
     try:
         answer = exam.ask("DeleteObjects", Delete={"Objects": objects, "Quiet": True})
     except errors.StorageError as error:
-        code = answered_code_if(error, 400, 405, 411, 501)
+        code = _code_if(error, 400, 405, 411, 501)
         return warn(f"the store has none ({code}): objects are deleted one by one",
                     "nothing; prune takes a request for each object instead of one for a thousand")  # fmt: skip
     for entry in answer.get("Errors", ()):
@@ -169,7 +169,7 @@ def check_commit(exam: Examination) -> CheckResult:
 # --- what the store does: conditions, checksums, lifecycle rules -------------------------------------------
 
 
-def answered_code_if(error: errors.StorageError, *statuses: int) -> str:
+def _code_if(error: errors.StorageError, *statuses: int) -> str:
     """The code of an answer that has one of these statuses; another error is raised again."""
     if answered_status(error) not in statuses:
         raise error
@@ -183,11 +183,12 @@ def _try_condition(exam: Examination, operation: str, consequence: str, remedy: 
         exam.ask(operation, PROBE, **arguments)
     except errors.StorageError as error:
         status = answered_status(error)
-        if status in _REFUSED or (status == 404 and "IfMatch" in arguments and "Body" in arguments):
+        if status in _REFUSED or (status == 404 and operation == "PutObject" and "IfMatch" in arguments):
             return ok(f"honoured: refused with {status}")
-        answered_code_if(error, 404, 501)
         if status == 501:
             return warn(f"not implemented (501); {consequence}", remedy)
+        if status != 404:
+            raise
     return warn(f"ignored; {consequence}", remedy)
 
 
@@ -206,7 +207,7 @@ def check_if_match(exam: Examination) -> CheckResult:
     try:
         exam.ask("PutObject", PROBE, Body=b"second", IfMatch=exam.ask("HeadObject", PROBE)["ETag"])
     except errors.StorageError as error:
-        answered_code_if(error, *_REFUSED, 404, 501)
+        _code_if(error, *_REFUSED, 404, 501)
         return warn(
             "refused even where the ETag is the object's; saves look at the object themselves and then write "
             "without it, so that one that overwrites may not notice another",
@@ -230,7 +231,7 @@ def check_checksums(exam: Examination) -> CheckResult:
     try:
         exam.put(PROBE, _DATA, **checksum_arguments(exam.settings, _DATA))
     except errors.StorageError as error:
-        found = f"the store does not know {shown} ({answered_code_if(error, 400, 501)})"
+        found = f"the store does not know {shown} ({_code_if(error, 400, 501)})"
         if exam.settings.checksum == "auto":
             return warn(f"{found}: objects are sent without; {ignored}", remedy)
         return fail(f"{found}, but DCP_S3_CHECKSUM={exam.settings.checksum} insists on it",
@@ -239,7 +240,7 @@ def check_checksums(exam: Examination) -> CheckResult:
         # A save would send it again, and say so. Here the refusal is what is asked for.
         exam.ask("PutObject", PROBE, attempts=1, Body=_DATA, **checksum_arguments(exam.settings, _OTHER))
     except errors.StorageError as error:
-        return ok(f"{shown} is compared: a wrong one was refused ({answered_code_if(error, 400)})")
+        return ok(f"{shown} is compared: a wrong one was refused ({_code_if(error, 400)})")
     return warn(f"{shown} is accepted, but not compared: an object was stored with a wrong one; {ignored}", remedy)
 
 

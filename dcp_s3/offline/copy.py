@@ -19,7 +19,6 @@ from pathlib import Path
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Directory
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import attachments_of
 from dcp_s3.format.layout import CONTROL_PREFIX, What, classify
 from dcp_s3.limit import UNLIMITED, Cancelled
@@ -40,7 +39,8 @@ from dcp_s3.offline.destination import open_destination
 from dcp_s3.s3.files import FileTransfer, OnProgress, download_files, upload_files
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.store import ListedObject, StoredObject, same_etag
+from dcp_s3.store import ListedObject, same_etag
+from dcp_s3.stores.directory import DirectoryStore
 from dcp_s3.url import CheckpointURL, URLLike, is_s3_url, parse_url
 
 logger = logging.getLogger(__name__)
@@ -289,7 +289,6 @@ def download(
     for attachment, entry in attachments_of(source.attachments).items():
         plain, data = target / attachment, (target / entry.path).read_bytes()
         if not plain.is_file() or plain.read_bytes() != data:  # S3 may lack the plain copy, or have an older one
-            plain.parent.mkdir(parents=True, exist_ok=True)
             _write_whole(plain, data)
     for name, data in source.commits.items():
         _write_whole(target / name, data)
@@ -322,7 +321,6 @@ def _prepare_directory(
         commits = Directory.of_sizes(dict.fromkeys(os.listdir(target), 0)).commits.values()
         for name in [*(found.path for found in commits), *source.files]:
             (target / name).unlink(missing_ok=True)
-    marker.parent.mkdir(parents=True, exist_ok=True)
     _write_whole(marker, mark)
 
 
@@ -335,11 +333,12 @@ def _remove_partial(target: Path, source: CopySource) -> None:
 
 
 def _verify(target: Path, url: CheckpointURL, source: CopySource) -> None:
+    files = DirectoryStore(target)
     for path, size in source.files.items():
         found = _size_of(target / path)
         if found != size:
             problem = f"has {found} bytes instead of {size}"
-        elif path in source.crcs and (crc := _crc_of(target / path)) != source.crcs[path]:
+        elif path in source.crcs and (crc := files.head(path, checksum=True).crc64nvme) != source.crcs[path]:
             problem = f"has CRC-64/NVME {crc} instead of {source.crcs[path]}"
         else:
             continue
@@ -358,17 +357,9 @@ def _size_of(path: Path) -> int | None:
         return None
 
 
-def _crc_of(path: Path) -> str:
-    crc = 0
-    buffer = memoryview(bytearray(_BLOCK))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            crc = crc64nvme(buffer[:count], crc)
-    return crc_hex(crc)
-
-
 def _write_whole(path: Path, data: bytes) -> None:
-    """Write under another name, then rename: the file is complete or does not exist."""
+    """Write under another name, then rename. No `DirectoryStore`: it locks, which not every filesystem can."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
         file.write(data)
@@ -390,10 +381,9 @@ def upload(
     parsed = parse_url(url)
     store = S3Store(parsed.bucket, resolve_settings(settings))
     origin = Path(directory)
-    sizes = {path.relative_to(origin).as_posix(): path.stat().st_size for path in origin.rglob("*") if path.is_file()}
-
-    there = Directory.of_sizes(sizes)
-    source = make_source(str(origin), there, lambda path: StoredObject((origin / path).read_bytes(), {}, ""))
+    here = DirectoryStore(origin)
+    there = Directory.of_sizes({each.key: each.size for each in here.list("").objects})
+    source = make_source(str(origin), there, here.get)
 
     def send(paths: Collection[str]) -> None:
         files = [FileTransfer(parsed.key(path), origin / path) for path in paths]
