@@ -63,9 +63,9 @@ if _TYPE_CHECKING:  # the table below again, for type checkers
     from dcp_s3.offline.inspect import inspect as inspect
     from dcp_s3.offline.read import read_tensor as read_tensor
     from dcp_s3.offline.read import read_tensors as read_tensors
+    from dcp_s3.offline.verify import VerifyReport as VerifyReport
     from dcp_s3.offline.verify import verify as verify
     from dcp_s3.offline.verify_plan import Problem as Problem
-    from dcp_s3.offline.verify_plan import VerifyReport as VerifyReport
     from dcp_s3.reporting.report import ReportData as ReportData
     from dcp_s3.reporting.report import report as report
     from dcp_s3.retention.catalog import CatalogSnapshot as CatalogSnapshot
@@ -161,7 +161,7 @@ _PAGE = {
         ),
         "CatalogSnapshot": ("retention.catalog", "what lay there at one time"),
         "CheckpointInfo": ("checkpoint.info", "one checkpoint"),
-        "VerifyReport": ("offline.verify_plan", "what `verify` has found"),
+        "VerifyReport": ("offline.verify", "what `verify` has found"),
         "Problem": ("offline.verify_plan", "one thing that is wrong"),
         "CheckpointTree": ("offline.inspect", "what `inspect` has found"),
         "TreeNode": ("offline.inspect", "one name of it"),

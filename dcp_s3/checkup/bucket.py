@@ -24,7 +24,6 @@ from dcp_s3.s3.diagnosis import answered_code, answered_status
 from dcp_s3.s3.operations import checksum_arguments, wire_checksum
 
 _DATA, _OTHER = bytes(range(256)), bytes(256)
-_SECOND = "__0_1-probe.distcp"
 _REFUSED = (412, 409)  # 409: another conditional write is under way
 _OTHER_ETAG = '"00000000000000000000000000000000"'
 _ONE_WRITER = "save to each URL from one job only, and to a URL of its own for each save"
@@ -33,7 +32,6 @@ _ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
 
 
 def check_bucket(exam: Examination) -> CheckResult:
-    """Whether the bucket is there, and in the region that is configured. A refusal is another check's."""
     try:
         answer = exam.ask("ListObjectsV2", Prefix=exam.url.key(""), MaxKeys=1)
     except errors.AccessDeniedError:
@@ -60,9 +58,8 @@ def permitted(operation: str, act: Callable[[Examination], CheckResult | None]) 
 
 
 def do_list(exam: Examination) -> CheckResult | None:
-    """List; and whether an object that is not there reads as missing, rather than as forbidden."""
     exam.ask("ListObjectsV2", Prefix=exam.url.key(""), MaxKeys=1)
-    try:
+    try:  # whether an object that is not there reads as missing, rather than as forbidden
         exam.ask("GetObject", METADATA, Range="bytes=0-0")
     except errors.ObjectNotFoundError:
         return None
@@ -70,12 +67,10 @@ def do_list(exam: Examination) -> CheckResult | None:
 
 
 def do_put(exam: Examination) -> None:
-    """Write an object that is named like a checkpoint's."""
     exam.put(PROBE, _DATA)
 
 
 def do_get(exam: Examination) -> CheckResult | None:
-    """Read its size, and a range of it."""
     size = exam.ask("HeadObject", PROBE)["ContentLength"]
     data = exam.ask("GetObject", PROBE, Range="bytes=16-31")["Body"]
     if size == len(_DATA) and data == _DATA[16:32]:
@@ -87,35 +82,26 @@ def do_get(exam: Examination) -> CheckResult | None:
 
 
 def do_multipart(exam: Examination) -> CheckResult | None:
-    """Write an object in parts."""
-    upload = exam.begin_upload(PROBE)
-    etag = exam.ask("UploadPart", PROBE, UploadId=upload, PartNumber=1, Body=_DATA)["ETag"]
-    exam.keys.append(exam.key(PROBE))
-    parts = {"Parts": [{"PartNumber": 1, "ETag": etag}]}
-    exam.ask("CompleteMultipartUpload", PROBE, UploadId=upload, MultipartUpload=parts)
-    exam.uploads.remove((exam.key(PROBE), upload))
+    exam.complete_upload(exam.key(PROBE), exam.begin_upload(PROBE), _DATA)
     size = exam.ask("HeadObject", PROBE)["ContentLength"]
     return None if size == len(_DATA) else fail(f"of {len(_DATA)} bytes {size} are there", "is the endpoint an S3?")
 
 
 def do_list_uploads(exam: Examination) -> CheckResult | None:
-    """List multipart uploads: whether it shows one that is open."""
     exam.upload = exam.begin_upload(PROBE)
     remedy = "a lifecycle rule or job of the store's own that aborts them"
     try:
         answer = exam.ask("ListMultipartUploads", Prefix=exam.key(PROBE))
     except errors.StorageError as error:
-        if answered_status(error) not in (404, 405, 501):
-            raise
-        return warn(f"the store does not list multipart uploads ({answered_code(error)}): those that were left open "
-                    "may cost storage", remedy)  # fmt: skip
+        code = _code_if(error, 404, 405, 501)
+        return warn(f"the store does not list multipart uploads ({code}): those that were left open may cost storage",
+                    remedy)  # fmt: skip
     if exam.upload in [str(each.get("UploadId")) for each in answer.get("Uploads", ())]:
         return None
     return warn("allowed, but it does not show an open upload: prune will not find what killed processes leave", remedy)
 
 
 def do_list_parts(exam: Examination) -> CheckResult | None:
-    """List the parts of that upload: whether it shows the one that was sent."""
     exam.ask("UploadPart", PROBE, UploadId=exam.upload, PartNumber=1, Body=_DATA)
     answer = exam.ask("ListParts", PROBE, UploadId=exam.upload)
     if [each.get("PartNumber") for each in answer.get("Parts", ())] == [1]:
@@ -124,29 +110,26 @@ def do_list_parts(exam: Examination) -> CheckResult | None:
 
 
 def do_abort(exam: Examination) -> None:
-    """Abort that upload."""
     exam.ask("AbortMultipartUpload", PROBE, UploadId=exam.upload)
     exam.uploads.remove((exam.key(PROBE), exam.upload))
 
 
 def do_delete(exam: Examination) -> None:
-    """Delete an object. Without it, only one probe object is written."""
     exam.may_delete = False
     exam.ask("DeleteObject", PROBE)
     exam.may_delete = True
 
 
 def do_delete_batch(exam: Examination) -> CheckResult | None:
-    """Delete two objects by one request."""
-    for each in (PROBE, _SECOND):
-        exam.put(each, _DATA)
-    objects = [{"Key": exam.key(each)} for each in (PROBE, _SECOND)]
+    names = (PROBE, "__0_1-probe.distcp")
+    for name in names:
+        exam.put(name, _DATA)
+    objects = [{"Key": exam.key(name)} for name in names]
     try:
         answer = exam.ask("DeleteObjects", Delete={"Objects": objects, "Quiet": True})
     except errors.StorageError as error:
-        if answered_status(error) not in (400, 405, 411, 501):
-            raise
-        return warn(f"the store has none ({answered_code(error)}): objects are deleted one by one",
+        code = _code_if(error, 400, 405, 411, 501)
+        return warn(f"the store has none ({code}): objects are deleted one by one",
                     "nothing; prune takes a request for each object instead of one for a thousand")  # fmt: skip
     for entry in answer.get("Errors", ()):
         return warn(f"{entry.get('Code')} for {entry.get('Key')!r}", "the credentials need s3:DeleteObject")
@@ -154,7 +137,6 @@ def do_delete_batch(exam: Examination) -> CheckResult | None:
 
 
 def do_list_versions(exam: Examination) -> CheckResult | None:
-    """List old versions, where there are any."""
     try:
         status = exam.ask("GetBucketVersioning").get("Status")
     except errors.StorageError as error:
@@ -170,8 +152,7 @@ def do_list_versions(exam: Examination) -> CheckResult | None:
 
 
 def check_commit(exam: Examination) -> CheckResult:
-    """Write ``.metadata`` on the condition that it is not there, a manifest, and a list of deletions: a policy may
-    decide by the key, or by the condition."""
+    """Write and delete what a commit and prune do: a policy may decide by the key, or by the condition."""
     for path in (METADATA, manifest_object("0" * 16), deletion_object("0" * 16)):
         condition = {"IfNoneMatch": "*"} if path == METADATA and exam.knows_if_none_match else {}
         try:
@@ -185,68 +166,62 @@ def check_commit(exam: Examination) -> CheckResult:
     return ok(f"{METADATA} and objects in .dcp_s3/ were written and deleted")
 
 
-# --- conditions: what keeps two writers of one checkpoint apart ------------------------------------------
+# --- what the store does: conditions, checksums, lifecycle rules -------------------------------------------
 
 
-def _answer_to(exam: Examination, operation: str, **arguments: Any) -> int:
-    """The status of the answer to a conditional request to the probe object, which is there."""
+def _code_if(error: errors.StorageError, *statuses: int) -> str:
+    """The code of an answer that has one of these statuses; another error is raised again."""
+    if answered_status(error) not in statuses:
+        raise error
+    return answered_code(error)
+
+
+def _try_condition(exam: Examination, operation: str, consequence: str, remedy: str, **arguments: Any) -> CheckResult:
+    """Whether a condition that does not hold for the probe object, which is there, is refused."""
     exam.put(PROBE, b"first")
     try:
         exam.ask(operation, PROBE, **arguments)
     except errors.StorageError as error:
         status = answered_status(error)
-        if status in (*_REFUSED, 404, 501):
-            return status
-        raise
-    return 200
-
-
-def _judge(status: int, consequence: str, remedy: str) -> CheckResult:
-    """The result for a condition that does not hold."""
-    if status in _REFUSED:
-        return ok(f"honoured: refused with {status}")
-    return warn(f"{'not implemented (501)' if status == 501 else 'ignored'}; {consequence}", remedy)
+        if status in _REFUSED or (status == 404 and operation == "PutObject" and "IfMatch" in arguments):
+            return ok(f"honoured: refused with {status}")
+        if status == 501:
+            return warn(f"not implemented (501); {consequence}", remedy)
+        if status != 404:
+            raise
+    return warn(f"ignored; {consequence}", remedy)
 
 
 def check_if_none_match(exam: Examination) -> CheckResult:
-    """PutObject with ``If-None-Match: *`` on an object that is there."""
-    status = _answer_to(exam, "PutObject", Body=b"second", IfNoneMatch="*")
-    exam.knows_if_none_match = status in _REFUSED
-    return _judge(status, "of two jobs that save to one URL at one time, neither is told", _ONE_WRITER)
+    consequence = "of two jobs that save to one URL at one time, neither is told"
+    found = _try_condition(exam, "PutObject", consequence, _ONE_WRITER, Body=b"second", IfNoneMatch="*")
+    exam.knows_if_none_match = found.status == "ok"
+    return found
 
 
 def check_if_match(exam: Examination) -> CheckResult:
-    """PutObject with ``If-Match``: once with another ETag, once with the object's."""
-    status = _answer_to(exam, "PutObject", Body=b"third", IfMatch=_OTHER_ETAG)
-    if status in (*_REFUSED, 404):
-        status = 412
-        try:
-            exam.ask("PutObject", PROBE, Body=b"second", IfMatch=exam.ask("HeadObject", PROBE)["ETag"])
-        except errors.StorageError as error:
-            if answered_status(error) not in (*_REFUSED, 404, 501):
-                raise
-            return warn(
-                "refused even where the ETag is the object's; saves look at the object themselves and then write "
-                "without it, so that one that overwrites may not notice another",
-                _ONE_WRITER,
-            )
-    return _judge(status, "a save that overwrites does not notice one that committed meanwhile", _ONE_WRITER)
+    consequence = "a save that overwrites does not notice one that committed meanwhile"
+    found = _try_condition(exam, "PutObject", consequence, _ONE_WRITER, Body=b"third", IfMatch=_OTHER_ETAG)
+    if found.status != "ok":
+        return found
+    try:
+        exam.ask("PutObject", PROBE, Body=b"second", IfMatch=exam.ask("HeadObject", PROBE)["ETag"])
+    except errors.StorageError as error:
+        _code_if(error, *_REFUSED, 404, 501)
+        return warn(
+            "refused even where the ETag is the object's; saves look at the object themselves and then write "
+            "without it, so that one that overwrites may not notice another",
+            _ONE_WRITER,
+        )
+    return ok("honoured: refused with 412")
 
 
 def check_conditional_delete(exam: Examination) -> CheckResult:
-    """DeleteObject with ``If-Match`` and another ETag."""
-    return _judge(
-        _answer_to(exam, "DeleteObject", IfMatch=_OTHER_ETAG),
-        "a save that overwrites a checkpoint just while prune deletes it may lose its .metadata",
-        "a URL of its own for each save",
-    )
-
-
-# --- checksums -----------------------------------------------------------------------------------------
+    consequence = "a save that overwrites a checkpoint just while prune deletes it may lose its .metadata"
+    return _try_condition(exam, "DeleteObject", consequence, "a URL of its own for each save", IfMatch=_OTHER_ETAG)
 
 
 def check_checksums(exam: Examination) -> CheckResult:
-    """Whether the store knows the checksums that are sent, and refuses what does not have them."""
     algorithm = wire_checksum(exam.settings)
     if algorithm == "none":
         return skip("DCP_S3_CHECKSUM=none: nothing is compared, neither by saves nor by loads")
@@ -256,9 +231,7 @@ def check_checksums(exam: Examination) -> CheckResult:
     try:
         exam.put(PROBE, _DATA, **checksum_arguments(exam.settings, _DATA))
     except errors.StorageError as error:
-        if answered_status(error) not in (400, 501):
-            raise
-        found = f"the store does not know {shown} ({answered_code(error)})"
+        found = f"the store does not know {shown} ({_code_if(error, 400, 501)})"
         if exam.settings.checksum == "auto":
             return warn(f"{found}: objects are sent without; {ignored}", remedy)
         return fail(f"{found}, but DCP_S3_CHECKSUM={exam.settings.checksum} insists on it",
@@ -267,17 +240,11 @@ def check_checksums(exam: Examination) -> CheckResult:
         # A save would send it again, and say so. Here the refusal is what is asked for.
         exam.ask("PutObject", PROBE, attempts=1, Body=_DATA, **checksum_arguments(exam.settings, _OTHER))
     except errors.StorageError as error:
-        if answered_status(error) != 400:
-            raise
-        return ok(f"{shown} is compared: a wrong one was refused ({answered_code(error)})")
+        return ok(f"{shown} is compared: a wrong one was refused ({_code_if(error, 400)})")
     return warn(f"{shown} is accepted, but not compared: an object was stored with a wrong one; {ignored}", remedy)
 
 
-# --- lifecycle rules -----------------------------------------------------------------------------------
-
-
 def check_lifecycle(exam: Examination) -> CheckResult:
-    """Whether lifecycle rules leave checkpoints alone."""
     try:
         rules = exam.ask("GetBucketLifecycleConfiguration").get("Rules", ())
     except errors.StorageError as error:
@@ -295,24 +262,18 @@ def check_lifecycle(exam: Examination) -> CheckResult:
 
 
 def find_harm(rule: Mapping[str, Any], prefix: str) -> str:
-    """What a lifecycle rule would do to objects below a prefix (``run/``, or empty) that harms checkpoints, or nothing.
-    Objects of dcp_s3 have no tags."""
+    """What a lifecycle rule would do to checkpoints below a prefix (``run/``, or empty), or nothing."""
     found = rule.get("Filter") or {}
     both = found.get("And") or {}
     filtered = str(found.get("Prefix") or both.get("Prefix") or rule.get("Prefix") or "")
-    if str(rule.get("Status")) != "Enabled" or found.get("Tag") or both.get("Tags"):
+    if str(rule.get("Status")) != "Enabled" or found.get("Tag") or both.get("Tags"):  # dcp_s3's objects have no tags
         return ""
     if not (prefix.startswith(filtered) or filtered.startswith(prefix)):
         return ""
     expiration = rule.get("Expiration", {})
-    harm = []
-    if "Days" in expiration:
-        harm.append(f"deletes objects after {expiration['Days']} days")
-    elif "Date" in expiration:
-        harm.append(f"deletes objects from {expiration['Date']} on")
-    harm += [
-        f"moves objects to {each['StorageClass']}, to be restored before they can be read"
-        for each in rule.get("Transitions", ())
-        if each.get("StorageClass") in _ARCHIVES
-    ]
+    harm = [f"deletes objects after {expiration['Days']} days"] if "Days" in expiration else []
+    harm += [f"deletes objects from {expiration['Date']} on"] if "Date" in expiration else []
+    for each in rule.get("Transitions", ()):
+        if each.get("StorageClass") in _ARCHIVES:
+            harm.append(f"moves objects to {each['StorageClass']}, to be restored before they can be read")
     return f"rule {rule.get('ID', 'without an ID')!r} {' and '.join(harm)}" if harm else ""

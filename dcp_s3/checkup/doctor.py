@@ -37,8 +37,6 @@ _NAME_WIDTH = 24
 
 @dataclass(frozen=True)
 class Check:
-    """One check."""
-
     name: str
     make: Callable[[Examination], CheckResult]
     needs: tuple[str, ...] = ()
@@ -108,7 +106,6 @@ def doctor(url: URLLike, settings: SettingsLike = None, read_only: bool = False)
 def examine(
     url: URLLike, settings: SettingsLike, *, read_only: bool, on_result: Callable[[CheckResult], None]
 ) -> DoctorReport:
-    """`doctor`, with a function that is called with each result as soon as it is there."""
     exam = Examination(parse_url(url), read_only, settings)
     parse_url(str(exam.probes))
     began = time.monotonic()
@@ -203,15 +200,11 @@ class DoctorReport:
         return tuple(each for each in self.checks if each.status == status)
 
     def __getitem__(self, name: str) -> CheckResult:
-        """The check of that name.
-
-        Raises:
-            KeyError: it was not made.
-        """
-        found = next((each for each in self.checks if each.name == name), None)
-        if found is None:
-            raise KeyError(f"no check {name!r} was made; there are: {', '.join(each.name for each in self.checks)}")
-        return found
+        """The check of that name, or KeyError if it was not made."""
+        for check in self.checks:
+            if check.name == name:
+                return check
+        raise KeyError(f"no check {name!r} was made; there are: {', '.join(each.name for each in self.checks)}")
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -28,8 +28,8 @@ from dcp_s3.spill.store import SpillStore, as_spill_error
 from dcp_s3.torch_version import TESTED, is_newer_than_tested
 from dcp_s3.units import format_size, plural
 
+# A round trip between regions; in one region it takes a few milliseconds, and S3 answers within tens.
 _FAR_SECONDS = 0.15
-"""A round trip between regions; in one region it takes a few milliseconds, and S3 answers within tens."""
 # https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html: RequestTimeTooSkewed
 _SKEW_WARNS, _SKEW_FAILS = 60.0, 900.0
 _MOUNTS = Path("/proc/mounts")
@@ -40,8 +40,10 @@ _STS_ERRORS: tuple[type[Exception], ...] = (*REQUEST_ERRORS, ValueError)
 _RENEW = "for long runs an instance or pod role, or credential_process in the profile: those are renewed"
 
 
+# --- this host -----------------------------------------------------------------------------------------
+
+
 def check_settings(exam: Examination) -> CheckResult:
-    """Whether each setting is valid, where it comes from, and whether a variable is misspelled."""
     try:
         settings = exam.settings = resolve_settings(exam.given)
         policy_from_settings(settings)
@@ -58,9 +60,7 @@ def check_settings(exam: Examination) -> CheckResult:
 
 
 def check_versions(exam: Examination) -> CheckResult:
-    """Which versions are installed of what dcp_s3 relies on, and whether this torch was ever run."""
-    packages = ("torch", "awscrt", "boto3", "aiobotocore")
-    versions = {package: importlib.metadata.version(package) for package in packages}
+    versions = {package: importlib.metadata.version(package) for package in ("torch", "awscrt", "boto3", "aiobotocore")}
     found = f"dcp_s3 {__version__}, Python {platform.python_version()}, "
     found += ", ".join(f"{package} {version}" for package, version in versions.items())
     if is_newer_than_tested(versions["torch"]):
@@ -72,7 +72,6 @@ def check_versions(exam: Examination) -> CheckResult:
 
 
 def check_spill(exam: Examination) -> CheckResult:
-    """Whether the spill directory can take data, and keep it."""
     if exam.settings.spill_dir is None:
         return skip("DCP_S3_SPILL_DIR is unset: while S3 is away, saves fail")
     path = Path(exam.settings.spill_dir)
@@ -109,7 +108,6 @@ def check_spill(exam: Examination) -> CheckResult:
 
 
 def _try_disk(directory: Path) -> None:
-    """Write a file in ``directory`` and flush it. What is made for that is removed again."""
     made = [each for each in (directory, *directory.parents) if not each.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"doctor-{secrets.token_hex(4)}.tmp"
@@ -140,7 +138,6 @@ def filesystem_of(path: Path, mounts: str) -> str:
 
 
 def check_credentials(exam: Examination) -> CheckResult:
-    """Which credentials AWS's own chain finds, until when they hold, and whether the endpoint takes them."""
     session = botocore.session.get_session()
     try:
         credentials = session.get_credentials()
@@ -168,7 +165,7 @@ def check_credentials(exam: Examination) -> CheckResult:
 
 
 def judge_expiry(found: str, method: str, expires: float | None, *, is_temporary: bool, now: float) -> CheckResult:
-    """The result for credentials that expire at a time (seconds since the epoch), or of which that is not known."""
+    """``expires`` and ``now`` in seconds since the epoch; None if it is not known."""
     if expires is None and not is_temporary:
         return ok(f"{found}; they do not expire")
     if expires is None:
@@ -183,7 +180,6 @@ def judge_expiry(found: str, method: str, expires: float | None, *, is_temporary
 
 
 def check_endpoint(exam: Examination) -> CheckResult:
-    """Whether the endpoint answers, and how fast."""
     where = str(exam.client.meta.endpoint_url)
     try:
         exam.greet()  # connects
@@ -206,12 +202,11 @@ def check_endpoint(exam: Examination) -> CheckResult:
 
 
 def check_clock(exam: Examination) -> CheckResult:
-    """Whether this host's clock agrees with the server's."""
     return skip("the endpoint's answers have no Date") if exam.skew is None else judge_clock(exam.skew)
 
 
 def judge_clock(skew: float) -> CheckResult:
-    """The result for seconds by which this host's clock is ahead."""
+    """``skew``: seconds by which this host's clock is ahead."""
     found = f"this host's clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the endpoint's"
     remedy = "synchronise it (NTP, chrony); S3 refuses requests from 15 minutes on"
     if abs(skew) > _SKEW_FAILS:
@@ -222,13 +217,12 @@ def judge_clock(skew: float) -> CheckResult:
 
 
 def check_identity(exam: Examination) -> CheckResult:
-    """Whose credentials they are, by STS. Stores other than AWS are asked at their own endpoint: their credentials are
-    sent to nobody else."""
     endpoint = str(exam.client.meta.endpoint_url)
     is_aws = is_aws_endpoint(endpoint)
     config = Config(connect_timeout=3, read_timeout=5, retries={"total_max_attempts": 1, "mode": "standard"})
     region = exam.client.meta.region_name or "us-east-1"
     try:
+        # Stores other than AWS are asked at their own endpoint: their credentials are sent to nobody else.
         client: Any = botocore.session.get_session().create_client(
             "sts", region_name=region, config=config, endpoint_url=None if is_aws else endpoint
         )
@@ -245,6 +239,5 @@ def check_identity(exam: Examination) -> CheckResult:
 
 
 def is_aws_endpoint(url: str) -> bool:
-    """Whether an endpoint is one of AWS."""
     host = url.partition("://")[2].partition("/")[0].partition(":")[0]
     return host.endswith((".amazonaws.com", ".amazonaws.com.cn", ".api.aws"))

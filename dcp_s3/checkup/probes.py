@@ -64,26 +64,22 @@ class CheckResult:
         return self.status in ("ok", "warning")
 
 
-# Checks leave the name to whoever makes them.
+# Whoever makes a check adds its name and its seconds.
 
 
 def ok(found: str) -> CheckResult:
-    """No objections."""
     return CheckResult("", "ok", found)
 
 
 def warn(found: str, remedy: str) -> CheckResult:
-    """Saves and loads work, and something is to be known."""
     return CheckResult("", "warning", found, remedy)
 
 
 def fail(found: str, remedy: str) -> CheckResult:
-    """Saves or loads will not work."""
     return CheckResult("", "failed", found, remedy)
 
 
 def skip(found: str) -> CheckResult:
-    """Not checked, or it cannot be told."""
     return CheckResult("", "skipped", found)
 
 
@@ -100,10 +96,8 @@ def from_error(error: Exception, *, status: Status = "failed", consequence: str 
 
 @dataclass(frozen=True)
 class Permission:
-    """An IAM action."""
-
     operations: tuple[str, ...]
-    """S3's operations that it allows."""
+    """S3's operations that the IAM action allows."""
     used_by: str
     without: str
     """What a training job without it has to expect."""
@@ -114,7 +108,6 @@ class Permission:
 
     @property
     def action(self) -> str:
-        """For example ``s3:PutObject``."""
         return permission_of(self.operations[0])
 
 
@@ -168,20 +161,13 @@ CONFIGURATION = {
 }
 """Operations by which doctor alone looks at a bucket's configuration, and the actions that allow them."""
 
-_TRAINING_OBJECTS = [
-    "s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload", "s3:ListMultipartUploadParts",
-]  # fmt: skip
-_TRAINING_BUCKET = ["s3:ListBucket", "s3:ListBucketMultipartUploads"]
-
 
 def permission_for(operation: str) -> Permission:
-    """The permission that allows an operation."""
     return next(each for each in PERMISSIONS if operation in each.operations)
 
 
 def bucket_arn(bucket: str, region: str = "") -> str:
-    """The ARN of a bucket, or of an access point (whose name is one)."""
-    if bucket.startswith("arn:"):
+    if bucket.startswith("arn:"):  # of an access point
         return bucket
     partition = "aws-cn" if region.startswith("cn-") else "aws-us-gov" if region.startswith("us-gov-") else "aws"
     return f"arn:{partition}:s3:::{bucket}"
@@ -189,9 +175,12 @@ def bucket_arn(bucket: str, region: str = "") -> str:
 
 def training_policy(arn: str, prefix: str, *, kms_key: str = "") -> dict[str, Any]:
     """What save, load, spill, drain and prune need below a prefix of a bucket, perhaps encrypted with a key of KMS."""
+    objects = [
+        "s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload", "s3:ListMultipartUploadParts",
+    ]  # fmt: skip
     statements = [
-        _allow("TrainingObjects", _TRAINING_OBJECTS, _objects_arn(arn, prefix)),
-        _allow("TrainingBucket", _TRAINING_BUCKET, arn),
+        _allow("TrainingObjects", objects, _objects_arn(arn, prefix)),
+        _allow("TrainingBucket", ["s3:ListBucket", "s3:ListBucketMultipartUploads"], arn),
     ]
     if kms_key:
         statements.append(_allow("TrainingKey", ["kms:GenerateDataKey", "kms:Decrypt"], kms_key))
@@ -199,7 +188,7 @@ def training_policy(arn: str, prefix: str, *, kms_key: str = "") -> dict[str, An
 
 
 def prune_versions_policy(arn: str, prefix: str) -> dict[str, Any]:
-    """What pruning all versions needs, besides what training does."""
+    """What pruning all versions needs besides."""
     statements = [
         _allow("PruningVersions", ["s3:DeleteObjectVersion"], _objects_arn(arn, prefix)),
         _allow("PruningVersionLists", ["s3:ListBucketVersions"], arn),
@@ -252,22 +241,21 @@ class Examination:
 
     @property
     def store(self) -> S3Store:
-        """The bucket, with little patience."""
         return S3Store(self.url.bucket, self.settings, _LIMIT)
 
     @property
     def client(self) -> Any:
-        """This process's boto3 client."""
         return get_client(self.settings)
 
     def ask(
         self, operation: str, name: str | None = None, *, attempts: int | None = None, **arguments: Any
     ) -> dict[str, Any]:
-        """Send a request to the bucket, or to the probe object of a name, and again if it fails temporarily. A body is
-        read. Arguments are boto3's, without bucket and key."""
-        key = "" if name is None else self.key(name)
-        store = self.store
-        request = Request(operation, key, arguments if name is None else {"Key": key, **arguments})
+        """Send a request to the bucket, or to the probe object of a name, and again if it fails temporarily. Arguments
+        are boto3's, without bucket and key."""
+        if name is not None:
+            arguments["Key"] = self.key(name)
+        key, store = arguments.get("Key", ""), self.store
+        request = Request(operation, key, arguments)
 
         def send() -> dict[str, Any]:
             answer = dict(store.send(request))
@@ -286,11 +274,9 @@ class Examination:
             raise
 
     def key(self, name: str) -> str:
-        """The key of a probe object."""
         return self.probes.key(name)
 
     def put(self, name: str, data: bytes, **arguments: Any) -> dict[str, Any]:
-        """Write a probe object, and remember that it is there."""
         is_new = self.key(name) not in self.keys
         if is_new:
             self.keys.append(self.key(name))
@@ -302,10 +288,17 @@ class Examination:
             raise
 
     def begin_upload(self, name: str) -> str:
-        """Begin a multipart upload, and remember that it is open."""
         answer = self.ask("CreateMultipartUpload", name, **creation_arguments(self.settings, data=True))
         self.uploads.append((self.key(name), answer["UploadId"]))
         return str(answer["UploadId"])
+
+    def complete_upload(self, key: str, upload: str, data: bytes) -> None:
+        """Make an object of an upload, by one part."""
+        where: dict[str, Any] = {"Key": key, "UploadId": upload}
+        etag = self.ask("UploadPart", Body=data, PartNumber=1, **where)["ETag"]
+        self.keys.append(key)
+        self.ask("CompleteMultipartUpload", MultipartUpload={"Parts": [{"ETag": etag, "PartNumber": 1}]}, **where)
+        self.uploads = [each for each in self.uploads if each != (key, upload)]
 
     def greet(self) -> float:
         """Send a HeadBucket, and return the seconds until the answer. A refusal is an answer, too."""
@@ -347,7 +340,12 @@ class Examination:
                 return [f"s3://{self.url.bucket}/{key}: {self.dead}" for key in sorted(written)]
         left: list[str] = []
         for key, upload_id in {*self.uploads, *(self._list("ListMultipartUploads", "UploadId", "Uploads") or ())}:
-            self._close_upload(key, upload_id, left)
+            refused: list[str] = []
+            if not self._try(refused, key, "AbortMultipartUpload", Key=key, UploadId=upload_id):
+                try:  # whoever may not abort it can still make an object of it, and delete that
+                    self.complete_upload(key, upload_id, b"probe")
+                except errors.StorageError:
+                    left += refused
         for key in {*self.keys, *(key for key, _ in self._list("ListObjectsV2", "Key", "Contents") or ())}:
             self._try(left, key, "DeleteObject", Key=key)
         if left:
@@ -359,19 +357,6 @@ class Examination:
             left.append(f"old versions of a few bytes below {self.probes}: s3:ListBucketVersions is not allowed")
         self.keys, self.uploads = [], []
         return left
-
-    def _close_upload(self, key: str, upload_id: str, left: list[str]) -> None:
-        where: dict[str, Any] = {"Key": key, "UploadId": upload_id}
-        refused: list[str] = []
-        if self._try(refused, key, "AbortMultipartUpload", **where):
-            return
-        # Whoever may not abort it can still make an object of it, and delete that.
-        with contextlib.suppress(errors.StorageError):
-            etag = self.ask("UploadPart", Body=b"probe", PartNumber=1, **where)["ETag"]
-            self.ask("CompleteMultipartUpload", MultipartUpload={"Parts": [{"ETag": etag, "PartNumber": 1}]}, **where)
-            self.keys.append(key)
-            return
-        left += refused
 
     def _try(self, left: list[str], key: str, operation: str, **arguments: Any) -> bool:
         try:

@@ -20,7 +20,7 @@ from dcp_s3.units import format_size, parse_size, plural
 
 if TYPE_CHECKING:
     from dcp_s3.bench import BenchReport
-    from dcp_s3.offline.verify_plan import VerifyReport
+    from dcp_s3.offline.verify import VerifyReport
 
 
 @app.command()

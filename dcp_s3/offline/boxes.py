@@ -36,13 +36,8 @@ class Selection:
 
 
 def select(index: object, sizes: Sequence[int]) -> Selection:
-    """Find the box that ``index`` selects of a tensor of ``sizes``.
-
-    Negative numbers count from the end; slices are cut off at the ends of the tensor, numbers must lie in it.
-
-    Raises:
-        IndexError: a number out of range, too many of them, a step other than 1, or no index at all.
-    """
+    """The box that ``index`` selects of a tensor of ``sizes``, or IndexError. Negative numbers count from the end;
+    slices are cut off at the ends of the tensor, numbers must lie in it."""
     offsets, lengths, shape = [], [], []
     for dim, (part, size) in enumerate(zip(_expand(index, len(sizes)), sizes, strict=True)):
         if isinstance(part, slice):
@@ -62,7 +57,6 @@ def select(index: object, sizes: Sequence[int]) -> Selection:
 
 
 def _expand(index: object, dims: int) -> list[object]:
-    """Expand an index to one part for each dimension."""
     if index is None:
         index = ()
     parts = list(index) if isinstance(index, tuple) else [index]
@@ -93,12 +87,8 @@ def _number(part: object, size: int, dim: int) -> int:
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor."""
-
     offsets: tuple[int, ...]
-    """First element in each dimension."""
     lengths: tuple[int, ...]
-    """Elements in each dimension."""
 
 
 def cut(shape: Sequence[int], most: int) -> Iterator[Box]:
@@ -131,7 +121,6 @@ class Piece:
 
     @classmethod
     def all_of(cls, fqn: str, shape: Sequence[int], dtype: torch.dtype) -> Iterator[Piece]:
-        """A tensor, from its first element to its last."""
         return (cls(fqn, box, dtype) for box in cut(shape, _PIECE // dtype.itemsize))
 
     @property
@@ -144,13 +133,16 @@ class Piece:
         return -(-self.size // _ALIGNMENT) * _ALIGNMENT
 
 
-def in_batches(steps: Iterable[T], room: Callable[[T], int]) -> Iterator[list[T]]:
-    """Group what fits into a buffer of `BATCH` bytes."""
+def in_batches(
+    steps: Iterable[T], room: Callable[[T], int], *, most: int | None = None, count: int = _PIECES
+) -> Iterator[list[T]]:
+    """Group steps of together at most ``most`` bytes (`BATCH`), at least one and at most ``count``."""
+    most = BATCH if most is None else most
     batch: list[T] = []
     used = 0
     for step in steps:
         needed = room(step)
-        if batch and (used + needed > BATCH or len(batch) == _PIECES):
+        if batch and (used + needed > most or len(batch) == count):
             yield batch
             batch, used = [], 0
         batch.append(step)

@@ -1,42 +1,55 @@
-"""Copies of a checkpoint from S3 to S3, which S3 makes itself where it can."""
+"""Copies of a checkpoint: from S3 to S3, and between S3 and a directory as torch's FileSystemReader reads it.
+
+The commit comes last, so that an interrupted copy is no checkpoint.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Directory
-from dcp_s3.format.layout import What, classify
+from dcp_s3.format.control_files import attachments_of
+from dcp_s3.format.layout import CONTROL_PREFIX, What, classify
 from dcp_s3.limit import UNLIMITED, Cancelled
 from dcp_s3.offline.copy_source import (
+    DOWNLOAD_MARKER,
     CopyResult,
     CopySource,
     check_unchanged,
     commit_copy,
+    directory_of,
     etags_in_place,
-    known_crcs,
+    fetch_source,
     list_objects,
     make_source,
     replacing,
 )
 from dcp_s3.offline.destination import open_destination
-from dcp_s3.offline.replicate import download, upload
+from dcp_s3.s3.files import FileTransfer, OnProgress, download_files, upload_files
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import ListedObject, same_etag
+from dcp_s3.stores.directory import DirectoryStore
 from dcp_s3.url import CheckpointURL, URLLike, is_s3_url, parse_url
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE = 8
-"""Objects that are copied at once; S3 copies several parts of each."""
+_AT_ONCE = 8  # objects; S3 copies several parts of each
 _BLOCK = 8 * 2**20
+_PARTIAL = re.compile(r"\.[0-9a-fA-F]{8}")  # s3transfer's suffix of an incomplete file
+
+OnTotal = Callable[[int], None]
 
 
 def copy(
@@ -45,8 +58,8 @@ def copy(
     overwrite: bool = False,
     *,
     settings: SettingsLike = None,
-    on_total: Callable[[int], None] | None = None,
-    on_progress: Callable[[int], None] | None = None,
+    on_total: OnTotal | None = None,
+    on_progress: OnProgress | None = None,
 ) -> CopyResult:
     """Copy a checkpoint. Between two URLs S3 copies the objects itself; a directory is downloaded to or uploaded from.
 
@@ -82,14 +95,10 @@ def copy(
     for each in (source, destination):
         if "://" in os.fspath(each):
             parse_url(each)  # not of S3: it is no directory either
-    if not is_s3_url(destination) and is_s3_url(source):
-        return download(
-            os.fspath(source), destination, overwrite=overwrite, settings=settings, on_total=on_total,
-            on_progress=on_progress,
-        )  # fmt: skip
-    if not is_s3_url(source) and is_s3_url(destination):
-        return upload(
-            source, os.fspath(destination), overwrite=overwrite, settings=settings, on_total=on_total,
+    if is_s3_url(source) != is_s3_url(destination):
+        move = download if is_s3_url(source) else upload
+        return move(
+            os.fspath(source), os.fspath(destination), overwrite=overwrite, settings=settings, on_total=on_total,
             on_progress=on_progress,
         )  # fmt: skip
     origin, target = parse_url(source), parse_url(destination)  # which refuse two directories
@@ -105,10 +114,11 @@ def copy(
     return job.run(overwrite, on_total or (lambda _: None), on_progress or (lambda _: None))
 
 
+# --- from S3 to S3 -----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class _Job:
-    """One copy from S3 to S3."""
-
     source: S3Store
     origin: CheckpointURL
     store: S3Store
@@ -118,16 +128,13 @@ class _Job:
     stop: threading.Event
     """Ends the requests of both stores."""
 
-    def run(self, overwrite: bool, on_total: Callable[[int], None], on_progress: Callable[[int], None]) -> CopyResult:
-        listed = list_objects(self.source, self.origin)
-        directory = Directory.of_sizes({path: each.size for path, each in listed.items()})
-        source = make_source(str(self.origin), directory, lambda path: self.source.get(self.origin.key(path)))
-        crcs = known_crcs(source, lambda path: self.source.get(self.origin.key(path)).data)
+    def run(self, overwrite: bool, on_total: OnTotal, on_progress: OnProgress) -> CopyResult:
+        listed, source = fetch_source(self.source, self.origin)
         there = list_objects(self.store, self.url)
-        wanted = source.files.keys() - self._finished(source, listed, there, crcs)
+        wanted = source.files.keys() - self._finished(source, listed, there)
 
         def copy_one(path: str) -> None:
-            self._copy_object(path, source.files[path], crcs.get(path))
+            self._copy_object(path, source.files[path], source.crcs.get(path))
             on_progress(source.files[path])
 
         old = (
@@ -144,14 +151,8 @@ class _Job:
             _for_each(copy_one, late, self.stop)
         return CopyResult(source.count, source.size, sum(source.files[path] for path in wanted))
 
-    # --- what is there already ----------------------------------------------------------------------------
-
     def _finished(
-        self,
-        source: CopySource,
-        listed: Mapping[str, ListedObject],
-        there: Mapping[str, ListedObject],
-        crcs: Mapping[str, str],
+        self, source: CopySource, listed: Mapping[str, ListedObject], there: Mapping[str, ListedObject]
     ) -> set[str]:
         """Relative paths of the objects that an earlier call has copied."""
         same_size = [path for path, size in source.files.items() if path in there and there[path].size == size]
@@ -160,9 +161,9 @@ class _Job:
             if listed[path].etag and same_etag(listed[path].etag, there[path].etag):
                 return True
             ours, theirs = self.origin.key(path), self.url.key(path)
-            if path not in crcs and source.files[path] <= _BLOCK:
+            if path not in source.crcs and source.files[path] <= _BLOCK:
                 return self.source.get(ours).data == self.store.get(theirs).data
-            expected = crcs.get(path) or self.source.head(ours, checksum=True).crc64nvme
+            expected = source.crcs.get(path) or self.source.head(ours, checksum=True).crc64nvme
             found = self.store.head(theirs, checksum=True).crc64nvme
             # Without a checksum of the store: a name with a nonce is of one save only.
             return bool(classify(path).nonce) if None in (expected, found) else found == expected
@@ -178,8 +179,6 @@ class _Job:
             for name in commits
         )
 
-    # --- one object ---------------------------------------------------------------------------------------
-
     def _copy_object(self, path: str, size: int, crc: str | None) -> None:
         problem = self._find_problem(path, size, crc) if self._copy_on_s3(path, size) else ""
         if problem is not None:  # also of a store that knows nothing of copies, and wrote an empty object
@@ -194,7 +193,6 @@ class _Job:
             )
 
     def _copy_on_s3(self, path: str, size: int) -> bool:
-        """Let S3 copy an object, and return whether it did."""
         if classify(path).what is not What.DATA and size <= _BLOCK:
             return False  # as with any save, the storage class is for data
         try:
@@ -233,9 +231,8 @@ class _Job:
 
     def _check_whole(self, source: CopySource, late: Collection[str]) -> None:
         """Look, before the commit, that nobody took the copy for the leftovers of a failed save."""
-        there = Directory.of_sizes({path: each.size for path, each in list_objects(self.store, self.url).items()})
         needed = {path: size for path, size in source.files.items() if path not in late}
-        missing = there.lacking(needed, exact=True)
+        missing = directory_of(list_objects(self.store, self.url)).lacking(needed, exact=True)
         if missing:
             raise errors.CheckpointDeletedError(
                 f"{self.url} was not committed: {len(missing)} of its objects are gone, the first {missing[0]}. "
@@ -250,11 +247,152 @@ def _for_each(work: Callable[[str], None], paths: Collection[str], stop: threadi
         try:
             done, _ = wait([pool.submit(work, path) for path in sorted(paths)], return_when=FIRST_EXCEPTION)
             failures = [error for each in done if (error := each.exception()) is not None]
+            if failures:
+                raise next((each for each in failures if not isinstance(each, Cancelled)), failures[0])
         except BaseException:
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-        if failures:
-            stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise next((each for each in failures if not isinstance(each, Cancelled)), failures[0])
+
+
+# --- between S3 and a directory ------------------------------------------------------------------------
+
+
+def download(
+    url: str,
+    directory: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    settings: SettingsLike = None,
+    on_total: OnTotal | None = None,
+    on_progress: OnProgress | None = None,
+) -> CopyResult:
+    """Copy a checkpoint into a directory, which torch's FileSystemReader then reads; see `copy`.
+
+    An interrupted download continues when it is called again: complete files stay. Sizes are compared with what was
+    saved; for checkpoints of dcp_s3 also the CRC-64 of every data object.
+    """
+    parsed = parse_url(url)
+    store = S3Store(parsed.bucket, resolve_settings(settings))
+    target = Path(directory)
+    listed, source = fetch_source(store, parsed)
+    etags = etags_in_place(source, listed)
+    _prepare_directory(target, parsed, source, etags, overwrite=overwrite)
+    present = {path for path, size in source.files.items() if _size_of(target / path) == size}
+    wanted = {path: size for path, size in source.files.items() if path not in present}
+    if on_total is not None:
+        on_total(sum(wanted.values()))
+    files = [FileTransfer(parsed.key(path), target / path) for path in wanted]
+    download_files(store, files, on_progress=on_progress)
+    _verify(target, parsed, source)
+    check_unchanged(store, parsed, source, etags)
+    for attachment, entry in attachments_of(source.attachments).items():
+        plain, data = target / attachment, (target / entry.path).read_bytes()
+        if not plain.is_file() or plain.read_bytes() != data:  # S3 may lack the plain copy, or have an older one
+            _write_whole(plain, data)
+    for name, data in source.commits.items():
+        _write_whole(target / name, data)
+    (target / DOWNLOAD_MARKER).unlink()
+    if not any((target / CONTROL_PREFIX).iterdir()):
+        (target / CONTROL_PREFIX).rmdir()
+    return CopyResult(source.count, source.size, sum(wanted.values()))
+
+
+def _prepare_directory(
+    target: Path, url: CheckpointURL, source: CopySource, etags: Mapping[str, str], *, overwrite: bool
+) -> None:
+    marker = target / DOWNLOAD_MARKER
+    digest = hashlib.sha256(b"".join(source.commits[name] for name in sorted(source.commits))).hexdigest()
+    same: dict[str, object] = {"url": str(url), "metadata_sha256": digest}
+    if etags:  # the metadata of another save with the same names may be the same
+        same["etags_sha256"] = hashlib.sha256(json.dumps(sorted(etags.items())).encode()).hexdigest()
+    mark = json.dumps(same).encode()
+    if target.exists() and any(target.iterdir()):
+        if marker.is_file() and marker.read_bytes() == mark:
+            _remove_partial(target, source)
+            return
+        if not overwrite:
+            raise errors.CheckpointExistsError(
+                f"{target} is not empty, and holds no unfinished download of {url}. Remedy: give another directory, "
+                "empty this one, or pass overwrite=True",
+                url=str(url),
+            )
+        # Existing files may have the right size by chance.
+        commits = Directory.of_sizes(dict.fromkeys(os.listdir(target), 0)).commits.values()
+        for name in [*(found.path for found in commits), *source.files]:
+            (target / name).unlink(missing_ok=True)
+    _write_whole(marker, mark)
+
+
+def _remove_partial(target: Path, source: CopySource) -> None:
+    whole = {target / path for path in source.files}
+    for folder in {path.parent for path in whole}:
+        for file in folder.iterdir() if folder.is_dir() else ():
+            if _PARTIAL.fullmatch(file.suffix) and file.with_suffix("") in whole and file not in whole:
+                file.unlink()
+
+
+def _verify(target: Path, url: CheckpointURL, source: CopySource) -> None:
+    files = DirectoryStore(target)
+    for path, size in source.files.items():
+        found = _size_of(target / path)
+        if found != size:
+            problem = f"has {found} bytes instead of {size}"
+        elif path in source.crcs and (crc := files.head(path, checksum=True).crc64nvme) != source.crcs[path]:
+            problem = f"has CRC-64/NVME {crc} instead of {source.crcs[path]}"
+        else:
+            continue
+        (target / path).unlink(missing_ok=True)  # so that the next call fetches it again
+        raise errors.CorruptCheckpointError(
+            f"{path} of {url} arrived damaged: it {problem}. Remedy: call download again; if it stays so, the object "
+            "itself is damaged: use another checkpoint",
+            url=str(url),
+        )
+
+
+def _size_of(path: Path) -> int | None:
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except OSError:
+        return None
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Write under another name, then rename. No `DirectoryStore`: it locks, which not every filesystem can."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def upload(
+    directory: str | os.PathLike[str],
+    url: str,
+    *,
+    overwrite: bool = False,
+    settings: SettingsLike = None,
+    on_total: OnTotal | None = None,
+    on_progress: OnProgress | None = None,
+) -> CopyResult:
+    """Copy a checkpoint in a directory (of torch's FileSystemWriter, or a download) to S3; see `copy`."""
+    parsed = parse_url(url)
+    store = S3Store(parsed.bucket, resolve_settings(settings))
+    origin = Path(directory)
+    here = DirectoryStore(origin)
+    there = Directory.of_sizes({each.key: each.size for each in here.list("").objects})
+    source = make_source(str(origin), there, here.get)
+
+    def send(paths: Collection[str]) -> None:
+        files = [FileTransfer(parsed.key(path), origin / path) for path in paths]
+        upload_files(store, files, on_progress=on_progress)
+
+    with replacing(store, parsed, source, source.files, overwrite=overwrite) as late:
+        if on_total is not None:
+            on_total(sum(source.files.values()))
+        send(source.files.keys() - late)
+        commit_copy(store, parsed, source, overwrite=overwrite)
+        send(late)
+    return CopyResult(source.count, source.size, source.size)

@@ -66,7 +66,9 @@ class CopySource:
     """Ids of the saves that made these commits, by relative path."""
     files: Mapping[str, int]
     """Bytes of everything else that belongs to it, by relative path."""
-    attachments: Sequence[AttachmentEntry] = ()
+    crcs: Mapping[str, str]
+    """CRC-64/NVME of data objects, by relative path, as far as manifests record them."""
+    attachments: Sequence[AttachmentEntry]
     """Attachments of all ranks. Of several with one name, the first counts."""
 
     @property
@@ -78,7 +80,7 @@ class CopySource:
         return len(self.files) + len(self.commits)
 
     def manifest_of(self, commit: str) -> str | None:
-        """Relative path of the manifest of the save that made a commit, None if it is missing."""
+        """Relative path of a commit's manifest, None if it is missing."""
         path = _manifest_path(commit, self.save_ids[commit])
         return path if path in self.files else None
 
@@ -108,7 +110,11 @@ def make_source(where: str, directory: Directory, read: Callable[[str], StoredOb
     def manifest_of(name: str, save_id: str) -> Manifest | None:
         path = _manifest_path(name, save_id)
         if path not in manifests and path in directory.objects:
-            manifests[path] = _read_manifest(where, read(path).data)
+            try:
+                manifests[path] = Manifest.from_json(read(path).data)
+            except ValueError as error:
+                logger.warning("attachments of %s are not copied: its manifest cannot be read: %s", where, error)
+                manifests[path] = None
         return manifests.get(path)
 
     for name in names:
@@ -141,19 +147,13 @@ def make_source(where: str, directory: Directory, read: Callable[[str], StoredOb
         )
     belong = needed.keys() | manifests.keys()
     files = {found.path: found.size for found in directory if found.path in belong or _is_besides(found)}
-    return CopySource(commits, save_ids, files, attachments)
-
-
-def _read_manifest(where: str, data: bytes) -> Manifest | None:
-    try:
-        return Manifest.from_json(data)
-    except ValueError as error:
-        logger.warning("attachments of %s are not copied: its manifest cannot be read: %s", where, error)
-        return None
+    crcs = {
+        entry.path: entry.crc64nvme for each in manifests.values() if each for entry in each.objects if entry.crc64nvme
+    }
+    return CopySource(commits, save_ids, files, crcs, attachments)
 
 
 def _attachments(where: str, parsed: Manifest, *, present: int) -> list[AttachmentEntry]:
-    """The attachments that a manifest names, if all of its ranks are among the ``present`` commits."""
     if parsed.rank is not None and parsed.world_size > present:
         raise errors.CheckpointNotFoundError(
             f"the checkpoint at {where} is incomplete: {present} of {parsed.world_size} ranks have committed. Remedy: "
@@ -161,18 +161,6 @@ def _attachments(where: str, parsed: Manifest, *, present: int) -> list[Attachme
             url=where,
         )
     return [entry for entry in parsed.objects if isinstance(entry, AttachmentEntry)]
-
-
-def known_crcs(source: CopySource, read: Callable[[str], bytes]) -> dict[str, str]:
-    """CRC-64/NVME of data objects by relative path, from the manifests."""
-    found: dict[str, str] = {}
-    for path in filter(None, map(source.manifest_of, source.commits)):
-        try:
-            manifest = Manifest.from_json(read(path))
-        except ValueError:
-            continue  # written by a later version
-        found |= {entry.path: entry.crc64nvme for entry in manifest.objects if entry.crc64nvme}
-    return found
 
 
 def _is_besides(found: DirectoryEntry) -> bool:
@@ -187,6 +175,16 @@ def list_objects(store: Store, url: CheckpointURL) -> dict[str, ListedObject]:
     """Everything at a URL, by relative path, with ETags."""
     skip = len(url.key(""))
     return {each.key[skip:]: each for each in store.list(url.key("")).objects}
+
+
+def directory_of(listed: Mapping[str, ListedObject]) -> Directory:
+    return Directory.of_sizes({path: each.size for path, each in listed.items()})
+
+
+def fetch_source(store: Store, url: CheckpointURL) -> tuple[dict[str, ListedObject], CopySource]:
+    """What lies at a URL, and the checkpoint in it."""
+    listed = list_objects(store, url)
+    return listed, make_source(str(url), directory_of(listed), lambda path: store.get(url.key(path)))
 
 
 def etags_in_place(source: CopySource, listed: Mapping[str, ListedObject]) -> dict[str, str]:

@@ -1,8 +1,11 @@
-"""Where an export goes: files that are written front to back, each there whole or not at all."""
+"""Where an export goes: a directory or an S3 prefix. Its files are written front to back, and appear complete.
+
+If an exception leaves the context of a destination, files that were committed in it are removed: there is nothing then
+that looks like an export.
+"""
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import os
 import threading
@@ -34,64 +37,13 @@ Found = Literal["nothing", "same", "other"]
 """What is at a file's name: the file with the same bytes, or something else."""
 
 
-class WholeFile(abc.ABC):
-    """A file that appears under its name in `commit`, complete."""
-
-    @abc.abstractmethod
-    def write(self, data: bytes | memoryview) -> None:
-        """Append bytes. Their memory may be used again when this returns."""
-
-    @abc.abstractmethod
-    def commit(self) -> None:
-        """Make the file appear. Durable when this returns."""
-
-
-class Destination(abc.ABC):
-    """A directory or prefix that an export is written to. Use as a context manager.
-
-    If an exception leaves the context, files that were committed in it are removed: there is nothing then that looks
-    like an export.
-    """
-
-    name: str
-    """The directory or URL, for messages."""
-
-    @abc.abstractmethod
-    def __enter__(self) -> Destination:
-        """Begin."""
-
-    @abc.abstractmethod
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End."""
-
-    @abc.abstractmethod
-    def files(self) -> list[str]:
-        """Names of the files and directories that are there."""
-
-    @abc.abstractmethod
-    def compare(self, name: str, size: int, crc64nvme: str | None) -> Found:
-        """Compare what is at ``name`` with a file of ``size`` bytes and this CRC (see `crc_hex`)."""
-
-    @abc.abstractmethod
-    def check_size(self, size: int) -> None:
-        """Refuse a file that is too large: WeightsError."""
-
-    @abc.abstractmethod
-    def open(self, name: str, size: int) -> contextlib.AbstractContextManager[WholeFile]:
-        """Begin a file of ``size`` bytes; if it is not committed in the context, it never appears."""
-
-    @abc.abstractmethod
-    def remove(self, names: list[str]) -> None:
-        """Remove files; those that are not there count as removed."""
+def is_temporary(name: str) -> bool:
+    """Whether a file is one that an export began and a crash left."""
+    return name.startswith(_TEMPORARY)
 
 
 def open_destination(where: str | os.PathLike[str], settings: Settings) -> Destination:
     return _S3Prefix(where, settings) if is_s3_url(where) else _LocalDirectory(where)
-
-
-def is_temporary(name: str) -> bool:
-    """Whether a file is one that an export began and a crash left."""
-    return name.startswith(_TEMPORARY)
 
 
 def _compare_bytes(data: bytes, crc64nvme: str | None) -> Found:
@@ -101,10 +53,11 @@ def _compare_bytes(data: bytes, crc64nvme: str | None) -> Found:
 # --- a directory -----------------------------------------------------------------------------------
 
 
-class _LocalDirectory(Destination):
+class _LocalDirectory:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         self.name = str(self._path)
+        """The directory or URL, for messages."""
         self._committed: list[str] = []
 
     def __enter__(self) -> _LocalDirectory:
@@ -116,12 +69,14 @@ class _LocalDirectory(Destination):
             self.remove(self._committed)
 
     def files(self) -> list[str]:
+        """Names of the files and directories that are there."""
         try:
             return sorted(os.listdir(self._path))
         except FileNotFoundError:
             return []
 
     def compare(self, name: str, size: int, crc64nvme: str | None) -> Found:
+        """Compare what is at ``name`` with a file of ``size`` bytes and this CRC (see `crc_hex`)."""
         path = self._path / name
         try:
             path.lstat()
@@ -134,10 +89,11 @@ class _LocalDirectory(Destination):
         return _compare_bytes(path.read_bytes(), crc64nvme)
 
     def check_size(self, size: int) -> None:
-        pass  # whatever the disk takes
+        """Refuse a file that is too large (WeightsError): not here."""
 
     @contextlib.contextmanager
-    def open(self, name: str, size: int) -> Iterator[WholeFile]:
+    def open(self, name: str, size: int) -> Iterator[_LocalFile]:
+        """Begin a file of ``size`` bytes; if it is not committed in the context, it never appears."""
         self._path.mkdir(parents=True, exist_ok=True)
         temporary = self._path / f"{_TEMPORARY}{uuid.uuid4().hex}"
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -152,17 +108,19 @@ class _LocalDirectory(Destination):
                 temporary.unlink(missing_ok=True)
 
     def remove(self, names: list[str]) -> None:
+        """Remove files; those that are not there count as removed."""
         for name in names:
             (self._path / name).unlink(missing_ok=True)
 
 
-class _LocalFile(WholeFile):
+class _LocalFile:
     def __init__(self, fd: int, temporary: Path, path: Path) -> None:
         self._fd, self._temporary, self._path = fd, temporary, path
         self._unflushed = 0
         self.committed = False
 
     def write(self, data: bytes | memoryview) -> None:
+        """Append bytes. Their memory may be used again when this returns."""
         left = memoryview(data)
         self._unflushed += left.nbytes
         while left:
@@ -172,6 +130,7 @@ class _LocalFile(WholeFile):
             self._unflushed = 0
 
     def commit(self) -> None:
+        """Make the file appear. Durable when this returns."""
         os.fsync(self._fd)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._temporary.rename(self._path)
@@ -186,7 +145,7 @@ class _LocalFile(WholeFile):
 # --- S3 --------------------------------------------------------------------------------------------
 
 
-class _S3Prefix(Destination):
+class _S3Prefix:
     def __init__(self, where: str | os.PathLike[str], settings: Settings) -> None:
         self._url = parse_url(where)
         self.name = str(self._url)
@@ -228,7 +187,7 @@ class _S3Prefix(Destination):
             )
 
     @contextlib.contextmanager
-    def open(self, name: str, size: int) -> Iterator[WholeFile]:
+    def open(self, name: str, size: int) -> Iterator[_S3File]:
         if self._uploader is None:
             raise RuntimeError("the destination was not entered")
         part = max(_PART, -(-size // MAX_PARTS))
@@ -274,7 +233,7 @@ class _Blocks:
             self._changed.notify()
 
 
-class _S3File(WholeFile):
+class _S3File:
     """Copies what is written into parts: the uploader sends them later."""
 
     def __init__(self, uploader: Uploader, upload: ObjectUpload, blocks: _Blocks) -> None:
@@ -302,3 +261,7 @@ class _S3File(WholeFile):
     def commit(self) -> None:
         self._send()
         self._upload.finish()
+
+
+Destination = _LocalDirectory | _S3Prefix
+"""Use as a context manager."""

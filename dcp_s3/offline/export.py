@@ -158,7 +158,10 @@ def export(
             with target:
                 target.remove(present)
                 for name in small:
-                    _write_small(target, name, read_attachment(checkpoint.store, checkpoint.url, name))
+                    data = read_attachment(checkpoint.store, checkpoint.url, name)
+                    with target.open(name, len(data)) as file:
+                        file.write(data)
+                        file.commit()
                 _write(target, files, selected, reading, on_progress or (lambda _: None))
     if selected.skipped:
         logger.info("%s: %d entries that are no tensors were left out", url, selected.skipped)
@@ -168,7 +171,6 @@ def export(
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype that a name stands for, or WeightsError."""
     if dtype is None:
         return None
     found = _DTYPES.get(dtype) or getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -181,7 +183,6 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def parse_shard_size(size: int | str) -> int:
-    """The bytes of a file, or WeightsError."""
     try:
         most = parse_size(size)
     except ValueError as error:
@@ -192,7 +193,6 @@ def parse_shard_size(size: int | str) -> int:
 
 
 def parse_format(format: str) -> Format:
-    """A format by its name, or WeightsError."""
     for known in ("safetensors", "torch"):
         if format == known:
             return known
@@ -237,11 +237,9 @@ def _check_destination(
 
 @dataclass(frozen=True)
 class _PlannedFile:
-    """A file to write: runs of bytes, and tensors between them."""
-
     name: str
     parts: Sequence[bytes | TensorEntry]
-    """What it consists of; tensors have their new names."""
+    """Runs of bytes, and tensors with their new names."""
 
     @property
     def size(self) -> int:
@@ -250,8 +248,6 @@ class _PlannedFile:
 
 @dataclass(frozen=True)
 class _Selected:
-    """What is exported, with the names that it gets."""
-
     url: str
     tensors: Mapping[str, TensorEntry]
     """Tensors by their names in the checkpoint."""
@@ -260,7 +256,6 @@ class _Selected:
     objects: Mapping[str, str]
     """Names of other entries in the checkpoint, and their new ones."""
     skipped: int
-    """Number of entries that are left out because they are no tensors."""
 
     @classmethod
     def of(
@@ -294,7 +289,6 @@ class _Selected:
         return cls(url, entries, saved, objects, len(names) - len(exported))
 
     def plan(self, reading: Reading, format: Format, most: int) -> list[_PlannedFile]:
-        """The files, in the order in which they are written; of safetensors with at most ``most`` bytes of tensors."""
         try:
             if format == "torch":
                 values = reading.fill([], self.objects)
@@ -317,10 +311,9 @@ class _Selected:
 
 
 class _Step(NamedTuple):
-    """A piece of a tensor to read, and its dtype in the file."""
-
     piece: Piece
     dtype: torch.dtype
+    """In the file."""
 
 
 class _Batch(NamedTuple):
@@ -332,12 +325,9 @@ class _Batch(NamedTuple):
 
 def _batches_of(files: Sequence[_PlannedFile], selected: _Selected) -> Iterator[_Batch]:
     for number, file in enumerate(files):
-        for steps in in_batches(_steps_of(file, selected), _room):
-            yield _Batch(number, steps)
-
-
-def _room(step: bytes | _Step) -> int:
-    return step.piece.room if isinstance(step, _Step) else 0
+        steps = _steps_of(file, selected)
+        for batch in in_batches(steps, lambda step: step.piece.room if isinstance(step, _Step) else 0):
+            yield _Batch(number, batch)
 
 
 def _steps_of(file: _PlannedFile, selected: _Selected) -> Iterator[bytes | _Step]:
@@ -367,12 +357,6 @@ def _write(
                             file.write(view)
                             moved(len(view))
                 file.commit()
-
-
-def _write_small(target: Destination, name: str, data: bytes) -> None:
-    with target.open(name, len(data)) as file:
-        file.write(data)
-        file.commit()
 
 
 def _read_ahead(

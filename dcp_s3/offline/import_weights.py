@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from dcp_s3.errors import WeightsError
 from dcp_s3.format.archive import find_order
-from dcp_s3.offline.boxes import Box, cut
+from dcp_s3.offline.boxes import Box, cut, in_batches
 from dcp_s3.offline.names import new_names
 from dcp_s3.offline.weight_files import FoundTensor, FoundWeights, find_weights
 from dcp_s3.reprs import one_line
@@ -115,7 +115,7 @@ def import_weights(
     metadata.planner_data = _paths(found, names, prefix)
     (plan,) = writer.prepare_global_plan(plans)
     results = []
-    for items in _together(plan.items, _WRITTEN_TOGETHER):
+    for items in in_batches(plan.items, _nbytes, most=_WRITTEN_TOGETHER, count=len(plan.items)):
         results += writer.write_data(SavePlan(items), planner).wait()
     writer.finish(metadata, [results])
     return ImportResult(len(found.tensors), len(found.objects), size)
@@ -124,7 +124,6 @@ def import_weights(
 def _names(
     found: FoundWeights, source: str | os.PathLike[str], prefix: str, rules: Mapping[str, str]
 ) -> dict[str, str]:
-    """Names in the checkpoint, by those in the files."""
     if not found.paths:
         raise WeightsError(f"{source} has no entries")
     try:
@@ -143,22 +142,9 @@ def _paths(found: FoundWeights, names: Mapping[str, str], prefix: str) -> dict[s
     return paths
 
 
-def _together(items: Sequence[WriteItem], most: int) -> list[list[WriteItem]]:
-    """Items that are written together: of at most ``most`` bytes, at least one."""
-    groups: list[list[WriteItem]] = [[]]
-    size = 0
-    for item in items:
-        count = 0 if item.tensor_data is None else _nbytes(item.tensor_data)
-        if groups[-1] and size + count > most:
-            groups.append([])
-            size = 0
-        groups[-1].append(item)
-        size += count
-    return groups
-
-
-def _nbytes(data: TensorWriteData) -> int:
-    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+def _nbytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 class _Memory:
@@ -185,10 +171,11 @@ class _Memory:
             self._changed.notify_all()
 
 
-class _Planner(SavePlanner):
+class _Planner(DefaultSavePlanner):
     """Reads pieces of tensors from their files when they are about to be written. Thread-safe."""
 
     def __init__(self, found: FoundWeights, names: Mapping[str, str], moved: Callable[[int], None]) -> None:
+        super().__init__()
         self._tensors = {new: found.tensors[old] for old, new in names.items() if old in found.tensors}
         self._objects = {new: found.objects[old] for old, new in names.items() if old in found.objects}
         self._moved = moved
@@ -226,21 +213,8 @@ class _Planner(SavePlanner):
         self._moved(math.prod(box.lengths) * itemsize)
         return memory.view(tensor.dtype).as_strided(box.lengths, tensor.strides)
 
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the planner is complete when it is made."""
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan(self.items())
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return create_default_global_save_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
 
 def _span(lengths: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last of a box."""
     return 1 + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
 
 

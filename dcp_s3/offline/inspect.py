@@ -73,12 +73,7 @@ class CheckpointTree:
         return one_line("CheckpointTree", repr(self.info.url), found)
 
     def to_dict(self, *, depth: int | None = None, collapse: bool = True) -> dict[str, Any]:
-        """The tree, for JSON.
-
-        Args:
-            depth: how many levels of it; None: all.
-            collapse: whether layers that are alike are one node.
-        """
+        """The tree, for JSON: ``depth`` levels (None: all); with ``collapse``, layers that are alike are one node."""
         root = self.root if collapse else build_tree(self.entries, collapse=False)
         return {
             "checkpoint": self.info.to_dict(),
@@ -241,11 +236,7 @@ class TreeNode:
         return one_line("TreeNode", repr(self.name), found)
 
     def to_dict(self, depth: int | None = None) -> dict[str, Any]:
-        """The fields, for JSON.
-
-        Args:
-            depth: how many levels of children; None: all.
-        """
+        """The fields, for JSON, with ``depth`` levels of children; None: all."""
         below = None if depth is None else depth - 1
         return {
             "name": self.name, "parameters": self.parameters, "size": self.size, "dtypes": list(self.dtypes),
@@ -261,13 +252,8 @@ class _Branch:
 
 
 def build_tree(entries: Iterable[SavedEntry], *, collapse: bool = True) -> TreeNode:
-    """The tree of saved entries: its root, whose name is empty.
-
-    Args:
-        entries: what was saved.
-        collapse: whether numbered nodes that have the same names, shapes and dtypes below them become one, such as
-            ``0..31`` below ``layers``, with their sums.
-    """
+    """The tree of saved entries: its root, whose name is empty. With ``collapse``, numbered nodes that have the same
+    names, shapes and dtypes below them become one, such as ``0..31`` below ``layers``, with their sums."""
     root = _Branch()
     for entry in entries:
         branch = root
@@ -337,7 +323,6 @@ def _likeness(node: TreeNode) -> tuple[Hashable, ...]:
 
 
 def _merge(nodes: list[TreeNode]) -> TreeNode:
-    """One node for several that are alike."""
     label = ranges(node.name for node in nodes) if len({node.name for node in nodes}) > 1 else nodes[0].name
     by_name: dict[tuple[str, bool], list[TreeNode]] = {}
     for node in nodes:

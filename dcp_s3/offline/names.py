@@ -15,12 +15,10 @@ _RANGES = 4
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name is one of the patterns, or matches one."""
     return any(name == pattern or fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def no_match_error(what: str, patterns: list[str], names: list[str], url: str) -> errors.EntryNotFoundError:
-    """The error for patterns that match none of the names."""
     shown = ", ".join(map(repr, patterns))
     message = f"{what} entry that matches {shown}{closest(' '.join(patterns), names)}"
     return errors.EntryNotFoundError(message, url=url, fqn=" ".join(patterns))
@@ -38,15 +36,8 @@ def closest(name: str, names: Sequence[str]) -> str:
 
 
 def new_names(names: Iterable[str], rules: Mapping[str, str]) -> dict[str, str]:
-    """New names by old ones: each rule's matches are replaced, in the order of the rules.
-
-    Args:
-        names: the old names, each once.
-        rules: regular expressions, and what replaces their matches (``\\1`` stands for a group), as in `re.sub`.
-
-    Raises:
-        ValueError: a rule is no regular expression or matches nothing, or two entries would have one name.
-    """
+    """New names by old ones: each rule replaces its matches, in their order, as by `re.sub`. ValueError if a
+    rule is no regular expression or matches nothing, or two entries would have one name."""
     found = {name: name for name in names}
     for pattern, new in rules.items():
         try:
@@ -66,11 +57,8 @@ def new_names(names: Iterable[str], rules: Mapping[str, str]) -> dict[str, str]:
 
 
 def parse_rules(texts: Iterable[str]) -> dict[str, str]:
-    """Rules from texts like ``REGEX=NEW``; the last ``=`` divides, so that NEW has none.
-
-    Raises:
-        ValueError: a text has no ``=``, or two have the same expression.
-    """
+    """Rules from texts like ``REGEX=NEW``; the last ``=`` divides, so that NEW has none. ValueError if that is missing,
+    or two have the same expression."""
     rules: dict[str, str] = {}
     for text in texts:
         pattern, equals, new = text.rpartition("=")
@@ -92,15 +80,10 @@ class AlikeNames:
     label: str
     """``layers.0..31.weight``; the name itself if there is one."""
     names: tuple[str, ...]
-    """The names, in the order in which they were given."""
 
 
 def group_alike(names: Iterable[tuple[str, Hashable]]) -> list[AlikeNames]:
-    """Group names that differ only in numbers between dots, in the order of their first names.
-
-    Args:
-        names: names, each with what those of a group have in common.
-    """
+    """Group names that differ only in numbers between dots; each comes with what those of a group have in common."""
     groups: dict[Hashable, list[str]] = {}
     for name, common in names:
         pattern = tuple(None if is_number(part) else part for part in name.split("."))

@@ -59,8 +59,7 @@ def read_tensor(
         A contiguous tensor of the saved dtype.
 
     Raises:
-        EntryNotFoundError: there is no such tensor.
-        EntryNotFoundError: ``slice`` is out of range or not supported.
+        EntryNotFoundError: there is no such tensor, or ``slice`` is out of range or not supported.
         CheckpointNotFoundError, CorruptCheckpointError
         InvalidURLError, SettingsError, StorageError, DeadlineExceededError
     """
@@ -123,12 +122,7 @@ def read_tensors(
 
 
 class OpenCheckpoint:
-    """A checkpoint whose metadata has been read.
-
-    Args:
-        bounded: whether ``load_timeout`` bounds all that is read, from now on.
-        metadata: its metadata, if it was read before.
-    """
+    """A checkpoint whose metadata has been read. ``bounded``: whether ``load_timeout`` bounds all that is read."""
 
     def __init__(
         self,
@@ -150,7 +144,6 @@ class OpenCheckpoint:
             )
 
     def find(self, fqn: str) -> Any:
-        """The metadata of an entry, or EntryNotFoundError."""
         saved = self._metadata.state_dict_metadata.get(fqn)
         if saved is None:
             raise self._not_found(fqn, f"has no entry {fqn!r}")
@@ -202,7 +195,6 @@ class OpenCheckpoint:
             yield Reading(self, executor)
 
     def read_stored(self, fqn: str) -> bytes:
-        """The stored bytes of an object."""
         info = self._metadata.storage_data.get(MetadataIndex(fqn))
         if info is None:
             raise self._contradiction(fqn, "it lies in no object")
@@ -246,8 +238,6 @@ class OpenCheckpoint:
 
 @dataclass(frozen=True)
 class Target:
-    """A box of a tensor, and where it goes."""
-
     fqn: str
     offsets: tuple[int, ...]
     tensor: torch.Tensor
@@ -279,14 +269,12 @@ class Reading:
         """Fill targets, and read objects, which are returned by name."""
         planner = _Planner({target.index: target.tensor for target in targets})
         items = [item for target in targets for item in self.checkpoint.items_of(target)]
-        items += [_object_item(fqn) for fqn in objects]
+        nothing = torch.Size((0,))
+        for fqn in objects:
+            index = MetadataIndex(fqn)
+            items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
         self._executor.run(LoadPlan(items), planner)
         return planner.objects
-
-
-def _object_item(fqn: str) -> ReadItem:
-    index, nothing = MetadataIndex(fqn), torch.Size((0,))
-    return ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
 
 
 @dataclass

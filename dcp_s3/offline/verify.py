@@ -4,32 +4,69 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-
-from torch.distributed.checkpoint.metadata import Metadata
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Directory, list_directory
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata, find_crc_mismatch
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
-from dcp_s3.offline.verify_bytes import ByteCheck
-from dcp_s3.offline.verify_plan import (
-    Problem,
-    StoredItem,
-    VerifyReport,
-    check_manifest,
-    find_items,
-    is_crc,
-    place_items,
-)
+from dcp_s3.offline.verify_bytes import ByteCheck, bytes_to_read
+from dcp_s3.offline.verify_plan import Problem, StoredItem, check_manifest, find_items, is_crc, place_items
+from dcp_s3.reprs import one_line
 from dcp_s3.s3.files import OnProgress
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import StoredObject
+from dcp_s3.units import plural
 from dcp_s3.url import CheckpointURL, parse_url
 
 _ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The things that `verify` checked, and the problems that it found.
+
+    >>> verify("s3://bucket/run/step-00002000")
+    VerifyReport('s3://bucket/run/step-00002000', ok, fast, objects=1, items=2)
+    """
+
+    url: str
+    """URL of the checkpoint."""
+    mode: Literal["fast", "full"]
+    """``fast`` (metadata, manifest, presence of the objects) or ``full`` (their bytes, too)."""
+    objects: int
+    """Number of data objects checked."""
+    items: int
+    """Number of saved items (tensor chunks and others) checked."""
+    bytes_read: int
+    """Bytes read from all objects, metadata included."""
+    objects_without_checksum: int
+    """Number of data objects whose checksum is not recorded."""
+    items_without_checksum: int
+    """Number of items whose checksum is not recorded; ``full`` decodes them, unless their object has one."""
+    items_not_decoded: int
+    """Number of these items that went through a stream extension unknown here: nothing is known of their bytes."""
+    problems: tuple[Problem, ...]
+    """Problems found, by object."""
+
+    def __repr__(self) -> str:
+        found = "ok" if self.ok else f"{plural(len(self.problems), 'problem')}"
+        first = str(self.problems[0]) if self.problems else None
+        return one_line(
+            "VerifyReport", repr(self.url), found, self.mode, objects=self.objects, items=self.items, first=first
+        )
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong, as far as the mode tells."""
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields and ``ok``, for JSON."""
+        return {**asdict(self), "ok": self.ok}
 
 
 def verify(
@@ -81,22 +118,16 @@ def verify(
 
 
 @dataclass(frozen=True)
-class _CommitRecord:
+class _Commit:
     """One ``.metadata``, with its manifest."""
 
     rank: int | None
     """Rank that saved it; None with collectives."""
     stored: StoredObject
-    metadata: Metadata | None
-    """None if it cannot be loaded."""
-    save_id: str | None
     manifest: Manifest | None
     """None if it is missing or unreadable."""
-    problems: tuple[Problem, ...]
-
-    @property
-    def path(self) -> str:
-        return metadata_object(self.rank)
+    items: Sequence[StoredItem]
+    problems: Sequence[Problem]
 
 
 class _Check:
@@ -105,7 +136,7 @@ class _Check:
     def __init__(self, store: S3Store, url: CheckpointURL) -> None:
         self._store = store
         self._url = url
-        self._commits: list[_CommitRecord] = []
+        self._commits: list[_Commit] = []
         self._problems: list[Problem] = []
         self._bytes_read = 0
 
@@ -116,14 +147,15 @@ class _Check:
         items: list[StoredItem] = []
         entries: list[ObjectEntry] = []
         for commit in self._commits:
-            items += self._check_commit(commit)
+            self._problems += commit.problems
+            items += commit.items
             entries += commit.manifest.objects if commit.manifest is not None else ()
         objects, problems = place_items(items, entries, sizes)
         self._problems += problems
         check = ByteCheck(self._store, self._url, on_progress)
         if full:
             if on_total is not None:
-                on_total(ByteCheck.total(objects))
+                on_total(sum(map(bytes_to_read, objects)))
             check.run(objects)
         paths = {item.path for item in items} | {entry.path for entry in entries}
         recorded = {entry.path for entry in entries if is_crc(entry.crc64nvme)}
@@ -145,8 +177,6 @@ class _Check:
             fetch_metadata(self._store, self._url, commit.rank).etag == commit.stored.etag for commit in self._commits
         )
 
-    # --- metadata and manifests ---------------------------------------------------------------------
-
     def _read_commits(self) -> Mapping[str, int]:
         """Fetch metadata and manifests; returns the sizes of all objects of the checkpoint, by relative path.
 
@@ -154,7 +184,7 @@ class _Check:
         from the listing, and not the other way round.
         """
         try:
-            stored = {None: fetch_metadata(self._store, self._url)}
+            stored = fetch_metadata(self._store, self._url)
         except errors.CheckpointNotFoundError as error:
             directory = list_directory(self._store, self._url)
             if not directory.ranks:
@@ -164,11 +194,12 @@ class _Check:
             self._keep_ranks_of_save(error)
             return directory.sizes
         directory = list_directory(self._store, self._url)
-        self._add_commit(None, stored[None], directory)
+        self._add_commit(None, stored, directory)
         return directory.sizes
 
     def _add_commit(self, rank: int | None, stored: StoredObject, directory: Directory) -> None:
         path, metadata = metadata_object(rank), None
+        items: list[StoredItem] = []
         problems: list[Problem] = []
         self._bytes_read += len(stored.data)
         try:
@@ -179,19 +210,26 @@ class _Check:
         inside = getattr(getattr(metadata, "storage_meta", None), "save_id", None)
         if named is not None and metadata is not None and inside != named:
             problems.append(Problem(path, None, f"is of the save {inside!r}, its user metadata of {named!r}"))
-        save_id = named if named is not None else inside
-        manifest = None
+        save_id = str(named if named is not None else inside)
+        manifest_path, manifest = manifest_object(save_id, rank), None
         try:
             manifest = self._read_manifest(save_id, rank, directory, expected=named is not None)
         except ValueError as error:
-            problems.append(Problem(manifest_object(str(save_id), rank), None, str(error)))
-        self._commits.append(_CommitRecord(rank, stored, metadata, save_id, manifest, tuple(problems)))
+            problems.append(Problem(manifest_path, None, str(error)))
+        if metadata is not None:
+            items, found = find_items(metadata, path, of_rank=rank is not None)
+            problems += found
+        if manifest is not None:
+            problems += check_manifest(
+                manifest, manifest_path, save_id=save_id, rank=rank, metadata=metadata, items=items
+            )
+        self._commits.append(_Commit(rank, stored, manifest, items, problems))
 
     def _read_manifest(
-        self, save_id: str | None, rank: int | None, directory: Directory, *, expected: bool
+        self, save_id: str, rank: int | None, directory: Directory, *, expected: bool
     ) -> Manifest | None:
         """The manifest of a save, None if there is none. ValueError says how it is missing or damaged."""
-        found = directory.manifests.get(rank, {}).get(str(save_id))
+        found = directory.manifests.get(rank, {}).get(save_id)
         if found is None:
             if expected:
                 raise ValueError(f"is missing; {metadata_object(rank)} names it")
@@ -208,23 +246,6 @@ class _Check:
             return Manifest.from_json(stored.data)
         except ValueError as error:
             raise ValueError(f"cannot be read: {error}") from error
-
-    def _check_commit(self, commit: _CommitRecord) -> Sequence[StoredItem]:
-        items: list[StoredItem] = []
-        self._problems += commit.problems
-        if commit.metadata is not None:
-            items, problems = find_items(commit.metadata, commit.path, of_rank=commit.rank is not None)
-            self._problems += problems
-        if commit.manifest is not None:
-            self._problems += check_manifest(
-                commit.manifest,
-                manifest_object(str(commit.save_id), commit.rank),
-                save_id=str(commit.save_id),
-                rank=commit.rank,
-                metadata=commit.metadata,
-                items=items,
-            )
-        return items
 
     def _keep_ranks_of_save(self, not_found: errors.CheckpointNotFoundError) -> None:
         """Drop ranks that the last save did not have; CheckpointNotFoundError if some of its own have not committed."""
@@ -247,4 +268,4 @@ class _Check:
         for commit in self._commits:
             if commit.manifest is not None and commit.manifest.world_size != last.world_size:
                 what = f"is of a save by {commit.manifest.world_size} ranks, the last one was by {last.world_size}"
-                self._problems.append(Problem(commit.path, None, what))
+                self._problems.append(Problem(metadata_object(commit.rank), None, what))

@@ -26,18 +26,15 @@ from dcp_s3.torch_private import ReaderTransforms, narrow_tensor_by_index
 from dcp_s3.url import CheckpointURL
 
 BLOCK = 2**20
-"""Bytes of memory that a connection reuses to receive into. They are added to a checksum while still in the CPU's
-cache."""
+"""Bytes that a connection receives into, again and again; added to a checksum while still in the CPU's cache."""
 
-GROUP = 8 * 2**20
-"""Maximum bytes of neighbouring items to decode that one request fetches."""
-
+_GROUP = 8 * 2**20  # most bytes of neighbouring items to decode that one request fetches
 _ZIP = b"PK\x03\x04"
 _PROTO = b"\x80"  # the first byte of every pickle since protocol 2
 
 
 class _Checked(Transfer):
-    """A transfer that is only checked: damage, or a change of the object meanwhile, is noted and not raised."""
+    """Damage, or a change of the object meanwhile, is noted and not raised."""
 
     __slots__ = ("change",)
 
@@ -49,7 +46,7 @@ class _Checked(Transfer):
         return self.path
 
     def put(self, offset: int, data: memoryview) -> None:
-        """Everything is received in place."""
+        pass  # everything is received in place
 
     def give_up(self, error: errors.CorruptCheckpointError) -> None:
         if error.__cause__ is None:
@@ -73,12 +70,10 @@ class _StreamedObject(_Checked):
         self._scan = ObjectScan(data)
 
     def targets(self, start: int, length: int, buffer: Buffer) -> list[ReadTarget]:
-        """The blocks of a range, each in the memory of the one before."""
         buffer.reserve(BLOCK)
         return [ReadTarget(buffer.view(0, size), checksum=True) for size in self._scan.segments(start, length, BLOCK)]
 
     def received(self, start: int, targets: Sequence[ReadTarget]) -> bool:
-        """Take a range; returns True for the last one."""
         runs = self._scan.join(start, ((target.crc or 0, target.view.nbytes) for target in targets))
         with self._lock:
             return self._scan.arrived(runs)
@@ -111,8 +106,7 @@ class _StreamedObject(_Checked):
 
 
 class _DecodedItem(_Checked):
-    """An item that no checksum covers, to be decoded; ``unknown`` if it went through a stream extension that is not
-    registered here."""
+    """An item that no checksum covers; ``unknown`` if it went through a stream extension that is not registered."""
 
     __slots__ = ("_item", "_stream", "damage", "unknown")
 
@@ -195,7 +189,7 @@ def _receiver(request: ReadRequest, buffer: Buffer) -> Receiver:
 class ByteCheck:
     """Reads data objects and compares their bytes. Progress does not count bytes that are read again."""
 
-    def __init__(self, store: S3Store, url: CheckpointURL, on_progress: OnProgress | None = None) -> None:
+    def __init__(self, store: S3Store, url: CheckpointURL, on_progress: OnProgress | None) -> None:
         self._engine = Engine(Source(store, url), "dcp_s3-verify", _receiver)
         self._settings = store.settings
         self._on_progress = on_progress
@@ -206,21 +200,13 @@ class ByteCheck:
         self.bytes_read = 0
         self.items_not_decoded = 0
 
-    @staticmethod
-    def total(objects: Sequence[StoredData]) -> int:
-        """Number of bytes that `run` will read."""
-        streamed = sum(data.size for data in objects if data.streamed)
-        heads = sum(item.checked_start - item.start for data in objects for item in data.headed)
-        return streamed + heads + sum(item.length for data in objects for item in data.decoded)
-
     def run(self, objects: Sequence[StoredData]) -> None:
-        """Check all objects; what is wrong is then in ``problems``."""
         ranges = sum(1 + data.size // self._settings.max_part_size for data in objects if data.streamed)
-        groups = sum(len(group_items(data.decoded, GROUP)) for data in objects)
+        groups = sum(len(group_items(data.decoded, _GROUP)) for data in objects)
         most = ranges + groups + sum(len(data.headed) for data in objects)
         if not most:
             return
-        self._left = {data.path: self.total([data]) for data in objects}
+        self._left = {data.path: bytes_to_read(data) for data in objects}
         with self._engine.fetch(
             self._requests(objects), most=most, ahead=2 * self._settings.max_connections
         ) as arrivals:
@@ -231,7 +217,7 @@ class ByteCheck:
         for data in objects:
             if data.streamed:
                 yield from self._of_ranges(_StreamedObject(data))
-            for group in group_items(data.decoded, GROUP):
+            for group in group_items(data.decoded, _GROUP):
                 if data.path not in self._changed:
                     start, stop = group[0].start, group[-1].stop
                     segments = tuple([Segment(item.start, item.stop, _DecodedItem(item)) for item in group])
@@ -267,7 +253,12 @@ class ByteCheck:
             self.items_not_decoded += isinstance(found, _DecodedItem) and found.unknown
 
 
-# --- items without a checksum ------------------------------------------------------------------------
+def bytes_to_read(data: StoredData) -> int:
+    heads = sum(item.checked_start - item.start for item in data.headed)
+    return data.size * data.streamed + heads + sum(item.length for item in data.decoded)
+
+
+# --- items without a checksum ----------------------------------------------------------------------------
 
 
 class UnknownExtensionError(ValueError):
@@ -277,9 +268,8 @@ class UnknownExtensionError(ValueError):
 def find_damage(data: io.BytesIO, item: StoredItem) -> str | None:
     """Say what is wrong with the bytes of an item; None if it can be decoded. No pickled code is run.
 
-    A tensor is loaded as a reader would load it. For other objects the container is checked; then they are loaded where
-    that runs no code (``weights_only``), otherwise their pickle is read through, not run. Items that went through
-    stream extensions are only read to their end.
+    A tensor is loaded as a reader would. Other objects are loaded where that runs no code (``weights_only``), otherwise
+    their pickle is read through. Items that went through stream extensions are only read to their end.
     """
     try:
         if item.transforms:
@@ -313,7 +303,6 @@ def _drain(data: io.BytesIO, item: StoredItem) -> None:
 
 
 def _check_zip(data: io.BytesIO, item: StoredItem) -> None:
-    """Check every record of the archive, and its CRC-32 where torch computed one."""
     data.seek(0)
     with zipfile.ZipFile(data) as archive:
         for record in archive.infolist():

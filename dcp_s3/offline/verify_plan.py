@@ -1,12 +1,11 @@
-"""What a checkpoint's bytes must be, by its metadata, manifest and listing, and what is found instead. Pure."""
+"""What a checkpoint's bytes must be, by its metadata, manifest and listing. Pure."""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -25,7 +24,6 @@ from dcp_s3.format.metadata import is_unproven
 from dcp_s3.format.saved_entries import find_chunk
 from dcp_s3.reprs import one_line
 from dcp_s3.torch_private import StorageInfo
-from dcp_s3.units import plural
 
 _CRC = re.compile("[0-9a-f]{16}")
 
@@ -52,57 +50,11 @@ class Problem:
         return f"{self.path}: {self.what}" if self.fqn is None else f"{self.path}: {self.fqn!r} {self.what}"
 
 
-@dataclass(frozen=True)
-class VerifyReport:
-    """The things that `verify` checked, and the problems that it found.
-
-    >>> verify("s3://bucket/run/step-00002000")
-    VerifyReport('s3://bucket/run/step-00002000', ok, fast, objects=1, items=2)
-    """
-
-    url: str
-    """URL of the checkpoint."""
-    mode: Literal["fast", "full"]
-    """``fast`` (metadata, manifest, presence of the objects) or ``full`` (their bytes, too)."""
-    objects: int
-    """Number of data objects checked."""
-    items: int
-    """Number of saved items (tensor chunks and others) checked."""
-    bytes_read: int
-    """Bytes read from all objects, metadata included."""
-    objects_without_checksum: int
-    """Number of data objects whose checksum is not recorded."""
-    items_without_checksum: int
-    """Number of items whose checksum is not recorded; ``full`` decodes them, unless their object has one."""
-    items_not_decoded: int
-    """Number of these items that went through a stream extension unknown here: nothing is known of their bytes."""
-    problems: tuple[Problem, ...]
-    """Problems found, by object."""
-
-    def __repr__(self) -> str:
-        found = "ok" if self.ok else f"{plural(len(self.problems), 'problem')}"
-        first = str(self.problems[0]) if self.problems else None
-        return one_line(
-            "VerifyReport", repr(self.url), found, self.mode, objects=self.objects, items=self.items, first=first
-        )
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is wrong, as far as the mode tells."""
-        return not self.problems
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields and ``ok``, for JSON."""
-        return {**asdict(self), "ok": self.ok}
-
-
 # --- what the bytes must be --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class StoredItem:
-    """One saved item."""
-
     fqn: str
     path: str
     start: int
@@ -111,9 +63,9 @@ class StoredItem:
     shape: torch.Size | None
     """Shape of the chunk, None if the item is no tensor."""
     raw: bool
-    """Whether the item is raw bytes in a frame whose zip checksums were never computed."""
+    """Whether it is raw bytes in a frame whose zip checksums were never computed."""
     transforms: tuple[str, ...]
-    """Descriptors of the stream extensions that the item went through."""
+    """Descriptors of stream extensions."""
     crc: int | None
     """Recorded CRC-64/NVME of the item's checked bytes, None without."""
     checked_start: int
@@ -156,7 +108,6 @@ class StoredData:
 
     @property
     def decoded(self) -> tuple[StoredItem, ...]:
-        """The items that no checksum covers."""
         return () if self.crc is not None else tuple(item for item in self.items if item.crc is None)
 
 
@@ -208,7 +159,6 @@ def find_items(
 
 
 def _make_item(index: MetadataIndex, info: StorageInfo, saved: object, *, proven: bool) -> StoredItem | str:
-    """Make the item, or say what is wrong with its metadata."""
     raw_offset, shape, checked = get_raw_offset(info), None, (0, info.length)
     descriptors = getattr(info, "transform_descriptors", None) or ()
     if isinstance(saved, TensorStorageMetadata):
@@ -276,7 +226,6 @@ def check_manifest(
 
 
 def is_crc(value: object) -> bool:
-    """Whether this is a CRC-64 in the form that manifests use."""
     return isinstance(value, str) and _CRC.fullmatch(value) is not None
 
 
@@ -314,8 +263,6 @@ def place_items(
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The checksums that do not match, each with the CRC-64/NVME that was found."""
-
     items: dict[int, int]
     """CRC of each mismatching item, by its number among the object's checked items."""
     whole: str | None
@@ -326,7 +273,6 @@ class Mismatch:
         return bool(self.items) or self.whole is not None
 
     def confirmed_by(self, second: Mismatch) -> Mismatch:
-        """The mismatches that a second reading found again."""
         items = {number: crc for number, crc in second.items.items() if number in self.items}
         return Mismatch(items, None if self.whole is None else second.whole)
 
@@ -370,7 +316,7 @@ class ObjectScan:
         return runs
 
     def arrived(self, runs: Iterable[Range]) -> bool:
-        """Take the runs of a range; returns True for the last bytes."""
+        """Returns True for the last bytes."""
         for run in runs:
             self._runs.append(run)
             self._missing -= run.stop - run.start
@@ -386,11 +332,8 @@ class ObjectScan:
             before[at] = crc
         items = {}
         for number, item in enumerate(self._items):
-            found = self._crc(item, before)
+            stop = item.checked_start + item.checked_length
+            found = crc64nvme_between(before[item.checked_start], before[stop], item.checked_length)
             if found != item.crc:
                 items[number] = found
         return Mismatch(items, crc_hex(crc) if self.data.crc not in (None, crc_hex(crc)) else None)
-
-    def _crc(self, item: StoredItem, before: dict[int, int]) -> int:
-        stop = item.checked_start + item.checked_length
-        return crc64nvme_between(before[item.checked_start], before[stop], item.checked_length)

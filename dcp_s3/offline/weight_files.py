@@ -32,8 +32,6 @@ _READ_AT_ONCE = 64 * 2**10
 
 @dataclass(frozen=True)
 class WeightFile:
-    """One version of a file with weights."""
-
     store: Store
     key: str
     size: int
@@ -41,7 +39,6 @@ class WeightFile:
 
     @property
     def name(self) -> str:
-        """Name for messages."""
         return f"{self.store.name}/{self.key}"
 
     def read(self, start: int, into: memoryview) -> None:
@@ -49,7 +46,6 @@ class WeightFile:
         self.store.read(self.key, start, into, self.etag)
 
     def read_bytes(self, start: int, count: int) -> bytes:
-        """Some of its bytes, fewer at its end."""
         data = bytearray(max(0, min(count, self.size - start)))
         self.read(start, memoryview(data))
         return bytes(data)
@@ -57,8 +53,6 @@ class WeightFile:
 
 @dataclass(frozen=True)
 class FoundTensor:
-    """A tensor in a file."""
-
     file: WeightFile
     start: int
     """Byte of the file at which its first element lies."""
@@ -70,12 +64,9 @@ class FoundTensor:
 
 @dataclass(frozen=True)
 class FoundWeights:
-    """What the files hold."""
-
     tensors: Mapping[str, FoundTensor]
-    """Tensors by name."""
     objects: Mapping[str, Any]
-    """Other values of torch files, by name."""
+    """Other values of torch files."""
     paths: Mapping[str, tuple[Any, ...]]
     """Keys of the nested dicts and lists in which an entry was, the outermost first, by name."""
 
@@ -177,7 +168,6 @@ def _parse_safetensors(file: WeightFile) -> FoundWeights:
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torchtitan.components.checkpointer import CheckpointManager
 
 from dcp_s3 import errors, latest, read_tensors
-from dcp_s3.offline import replicate
+from dcp_s3.offline.copy import download, upload
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.store import DeleteTarget
@@ -117,14 +117,14 @@ def test_a_run_starts_from_another_one(faulty: FaultyServer, tmp_path: Path) -> 
 def exchange(directory: Path) -> list[str]:
     ours = train(directory, 4, async_mode="async")
     stock = directory / "stock"
-    replicate.download(f"{ROOT}/step-2", stock / "step-2")
+    download(f"{ROOT}/step-2", stock / "step-2")
     theirs = Trainer(
         CheckpointManager.Config(enable=True, folder=str(stock), interval=2, last_save_model_only=False), steps=4
     )
     theirs.train()
     theirs.checkpointer.close()
     assert theirs.loaded_step == 2
-    replicate.upload(stock / "step-4", f"{ROOT}-2/step-4")
+    upload(stock / "step-4", f"{ROOT}-2/step-4")
     back = train(directory, 4, folder=f"{ROOT}-2")
     assert back.loaded_step == 4
     return [ours.digest, theirs.digest(), back.digest]

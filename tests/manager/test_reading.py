@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import dcp_s3
 from dcp_s3 import CheckpointManager, KeepBest, KeepLatest, S3StorageReader, S3StorageWriter, SaveEvery, errors
 from dcp_s3.cli.main import app
-from dcp_s3.offline import replicate
+from dcp_s3.offline.copy import download, upload
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.manager.making import blank, is_of, state
 from tests.memory_s3 import Fault
@@ -68,8 +68,8 @@ def test_what_is_saved_with_a_step_is_read_back(root: str) -> None:
 def test_it_goes_with_copies_and_is_shown(root: str, tmp_path: Path) -> None:
     url, copy = f"{root}/step-1", f"{root}-copy/step-1"
     dcp.save(state(1), storage_writer=S3StorageWriter(url, extra=EXTRA))
-    replicate.download(url, tmp_path / "here")
-    replicate.upload(tmp_path / "here", copy)
+    download(url, tmp_path / "here")
+    upload(tmp_path / "here", copy)
     assert S3StorageReader(copy).extra() == EXTRA
     listed = CliRunner().invoke(app, ["ls", f"{root}-copy", "--json"])
     assert json.loads(listed.stdout)[0]["extra"] == EXTRA

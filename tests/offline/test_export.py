@@ -21,7 +21,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import dcp_s3
 from benchmarks.measure import measure
 from dcp_s3 import errors
-from dcp_s3.offline import boxes, destination, export, replicate
+from dcp_s3.offline import boxes, destination, export
+from dcp_s3.offline.copy import upload
 from tests.end_to_end.states import assert_same, every_kind, random_tensor
 from tests.killing import new_process, running
 from tests.memory_s3 import Fault
@@ -157,7 +158,7 @@ def test_files_of_several_parts(root: str, s3: Any, tmp_path: Path, monkeypatch:
 def test_checkpoints_of_torch(root: str, tmp_path: Path) -> None:
     state = {"model": model()}
     torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
-    replicate.upload(tmp_path / "theirs", f"{root}/x")
+    upload(tmp_path / "theirs", f"{root}/x")
     place = Place(None, tmp_path)
     dcp_s3.export(f"{root}/x", place.where, include="model.*", rename={"^model[.]": ""})
     assert_same(place.tensors(), model())

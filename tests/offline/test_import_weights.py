@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import dcp_s3
 from dcp_s3 import errors
-from dcp_s3.offline import import_weights, replicate
+from dcp_s3.offline import import_weights
+from dcp_s3.offline.copy import download
 from tests.end_to_end.states import assert_same, random_tensor
 from tests.killing import new_process, running
 from tests.offline.weights import lengthen, model, save, write
@@ -64,7 +65,7 @@ def test_it_is_loaded_as_any_other(root: str, tmp_path: Path) -> None:
     state = {"model": {name: torch.zeros_like(tensor) for name, tensor in weights.items()}}
     dcp.load(state, storage_reader=dcp_s3.S3StorageReader(f"{root}/x"), no_dist=True)
     assert_same(state, {"model": weights})
-    replicate.download(f"{root}/x", tmp_path / "copy")
+    download(f"{root}/x", tmp_path / "copy")
     dcp_to_torch_save(tmp_path / "copy", tmp_path / "torch.pt")
     assert_same(torch.load(tmp_path / "torch.pt", weights_only=True), {"model": weights})
 
