@@ -83,5 +83,6 @@ def test_a_tied_model_is_imported_and_loaded(root: str, tmp_path: Path) -> None:
     dcp_s3.import_weights(tmp_path, f"{root}/x", prefix="model.")
     torch.manual_seed(6)
     ours = AutoModelForCausalLM.from_config(theirs.config)
-    dcp.load({"model": ours.state_dict()}, storage_reader=dcp_s3.S3StorageReader(f"{root}/x"))
+    state = {"model": ours.state_dict()}
+    dcp.load(state, storage_reader=dcp_s3.S3StorageReader(f"{root}/x"), planner=dcp_s3.S3LoadPlanner())
     assert_same(dict(ours.state_dict()), dict(theirs.state_dict()))
