@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.staging import AsyncStager
 
+from dcp_s3.stage import turns
 from tests.ranks import run_ranks
 from tests.relying import moved
 
@@ -261,6 +262,7 @@ def test_an_asynchronous_save_takes_its_state_up_in_a_thread_that_ends_with_it(t
     assert (future.exception(60) is not None) == fails
     assert stager.staged.thread is not threading.current_thread(), moved("the state is not asked for items", relied_on)
     assert stager.staged.thread is writer.thread, moved("the state is taken up elsewhere", relied_on)
+    assert writer.thread.name.startswith(turns._EXECUTOR), moved("torch names its threads otherwise", relied_on)
     writer.thread.join(60)
     assert not writer.thread.is_alive(), moved("the thread of a save does not end with it", relied_on)
 

@@ -160,7 +160,9 @@ class S3StorageReader(AttachmentReader, StorageReader):
             StorageError: missing bucket, credentials, network.
         """
         rank: int | None = kwargs.get("rank")
-        if self._url is not None and (rank is None or self._progress is None):  # without a rank it begins a load
+        if rank is None:  # it begins a load; one before had its own
+            self._deadline = self._saved_ranks = self._error = None
+        if self._url is not None and (rank is None or self._progress is None):
             self._progress = LoadProgress(self._store(), self._url, self.on_event)
         is_load, self._asked_for_url = self._asked_for_url, False
         if rank is None:

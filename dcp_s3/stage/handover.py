@@ -46,7 +46,7 @@ class StagedState(StagedDict):
         self._tensors = copied.tensors
         self._released = False
 
-    def begin(self) -> None:
+    def begin(self, *, sent: bool = False) -> None:
         """The state is taken up, see `Turn.begin`.
 
         Raises:
@@ -57,11 +57,11 @@ class StagedState(StagedDict):
                 "the save of this staged state has ended, and its memory is free. Remedy: stage the state again; a "
                 "copy for several saves comes from S3Stager.stage_now"
             )
-        super().begin()
+        super().begin(sent=sent)
 
     def release(self) -> None:
-        """Take the memory from the tensors. Who keeps a planner or the error of the save keeps only their shells; a
-        view of one still keeps its memory."""
+        """Take the memory from the tensors. Who keeps the error of a save that failed keeps only their shells; a view
+        of one still keeps its memory."""
         self._released = True
         with torch.inference_mode():  # else tensors that were made in it cannot be changed
             for tensor in self._tensors:
@@ -111,7 +111,7 @@ class _BufferUnpickler(pickle.Unpickler):
 
 
 def _reduce(state: StagedState) -> tuple[Any, ...]:
-    state.begin()
+    state.begin(sent=True)
     take_turn_at_pipe()
     file = io.BytesIO()
     try:

@@ -106,10 +106,14 @@ class S3Stager(AsyncStager):
         if self._closed:
             raise StagingError("this S3Stager was closed. Remedy: close it after the last save, or make a new one")
         stall, turn = _Stall(), draw_turn()
-        result = self._begin(state_dict, turn, stall) if self.asynchronous else self._stage(state_dict, turn, stall)
-        turn.stall_seconds = stall.end()
-        if isinstance(result, Future):
-            self._latest = weakref.ref(result)  # a strong one would keep the copy
+        try:
+            result = self._begin(state_dict, turn, stall) if self.asynchronous else self._stage(state_dict, turn, stall)
+            turn.stall_seconds = stall.end()
+            if isinstance(result, Future):
+                self._latest = weakref.ref(result)  # a strong one would keep the copy
+        except BaseException:  # an interrupt at any place, too: later saves would wait for this one
+            turn.end()
+            raise
         return result
 
     def stage_now(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -199,12 +203,12 @@ class S3Stager(AsyncStager):
         """The result of ``work``. A state goes with ``turn``, which is over if ``work`` fails."""
         try:
             result = _carry_failure(work, self._on_event)
+            if turn is not None and isinstance(result, StagedDict):
+                turn.go_with(result)
         except BaseException:
             if turn is not None:
                 turn.end()
             raise
-        if turn is not None and isinstance(result, StagedDict):
-            turn.go_with(result)
         return result
 
 

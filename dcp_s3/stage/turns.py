@@ -36,6 +36,8 @@ _LOST_SECONDS = 5.0
 staged for something else."""
 _START_SECONDS = 120.0
 """The same, where the save may have to start the checkpoint process first."""
+_EXECUTOR = "AsyncCheckpointExecutor"
+"""How the names of torch's threads for asynchronous saves begin (torch 2.9 to 2.15; tests/test_torch_calls.py)."""
 
 _turns: list[Turn] = []
 """The asynchronous saves under way, in order. Changed only by single operations, without a lock that a fork could leave
@@ -72,7 +74,8 @@ class Turn:
         """``state`` is what is saved, by DCP alone. If it is dropped, the turn is over."""
         state.turn = self
         self._state, self._staged_at = weakref.ref(state), time.monotonic()
-        weakref.finalize(state, self.end).atexit = False
+        # The thread in which the checkpoint process saves does not end with a save, but its state does.
+        weakref.finalize(state, self.finish if self._caller is None else self.end).atexit = False
 
     @property
     def is_staged_only(self) -> bool:
@@ -84,9 +87,10 @@ class Turn:
         """Whether something holds the state, as the save does."""
         return self._state() is not None
 
-    def begin(self) -> None:
-        """The state is taken up: in the thread of its save, or by the thread that had it staged, for something else."""
-        if self._caller is not None and self._caller() is threading.current_thread():
+    def begin(self, *, sent: bool = False) -> None:
+        """The state is taken up: in the thread of its save (always if it is ``sent`` to the checkpoint process), which
+        ends with the save, or in a thread of the user's, where nobody can say when its save ends."""
+        if self._caller is not None and not sent and not threading.current_thread().name.startswith(_EXECUTOR):
             self.end()
         elif getattr(_thread, "running", None) is None or _thread.running.turn is not self:
             _thread.running = _Running(self)
@@ -114,15 +118,17 @@ class Turn:
 
     def finish(self) -> None:
         """The save has ended: whoever keeps its future or its error does not keep its memory."""
-        if self.if_unfinished is not None:
-            self.if_unfinished()
-            self.if_unfinished = None
-        for error in self._errors:
-            without_tracebacks(error)
-        self._errors.clear()
-        if (state := self._state()) is not None:
-            state.release()
-        self.end()
+        try:
+            tell, self.if_unfinished = self.if_unfinished, None
+            if tell is not None:
+                tell()
+            for error in self._errors:
+                without_tracebacks(error)
+            self._errors.clear()
+            if (state := self._state()) is not None:
+                state.release()
+        finally:
+            self.end()
 
     def is_lost(self, seconds: float) -> bool:
         """Whether it was staged so long ago and has not begun."""
@@ -147,10 +153,10 @@ class StagedDict(dict[str, Any]):
 
     turn: Turn | None = None
 
-    def begin(self) -> None:
+    def begin(self, *, sent: bool = False) -> None:
         """The state is taken up, see `Turn.begin`."""
         if self.turn is not None:
-            self.turn.begin()
+            self.turn.begin(sent=sent)
 
     def items(self) -> Any:
         """The items, as of any dict. DCP calls this first in the thread of the save."""
@@ -167,6 +173,7 @@ def draw_turn() -> Turn:
     Waits while an earlier save starts the checkpoint process: that takes a collective step, and a second save would
     take part in it on those ranks only that do not see the process yet.
     """
+    started, warned = time.monotonic(), False
     while ranks.is_initialized() and not has_checkpoint_process():
         starting = [each for each in list(_turns) if each.is_staged_only]
         if not starting:
@@ -175,6 +182,14 @@ def draw_turn() -> Turn:
             if each.is_lost(_START_SECONDS):
                 each.end()
         starting[0].begun.wait(_LOOK_SECONDS)
+        if not warned and time.monotonic() - started > _LOST_SECONDS:
+            warned = True
+            logger.warning(
+                "staging waits for the save of a state that is staged and not saved, for %.0f s at most: it may start "
+                "the checkpoint process. Remedy: pass what S3Stager.stage returns to one save; a copy for anything "
+                "else comes from stage_now",
+                _START_SECONDS,
+            )
     return Turn(threading.current_thread())
 
 

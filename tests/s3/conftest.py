@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dcp_s3.s3 import retry, throttle
+from dcp_s3.s3 import connections, retry, throttle
 from tests.faulty import FaultyServer, serve
 
 
@@ -21,5 +21,6 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
 
 @pytest.fixture
 def new_gates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No bucket has been throttled yet."""
+    """No bucket has been throttled yet, and no link is known: servers of earlier tests may have had the same port."""
     monkeypatch.setattr(throttle, "_gates", {})
+    monkeypatch.setattr(connections, "_links", {})

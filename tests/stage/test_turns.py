@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -162,12 +162,39 @@ def test_a_turn_ends_with_the_thread_of_its_save() -> None:
         assert dict(state.items()) == {"w": 1}
         seen.append(current_turn() is turn and not turn.ended.done())
 
-    thread = threading.Thread(target=save)
+    thread = threading.Thread(target=save, name="AsyncCheckpointExecutor_0")
     thread.start()
     thread.join()
     assert seen == [True]
     assert turn.ended.done()
     assert current_turn() is None
+
+
+def _save_in_a_pool_of_the_users(url: str) -> None:
+    staged: Any = S3Stager().stage(_state(1.0))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(dcp.save, staged, storage_writer=S3StorageWriter(f"{url}/1")).result(_PATIENCE_SECONDS)
+        dcp.save(_state(2.0), storage_writer=S3StorageWriter(f"{url}/2"))  # with that thread idle, and the state kept
+        dcp.async_save(_state(3.0), storage_writer=S3StorageWriter(f"{url}/3")).result(_PATIENCE_SECONDS)
+        assert len(staged) == len(_state(1.0))
+
+
+def test_a_save_of_a_staged_state_in_a_thread_of_the_users_holds_no_other_up(
+    root: str, memory_server: S3Server
+) -> None:
+    run_ranks(2, _save_in_a_pool_of_the_users, root, timeout=_PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_interrupt_in_stage_leaves_no_turn(monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(S3Stager, "_begin" if asynchronous else "_stage", interrupt)
+    before = list(turns._turns)
+    with pytest.raises(KeyboardInterrupt):
+        S3Stager(asynchronous=asynchronous).stage(_state(0.0))
+    assert turns._turns == before
 
 
 def test_a_state_that_its_own_thread_looks_at_is_not_that_of_an_asynchronous_save() -> None:

@@ -91,6 +91,8 @@ class SharedRead:
             executor.run(plan, planner)
             return
         self._source = executor.source
+        if self._exchange.error is not None:  # it came before there was something to cancel
+            executor.source.cancel()
         with collector_paused():
             shared = self._assignment.shared_items()
             transfers = executor.prepare(plan, planner, shared)
