@@ -74,8 +74,7 @@ class Turn:
         """``state`` is what is saved, by DCP alone. If it is dropped, the turn is over."""
         state.turn = self
         self._state, self._staged_at = weakref.ref(state), time.monotonic()
-        # The thread in which the checkpoint process saves does not end with a save, but its state does.
-        weakref.finalize(state, self.finish if self._caller is None else self.end).atexit = False
+        weakref.finalize(state, self.end).atexit = False
 
     @property
     def is_staged_only(self) -> bool:
