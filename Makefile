@@ -20,7 +20,7 @@ DEMO_OR_DEV := $(if $(wildcard $(DEV)),$(DEV),$(DEMO))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-integrations test-pythons test-torch soak lint fmt pages docs package bench clean
+.PHONY: help install demo test test-docs test-integrations test-pythons test-torch soak lint fmt pages docs package bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,7 +31,10 @@ demo: $(DEMO_OR_DEV) ## the demo on a local S3 server; URL=s3://bucket/prefix ru
 	@$(VENV)/bin/dcp-s3 demo $(if $(URL),--url '$(URL)') $(ARGS)
 
 test: $(DEV) ## pytest in JOBS processes (2), without what takes long; ARGS=... is passed on
-	@$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not soak" $(ARGS)
+	@$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not soak and not docs" $(ARGS)
+
+test-docs: $(DEV) ## pages as pasted, examples, benchmarks, the package, charts in a browser; ARGS=... is passed on
+	@$(PY) -m pytest -n $(JOBS) --dist worksteal -m "docs and not soak" $(ARGS)
 
 test-integrations: $(FRAMEWORKS) ## the adapters, with the real frameworks in an environment of their own; ARGS=... is passed on
 	@DCP_S3_TEST_INTEGRATIONS=1 $(INT)/bin/python -m pytest -n $(JOBS) --dist worksteal tests/frameworks $(ARGS)

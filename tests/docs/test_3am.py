@@ -17,7 +17,7 @@ from dcp_s3.cli.main import app
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import MemoryS3
 
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 _BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", (_ROOT / "docs" / "3am.md").read_text(), re.MULTILINE | re.DOTALL)
 _SOURCE = "\n".join(path.read_text() for path in (_ROOT / "dcp_s3").rglob("*.py"))
 # What the messages on the page are known by, as it stands in the code.
