@@ -6,8 +6,9 @@ in-memory one. `root` is where most tests start: an s3:// URL in an empty bucket
 environment set such that dcp_s3 and boto3 find the server without arguments.
 
 `make test` leaves out what is marked `soak`, and of a test marked `@pytest.mark.quick("id", ...)` all
-cases but those. What is not about S3 itself it runs on the in-memory server and on Ceph's. `make soak`
-runs the rest. After DCP_S3_TEST_MINUTES no further test is begun: it is skipped, and named as not run.
+cases but those. What is not about S3 itself it runs on the in-memory server only, but whole saves and
+loads on Ceph's too. `make soak` runs the rest. After DCP_S3_TEST_MINUTES no further test is begun: it
+is skipped, and named as not run.
 What is about pages, examples, benchmarks and the package is marked `docs`: `make test-docs` runs it.
 """
 
@@ -56,9 +57,9 @@ _end = float("inf")
 _TESTS = Path(__file__).parent
 # `make test-docs` runs these, and what is marked so elsewhere.
 _DOCS = ("docs/", "examples/", "benchmarks/")
-_SOAK_SERVERS = ("moto", "rclone")
 # What differs between servers: requests and their answers, conditional writes.
 _ON_EVERY_SERVER = ("s3/", "servers/", "checkpoint/", "retention/test_prune_servers.py", "test_store_contract.py")
+_ON_RGW = (*_ON_EVERY_SERVER, "end_to_end/test_roundtrip.py", "coordination/", "checkup/")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -75,14 +76,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    in_memory = {_function(item) for item in items if _server(item) == "memory"}
     for item in items:
-        case = getattr(item, "callspec", None)
-        server = "" if case is None else str(case.params.get("server", ""))
+        server = _server(item)
         mark = item.get_closest_marker("quick")
-        if mark is not None and case.id.removeprefix(f"{server}-") not in mark.args:
+        if mark is not None and item.callspec.id.removeprefix(f"{server}-") not in mark.args:  # type: ignore[attr-defined]
             item.add_marker("soak")
         path = str(item.path.relative_to(_TESTS))
-        if server in _SOAK_SERVERS and not path.startswith(_ON_EVERY_SERVER):
+        if server == "rgw":
+            again = _function(item) in in_memory and not path.startswith(_ON_RGW)
+        else:
+            again = server in ("moto", "rclone") and not path.startswith(_ON_EVERY_SERVER)
+        if again:
             item.add_marker("soak")
         if path.startswith(_DOCS):
             item.add_marker("docs")
@@ -92,10 +97,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         turns: dict[pytest.Item, int] = {}
         for item in items:
             if item.get_closest_marker("counted") is not None:
-                name = item.nodeid.partition("[")[0]
-                cases[name] += 1
-                turns[item] = cases[name]
+                cases[_function(item)] += 1
+                turns[item] = cases[_function(item)]
         items.sort(key=lambda item: turns.get(item, 0))
+
+
+def _server(item: pytest.Item) -> str:
+    """The server that a case runs on; empty where it takes none."""
+    case = getattr(item, "callspec", None)
+    return "" if case is None else str(case.params.get("server", ""))
+
+
+def _function(item: pytest.Item) -> str:
+    """The test without its case."""
+    return item.nodeid.partition("[")[0]
 
 
 @pytest.hookimpl(tryfirst=True)
