@@ -9,7 +9,7 @@ environment set such that dcp_s3 and boto3 find the server without arguments.
 cases but those. What is not about S3 itself it runs on the in-memory server only, but whole saves and
 loads on Ceph's too. `make soak` runs the rest. After DCP_S3_TEST_MINUTES no further test is begun: it
 is skipped, and named as not run.
-What is about pages, examples, benchmarks and the package is marked `docs`: `make test-docs` runs it.
+What is about pages, examples, demo, benchmarks and the package is marked `docs`: `make test-docs` runs it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _end = float("inf")
 
 _TESTS = Path(__file__).parent
 # `make test-docs` runs these, and what is marked so elsewhere.
-_DOCS = ("docs/", "examples/", "benchmarks/")
+_DOCS = ("docs/", "examples/", "demo/", "benchmarks/", "cli/test_bench.py", "test_bench.py")
 # What differs between servers: requests and their answers, conditional writes.
 _ON_EVERY_SERVER = ("s3/", "servers/", "checkpoint/", "retention/test_prune_servers.py", "test_store_contract.py")
 _ON_RGW = (*_ON_EVERY_SERVER, "end_to_end/test_roundtrip.py", "coordination/", "checkup/")
