@@ -219,6 +219,7 @@ def _main(call: _Call, connection: Connection) -> None:
                 world_size=call.world_size,
                 timeout=timedelta(seconds=call.timeout),
             )
+            dist.barrier()  # a rank that ended at once would break the connections that others still make
         result = fn(*args)
         answer = pickle.dumps((True, result))
     except BaseException as e:  # noqa: BLE001 - torch's CheckpointException is no Exception
