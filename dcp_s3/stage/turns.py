@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import time
 import weakref
@@ -140,8 +141,9 @@ class _Running:
     def __init__(self, turn: Turn) -> None:
         self.turn = turn
 
-    def __del__(self) -> None:
-        self.turn.finish()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # when modules may have lost their names already
+            self.turn.finish()
 
 
 _thread: Any = threading.local()
