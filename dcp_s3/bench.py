@@ -176,12 +176,7 @@ def bench(
     """Save and load a synthetic state below a URL, compare it bit by bit, and remove it again.
 
     Args:
-        url: ``s3://bucket/prefix``; what is there is not touched.
         size: bytes of each rank's state; fewer if all ranks would take more than a quarter of the free memory.
-        ranks: number of ranks, each a process of its own on this host.
-        rounds: how often each rank saves and loads.
-        note: called with a line for people.
-        progress: called with the steps done and their total.
 
     Raises:
         DcpS3Error: a setting, a request or a rank failed, or what was loaded is not what was saved.

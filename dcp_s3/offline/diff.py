@@ -157,13 +157,10 @@ def diff(
     Equal CRC-64s of equally many bytes count as ``same``. A CRC is no proof against somebody who made them equal.
 
     Args:
-        a: URL of one checkpoint.
-        b: URL of the other.
         full: whether to read what is ``unknown``, and to compare values: tensors bit for bit, of objects the stored
             bytes. Takes about 160 MiB of host memory, and the bytes of an object twice, and holds a reader's lease on
             both checkpoints.
         filter: only the entries whose names match, such as ``model.*``; several: any of them.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
         on_total: called with the bytes to read, of both checkpoints together; with ``full`` only.
         on_progress: called with the number of bytes as they are read, or need not be.
 

@@ -113,7 +113,6 @@ def export(
     ExportResult(1 file, 1 tensor, ... B)
 
     Args:
-        url: URL of the checkpoint.
         destination: directory or ``s3://bucket/prefix``.
         include: names or patterns of entries, such as ``model.*``, as for `read_tensors`; None: all tensors.
         rename: regular expressions, and what replaces their matches in the names, in this order: ``{"^model[.]": ""}``.
@@ -121,14 +120,10 @@ def export(
             and packed float4.
         max_shard_size: bytes of the tensors of a safetensors file, as ``5GB`` or ``2GiB``; a larger tensor gets a file
             of its own.
-        format: ``safetensors`` or ``torch``.
         overwrite: write into a destination that is not empty. Weights in it, of either format, are removed before the
             first byte is written; other files stay. An attachment never replaces one of them: if it has the same bytes
             it is left alone, otherwise the export is refused.
         weights_only: for ``torch``: whether to unpickle only objects that cannot run code, as for `read_tensors`.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
-        on_total: called once with the number of bytes to write.
-        on_progress: called with the number of bytes as they are written.
 
     Raises:
         EntryNotFoundError: ``include`` matches nothing.

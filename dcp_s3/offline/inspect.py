@@ -96,9 +96,7 @@ def inspect(
     ['weight', 'step']
 
     Args:
-        url: URL of the checkpoint.
         filter: only the entries whose names match, such as ``model.*``; several: any of them.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
 
     Raises:
         CheckpointNotFoundError: no committed checkpoint is there.

@@ -201,11 +201,7 @@ def current_turn() -> Turn | None:
 
 
 def take_turn(key: str) -> None:
-    """Wait for the asynchronous saves of this process that came earlier and share ``key``. May be called again.
-
-    Args:
-        key: what the saves share: the name of a process group, or a URL.
-    """
+    """Wait for the asynchronous saves of this process that came earlier and share ``key``. May be called again."""
     ours, turns = current_turn(), list(_turns)
     if ours is not None and ours in turns:
         ours.share(key)

@@ -55,8 +55,6 @@ class MegatronS3Writer(S3StorageWriter):
         checkpoint_dir: ``s3://bucket/prefix`` of the checkpoint, as text or as a path.
         separation_hint: a prefix of FQNs; what begins with it gets objects of its own.
         thread_count: most objects of this rank; half of them for each group with ``separation_hint``.
-        attachments: small files that belong to the checkpoint, by name.
-        settings: a `Settings`, or a mapping of settings that override the environment.
 
     Raises:
         InvalidURLError: ``checkpoint_dir`` is not an S3 URL.
