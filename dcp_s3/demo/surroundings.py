@@ -99,6 +99,7 @@ class BucketView:
         self.root = root
         url = parse_url(root)
         self._where = {"Bucket": url.bucket, "Prefix": f"{url.prefix}/"}
+        self._client = _client()
 
     def look(self) -> list[StepDirectory]:
         """All directories, by name."""
@@ -119,7 +120,7 @@ class BucketView:
 
     def _entries(self, operation: str, kind: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """Name of the directory, path in it, and what S3 lists."""
-        for page in _client().get_paginator(operation).paginate(**self._where):
+        for page in self._client.get_paginator(operation).paginate(**self._where):
             for entry in page.get(kind, []):
                 name, _, path = entry["Key"].removeprefix(self._where["Prefix"]).partition("/")
                 yield name, path, entry
