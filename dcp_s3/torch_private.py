@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint._async_executor import _AsyncCheckpointExecutor as AsyncCheckpointExecutor
@@ -39,7 +38,6 @@ FileReader = torch._C.PyTorchFileReader  # reads the archives that torch.save wr
 
 __all__ = [
     "AsyncCheckpointExecutor",
-    "FakeTensorMode",
     "FileReader",
     "FsspecReader",
     "FsspecWriter",
@@ -119,7 +117,11 @@ def record_size(reader: Any, name: str) -> int:
 
 def without_data() -> contextlib.AbstractContextManager[object]:
     """In it, ``torch.load(map_location="meta")`` makes tensors for `offset_in_archive`; torch 2.11 does so anywhere."""
-    return contextlib.nullcontext() if release(torch.__version__) >= (2, 11) else FakeTensorMode()
+    if release(torch.__version__) >= (2, 11):
+        return contextlib.nullcontext()
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
 
 
 def offset_in_archive(tensor: torch.Tensor) -> int | None:
