@@ -143,7 +143,6 @@ class _S3Checkpoints(Strategy):
         """Load from S3, on any number of ranks. Every rank calls it.
 
         Args:
-            checkpoint_path: URL of the checkpoint.
             weights_only: False: whatever is in the checkpoint is unpickled, so whoever can write to the bucket can run
                 code here.
 
@@ -242,7 +241,6 @@ class S3ModelParallelStrategy(_S3Checkpoints, ModelParallelStrategy):
 
     Args:
         args, kwargs: of `ModelParallelStrategy`. Checkpoints are always sharded.
-        settings: a `dcp_s3.Settings`, or a mapping of settings that override the environment.
         asynchronous: save in the background while `Trainer.fit` runs.
 
     Raises:
@@ -283,7 +281,6 @@ class S3FSDPStrategy(_S3Checkpoints, FSDPStrategy):
 
     Args:
         args, kwargs: of `FSDPStrategy`. Checkpoints are always sharded, which is not its default.
-        settings: a `dcp_s3.Settings`, or a mapping of settings that override the environment.
         asynchronous: save in the background while `Trainer.fit` runs.
 
     Raises:

@@ -50,10 +50,8 @@ def read_tensor(
             [2., 3.]])
 
     Args:
-        url: URL of the checkpoint.
         fqn: name of the tensor, as ``dcp-s3 show`` lists it.
         slice: part to read, as in numpy: ``3``, ``np.s_[:10, ..., -1]``. Numbers, slices with step 1, an Ellipsis.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
 
     Returns:
         A contiguous tensor of the saved dtype.
@@ -97,12 +95,10 @@ def read_tensors(
     2000
 
     Args:
-        url: URL of the checkpoint.
         fqns: names, or patterns such as ``model.*`` (``*`` any text, ``?`` any character, ``[ab]`` one of them); None:
             everything. An entry with exactly that name takes precedence over a pattern.
         weights_only: whether to unpickle only objects that cannot run code, as `S3StorageReader` does.
             False: whoever can write to the bucket can run code here.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
 
     Returns:
         Entries by name, in the order of ``fqns``; the matches of a pattern in the order of the checkpoint.
