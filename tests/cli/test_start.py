@@ -11,7 +11,7 @@ from typer.main import get_command
 from dcp_s3.cli.main import app
 
 _HEAVY = {
-    *("torch", "numpy", "boto3", "botocore", "aiobotocore", "aiohttp", "s3transfer", "asyncio"),
+    *("torch", "numpy", "boto3", "botocore", "s3transfer", "asyncio"),
     *("pydantic", "pydantic_settings", "rich.table", "rich.progress", "dcp_s3.settings"),
 }
 _COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]
