@@ -1,8 +1,8 @@
 """Many small requests at once: boto3 in threads, or aiobotocore in one event loop.
 
-``python -m benchmarks.many_requests --latency 0.03`` asks an in-memory S3 server in a process of its own for the heads, then
-the bytes, of 2,000 small objects, and prints the seconds and the CPU seconds of this process, the median of a few rounds.
-The ways take turns.
+``python -m benchmarks.many_requests --latency 0.03`` asks an in-memory S3 server in a process of its own for the heads,
+then the bytes, of 2,000 small objects, and prints the seconds and the CPU seconds of this process, the median of a few
+rounds. The ways take turns.
 
 - ``map``: `Store.map`, as the catalog and a prune use it.
 - ``boto3 in 64 threads``: no more than that.
