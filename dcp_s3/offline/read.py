@@ -23,7 +23,7 @@ from dcp_s3.load.overlaps import find_overlaps
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.offline.boxes import Index, Piece, Selection, select
 from dcp_s3.offline.names import closest, matches
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.spill.store import open_store
@@ -132,7 +132,7 @@ class OpenCheckpoint:
         self.settings = resolve_settings(settings)
         seconds = self.settings.load_timeout if bounded else None
         limit = Limit(deadline=Deadline.start("DCP_S3_LOAD_TIMEOUT", seconds), hang=seconds)
-        self.store = S3Store(self.url.bucket, self.settings, limit)
+        self.store = store_of(self.url, self.settings, limit)
         self._metadata: Metadata = metadata or check_metadata(fetch_metadata(self.store, self.url), self.url)
         if not isinstance(self._metadata.storage_data, dict):
             raise errors.CorruptCheckpointError(
