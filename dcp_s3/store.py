@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import logging
+import threading
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import TypeVar
 
-from dcp_s3.limit import Limit
+from dcp_s3 import errors
+from dcp_s3.limit import Cancelled, Limit
+from dcp_s3.memory import Piece
+
+logger = logging.getLogger(__name__)
 
 SelfStore = TypeVar("SelfStore", bound="Store")
+SelfBatch = TypeVar("SelfBatch", bound="Batch")
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,16 @@ class Upload:
     """When the upload was begun, in seconds since the epoch."""
 
 
+@dataclass(frozen=True)
+class StreamedObject:
+    """A data object that the store has taken."""
+
+    size: int
+    """Size in bytes."""
+    crc64nvme: int | None
+    """CRC-64/NVME of all bytes; None if checksums are off."""
+
+
 class Store(abc.ABC):
     """Objects by key, each written whole: a reader sees only objects that are completely written.
 
@@ -163,6 +181,25 @@ class Store(abc.ABC):
             StorageError: the object may or may not have been written.
         """
 
+    @abc.abstractmethod
+    def put_stream(
+        self, key: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None, resume: bool = False
+    ) -> StreamedObject:
+        """Write a data object of about ``size`` bytes, made of pieces that are sent as they are, without copies.
+
+        Each piece (or what it was split into, `Piece.parts`) has its CRC when this returns, unless checksums are off,
+        and no memory any more. ``part_size`` is the size of its parts in bytes; None: what suits the store. With
+        ``resume`` a store that can leaves parts in place when it fails, and does not send those that an earlier try
+        left: same key, same bytes, same part size.
+
+        Raises:
+            StorageError: the object is not there.
+        """
+
+    def batch(self, *, total: int, ranks: int = 1) -> Batch:
+        """A batch of data objects of about ``total`` bytes in all, while ``ranks`` ranks write as much at a time."""
+        return Batch(self)
+
     def copy(self, source: Store, source_key: str, key: str) -> None:
         """Copy an object with its user metadata, on S3 without moving its bytes; what is at ``key`` is replaced.
 
@@ -214,6 +251,71 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def abort(self, upload: Upload) -> None:
         """Abort a multipart upload; one that is gone counts as aborted. After a StorageError it may stay open."""
+
+
+class Batch:
+    """Data objects that are written together, by any number of threads.
+
+    A context manager, which owns the threads and what bounds the memory in flight. An exception that leaves it cancels
+    what is under way, and removes the objects that it has written. In any case nothing is under way afterwards.
+    """
+
+    chunk_size: int = 2**24
+    """Bytes of a piece that suit the store best, if it has to be made."""
+    in_flight: int = 1
+    """Pieces of this size that the batch may hold at a time."""
+    sent: int = 0
+    """Bytes that the store has taken."""
+    unclean: Set[str] = frozenset()
+    """Keys with multipart uploads that may have stayed open."""
+    error: BaseException | None = None
+    """The failure that cancelled everything, if one did."""
+
+    def __init__(self, store: Store) -> None:
+        self.cancel = threading.Event()
+        self._store = store.within(replace(store.limit, cancel=self.cancel))
+        self._lock = threading.Lock()
+        self._written: list[str] = []
+
+    def put_stream(self, key: str, size: int, pieces: Iterable[Piece]) -> StreamedObject:
+        """See `Store.put_stream`.
+
+        Raises:
+            Cancelled: another object of the batch has failed.
+            StorageError
+        """
+        self._store.limit.check(f"put of {key}")
+        result = self._store.put_stream(key, size, self._until_cancelled(pieces))
+        with self._lock:
+            self._written.append(key)
+            self.sent += result.size
+        return result
+
+    def _until_cancelled(self, pieces: Iterable[Piece]) -> Iterable[Piece]:
+        for piece in pieces:
+            if self.cancel.is_set():
+                raise Cancelled
+            yield piece
+
+    def stop(self) -> None:
+        """Make everything under way fail soon."""
+        self.cancel.set()
+
+    def __enter__(self: SelfBatch) -> SelfBatch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is not None:
+            self.stop()
+            remove_quietly(self._store, self._written)
+
+
+def remove_quietly(store: Store, keys: Sequence[str]) -> None:
+    """Delete objects of a save that failed. A failure is logged: another error is on its way to the user."""
+    try:
+        store.within(store.limit.for_cleanup()).delete(keys)
+    except errors.StorageError as error:
+        logger.warning("objects of a failed save are left for pruning: %s", error)
 
 
 def join(pages: Sequence[Page]) -> Page:

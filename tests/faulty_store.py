@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dcp_s3.limit import Limit
-from dcp_s3.store import DeleteTarget, Expect, ObjectHead, Page, Store, StoredObject, Upload
+from dcp_s3.memory import Piece
+from dcp_s3.store import DeleteTarget, Expect, ObjectHead, Page, Store, StoredObject, StreamedObject, Upload
 
 Rule = Callable[[str, str], Exception | None]
 
@@ -46,6 +47,11 @@ class FaultyStore(Store):
     ) -> None:
         fields = {"expect": expect, "content_type": content_type, "metadata": metadata}
         self._through("put", key, lambda: self.store.put(key, data, **fields))  # type: ignore[arg-type]
+
+    def put_stream(
+        self, key: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None, resume: bool = False
+    ) -> StreamedObject:
+        return self._through("put_stream", key, lambda: self.store.put_stream(key, size, pieces))  # type: ignore[return-value]
 
     def head(self, key: str, *, checksum: bool = False) -> ObjectHead:
         return self._through("head", key, lambda: self.store.head(key, checksum=checksum))  # type: ignore[return-value]

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dcp_s3 import errors
-from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.limit import UNLIMITED, Limit
+from dcp_s3.memory import Piece
 from dcp_s3.store import (
     DeleteTarget,
     Expect,
@@ -18,6 +19,7 @@ from dcp_s3.store import (
     Page,
     Store,
     StoredObject,
+    StreamedObject,
     Upload,
     same_etag,
     target_of,
@@ -95,6 +97,18 @@ class MemoryStore(Store):
             storage.writes += 1
             etag = f'"{crc_hex(crc64nvme(new))}-{storage.writes}"'
             storage.objects[key] = _Entry(new, dict(metadata or {}), etag, time.time())
+
+    def put_stream(
+        self, key: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None, resume: bool = False
+    ) -> StreamedObject:
+        data, crcs = bytearray(), []
+        for piece in pieces:
+            self.limit.check(f"put of {key}")
+            crcs.append((piece.checksum(), piece.size))
+            data += piece.view or b""
+            piece.view = None
+        self.put(key, memoryview(data))
+        return StreamedObject(len(data), combine_crc64nvme(crcs))
 
     def _check(self, key: str, found: _Entry | None, expect: Expect) -> None:
         if found is None and expect.etag:

@@ -7,7 +7,8 @@ from typing import TypeVar
 
 from dcp_s3 import errors
 from dcp_s3.limit import Limit
-from dcp_s3.store import DeleteTarget, Expect, ObjectHead, Page, Store, StoredObject, Upload
+from dcp_s3.memory import Piece
+from dcp_s3.store import DeleteTarget, Expect, ObjectHead, Page, Store, StoredObject, StreamedObject, Upload
 
 T = TypeVar("T")
 
@@ -60,6 +61,12 @@ class Overlay(Store):
     ) -> None:
         self._near.delete([key])
         self._far.put(key, data, expect=expect, content_type=content_type, metadata=metadata)
+
+    def put_stream(
+        self, key: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None, resume: bool = False
+    ) -> StreamedObject:
+        self._near.delete([key])
+        return self._far.put_stream(key, size, pieces, part_size=part_size, resume=resume)
 
     def page(self, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
         return self._far.page(prefix, delimiter, token=token)

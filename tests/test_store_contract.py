@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.limit import Cancelled, Deadline, Limit
+from dcp_s3.memory import Piece, crc_of, sent_pieces
 from dcp_s3.s3 import listing, operations, retry
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -25,6 +27,7 @@ from tests.memory_store import MemoryStore
 from tests.overlay_store import Overlay
 from tests.servers import NAMES, S3Server
 
+MIB = 2**20
 PAGE = 3
 ODD_KEYS = [
     "a b",
@@ -185,6 +188,81 @@ def test_a_copy_has_the_bytes_and_the_metadata(store: Store) -> None:
     with pytest.raises(errors.ObjectNotFoundError):
         store.copy(store, "nothing", "copy")
     assert store.get("copy").data == b"some bytes"
+
+
+# --- data objects ------------------------------------------------------------------------------------------
+
+
+def cut(data: bytes, *, ends: Sequence[int] = (0, 1, 7, 4096, 5 * MIB, 6 * MIB)) -> list[Piece]:
+    pairs = zip(ends, [*ends[1:], len(data)], strict=True)
+    return [Piece.of(memoryview(data)[low:high], cuts=[(high - low) // 2]) for low, high in pairs if low < len(data)]
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000, 5 * MIB, 12 * MIB + 345])
+def test_a_stream_becomes_one_object_and_its_pieces_have_their_checksums(store: Store, size: int) -> None:
+    data = random.Random(size).randbytes(size)
+    store.put("run/k", b"what was there before")
+    pieces = cut(data)
+    stored = store.put_stream("run/k", size, iter(pieces), part_size=5 * MIB)
+    assert (stored.size, stored.crc64nvme) == (size, crc64nvme(data))
+    assert store.head("run/k").size == size
+    assert read(store, "run/k", 0, size) == data
+    sent = sent_pieces(pieces)
+    assert all(piece.view is None for piece in [*pieces, *sent]), "the memory is free"
+    assert crc_of(sent) == crc64nvme(data)
+    assert all(len(piece.marks) == len(piece.cuts) for piece in sent)
+
+
+def test_a_stream_that_breaks_off_leaves_nothing(store: Store) -> None:
+    store.put("k", b"what was there before")
+
+    def pieces() -> Iterator[Piece]:
+        yield Piece.of(bytes(6 * MIB))
+        raise RuntimeError("the planner failed")
+
+    with pytest.raises(RuntimeError, match="the planner failed"):
+        store.put_stream("k", 6 * MIB, pieces(), part_size=5 * MIB)
+    assert store.get("k").data == b"what was there before"
+    assert list(store.uploads("")) == []
+
+
+def test_a_batch_of_streams_is_written_by_many_threads(store: Store) -> None:
+    data = {f"run/{number}": random.Random(number).randbytes(MIB + number) for number in range(8)}
+    with store.batch(total=8 * MIB) as batch, ThreadPoolExecutor(4) as pool:
+        stored = dict(zip(data, pool.map(lambda k: batch.put_stream(k, MIB, cut(data[k])), data), strict=True))
+    assert {key: each.crc64nvme for key, each in stored.items()} == {k: crc64nvme(each) for k, each in data.items()}
+    assert batch.sent == sum(map(len, data.values()))
+    assert {key: store.get(key).data for key in data} == data
+
+
+def test_a_batch_that_fails_leaves_nothing(store: Store) -> None:
+    def fail() -> None:
+        with store.batch(total=2 * MIB) as batch:
+            batch.put_stream("a", MIB, cut(bytes(MIB)))
+            raise RuntimeError("another rank failed")
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert store.list("").objects == ()
+
+
+def test_a_batch_that_was_stopped_takes_no_more(store: Store) -> None:
+    def write() -> None:
+        with store.batch(total=MIB) as batch:
+            batch.put_stream("a", 1, [Piece.of(b"a")])
+            batch.stop()
+            batch.put_stream("b", 1, [Piece.of(b"b")])
+
+    with pytest.raises(Cancelled):
+        write()
+    assert store.list("").objects == ()
+
+
+def test_a_stream_past_the_deadline_is_not_begun(store: Store) -> None:
+    late = store.within(Limit(deadline=Deadline.start("DCP_S3_SAVE_TIMEOUT", 0.0)))
+    with pytest.raises(errors.DeadlineExceededError):
+        late.put_stream("k", 1, [Piece.of(b"x")])
+    assert not store.exists("k")
 
 
 # --- keys ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.attachments import check_bytes, find_attachments, missing_error, read_attachment, read_extra
 from dcp_s3.checkpoint.commit_state import CommitState, SaveIdentity, find_state
 from dcp_s3.format.control_files import Manifest
-from dcp_s3.s3.download import ReadTarget
+from dcp_s3.memory import ReadTarget
 from dcp_s3.settings import Settings
 from dcp_s3.spill.local import LocalObjects, WaitingCommit, find_commits
 from dcp_s3.spill.store import open_store

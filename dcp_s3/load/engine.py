@@ -25,8 +25,9 @@ from dcp_s3.collector import collect_young
 from dcp_s3.limit import Cancelled, Deadline
 from dcp_s3.load.plan import READ_GAP, ReadRequest, Segment, halve, plan_requests
 from dcp_s3.load.transfer import Buffer, Reception, Transfer
+from dcp_s3.memory import ReadTarget
 from dcp_s3.s3.connections import Tuning, connections_of
-from dcp_s3.s3.download import ReadTarget, fetch_into
+from dcp_s3.s3.download import fetch_into
 from dcp_s3.s3.store import S3Store
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.units import format_size

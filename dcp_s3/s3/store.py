@@ -12,6 +12,7 @@ from botocore import xform_name
 
 from dcp_s3 import errors
 from dcp_s3.limit import UNLIMITED, Limit
+from dcp_s3.memory import Piece, ReadTarget
 from dcp_s3.s3 import listing, multipart, operations, retry
 from dcp_s3.s3.botocore_private import hang_at_most
 from dcp_s3.s3.client import forget_client, get_client
@@ -20,10 +21,21 @@ from dcp_s3.s3.download import fetch_into
 from dcp_s3.s3.listing import delete
 from dcp_s3.s3.multipart import copy_object
 from dcp_s3.s3.operations import Operation, Request, request_arguments
-from dcp_s3.s3.ranged import ReadTarget
 from dcp_s3.s3.throttle import Gate, gate_of
+from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
-from dcp_s3.store import DeleteTarget, Expect, ObjectHead, ObjectStart, Page, Store, StoredObject, Upload, target_of
+from dcp_s3.store import (
+    DeleteTarget,
+    Expect,
+    ObjectHead,
+    ObjectStart,
+    Page,
+    Store,
+    StoredObject,
+    StreamedObject,
+    Upload,
+    target_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +158,15 @@ class S3Store(Store):
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         self.run(operations.put(self, key, data, expect=expect, content_type=content_type, metadata=metadata))
+
+    def put_stream(
+        self, key: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None, resume: bool = False
+    ) -> StreamedObject:
+        with Uploader(self) as uploader:
+            return uploader.put_stream(key, size, pieces, part_size=part_size, resume=resume)
+
+    def batch(self, *, total: int, ranks: int = 1) -> Uploader:
+        return Uploader.planned(self, total=total, ranks=ranks)
 
     def copy(self, source: Store, source_key: str, key: str) -> None:
         if isinstance(source, S3Store):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dcp_s3.checksum import crc_hex
-from dcp_s3.s3.download import ReadTarget
+from dcp_s3.memory import ReadTarget
 from dcp_s3.spill.journal import Journal, SpilledObject, State
 from dcp_s3.spill.store import DamagedFileError, SpillStore, crc_of_file, make_private, write_durably
 

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dcp_s3 import errors
-from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.limit import UNLIMITED, Limit
+from dcp_s3.memory import Piece, views_of
 from dcp_s3.store import (
     DeleteTarget,
     Expect,
@@ -23,6 +24,7 @@ from dcp_s3.store import (
     Page,
     Store,
     StoredObject,
+    StreamedObject,
     Upload,
     same_etag,
     target_of,
@@ -152,21 +154,36 @@ class DirectoryStore(Store):
     ) -> None:
         self.limit.check(f"put of {key}")
         path = self._path(key)
-        with self._clear_errors("put", key):
-            temporary = _new_file(path, memoryview(data).cast("B"))
-            try:
-                with self._locked():
-                    if expect is not None and self._holds(key, expect, data):
-                        return
-                    etag = _etag(temporary.stat())
-                    if metadata:
-                        _new_file(path, json.dumps(dict(metadata)).encode()).rename(_metadata_path(path, etag))
-                    temporary.rename(path)
-                    _forget_metadata(path, etag)
-                    _flush_directory(path.parent)
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    temporary.unlink()
+        with self._clear_errors("put", key), _new_file(path, [memoryview(data).cast("B")]) as temporary, self._locked():
+            if expect is not None and self._holds(key, expect, data):
+                return
+            if metadata:
+                with _new_file(path, [json.dumps(dict(metadata)).encode()]) as described:
+                    described.rename(_metadata_path(path, _etag(temporary.stat())))
+            self._move_in(temporary, path)
+
+    def put_stream(
+        self, key: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None, resume: bool = False
+    ) -> StreamedObject:
+        path, sent = self._path(key), []
+
+        def views() -> Iterator[memoryview]:
+            for piece in pieces:
+                self.limit.check(f"put of {key}")
+                sent.append((piece.checksum(), piece.size))
+                yield from views_of([piece])
+                piece.view = None
+
+        self.limit.check(f"put of {key}")
+        with self._clear_errors("put", key), _new_file(path, views()) as temporary, self._locked():
+            self._move_in(temporary, path)
+        return StreamedObject(sum(size for _, size in sent), combine_crc64nvme(sent))
+
+    def _move_in(self, temporary: Path, path: Path) -> None:
+        etag = _etag(temporary.stat())
+        temporary.rename(path)
+        _forget_metadata(path, etag)
+        _flush_directory(path.parent)
 
     def _holds(self, key: str, expect: Expect, data: bytes | memoryview) -> bool:
         """Whether an earlier attempt has already written the object."""
@@ -259,8 +276,9 @@ def _etag(stat: os.stat_result) -> str:
     return f'"{stat.st_ino:x}-{stat.st_mtime_ns:x}-{stat.st_size:x}"'
 
 
-def _new_file(path: Path, data: bytes | memoryview) -> Path:
-    """Write a file with these bytes beside ``path``, flushed to the disk."""
+@contextlib.contextmanager
+def _new_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Iterator[Path]:
+    """Write a file with these bytes beside ``path``, flushed to the disk. It is removed unless it was moved."""
     temporary = path.with_name(f"{_HIDDEN}{uuid.uuid4().hex}")
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -269,11 +287,15 @@ def _new_file(path: Path, data: bytes | memoryview) -> Path:
         except FileNotFoundError:
             continue  # somebody deleted the last object of the directory
         break
-    with file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return temporary
+    try:
+        with file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _metadata_path(path: Path, etag: str) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.load.engine import Source
-from dcp_s3.s3.download import ReadTarget
+from dcp_s3.memory import ReadTarget
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.url import parse_url
