@@ -100,3 +100,7 @@ class ReadTarget:
         """Note that ``count`` more bytes have arrived from ``start`` on, and all bytes before them."""
         if self.crc is not None:
             self.crc = crc64nvme(self.view[start : start + count], self.crc)
+
+
+def targets_of(into: memoryview | Sequence[ReadTarget]) -> Sequence[ReadTarget]:
+    return [ReadTarget(into)] if isinstance(into, memoryview) else into

@@ -5,19 +5,23 @@ from __future__ import annotations
 import abc
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TypeVar
 
 from dcp_s3 import errors
 from dcp_s3.limit import Cancelled, Limit
-from dcp_s3.memory import Piece
+from dcp_s3.memory import Piece, ReadTarget
 
 logger = logging.getLogger(__name__)
 
 SelfStore = TypeVar("SelfStore", bound="Store")
 SelfBatch = TypeVar("SelfBatch", bound="Batch")
+SelfWidth = TypeVar("SelfWidth", bound="ReadWidth")
+
+Moved = Callable[[int], None]
+_READS = 4
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,33 @@ class StreamedObject:
     """CRC-64/NVME of all bytes; None if checksums are off."""
 
 
+@dataclass(frozen=True)
+class Counters:
+    """What this process has seen of a store, since it began."""
+
+    throttled: int = 0
+    """Requests that it throttled."""
+    hedged: int = 0
+    """Reads that straggled, so that they were requested twice."""
+
+
+class ReadWidth:
+    """Number of reads at once of one transfer. A context manager."""
+
+    def __init__(self, connections: int) -> None:
+        self.connections = connections
+        """Reads at once, now."""
+
+    def moved(self, count: int) -> None:
+        """Note that ``count`` bytes have arrived. Called by any thread."""
+
+    def __enter__(self: SelfWidth) -> SelfWidth:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 class Store(abc.ABC):
     """Objects by key, each written whole: a reader sees only objects that are completely written.
 
@@ -143,15 +174,38 @@ class Store(abc.ABC):
         """The same store with its requests bounded by ``limit`` only."""
 
     @abc.abstractmethod
-    def read(self, key: str, start: int, into: memoryview, etag: str | None = None) -> None:
-        """Fill writable, contiguous memory with the bytes of an object from byte ``start`` on; nothing is requested if
-        it is empty. ``etag`` is that of the version to read; None for any, but all bytes are of one version.
+    def read(
+        self,
+        key: str,
+        start: int,
+        into: memoryview | Sequence[ReadTarget],
+        etag: str | None = None,
+        *,
+        moved: Moved | None = None,
+    ) -> None:
+        """Fill writable, contiguous memory (or several pieces of it, in order) with the bytes of an object from byte
+        ``start`` on; nothing is requested if it is empty. ``etag`` is that of the version to read; None for any, but
+        all bytes are of one version. ``moved`` is called with the number of bytes that have just arrived.
 
         Raises:
             PreconditionFailedError: the object has another ETag, or was replaced while it was read.
             OutOfRangeError: the object has fewer bytes.
             Cancelled: the limit's ``cancel`` was set.
         """
+
+    def distrust(self, key: str) -> None:  # noqa: B027 - most stores have no copies
+        """Read this object from where it counts from now on: what was read is not what its checksum says."""
+
+    def read_width(self) -> int:
+        """Number of reads at once that suit the store, to begin with."""
+        return _READS
+
+    def adapt_reads(self, *, resize: Callable[[int], None], is_busy: Callable[[], bool], most: int) -> ReadWidth:
+        """Adapts the number of reads at once while a transfer runs: calls ``resize``, from a thread of its own."""
+        return ReadWidth(min(most, self.read_width()))
+
+    def counters(self) -> Counters:
+        return Counters()
 
     @abc.abstractmethod
     def get(self, key: str) -> StoredObject:

@@ -16,15 +16,15 @@ import pytest
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.limit import Cancelled, Deadline, Limit
-from dcp_s3.memory import Piece, crc_of, sent_pieces
+from dcp_s3.memory import Piece, ReadTarget, crc_of, sent_pieces
 from dcp_s3.s3 import listing, operations, retry
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.store import ABSENT, DeleteTarget, Expect, Store
 from dcp_s3.stores.directory import DirectoryStore
+from dcp_s3.stores.overlay import Overlay
 from tests.faulty_store import FaultyStore
 from tests.memory_store import MemoryStore
-from tests.overlay_store import Overlay
 from tests.servers import NAMES, S3Server
 
 MIB = 2**20
@@ -45,11 +45,29 @@ ODD_KEYS = [
 ]
 
 
+class Near:
+    """Copies in memory."""
+
+    def __init__(self, copies: dict[str, bytes]) -> None:
+        self._copies, self.read_bytes = copies, 0
+
+    def read_into(self, key: str, start: int, targets: Sequence[ReadTarget]) -> bool:
+        for target in targets if key in self._copies else ():
+            target.view[:] = self._copies[key][start : start + target.view.nbytes]
+            target.received(0, target.view.nbytes)
+            start += target.view.nbytes
+            self.read_bytes += target.view.nbytes
+        return key in self._copies
+
+    def distrust(self, key: str) -> None:
+        self._copies.pop(key, None)
+
+
 def local(name: str, path: Path) -> Store:
     return {
         "memory store": lambda: MemoryStore(page_size=PAGE),
         "directory": lambda: DirectoryStore(path / "store", page_size=PAGE),
-        "overlay": lambda: Overlay(DirectoryStore(path / "near"), MemoryStore(page_size=PAGE)),
+        "overlay": lambda: Overlay(Near({}), MemoryStore(page_size=PAGE)),
         "faulty": lambda: FaultyStore(MemoryStore(page_size=PAGE)),
     }[name]()
 
@@ -130,6 +148,26 @@ def test_ranges(store: Store) -> None:
     for start, size in [(0, 0), (0, 1), (0, len(data)), (1000, 20000), (len(data) - 1, 1)]:
         assert read(store, "k", start, size) == data[start : start + size]
         assert read(store, "k", start, size, etag) == data[start : start + size]
+
+
+def test_a_range_into_several_places_with_their_checksums(store: Store) -> None:
+    data = random.Random(1).randbytes(3 * MIB)
+    store.put("k", data)
+    sizes, moved = [7, 0, 2 * MIB, 100_000], []
+    targets = [ReadTarget(memoryview(bytearray(size)), checksum=size != 7) for size in sizes]
+    store.read("k", 1000, targets, store.head("k").etag, moved=moved.append)
+    assert b"".join(target.view for target in targets) == data[1000 : 1000 + sum(sizes)]
+    assert [each.crc for each in targets] == [None, *(crc64nvme(each.view) for each in targets[1:])]
+    assert sum(moved) == sum(sizes)
+
+
+def test_a_read_that_is_cancelled_gives_up(store: Store) -> None:
+    store.put("k", b"x")
+    cancel = threading.Event()
+    limited = store.within(Limit(cancel=cancel))
+    cancel.set()
+    with pytest.raises(Cancelled):
+        read(limited, "k", 0, 1)
 
 
 @pytest.mark.parametrize("start", [5, 9, 10, 11])
@@ -473,18 +511,16 @@ def test_an_object_that_is_half_written_is_not_seen(directory: DirectoryStore, m
     assert directory.get("k").data == b"whole"
 
 
-def test_an_overlay_reads_what_is_near_and_else_what_is_far() -> None:
-    near, far = MemoryStore(), MemoryStore()
-    both = Overlay(near, far)
-    far.put("k", b"far")
-    assert both.get("k").data == b"far"
-    near.put("k", b"near")
-    assert both.get("k").data == b"near"
-    assert read(both, "k", 0, 3, far.head("k").etag) == b"far", "of the version that was asked for"
-    both.put("k", b"new")
-    assert (both.get("k").data, far.get("k").data) == (b"new", b"new")
-    both.delete(["k"])
-    assert not both.exists("k")
+def test_an_overlay_reads_what_is_near_until_it_is_distrusted() -> None:
+    far, near = MemoryStore(), Near({"k": b"near"})
+    far.put("k", b"far!")
+    far.put("other", b"far!")
+    both = Overlay(near, far).within(Limit())
+    assert [read(both, key, 1, 3) for key in ("k", "other")] == [b"ear", b"ar!"]
+    assert near.read_bytes == 3
+    assert read(both, "k", 0, 4, far.head("k").etag) == b"far!", "of the version that was asked for"
+    both.distrust("k")
+    assert read(both, "k", 0, 4) == b"far!"
 
 
 def test_faults_are_those_of_the_rule() -> None:

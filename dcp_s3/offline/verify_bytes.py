@@ -190,7 +190,7 @@ class ByteCheck:
     """Reads data objects and compares their bytes. Progress does not count bytes that are read again."""
 
     def __init__(self, store: S3Store, url: CheckpointURL, on_progress: OnProgress | None) -> None:
-        self._engine = Engine(Source(store, url), "dcp_s3-verify", _receiver)
+        self._engine = Engine(Source(store, url, store.settings), "dcp_s3-verify", _receiver)
         self._settings = store.settings
         self._on_progress = on_progress
         self._changed: set[str] = set()

@@ -12,12 +12,13 @@ from botocore import xform_name
 
 from dcp_s3 import errors
 from dcp_s3.limit import UNLIMITED, Limit
-from dcp_s3.memory import Piece, ReadTarget
+from dcp_s3.memory import Piece, ReadTarget, targets_of
 from dcp_s3.s3 import listing, multipart, operations, retry
 from dcp_s3.s3.botocore_private import hang_at_most
 from dcp_s3.s3.client import forget_client, get_client
-from dcp_s3.s3.connections import most_connections
+from dcp_s3.s3.connections import Tuning, connections_of, most_connections
 from dcp_s3.s3.download import fetch_into
+from dcp_s3.s3.hedge import hedges_of
 from dcp_s3.s3.listing import delete
 from dcp_s3.s3.multipart import copy_object
 from dcp_s3.s3.operations import Operation, Request, request_arguments
@@ -25,11 +26,14 @@ from dcp_s3.s3.throttle import Gate, gate_of
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
 from dcp_s3.store import (
+    Counters,
     DeleteTarget,
     Expect,
+    Moved,
     ObjectHead,
     ObjectStart,
     Page,
+    ReadWidth,
     Store,
     StoredObject,
     StreamedObject,
@@ -139,8 +143,25 @@ class S3Store(Store):
 
     # --- what a store does ------------------------------------------------------------------------------
 
-    def read(self, key: str, start: int, into: memoryview, etag: str | None = None) -> None:
-        fetch_into(self, key, start, [ReadTarget(into)], etag=etag)
+    def read(
+        self,
+        key: str,
+        start: int,
+        into: memoryview | Sequence[ReadTarget],
+        etag: str | None = None,
+        *,
+        moved: Moved | None = None,
+    ) -> None:
+        fetch_into(self, key, start, targets_of(into), etag=etag, moved=moved)
+
+    def read_width(self) -> int:
+        return connections_of(self, "download")
+
+    def adapt_reads(self, *, resize: Callable[[int], None], is_busy: Callable[[], bool], most: int) -> ReadWidth:
+        return Tuning(self, "download", resize=resize, is_busy=is_busy, most=most)
+
+    def counters(self) -> Counters:
+        return Counters(self.gate.state.throttled, hedges_of(self).state.started)
 
     def get(self, key: str) -> StoredObject:
         return self.run(operations.get(key))

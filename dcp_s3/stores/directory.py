@@ -15,11 +15,12 @@ from pathlib import Path
 from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.limit import UNLIMITED, Limit
-from dcp_s3.memory import Piece, views_of
+from dcp_s3.memory import Piece, ReadTarget, targets_of, views_of
 from dcp_s3.store import (
     DeleteTarget,
     Expect,
     ListedObject,
+    Moved,
     ObjectHead,
     Page,
     Store,
@@ -59,9 +60,17 @@ class DirectoryStore(Store):
 
     # --- reading ----------------------------------------------------------------------------------------
 
-    def read(self, key: str, start: int, into: memoryview, etag: str | None = None) -> None:
-        view = into.cast("B")
-        if not view.nbytes:
+    def read(
+        self,
+        key: str,
+        start: int,
+        into: memoryview | Sequence[ReadTarget],
+        etag: str | None = None,
+        *,
+        moved: Moved | None = None,
+    ) -> None:
+        targets = [target for target in targets_of(into) if target.view.nbytes]
+        if not targets:
             return
         with self._open("read", key) as fd:
             stat = os.fstat(fd)
@@ -69,16 +78,21 @@ class DirectoryStore(Store):
                 raise errors.PreconditionFailedError(
                     f"{key} in {self.name} has another ETag", bucket=self.name, key=key
                 )
-            done = 0
-            while done < view.nbytes:
-                self.limit.check(f"read of {key}")
-                count = os.preadv(fd, [view[done : done + _BLOCK]], start + done)
-                if not count:
-                    raise errors.OutOfRangeError(
-                        f"{key} in {self.name} has {stat.st_size} bytes: {view.nbytes} from byte {start} on are not "
-                        "there", bucket=self.name, key=key,
-                    )  # fmt: skip
-                done += count
+            at = start
+            for target in targets:
+                done = 0
+                while done < target.view.nbytes:
+                    self.limit.check(f"read of {key}")
+                    count = os.preadv(fd, [target.view[done : done + _BLOCK]], at)
+                    if not count:
+                        raise errors.OutOfRangeError(
+                            f"{key} in {self.name} has {stat.st_size} bytes: not all that were asked for from byte "
+                            f"{start} on", bucket=self.name, key=key,
+                        )  # fmt: skip
+                    target.received(done, count)
+                    at, done = at + count, done + count
+                    if moved is not None:
+                        moved(count)
 
     def get(self, key: str) -> StoredObject:
         with self._open("get", key) as fd, open(fd, "rb", closefd=False) as file:
