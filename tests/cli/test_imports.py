@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 _ROOT = f"s3://{BUCKET}/run"
 _HEAVY = {
-    *("torch", "numpy", "boto3", "botocore", "aiobotocore", "aiohttp", "s3transfer", "asyncio"),
+    *("torch", "numpy", "boto3", "botocore", "s3transfer", "asyncio"),
     *("pydantic", "pydantic_settings", "rich.table", "rich.progress", "dcp_s3.settings"),
 }
 # Carries out commands, and tells what each has imported that the ones before it had not.

@@ -57,7 +57,6 @@ def test_the_metadata_says_the_licence_the_pythons_and_what_is_needed(dist: Path
         assert f"Programming Language :: Python :: {version}" in classifiers
     needed = " ".join(found.get_all("Requires-Dist") or [])
     assert "torch>=2.9" in needed
-    assert "aiohttp>=" in needed
     assert found["Description-Content-Type"] == "text/markdown"
 
 
