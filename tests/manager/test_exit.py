@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 
 from dcp_s3 import latest, list_checkpoints
 from tests.faulty import BUCKET, serve
+from tests.interpreter import Interpreter
 
 ROOT = f"s3://{BUCKET}/run"
 
@@ -22,11 +22,11 @@ print("end", flush=True)
 """
 
 
-def test_the_last_save_is_complete_and_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_save_is_complete_and_the_process_ends(
+    monkeypatch: pytest.MonkeyPatch, interpreter: Interpreter
+) -> None:
     with serve(monkeypatch):
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", _SCRIPT, ROOT], capture_output=True, text=True, timeout=60
-        )
+        done = interpreter.run([sys.executable, "-W", "ignore", "-c", _SCRIPT, ROOT], capture_output=True, timeout=60)
         assert done.returncode == 0, done.stderr
         assert done.stdout == "end\n"
         assert "Fatal" not in done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from dcp_s3 import CheckpointManager, SaveContinuously, errors, list_checkpoints
 from dcp_s3.manager.line import Line
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.interpreter import Interpreter
 from tests.manager.making import blank, is_of, state
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
@@ -211,14 +211,14 @@ open(sys.argv[2], "w").close()
 """
 
 
-def test_a_process_that_does_not_close_its_manager_is_told_what_is_lost(gate: Gate, tmp_path: Path) -> None:
+def test_a_process_that_does_not_close_its_manager_is_told_what_is_lost(
+    gate: Gate, tmp_path: Path, interpreter: Interpreter
+) -> None:
     """The save under way is completed. At the end of a process no thread can start: what waits is lost, and named."""
     ended = tmp_path / "ended"
     gate.is_open = ended.exists
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _SCRIPT, ROOT, str(ended)],
-        capture_output=True, text=True, timeout=_PATIENCE_SECONDS,
-    )  # fmt: skip
+    command = [sys.executable, "-W", "ignore", "-c", _SCRIPT, ROOT, str(ended)]
+    done = interpreter.run(command, capture_output=True, timeout=_PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     assert committed() == [1]
     assert f"the process ends: step 2 was not saved to {ROOT}/step-00000002" in done.stderr

@@ -6,7 +6,6 @@ import errno
 import gc
 import mmap
 import os
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from dcp_s3.errors import StagingError
 from dcp_s3.stage import buffers
 from dcp_s3.stage.buffers import HostBuffer, Kind, map_shared
 from dcp_s3.tensor_memory import view_bytes
+from tests.interpreter import Interpreter
 
 KINDS: tuple[Kind, ...] = ("private", "shared", "file")
 PAGE = mmap.PAGESIZE
@@ -242,12 +242,10 @@ except StagingError as error:
 """
 
 
-def test_a_file_system_that_takes_no_more(tmp_path: Path) -> None:
+def test_a_file_system_that_takes_no_more(tmp_path: Path, interpreter: Interpreter) -> None:
     """The limit of file sizes is one that every user can set; a full disk answers in the same place."""
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _TOO_LARGE, str(tmp_path)],
-        timeout=100, check=True, capture_output=True, text=True,
-    )  # fmt: skip
+    command = [sys.executable, "-W", "ignore", "-c", _TOO_LARGE, str(tmp_path)]
+    run = interpreter.run(command, timeout=100, check=True, capture_output=True)
     assert "cannot reserve 1.0 MiB" in run.stdout
     assert repr(str(tmp_path)) in run.stdout
     assert "DCP_S3_SPILL_DIR" in run.stdout

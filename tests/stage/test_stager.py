@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from dcp_s3.errors import SettingsError, StagingError
 from dcp_s3.stage import stager as stager_module
 from dcp_s3.stage.copier import Copier
 from tests.end_to_end.states import assert_same, bits
+from tests.interpreter import Interpreter
 from tests.ranks import run_ranks
 from tests.stage.staging import Holder, stage_once
 
@@ -160,27 +160,25 @@ def test_an_idle_stager_has_no_thread() -> None:
     assert _begin(stager, {"w": torch.ones(3)}).result(_PATIENCE_SECONDS)["w"].tolist() == [1, 1, 1]
 
 
-def _run(script: str) -> str:
+def _run(interpreter: Interpreter, script: str) -> str:
     begin = "import time, torch\nfrom dcp_s3 import S3Stager\nstager = S3Stager(asynchronous=True)\n"
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", begin + script], timeout=100, capture_output=True, text=True
-    )
+    run = interpreter.run([sys.executable, "-W", "ignore", "-c", begin + script], timeout=100, capture_output=True)
     assert run.returncode == 0, run.stderr
     return run.stdout
 
 
-def test_a_process_ends_with_a_stager_that_was_never_closed() -> None:
+def test_a_process_ends_with_a_stager_that_was_never_closed(interpreter: Interpreter) -> None:
     script = """
 print(stager.stage({"w": torch.ones(3)}).result(30)["w"].tolist())
 time.sleep(1)  # until the thread is idle; before, see the next test
 """
-    assert _run(script) == "[1.0, 1.0, 1.0]\n"
+    assert _run(interpreter, script) == "[1.0, 1.0, 1.0]\n"
 
 
 @pytest.mark.soak
-def test_a_process_ends_in_the_middle_of_a_copy() -> None:
+def test_a_process_ends_in_the_middle_of_a_copy(interpreter: Interpreter) -> None:
     for _ in range(3):
-        assert _run('w = torch.ones(50_000_000)\nstager.stage({"w": w})\nprint("end")') == "end\n"
+        assert _run(interpreter, 'w = torch.ones(50_000_000)\nstager.stage({"w": w})\nprint("end")') == "end\n"
 
 
 # --- distributed tensors ---------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter
 from dcp_s3.stage import turns
 from dcp_s3.stage.turns import StagedDict, Turn, current_turn, take_turn
+from tests.interpreter import Interpreter
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
@@ -196,9 +196,9 @@ sys.kept = _Running(Turn())  # it goes after the modules
 """
 
 
-def test_a_turn_that_outlasts_the_interpreter_ends_in_silence() -> None:
-    ended = subprocess.run([sys.executable, "-c", _AT_EXIT], capture_output=True, timeout=120, check=True)
-    assert (ended.stdout, ended.stderr) == (b"", b"")
+def test_a_turn_that_outlasts_the_interpreter_ends_in_silence(interpreter: Interpreter) -> None:
+    ended = interpreter.run([sys.executable, "-c", _AT_EXIT], capture_output=True, timeout=120, check=True)
+    assert (ended.stdout, ended.stderr) == ("", "")
 
 
 def test_a_save_of_a_staged_state_in_a_thread_of_the_users_holds_no_other_up(
