@@ -28,3 +28,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert linked.exists(), f"{page.name} links to {target}"
         if anchor and linked.suffix == ".md":
             assert anchor in _anchors(linked), f"{page.name} links to {target}"
+
+
+def test_files_of_tests_that_pages_and_scripts_name_are_there() -> None:
+    for page in (*_PAGES, *(_ROOT / ".ci").iterdir()):
+        for name in re.findall(r"\btests/[\w/]+\.py\b", page.read_text()):
+            assert (_ROOT / name).exists(), f"{page.name} names {name}"
