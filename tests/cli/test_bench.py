@@ -267,5 +267,5 @@ def children_of(process: Program) -> list[int]:
 def is_running(number: int) -> bool:
     try:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends while it is read
         return False

@@ -41,5 +41,5 @@ def data_of(
     leftovers: tuple[LeftoverObject, ...] = (),
 ) -> ReportData:
     """What a report of these checkpoints shows."""
-    snapshot = CatalogSnapshot(ROOT, NOW, tuple(infos), uploads, leftovers, deep=True, requests=1)
+    snapshot = CatalogSnapshot(ROOT, NOW, tuple(infos), uploads, leftovers, deep=True)
     return gather(snapshot, policy, grace=DAY)
