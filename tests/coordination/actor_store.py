@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from dcp_s3.limit import Limit
-from dcp_s3.store import DeleteTarget, Expect, ObjectHead, Page, Store, StoredObject, Upload, target_of
+from dcp_s3.memory import Piece
+from dcp_s3.store import DeleteTarget, Expect, ObjectHead, Page, Store, StoredObject, StreamedObject, Upload, target_of
 
 if TYPE_CHECKING:
     from tests.coordination.adversary import Actor, Adversary
@@ -50,6 +51,12 @@ class ActorStore(Store):
             lambda: self._stored.put(key, data, expect=expect, content_type=content_type, metadata=metadata),
             changes=True,
         )
+
+    def put_stream(
+        self, key: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None, resume: bool = False
+    ) -> StreamedObject:
+        write = lambda: self._stored.put_stream(key, size, pieces, part_size=part_size, resume=resume)  # noqa: E731
+        return self._actor.request(f"put {key}", write, changes=True)
 
     def head(self, key: str, *, checksum: bool = False) -> ObjectHead:
         return self._ask(f"head {key}", lambda: self._stored.head(key, checksum=checksum))
