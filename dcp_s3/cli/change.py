@@ -91,7 +91,12 @@ def prune(
         policy = policy_from_settings(settings)
     with wrong_usage(SettingsError, hint="--grace"):
         seconds = check_grace(settings.retention_grace if grace is None else grace, force=force)
-    interval = None if every is None else _interval(every)
+    interval = None
+    if every is not None:
+        with wrong_usage(ValueError, hint="--every"):
+            interval = parse_duration(every)
+            if interval < 1:
+                raise ValueError("expected a second or more")
     if not dry_run:
         require_yes(yes)
         if interval is not None and not yes:
@@ -114,14 +119,6 @@ def prune(
         raise typer.Exit(exits.FAILED)
 
 
-def _interval(text: str) -> float:
-    with wrong_usage(ValueError, hint="--every"):
-        seconds = parse_duration(text)
-        if seconds < 1:
-            raise ValueError("expected a second or more")
-    return seconds
-
-
 logger = logging.getLogger(__name__)
 
 _JITTER = 0.1  # of the interval, to either side
@@ -132,30 +129,18 @@ class Job:
     """What to prune, and how."""
 
     root: str
-    """URL above the checkpoints."""
     policy: Policy | None
-    """Which checkpoints to keep. None: all that are committed."""
     settings: Settings
-    """Settings in effect."""
-    grace: float | None
-    """Grace period in seconds. None: that of the settings."""
+    grace: float
     dry_run: bool
-    """Only show what would be done."""
     all_versions: bool
-    """Delete all versions of the objects."""
     force: bool
-    """Allow a grace period under an hour."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments for `prune`."""
+        """For `prune`."""
         # Empty text keeps all; None would mean the policy of the settings.
-        return {
-            "policy": self.policy or "",
-            "grace": self.grace,
-            "force": self.force,
-            "settings": self.settings,
-        }
+        return {"policy": self.policy or "", "grace": self.grace, "force": self.force, "settings": self.settings}
 
 
 def is_empty(plan: Plan) -> bool:
@@ -191,12 +176,8 @@ def run_once(job: Job, *, yes: bool, as_json: bool) -> PruneReport:
 
 
 def run_every(job: Job, interval: float, *, as_json: bool) -> None:
-    """Prune again and again, until SIGTERM or Ctrl-C. A run that fails is logged; the next one follows.
-
-    Args:
-        interval: seconds between the end of one run and the beginning of the next, plus or minus a tenth.
-    """
-
+    """Prune again and again, until SIGTERM or Ctrl-C. A run that fails is logged; the next one begins after
+    ``interval`` seconds, plus or minus a tenth."""
     stop = threading.Event()
 
     def end(number: int, _: object) -> None:

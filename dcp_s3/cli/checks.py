@@ -91,9 +91,12 @@ def verify(
 
     Without --full: metadata, manifest, and that every object is there with its size. With --full also every byte.
     """
+    from dcp_s3.offline import verify as verifying
+
     results: list[_Verified] = []
     with progress("verify") as callbacks:
-        for found in _verify_all(url, full, callbacks) if root else _verify_one(url, full, callbacks):
+        one = () if root else (_Verified(url, verifying.verify(url, full=full, **callbacks)),)
+        for found in _verify_all(url, full, callbacks) if root else one:
             results.append(found)
             if root and not as_json:
                 print_line(found.line)
@@ -148,12 +151,6 @@ class _Verified:
             return [self.line]
         last = f"{_counts(report)}, {plural(len(report.problems), 'problem')}{_unchecked(report)}"
         return [f"{self.url}: damaged", *(f"  {problem}" for problem in report.problems), last]
-
-
-def _verify_one(url: str, full: bool, callbacks: dict[str, Any]) -> Iterator[_Verified]:
-    from dcp_s3.offline import verify as verifying
-
-    yield _Verified(url, verifying.verify(url, full=full, **callbacks))
 
 
 def _verify_all(root: str, full: bool, callbacks: dict[str, Any]) -> Iterator[_Verified]:
