@@ -48,7 +48,7 @@ def check_settings(exam: Examination) -> CheckResult:
 
 
 def check_versions(exam: Examination) -> CheckResult:
-    versions = {package: importlib.metadata.version(package) for package in ("torch", "awscrt", "boto3", "aiobotocore")}
+    versions = {package: importlib.metadata.version(package) for package in ("torch", "awscrt", "boto3")}
     found = f"dcp_s3 {__version__}, Python {platform.python_version()}, "
     found += ", ".join(f"{package} {version}" for package, version in versions.items())
     if is_newer_than_tested(versions["torch"]):

@@ -415,6 +415,8 @@ class CheckpointManager(RunReader):
             self._retention.close(self.retention_timeout)
         if self._stager is not None:
             self._stager.close()
+        self._beside.close()
+        self._ranks.close()
         self._saving.raise_failure()
 
     def __repr__(self) -> str:

@@ -37,7 +37,7 @@ from dcp_s3.offline.destination import Destination, is_temporary, open_destinati
 from dcp_s3.offline.names import new_names
 from dcp_s3.offline.read import SMALL_BUFFERS, OpenCheckpoint, Reading
 from dcp_s3.reprs import one_line
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.tensor_memory import view_bytes
 from dcp_s3.units import format_size, parse_size, plural
@@ -127,7 +127,7 @@ def export(
     given = resolve_settings(settings)
     wanted, most = parse_dtype(dtype), parse_shard_size(max_shard_size)
     target = open_destination(destination, given)
-    lease = ReaderLease(S3Store(parse_url(url).bucket, given), parse_url(url), given.reader_lease)
+    lease = ReaderLease(store_of(parse_url(url), given), parse_url(url), given.reader_lease)
     lease.take()
     with lease.renewed():
         checkpoint = OpenCheckpoint(url, given, bounded=False)

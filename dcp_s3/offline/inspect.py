@@ -12,16 +12,15 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint import look
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.stored_metadata import check_metadata, not_found_error
-from dcp_s3.coroutines import gather, map_bounded, run
 from dcp_s3.format.control_files import AttachmentEntry, Manifest
 from dcp_s3.format.layout import metadata_object
 from dcp_s3.format.metadata import is_unproven, mark_unproven
 from dcp_s3.format.saved_entries import SavedEntry, saved_entries
 from dcp_s3.offline.names import matches, no_match_error
 from dcp_s3.reprs import one_line
-from dcp_s3.s3.async_store import open_async_store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.store import StoredObject, same_etag
+from dcp_s3.store import Store, same_etag
 from dcp_s3.units import format_count, format_size, plural
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
@@ -132,36 +131,28 @@ class SavedCheckpoint:
 
 def fetch_saved(*urls: URLLike, settings: SettingsLike = None) -> list[SavedCheckpoint]:
     """Fetch metadata and manifests of checkpoints: three requests for each that dcp_s3 wrote with collectives."""
-    parsed = [parse_url(url) for url in urls]
-
-    async def fetch() -> list[SavedCheckpoint]:
-        return await gather(_fetch(url, settings) for url in parsed)
-
-    return run(fetch())
+    resolved = resolve_settings(settings)
+    return [fetch_from(store_of(url, resolved), url) for url in map(parse_url, urls)]
 
 
-async def _fetch(url: CheckpointURL, settings: SettingsLike) -> SavedCheckpoint:
-    async with open_async_store(url.bucket, resolve_settings(settings)) as store:
-        for _ in range(_ROUNDS):
-            found = await look.inspect(store, url)
-            if found is None or not found.info.committed:
-                raise not_found_error(url)
-            # An overwritten save may have had more ranks.
-            size = found.info.world_size
-            ranks = [rank for rank in found.directory.committing if rank is None or size is None or rank < size]
-
-            async def get(rank: int | None) -> StoredObject:
-                return await store.get(url.key(metadata_object(rank)))
-
-            try:
-                stored = await map_bounded(get, ranks)
-            except errors.ObjectNotFoundError:
-                continue  # deleted or replaced meanwhile: the next look tells
-            listed = [found.directory.commits[rank].etag for rank in ranks]
-            if all(same_etag(each.etag, etag) for each, etag in zip(stored, listed, strict=True)):
-                of_ranks = tuple(check_metadata(each, url, rank) for rank, each in zip(ranks, stored, strict=True))
-                manifests = found.manifests_of_ranks[: len(ranks)] if found.manifest is None else (found.manifest,)
-                return SavedCheckpoint(url, found.info, manifests, merge_metadata(of_ranks), of_ranks)
+def fetch_from(store: Store, url: CheckpointURL) -> SavedCheckpoint:
+    """`fetch_saved` for a checkpoint on a store."""
+    for _ in range(_ROUNDS):
+        found = look.inspect(store, url)
+        if found is None or not found.info.committed:
+            raise not_found_error(url)
+        # An overwritten save may have had more ranks.
+        size = found.info.world_size
+        ranks = [rank for rank in found.directory.committing if rank is None or size is None or rank < size]
+        try:
+            stored = store.map(lambda store, rank: store.get(url.key(metadata_object(rank))), ranks)
+        except errors.ObjectNotFoundError:
+            continue  # deleted or replaced meanwhile: the next look tells
+        listed = [found.directory.commits[rank].etag for rank in ranks]
+        if all(same_etag(each.etag, etag) for each, etag in zip(stored, listed, strict=True)):
+            of_ranks = tuple(check_metadata(each, url, rank) for rank, each in zip(ranks, stored, strict=True))
+            manifests = found.manifests_of_ranks[: len(ranks)] if found.manifest is None else (found.manifest,)
+            return SavedCheckpoint(url, found.info, manifests, merge_metadata(of_ranks), of_ranks)
     raise errors.CheckpointError(
         f"{url} was replaced {_ROUNDS} times while it was looked at. Remedy: look when nobody saves to it",
         url=str(url),

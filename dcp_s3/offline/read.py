@@ -23,10 +23,9 @@ from dcp_s3.load.overlaps import find_overlaps
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.offline.boxes import Index, Piece, Selection, select
 from dcp_s3.offline.names import closest, matches
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.spill.local import LocalObjects
-from dcp_s3.spill.store import open_store
+from dcp_s3.spill.local import with_copies
 from dcp_s3.torch_private import ReaderTransforms
 from dcp_s3.url import CheckpointURL, parse_url
 
@@ -132,7 +131,7 @@ class OpenCheckpoint:
         self.settings = resolve_settings(settings)
         seconds = self.settings.load_timeout if bounded else None
         limit = Limit(deadline=Deadline.start("DCP_S3_LOAD_TIMEOUT", seconds), hang=seconds)
-        self.store = S3Store(self.url.bucket, self.settings, limit)
+        self.store = store_of(self.url, self.settings, limit)
         self._metadata: Metadata = metadata or check_metadata(fetch_metadata(self.store, self.url), self.url)
         if not isinstance(self._metadata.storage_data, dict):
             raise errors.CorruptCheckpointError(
@@ -184,9 +183,8 @@ class OpenCheckpoint:
     @contextlib.contextmanager
     def reading(self, *, weights_only: bool = True, buffers: int | None = None) -> Iterator[Reading]:
         """Reads that share an engine; ``buffers``: see `Source`."""
-        spill = open_store(self.settings)
-        with contextlib.closing(LocalObjects(spill, str(self.url))) if spill else contextlib.nullcontext() as local:
-            source = Source(self.store, self.url, local, buffers=buffers)
+        with with_copies(self.store, self.settings, self.url) as store:
+            source = Source(store, self.url, self.settings, buffers=buffers)
             executor = LoadExecutor(source, self._metadata, ReaderTransforms(None), weights_only=weights_only)
             yield Reading(self, executor)
 

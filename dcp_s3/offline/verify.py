@@ -16,7 +16,7 @@ from dcp_s3.offline.verify_bytes import ByteCheck, bytes_to_read
 from dcp_s3.offline.verify_plan import Problem, StoredItem, check_manifest, find_items, is_crc, place_items
 from dcp_s3.reprs import one_line
 from dcp_s3.s3.files import OnProgress
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import StoredObject
 from dcp_s3.units import plural
@@ -101,7 +101,7 @@ def verify(
         CheckpointError: the checkpoint was replaced again and again while it was verified.
     """
     parsed = parse_url(url)
-    store = S3Store(parsed.bucket, resolve_settings(settings))
+    store = store_of(parsed, resolve_settings(settings))
     for _ in range(_ROUNDS):
         check = _Check(store, parsed)
         report = check.run(full=full, on_total=on_total, on_progress=on_progress)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from dcp_s3.errors import ObjectNotFoundError, WeightsError
 from dcp_s3.format import safetensors
 from dcp_s3.format.safetensors import SafetensorsError
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings
 from dcp_s3.store import Store
 from dcp_s3.stores.directory import DirectoryStore
@@ -106,7 +106,7 @@ def _locate(source: str | os.PathLike[str], settings: Settings) -> tuple[Store, 
     """Store, prefix of the keys, and name of the one file, empty for a directory."""
     if is_s3_url(source):
         url = parse_url(source)
-        store = S3Store(url.bucket, settings)
+        store = store_of(url, settings)
         if url.name.endswith(_SUFFIXES) and store.exists(url.prefix):
             return store, url.prefix.removesuffix(url.name), url.name
         return store, url.key("") if url.prefix else "", ""

@@ -1,10 +1,10 @@
-"""The S3 store on boto3: carries operations out one request after the other, in the caller's thread."""
+"""The S3 store, on boto3."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -12,22 +12,40 @@ from botocore import xform_name
 
 from dcp_s3 import errors
 from dcp_s3.limit import UNLIMITED, Limit
+from dcp_s3.memory import Piece, ReadTarget, targets_of
 from dcp_s3.s3 import listing, multipart, operations, retry
 from dcp_s3.s3.botocore_private import hang_at_most
 from dcp_s3.s3.client import forget_client, get_client
-from dcp_s3.s3.connections import most_connections
+from dcp_s3.s3.connections import Tuning, connections_of, most_connections
 from dcp_s3.s3.download import fetch_into
-from dcp_s3.s3.listing import delete
+from dcp_s3.s3.hedge import hedges_of
+from dcp_s3.s3.many import map_in_threads
 from dcp_s3.s3.multipart import copy_object
 from dcp_s3.s3.operations import Operation, Request, request_arguments
-from dcp_s3.s3.ranged import ReadTarget
 from dcp_s3.s3.throttle import Gate, gate_of
+from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
-from dcp_s3.store import DeleteTarget, Expect, ObjectHead, ObjectStart, Page, Store, StoredObject, Upload, target_of
+from dcp_s3.store import (
+    Counters,
+    DeleteTarget,
+    Expect,
+    Moved,
+    ObjectHead,
+    ObjectStart,
+    Page,
+    ReadWidth,
+    Store,
+    StoredObject,
+    StreamedObject,
+    Upload,
+    target_of,
+)
+from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True)
@@ -127,8 +145,25 @@ class S3Store(Store):
 
     # --- what a store does ------------------------------------------------------------------------------
 
-    def read(self, key: str, start: int, into: memoryview, etag: str | None = None) -> None:
-        fetch_into(self, key, start, [ReadTarget(into)], etag=etag)
+    def read(
+        self,
+        key: str,
+        start: int,
+        into: memoryview | Sequence[ReadTarget],
+        etag: str | None = None,
+        *,
+        moved: Moved | None = None,
+    ) -> None:
+        fetch_into(self, key, start, targets_of(into), etag=etag, moved=moved)
+
+    def read_width(self) -> int:
+        return connections_of(self, "download")
+
+    def adapt_reads(self, *, resize: Callable[[int], None], is_busy: Callable[[], bool], most: int) -> ReadWidth:
+        return Tuning(self, "download", resize=resize, is_busy=is_busy, most=most)
+
+    def counters(self) -> Counters:
+        return Counters(self.gate.state.throttled, hedges_of(self).state.started)
 
     def get(self, key: str) -> StoredObject:
         return self.run(operations.get(key))
@@ -147,6 +182,15 @@ class S3Store(Store):
     ) -> None:
         self.run(operations.put(self, key, data, expect=expect, content_type=content_type, metadata=metadata))
 
+    def put_stream(
+        self, key: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None, resume: bool = False
+    ) -> StreamedObject:
+        with Uploader(self) as uploader:
+            return uploader.put_stream(key, size, pieces, part_size=part_size, resume=resume)
+
+    def batch(self, *, total: int, ranks: int = 1) -> Uploader:
+        return Uploader.planned(self, total=total, ranks=ranks)
+
     def copy(self, source: Store, source_key: str, key: str) -> None:
         if isinstance(source, S3Store):
             copy_object(self, source, source_key, key)
@@ -163,13 +207,24 @@ class S3Store(Store):
         return self.run(listing.page(prefix, delimiter, token=token))
 
     def delete(self, targets: Iterable[str | DeleteTarget]) -> Sequence[str]:
-        return self.run(delete(self, map(target_of, targets)))
+        """See `Store.delete`. A request that deletes many waits for its turn while S3 throttles."""
+        return self.run(listing.delete(self, map(target_of, targets)))
 
     def uploads(self, prefix: str) -> Sequence[Upload]:
         return self.run(listing.uploads(prefix))
 
     def abort(self, upload: Upload) -> None:
         self.run(multipart.abort(upload.key, upload.upload_id))
+
+    def map(self, function: Callable[[S3Store, T], U], items: Iterable[T]) -> Sequence[U]:
+        return map_in_threads(self, function, items)
+
+    def check_versions(self, prefix: str) -> None:
+        self.run(listing.check_versions(prefix))
+
+    def purge(self, prefix: str, first: Collection[str], keys: Collection[str]) -> None:
+        for step in listing.old_versions(self.run(listing.versions(prefix)), first, keys):
+            self.delete(step)
 
     def abort_quietly(self, upload: Upload) -> bool:
         """`abort`, and return whether that worked. A failure is logged: another error is on its way to the user."""
@@ -179,3 +234,8 @@ class S3Store(Store):
             logger.warning("the multipart upload %s of a failed save stays open: %s", upload.upload_id, error)
             return False
         return True
+
+
+def store_of(url: CheckpointURL, settings: Settings, limit: Limit = UNLIMITED) -> S3Store:
+    """The store of a URL's bucket."""
+    return S3Store(url.bucket, settings, limit)
