@@ -49,7 +49,6 @@ _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": 
 def doctor(
     url: Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix below which checkpoints are to lie.")],
     read_only: Annotated[bool, typer.Option("--read-only", help="Leave out everything that writes.")] = False,
-    policy: Annotated[bool, typer.Option("--policy", help="Print IAM policies also if nothing is refused.")] = False,
     as_json: AsJSON = False,
 ) -> None:
     """Check settings, credentials, endpoint, permissions and what the store can do, before a run starts.
@@ -75,7 +74,7 @@ def doctor(
     if as_json:
         print_json(report.to_dict())
     else:
-        print_line(conclude(report, policy=policy))
+        print_line(conclude(report))
     if not report.ok:
         raise typer.Exit(exits.FAILED)
 
