@@ -84,7 +84,7 @@ SHOWN = [
     (lambda: ExportResult(("a", "b"), 10, 2**20, 0), "ExportResult(2 files, 10 tensors, 1.0 MiB)"),
     (lambda: ImportResult(10, 0, 2**20), "ImportResult(10 tensors, 1.0 MiB)"),
     (lambda: CheckResult("region", "ok", "eu-west-1"), "CheckResult('region', ok, eu-west-1)"),
-    (lambda: DoctorReport(URL, False, (), {}), None),
+    (lambda: DoctorReport(URL, False, ()), None),
     (lambda: stats(), None),
     (lambda: EntryDiff("model.w", "tensor", "changed", "values"), "EntryDiff('model.w', changed, what='values')"),
     (lambda: CheckpointEntries(INFO, {}, (), ()), f"CheckpointEntries('{URL}', 0 tensors, 0 parameters, 0 B)"),

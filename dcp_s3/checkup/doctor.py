@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -75,46 +74,6 @@ PERMISSIONS = (
 
 def permission_for(operation: str) -> Permission:
     return next(each for each in PERMISSIONS if operation in each.operations)
-
-
-def bucket_arn(bucket: str, region: str = "") -> str:
-    if bucket.startswith("arn:"):  # of an access point
-        return bucket
-    partition = "aws-cn" if region.startswith("cn-") else "aws-us-gov" if region.startswith("us-gov-") else "aws"
-    return f"arn:{partition}:s3:::{bucket}"
-
-
-def training_policy(arn: str, prefix: str, *, kms_key: str = "") -> dict[str, Any]:
-    """What save, load, spill, drain and prune need below a prefix of a bucket, perhaps encrypted with a key of KMS."""
-    objects = [
-        "s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload", "s3:ListMultipartUploadParts",
-    ]  # fmt: skip
-    return _policy(
-        TrainingObjects=(objects, _objects_arn(arn, prefix)),
-        TrainingBucket=(["s3:ListBucket", "s3:ListBucketMultipartUploads"], arn),
-        **({"TrainingKey": (["kms:GenerateDataKey", "kms:Decrypt"], kms_key)} if kms_key else {}),
-    )
-
-
-def prune_versions_policy(arn: str, prefix: str) -> dict[str, Any]:
-    """What pruning all versions needs besides."""
-    return _policy(
-        PruningVersions=(["s3:DeleteObjectVersion"], _objects_arn(arn, prefix)),
-        PruningVersionLists=(["s3:ListBucketVersions"], arn),
-    )
-
-
-def _objects_arn(arn: str, prefix: str) -> str:
-    objects = f"{arn}/object" if ":accesspoint" in arn else arn
-    return f"{objects}/{prefix}/*" if prefix else f"{objects}/*"
-
-
-def _policy(**statements: tuple[list[str], str]) -> dict[str, Any]:
-    allowed = [
-        {"Sid": sid, "Effect": "Allow", "Action": actions, "Resource": resource}
-        for sid, (actions, resource) in statements.items()
-    ]
-    return {"Version": "2012-10-17", "Statement": allowed}
 
 
 # --- the checks ----------------------------------------------------------------------------------------
@@ -207,14 +166,7 @@ def examine(
                 make(check)
         if exam.keys or exam.uploads:
             make(Check("clean-up", _clean_up))
-    region = str(exam.client.meta.region_name or "") if results["settings"].passed else ""
-    arn, key = bucket_arn(exam.url.bucket, region), exam.settings.sse_kms_key_id or ""
-    policies = {
-        "training": training_policy(arn, exam.url.prefix, kms_key=key if key.startswith("arn:") else ""),
-        "prune_versions": prune_versions_policy(arn, exam.url.prefix),
-    }
-    seconds = time.monotonic() - began
-    return DoctorReport(str(exam.url), read_only, tuple(results.values()), policies, seconds, denied=exam.denied)
+    return DoctorReport(str(exam.url), read_only, tuple(results.values()), time.monotonic() - began)
 
 
 def _make(check: Check, exam: Examination) -> CheckResult:
@@ -266,13 +218,8 @@ class DoctorReport:
     """Whether everything that writes was left out."""
     checks: tuple[CheckResult, ...]
     """The checks, in the order in which they were made."""
-    policies: Mapping[str, Mapping[str, Any]]
-    """IAM policies for this bucket and prefix: ``training`` (save, load, prune), and ``prune_versions``: what pruning
-    all versions needs besides."""
     seconds: float = 0.0
     """Seconds that all checks took."""
-    denied: bool = False
-    """Whether a permission was refused, so that a policy helps."""
 
     @property
     def ok(self) -> bool:
@@ -302,7 +249,7 @@ class DoctorReport:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        fields = ("url", "ok", "read_only", "seconds", "policies")
+        fields = ("url", "ok", "read_only", "seconds")
         return {**{name: getattr(self, name) for name in fields}, "checks": [asdict(each) for each in self.checks]}
 
     def __repr__(self) -> str:
@@ -322,21 +269,13 @@ def format_result(result: CheckResult, marks: dict[Status, str] = WORDS) -> str:
     return f"{line}\n{'':<{width + _NAME_WIDTH}}Remedy: {result.remedy}" if result.remedy else line
 
 
-def conclude(report: DoctorReport, *, policy: bool = False) -> str:
-    """What follows the checks: policies if asked for or if they help, the summary, and what failed once more."""
-    lines = []
-    if policy or report.denied:
-        lines = [
-            "IAM policy to save, load and prune here (stores other than AWS may have their own):",
-            json.dumps(report.policies["training"], indent=2),
-            "To prune all versions of a versioned bucket, also:",
-            json.dumps(report.policies["prune_versions"], indent=2),
-        ]
+def conclude(report: DoctorReport) -> str:
+    """What follows the checks: the summary, and what failed once more."""
     warnings = "warning" if len(report.warnings) == 1 else "warnings"
     words: dict[Status, str] = {"ok": "ok", "warning": warnings, "failed": "failed", "skipped": "skipped"}
     told = ", ".join(f"{len(found)} {word}" for status, word in words.items() if (found := report.having(status)))
     verdict = "saves and loads will work" if report.ok else "saves or loads will not work"
     if report.ok and report.read_only:
         verdict = "nothing failed; whether saves work was not tried (read-only)"
-    lines.append(f"{report.url}: {verdict}: {told}, in {report.seconds:.1f} s")
-    return "\n".join([*lines, *map(format_result, report.failed)])
+    summary = f"{report.url}: {verdict}: {told}, in {report.seconds:.1f} s"
+    return "\n".join([summary, *map(format_result, report.failed)])

@@ -99,8 +99,6 @@ class Examination:
     """Settings in force, once they are known to be valid."""
     skew: float | None = None
     """Seconds by which this host's clock is ahead of the endpoint's, to within one; None if that is not known."""
-    denied: bool = False
-    """Whether a permission was refused that saves, loads or prunes need."""
     dead: str = ""
     """Why requests make no sense any more."""
     knows_if_none_match: bool = True
@@ -135,9 +133,6 @@ class Examination:
 
         try:
             return store.call(operation, key, send, attempts=attempts)
-        except errors.AccessDeniedError:
-            self.denied = self.denied or operation not in (*CONFIGURATION, "HeadBucket")
-            raise
         except errors.TransferError as error:
             if not answered_status(error) and attempts is None:
                 self.dead = f"the endpoint stopped answering at {operation}"

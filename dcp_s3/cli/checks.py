@@ -49,7 +49,6 @@ _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": 
 def doctor(
     url: Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix below which checkpoints are to lie.")],
     read_only: Annotated[bool, typer.Option("--read-only", help="Leave out everything that writes.")] = False,
-    policy: Annotated[bool, typer.Option("--policy", help="Print IAM policies also if nothing is refused.")] = False,
     as_json: AsJSON = False,
 ) -> None:
     """Check settings, credentials, endpoint, permissions and what the store can do, before a run starts.
@@ -75,7 +74,7 @@ def doctor(
     if as_json:
         print_json(report.to_dict())
     else:
-        print_line(conclude(report, policy=policy))
+        print_line(conclude(report))
     if not report.ok:
         raise typer.Exit(exits.FAILED)
 
@@ -91,9 +90,12 @@ def verify(
 
     Without --full: metadata, manifest, and that every object is there with its size. With --full also every byte.
     """
+    from dcp_s3.offline import verify as verifying
+
     results: list[_Verified] = []
     with progress("verify") as callbacks:
-        for found in _verify_all(url, full, callbacks) if root else _verify_one(url, full, callbacks):
+        one = () if root else (_Verified(url, verifying.verify(url, full=full, **callbacks)),)
+        for found in _verify_all(url, full, callbacks) if root else one:
             results.append(found)
             if root and not as_json:
                 print_line(found.line)
@@ -148,12 +150,6 @@ class _Verified:
             return [self.line]
         last = f"{_counts(report)}, {plural(len(report.problems), 'problem')}{_unchecked(report)}"
         return [f"{self.url}: damaged", *(f"  {problem}" for problem in report.problems), last]
-
-
-def _verify_one(url: str, full: bool, callbacks: dict[str, Any]) -> Iterator[_Verified]:
-    from dcp_s3.offline import verify as verifying
-
-    yield _Verified(url, verifying.verify(url, full=full, **callbacks))
 
 
 def _verify_all(root: str, full: bool, callbacks: dict[str, Any]) -> Iterator[_Verified]:

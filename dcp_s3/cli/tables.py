@@ -55,11 +55,7 @@ def plain_lines(table: Table) -> list[str]:
     rows = list(zip(*(column.cells for column in table.columns), strict=True))
     if table.show_header:
         rows.insert(0, tuple(column.header for column in table.columns))
-    return ["\t".join(_plain_cell(cell) for cell in row) for row in rows]
-
-
-def _plain_cell(cell: Any) -> str:
-    return printable(str(cell)) or "-"
+    return ["\t".join(printable(str(cell)) or "-" for cell in row) for row in rows]
 
 
 def format_age(seconds: float) -> str:

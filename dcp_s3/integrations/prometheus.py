@@ -1,7 +1,7 @@
 """`dcp_s3.stats` for Prometheus (``prometheus-client``).
 
-``dcp-s3 drain --watch --metrics-port 9464`` and ``dcp-s3 prune --every 10m --metrics-port 9464`` serve them; a training
-process does with `serve`, or by registering `Collector` in the registry that it serves already.
+``dcp-s3 drain --watch --metrics-port 9464`` serves them; a training process does with `serve`, or by registering
+`Collector` in the registry that it serves already.
 """
 
 from __future__ import annotations

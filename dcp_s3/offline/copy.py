@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -210,12 +210,15 @@ class _Job:
             return
         etag = self.source.head(key).etag
         block = memoryview(bytearray(_BLOCK))
-        with open_destination(str(self.url), self.store.settings) as files, files.open(path, size) as file:
+
+        def blocks() -> Iterator[memoryview]:
             for start in range(0, size, _BLOCK):
                 piece = block[: min(_BLOCK, size - start)]
                 self.source.read(key, start, piece, etag or None)
-                file.write(piece)
-            file.commit()
+                yield piece
+
+        with open_destination(str(self.url), self.store.settings) as files:
+            files.write(path, size, blocks())
 
     def _find_problem(self, path: str, size: int, crc: str | None) -> str | None:
         """What is wrong with a copy; None if it is good, as far as the store tells."""

@@ -71,9 +71,8 @@ p { margin: 6px 0; }
 @media (min-width: 900px) { .charts { grid-template-columns: repeat(2, minmax(0, 1fr)); } }
 .tiles b { display: block; font-size: 1.5rem; line-height: 1.3; overflow-wrap: anywhere; }
 .problems { list-style: none; margin: 0; padding: 0; display: grid; gap: 8px; }
-.problems li { border-radius: 8px; padding: 10px 14px; border-left: 4px solid #0b66b0; background: #eaf2fb; }
+.problems li { border-radius: 8px; padding: 10px 14px; border-left: 4px solid #b85c00; background: #fff3e0; }
 .problems .bad { background: #fdecea; border-color: #b3261e; }
-.problems .warning { background: #fff3e0; border-color: #b85c00; }
 .problems code { padding: 1px 7px; border-radius: 5px; background: white; border: 1px solid #dfe3e8; }
 .table { overflow-x: auto; padding: 0; }
 table { border-collapse: collapse; width: 100%; font-size: 0.88rem; font-variant-numeric: tabular-nums; }
@@ -152,12 +151,19 @@ def render(data: ReportData) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     charts = _charts(data)
     states = {state_of(data, each.checkpoint) for each in data.plan.decisions}
+    policy = (
+        f"With {data.policy}: {len(data.plan.kept)} stay, {len(data.plan.deleted)} would be deleted "
+        f"({format_size(data.plan.freed)}). The newest, pinned ones and those in use always stay."
+        if data.policy is not None
+        else "No policy (none was given, DCP_S3_RETENTION is not set): everything that is committed stays. "
+        "--policy 'latest:3 daily:7' shows what one would keep."
+    )
     variables: dict[str, Any] = {
         "data": data,
         "legend": [(state, *look) for state, (_, *look) in STATES.items() if state in states],
         "most_problems": _MOST_PROBLEMS,
         "now": _time(data.plan.now) + " UTC",
-        "policy": _policy_text(data),
+        "policy": policy,
         "rows": list(_rows(data)),
         "roots": [],
         "tiles": list(_tiles(data)),
@@ -285,23 +291,10 @@ def _tiles(data: ReportData) -> Iterator[tuple[str, str, str]]:
         age = "" if newest.created_at is None else f"{format_seconds(max(0.0, data.plan.now - newest.created_at))} ago"
         yield "Latest committed", newest.name if newest.step is None else f"step {newest.step:,}", age
     bad = sum(problem.severity == "bad" for problem in data.problems)
-    notes = sum(problem.severity == "note" for problem in data.problems)
-    yield "Problems", str(len(data.problems) - notes), f"{bad} to act on now" if bad else "none to act on now"
+    yield "Problems", str(len(data.problems)), f"{bad} to act on now" if bad else "none to act on now"
     if data.policy is not None:
         deleted = plural(len(data.plan.deleted), "checkpoint")
         yield "Retention would free", format_size(data.plan.freed), f"{deleted} to delete"
-
-
-def _policy_text(data: ReportData) -> str:
-    if data.policy is None:
-        return (
-            "No policy (none was given, DCP_S3_RETENTION is not set): everything that is committed stays. "
-            "--policy 'latest:3 daily:7' shows what one would keep."
-        )
-    return (
-        f"With {data.policy}: {len(data.plan.kept)} stay, {len(data.plan.deleted)} would be deleted "
-        f"({format_size(data.plan.freed)}). The newest, pinned ones and those in use always stay."
-    )
 
 
 def _rows(data: ReportData) -> Iterator[tuple[str, list[str], str, str, str]]:

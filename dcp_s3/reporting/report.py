@@ -33,8 +33,8 @@ _NEWEST = 20  # checkpoints that tell the usual interval
 class Problem:
     """Something that somebody should look at."""
 
-    severity: Literal["bad", "warning", "note"]
-    """``bad``: a checkpoint or time of training is lost. ``warning``: it costs storage. ``note``: good to know."""
+    severity: Literal["bad", "warning"]
+    """``bad``: a checkpoint or time of training is lost. ``warning``: it costs storage."""
     kind: str
     """What it is, in two or three words."""
     text: str
@@ -95,15 +95,8 @@ def report(
     >>> report("s3://bucket/run", None).policy is None
     True
 
-    Args:
-        path: file to write; what is there is replaced. None: only gather what it would show.
-        policy: policy whose decisions are shown, as an object or in one line (`parse_policy`). None: the setting
-            ``retention``; if that is unset, everything that is committed is kept.
-        grace: seconds, or text like ``24h``, for which an uncommitted checkpoint counts as a save in progress. None:
-            the setting ``retention_grace``.
-
-    Returns:
-        What the page shows.
+    ``path`` is the file to write, over what is there; with None, what it would show is only returned. ``policy`` (an
+    object, or one line for `parse_policy`) and ``grace`` are those of `prune`, whose decisions are shown.
 
     Raises:
         ImportError: bokeh is missing; the message says what to install.
@@ -138,15 +131,11 @@ def gather(snapshot: CatalogSnapshot, policy: PolicyFunction | None, *, grace: f
     """Everything that a report says about the contents of a root, from a deep scan. Pure."""
     plan = snapshot.plan(policy, grace=grace)
     infos = [decision.checkpoint for decision in plan.decisions]
-    problems = [
-        *_not_loadable(infos),
-        *_silence(infos, plan.now, snapshot.root),
-        *_left_over(plan, snapshot.root),
-        *_worth_knowing(infos),
-    ]
-    problems.sort(key=lambda each: ("bad", "warning", "note").index(each.severity))
+    problems = (
+        *_not_loadable(infos), *_silence(infos, plan.now, snapshot.root), *_left_over(plan, snapshot.root)
+    )  # fmt: skip
     stored = sum(info.size or 0 for info in infos) + sum(each.size for each in snapshot.leftovers)
-    return ReportData(snapshot.root, plan, None if policy is None else policy_name(policy), tuple(problems), stored)
+    return ReportData(snapshot.root, plan, None if policy is None else policy_name(policy), problems, stored)
 
 
 # --- problems ----------------------------------------------------------------------------------------------
@@ -206,17 +195,3 @@ def _left_over(plan: Plan, root: str) -> Iterable[Problem]:
             "shows them"
         )
         yield Problem("warning", "open uploads", text, prune)
-
-
-def _worth_knowing(infos: Sequence[CheckpointInfo]) -> Iterable[Problem]:
-    for name in sorted({name for info in infos for name in info.metrics}):
-        values = [(info.name, info.metrics.get(name)) for info in infos]
-        bad = [at for at, value in values if isinstance(value, float) and not math.isfinite(value)]
-        if bad:
-            text = f"{name} is not a finite number in {plural(len(bad), 'checkpoint')}, first in {bad[0]}"
-            yield Problem("note", "metric", text)
-    foreign = [info for info in infos if info.foreign and info.committed]
-    if foreign:
-        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
-        text = f"{foreign[0].name}{more}: written by something other than dcp_s3, without checksums and metrics"
-        yield Problem("note", "foreign", text, _command("show", foreign[0].url))

@@ -116,12 +116,6 @@ def test_a_configuration_that_may_not_be_read_is_skipped(faulty: FaultyServer) -
         assert action in report[name].found
 
 
-def test_a_key_of_kms_is_in_the_policy(faulty: FaultyServer) -> None:
-    key = "arn:aws:kms:eu-west-1:1:key/k"
-    report = doctor(URL, {"sse": "aws:kms", "sse_kms_key_id": key}, read_only=True)
-    assert report.policies["training"]["Statement"][2]["Resource"] == key
-
-
 def test_ranges_that_are_ignored_fail(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     ignore(faulty, monkeypatch, "range")
     report = doctor(URL)

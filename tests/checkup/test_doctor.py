@@ -30,7 +30,6 @@ def test_a_good_store_has_nothing_that_failed(faulty: FaultyServer) -> None:
     assert "412" in report["conditional delete"].found
     assert "BadDigest" in report["checksums"].found
     assert "S3-only" in report["identity"].found
-    assert report.policies["training"]["Statement"][0]["Resource"] == f"arn:aws:s3:::{BUCKET}/run/*"
     assert faulty.s3.counters.requests["CompleteMultipartUpload"] >= 1
 
 
@@ -172,7 +171,6 @@ def test_credentials_that_s3_does_not_accept(faulty: FaultyServer) -> None:
     assert [each.name for each in report.failed] == ["credentials"]
     assert "InvalidAccessKeyId" in report["credentials"].found
     assert "check the credentials" in report["credentials"].remedy
-    assert "IAM policy" not in str(report)
 
 
 def test_no_credentials(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +201,6 @@ def test_the_report_is_short_to_look_at_and_whole_in_print(faulty: FaultyServer)
     assert repr(report).startswith(f"DoctorReport('{URL}', ")
     text = str(report)
     assert "ok       settings" in text
-    assert "IAM policy" not in text
     with pytest.raises(KeyError, match="no check 'nothing' was made; there are: settings"):
         report["nothing"]
 

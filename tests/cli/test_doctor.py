@@ -50,17 +50,12 @@ def run(*arguments: str, status: int = 0) -> Any:
     return result
 
 
-def test_a_line_for_each_check_a_summary_and_policies_to_paste(faulty: FaultyServer) -> None:
-    assert "IAM policy" not in run(URL).stdout
-    lines = run(URL, "--policy").stdout.splitlines()
+def test_a_line_for_each_check_and_a_summary(faulty: FaultyServer) -> None:
+    text = run(URL).stdout
     for check in CHECKS:
-        assert any(re.match(rf"(ok|skipped) +{re.escape(check.name)} ", line) for line in lines), check.name
-    (summary,) = (line for line in lines if line.startswith(f"{URL}: "))
+        assert re.search(rf"^(ok|skipped) +{re.escape(check.name)} ", text, re.MULTILINE), check.name
+    (summary,) = (line for line in text.splitlines() if line.startswith(f"{URL}: "))
     assert summary.startswith(f"{URL}: saves and loads will work: ")
-    text = "\n".join(lines)
-    training, versions = (json.loads(block) for block in re.findall(r"^\{.*?^\}", text, re.DOTALL | re.MULTILINE))
-    assert training["Statement"][0]["Resource"] == f"arn:aws:s3:::{BUCKET}/run/*"
-    assert versions["Statement"][0]["Action"] == ["s3:DeleteObjectVersion"]
     assert "\x1b" not in text
 
 
@@ -72,7 +67,6 @@ def test_a_failure_is_status_1_and_names_the_remedy(faulty: FaultyServer) -> Non
     )
     assert re.search(r"^ +Remedy: the credentials need s3:PutObject here", output, re.MULTILINE)
     assert "saves or loads will not work" in output
-    assert "IAM policy to save" in output
     summary = output[output.index("saves or loads will not work") :]
     assert re.search(r"^FAIL +PutObject ", summary, re.MULTILINE), "what failed comes last"
 
@@ -86,7 +80,6 @@ def test_json_is_strict_and_whole(faulty: FaultyServer) -> None:
     assert (found["url"], found["ok"], found["read_only"]) == (URL, True, False)
     assert [each["name"] for each in found["checks"]] == [*(check.name for check in CHECKS), "clean-up"]
     assert set(found["checks"][0]) == {"name", "status", "found", "remedy", "seconds"}
-    assert set(found["policies"]) == {"training", "prune_versions"}
 
 
 def test_json_of_a_dead_endpoint_is_status_1(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ import dcp_s3
 from dcp_s3.cli import app as shared
 from dcp_s3.cli.main import app
 from tests.faulty import BUCKET, FaultyServer, serve
-from tests.interpreter import Interpreter, Program
+from tests.interpreter import Interpreter
 from tests.memory_s3 import Fault, MemoryS3
 from tests.retention.making import delete, keys, put, save
 
@@ -187,8 +185,6 @@ def test_the_status_says_what_happened(run_of_four: str, faulty: FaultyServer) -
     for bad in (
         ["latest"],
         ["latest:1", "--grace", "soon"],
-        ["latest:1", "--every", "0s"],
-        ["latest:1", "--every", "never"],
         ["--nothing"],
     ):
         run("prune", ROOT, *bad, "--yes", status=2)
@@ -201,69 +197,6 @@ def test_the_status_says_what_happened(run_of_four: str, faulty: FaultyServer) -
     assert "AccessDenied" in run("prune", ROOT, "latest:3", "--yes", status=1).stderr
     faulty.rule = lambda _: None
     assert steps() == [1, 2, 3, 4]
-
-
-# --- prune --every -------------------------------------------------------------------------------
-
-
-def _start(interpreter: Interpreter, *arguments: str) -> Program:
-    return interpreter.popen([*_COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def test_every_goes_on_after_a_failure_and_ends_cleanly(
-    run_of_four: str, faulty: FaultyServer, interpreter: Interpreter
-) -> None:
-    refused = faulty.once("ListObjectsV2", Fault.error(403, "AccessDenied"))
-    process = _start(interpreter, "prune", ROOT, "latest:2", "--every", "1s", "--yes", "--json")
-    try:
-        assert process.stdout is not None
-        first, second = (json.loads(process.stdout.readline()) for _ in range(2))
-        process.send_signal(signal.SIGTERM)
-        _, messages = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 0
-    assert refused
-    assert "failed and is tried again" in messages
-    assert "AccessDenied" in messages
-    assert "Traceback" not in messages
-    assert [each["name"] for each in first["deleted"]] == ["step-1", "step-2"]
-    assert second["deleted"] == []
-    assert steps() == [3, 4]
-
-
-@pytest.mark.quick("2")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_every_ends_cleanly_in_the_middle_of_a_run(
-    run_of_four: str, faulty: FaultyServer, interpreter: Interpreter, number: signal.Signals
-) -> None:
-    process: Program | None = None
-    hit: list[str] = []
-
-    def rule(request: Any) -> Fault | None:
-        if request.operation == "DeleteObjects" and process is not None and not hit:
-            hit.append(request.operation)
-            process.send_signal(number)
-            return Fault.delay(0.5)
-        return None
-
-    faulty.rule = rule
-    process = _start(interpreter, "prune", ROOT, "latest:1", "--every", "10m", "--yes")
-    try:
-        _, messages = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert hit
-    assert process.returncode == 0, messages
-    assert "Traceback" not in messages
-    assert "ended" in messages
-    faulty.rule = lambda _: None
-    run("prune", ROOT, "latest:1", "--yes")
-    assert steps() == [4]
-
-
-def test_every_asks_nobody(run_of_four: str, someone: None) -> None:
-    assert "--every asks nobody" in run("prune", ROOT, "latest:1", "--every", "1m", status=2).stderr
 
 
 def test_a_real_terminal_is_asked(run_of_four: str, interpreter: Interpreter) -> None:

@@ -143,7 +143,7 @@ def _type(line: str, where: str) -> None:
 
 
 def _dcp_s3(arguments: list[str], where: str) -> None:
-    """A command as on a terminal: it asks, and is answered yes. A job that goes on for ever does it once."""
+    """A command as on a terminal: it asks, and is answered yes."""
     from typer.testing import CliRunner
 
     from dcp_s3.cli import app as cli
@@ -152,9 +152,6 @@ def _dcp_s3(arguments: list[str], where: str) -> None:
 
     if arguments[0] == "demo":
         return  # tests/demo does
-    if "--every" in arguments:
-        at = arguments.index("--every")
-        arguments = [*arguments[:at], *arguments[at + 2 :]]
     cli.someone_is_there = lambda: True
     result = CliRunner().invoke(app, arguments, input="y\n")
     print(result.output)

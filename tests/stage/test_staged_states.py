@@ -5,12 +5,15 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from hypothesis import given
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -18,6 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from dcp_s3 import S3Stager
 from dcp_s3.errors import StagingError
 from tests.end_to_end.states import assert_same, every_kind, random_tensor
+from tests.relying import moved
 from tests.stage.staging import Holder, stage_once
 
 _QUANTIZED = ("torch.quint8", "torch.qint8", "torch.qint32", "torch.quint4x2", "torch.quint2x4")
@@ -113,6 +117,18 @@ def test_sparse_tensors(kind: str) -> None:
     for name in ("_indices",) if kind in ("coo", "hybrid") else ():
         getattr(original, name)().zero_()
         assert torch.equal(getattr(staged, name)(), getattr(expected, name)())
+
+
+def test_the_result_of_a_collective_that_is_under_way_is_waited_for(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        pending = funcol.all_reduce(torch.arange(5.0), "sum", dist.group.WORLD)
+        assert type(pending) is not torch.Tensor, moved("functional collectives wait at once", "stage/snapshot.py")
+        staged = stage_once({"sum": pending})["sum"]
+    finally:
+        dist.destroy_process_group()
+    assert type(staged) is torch.Tensor
+    assert torch.equal(staged, torch.arange(5.0))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
