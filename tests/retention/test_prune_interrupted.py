@@ -18,7 +18,8 @@ from dcp_s3 import CheckpointCatalog, KeepLatest, Plan, PruneReport, apply_plan,
 from dcp_s3.s3.client import close_clients
 from tests.killing import AtRequest, begin, kill_all, new_process, running, wait_until_quiet
 from tests.memory_s3 import Fault
-from tests.retention.catalogs import ROOT, Catalog, serve_catalog
+from tests.retention.catalogs import Catalog, serve_catalog
+from tests.retention.runs import ROOT
 
 ONCE = {"retry_attempts": 1}
 

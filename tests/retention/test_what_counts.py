@@ -24,11 +24,9 @@ from dcp_s3.url import CheckpointURL
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.memory_store import MemoryStore
-from tests.retention import test_prune
 from tests.retention.making import delete, get, is_manifest, keys, put, save, save_locally, save_on_ranks
-from tests.retention.test_prune import DAY, ROOT, Clock, steps
-
-client, clock, faulty = test_prune.client, test_prune.clock, test_prune.faulty
+from tests.retention.runs import DAY, ROOT, Clock
+from tests.retention.test_prune_saves import steps
 
 URL = CheckpointURL("bucket", "run/step-20")
 
