@@ -27,8 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.units import MIB, parse_size
+from dcp_s3.memory import ReadTarget
 from dcp_s3.s3 import hedge
-from dcp_s3.s3.download import ReadTarget, fetch_into
+from dcp_s3.s3.download import fetch_into
 from dcp_s3.s3.hedge import HedgeState, hedges_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings

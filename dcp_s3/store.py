@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import Protocol, TypeVar, runtime_checkable
 
-from dcp_s3.limit import Limit
+from dcp_s3 import errors
+from dcp_s3.limit import Cancelled, Limit
+from dcp_s3.memory import Piece, ReadTarget
+
+logger = logging.getLogger(__name__)
 
 SelfStore = TypeVar("SelfStore", bound="Store")
 T = TypeVar("T")
 U = TypeVar("U")
+SelfBatch = TypeVar("SelfBatch", bound="Batch")
+SelfWidth = TypeVar("SelfWidth", bound="ReadWidth")
+
+Moved = Callable[[int], None]
+_READS = 4
 
 
 @dataclass(frozen=True)
@@ -113,6 +125,43 @@ class Upload:
     """When the upload was begun, in seconds since the epoch."""
 
 
+@dataclass(frozen=True)
+class StreamedObject:
+    """A data object that the store has taken."""
+
+    size: int
+    """Size in bytes."""
+    crc64nvme: int | None
+    """CRC-64/NVME of all bytes; None if checksums are off."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What this process has seen of a store, since it began."""
+
+    throttled: int = 0
+    """Requests that it throttled."""
+    hedged: int = 0
+    """Reads that straggled, so that they were requested twice."""
+
+
+class ReadWidth:
+    """Number of reads at once of one transfer. A context manager."""
+
+    def __init__(self, connections: int) -> None:
+        self.connections = connections
+        """Reads at once, now."""
+
+    def moved(self, count: int) -> None:
+        """Note that ``count`` bytes have arrived. Called by any thread."""
+
+    def __enter__(self: SelfWidth) -> SelfWidth:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 class Store(abc.ABC):
     """Objects by key, each written whole: a reader sees only objects that are completely written.
 
@@ -130,15 +179,38 @@ class Store(abc.ABC):
         """The same store with its requests bounded by ``limit`` only."""
 
     @abc.abstractmethod
-    def read(self, key: str, start: int, into: memoryview, etag: str | None = None) -> None:
-        """Fill writable, contiguous memory with the bytes of an object from byte ``start`` on; nothing is requested if
-        it is empty. ``etag`` is that of the version to read; None for any, but all bytes are of one version.
+    def read(
+        self,
+        key: str,
+        start: int,
+        into: memoryview | Sequence[ReadTarget],
+        etag: str | None = None,
+        *,
+        moved: Moved | None = None,
+    ) -> None:
+        """Fill writable, contiguous memory (or several pieces of it, in order) with the bytes of an object from byte
+        ``start`` on; nothing is requested if it is empty. ``etag`` is that of the version to read; None for any, but
+        all bytes are of one version. ``moved`` is called with the number of bytes that have just arrived.
 
         Raises:
             PreconditionFailedError: the object has another ETag, or was replaced while it was read.
             OutOfRangeError: the object has fewer bytes.
             Cancelled: the limit's ``cancel`` was set.
         """
+
+    def distrust(self, key: str) -> None:  # noqa: B027 - most stores have no copies
+        """Read this object from where it counts from now on: what was read is not what its checksum says."""
+
+    def read_width(self) -> int:
+        """Number of reads at once that suit the store, to begin with."""
+        return _READS
+
+    def adapt_reads(self, *, resize: Callable[[int], None], is_busy: Callable[[], bool], most: int) -> ReadWidth:
+        """Adapts the number of reads at once while a transfer runs: calls ``resize``, from a thread of its own."""
+        return ReadWidth(min(most, self.read_width()))
+
+    def counters(self) -> Counters:
+        return Counters()
 
     @abc.abstractmethod
     def get(self, key: str) -> StoredObject:
@@ -167,6 +239,25 @@ class Store(abc.ABC):
             ObjectNotFoundError: an object with an ETag was expected, and there is none.
             StorageError: the object may or may not have been written.
         """
+
+    @abc.abstractmethod
+    def put_stream(
+        self, key: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None, resume: bool = False
+    ) -> StreamedObject:
+        """Write a data object of about ``size`` bytes, made of pieces that are sent as they are, without copies.
+
+        Each piece (or what it was split into, `Piece.parts`) has its CRC when this returns, unless checksums are off,
+        and no memory any more. ``part_size`` is the size of its parts in bytes; None: what suits the store. With
+        ``resume`` a store that can leaves parts in place when it fails, and does not send those that an earlier try
+        left: same key, same bytes, same part size.
+
+        Raises:
+            StorageError: the object is not there.
+        """
+
+    def batch(self, *, total: int, ranks: int = 1) -> Batch:
+        """A batch of data objects of about ``total`` bytes in all, while ``ranks`` ranks write as much at a time."""
+        return Batch(self)
 
     def copy(self, source: Store, source_key: str, key: str) -> None:
         """Copy an object with its user metadata, on S3 without moving its bytes; what is at ``key`` is replaced.
@@ -248,6 +339,71 @@ class Versioned(Protocol):
     def purge(self, prefix: str, first: Collection[str], keys: Collection[str]) -> None:
         """Delete for good all versions of ``first``, then of ``keys``, all with this prefix; not a current one, which
         was written since."""
+
+
+class Batch:
+    """Data objects that are written together, by any number of threads.
+
+    A context manager, which owns the threads and what bounds the memory in flight. An exception that leaves it cancels
+    what is under way, and removes the objects that it has written. In any case nothing is under way afterwards.
+    """
+
+    chunk_size: int = 2**24
+    """Bytes of a piece that suit the store best, if it has to be made."""
+    in_flight: int = 1
+    """Pieces of this size that the batch may hold at a time."""
+    sent: int = 0
+    """Bytes that the store has taken."""
+    unclean: Set[str] = frozenset()
+    """Keys with multipart uploads that may have stayed open."""
+    error: BaseException | None = None
+    """The failure that cancelled everything, if one did."""
+
+    def __init__(self, store: Store) -> None:
+        self.cancel = threading.Event()
+        self._store = store.within(replace(store.limit, cancel=self.cancel))
+        self._lock = threading.Lock()
+        self._written: list[str] = []
+
+    def put_stream(self, key: str, size: int, pieces: Iterable[Piece]) -> StreamedObject:
+        """See `Store.put_stream`.
+
+        Raises:
+            Cancelled: another object of the batch has failed.
+            StorageError
+        """
+        self._store.limit.check(f"put of {key}")
+        result = self._store.put_stream(key, size, self._until_cancelled(pieces))
+        with self._lock:
+            self._written.append(key)
+            self.sent += result.size
+        return result
+
+    def _until_cancelled(self, pieces: Iterable[Piece]) -> Iterable[Piece]:
+        for piece in pieces:
+            if self.cancel.is_set():
+                raise Cancelled
+            yield piece
+
+    def stop(self) -> None:
+        """Make everything under way fail soon."""
+        self.cancel.set()
+
+    def __enter__(self: SelfBatch) -> SelfBatch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is not None:
+            self.stop()
+            remove_quietly(self._store, self._written)
+
+
+def remove_quietly(store: Store, keys: Sequence[str]) -> None:
+    """Delete objects of a save that failed. A failure is logged: another error is on its way to the user."""
+    try:
+        store.within(store.limit.for_cleanup()).delete(keys)
+    except errors.StorageError as error:
+        logger.warning("objects of a failed save are left for pruning: %s", error)
 
 
 def join(pages: Sequence[Page]) -> Page:

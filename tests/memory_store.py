@@ -8,16 +8,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dcp_s3 import errors
-from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.limit import UNLIMITED, Limit
+from dcp_s3.memory import Piece, ReadTarget, targets_of
 from dcp_s3.store import (
     DeleteTarget,
     Expect,
     ListedObject,
+    Moved,
     ObjectHead,
     Page,
     Store,
     StoredObject,
+    StreamedObject,
     Upload,
     same_etag,
     target_of,
@@ -63,18 +66,34 @@ class MemoryStore(Store):
         other._storage, other.limit = self._storage, limit
         return other
 
-    def read(self, key: str, start: int, into: memoryview, etag: str | None = None) -> None:
-        if not into.nbytes:
+    def read(
+        self,
+        key: str,
+        start: int,
+        into: memoryview | Sequence[ReadTarget],
+        etag: str | None = None,
+        *,
+        moved: Moved | None = None,
+    ) -> None:
+        targets = targets_of(into)
+        size = sum(target.view.nbytes for target in targets)
+        if not size:
             return
         found = self._find("read", key)
         if etag is not None and not same_etag(found.etag, etag):
             raise errors.PreconditionFailedError(f"{key} in {self.name} has another ETag", bucket=self.name, key=key)
-        if start + into.nbytes > len(found.data):
+        if start + size > len(found.data):
             raise errors.OutOfRangeError(
-                f"{key} in {self.name} has {len(found.data)} bytes: {into.nbytes} from byte {start} on are not there",
+                f"{key} in {self.name} has {len(found.data)} bytes: {size} from byte {start} on are not there",
                 bucket=self.name, key=key,
             )  # fmt: skip
-        into.cast("B")[:] = found.data[start : start + into.nbytes]
+        for target in targets:
+            count = target.view.nbytes
+            target.view[:] = found.data[start : start + count]
+            target.received(0, count)
+            start += count
+            if moved is not None:
+                moved(count)
 
     def get(self, key: str) -> StoredObject:
         found = self._find("get", key)
@@ -98,6 +117,18 @@ class MemoryStore(Store):
             storage.writes += 1
             etag = f'"{crc_hex(crc64nvme(new))}-{storage.writes}"'
             storage.objects[key] = _Entry(new, dict(metadata or {}), etag, self._storage.clock())
+
+    def put_stream(
+        self, key: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None, resume: bool = False
+    ) -> StreamedObject:
+        data, crcs = bytearray(), []
+        for piece in pieces:
+            self.limit.check(f"put of {key}")
+            crcs.append((piece.checksum(), piece.size))
+            data += piece.view or b""
+            piece.view = None
+        self.put(key, memoryview(data))
+        return StreamedObject(len(data), combine_crc64nvme(crcs))
 
     def _check(self, key: str, found: _Entry | None, expect: Expect) -> None:
         if found is None and expect.etag:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,18 @@ import pytest
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.limit import Cancelled, Deadline, Limit
+from dcp_s3.memory import Piece, ReadTarget, crc_of, sent_pieces
 from dcp_s3.s3 import listing, operations, retry
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.store import ABSENT, DeleteTarget, Expect, Store
 from dcp_s3.stores.directory import DirectoryStore
+from dcp_s3.stores.overlay import Overlay
 from tests.faulty_store import FaultyStore
 from tests.memory_store import MemoryStore
-from tests.overlay_store import Overlay
 from tests.servers import NAMES, S3Server
 
+MIB = 2**20
 PAGE = 3
 ODD_KEYS = [
     "a b",
@@ -42,11 +45,29 @@ ODD_KEYS = [
 ]
 
 
+class Near:
+    """Copies in memory."""
+
+    def __init__(self, copies: dict[str, bytes]) -> None:
+        self._copies, self.read_bytes = copies, 0
+
+    def read_into(self, key: str, start: int, targets: Sequence[ReadTarget]) -> bool:
+        for target in targets if key in self._copies else ():
+            target.view[:] = self._copies[key][start : start + target.view.nbytes]
+            target.received(0, target.view.nbytes)
+            start += target.view.nbytes
+            self.read_bytes += target.view.nbytes
+        return key in self._copies
+
+    def distrust(self, key: str) -> None:
+        self._copies.pop(key, None)
+
+
 def local(name: str, path: Path) -> Store:
     return {
         "memory store": lambda: MemoryStore(page_size=PAGE),
         "directory": lambda: DirectoryStore(path / "store", page_size=PAGE),
-        "overlay": lambda: Overlay(DirectoryStore(path / "near"), MemoryStore(page_size=PAGE)),
+        "overlay": lambda: Overlay(Near({}), MemoryStore(page_size=PAGE)),
         "faulty": lambda: FaultyStore(MemoryStore(page_size=PAGE)),
     }[name]()
 
@@ -74,7 +95,7 @@ def server(request: pytest.FixtureRequest, _servers: Any) -> S3Server:
     try:
         server: S3Server = _servers.get(name)
     except ServerUnavailable as error:
-        pytest.skip(f"{name}: {error}")
+        pytest.skip(str(error))
     return server
 
 
@@ -144,6 +165,26 @@ def test_ranges(store: Store) -> None:
         assert read(store, "k", start, size, etag) == data[start : start + size]
 
 
+def test_a_range_into_several_places_with_their_checksums(store: Store) -> None:
+    data = random.Random(1).randbytes(3 * MIB)
+    store.put("k", data)
+    sizes, moved = [7, 0, 2 * MIB, 100_000], []
+    targets = [ReadTarget(memoryview(bytearray(size)), checksum=size != 7) for size in sizes]
+    store.read("k", 1000, targets, store.head("k").etag, moved=moved.append)
+    assert b"".join(target.view for target in targets) == data[1000 : 1000 + sum(sizes)]
+    assert [each.crc for each in targets] == [None, *(crc64nvme(each.view) for each in targets[1:])]
+    assert sum(moved) == sum(sizes)
+
+
+def test_a_read_that_is_cancelled_gives_up(store: Store) -> None:
+    store.put("k", b"x")
+    cancel = threading.Event()
+    limited = store.within(Limit(cancel=cancel))
+    cancel.set()
+    with pytest.raises(Cancelled):
+        read(limited, "k", 0, 1)
+
+
 @pytest.mark.parametrize("start", [5, 9, 10, 11])
 def test_a_range_past_the_end_is_an_error(store: Store, start: int) -> None:
     store.put("k", b"0123456789")
@@ -200,6 +241,81 @@ def test_a_copy_has_the_bytes_and_the_metadata(store: Store) -> None:
     with pytest.raises(errors.ObjectNotFoundError):
         store.copy(store, "nothing", "copy")
     assert store.get("copy").data == b"some bytes"
+
+
+# --- data objects ------------------------------------------------------------------------------------------
+
+
+def cut(data: bytes, *, ends: Sequence[int] = (0, 1, 7, 4096, 5 * MIB, 6 * MIB)) -> list[Piece]:
+    pairs = zip(ends, [*ends[1:], len(data)], strict=True)
+    return [Piece.of(memoryview(data)[low:high], cuts=[(high - low) // 2]) for low, high in pairs if low < len(data)]
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000, 5 * MIB, 12 * MIB + 345])
+def test_a_stream_becomes_one_object_and_its_pieces_have_their_checksums(store: Store, size: int) -> None:
+    data = random.Random(size).randbytes(size)
+    store.put("run/k", b"what was there before")
+    pieces = cut(data)
+    stored = store.put_stream("run/k", size, iter(pieces), part_size=5 * MIB)
+    assert (stored.size, stored.crc64nvme) == (size, crc64nvme(data))
+    assert store.head("run/k").size == size
+    assert read(store, "run/k", 0, size) == data
+    sent = sent_pieces(pieces)
+    assert all(piece.view is None for piece in [*pieces, *sent]), "the memory is free"
+    assert crc_of(sent) == crc64nvme(data)
+    assert all(len(piece.marks) == len(piece.cuts) for piece in sent)
+
+
+def test_a_stream_that_breaks_off_leaves_nothing(store: Store) -> None:
+    store.put("k", b"what was there before")
+
+    def pieces() -> Iterator[Piece]:
+        yield Piece.of(bytes(6 * MIB))
+        raise RuntimeError("the planner failed")
+
+    with pytest.raises(RuntimeError, match="the planner failed"):
+        store.put_stream("k", 6 * MIB, pieces(), part_size=5 * MIB)
+    assert store.get("k").data == b"what was there before"
+    assert list(store.uploads("")) == []
+
+
+def test_a_batch_of_streams_is_written_by_many_threads(store: Store) -> None:
+    data = {f"run/{number}": random.Random(number).randbytes(MIB + number) for number in range(8)}
+    with store.batch(total=8 * MIB) as batch, ThreadPoolExecutor(4) as pool:
+        stored = dict(zip(data, pool.map(lambda k: batch.put_stream(k, MIB, cut(data[k])), data), strict=True))
+    assert {key: each.crc64nvme for key, each in stored.items()} == {k: crc64nvme(each) for k, each in data.items()}
+    assert batch.sent == sum(map(len, data.values()))
+    assert {key: store.get(key).data for key in data} == data
+
+
+def test_a_batch_that_fails_leaves_nothing(store: Store) -> None:
+    def fail() -> None:
+        with store.batch(total=2 * MIB) as batch:
+            batch.put_stream("a", MIB, cut(bytes(MIB)))
+            raise RuntimeError("another rank failed")
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert store.list("").objects == ()
+
+
+def test_a_batch_that_was_stopped_takes_no_more(store: Store) -> None:
+    def write() -> None:
+        with store.batch(total=MIB) as batch:
+            batch.put_stream("a", 1, [Piece.of(b"a")])
+            batch.stop()
+            batch.put_stream("b", 1, [Piece.of(b"b")])
+
+    with pytest.raises(Cancelled):
+        write()
+    assert store.list("").objects == ()
+
+
+def test_a_stream_past_the_deadline_is_not_begun(store: Store) -> None:
+    late = store.within(Limit(deadline=Deadline.start("DCP_S3_SAVE_TIMEOUT", 0.0)))
+    with pytest.raises(errors.DeadlineExceededError):
+        late.put_stream("k", 1, [Piece.of(b"x")])
+    assert not store.exists("k")
 
 
 # --- keys ------------------------------------------------------------------------------------------------
@@ -410,18 +526,16 @@ def test_an_object_that_is_half_written_is_not_seen(directory: DirectoryStore, m
     assert directory.get("k").data == b"whole"
 
 
-def test_an_overlay_reads_what_is_near_and_else_what_is_far() -> None:
-    near, far = MemoryStore(), MemoryStore()
-    both = Overlay(near, far)
-    far.put("k", b"far")
-    assert both.get("k").data == b"far"
-    near.put("k", b"near")
-    assert both.get("k").data == b"near"
-    assert read(both, "k", 0, 3, far.head("k").etag) == b"far", "of the version that was asked for"
-    both.put("k", b"new")
-    assert (both.get("k").data, far.get("k").data) == (b"new", b"new")
-    both.delete(["k"])
-    assert not both.exists("k")
+def test_an_overlay_reads_what_is_near_until_it_is_distrusted() -> None:
+    far, near = MemoryStore(), Near({"k": b"near"})
+    far.put("k", b"far!")
+    far.put("other", b"far!")
+    both = Overlay(near, far).within(Limit())
+    assert [read(both, key, 1, 3) for key in ("k", "other")] == [b"ear", b"ar!"]
+    assert near.read_bytes == 3
+    assert read(both, "k", 0, 4, far.head("k").etag) == b"far!", "of the version that was asked for"
+    both.distrust("k")
+    assert read(both, "k", 0, 4) == b"far!"
 
 
 def test_faults_are_those_of_the_rule() -> None:

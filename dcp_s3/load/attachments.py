@@ -3,7 +3,6 @@ on this host's disk."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from abc import ABC, abstractmethod
 from typing import Any
@@ -12,9 +11,8 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.attachments import check_bytes, find_attachments, missing_error, read_attachment, read_extra
 from dcp_s3.checkpoint.commit_state import CommitState, SaveIdentity, find_state
 from dcp_s3.format.control_files import Manifest
-from dcp_s3.s3.download import ReadTarget
 from dcp_s3.settings import Settings
-from dcp_s3.spill.local import LocalObjects, WaitingCommit, find_commits
+from dcp_s3.spill.local import WaitingCommit, find_commits, with_copies
 from dcp_s3.spill.store import open_store
 from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
@@ -107,13 +105,11 @@ def read_waiting(store: Store, settings: Settings, url: CheckpointURL, manifest:
     known = Manifest.from_json(manifest).attachments
     if name not in known:
         raise missing_error(url, name, known)
-    entry, spill = known[name], open_store(settings)
+    entry = known[name]
     data = bytearray(entry.size)
-    if spill is not None:
-        with contextlib.closing(LocalObjects(spill, str(url))) as local:
-            if local.read_into(entry.path, 0, [ReadTarget(memoryview(data))]):
-                return check_bytes(bytes(data), url, entry)
-    return check_bytes(store.get(url.key(entry.path)).data, url, entry)
+    with with_copies(store, settings, url) as copies:
+        copies.read(url.key(entry.path), 0, memoryview(data))
+    return check_bytes(bytes(data), url, entry)
 
 
 def find_uncommitted(

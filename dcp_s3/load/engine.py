@@ -15,6 +15,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,10 +26,9 @@ from dcp_s3.collector import collect_young
 from dcp_s3.limit import Cancelled, Deadline
 from dcp_s3.load.plan import READ_GAP, ReadRequest, Segment, halve, plan_requests
 from dcp_s3.load.transfer import Buffer, Reception, Transfer
-from dcp_s3.s3.connections import Tuning, connections_of
-from dcp_s3.s3.download import ReadTarget, fetch_into
-from dcp_s3.s3.store import S3Store
-from dcp_s3.spill.local import LocalObjects
+from dcp_s3.memory import ReadTarget
+from dcp_s3.settings import Settings
+from dcp_s3.store import Moved, ReadWidth, Store
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
 from dcp_s3.workers import Workers
@@ -151,19 +151,16 @@ _BUFFER = 16 * 2**20
 
 
 class Source:
-    """The objects of a checkpoint: on this host's disk (``local``) where they are present and intact, else on S3.
+    """The objects of a checkpoint in a store.
 
     ``buffers`` are the bytes of `LOAD_BUFFERS` to use instead.
     """
 
-    def __init__(
-        self, store: S3Store, url: CheckpointURL, local: LocalObjects | None = None, *, buffers: int | None = None
-    ) -> None:
-        self._store = store
-        self._local = local
+    def __init__(self, store: Store, url: CheckpointURL, settings: Settings, *, buffers: int | None = None) -> None:
         self._cancel = threading.Event()
+        self._store = store.within(replace(store.limit, cancel=self._cancel))
         self.url = url
-        self.settings = store.settings
+        self.settings = settings
         self.buffers = LOAD_BUFFERS if buffers is None else buffers
 
     @property
@@ -179,23 +176,18 @@ class Source:
         self._cancel.set()
 
     def distrust(self, path: str) -> None:
-        """Read this object from S3 from now on, not from this host's disk."""
-        if self._local is not None:
-            self._local.distrust(path)
+        """Read this object from the store from now on, not from a copy of it."""
+        self._store.distrust(self.url.key(path))
 
     @property
     def connections(self) -> int:
-        return connections_of(self._store, "download")
+        return self._store.read_width()
 
-    def tuning(self, *, resize: Callable[[int], None], is_busy: Callable[[], bool], most: int) -> Tuning:
-        """Adapts the number of requests of one transfer; see `Tuning`."""
-        if self._local is not None:  # not all bytes will come from S3
-            most = min(most, self.connections)
-        return Tuning(self._store, "download", resize=resize, is_busy=is_busy, most=most)
+    def adapt(self, *, resize: Callable[[int], None], is_busy: Callable[[], bool], most: int) -> ReadWidth:
+        """Adapts the number of requests of one transfer; see `Store.adapt_reads`."""
+        return self._store.adapt_reads(resize=resize, is_busy=is_busy, most=most)
 
-    def read(
-        self, path: str, start: int, targets: Sequence[ReadTarget], *, moved: Callable[[int], None] | None = None
-    ) -> None:
+    def read(self, path: str, start: int, targets: Sequence[ReadTarget], *, moved: Moved | None = None) -> None:
         """Fill ``targets`` with the bytes of object ``path`` from ``start`` on. Safe to call from any thread.
 
         ``moved`` is called with the number of bytes that have arrived from S3.
@@ -205,10 +197,8 @@ class Source:
             StorageError: S3 failed despite retries.
             Cancelled: `cancel` was called.
         """
-        if self._local is not None and self._local.read_into(path, start, targets):
-            return
         try:
-            fetch_into(self._store, self.url.key(path), start, targets, cancel=self._cancel, moved=moved)
+            self._store.read(self.url.key(path), start, targets, moved=moved)
         except errors.StorageError as error:
             lost = self._explain(error, path, start + sum(target.view.nbytes for target in targets))
             if lost is None:
@@ -313,7 +303,7 @@ class Engine:
         work = Work(requests, ahead or sys.maxsize, divide=divide)
         inference = torch.is_inference_mode_enabled()  # a property of the thread
         pool = Workers(1, self._name)
-        moved: Callable[[int], None] | None = None
+        moved: Moved | None = None
 
         def resize(count: int) -> None:
             pool.resize(max(count, work.running))
@@ -323,10 +313,10 @@ class Engine:
         try:
             with contextlib.ExitStack() as stack:
                 if threads is None:
-                    tuning = self._source.tuning(resize=resize, is_busy=lambda: work.is_busy, most=most)
-                    moved = tuning.moved
-                    resize(tuning.connections)
-                    stack.enter_context(tuning)
+                    width = self._source.adapt(resize=resize, is_busy=lambda: work.is_busy, most=most)
+                    moved = width.moved
+                    resize(width.connections)
+                    stack.enter_context(width)
                 else:
                     resize(min(threads, most))
                 yield self._arrivals(work, total)
@@ -376,7 +366,7 @@ class Engine:
 
     # --- on the pool ----------------------------------------------------------------------------------
 
-    def _work(self, work: Work, inference: bool, moved: Callable[[int], None] | None) -> None:
+    def _work(self, work: Work, inference: bool, moved: Moved | None) -> None:
         try:
             with torch.inference_mode(inference):
                 while (request := work.next()) is not None:
@@ -390,9 +380,7 @@ class Engine:
         finally:
             work.outcomes.put(None)
 
-    def _carry_out(
-        self, request: ReadRequest, moved: Callable[[int], None] | None = None
-    ) -> tuple[list[Transfer], list[ReadRequest]]:
+    def _carry_out(self, request: ReadRequest, moved: Moved | None = None) -> tuple[list[Transfer], list[ReadRequest]]:
         """Carry out a request; returns the finished transfers, and what to fetch in addition."""
         if next(self._requests) % _COLLECT_EVERY == 0:
             collect_young()

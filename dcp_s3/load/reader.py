@@ -39,12 +39,12 @@ from dcp_s3.load.plan import READ_GAP
 from dcp_s3.load.planner import FailureTeller
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.reprs import one_line
-from dcp_s3.s3.hedge import hedges_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
-from dcp_s3.spill.local import LocalObjects
-from dcp_s3.spill.store import open_store
-from dcp_s3.torch_private import ExtensionRegistry, ReaderTransforms
+from dcp_s3.spill.local import with_copies
+from dcp_s3.store import Store
+from dcp_s3.stores.overlay import Overlay
+from dcp_s3.torch_private import ReaderTransforms
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
         process_group: dist.ProcessGroup | None = None,
         settings: SettingsLike = None,
         on_event: Listener | None = None,
-        _extension_registry: ExtensionRegistry | None = None,
+        _extension_registry: Any = None,
     ) -> None:
         super().__init__()
         self.settings: Settings = resolve_settings(settings)
@@ -163,7 +163,8 @@ class S3StorageReader(AttachmentReader, StorageReader):
         if rank is None:  # it begins a load; one before had its own
             self._deadline = self._saved_ranks = self._error = None
         if self._url is not None and (rank is None or self._progress is None):
-            self._progress = LoadProgress(self._store(), self._url, self.on_event)
+            step = find_step(self._url.name, self.settings)
+            self._progress = LoadProgress(self._store(), self._url, step, self.on_event)
         is_load, self._asked_for_url = self._asked_for_url, False
         if rank is None:
             try:
@@ -345,11 +346,10 @@ class S3StorageReader(AttachmentReader, StorageReader):
             check_filled(plan, planner, self._metadata, str(url))
             if self._is_coordinator:
                 log_unexpected(planner, self._metadata, str(url))
-            spill = open_store(self.settings)
-            local = stack.enter_context(contextlib.closing(LocalObjects(spill, str(url)))) if spill else None
+            store = stack.enter_context(with_copies(self._store(), self.settings, url))
             if self._lease is not None:
                 stack.enter_context(self._lease.renewed())
-            source = Source(self._store(), url, local)
+            source = Source(store, url, self.settings)
             executor = LoadExecutor(
                 source, self._metadata, self._transforms,
                 weights_only=self.weights_only, allow_dtype_cast=self.allow_dtype_cast,
@@ -359,7 +359,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
             else:
                 shared.run(executor, self._metadata, plan, planner)
             if self._progress is not None:
-                on_disk = 0 if local is None else local.read_bytes
+                on_disk = store.near.read_bytes if isinstance(store, Overlay) else 0
                 self._progress.loaded(executor.engine.fetched_bytes, on_disk)
         future: Future[None] = Future()
         future.set_result(None)
@@ -416,16 +416,15 @@ class LoadProgress:
     """Events of one rank's part in one load, which begins now.
 
     Args:
-        store: the bucket.
+        store: the store.
         url: URL of the checkpoint.
+        step: step in its name.
         on_event: gets the events.
     """
 
-    def __init__(self, store: S3Store, url: CheckpointURL, on_event: Listener | None) -> None:
-        self._url, self._step, self._on_event = str(url), find_step(url.name, store.settings), on_event
-        self._gate, self._hedges = store.gate, hedges_of(store)
-        self._began = time.monotonic()
-        self._throttled, self._hedged = self._gate.state.throttled, self._hedges.state.started
+    def __init__(self, store: Store, url: CheckpointURL, step: int | None, on_event: Listener | None) -> None:
+        self._store, self._url, self._step, self._on_event = store, str(url), step, on_event
+        self._began, self._before = time.monotonic(), store.counters()
         emit(LoadStarted(url=self._url, step=self._step, rank=ranks.rank()), on_event)
 
     def loaded(self, size: int, disk_size: int) -> None:
@@ -435,6 +434,7 @@ class LoadProgress:
             size: bytes that this rank fetched.
             disk_size: bytes of them that came from the local disk.
         """
+        now = self._store.counters()
         event = Loaded(
             url=self._url,
             step=self._step,
@@ -443,8 +443,8 @@ class LoadProgress:
             bytes=size,
             disk_bytes=disk_size,
             seconds=time.monotonic() - self._began,
-            hedged=self._hedges.state.started - self._hedged,
-            throttled=self._gate.state.throttled - self._throttled,
+            hedged=now.hedged - self._before.hedged,
+            throttled=now.throttled - self._before.throttled,
         )
         logger.log(logging.INFO if event.rank == 0 else logging.DEBUG, "%s", event)
         emit(event, self._on_event)

@@ -14,7 +14,7 @@ from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme
 from dcp_s3.format.blocks import Range
 from dcp_s3.load.plan import ReadRequest, Segment
-from dcp_s3.s3.download import ReadTarget
+from dcp_s3.memory import ReadTarget
 from dcp_s3.tensor_memory import view_bytes
 
 

@@ -126,7 +126,6 @@ def find(
     """The first checkpoint in ``order`` that can be loaded. None if the run has no checkpoints.
 
     Args:
-        catalog: catalog of the run.
         order: selects and sorts the checkpoints.
         passed_over: URLs of checkpoints that could not be loaded.
         disks: what each rank has on its disk.

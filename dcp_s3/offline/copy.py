@@ -74,11 +74,8 @@ def copy(
 
     Args:
         source: URL of the checkpoint, or a directory that torch's FileSystemReader reads.
-        destination: URL of the new checkpoint, or a directory.
         overwrite: replace what is at ``destination``. A checkpoint on S3 stays whole until the new one is committed,
             unless objects that must be copied have the names of its own: then it is lost at once.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
-        on_total: called once with the number of bytes to copy.
         on_progress: called with the number of bytes as they are copied, from several threads.
 
     Returns:

@@ -17,7 +17,8 @@ from typing import Literal
 
 from dcp_s3 import checksum, errors
 from dcp_s3.limit import Cancelled
-from dcp_s3.s3.parts import MAX_PARTS, Piece
+from dcp_s3.memory import Piece
+from dcp_s3.s3.parts import MAX_PARTS
 from dcp_s3.s3.store import store_of
 from dcp_s3.s3.upload import ObjectUpload, Uploader
 from dcp_s3.settings import Settings

@@ -25,8 +25,7 @@ from dcp_s3.offline.boxes import Index, Piece, Selection, select
 from dcp_s3.offline.names import closest, matches
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.spill.local import LocalObjects
-from dcp_s3.spill.store import open_store
+from dcp_s3.spill.local import with_copies
 from dcp_s3.torch_private import ReaderTransforms
 from dcp_s3.url import CheckpointURL, parse_url
 
@@ -50,10 +49,8 @@ def read_tensor(
             [2., 3.]])
 
     Args:
-        url: URL of the checkpoint.
         fqn: name of the tensor, as ``dcp-s3 show`` lists it.
         slice: part to read, as in numpy: ``3``, ``np.s_[:10, ..., -1]``. Numbers, slices with step 1, an Ellipsis.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
 
     Returns:
         A contiguous tensor of the saved dtype.
@@ -97,12 +94,10 @@ def read_tensors(
     2000
 
     Args:
-        url: URL of the checkpoint.
         fqns: names, or patterns such as ``model.*`` (``*`` any text, ``?`` any character, ``[ab]`` one of them); None:
             everything. An entry with exactly that name takes precedence over a pattern.
         weights_only: whether to unpickle only objects that cannot run code, as `S3StorageReader` does.
             False: whoever can write to the bucket can run code here.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
 
     Returns:
         Entries by name, in the order of ``fqns``; the matches of a pattern in the order of the checkpoint.
@@ -188,9 +183,8 @@ class OpenCheckpoint:
     @contextlib.contextmanager
     def reading(self, *, weights_only: bool = True, buffers: int | None = None) -> Iterator[Reading]:
         """Reads that share an engine; ``buffers``: see `Source`."""
-        spill = open_store(self.settings)
-        with contextlib.closing(LocalObjects(spill, str(self.url))) if spill else contextlib.nullcontext() as local:
-            source = Source(self.store, self.url, local, buffers=buffers)
+        with with_copies(self.store, self.settings, self.url) as store:
+            source = Source(store, self.url, self.settings, buffers=buffers)
             executor = LoadExecutor(source, self._metadata, ReaderTransforms(None), weights_only=weights_only)
             yield Reading(self, executor)
 

@@ -91,12 +91,8 @@ def verify(
     True
 
     Args:
-        url: URL of the checkpoint.
-        full: whether to read the data, too.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
         on_total: called with the bytes of data to be read; with ``full`` only. Called again if the checkpoint
             was replaced meanwhile, and is verified again.
-        on_progress: called with the number of bytes of data as they are read.
 
     Raises:
         CheckpointNotFoundError: no committed checkpoint is there.

@@ -18,8 +18,8 @@ from dcp_s3.load.archive_heads import ArchiveHeads, ItemKind
 from dcp_s3.load.engine import Engine, Receiver, Source
 from dcp_s3.load.plan import ReadRequest, Segment
 from dcp_s3.load.transfer import Buffer, Reception, Transfer
+from dcp_s3.memory import ReadTarget
 from dcp_s3.offline.verify_plan import Mismatch, ObjectScan, Problem, StoredData, StoredItem, group_items
-from dcp_s3.s3.download import ReadTarget
 from dcp_s3.s3.files import OnProgress
 from dcp_s3.s3.store import S3Store
 from dcp_s3.torch_private import ReaderTransforms, narrow_tensor_by_index
@@ -190,7 +190,7 @@ class ByteCheck:
     """Reads data objects and compares their bytes. Progress does not count bytes that are read again."""
 
     def __init__(self, store: S3Store, url: CheckpointURL, on_progress: OnProgress | None) -> None:
-        self._engine = Engine(Source(store, url), "dcp_s3-verify", _receiver)
+        self._engine = Engine(Source(store, url, store.settings), "dcp_s3-verify", _receiver)
         self._settings = store.settings
         self._on_progress = on_progress
         self._changed: set[str] = set()

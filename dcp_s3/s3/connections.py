@@ -20,6 +20,7 @@ from typing import Literal, get_args
 from dcp_s3.forking import reset_in_child
 from dcp_s3.s3.operations import Bucket, Place
 from dcp_s3.settings import local_world_size
+from dcp_s3.store import ReadWidth
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ def snapshot() -> dict[str, dict[str, float]]:
         }
 
 
-class Tuning:
+class Tuning(ReadWidth):
     """Adapts the connections of one transfer while it runs. A context manager.
 
     Args:

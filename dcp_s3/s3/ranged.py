@@ -10,8 +10,8 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from dcp_s3.checksum import crc64nvme
 from dcp_s3.limit import Cancelled
+from dcp_s3.memory import ReadTarget
 from dcp_s3.s3 import operations
 from dcp_s3.s3.botocore_private import Flight, finish_response, readinto_response
 from dcp_s3.s3.diagnosis import TruncatedBodyError
@@ -21,30 +21,6 @@ from dcp_s3.store import same_etag
 # Bytes received before they are added to the checksum: most are then still in the CPU's cache. If the connection
 # breaks, what it has received of the block is lost.
 _BLOCK = 4 * 2**20
-
-
-class ReadTarget:
-    """Memory to receive a run of bytes into, and the CRC-64/NVME of those that have arrived.
-
-    Attributes:
-        view: the memory.
-        crc: CRC of the bytes so far; None if it was not asked for.
-    """
-
-    __slots__ = ("crc", "view")
-
-    def __init__(self, view: memoryview, *, checksum: bool = False) -> None:
-        self.view = view.cast("B") if view.format != "B" else view
-        self.crc: int | None = 0 if checksum else None
-
-    def start_again(self) -> None:
-        """Start over: nothing received so far counts."""
-        self.crc = None if self.crc is None else 0
-
-    def received(self, start: int, count: int) -> None:
-        """Note that ``count`` more bytes have arrived from ``start`` on, and all bytes before them."""
-        if self.crc is not None:
-            self.crc = crc64nvme(self.view[start : start + count], self.crc)
 
 
 class Cursor:

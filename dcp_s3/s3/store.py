@@ -12,25 +12,31 @@ from botocore import xform_name
 
 from dcp_s3 import errors
 from dcp_s3.limit import UNLIMITED, Limit
+from dcp_s3.memory import Piece, ReadTarget, targets_of
 from dcp_s3.s3 import listing, multipart, operations, retry
 from dcp_s3.s3.botocore_private import hang_at_most
 from dcp_s3.s3.client import forget_client, get_client
-from dcp_s3.s3.connections import most_connections
+from dcp_s3.s3.connections import Tuning, connections_of, most_connections
 from dcp_s3.s3.download import fetch_into
+from dcp_s3.s3.hedge import hedges_of
 from dcp_s3.s3.many import map_in_threads
 from dcp_s3.s3.multipart import copy_object
 from dcp_s3.s3.operations import Operation, Request, request_arguments
-from dcp_s3.s3.ranged import ReadTarget
 from dcp_s3.s3.throttle import Gate, gate_of
+from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
 from dcp_s3.store import (
+    Counters,
     DeleteTarget,
     Expect,
+    Moved,
     ObjectHead,
     ObjectStart,
     Page,
+    ReadWidth,
     Store,
     StoredObject,
+    StreamedObject,
     Upload,
     target_of,
 )
@@ -139,8 +145,25 @@ class S3Store(Store):
 
     # --- what a store does ------------------------------------------------------------------------------
 
-    def read(self, key: str, start: int, into: memoryview, etag: str | None = None) -> None:
-        fetch_into(self, key, start, [ReadTarget(into)], etag=etag)
+    def read(
+        self,
+        key: str,
+        start: int,
+        into: memoryview | Sequence[ReadTarget],
+        etag: str | None = None,
+        *,
+        moved: Moved | None = None,
+    ) -> None:
+        fetch_into(self, key, start, targets_of(into), etag=etag, moved=moved)
+
+    def read_width(self) -> int:
+        return connections_of(self, "download")
+
+    def adapt_reads(self, *, resize: Callable[[int], None], is_busy: Callable[[], bool], most: int) -> ReadWidth:
+        return Tuning(self, "download", resize=resize, is_busy=is_busy, most=most)
+
+    def counters(self) -> Counters:
+        return Counters(self.gate.state.throttled, hedges_of(self).state.started)
 
     def get(self, key: str) -> StoredObject:
         return self.run(operations.get(key))
@@ -158,6 +181,15 @@ class S3Store(Store):
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         self.run(operations.put(self, key, data, expect=expect, content_type=content_type, metadata=metadata))
+
+    def put_stream(
+        self, key: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None, resume: bool = False
+    ) -> StreamedObject:
+        with Uploader(self) as uploader:
+            return uploader.put_stream(key, size, pieces, part_size=part_size, resume=resume)
+
+    def batch(self, *, total: int, ranks: int = 1) -> Uploader:
+        return Uploader.planned(self, total=total, ranks=ranks)
 
     def copy(self, source: Store, source_key: str, key: str) -> None:
         if isinstance(source, S3Store):

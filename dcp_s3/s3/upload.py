@@ -10,23 +10,24 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc32c, encode_crc
 from dcp_s3.limit import Cancelled
+from dcp_s3.memory import Piece, crc_of, views_of
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.body import GatherBody
-from dcp_s3.s3.connections import Tuning
+from dcp_s3.s3.connections import Tuning, likely_connections
 from dcp_s3.s3.diagnosis import is_retryable
+from dcp_s3.s3.listing import delete
 from dcp_s3.s3.multipart import KnownPart
-from dcp_s3.s3.operations import wire_checksum
-from dcp_s3.s3.parts import MAX_PARTS, Piece, choose_part_size, views_of
-from dcp_s3.s3.store import S3Store
-from dcp_s3.store import Upload
+from dcp_s3.s3.operations import Bucket, wire_checksum
+from dcp_s3.s3.parts import MAX_PARTS, PUTS_PER_SECOND, choose_part_size, plan_part_size
+from dcp_s3.store import Batch, DeleteTarget, StreamedObject, Upload
 from dcp_s3.workers import Slots, Workers
 
 logger = logging.getLogger(__name__)
@@ -35,19 +36,7 @@ logger = logging.getLogger(__name__)
 WAITING_PARTS = 2
 
 
-@dataclass(frozen=True)
-class UploadedObject:
-    """An object that S3 has."""
-
-    key: str
-    """Object key."""
-    size: int
-    """Size in bytes."""
-    crc64nvme: int | None
-    """CRC-64/NVME of all bytes; None if checksums were off."""
-
-
-class Uploader:
+class Uploader(Batch):
     """The threads and the limit on parts in flight that all uploads of one save share.
 
     As many parts are being sent as connections fill the link, and a few more wait; `ObjectUpload.write` blocks beyond
@@ -56,30 +45,39 @@ class Uploader:
 
     Args:
         part_size: bytes of a part where `start` is given none; None: the most of the settings.
+        isolated: whether an object that fails leaves the others alone: there is another place for it.
 
     Use as a context manager. An exception that leaves it cancels what is under way, aborts every open multipart upload
     and deletes the objects already completed. In any case all threads have ended afterwards.
     """
 
-    def __init__(self, store: S3Store, *, part_size: int | None = None, isolated: bool = False) -> None:
+    def __init__(self, store: Bucket, *, part_size: int | None = None, isolated: bool = False) -> None:
         self.store = store
         self.part_size = part_size or store.settings.max_part_size
-        self.isolated = isolated  # a failed part cancels its own object only: there is another place for it
+        self.chunk_size = min(self.part_size, store.settings.max_part_size)
+        self.isolated = isolated
         self.cancel = threading.Event()
-        self.error: BaseException | None = None
-        """The failure that cancelled everything, if one did."""
         self._tuning = Tuning(store, "upload", resize=self._resize, is_busy=lambda: self._slots.all_taken)
+        self.in_flight = self._tuning.connections + WAITING_PARTS
         self._pool = Workers(self._tuning.connections, "dcp_s3-upload")
-        self._slots = Slots(self._tuning.connections + WAITING_PARTS)
+        self._slots = Slots(self.in_flight)
         self._lock = threading.Lock()
         self._open: set[ObjectUpload] = set()
-        self._left: list[ObjectUpload] = []
+        self._failed: dict[str, ObjectUpload] = {}
         self._all: list[ObjectUpload] = []
         self._completed: list[str] = []
-        self.sent = 0
-        """Bytes that S3 has taken."""
         self.unclean: set[str] = set()
-        """Keys with multipart uploads that may have stayed open."""
+
+    @classmethod
+    def planned(cls, store: Bucket, *, total: int, ranks: int, isolated: bool = False) -> Uploader:
+        """An uploader whose parts suit ``total`` bytes, while ``ranks`` ranks upload as much."""
+        part_size = store.settings.part_size
+        if part_size == "auto":
+            part_size = plan_part_size(
+                total, connections=likely_connections(store, "upload"), ranks=ranks, most=store.settings.max_part_size,
+                requests_per_second=PUTS_PER_SECOND,
+            )  # fmt: skip
+        return cls(store, part_size=part_size, isolated=isolated)
 
     def __enter__(self) -> Uploader:
         self._tuning.__enter__()
@@ -101,6 +99,51 @@ class Uploader:
         finally:
             del error, _  # its traceback has this frame: no cycle
 
+    def put_stream(
+        self,
+        key: str,
+        size: int,
+        pieces: Iterable[Piece],
+        *,
+        part_size: int | None = None,
+        resume: bool = False,
+        last_resort: bool = False,
+    ) -> StreamedObject:
+        """See `Store.put_stream`. An isolated object that S3 did not take may be put again, from the first piece on:
+        parts that S3 has are not sent again.
+
+        Args:
+            last_resort: whether S3 may be slower than the store's patience.
+
+        Raises:
+            TransferError: S3 does not take the object.
+            Cancelled: another object of the batch has failed.
+            StorageError
+        """
+        upload = self.start(key, size, part_size=part_size, last_resort=last_resort)
+        if (failed := self._failed.pop(key, None)) is not None:
+            upload.resume_failed(failed)
+        try:
+            if resume and size > upload.part_size:
+                upload.resume_any()
+            for piece in pieces:
+                upload.write(piece)
+            return upload.finish()
+        except BaseException as error:  # noqa: BLE001 - it is raised again
+            refusal = upload.error or error
+            try:
+                is_passing = isinstance(refusal, errors.TransferError)
+                if resume and (is_passing or not isinstance(refusal, errors.StorageError)):
+                    upload.leave()
+                if not self.isolated or not isinstance(error, (errors.TransferError, Cancelled)):
+                    raise
+                if is_passing and not self.cancel.is_set():
+                    upload.leave()
+                    self._failed[key] = upload
+                raise refusal from None
+            finally:
+                del refusal  # its traceback has this frame: no cycle
+
     def _resize(self, connections: int) -> None:
         self._pool.resize(connections)
         self._slots.resize(connections + WAITING_PARTS)
@@ -113,10 +156,10 @@ class Uploader:
 
     def _clean_up(self) -> None:
         store = self.store.within(self.store.limit.for_cleanup())
-        for upload in [*self._open, *self._left]:
+        for upload in [*self._open, *self._failed.values()]:
             upload.abort(store)
         try:
-            store.delete(self._completed)
+            store.run(delete(store, map(DeleteTarget, self._completed)))
         except errors.StorageError as error:
             logger.warning("objects of a failed save are left for pruning: %s", error)
 
@@ -181,12 +224,6 @@ class Uploader:
         with self._lock:
             self.sent += size
 
-    def left(self, upload: ObjectUpload, *, abort_on_failure: bool) -> None:
-        with self._lock:
-            self._open.discard(upload)
-            if abort_on_failure:
-                self._left.append(upload)
-
     def finished(self, upload: ObjectUpload, *, completed: bool) -> None:
         with self._lock:
             self._open.discard(upload)
@@ -247,30 +284,34 @@ class ObjectUpload:
                 known[number] = KnownPart(etag, size, checksums)
         self.resume(upload_id, known)
 
-    def leave(self, *, abort_on_failure: bool = False) -> None:
+    def resume_any(self) -> None:
+        """Go on with an open multipart upload of this key from an earlier process; abort any others."""
+        store, key = self._store, self.key
+        parts = store.run(multipart.find_parts(store, key))
+        if not parts:
+            return
+        best = max(parts, key=lambda upload_id: len(parts[upload_id]))
+        for upload_id in parts:
+            if upload_id != best:
+                store.abort_quietly(Upload(key, upload_id))
+        logger.info("%s: continuing a multipart upload of which S3 has %d parts", key, len(parts[best]))
+        self.resume(best, parts[best])
+
+    def leave(self) -> None:
         """Give up, but leave the multipart upload open for somebody to `resume`."""
         self.cancel.set()
-        self._uploader.left(self, abort_on_failure=abort_on_failure)
+        self._uploader.finished(self, completed=False)
 
-    def write(self, piece: Piece) -> list[Piece]:
-        """Append a buffer, split where parts end.
-
-        Returns:
-            The pieces it became, in order; each has its CRC after `finish`.
-        """
-        if piece.size <= self._part_size - self._pieces_size:
+    def write(self, piece: Piece) -> None:
+        """Append a buffer, split where parts end. It has its CRC after `finish`."""
+        room = self._part_size - self._pieces_size
+        if piece.size <= room:
             self._append(piece)
-            return [piece]
-        pieces = []
-        offset = 0
-        while offset < piece.size:
+            return
+        for part in piece.split(room, self._part_size):
             if self._pieces_size == self._part_size:
                 self._flush()
-            take = min(piece.size - offset, self._part_size - self._pieces_size)
-            pieces.append(piece.part(offset, offset + take))
-            self._append(pieces[-1])
-            offset += take
-        return pieces
+            self._append(part)
 
     def _append(self, piece: Piece) -> None:
         self._pieces.append(piece)
@@ -291,7 +332,7 @@ class ObjectUpload:
         pieces, self._pieces, self._pieces_size = self._pieces, [], 0
         self._parts.append(self._uploader.submit(self, self._send_part, pieces, self._upload_id, number))
 
-    def finish(self) -> UploadedObject:
+    def finish(self) -> StreamedObject:
         """Send the rest, wait for all parts, and complete the object."""
         if self._upload_id is None and not self._parts:
             _, crc, _ = self._uploader.submit(self, self._put, self._pieces).result()
@@ -306,7 +347,7 @@ class ObjectUpload:
             self._upload_id = None
             self._abort_strays(self._uploader.store)
         self._uploader.finished(self, completed=True)
-        return UploadedObject(self.key, self.size, crc)
+        return StreamedObject(self.size, crc)
 
     def forget(self) -> None:
         """Release memory, and errors whose tracebacks hold what this object holds."""
@@ -314,7 +355,7 @@ class ObjectUpload:
         self._parts.clear()
         self._pieces = []
 
-    def abort(self, store: S3Store) -> None:
+    def abort(self, store: Bucket) -> None:
         """Abort the multipart upload, if one was created, through ``store``. No part may still be under way.
 
         Errors are logged: another one is on its way to the user, and `prune` collects what is left.
@@ -325,11 +366,11 @@ class ObjectUpload:
             self._abort(store, upload_id)
         self._abort_strays(store)
 
-    def _abort(self, store: S3Store, upload_id: str) -> None:
+    def _abort(self, store: Bucket, upload_id: str) -> None:
         if not store.abort_quietly(Upload(self.key, upload_id)):
             self._uploader.unclean.add(self.key)
 
-    def _abort_strays(self, store: S3Store) -> None:
+    def _abort_strays(self, store: Bucket) -> None:
         """Abort uploads of this key that S3 created but whose ids were lost with the answers.
 
         Nobody else uses the key: it carries the nonce of this save.
@@ -399,7 +440,7 @@ class ObjectUpload:
         algorithm = wire_checksum(self._store.settings)
         if algorithm == "none":
             return None, size, {}
-        crc = combine_crc64nvme((piece.checksum(), piece.size) for piece in pieces)
+        crc = crc_of(pieces)
         if algorithm == "crc64nvme":
             return crc, size, {"ChecksumCRC64NVME": encode_crc(crc, algorithm)}
         crc32 = 0

@@ -1,4 +1,4 @@
-"""Turns one write item into the pieces of memory that make up its bytes in the object."""
+"""Turns write items into the pieces of memory that make up their bytes in an object."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import io
 import queue
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
-from dcp_s3.checksum import combine_crc64nvme
 from dcp_s3.errors import SaveProtocolError, StagingError
 from dcp_s3.format.blocks import (
     MIN_BLOCK,
@@ -26,7 +24,7 @@ from dcp_s3.format.blocks import (
 )
 from dcp_s3.format.framing import FrameCache, FramingError
 from dcp_s3.format.safe_items import warn_of_unsafe_item
-from dcp_s3.s3.parts import Piece
+from dcp_s3.memory import Piece, crc_of, sent_pieces
 from dcp_s3.stage.buffers import HostBuffer
 from dcp_s3.tensor_memory import copy_to_host, is_plain, iterate_bytes, view_bytes
 from dcp_s3.torch_private import StorageInfo, WriterTransforms
@@ -50,23 +48,19 @@ class WrittenItem:
     transform_descriptors: list[str] | None = None
     """Descriptors of the stream extensions."""
     pieces: list[Piece] = field(default_factory=list)
-    """The pieces that the recorded CRC covers."""
+    """The pieces that the recorded CRC covers. They have their CRCs once the object is finished."""
     block: int | None = None
     """Block size in bytes, for a raw tensor larger than one block."""
 
-    def forget_checksum(self) -> None:
-        """Record no checksum."""
-        for piece in self.pieces:
-            piece.crc = None
-
-    def storage_info(self, relative_path: str) -> StorageInfo:
+    def storage_info(self, relative_path: str, *, checksum: bool) -> StorageInfo:
         """The record of this item in ``.metadata``."""
         crc = blocks = None
-        if all(piece.crc is not None for piece in self.pieces):
-            crc = combine_crc64nvme((piece.crc or 0, piece.size) for piece in self.pieces)
+        if checksum:
+            sent = sent_pieces(self.pieces)
+            crc = crc_of(sent)
             if self.block is not None:
-                sent = [(piece.size, piece.crc or 0, piece.cuts, piece.marks) for piece in self.pieces]
-                blocks = Blocks(self.block, pack_crcs(crcs_of_beginnings(sent, self.block)), crc)
+                beginnings = [(piece.size, piece.crc or 0, piece.cuts, piece.marks) for piece in sent]
+                blocks = Blocks(self.block, pack_crcs(crcs_of_beginnings(beginnings, self.block)), crc)
         return make_storage_info(
             relative_path,
             self.offset,
@@ -78,24 +72,11 @@ class WrittenItem:
         )
 
 
-class ObjectSink(Protocol):
-    """Where an object is written, front to back: an upload or a file."""
-
-    @property
-    def size(self) -> int:
-        """Bytes written so far."""
-        ...
-
-    def write(self, piece: Piece) -> list[Piece]:
-        """Append a buffer. Returns the pieces that it was split into."""
-        ...
-
-
 class ItemWriter:
-    """Resolves items one after the other and writes them to objects. Thread-safe.
+    """Resolves items, and makes the pieces that they are sent as. Thread-safe.
 
     Args:
-        planner: the save's planner. Its `resolve_data` is called lazily, once per item.
+        planner: the save's planner. Its `resolve_data` is called lazily, once per item and try.
         transforms: torch's stream extensions, applied to each item as FileSystemWriter does.
         chunk_size: bytes of a strided tensor that are made contiguous at a time.
         device_memory: bytes of pinned memory, in total, for copies of tensors on a device.
@@ -110,14 +91,13 @@ class ItemWriter:
         self._device_memory = device_memory
         self._frames = FrameCache()
 
-    def write(self, item: WriteItem, upload: ObjectSink) -> WrittenItem:
-        """Append ``item`` to ``upload``.
+    def pieces(self, written: WrittenItem) -> Iterator[Piece]:
+        """The bytes of an item; fills in ``written``.
 
         Raises:
             SaveProtocolError: the planner resolved the item to something that cannot be stored.
-            StorageError: an upload failed.
         """
-        written = WrittenItem(item, upload.size)
+        item = written.item
         data = self._planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
             if not isinstance(data, io.BytesIO):
@@ -131,15 +111,13 @@ class ItemWriter:
         if isinstance(data, io.BytesIO):
             warn_of_unsafe_item(item.index.fqn, data)
         if self._transforms.extensions:
-            self._write_transformed(written, data, upload)
+            yield _whole(written, self._transform(written, data))
         elif isinstance(data, torch.Tensor):
-            self._write_tensor(written, data.detach(), upload)
+            yield from self._tensor_pieces(written, data.detach())
         else:
-            written.pieces = upload.write(Piece.of(data.getbuffer()))
-        written.length = upload.size - written.offset
-        return written
+            yield _whole(written, data.getbuffer())
 
-    def _write_tensor(self, written: WrittenItem, tensor: torch.Tensor, upload: ObjectSink) -> None:
+    def _tensor_pieces(self, written: WrittenItem, tensor: torch.Tensor) -> Iterator[Piece]:
         if tensor.device.type == "meta":
             raise SaveProtocolError(
                 f"{written.item.index.fqn!r} is on the meta device: it has no data to save. Remedy: materialise the "
@@ -150,22 +128,28 @@ class ItemWriter:
         except FramingError:
             frame = None
         if frame is None:
-            written.pieces = upload.write(Piece.of(_serialise(tensor)))
+            yield _whole(written, _serialise(tensor))
             return
         planned = written.item.tensor_data
         if planned is not None and planned.properties.dtype == tensor.dtype and planned.chunk.sizes == tensor.shape:
             written.raw_offset = len(frame.header)
             if tensor.nbytes > MIN_BLOCK:
                 written.block = block_size(tensor.nbytes)
-        header = upload.write(Piece.of(frame.header))
-        raw: list[Piece] = []
+        covers_frame = written.raw_offset is None
+        header, trailer = Piece.of(frame.header), Piece.of(frame.trailer)
+        if covers_frame:
+            written.pieces.append(header)
+        yield header
         done = 0
         for view in self._host_bytes(tensor):
             cuts = cuts_between(done, done + view.nbytes, written.block) if written.block else ()
-            raw += upload.write(Piece.of(view, cuts=cuts))
-            done += view.nbytes
-        trailer = upload.write(Piece.of(frame.trailer))
-        written.pieces = raw if written.raw_offset is not None else [*header, *raw, *trailer]
+            piece = Piece.of(view, cuts=cuts)
+            done += piece.size
+            written.pieces.append(piece)
+            yield piece
+        if covers_frame:
+            written.pieces.append(trailer)
+        yield trailer
 
     def _host_bytes(self, tensor: torch.Tensor) -> Iterator[memoryview]:
         if tensor.device.type == "cpu":
@@ -173,7 +157,7 @@ class ItemWriter:
         ring = shared_ring(self._device_memory)
         return iterate_bytes(tensor, min(self._chunk_size, ring.block_size), ring.copy)
 
-    def _write_transformed(self, written: WrittenItem, data: torch.Tensor | io.BytesIO, upload: ObjectSink) -> None:
+    def _transform(self, written: WrittenItem, data: torch.Tensor | io.BytesIO) -> memoryview:
         buffer = io.BytesIO()
         stream, _ = self._transforms.transform_save_stream(written.item, buffer)
         if isinstance(data, torch.Tensor):
@@ -185,7 +169,35 @@ class ItemWriter:
         # In the order in which a reader must undo them: the first one is next to the stored bytes. torch 2.13 writes
         # them reversed. Then neither its reader nor ours can load an item that went through two that do not commute.
         written.transform_descriptors = [extension.get_descriptor() for extension in self._transforms.extensions]
-        written.pieces = upload.write(Piece.of(buffer.getbuffer()))
+        return buffer.getbuffer()
+
+
+class ObjectPieces:
+    """The bytes of one object, item after item. Each iteration begins anew."""
+
+    def __init__(self, writer: ItemWriter, items: Sequence[WriteItem]) -> None:
+        self._writer = writer
+        self._items = items
+        self.written: list[WrittenItem] = []
+        """The items, whole once the iteration has ended."""
+
+    def __iter__(self) -> Iterator[Piece]:
+        self.written = []
+        size = 0
+        for item in self._items:
+            written = WrittenItem(item, size)
+            self.written.append(written)
+            for piece in self._writer.pieces(written):
+                size += piece.size
+                yield piece
+            written.length = size - written.offset
+
+
+def _whole(written: WrittenItem, data: memoryview) -> Piece:
+    """The only piece of an item."""
+    piece = Piece.of(data)
+    written.pieces.append(piece)
+    return piece
 
 
 def _serialise(tensor: torch.Tensor) -> memoryview:

@@ -17,14 +17,15 @@ from dcp_s3.checksum import crc_hex
 from dcp_s3.errors import DeadlineExceededError, SpillError, TransferError
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import data_object
-from dcp_s3.limit import Cancelled
-from dcp_s3.s3.connections import connections_of, likely_connections
-from dcp_s3.s3.parts import PUTS_PER_SECOND, Piece, choose_part_size, plan_part_size
+from dcp_s3.limit import Cancelled, Deadline
+from dcp_s3.memory import Piece
+from dcp_s3.s3.parts import choose_part_size
 from dcp_s3.s3.store import S3Store
-from dcp_s3.s3.upload import WAITING_PARTS, ObjectUpload, UploadedObject, Uploader
-from dcp_s3.save.items import ItemWriter, WrittenItem
+from dcp_s3.s3.upload import Uploader
+from dcp_s3.save.items import ItemWriter, ObjectPieces
 from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket
 from dcp_s3.spill.session import SpillSession
+from dcp_s3.store import Batch, Store, StreamedObject
 from dcp_s3.torch_private import WriterTransforms
 from dcp_s3.tracebacks import without_tracebacks
 from dcp_s3.units import format_size
@@ -65,7 +66,7 @@ class ObjectNames:
 
 
 def write_buckets(
-    store: S3Store,
+    store: Store,
     buckets: Sequence[WriteBucket],
     planner: SavePlanner,
     transforms: WriterTransforms,
@@ -80,7 +81,7 @@ def write_buckets(
     are aborted and objects that this call had completed are deleted before the error is raised.
 
     Args:
-        store: the S3 store.
+        store: the store.
         buckets: buckets of the plan.
         planner: resolves the items.
         transforms: torch's stream extensions.
@@ -102,29 +103,26 @@ def write_buckets(
     if torch.accelerator.is_available() and _is_initialized():
         torch.accelerator.synchronize()  # the threads below do not wait for work on the caller's stream
         device = torch.accelerator.current_device_index()
-    settings, connections = store.settings, connections_of(store, "upload")
-    part_size = settings.part_size
-    if part_size == "auto":
-        total = sum(planned.size for planned in buckets)
-        part_size = plan_part_size(
-            total, connections=likely_connections(store, "upload"), ranks=ranks, most=settings.max_part_size,
-            requests_per_second=PUTS_PER_SECOND,
-        )  # fmt: skip
-    chunk_size = min(part_size, settings.max_part_size)
+    total = sum(planned.size for planned in buckets)
+    batch: Batch
+    if session is None:
+        batch = store.batch(total=total, ranks=ranks)
+    else:
+        assert isinstance(store, S3Store)  # noqa: S101
+        batch = Uploader.planned(store, total=total, ranks=ranks, isolated=True)
     item_writer = ItemWriter(
         planner,
         transforms,
-        chunk_size=chunk_size,
-        # Each connection sends a part, a few parts wait, and each bucket fills one.
-        device_memory=(connections + WAITING_PARTS + OBJECTS_PER_RANK) * chunk_size,
+        chunk_size=batch.chunk_size,
+        # Besides what the store holds, each bucket fills a piece.
+        device_memory=(batch.in_flight + OBJECTS_PER_RANK) * batch.chunk_size,
     )
-    uploader = Uploader(store, part_size=part_size, isolated=session is not None)
     try:
-        with uploader:
-            targets = _Targets(item_writer, names, uploader, session)
-            written = _write(buckets, targets, device)
+        with batch:
+            targets = _Targets(item_writer, names, batch, session)
+            written = _write(buckets, targets, device, store.limit.deadline)
             if session is not None:
-                session.unclean.update(uploader.unclean)
+                session.unclean.update(batch.unclean)
                 if session.spilled:
                     try:
                         session.seal()
@@ -133,25 +131,26 @@ def write_buckets(
     except DeadlineExceededError as error:
         if store.limit.deadline is None:
             raise
-        total = sum(planned.size for planned in buckets)
         on_disk = f", {format_size(session.size)} on its disk" if session is not None else ""
         raise store.limit.deadline.error(
             f"the save to {names.url}",
-            f"of about {format_size(total)} of rank {names.rank}, {format_size(uploader.sent)} were on S3{on_disk}",
+            f"of about {format_size(total)} of rank {names.rank}, {format_size(batch.sent)} were on S3{on_disk}",
         ) from error
     finally:
         if session is not None:
-            session.unclean.update(uploader.unclean)
+            session.unclean.update(batch.unclean)
     results: list[WriteResult] = [result for bucket in written for result in bucket]
     seconds = time.monotonic() - started
     logger.debug("wrote %d items in %d objects in %.3f s", len(results), len(buckets), seconds)
     return results
 
 
-def _write(buckets: Sequence[WriteBucket], targets: _Targets, device: int | None) -> list[list[ItemWriteResult]]:
+def _write(
+    buckets: Sequence[WriteBucket], targets: _Targets, device: int | None, deadline: Deadline | None
+) -> list[list[ItemWriteResult]]:
     """Write all buckets, each in its own thread."""
     producers = Workers(len(buckets), "dcp_s3-bucket")
-    uploader = targets.uploader
+    batch = targets.batch
 
     def write(number: int, planned: WriteBucket) -> list[ItemWriteResult]:
         if device is not None:
@@ -160,17 +159,16 @@ def _write(buckets: Sequence[WriteBucket], targets: _Targets, device: int | None
 
     try:
         futures = [producers.submit(write, n, planned) for n, planned in enumerate(buckets)]
-        deadline = uploader.store.limit.deadline
         done, pending = wait(futures, None if deadline is None else deadline.left, FIRST_EXCEPTION)
         if any(future.exception() for future in done):
-            uploader.stop()
+            batch.stop()
         elif pending and deadline is not None:
             raise deadline.error("the upload")
         return [future.result() for future in futures]
     except Cancelled:
-        raise _cause(uploader, futures) from None
+        raise _cause(batch, futures) from None
     except BaseException:
-        uploader.stop()
+        batch.stop()
         raise
     finally:
         producers.close()
@@ -190,35 +188,31 @@ def refused_by_both(refusal: TransferError, spill: SpillError) -> TransferError:
 class _Targets:
     """Writes objects to S3 or to disk."""
 
-    def __init__(
-        self, item_writer: ItemWriter, names: ObjectNames, uploader: Uploader, session: SpillSession | None
-    ) -> None:
+    def __init__(self, item_writer: ItemWriter, names: ObjectNames, batch: Batch, session: SpillSession | None) -> None:
         self._item_writer = item_writer
         self._names = names
-        self.uploader = uploader
+        self.batch = batch
         self._session = session
 
     def write(self, number: int, planned: WriteBucket) -> list[ItemWriteResult]:
         """Write one bucket."""
         session = self._session
         if session is None:
-            return self._upload(self._start(number, planned), number, planned)
+            return self._put(number, planned)
         if session.local:
             try:
                 return self._spill(session, number, planned, "DCP_S3_DURABILITY=local")
             except SpillError as error:
                 logger.warning("an object goes straight to S3: %s", error)
                 return self._upload_after(error, number, planned)
-        upload = self._start(number, planned)
-        outcome = self._try_upload(upload, number, planned)
+        outcome = self._try_upload(number, planned)
         if not isinstance(outcome, TransferError):
             return outcome
-        upload.leave(abort_on_failure=True)  # the drain continues with the parts that S3 has
         try:
             return self._spill(session, number, planned, str(outcome))
         except SpillError as error:
             logger.warning("an object goes to S3, however long that takes: %s; %s", outcome, error)
-            return self._upload_after(error, number, planned, upload)
+            return self._upload_after(error, number, planned)
 
     def withdraw(
         self,
@@ -236,94 +230,84 @@ class _Targets:
         session.withdraw()
         return results
 
-    def _try_upload(
-        self, upload: ObjectUpload, number: int, planned: WriteBucket
-    ) -> list[ItemWriteResult] | TransferError:
+    def _try_upload(self, number: int, planned: WriteBucket) -> list[ItemWriteResult] | TransferError:
         """Upload, or return why S3 refused. The error has no traceback, which would hold the state being saved."""
         try:
-            return self._upload(upload, number, planned)
-        except (TransferError, Cancelled) as error:
-            refusal = upload.error or error
-            if self.uploader.cancel.is_set() or not isinstance(refusal, TransferError):
-                raise refusal from None
-            without_tracebacks(refusal)
+            return self._put(number, planned)
+        except TransferError as error:
+            if self.batch.cancel.is_set():
+                raise
             without_tracebacks(error)
-            return refusal
+            return error
 
-    def _start(self, number: int, planned: WriteBucket, *, last_resort: bool = False) -> ObjectUpload:
-        return self.uploader.start(self._names.key(number), planned.size, last_resort=last_resort)
-
-    def _upload(self, upload: ObjectUpload, number: int, planned: WriteBucket) -> list[ItemWriteResult]:
+    def _pieces(self, planned: WriteBucket) -> ObjectPieces | list[Piece]:
         if planned.attachment is not None:
-            upload.write(Piece.of(memoryview(planned.attachment.data)))
-        written = [self._item_writer.write(item, upload) for item in planned.items]
-        uploaded = upload.finish()
-        return self._results(number, planned, written, self._entry(number, planned, uploaded), spilled=False)
+            return [Piece.of(memoryview(planned.attachment.data))]
+        return ObjectPieces(self._item_writer, planned.items)
 
-    def _upload_after(
-        self, spill: SpillError, number: int, planned: WriteBucket, failed: ObjectUpload | None = None
-    ) -> list[ItemWriteResult]:
+    def _put(self, number: int, planned: WriteBucket, *, last_resort: bool = False) -> list[ItemWriteResult]:
+        pieces, key = self._pieces(planned), self._names.key(number)
+        if last_resort:
+            assert isinstance(self.batch, Uploader)  # noqa: S101
+            stored = self.batch.put_stream(key, planned.size, pieces, last_resort=True)
+        else:
+            stored = self.batch.put_stream(key, planned.size, pieces)
+        return self._results(planned, pieces, self._entry(number, planned, stored), spilled=False)
+
+    def _upload_after(self, spill: SpillError, number: int, planned: WriteBucket) -> list[ItemWriteResult]:
         """Upload an object that could not be spilled, however slow S3 is; go on with an upload that failed."""
-        upload = self._start(number, planned, last_resort=True)
-        if failed is not None:
-            upload.resume_failed(failed)
         try:
-            return self._upload(upload, number, planned)
-        except (TransferError, Cancelled) as error:
-            refusal = upload.error or error
-            if isinstance(refusal, TransferError):
-                raise refused_by_both(refusal, spill) from refusal
-            raise refusal from None
+            return self._put(number, planned, last_resort=True)
+        except TransferError as refusal:
+            raise refused_by_both(refusal, spill) from refusal
 
     def _spill(self, session: SpillSession, number: int, planned: WriteBucket, reason: str) -> list[ItemWriteResult]:
-        part_size = choose_part_size(planned.size, self.uploader.part_size)
-        file = session.open(number, self._names.key(number), planned.size)
+        assert isinstance(self.batch, Uploader)  # noqa: S101
+        part_size = choose_part_size(planned.size, self.batch.part_size)
+        file = session.open(number, planned.size)
+        pieces = self._pieces(planned)
         try:
-            written = []
-            if planned.attachment is not None:
-                file.write(Piece.of(memoryview(planned.attachment.data)))
-            for planned_item in planned.items:
+            for piece in pieces:
                 self._check_cancelled()
-                written.append(self._item_writer.write(planned_item, file))
+                file.write(piece)
             self._check_cancelled()
-            uploaded = file.finish()
+            stored = file.finish()
         except BaseException:
             file.abort()
             raise
-        if self.uploader.store.settings.checksum == "none":
-            for item in written:
-                item.forget_checksum()
-        entry = self._entry(number, planned, uploaded)
-        session.add(number, entry, uploaded, part_size, reason)
-        return self._results(number, planned, written, entry, spilled=True)
+        entry = self._entry(number, planned, stored, checksum=self.batch.store.settings.checksum != "none")
+        session.add(number, entry, stored, part_size, reason)
+        return self._results(planned, pieces, entry, spilled=True)
 
     def _check_cancelled(self) -> None:
-        if self.uploader.cancel.is_set():
+        if self.batch.cancel.is_set():
             raise Cancelled
 
-    def _entry(self, number: int, planned: WriteBucket, uploaded: UploadedObject) -> ObjectEntry:
+    def _entry(
+        self, number: int, planned: WriteBucket, stored: StreamedObject, *, checksum: bool = True
+    ) -> ObjectEntry:
+        path, crc = self._names.relative_path(number), stored.crc64nvme
         if planned.attachment is not None:
-            return planned.attachment.entry(self._names.relative_path(number))
-        crc = uploaded.crc64nvme
-        if crc is None or self.uploader.store.settings.checksum == "none":
-            return ObjectEntry(self._names.relative_path(number), uploaded.size)
-        return ObjectEntry(self._names.relative_path(number), uploaded.size, crc_hex(crc))
+            return planned.attachment.entry(path)
+        return ObjectEntry(path, stored.size, None if crc is None or not checksum else crc_hex(crc))
 
     def _results(
-        self, number: int, planned: WriteBucket, written: Sequence[WrittenItem], entry: ObjectEntry, *, spilled: bool
+        self, planned: WriteBucket, pieces: ObjectPieces | list[Piece], entry: ObjectEntry, *, spilled: bool
     ) -> list[ItemWriteResult]:
-        path = self._names.relative_path(number)
         if planned.attachment is not None:
             return [ItemWriteResult(MetadataIndex(planned.attachment.name), entry.size, None, entry, spilled)]
+        checksum = entry.crc64nvme is not None
         return [
-            ItemWriteResult(w.item.index, w.length, w.storage_info(path), None if position else entry, spilled)
-            for position, w in enumerate(written)
+            ItemWriteResult(
+                w.item.index, w.length, w.storage_info(entry.path, checksum=checksum), None if n else entry, spilled
+            )
+            for n, w in enumerate(pieces.written if isinstance(pieces, ObjectPieces) else ())
         ]
 
 
-def _cause(uploader: Uploader, futures: Sequence[Future[list[ItemWriteResult]]]) -> BaseException:
+def _cause(batch: Batch, futures: Sequence[Future[list[ItemWriteResult]]]) -> BaseException:
     """The failure behind a cancellation."""
-    errors = [uploader.error, *(future.exception() for future in futures)]
+    errors = [batch.error, *(future.exception() for future in futures)]
     return next((e for e in errors if e is not None and not isinstance(e, Cancelled)), Cancelled())
 
 

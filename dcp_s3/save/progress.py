@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3.checkpoint.commit import Commit
 from dcp_s3.events import Committed, Listener, SaveStarted, Written, emit
-from dcp_s3.s3.store import S3Store
 from dcp_s3.save.objects import ItemWriteResult
 from dcp_s3.stage.turns import Turn
+from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Progress:
         url: URL of the checkpoint.
         step: step in its name.
         rank: rank of this process.
-        store: the bucket.
+        store: the store.
         on_event: gets the events.
         stall_since: stall of the save.
     """
@@ -52,13 +52,13 @@ class Progress:
         url: CheckpointURL,
         step: int | None,
         rank: int,
-        store: S3Store,
+        store: Store,
         on_event: Listener | None,
         stall_since: StallSince,
     ) -> None:
         self.step, self.on_event = step, on_event
         self._url, self._rank = str(url), rank
-        self._bucket, self._settings, self._stall_since = store.name, store.settings, stall_since
+        self._store, self._stall_since = store, stall_since
         self._began = time.monotonic()
         self._throttled_before = self._count_throttled()
         emit(SaveStarted(url=self._url, step=self.step, rank=rank), on_event)
@@ -73,7 +73,7 @@ class Progress:
         return max(0, self._count_throttled() - self._throttled_before)
 
     def _count_throttled(self) -> int:
-        return S3Store(self._bucket, self._settings).gate.state.throttled
+        return self._store.counters().throttled
 
     def written(self, results: Sequence[WriteResult], seconds: float) -> None:
         """This rank's objects are complete."""

@@ -38,7 +38,7 @@ from dcp_s3.errors import (
     TransferError,
 )
 from dcp_s3.events import Listener
-from dcp_s3.format.layout import metadata_object, new_nonce
+from dcp_s3.format.layout import DCP_VERSION, metadata_object, new_nonce
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.ranks import world_size
 from dcp_s3.s3.store import S3Store
@@ -50,7 +50,7 @@ from dcp_s3.spill.background import drain_in_background, wait_until_drained
 from dcp_s3.spill.drain import commit_if_complete
 from dcp_s3.spill.session import SpillSession, spill_commit
 from dcp_s3.spill.store import SpillStore
-from dcp_s3.torch_private import CURRENT_DCP_VERSION, WriterTransforms
+from dcp_s3.torch_private import WriterTransforms
 from dcp_s3.tracebacks import without_tracebacks
 from dcp_s3.url import CheckpointURL
 
@@ -206,7 +206,7 @@ class Save:
         with collector_paused():
             all_results = [result for rank in results for result in rank]
             ours = [result for result in all_results if isinstance(result, ItemWriteResult)]
-            metadata.version = CURRENT_DCP_VERSION
+            metadata.version = DCP_VERSION
             metadata.storage_data = {
                 result.index: result.storage_data for result in all_results if result.storage_data is not None
             }

@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,10 +33,9 @@ from dcp_s3.checksum import crc_hex
 from dcp_s3.events import Committed, Drained, emit
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.limit import Limit
+from dcp_s3.memory import Piece
 from dcp_s3.s3 import multipart
-from dcp_s3.s3.parts import Piece
 from dcp_s3.s3.store import S3Store
-from dcp_s3.s3.upload import ObjectUpload, Uploader
 from dcp_s3.settings import Settings, stored_settings
 from dcp_s3.spill.journal import SpilledCommit, SpilledObject, State
 from dcp_s3.spill.local import ReadCache
@@ -277,32 +276,13 @@ def _upload(
     store: S3Store, key: str, spilled: SpilledObject, view: memoryview, on_progress: Callable[[int], None]
 ) -> None:
     size, part_size = spilled.entry.size, spilled.part_size
-    with Uploader(store) as uploader:
-        upload = uploader.start(key, size, part_size=part_size)
-        try:
-            if size > part_size:
-                _resume(store, upload)
-            for start in range(0, size, part_size):
-                upload.write(Piece.of(view[start : start + part_size]))
-                on_progress(min(part_size, size - start))
-            upload.finish()
-        except BaseException as error:
-            if isinstance(error, errors.TransferError) or not isinstance(error, errors.StorageError):
-                upload.leave()  # the next attempt continues with the parts that S3 has
-            raise
 
+    def parts() -> Iterator[Piece]:
+        for start in range(0, size, part_size):
+            yield Piece.of(view[start : start + part_size])
+            on_progress(min(part_size, size - start))
 
-def _resume(store: S3Store, upload: ObjectUpload) -> None:
-    """Continue an open multipart upload of this key from an earlier process. Abort any others."""
-    parts = store.run(multipart.find_parts(store, upload.key))
-    if not parts:
-        return
-    best = max(parts, key=lambda upload_id: len(parts[upload_id]))
-    for upload_id in parts:
-        if upload_id != best:
-            store.abort_quietly(Upload(upload.key, upload_id))
-    logger.info("%s: continuing a multipart upload of which S3 has %d parts", upload.key, len(parts[best]))
-    upload.resume(best, parts[best])
+    store.put_stream(key, size, parts(), part_size=part_size, resume=True)
 
 
 def commit_if_complete(

@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dcp_s3.checksum import crc_hex
-from dcp_s3.s3.download import ReadTarget
+from dcp_s3.memory import ReadTarget
+from dcp_s3.settings import Settings
 from dcp_s3.spill.journal import Journal, SpilledObject, State
-from dcp_s3.spill.store import DamagedFileError, SpillStore, crc_of_file, make_private, write_durably
+from dcp_s3.spill.store import DamagedFileError, SpillStore, crc_of_file, make_private, open_store, write_durably
+from dcp_s3.store import Store
+from dcp_s3.stores.overlay import Overlay
+from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
 
@@ -109,29 +113,30 @@ def find_commits(store: SpillStore) -> Iterator[WaitingCommit]:
 
 
 class LocalObjects:
-    """Objects that a load of one checkpoint need not fetch from S3. A file is used only if its size and checksum are
-    right."""
+    """Copies of objects that a load of one checkpoint need not fetch from S3 (`Overlay`). A file is used only if its
+    size and checksum are right."""
 
-    def __init__(self, store: SpillStore, url: str) -> None:
+    def __init__(self, store: SpillStore, url: CheckpointURL) -> None:
         self._lock = threading.Lock()
         self._locks: dict[str, threading.Lock] = {}
         self._files: dict[str, tuple[Path, LocalObject]] = {
-            facts.path: (path, facts) for path, facts in (*find_kept(store), *find_waiting(store)) if facts.url == url
+            url.key(facts.path): (path, facts)
+            for path, facts in (*find_kept(store), *find_waiting(store))
+            if facts.url == str(url)
         }
         self._open: dict[str, int | None] = {}
         self._descriptors: list[int] = []
         self.read_bytes = 0
 
-    def read_into(self, path: str, start: int, targets: Sequence[ReadTarget]) -> bool:
-        """Fill ``targets`` with the bytes of object ``path`` from ``start`` on. False if they must come from S3."""
-        fd = self._descriptor(path)
+    def read_into(self, key: str, start: int, targets: Sequence[ReadTarget]) -> bool:
+        fd = self._descriptor(key)
         if fd is None:
             return False
         try:
             self._read(fd, start, targets)
         except OSError as error:
-            logger.warning("%s comes from S3: its local copy cannot be read: %s", path, error)
-            self.distrust(path)
+            logger.warning("%s comes from S3: its local copy cannot be read: %s", self._files[key][1].path, error)
+            self.distrust(key)
             for target in targets:
                 target.start_again()
             return False
@@ -150,12 +155,11 @@ class LocalObjects:
             with self._lock:
                 self.read_bytes += done
 
-    def distrust(self, path: str) -> None:
-        """Read this object from S3 from now on."""
+    def distrust(self, key: str) -> None:
         with self._lock:
-            lock = self._locks.setdefault(path, threading.Lock())
+            lock = self._locks.setdefault(key, threading.Lock())
         with lock:
-            self._open[path] = None  # the file stays open: another thread may be reading from it
+            self._open[key] = None  # the file stays open: another thread may be reading from it
 
     def close(self) -> None:
         """Close the files. No thread may still be reading."""
@@ -163,16 +167,27 @@ class LocalObjects:
             os.close(fd)
         self._descriptors.clear()
 
-    def _descriptor(self, path: str) -> int | None:
+    def _descriptor(self, key: str) -> int | None:
         with self._lock:
-            lock = self._locks.setdefault(path, threading.Lock())
+            lock = self._locks.setdefault(key, threading.Lock())
         with lock:  # one thread checks a file; threads that read other files go on
-            if path not in self._open:
-                fd = _open_checked(*self._files[path]) if path in self._files else None
+            if key not in self._open:
+                fd = _open_checked(*self._files[key]) if key in self._files else None
                 if fd is not None:
                     self._descriptors.append(fd)
-                self._open[path] = fd
-            return self._open[path]
+                self._open[key] = fd
+            return self._open[key]
+
+
+@contextlib.contextmanager
+def with_copies(store: Store, settings: Settings, url: CheckpointURL) -> Iterator[Store]:
+    """The store for a load of one checkpoint: with what this host's spill directory has of it in front."""
+    spill = open_store(settings)
+    if spill is None:
+        yield store
+        return
+    with contextlib.closing(LocalObjects(spill, url)) as local:
+        yield Overlay(local, store)
 
 
 def _open_checked(path: Path, facts: LocalObject) -> int | None:

@@ -13,28 +13,27 @@ from dcp_s3.checkpoint.commit import Commit
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.events import Listener, Spilled, emit
 from dcp_s3.format.control_files import ObjectEntry
-from dcp_s3.s3.parts import Piece
-from dcp_s3.s3.upload import UploadedObject
+from dcp_s3.memory import Piece
 from dcp_s3.settings import Settings
 from dcp_s3.spill.journal import MANIFEST, METADATA, Journal, SpilledCommit, SpilledObject, file_name
 from dcp_s3.spill.store import SaveWriter, SpilledSave, SpillStore, as_spill_error
+from dcp_s3.store import StreamedObject
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
 
 
 class ObjectFile:
-    """Writes one object to a file, front to back. Has the same methods as an `ObjectUpload`."""
+    """Writes one object to a file, front to back."""
 
-    def __init__(self, writer: SaveWriter, name: str, key: str, estimated_size: int) -> None:
+    def __init__(self, writer: SaveWriter, name: str, estimated_size: int) -> None:
         self.size = 0
         self._writer = writer
         self._name = name
-        self._key = key
         self._crcs: list[tuple[int, int]] = []
         self._fd = writer.open_file(name, estimated_size)
 
-    def write(self, piece: Piece) -> list[Piece]:
+    def write(self, piece: Piece) -> None:
         view = piece.view
         assert view is not None  # noqa: S101 - a piece has its view until it is written
         self._crcs.append((piece.checksum(), piece.size))
@@ -44,14 +43,13 @@ class ObjectFile:
                 start += os.pwrite(self._fd, view[start:], self.size + start)
         self.size += piece.size
         piece.view = None
-        return [piece]
 
-    def finish(self) -> UploadedObject:
+    def finish(self) -> StreamedObject:
         with as_spill_error(self._writer.directory, "flush a file"):
             os.ftruncate(self._fd, self.size)
             os.fsync(self._fd)
         os.close(self._fd)
-        return UploadedObject(self._key, self.size, combine_crc64nvme(self._crcs))
+        return StreamedObject(self.size, combine_crc64nvme(self._crcs))
 
     def abort(self) -> None:
         os.close(self._fd)
@@ -99,10 +97,10 @@ class SpillSession:
         else:
             self._writer.__exit__(*exception)
 
-    def open(self, number: int, key: str, estimated_size: int) -> ObjectFile:
-        return ObjectFile(self._writer, file_name(number), key, estimated_size)
+    def open(self, number: int, estimated_size: int) -> ObjectFile:
+        return ObjectFile(self._writer, file_name(number), estimated_size)
 
-    def add(self, number: int, entry: ObjectEntry, uploaded: UploadedObject, part_size: int, reason: str) -> None:
+    def add(self, number: int, entry: ObjectEntry, uploaded: StreamedObject, part_size: int, reason: str) -> None:
         """Record a complete, flushed file."""
         spilled = SpilledObject(entry, file_name(number), part_size, crc_hex(uploaded.crc64nvme or 0))
         with self._lock:

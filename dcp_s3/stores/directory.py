@@ -13,16 +13,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dcp_s3 import errors
-from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.limit import UNLIMITED, Limit
+from dcp_s3.memory import Piece, ReadTarget, targets_of, views_of
 from dcp_s3.store import (
     DeleteTarget,
     Expect,
     ListedObject,
+    Moved,
     ObjectHead,
     Page,
     Store,
     StoredObject,
+    StreamedObject,
     Upload,
     same_etag,
     target_of,
@@ -57,9 +60,17 @@ class DirectoryStore(Store):
 
     # --- reading ----------------------------------------------------------------------------------------
 
-    def read(self, key: str, start: int, into: memoryview, etag: str | None = None) -> None:
-        view = into.cast("B")
-        if not view.nbytes:
+    def read(
+        self,
+        key: str,
+        start: int,
+        into: memoryview | Sequence[ReadTarget],
+        etag: str | None = None,
+        *,
+        moved: Moved | None = None,
+    ) -> None:
+        targets = [target for target in targets_of(into) if target.view.nbytes]
+        if not targets:
             return
         with self._open("read", key) as fd:
             stat = os.fstat(fd)
@@ -67,16 +78,21 @@ class DirectoryStore(Store):
                 raise errors.PreconditionFailedError(
                     f"{key} in {self.name} has another ETag", bucket=self.name, key=key
                 )
-            done = 0
-            while done < view.nbytes:
-                self.limit.check(f"read of {key}")
-                count = os.preadv(fd, [view[done : done + _BLOCK]], start + done)
-                if not count:
-                    raise errors.OutOfRangeError(
-                        f"{key} in {self.name} has {stat.st_size} bytes: {view.nbytes} from byte {start} on are not "
-                        "there", bucket=self.name, key=key,
-                    )  # fmt: skip
-                done += count
+            at = start
+            for target in targets:
+                done = 0
+                while done < target.view.nbytes:
+                    self.limit.check(f"read of {key}")
+                    count = os.preadv(fd, [target.view[done : done + _BLOCK]], at)
+                    if not count:
+                        raise errors.OutOfRangeError(
+                            f"{key} in {self.name} has {stat.st_size} bytes: not all that were asked for from byte "
+                            f"{start} on", bucket=self.name, key=key,
+                        )  # fmt: skip
+                    target.received(done, count)
+                    at, done = at + count, done + count
+                    if moved is not None:
+                        moved(count)
 
     def get(self, key: str) -> StoredObject:
         with self._open("get", key) as fd, open(fd, "rb", closefd=False) as file:
@@ -152,21 +168,36 @@ class DirectoryStore(Store):
     ) -> None:
         self.limit.check(f"put of {key}")
         path = self._path(key)
-        with self._clear_errors("put", key):
-            temporary = _new_file(path, memoryview(data).cast("B"))
-            try:
-                with self._locked():
-                    if expect is not None and self._holds(key, expect, data):
-                        return
-                    etag = _etag(temporary.stat())
-                    if metadata:
-                        _new_file(path, json.dumps(dict(metadata)).encode()).rename(_metadata_path(path, etag))
-                    temporary.rename(path)
-                    _forget_metadata(path, etag)
-                    _flush_directory(path.parent)
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    temporary.unlink()
+        with self._clear_errors("put", key), _new_file(path, [memoryview(data).cast("B")]) as temporary, self._locked():
+            if expect is not None and self._holds(key, expect, data):
+                return
+            if metadata:
+                with _new_file(path, [json.dumps(dict(metadata)).encode()]) as described:
+                    described.rename(_metadata_path(path, _etag(temporary.stat())))
+            self._move_in(temporary, path)
+
+    def put_stream(
+        self, key: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None, resume: bool = False
+    ) -> StreamedObject:
+        path, sent = self._path(key), []
+
+        def views() -> Iterator[memoryview]:
+            for piece in pieces:
+                self.limit.check(f"put of {key}")
+                sent.append((piece.checksum(), piece.size))
+                yield from views_of([piece])
+                piece.view = None
+
+        self.limit.check(f"put of {key}")
+        with self._clear_errors("put", key), _new_file(path, views()) as temporary, self._locked():
+            self._move_in(temporary, path)
+        return StreamedObject(sum(size for _, size in sent), combine_crc64nvme(sent))
+
+    def _move_in(self, temporary: Path, path: Path) -> None:
+        etag = _etag(temporary.stat())
+        temporary.rename(path)
+        _forget_metadata(path, etag)
+        _flush_directory(path.parent)
 
     def _holds(self, key: str, expect: Expect, data: bytes | memoryview) -> bool:
         """Whether an earlier attempt has already written the object."""
@@ -259,8 +290,9 @@ def _etag(stat: os.stat_result) -> str:
     return f'"{stat.st_ino:x}-{stat.st_mtime_ns:x}-{stat.st_size:x}"'
 
 
-def _new_file(path: Path, data: bytes | memoryview) -> Path:
-    """Write a file with these bytes beside ``path``, flushed to the disk."""
+@contextlib.contextmanager
+def _new_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Iterator[Path]:
+    """Write a file with these bytes beside ``path``, flushed to the disk. It is removed unless it was moved."""
     temporary = path.with_name(f"{_HIDDEN}{uuid.uuid4().hex}")
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -269,11 +301,15 @@ def _new_file(path: Path, data: bytes | memoryview) -> Path:
         except FileNotFoundError:
             continue  # somebody deleted the last object of the directory
         break
-    with file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return temporary
+    try:
+        with file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _metadata_path(path: Path, etag: str) -> Path:

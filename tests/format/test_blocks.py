@@ -32,7 +32,7 @@ from dcp_s3.format.blocks import (
     pack_crcs,
     widen,
 )
-from dcp_s3.s3.parts import Piece
+from dcp_s3.memory import Piece
 from tests.servers import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from dcp_s3 import errors
-from dcp_s3.s3.download import ReadTarget, fetch_into
+from dcp_s3.memory import Piece, ReadTarget
+from dcp_s3.s3.download import fetch_into
 from dcp_s3.s3.files import FileTransfer, download_files, upload_files
 from dcp_s3.s3.multipart import list_parts, uploads_of
-from dcp_s3.s3.parts import Piece
 from dcp_s3.s3.store import S3Store
-from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
 from dcp_s3.store import Upload
 from tests.faulty import BUCKET, FaultyServer
@@ -24,10 +23,8 @@ DATA = bytes(range(256)) * (12 * MIB // 256)
 
 
 def upload(key: str) -> None:
-    with Uploader(S3Store(BUCKET, Settings(part_size="5MiB"))) as uploader:
-        each = uploader.start(key, len(DATA), part_size=5 * MIB)
-        each.write(Piece.of(memoryview(DATA)))
-        each.finish()
+    store = S3Store(BUCKET, Settings(part_size="5MiB"))
+    store.put_stream(key, len(DATA), [Piece.of(memoryview(DATA))], part_size=5 * MIB)
 
 
 def begin(key: str) -> str:

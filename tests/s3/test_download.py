@@ -9,7 +9,8 @@ import pytest
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.limit import Cancelled
-from dcp_s3.s3.download import ReadTarget, fetch_into
+from dcp_s3.memory import ReadTarget
+from dcp_s3.s3.download import fetch_into
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import FaultyServer

@@ -20,9 +20,10 @@ import urllib3
 from urllib3.connection import HTTPConnection
 from urllib3.connectionpool import HTTPConnectionPool
 
+from dcp_s3.memory import ReadTarget
 from dcp_s3.s3 import hedge
 from dcp_s3.s3.botocore_private import Flight
-from dcp_s3.s3.download import ReadTarget, fetch_into
+from dcp_s3.s3.download import fetch_into
 from dcp_s3.s3.hedge import Expected, hedges_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings

@@ -16,8 +16,9 @@ import dcp_s3
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.limit import Cancelled, Deadline, Limit
+from dcp_s3.memory import ReadTarget
 from dcp_s3.s3 import botocore_private, client, hedge, retry, throttle
-from dcp_s3.s3.download import Race, ReadTarget, _Hedge, _Idle, fetch_into
+from dcp_s3.s3.download import Race, _Hedge, _Idle, fetch_into
 from dcp_s3.s3.hedge import Budget, Expected, HedgeState, hedges_of
 from dcp_s3.s3.ranged import Cursor
 from dcp_s3.s3.store import S3Store

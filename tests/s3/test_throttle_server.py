@@ -16,12 +16,11 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter
+from dcp_s3.memory import Piece, ReadTarget
 from dcp_s3.s3 import connections, throttle
-from dcp_s3.s3.download import ReadTarget, fetch_into
-from dcp_s3.s3.parts import Piece
+from dcp_s3.s3.download import fetch_into
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.throttle import Aimd, Gate, gate_of
-from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
 from dcp_s3.spill.background import stop_draining
 from tests.faulty import BUCKET, FaultyServer
@@ -93,10 +92,7 @@ def make_bucket(**settings: Any) -> S3Store:
 
 
 def put(bucket: S3Store, key: str) -> None:
-    with Uploader(bucket) as uploader:
-        upload = uploader.start(key, 3)
-        upload.write(Piece.of(b"abc"))
-        upload.finish()
+    bucket.put_stream(key, 3, [Piece.of(b"abc")])
 
 
 def get(bucket: S3Store, key: str) -> bytes:

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import random
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme
-from dcp_s3.s3.parts import MAX_PARTS, Piece, choose_part_size
+from dcp_s3.memory import Piece, crc_of, sent_pieces
+from dcp_s3.s3.parts import MAX_PARTS, choose_part_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.setting_values import MAX_PART_SIZE, MIN_PART_SIZE
@@ -51,22 +53,18 @@ def make_bucket(name: str, **settings: Any) -> S3Store:
 def test_what_is_written_is_what_is_read(bucket: str, size: int, checksum: str) -> None:
     target = make_bucket(bucket, checksum=checksum)
     data = random.Random(size).randbytes(size)
-    with Uploader(target) as uploader:
-        upload = uploader.start("some/ke y+ü%", size)
-        # Buffers that end before, at and behind the ends of parts.
-        cuts = sorted({0, min(7, size), size // 2, min(PART, size), size})
-        written: list[Piece] = []
-        for low, high in itertools.pairwise(cuts):
-            written += upload.write(Piece.of(memoryview(data)[low:high]))
-        result = upload.finish()
-    assert (result.key, result.size) == ("some/ke y+ü%", size)
+    # Buffers that end before, at and behind the ends of parts.
+    cuts = sorted({0, min(7, size), size // 2, min(PART, size), size})
+    pieces = [Piece.of(memoryview(data)[low:high]) for low, high in itertools.pairwise(cuts)]
+    result = target.put_stream("some/ke y+ü%", size, pieces)
+    assert result.size == size
     assert target.get("some/ke y+ü%").data == data
-    assert all(piece.view is None for piece in written), "memory is released once it is sent"
+    sent = sent_pieces(pieces)
+    assert all(piece.view is None for piece in [*pieces, *sent]), "memory is released once it is sent"
     if checksum == "none":
         assert result.crc64nvme is None
     else:
-        assert result.crc64nvme == crc64nvme(data)
-        assert combine_crc64nvme((piece.crc or 0, piece.size) for piece in written) == crc64nvme(data)
+        assert result.crc64nvme == crc64nvme(data) == crc_of(sent)
 
 
 def test_small_objects_take_one_request(memory_server: Any, bucket: str) -> None:
@@ -75,17 +73,12 @@ def test_small_objects_take_one_request(memory_server: Any, bucket: str) -> None
     memory_server.handle.reset_counters()
     with Uploader(target) as uploader:
         for name in "abc":
-            upload = uploader.start(name, PART)
-            upload.write(Piece.of(bytes(PART)))
-            upload.finish()
+            uploader.put_stream(name, PART, [Piece.of(bytes(PART))])
     assert dict(memory_server.handle.counters.requests) == {"PutObject": 3}
 
 
 def upload(target: S3Store, data: bytes, key: str = "k") -> None:
-    with Uploader(target) as uploader:
-        one = uploader.start(key, len(data))
-        one.write(Piece.of(data))
-        one.finish()
+    target.put_stream(key, len(data), [Piece.of(data)])
 
 
 DATA = random.Random(1).randbytes(4 * PART + 99)
@@ -141,12 +134,8 @@ def test_a_failure_leaves_no_upload_and_no_object(faulty: FaultyServer, operatio
 
     def save() -> None:
         with Uploader(target) as uploader:
-            good = uploader.start("good", len(DATA))
-            good.write(Piece.of(DATA))
-            good.finish()
-            bad = uploader.start("bad", len(DATA))
-            bad.write(Piece.of(b"small" if operation == "PutObject" else DATA))
-            bad.finish()
+            uploader.put_stream("good", len(DATA), [Piece.of(DATA)])
+            uploader.put_stream("bad", len(DATA), [Piece.of(b"small" if operation == "PutObject" else DATA)])
 
     with pytest.raises(errors.TransferError, match=operation):
         save()
@@ -185,10 +174,13 @@ def test_damage_on_the_wire_is_noticed_and_repaired(faulty: FaultyServer, monkey
 
 def test_an_interrupt_aborts(faulty: FaultyServer) -> None:
     target = make_bucket("bucket")
-    with contextlib.suppress(KeyboardInterrupt), Uploader(target) as uploader:
-        one = uploader.start("k", len(DATA))
-        one.write(Piece.of(DATA))
+
+    def pieces() -> Iterator[Piece]:
+        yield Piece.of(DATA)
         raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        target.put_stream("k", len(DATA), pieces())
     assert faulty.s3.open_uploads("bucket") == []
     assert faulty.s3.objects("bucket") == {}
 

@@ -12,12 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageWriter
+from dcp_s3.memory import Piece
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.client import close_clients
 from dcp_s3.s3.operations import Operation
-from dcp_s3.s3.parts import Piece
 from dcp_s3.s3.store import S3Store
-from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.store import SpillStore
@@ -187,10 +186,7 @@ def test_an_object_that_is_complete_already_is_not_sent_again(memory_server: S3S
     url, state = spill.url("step-1"), large_state(1)
     spill.save(url, state)
     path = spill.data().path / "object-0"
-    with Uploader(spill.bucket) as uploader:
-        upload = uploader.start(spill.key(), path.stat().st_size)
-        upload.write(Piece.of(path.read_bytes()))
-        upload.finish()
+    spill.bucket.put_stream(spill.key(), path.stat().st_size, [Piece.of(path.read_bytes())])
     path.unlink()  # so it goes when a drain dies between the upload and its journal
     memory_server.handle.reset_counters()
     assert spill.drain().committed == [url]

@@ -123,7 +123,6 @@ class Files:
     """What Megatron takes for the package multistorageclient.
 
     Args:
-        small: the files on S3.
         find_package: gives the real package, which carries all other paths; None if it is missing or disabled.
     """
 

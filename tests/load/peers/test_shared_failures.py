@@ -101,7 +101,7 @@ def _failures() -> dict[str, tuple[dict[int, tuple[str, str]], float]]:
     dist.barrier()
     told = {run: _failing(f"{RUN}/{run}") for run in ("deleted", "damaged", "metadata", "absent")}
     down = errors.TransferError("S3 is down", bucket=BUCKET, key="k", operation="GetObject", attempts=3)
-    with _on_rank(1, mock.patch("dcp_s3.load.engine.fetch_into", _raising(down))):
+    with _on_rank(1, mock.patch("dcp_s3.s3.store.fetch_into", _raising(down))):
         told["down"] = _failing(f"{RUN}/good")
     with _on_rank(2, mock.patch.object(OwnedPiece, "message", _raising(MemoryError("no memory")))):
         told["sending"] = _failing(f"{RUN}/good")
@@ -115,7 +115,7 @@ def _failures() -> dict[str, tuple[dict[int, tuple[str, str]], float]]:
         told["preparing"] = _failing(f"{RUN}/good")
     with _on_rank(1, mock.patch("dcp_s3.load.peers.exchange.Workers", _raising(RuntimeError("no threads")))):
         told["threads"] = _failing(f"{RUN}/good")
-    with _on_rank(2, mock.patch("dcp_s3.load.reader.open_store", _raising(OSError("no disk")))):
+    with _on_rank(2, mock.patch("dcp_s3.spill.local.open_store", _raising(OSError("no disk")))):
         told["disk"] = _failing(f"{RUN}/good")
     with _on_rank(0, mock.patch("dcp_s3.load.reader.fetch_metadata", _raising(KeyboardInterrupt()))):
         told["metadata_interrupt"] = _failing(f"{RUN}/good")
