@@ -33,7 +33,7 @@ from dcp_s3.format.safetensors import (
     plan_shards,
 )
 from dcp_s3.offline.boxes import BATCH, Piece, in_batches
-from dcp_s3.offline.destination import Destination, is_temporary, open_destination
+from dcp_s3.offline.destination import Destination, is_temporary
 from dcp_s3.offline.names import new_names
 from dcp_s3.offline.read import SMALL_BUFFERS, OpenCheckpoint, Reading
 from dcp_s3.reprs import one_line
@@ -126,7 +126,7 @@ def export(
     """
     given = resolve_settings(settings)
     wanted, most = parse_dtype(dtype), parse_shard_size(max_shard_size)
-    target = open_destination(destination, given)
+    target = Destination(destination, given)
     lease = ReaderLease(store_of(parse_url(url), given), parse_url(url), given.reader_lease)
     lease.take()
     with lease.renewed():
@@ -145,9 +145,7 @@ def export(
                 target.remove(present)
                 for name in small:
                     data = read_attachment(checkpoint.store, checkpoint.url, name)
-                    with target.open(name, len(data)) as file:
-                        file.write(data)
-                        file.commit()
+                    target.write(name, len(data), [data])
                 _write(target, files, selected, reading, on_progress or (lambda _: None))
     if selected.skipped:
         logger.info("%s: %d entries that are no tensors were left out", url, selected.skipped)
@@ -315,14 +313,18 @@ def _write(
 ) -> None:
     with contextlib.closing(_read_ahead(_batches_of(files, selected), reading)) as loaded:
         for number, batches in itertools.groupby(loaded, key=lambda found: found[0].file):
-            with target.open(files[number].name, files[number].size) as file:
-                for batch, tensors in batches:
-                    left = iter(tensors)
-                    for step in batch.steps:
-                        for view in [step] if isinstance(step, bytes) else _bytes_of(next(left), step.dtype):
-                            file.write(view)
-                            moved(len(view))
-                file.commit()
+            target.write(files[number].name, files[number].size, _contents(batches, moved))
+
+
+def _contents(
+    batches: Iterable[tuple[_Batch, Sequence[torch.Tensor]]], moved: Callable[[int], None]
+) -> Iterator[bytes | memoryview]:
+    for batch, tensors in batches:
+        left = iter(tensors)
+        for step in batch.steps:
+            for view in [step] if isinstance(step, bytes) else _bytes_of(next(left), step.dtype):
+                yield view
+                moved(len(view))
 
 
 def _read_ahead(
