@@ -187,6 +187,15 @@ class MemoryStore(Store):
         self._storage.uploads.append(upload)
         return upload
 
+    def snapshot(self) -> tuple[Mapping[str, _Entry], Sequence[Upload]]:
+        """All that is there, for `put_back`."""
+        with self._storage.lock:
+            return dict(self._storage.objects), list(self._storage.uploads)
+
+    def put_back(self, snapshot: tuple[Mapping[str, _Entry], Sequence[Upload]]) -> None:
+        with self._storage.lock:
+            self._storage.objects, self._storage.uploads = dict(snapshot[0]), list(snapshot[1])
+
     def _find(self, operation: str, key: str) -> _Entry:
         self.limit.check(f"{operation} of {key}")
         try:
