@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dcp_s3 import errors
@@ -40,7 +40,9 @@ class _Entry:
 class _SharedStorage:
     """What a store and those that `within` makes of it share."""
 
+    clock: Callable[[], float]
     objects: dict[str, _Entry] = field(default_factory=dict)
+    uploads: list[Upload] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     writes: int = 0
 
@@ -50,12 +52,13 @@ class MemoryStore(Store):
 
     Args:
         page_size: most entries of a page of a listing.
+        clock: the store's, seconds since the epoch.
     """
 
-    def __init__(self, name: str = "memory", *, page_size: int = 1000) -> None:
+    def __init__(self, name: str = "memory", *, page_size: int = 1000, clock: Callable[[], float] = time.time) -> None:
         self.name = name
         self._page_size = page_size
-        self._storage = _SharedStorage()
+        self._storage = _SharedStorage(clock)
         self.limit = UNLIMITED
 
     def within(self, limit: Limit) -> MemoryStore:
@@ -113,7 +116,7 @@ class MemoryStore(Store):
                 self._check(key, found, expect)
             storage.writes += 1
             etag = f'"{crc_hex(crc64nvme(new))}-{storage.writes}"'
-            storage.objects[key] = _Entry(new, dict(metadata or {}), etag, time.time())
+            storage.objects[key] = _Entry(new, dict(metadata or {}), etag, self._storage.clock())
 
     def put_stream(
         self, key: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None, resume: bool = False
@@ -139,7 +142,9 @@ class MemoryStore(Store):
     def head(self, key: str, *, checksum: bool = False) -> ObjectHead:
         found = self._find("head", key)
         crc = crc_hex(crc64nvme(found.data)) if checksum else None
-        return ObjectHead(key, len(found.data), found.modified_at, found.etag, found.metadata, crc, time.time())
+        return ObjectHead(
+            key, len(found.data), found.modified_at, found.etag, found.metadata, crc, self._storage.clock()
+        )
 
     def exists(self, key: str) -> bool:
         self.limit.check(f"look for {key}")
@@ -152,7 +157,7 @@ class MemoryStore(Store):
                 ListedObject(key, len(each.data), each.modified_at, each.etag)
                 for key, each in self._storage.objects.items()
             ]
-        return make_page(objects, prefix, delimiter, token, self._page_size, time.time())
+        return make_page(objects, prefix, delimiter, token, self._page_size, self._storage.clock())
 
     def delete(self, targets: Iterable[str | DeleteTarget]) -> Sequence[str]:
         self.limit.check("delete")
@@ -169,10 +174,27 @@ class MemoryStore(Store):
         return left
 
     def uploads(self, prefix: str) -> Sequence[Upload]:
-        return ()
+        found = (each for each in self._storage.uploads if each.key.startswith(prefix))
+        return sorted(found, key=lambda each: each.key)
 
     def abort(self, upload: Upload) -> None:
-        pass
+        self._storage.uploads = [each for each in self._storage.uploads if each.upload_id != upload.upload_id]
+
+    def begin(self, key: str) -> Upload:
+        """Begin a multipart upload, which is never completed."""
+        self._storage.writes += 1
+        upload = Upload(key, f"upload-{self._storage.writes}", self._storage.clock())
+        self._storage.uploads.append(upload)
+        return upload
+
+    def snapshot(self) -> tuple[Mapping[str, _Entry], Sequence[Upload]]:
+        """All that is there, for `put_back`."""
+        with self._storage.lock:
+            return dict(self._storage.objects), list(self._storage.uploads)
+
+    def put_back(self, snapshot: tuple[Mapping[str, _Entry], Sequence[Upload]]) -> None:
+        with self._storage.lock:
+            self._storage.objects, self._storage.uploads = dict(snapshot[0]), list(snapshot[1])
 
     def _find(self, operation: str, key: str) -> _Entry:
         self.limit.check(f"{operation} of {key}")

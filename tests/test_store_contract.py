@@ -113,6 +113,21 @@ def read(store: Store, key: str, start: int, size: int, etag: str | None = None)
     return bytes(memory)
 
 
+# --- many at once --------------------------------------------------------------------------------------
+
+
+def test_many_requests_give_their_results_in_order_and_the_first_failure(store: Store) -> None:
+    keys = [f"k/{number:02}" for number in range(40)]
+    store.map(lambda store, key: store.put(key, key.encode()), keys)
+    assert store.map(lambda store, key: store.get(key).data, keys) == [key.encode() for key in keys]
+    with pytest.raises(errors.ObjectNotFoundError, match="missing"):
+        store.map(lambda store, key: store.get(key), [*keys[:3], "missing", *keys])
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(Cancelled):
+        store.within(Limit(cancel=cancelled)).map(lambda store, key: store.get(key), keys)
+
+
 # --- whole objects, and ranges of them ---------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -16,7 +15,6 @@ from dcp_s3.format.control_files import AttachmentEntry, DeletionList, Manifest,
 from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
 from dcp_s3.store import ObjectHead, Store
 from dcp_s3.url import CheckpointURL
-from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +70,8 @@ def check_absent(store: Store, identity: SaveIdentity) -> None:
     whichever is saved first.
     """
     rank = 0 if identity.rank is None else identity.rank
-    with contextlib.closing(Workers(1, "dcp_s3-look")) as other:  # both at once: a save begins with this wait
-        of_rank = other.submit(store.exists, identity.url.key(metadata_object(rank)))
-        found = store.exists(identity.url.key(metadata_object())) or of_rank.result()
-    if found:
+    keys = [identity.url.key(metadata_object(each)) for each in (None, rank)]
+    if any(store.map(lambda store, key: store.exists(key), keys)):  # both at once: a save begins with this wait
         raise exists_error(identity.url, replaceable=identity.rank is None)
 
 

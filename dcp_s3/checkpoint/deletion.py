@@ -169,7 +169,8 @@ class Deleter:
         self, url: CheckpointURL, planned: CheckpointInfo, listed: DeletionList, newest: CheckpointURL | None
     ) -> list[str]:
         """Look a last time before deleting. Returns the lists of other deletions of the same checkpoint."""
-        if newest is not None and not self._exists(newest):
+        commits = [] if newest is None else [newest.key(METADATA), newest.key(metadata_object(0))]
+        if commits and not any(map(self.store.exists, commits)):
             raise LeftAloneError(f"{newest}, which was to stay as the newest, is gone")
         if planned.etag is not None:
             try:
@@ -209,13 +210,6 @@ class Deleter:
                 continue
             needed |= set(needed_objects(metadata))
         return needed, copies
-
-    def _exists(self, url: CheckpointURL) -> bool:
-        for name in (METADATA, metadata_object(0)):
-            page = self.store.page(url.key(name))
-            if any(each.key == url.key(name) for each in page.objects):
-                return True
-        return False
 
     # --- deletions that were cut off ------------------------------------------------------------
 

@@ -135,17 +135,8 @@ def check_not_deleted(
 
 
 def _is_being_deleted(store: Store, url: CheckpointURL, deletions: Collection[str] | None) -> bool:
-    lists = list_directory(store, url, DELETION_PREFIX).deletions.values()
+    directory = list_directory(store, url, DELETION_PREFIX)
     return any(
-        (deletions is None or found.kind.deletion in deletions) and _is_young(store, url.key(found.path))
-        for found in lists
+        (deletions is None or found.kind.deletion in deletions) and directory.now - found.modified_at < DELETION_BEGINS
+        for found in directory.deletions.values()
     )
-
-
-def _is_young(store: Store, key: str) -> bool:
-    try:
-        head = store.head(key)
-    except errors.ObjectNotFoundError:
-        return False
-    now = time.time() if head.server_time is None else head.server_time
-    return now - head.modified_at < DELETION_BEGINS

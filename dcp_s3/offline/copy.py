@@ -13,15 +13,14 @@ import os
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.format.control_files import attachments_of
 from dcp_s3.format.layout import CONTROL_PREFIX, What, classify
-from dcp_s3.limit import UNLIMITED, Cancelled
+from dcp_s3.memory import Piece
 from dcp_s3.offline.copy_source import (
     DOWNLOAD_MARKER,
     CopyResult,
@@ -35,8 +34,8 @@ from dcp_s3.offline.copy_source import (
     make_source,
     replacing,
 )
-from dcp_s3.offline.destination import open_destination
 from dcp_s3.s3.files import FileTransfer, OnProgress, download_files, upload_files
+from dcp_s3.s3.parts import MAX_PARTS
 from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import ListedObject, same_etag
@@ -45,7 +44,6 @@ from dcp_s3.url import CheckpointURL, URLLike, is_s3_url, parse_url
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE = 8  # objects; S3 copies several parts of each
 _BLOCK = 8 * 2**20
 _PARTIAL = re.compile(r"\.[0-9a-fA-F]{8}")  # s3transfer's suffix of an incomplete file
 
@@ -104,10 +102,7 @@ def copy(
         what = "are the same" if one == other else "lie one inside the other"
         raise errors.InvalidURLError(f"{origin} and {target} {what}. Remedy: copy to another prefix")
     resolved = resolve_settings(settings)
-    stop = threading.Event()
-    limit = replace(UNLIMITED, cancel=stop)
-    stores = [store_of(url, resolved, limit) for url in (origin, target)]
-    job = _Job(stores[0], origin, stores[1], target, stop)
+    job = _Job(store_of(origin, resolved), origin, store_of(target, resolved), target)
     return job.run(overwrite, on_total or (lambda _: None), on_progress or (lambda _: None))
 
 
@@ -122,16 +117,17 @@ class _Job:
     """Store of the copy."""
     url: CheckpointURL
     """URL of the copy."""
-    stop: threading.Event
-    """Ends the requests of both stores."""
+    streaming: threading.Lock = field(default_factory=threading.Lock)
+    """Held while an object passes through this machine: a few MiB for each connection."""
 
     def run(self, overwrite: bool, on_total: OnTotal, on_progress: OnProgress) -> CopyResult:
         listed, source = fetch_source(self.source, self.origin)
         there = list_objects(self.store, self.url)
         wanted = source.files.keys() - self._finished(source, listed, there)
 
-        def copy_one(path: str) -> None:
-            self._copy_object(path, source.files[path], source.crcs.get(path))
+        def copy_one(store: S3Store, path: str) -> None:
+            job = replace(self, store=store, source=self.source.within(store.limit))
+            job._copy_object(path, source.files[path], source.crcs.get(path))
             on_progress(source.files[path])
 
         old = (
@@ -141,11 +137,11 @@ class _Job:
         )
         with old as late:
             on_total(sum(source.files[path] for path in wanted))
-            _for_each(copy_one, wanted - late, self.stop)
+            self.store.map(copy_one, sorted(wanted - late))
             self._check_whole(source, late)
             check_unchanged(self.source, self.origin, source, etags_in_place(source, listed))
             commit_copy(self.store, self.url, source, overwrite=overwrite)
-            _for_each(copy_one, late, self.stop)
+            self.store.map(copy_one, sorted(late))
         return CopyResult(source.count, source.size, sum(source.files[path] for path in wanted))
 
     def _finished(
@@ -165,8 +161,8 @@ class _Job:
             # Without a checksum of the store: a name with a nonce is of one save only.
             return bool(classify(path).nonce) if None in (expected, found) else found == expected
 
-        with ThreadPoolExecutor(4 * _AT_ONCE, "dcp_s3-copy-look") as pool:
-            return {path for path, same in zip(same_size, pool.map(is_same, same_size), strict=True) if same}
+        found = self.store.map(lambda _, path: is_same(path), same_size)
+        return {path for path, same in zip(same_size, found, strict=True) if same}
 
     def _is_begun(self, source: CopySource, there: Collection[str]) -> bool:
         """Whether the commits at the URL are this checkpoint's: an earlier call has come to its end, or nearly."""
@@ -209,16 +205,15 @@ class _Job:
             self.store.put(self.url.key(path), found.data, metadata=found.metadata)
             return
         etag = self.source.head(key).etag
-        block = memoryview(bytearray(_BLOCK))
 
-        def blocks() -> Iterator[memoryview]:
+        def pieces() -> Iterator[Piece]:
             for start in range(0, size, _BLOCK):
-                piece = block[: min(_BLOCK, size - start)]
-                self.source.read(key, start, piece, etag or None)
-                yield piece
+                block = memoryview(bytearray(min(_BLOCK, size - start)))
+                self.source.read(key, start, block, etag or None)
+                yield Piece.of(block)
 
-        with open_destination(str(self.url), self.store.settings) as files:
-            files.write(path, size, blocks())
+        with self.streaming:
+            self.store.put_stream(self.url.key(path), size, pieces(), part_size=max(_BLOCK, -(-size // MAX_PARTS)))
 
     def _find_problem(self, path: str, size: int, crc: str | None) -> str | None:
         """What is wrong with a copy; None if it is good, as far as the store tells."""
@@ -239,20 +234,6 @@ class _Job:
                 "Remedy: copy again, while no prune with a short grace period (DCP_S3_RETENTION_GRACE) runs there",
                 url=str(self.url),
             )
-
-
-def _for_each(work: Callable[[str], None], paths: Collection[str], stop: threading.Event) -> None:
-    """Work on several at once; the first that fails ends the others."""
-    with ThreadPoolExecutor(_AT_ONCE, "dcp_s3-copy") as pool:
-        try:
-            done, _ = wait([pool.submit(work, path) for path in sorted(paths)], return_when=FIRST_EXCEPTION)
-            failures = [error for each in done if (error := each.exception()) is not None]
-            if failures:
-                raise next((each for each in failures if not isinstance(each, Cancelled)), failures[0])
-        except BaseException:
-            stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
 
 
 # --- between S3 and a directory ------------------------------------------------------------------------

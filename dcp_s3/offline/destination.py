@@ -1,37 +1,26 @@
-"""Where an export goes: a directory or an S3 prefix. Its files are written front to back, and appear complete.
-
-If an exception leaves the context of a destination, files that were written in it are removed: there is nothing then
-that looks like an export.
-"""
+"""Where an export goes: a directory or an S3 prefix. Its files are written front to back, and appear complete."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
-import uuid
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 from dcp_s3 import checksum, errors
-from dcp_s3.limit import Cancelled
 from dcp_s3.memory import Piece
 from dcp_s3.s3.parts import MAX_PARTS
 from dcp_s3.s3.store import store_of
-from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
+from dcp_s3.store import Store
+from dcp_s3.stores.directory import HIDDEN, DirectoryStore
 from dcp_s3.units import format_size
 from dcp_s3.url import is_s3_url, parse_url
 
-PART_MEMORY = 64 * 2**20
-"""Bytes of the parts of files that are on their way to S3."""
-
+# Bytes of a part of a file on its way to S3, and how many connections send them: that bounds the memory.
 _PART, _MAX_PART = 8 * 2**20, 16 * 2**20
-_TEMPORARY = ".dcp_s3-export-"
-# Bytes after which a file goes to the disk while more is written, so that the last flush is short.
-_FLUSHED = 256 * 2**20
-
+_CONNECTIONS = 32
 
 Found = Literal["nothing", "same", "other"]
 """What is at a file's name: the file with the same bytes, or something else."""
@@ -39,198 +28,95 @@ Found = Literal["nothing", "same", "other"]
 
 def is_temporary(name: str) -> bool:
     """Whether a file is one that an export began and a crash left."""
-    return name.startswith(_TEMPORARY)
+    return name.startswith(HIDDEN)
 
 
-def open_destination(where: str | os.PathLike[str], settings: Settings) -> Destination:
-    return _S3Prefix(where, settings) if is_s3_url(where) else _LocalDirectory(where)
+class Destination:
+    """Use as a context manager: if an exception leaves it, the files that were written in it are removed."""
 
+    def __init__(self, where: str | os.PathLike[str], settings: Settings) -> None:
+        self._directory: Path | None = None
+        self._store: Store
+        if is_s3_url(where):
+            url = parse_url(where)
+            few = settings.model_copy(update={"concurrency": min(settings.max_connections, _CONNECTIONS)})
+            self.name, self._below, self._store = str(url), url.key(""), store_of(url, few)
+        else:
+            self._directory = Path(where)
+            self.name, self._below, self._store = str(self._directory), "", DirectoryStore(self._directory)
+        self._written: list[str] = []
 
-def _compare_bytes(data: bytes, crc64nvme: str | None) -> Found:
-    return "same" if checksum.crc_hex(checksum.crc64nvme(data)) == crc64nvme else "other"
-
-
-# --- a directory -----------------------------------------------------------------------------------
-
-
-class _LocalDirectory:
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
-        self.name = str(self._path)
-        """The directory or URL, for messages."""
-        self._committed: list[str] = []
-
-    def __enter__(self) -> _LocalDirectory:
-        self._committed.clear()
+    def __enter__(self) -> Destination:
+        self._written.clear()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self.remove(self._committed)
+            with contextlib.suppress(errors.StorageError):  # another error is on its way to the user
+                self.remove(self._written)
 
     def files(self) -> list[str]:
         """Names of the files and directories that are there."""
-        try:
-            return sorted(os.listdir(self._path))
-        except FileNotFoundError:
-            return []
+        if self._directory is not None:
+            return sorted(os.listdir(self._directory)) if self._directory.exists() else []
+        found = self._store.list(self._below, "/")
+        keys = [*(each.key for each in found.objects if each.key != self._below), *found.prefixes]
+        return [key.removeprefix(self._below).rstrip("/") for key in keys]
 
     def compare(self, name: str, size: int, crc64nvme: str | None) -> Found:
         """Compare what is at ``name`` with a file of ``size`` bytes and this CRC (see `crc_hex`)."""
-        path = self._path / name
-        try:
-            path.lstat()
-        except FileNotFoundError:
-            return "nothing"
-        except NotADirectoryError:  # a file is where its directory would be
-            return "other"
-        if not path.is_file() or path.stat().st_size != size:
-            return "other"
-        return _compare_bytes(path.read_bytes(), crc64nvme)
-
-    def check_size(self, size: int) -> None:
-        """Refuse a file that is too large (WeightsError): not here."""
-
-    def write(self, name: str, size: int, chunks: Iterable[bytes | memoryview]) -> None:
-        """Write a file of ``size`` bytes, durably. Memory of a chunk may be used again when the next one is made."""
-        path, temporary = self._path / name, self._path / f"{_TEMPORARY}{uuid.uuid4().hex}"
-        self._path.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("xb", buffering=0) as file:
-                unflushed = 0
-                for chunk in chunks:
-                    left = memoryview(chunk)
-                    unflushed += left.nbytes
-                    while left:
-                        left = left[file.write(left) :]
-                    if unflushed >= _FLUSHED:
-                        os.fdatasync(file.fileno())
-                        unflushed = 0
-                os.fsync(file.fileno())
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.rename(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        self._committed.append(name)
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-
-    def remove(self, names: list[str]) -> None:
-        """Remove files; those that are not there count as removed."""
-        for name in names:
-            (self._path / name).unlink(missing_ok=True)
-
-
-# --- S3 --------------------------------------------------------------------------------------------
-
-
-class _S3Prefix:
-    def __init__(self, where: str | os.PathLike[str], settings: Settings) -> None:
-        self._url = parse_url(where)
-        self.name = str(self._url)
-        self._store = store_of(self._url, settings)
-        self._uploader: Uploader | None = None
-        self._blocks = _Blocks(0, 0)
-
-    def __enter__(self) -> _S3Prefix:
-        self._uploader = Uploader(self._store)
-        self._uploader.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if self._uploader is not None:
-            uploader, self._uploader = self._uploader, None
-            uploader.__exit__(kind, *rest)  # if there was an error, it deletes what it had completed
-
-    def files(self) -> list[str]:
-        below = self._url.key("")
-        found = self._store.list(below, "/")
-        keys = [*(each.key for each in found.objects if each.key != below), *found.prefixes]
-        return [key.removeprefix(below).rstrip("/") for key in keys]
-
-    def compare(self, name: str, size: int, crc64nvme: str | None) -> Found:
-        key = self._url.key(name)
+        key = self._below + name
         try:
             if self._store.head(key).size != size:
                 return "other"
-            return _compare_bytes(self._store.get(key).data, crc64nvme)
+            data = self._store.get(key).data
         except errors.ObjectNotFoundError:
-            return "nothing"
+            return "other" if self._is_in_the_way(name) else "nothing"
+        return "same" if checksum.crc_hex(checksum.crc64nvme(data)) == crc64nvme else "other"
+
+    def _is_in_the_way(self, name: str) -> bool:
+        """Whether there is a directory or a dead link instead of a file, or a file instead of its directory."""
+        if self._directory is None:
+            return False
+        path = self._directory / name
+        return os.path.lexists(path) or any(parent.is_file() for parent in path.parents)
 
     def check_size(self, size: int) -> None:
-        if size > _MAX_PART * MAX_PARTS:
+        """Refuse a file that is too large (WeightsError)."""
+        if self._directory is None and size > _MAX_PART * MAX_PARTS:
             raise errors.WeightsError(
                 f"a file of {format_size(size)} cannot be uploaded to {self.name}: S3 takes {MAX_PARTS} parts, and in "
                 f"bounded memory they have at most {format_size(_MAX_PART)}. Remedy: a smaller max_shard_size, or "
                 "export to a directory"
             )
 
-    def write(self, name: str, size: int, chunks: Iterable[bytes | memoryview]) -> None:
-        if self._uploader is None:
-            raise RuntimeError("the destination was not entered")
+    def write(self, name: str, size: int, data: Iterable[bytes | memoryview]) -> None:
+        """Write a file of ``size`` bytes. The memory of each run of bytes may be used again for the next one."""
         part = max(_PART, -(-size // MAX_PARTS))
-        if self._blocks.size != part:
-            self._blocks = _Blocks(PART_MEMORY // part, part)
-        pieces = self._blocks.fill(chunks, self._uploader.cancel)
-        self._uploader.put_stream(self._url.key(name), size, pieces, part_size=part)
+        pieces = map(Piece.of, data) if self._directory is not None else _copies(data, part)
+        self._written.append(name)
+        self._store.put_stream(self._below + name, size, pieces, part_size=part)
 
-    def remove(self, names: list[str]) -> None:
-        self._store.delete([self._url.key(name) for name in names])
-
-
-class _Blocks:
-    """Blocks of memory of one size, each used again when nobody holds a view of it."""
-
-    def __init__(self, count: int, size: int) -> None:
-        self.size = size
-        self._free: list[bytearray] = []
-        self._unmade = count
-        self._changed = threading.Condition(threading.RLock())  # a finalizer may run in a thread that holds it
-
-    def fill(self, chunks: Iterable[bytes | memoryview], cancel: threading.Event) -> Iterator[Piece]:
-        """Copy what is written into blocks, which are sent later."""
-        block, filled = self._take(cancel), 0
-        for chunk in chunks:
-            left = memoryview(chunk)
-            while left:
-                if filled == self.size:
-                    full, block = Piece.of(block), memoryview(b"")  # nobody but the piece holds it while it is sent
-                    yield full
-                    block, filled = self._take(cancel), 0
-                count = min(left.nbytes, self.size - filled)
-                block[filled : filled + count] = left[:count]
-                filled += count
-                left = left[count:]
-        if filled:
-            last, block = Piece.of(block[:filled]), memoryview(b"")
-            yield last
-
-    def _take(self, cancel: threading.Event) -> memoryview:
-        """A block, when one is free; Cancelled if ``cancel`` is set before."""
-        with self._changed:
-            while not self._free and not self._unmade:
-                if cancel.is_set():
-                    raise Cancelled
-                self._changed.wait(0.5)
-            if self._free:
-                memory = self._free.pop()
-            else:
-                memory = bytearray(self.size)
-                self._unmade -= 1
-        import numpy as np  # not on the way of `dcp-s3 cp`
-
-        block = np.frombuffer(memory, dtype=np.uint8)
-        weakref.finalize(block, self._give_back, memory)
-        return memoryview(block)
-
-    def _give_back(self, memory: bytearray) -> None:
-        with self._changed:
-            self._free.append(memory)
-            self._changed.notify()
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove files; those that are not there count as removed."""
+        if self._directory is not None:
+            for name in names:
+                (self._directory / name).unlink(missing_ok=True)
+        else:
+            self._store.delete([self._below + name for name in names])
 
 
-Destination = _LocalDirectory | _S3Prefix
-"""Use as a context manager."""
+def _copies(data: Iterable[bytes | memoryview], size: int) -> Iterator[Piece]:
+    """The bytes in new memory, ``size`` at a time: they are sent later."""
+    block, filled = bytearray(size), 0
+    for run in data:
+        left = memoryview(run)
+        while left:
+            count = min(left.nbytes, size - filled)
+            block[filled : filled + count] = left[:count]
+            filled, left = filled + count, left[count:]
+            if filled == size:
+                yield Piece.of(block)
+                block, filled = bytearray(size), 0
+    if filled:
+        yield Piece.of(memoryview(block)[:filled])

@@ -33,7 +33,7 @@ from dcp_s3.format.safetensors import (
     plan_shards,
 )
 from dcp_s3.offline.boxes import BATCH, Piece, in_batches
-from dcp_s3.offline.destination import Destination, is_temporary, open_destination
+from dcp_s3.offline.destination import Destination, is_temporary
 from dcp_s3.offline.names import new_names
 from dcp_s3.offline.read import SMALL_BUFFERS, OpenCheckpoint, Reading
 from dcp_s3.reprs import one_line
@@ -126,7 +126,7 @@ def export(
     """
     given = resolve_settings(settings)
     wanted, most = parse_dtype(dtype), parse_shard_size(max_shard_size)
-    target = open_destination(destination, given)
+    target = Destination(destination, given)
     lease = ReaderLease(store_of(parse_url(url), given), parse_url(url), given.reader_lease)
     lease.take()
     with lease.renewed():
@@ -311,17 +311,20 @@ def _write(
     reading: Reading,
     moved: Callable[[int], None],
 ) -> None:
-    def views_of(batches: Iterable[tuple[_Batch, Sequence[torch.Tensor]]]) -> Iterator[bytes | memoryview]:
-        for batch, tensors in batches:
-            left = iter(tensors)
-            for step in batch.steps:
-                for view in [step] if isinstance(step, bytes) else _bytes_of(next(left), step.dtype):
-                    yield view
-                    moved(len(view))
-
     with contextlib.closing(_read_ahead(_batches_of(files, selected), reading)) as loaded:
         for number, batches in itertools.groupby(loaded, key=lambda found: found[0].file):
-            target.write(files[number].name, files[number].size, views_of(batches))
+            target.write(files[number].name, files[number].size, _contents(batches, moved))
+
+
+def _contents(
+    batches: Iterable[tuple[_Batch, Sequence[torch.Tensor]]], moved: Callable[[int], None]
+) -> Iterator[bytes | memoryview]:
+    for batch, tensors in batches:
+        left = iter(tensors)
+        for step in batch.steps:
+            for view in [step] if isinstance(step, bytes) else _bytes_of(next(left), step.dtype):
+                yield view
+                moved(len(view))
 
 
 def _read_ahead(

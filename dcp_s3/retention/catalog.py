@@ -137,7 +137,7 @@ class CheckpointCatalog:
             StorageError: missing bucket, credentials, permissions, network.
         """
         local = self.local()  # first: a checkpoint drained meanwhile is then seen twice, not missed
-        listing = list_root(self.store, self.root, self._patterns)
+        listing = self._list()
         grace = self.settings.retention_grace
         found = merge_local(listing.checkpoints, local)
         return sorted((in_grace(info, now=listing.now, grace=grace) for info in found), key=age_order)
@@ -156,7 +156,26 @@ class CheckpointCatalog:
             StorageError: missing bucket, credentials, permissions, network.
         """
         local = self.local()
-        return scan_root(self.store, self.root, self._patterns, deep=deep, local=local)
+        # Before the objects: an upload that completes meanwhile is then seen as an upload, an object, or both.
+        uploads = sorted(self.store.uploads(self.root.key("")), key=lambda each: (each.key, each.upload_id))
+        listing = self._list(deep=deep)
+        found = {info.name: info for info in listing.checkpoints}
+        if deep:  # the newest are checked like `latest` does, until one can be loaded
+            damages: dict[str, str] = {}
+            loadable = None
+            for info in newest_first(listing.checkpoints):
+                damage = info.damage or find_damage(self.store, self.root.child(info.name))
+                found[info.name] = dataclasses.replace(info, damage=damage)
+                if damage is None:
+                    loadable = info.url
+                    break
+                damages[info.url] = damage
+            tell_unreadable(damages, loadable)
+        return dataclasses.replace(
+            listing,
+            checkpoints=tuple(sorted(merge_local(found.values(), local), key=age_order)),
+            uploads=tuple(each for upload in uploads if (each := open_upload(self.root, upload)) is not None),
+        )
 
     def latest(self) -> CheckpointInfo | None:
         """The checkpoint to resume from, as in `dcp_s3.latest`: it can be loaded. None if there is none.
@@ -197,7 +216,65 @@ class CheckpointCatalog:
         return [with_step(info, self._patterns) for info in find_local(str(self.root), settings=self.settings)]
 
     def _first(self, order: Callable[[Iterable[CheckpointInfo]], list[CheckpointInfo]]) -> CheckpointInfo | None:
-        return _first_loadable(self.store, self.root, self._patterns, order)
+        """The first in this order that can be loaded."""
+        while True:
+            damages: dict[str, str] = {}
+            for info in order(self._list().checkpoints):
+                url = self.root.child(info.name)
+                damage = find_damage(self.store, url)
+                if damage is None:
+                    tell_unreadable(damages, info.url)
+                    return info
+                now = inspect_checkpoint(self.store, url)
+                if now is None or not now.committed:
+                    break  # a prune was faster: there is a newer one
+                damages[info.url] = damage
+            else:
+                tell_unreadable(damages, None)
+                return None
+
+    def _list(self, *, deep: bool = False) -> CatalogSnapshot:
+        """The checkpoints, without uploads and what waits on this host."""
+        listed = self.store.list(self.root.key(""), "/")
+        now = listed.server_time
+        if now is None:
+            logger.warning("the S3 endpoint does not tell its time; ages are by the clock of this host")
+            now = time.time()
+        skip = len(self.root.key(""))
+        names = [prefix[skip:-1] for prefix in listed.prefixes]
+        del listed
+        boards: Sequence[ListedObject] = ()
+        if deep and _CONTROL in names:
+            boards = self.store.list(self.root.key(BOARD_PREFIX)).objects
+        leftovers: list[LeftoverObject] = []
+
+        def look(store: Store, name: str) -> CheckpointInfo | None:
+            url = self.root.child(name)
+            found = None
+            for attempt in range(_LOOKS):
+                time.sleep(0.05 * (2**attempt - 1))
+                found = inspect(store, url, self._patterns)
+                if found is None or not deep or not found.info.committed:
+                    return None if found is None else found.info
+                try:
+                    info, unneeded = look_deeper(store, url, found, now)
+                except errors.ObjectNotFoundError:
+                    continue  # deleted meanwhile
+                leftovers.extend(unneeded)
+                return info
+            if found is None:
+                return None
+            return dataclasses.replace(found.info, damage="its .metadata is listed, but cannot be read")
+
+        looked = self.store.map(look, [name for name in names if name not in _NO_CHILD])
+        return CatalogSnapshot(
+            root=str(self.root),
+            now=now,
+            checkpoints=tuple(sorted((info for info in looked if info is not None), key=age_order)),
+            leftovers=tuple(sorted(leftovers, key=lambda each: each.key)),
+            deep=deep,
+            boards=tuple(boards),
+        )
 
 
 def check_newest(catalog: CheckpointCatalog, infos: Iterable[CheckpointInfo]) -> None:
@@ -229,31 +306,6 @@ def _compile(patterns: str | Sequence[str] | None, settings: Settings) -> tuple[
     return tuple(compiled)
 
 
-def _first_loadable(
-    store: Store,
-    root: CheckpointURL,
-    patterns: Sequence[re.Pattern[str]],
-    order: Callable[[Iterable[CheckpointInfo]], list[CheckpointInfo]],
-) -> CheckpointInfo | None:
-    while True:
-        vanished = False
-        damages: dict[str, str] = {}
-        for info in order(list_root(store, root, patterns).checkpoints):
-            url = root.child(info.name)
-            damage = find_damage(store, url)
-            if damage is None:
-                tell_unreadable(damages, info.url)
-                return info
-            now = inspect_checkpoint(store, url)
-            if now is None or not now.committed:
-                vanished = True  # a prune was faster: there is a newer one
-                break
-            damages[info.url] = damage
-        if not vanished:
-            tell_unreadable(damages, None)
-            return None
-
-
 def list_checkpoints(root: URLLike, *, settings: SettingsLike = None) -> list[CheckpointInfo]:
     """The checkpoints directly under ``root``, committed or not, oldest first.
 
@@ -271,8 +323,7 @@ def list_checkpoints(root: URLLike, *, settings: SettingsLike = None) -> list[Ch
         InvalidURLError, SettingsError
         StorageError: missing bucket, credentials, permissions, network.
     """
-    catalog = CheckpointCatalog(root, settings=settings)
-    return list(list_root(catalog.store, catalog.root, catalog._patterns).checkpoints)
+    return list(CheckpointCatalog(root, settings=settings)._list().checkpoints)
 
 
 def latest(root: URLLike, *, include_uncommitted: bool = False, settings: SettingsLike = None) -> CheckpointInfo | None:
@@ -319,91 +370,6 @@ def find_local(root: URLLike, *, settings: Settings) -> list[CheckpointInfo]:
         if str(url) == str(parse_url(root).child(url.name)):
             found.append(dataclasses.replace(from_manifest(url, Manifest.from_json(data)), state="local"))
     return sorted(found, key=age_order)
-
-
-# --- looking at a root ------------------------------------------------------------------------------
-
-
-def list_root(
-    store: Store, root: CheckpointURL, patterns: Sequence[re.Pattern[str]] = (), *, deep: bool = False
-) -> CatalogSnapshot:
-    """The checkpoints directly under ``root``, without uploads."""
-    listed = store.list(root.key(""), "/")
-    now = listed.server_time
-    if now is None:
-        logger.warning("the S3 endpoint does not tell its time; ages are by the clock of this host")
-        now = time.time()
-    skip = len(root.key(""))
-    names = [prefix[skip:-1] for prefix in listed.prefixes]
-    del listed
-    boards: Sequence[ListedObject] = ()
-    if deep and _CONTROL in names:
-        boards = store.list(root.key(BOARD_PREFIX)).objects
-    leftovers: list[LeftoverObject] = []
-
-    def look(store: Store, name: str) -> CheckpointInfo | None:
-        url = root.child(name)
-        found = None
-        for attempt in range(_LOOKS):
-            time.sleep(0.05 * (2**attempt - 1))
-            found = inspect(store, url, patterns)
-            if found is None or not deep or not found.info.committed:
-                return None if found is None else found.info
-            try:
-                info, unneeded = look_deeper(store, url, found, now)
-            except errors.ObjectNotFoundError:
-                continue  # deleted meanwhile
-            leftovers.extend(unneeded)
-            return info
-        if found is None:
-            return None
-        return dataclasses.replace(found.info, damage="its .metadata is listed, but cannot be read")
-
-    looked = store.map(look, [name for name in names if name not in _NO_CHILD])
-    found = sorted((info for info in looked if info is not None), key=age_order)
-    return CatalogSnapshot(
-        root=str(root),
-        now=now,
-        checkpoints=tuple(found),
-        leftovers=tuple(sorted(leftovers, key=lambda each: each.key)),
-        deep=deep,
-        boards=tuple(boards),
-    )
-
-
-def scan_root(
-    store: Store,
-    root: CheckpointURL,
-    patterns: Sequence[re.Pattern[str]] = (),
-    *,
-    deep: bool,
-    local: Iterable[CheckpointInfo] = (),
-) -> CatalogSnapshot:
-    """Scan ``root`` for everything that a plan needs.
-
-    With ``deep``, it then checks the newest checkpoints like `latest` does, until one can be loaded. ``local``:
-    checkpoints whose commits wait in this host's spill directory.
-    """
-    # Before the objects: an upload that completes meanwhile is then seen as an upload, an object, or both.
-    uploads = sorted(store.uploads(root.key("")), key=lambda each: (each.key, each.upload_id))
-    listing = list_root(store, root, patterns, deep=deep)
-    found = {info.name: info for info in listing.checkpoints}
-    if deep:
-        damages: dict[str, str] = {}
-        loadable = None
-        for info in newest_first(listing.checkpoints):
-            damage = info.damage or find_damage(store, root.child(info.name))
-            found[info.name] = dataclasses.replace(info, damage=damage)
-            if damage is None:
-                loadable = info.url
-                break
-            damages[info.url] = damage
-        tell_unreadable(damages, loadable)
-    return dataclasses.replace(
-        listing,
-        checkpoints=tuple(sorted(merge_local(found.values(), local), key=age_order)),
-        uploads=tuple(each for upload in uploads if (each := open_upload(root, upload)) is not None),
-    )
 
 
 def merge_local(found: Iterable[CheckpointInfo], local: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:

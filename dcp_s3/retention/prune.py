@@ -6,9 +6,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from dcp_s3 import errors, totals
 from dcp_s3.checkpoint.deletion import Deleter, Deletion, LeftAloneError
@@ -22,11 +22,11 @@ from dcp_s3.format.layout import CONTROL_PREFIX
 from dcp_s3.reprs import one_line
 from dcp_s3.retention.catalog import CheckpointCatalog, find_local, open_upload
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
-from dcp_s3.retention.plan import OpenUpload, Plan
+from dcp_s3.retention.plan import OpenUpload, Plan, UnfinishedDeletion
 from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.store import DeleteTarget, Store, Upload, Versioned
+from dcp_s3.store import DeleteTarget, ListedObject, Store, Upload, Versioned
 from dcp_s3.units import format_size, parse_duration, plural
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
@@ -37,8 +37,16 @@ MIN_GRACE = 3600.0
 
 _BOARDS = CONTROL_PREFIX.rstrip("/")
 
-_Work = Callable[[Deleter], None]
-_Step = tuple[str, _Work]  # name of the checkpoint, and what to do
+
+class _Step(NamedTuple):
+    name: str
+    """Name of the checkpoint."""
+    field: str
+    """Field of the report for its result."""
+    work: Callable[[Deleter, Any], Any]
+    on: Any
+    """What the work is done on."""
+
 
 Progress = Callable[[int, int], None]
 """Called with the number of steps (checkpoints, groups of leftovers, uploads) that are done, and of all steps. Runs in
@@ -260,15 +268,9 @@ class _Application:
         self._newest = root.child(max(kept, key=age_order).name) if kept else None  # from which a run would resume
         self._counting = threading.Lock()
         self._done = self._steps = 0
-        self._deleted: list[Deletion] = []
-        self._finished: list[Deletion] = []
-        self._leftovers: list[Deletion] = []
-        self._aborted: list[OpenUpload] = []
-        self._left_alone: list[LeftAlone] = []
-        self._failures: list[PruneFailure] = []
 
     def run(self) -> PruneReport:
-        """Carry out the plan, a few checkpoints at a time."""
+        """Carry out the plan, some checkpoints at a time."""
         plan = self._plan
         deleted = {info.name for info in plan.deleted}
         leftovers: dict[str, list[LeftoverObject]] = {}
@@ -277,84 +279,80 @@ class _Application:
                 leftovers.setdefault(decision.leftover.checkpoint, []).append(decision.leftover)
         uploads = [decision.upload for decision in plan.uploads if decision.action == "delete"]
         given_up = [info for info in plan.kept if info.committed and info.deletion_id in info.deletions]
-        first: list[_Step] = [
-            (each.checkpoint, self._finish(each.checkpoint, each.deletion)) for each in plan.unfinished
-        ]
-        then: list[_Step] = [
-            *((info.name, self._delete(info)) for info in plan.deleted),
-            *((name, self._delete_leftovers(name, found)) for name, found in leftovers.items()),
-            *((upload.checkpoint, self._abort(upload)) for upload in uploads),
-            *((info.name, self._withdraw(info)) for info in given_up),
-            *([(_BOARDS, self._delete_boards)] if plan.boards else []),
+        first = [_Step(each.checkpoint, "finished", self._finish, each) for each in plan.unfinished]
+        then = [
+            *(_Step(info.name, "deleted", self._delete, info) for info in plan.deleted),
+            *(_Step(name, "leftovers", self._delete_leftovers, found) for name, found in leftovers.items()),
+            *(_Step(upload.checkpoint, "aborted", self._abort, upload) for upload in uploads),
+            *(_Step(info.name, "", self._withdraw, info) for info in given_up),
+            *([_Step(_BOARDS, "leftovers", self._delete_boards, plan.boards)] if plan.boards else []),
         ]
         self._steps = len(first) + len(then)
-        for steps in (first, then):
-            self._deleter.store.map(self._step, steps)
+        store = self._deleter.store
+        outcomes = [*store.map(self._step, first), *store.map(self._step, then)]
+
+        def of(field: str) -> tuple[Any, ...]:
+            found = (result for name, result in outcomes if name == field)
+            return tuple(sorted((each for each in found if getattr(each, "objects", 1)), key=_name))
+
         return PruneReport(
-            root=str(self._root),
-            plan=plan,
-            deleted=_sorted(self._deleted),
-            finished=_sorted(self._finished),
-            leftovers=_sorted(self._leftovers),
-            aborted=tuple(sorted(self._aborted, key=lambda each: (each.key, each.upload_id))),
-            left_alone=tuple(sorted(self._left_alone, key=lambda each: each.name)),
-            failures=tuple(sorted(self._failures, key=lambda each: each.name)),
+            str(self._root),
+            plan,
+            deleted=of("deleted"),
+            finished=of("finished"),
+            leftovers=of("leftovers"),
+            aborted=of("aborted"),
+            left_alone=of("left_alone"),
+            failures=of("failures"),
         )
 
-    def _step(self, store: Store, step: _Step) -> None:
-        name, work = step
+    def _step(self, store: Store, step: _Step) -> tuple[str, Any]:
+        """The report's field, and what goes in there."""
+        outcome: tuple[str, Any]
         try:
-            work(self._deleter.on(store))
+            outcome = step.field, step.work(self._deleter.on(store), step.on)
         except LeftAloneError as error:
-            logger.info("%s is left alone: %s", self._root.child(name), error)
-            self._left_alone.append(LeftAlone(name, str(error)))
+            logger.info("%s is left alone: %s", self._root.child(step.name), error)
+            outcome = "left_alone", LeftAlone(step.name, str(error))
         except errors.DcpS3Error as error:
-            logger.warning("%s could not be pruned: %s", self._root.child(name), error)
-            self._failures.append(PruneFailure(name, f"{type(error).__name__}: {error}"))
+            logger.warning("%s could not be pruned: %s", self._root.child(step.name), error)
+            outcome = "failures", PruneFailure(step.name, f"{type(error).__name__}: {error}")
         with self._counting:
             self._done += 1
             if self._progress is not None:
                 self._progress(self._done, self._steps)
+        return outcome
 
-    def _finish(self, name: str, deletion: str) -> _Work:
-        return lambda deleter: self._finished.append(deleter.finish(self._root.child(name), deletion))
+    def _finish(self, deleter: Deleter, found: UnfinishedDeletion) -> Deletion:
+        return deleter.finish(self._root.child(found.checkpoint), found.deletion)
 
-    def _delete(self, info: CheckpointInfo) -> _Work:
+    def _delete(self, deleter: Deleter, info: CheckpointInfo) -> Deletion:
         url = self._root.child(info.name)
+        if info.committed:
+            done = deleter.delete_committed(url, info, since=self._since, newest=self._newest)
+        else:
+            done = delete_uncommitted(deleter, url, since=self._since)
+        logger.info("deleted %s: %d objects, %d bytes", url, done.objects, done.size)
+        return done
 
-        def work(deleter: Deleter) -> None:
-            if info.committed:
-                done = deleter.delete_committed(url, info, since=self._since, newest=self._newest)
-            else:
-                done = delete_uncommitted(deleter, url, since=self._since)
-            logger.info("deleted %s: %d objects, %d bytes", url, done.objects, done.size)
-            self._deleted.append(done)
+    def _delete_leftovers(self, deleter: Deleter, found: Sequence[LeftoverObject]) -> Deletion:
+        return delete_leftovers(deleter, self._root.child(found[0].checkpoint), found, since=self._since)
 
-        return work
+    def _abort(self, deleter: Deleter, upload: OpenUpload) -> OpenUpload:
+        deleter.store.abort(Upload(upload.key, upload.upload_id))
+        return upload
 
-    def _delete_leftovers(self, name: str, found: Sequence[LeftoverObject]) -> _Work:
-        url = self._root.child(name)
-        return lambda deleter: self._leftovers.append(delete_leftovers(deleter, url, found, since=self._since))
+    def _withdraw(self, deleter: Deleter, info: CheckpointInfo) -> None:
+        deleter.withdraw_given_up(self._root.child(info.name), info.deletion_id)
 
-    def _abort(self, upload: OpenUpload) -> _Work:
-        def work(deleter: Deleter) -> None:
-            deleter.store.abort(Upload(upload.key, upload.upload_id))
-            self._aborted.append(upload)
-
-        return work
-
-    def _withdraw(self, info: CheckpointInfo) -> _Work:
-        return lambda deleter: deleter.withdraw_given_up(self._root.child(info.name), info.deletion_id)
-
-    def _delete_boards(self, deleter: Deleter) -> None:
-        boards = self._plan.boards
+    def _delete_boards(self, deleter: Deleter, boards: Sequence[ListedObject]) -> Deletion:
         changed = deleter.delete_all([DeleteTarget(each.key, each.etag) for each in boards])
         gone = [each for each in boards if each.key not in changed]
-        self._leftovers.append(Deletion(_BOARDS, len(gone), sum(each.size for each in gone)))
+        return Deletion(_BOARDS, len(gone), sum(each.size for each in gone))
 
 
-def _sorted(found: Iterable[Deletion]) -> tuple[Deletion, ...]:
-    return tuple(sorted((each for each in found if each.objects), key=lambda each: each.name))
+def _name(each: Deletion | OpenUpload | LeftAlone | PruneFailure) -> tuple[str, str]:
+    return (each.key, each.upload_id) if isinstance(each, OpenUpload) else (each.name, "")
 
 
 # --- one checkpoint on request -----------------------------------------------------------------------

@@ -265,17 +265,12 @@ def _cause(error: Exception) -> str:
     seen: list[Any] = []
     while isinstance(found, BaseException) and found not in seen:
         if isinstance(found, OSError) and found.strerror and found.errno:
-            return _plain(found.strerror)
+            return found.strerror.lower()
         seen.append(found)
         found = getattr(found, "kwargs", {}).get("error") or found.__cause__ or found.__context__
     # urllib3 keeps only the text.
     written = re.search(r"\[Errno -?\d+\] ([\w ,'-]+)", " ".join(map(str, seen)))
-    return _plain(written[1]) if written else describe(error)
-
-
-def _plain(reason: str) -> str:
-    # asyncio: "Connect call failed ('127.0.0.1', 9)"
-    return "connection refused" if reason.startswith("Connect call failed") else reason.strip().lower()
+    return written[1].strip().lower() if written else describe(error)
 
 
 def watch(client: Any, attempts: int) -> None:

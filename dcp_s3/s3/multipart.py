@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,6 @@ from dcp_s3.store import ObjectHead, Upload
 
 COPY_PART_SIZE = 256 * 2**20
 """Bytes that one request copies, at most: S3 takes up to 5 GiB, but copies parts of one object side by side."""
-_PARTS_AT_ONCE = 8
 
 _CHECKSUMS = ("ChecksumCRC64NVME", "ChecksumCRC32C")
 
@@ -206,26 +204,16 @@ def copy_object(store: Bucket, source: Bucket, source_key: str, key: str) -> Non
     spans = [(start, min(start + part, size)) for start in range(0, size, part)]
     upload_id = store.run(create(store, key, metadata=origin.head.metadata))
     try:
-        etags = _copy_parts(store, origin, key, upload_id, spans)
+        etags = store.map(
+            lambda store, part: store.run(_copy_part(store, origin, key, upload_id, *part)),
+            list(enumerate(spans, start=1)),
+        )
         crc = origin.head.crc64nvme
         known = None if crc is None else int(crc, 16)
         store.run(complete(store, key, upload_id, etags, size=size, crc=known))
     except BaseException:
         store.within(store.limit.for_cleanup()).abort_quietly(Upload(key, upload_id))
         raise
-
-
-def _copy_parts(store: Bucket, origin: _Origin, key: str, upload_id: str, spans: list[tuple[int, int]]) -> list[str]:
-    def send(number: int, span: tuple[int, int]) -> str:
-        return store.run(_copy_part(store, origin, key, upload_id, number, span))
-
-    with ThreadPoolExecutor(min(_PARTS_AT_ONCE, len(spans)), "dcp_s3-copy-part") as pool:
-        sent = [pool.submit(send, number, span) for number, span in enumerate(spans, start=1)]
-        try:
-            return [each.result() for each in sent]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
 
 
 def _copy_whole(place: Place, origin: _Origin, key: str) -> Operation[None]:

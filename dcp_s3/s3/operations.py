@@ -13,7 +13,7 @@ import email.utils
 import enum
 import logging
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -31,6 +31,7 @@ from dcp_s3.store import Expect, ObjectHead, ObjectStart, StoredObject, Upload
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 Arguments = Mapping[str, Any]
 
@@ -70,6 +71,8 @@ class Bucket(Place, Protocol):
         data: bool = False,
         attempts: int | None = None,
     ) -> T: ...
+
+    def map(self, function: Callable[[Any, T], U], items: Iterable[T]) -> Sequence[U]: ...
 
     def abort_quietly(self, upload: Upload) -> bool: ...
 

@@ -14,7 +14,6 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 from dcp_s3.events import Throttled, emit
@@ -22,8 +21,6 @@ from dcp_s3.forking import reset_in_child
 from dcp_s3.s3.diagnosis import is_throttling
 
 logger = logging.getLogger(__name__)
-
-_Waiter = Future[None]  # done once its request is let in
 
 _POLL_SECONDS = 0.1  # between looks at `cancel` while a request waits
 _LOG_SECONDS = 10.0  # between log lines about one bucket
@@ -97,7 +94,7 @@ class Gate:
         self._lock = threading.Lock()
         self._aimd = Aimd(ceiling)
         self._in_flight = 0
-        self._waiting: collections.deque[_Waiter] = collections.deque()
+        self._waiting: collections.deque[threading.Event] = collections.deque()
         self._throttled = 0
         self._decreases = 0
         self._waited = 0.0
@@ -120,7 +117,7 @@ class Gate:
         Returns:
             False if the turn did not come.
         """
-        waiter = _Waiter()
+        waiter = threading.Event()
         if self._queue(waiter):
             return True
         started = time.monotonic()
@@ -131,7 +128,7 @@ class Gate:
             self._end_wait(waiter, started, admitted=admitted)
         return admitted
 
-    def _queue(self, waiter: _Waiter) -> bool:
+    def _queue(self, waiter: threading.Event) -> bool:
         """Enter at once and return True, or append the waiter to the queue."""
         with self._lock:
             if self._is_free() and not self._waiting:
@@ -140,11 +137,11 @@ class Gate:
             self._waiting.append(waiter)
             return False
 
-    def _end_wait(self, waiter: _Waiter, started: float, *, admitted: bool) -> None:
+    def _end_wait(self, waiter: threading.Event, started: float, *, admitted: bool) -> None:
         with self._lock:
             self._waited += time.monotonic() - started
             if not admitted:
-                if waiter.done():  # at the last moment
+                if waiter.is_set():  # at the last moment
                     self._in_flight -= 1
                     self._admit()
                 else:
@@ -209,7 +206,7 @@ class Gate:
     def _admit(self) -> None:
         while self._waiting and self._is_free():
             self._in_flight += 1
-            self._waiting.popleft().set_result(None)
+            self._waiting.popleft().set()
 
     def _tell(self) -> None:
         """Not under the lock: a subscriber may ask for the state."""
@@ -233,10 +230,10 @@ class Gate:
         return True
 
 
-def _wait(waiter: _Waiter, cancel: threading.Event | None, until: float | None) -> bool:
+def _wait(waiter: threading.Event, cancel: threading.Event | None, until: float | None) -> bool:
     while True:
         left = math.inf if until is None else until - time.monotonic()
-        if wait([waiter], max(0.0, min(_POLL_SECONDS, left))).done:
+        if waiter.wait(max(0.0, min(_POLL_SECONDS, left))):
             return True
         if left <= 0 or (cancel is not None and cancel.is_set()):
             return False

@@ -32,7 +32,7 @@ from dcp_s3.store import (
 )
 
 # Prefix of files that are not objects: files being written, and user metadata.
-_HIDDEN = ".dcp_s3-store-"
+HIDDEN = ".dcp_s3-store-"
 _BLOCK = 4 * 2**20
 
 
@@ -146,7 +146,7 @@ class DirectoryStore(Store):
         for directory, _, names in os.walk(start, onerror=_raise_unless_gone):
             parent = os.path.relpath(directory, self._root)
             for name in names:
-                if name.startswith(_HIDDEN):
+                if name.startswith(HIDDEN):
                     continue
                 key = name if parent == "." else f"{parent}/{name}"
                 try:
@@ -251,7 +251,7 @@ class DirectoryStore(Store):
 
     def _path(self, key: str) -> Path:
         names = key.split("/")
-        if "\0" in key or any(name in ("", ".", "..") or name.startswith(_HIDDEN) for name in names):
+        if "\0" in key or any(name in ("", ".", "..") or name.startswith(HIDDEN) for name in names):
             raise errors.StorageError(f"{key!r} cannot be the name of a file in {self.name}", bucket=self.name, key=key)
         return self._root.joinpath(*names)
 
@@ -293,7 +293,7 @@ def _etag(stat: os.stat_result) -> str:
 @contextlib.contextmanager
 def _new_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Iterator[Path]:
     """Write a file with these bytes beside ``path``, flushed to the disk. It is removed unless it was moved."""
-    temporary = path.with_name(f"{_HIDDEN}{uuid.uuid4().hex}")
+    temporary = path.with_name(f"{HIDDEN}{uuid.uuid4().hex}")
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -313,7 +313,7 @@ def _new_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Iterator[Path
 
 
 def _metadata_path(path: Path, etag: str) -> Path:
-    return path.with_name(f"{_HIDDEN}{path.name}.{etag.strip(chr(34))}")
+    return path.with_name(f"{HIDDEN}{path.name}.{etag.strip(chr(34))}")
 
 
 def _forget_metadata(path: Path, but: str = "") -> None:

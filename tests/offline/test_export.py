@@ -137,7 +137,6 @@ def test_sharded_tensors_in_small_pieces(root: str, place: Place, monkeypatch: p
 
 def test_files_of_several_parts(root: str, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(destination, "_PART", 5 * MIB)
-    monkeypatch.setattr(destination, "PART_MEMORY", 20 * MIB)
     state = {"a": random_tensor((7 * MIB,), torch.uint8, 1), "b": random_tensor((9 * MIB,), torch.uint8, 2)}
     save(state, f"{root}/x")
     place = Place(f"{root}/out", tmp_path, s3)
@@ -323,7 +322,7 @@ def test_a_file_whose_directory_does_not_reach_the_disk_is_removed(
             raise OSError(errno.EIO, "the disk is gone")
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(OSError, match="the disk is gone"):
+    with pytest.raises(errors.StorageError, match="the disk is gone"):
         dcp_s3.export(f"{root}/x", tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 

@@ -16,19 +16,7 @@ from dcp_s3.format.layout import CLAIM, intent_object, notice_object, part_objec
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import MemoryS3
 from tests.retention.making import delete, put, save, save_foreign
-
-ROOT = f"s3://{BUCKET}/run"
-DAY = 86400.0
-
-
-class Clock:
-    """The server's: far from that of this host."""
-
-    def __init__(self) -> None:
-        self.now = 1_000_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.retention.runs import DAY, ROOT, Clock
 
 
 @dataclass

@@ -27,9 +27,7 @@ from dcp_s3.settings import resolve_settings
 from dcp_s3.url import parse_url
 from tests.faulty import BUCKET, FaultyServer
 from tests.retention.making import delete, get, is_manifest, keys, put, save, zeros
-from tests.retention.test_prune import DAY, ROOT, Clock, client, clock, faulty
-
-__all__ = ["client", "clock", "faulty"]  # fixtures
+from tests.retention.runs import DAY, ROOT, Clock
 
 SAVE = "0123456789abcdef"
 COORDINATION = {CLAIM, part_object(SAVE, 1, 0, "ef"), intent_object(SAVE, 2, "ef"), notice_object(SAVE)}

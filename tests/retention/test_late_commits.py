@@ -18,9 +18,7 @@ from dcp_s3.store import ListedObject
 from tests.faulty import FaultyServer
 from tests.memory_s3 import Fault
 from tests.retention.making import delete, get, keys, put, save, zeros
-from tests.retention.test_prune import DAY, ROOT, Clock, client, clock, faulty
-
-__all__ = ["client", "clock", "faulty"]  # fixtures
+from tests.retention.runs import DAY, ROOT, Clock
 
 URL = f"{ROOT}/step-2"
 

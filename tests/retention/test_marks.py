@@ -16,14 +16,17 @@ from dcp_s3.format.control_files import AddedMetrics
 from dcp_s3.format.layout import METRICS, PIN
 from dcp_s3.retention import marks
 from dcp_s3.s3 import retry
-from tests.faulty import BUCKET, FaultyServer, serve
-from tests.retention.making import delete, get, keys, put, save, save_foreign
+from tests.retention.making import get, save
+from tests.retention.runs import Run
 from tests.servers import S3Server
 
 
-def only(root: str) -> CheckpointInfo:
-    [found] = list_checkpoints(root)
-    return found
+def only(found: str | Run) -> CheckpointInfo:
+    [info] = list_checkpoints(found) if isinstance(found, str) else found.catalog().checkpoints()
+    return info
+
+
+# --- on every server -----------------------------------------------------------------------------
 
 
 def test_metrics_are_added_and_replaced_one_by_one(root: str) -> None:
@@ -38,76 +41,6 @@ def test_metrics_are_added_and_replaced_one_by_one(root: str) -> None:
     assert best.url == url
 
 
-def test_nan_is_a_value(root: str, memory_server: S3Server) -> None:
-    url = save(f"{root}/step-1")
-    annotate(url, {"val_loss": math.nan})
-    assert math.isnan(only(root).metrics["val_loss"])
-    assert CheckpointCatalog(root).best("val_loss") is None
-
-
-@pytest.mark.parametrize(
-    "metrics", [{}, {"loss": math.inf}, {"loss": None}, {"loss": [1]}, {"": 1}, {3: 1}, {"loss": 1j}, "loss=1"]
-)
-def test_what_can_not_be_stored_is_refused_before_any_request(metrics: Any) -> None:
-    with pytest.raises(SettingsError, match=r"expected a mapping|cannot be stored"):
-        annotate("s3://bucket/run/step-1", metrics)
-
-
-def test_marks_need_a_committed_checkpoint(root: str, s3: Any, memory_server: S3Server) -> None:
-    torn = save(f"{root}/step-1")
-    delete(s3, torn, ".metadata")
-    before = keys(s3, torn)
-    for url in (torn, f"{root}/step-2"):
-        with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
-            annotate(url, {"loss": 1})
-        with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
-            pin(url)
-        assert unpin(url) is False
-    assert keys(s3, torn) == before
-    with pytest.raises(BucketNotFoundError):
-        annotate("s3://no-such-bucket-here/run", {"loss": 1})
-
-
-def test_an_overwriting_save_drops_old_metrics_and_keeps_the_pin(root: str) -> None:
-    url = save(f"{root}/step-1", metrics={"loss": 1.0})
-    annotate(url, {"val_loss": 0.5})
-    pin(url, "the paper's baseline")
-    save(url, metrics={"loss": 2.0}, overwrite=True)
-    found = only(root)
-    assert (found.metrics, found.pinned) == ({"loss": 2.0}, True)
-    assert annotate(url, {"acc": 1}) == {"acc": 1}
-    assert only(root).metrics == {"loss": 2.0, "acc": 1}
-
-
-def test_metrics_of_a_foreign_checkpoint(root: str, s3: Any, tmp_path: Path, memory_server: S3Server) -> None:
-    url = save_foreign(s3, f"{root}/step-1", tmp_path)
-    annotate(url, {"loss": 1})
-    assert only(root).metrics == {"loss": 1}
-    put(s3, url, ".metadata", get(s3, url, ".metadata"))  # written anew: another checkpoint
-    assert only(root).metrics == {}
-
-
-def test_a_copy_that_lost_its_user_metadata_has_its_metrics(root: str, s3: Any, memory_server: S3Server) -> None:
-    url = save(f"{root}/step-1")
-    annotate(url, {"loss": 1})
-    put(s3, url, ".metadata", get(s3, url, ".metadata"))
-    assert only(root).metrics == {"loss": 1}
-    assert annotate(url, {"acc": 2}) == {"loss": 1, "acc": 2}
-
-
-def test_a_damaged_file_of_metrics_is_replaced(
-    root: str, s3: Any, caplog: pytest.LogCaptureFixture, memory_server: S3Server
-) -> None:
-    url = save(f"{root}/step-1", metrics={"loss": 1})
-    for data in (b"", b"[]", b"\xff", b'{"format_version": 9, "metrics": {}}', b'{"format_version": 1, "metrics": 3}'):
-        put(s3, url, METRICS, data)
-        caplog.clear()
-        assert only(root).metrics == {"loss": 1}
-        assert "are not used" in caplog.text
-        assert annotate(url, {"acc": 2}) == {"acc": 2}
-        assert only(root).metrics == {"loss": 1, "acc": 2}
-
-
 def test_pin_and_unpin(root: str, s3: Any) -> None:
     url = save(f"{root}/step-1")
     assert not only(root).pinned
@@ -120,12 +53,15 @@ def test_pin_and_unpin(root: str, s3: Any) -> None:
     assert not only(root).pinned
 
 
-def test_metrics_round_trip() -> None:
-    added = AddedMetrics("ab", {"a": 1, "b": 0.5, "c": math.inf, "d": "text", "e": False})
-    assert AddedMetrics.from_json(added.to_json()) == added
-
-
-# --- several at a time ---------------------------------------------------------------------------
+def test_an_overwriting_save_drops_old_metrics_and_keeps_the_pin(root: str) -> None:
+    url = save(f"{root}/step-1", metrics={"loss": 1.0})
+    annotate(url, {"val_loss": 0.5})
+    pin(url, "the paper's baseline")
+    save(url, metrics={"loss": 2.0}, overwrite=True)
+    found = only(root)
+    assert (found.metrics, found.pinned) == ({"loss": 2.0}, True)
+    assert annotate(url, {"acc": 1}) == {"acc": 1}
+    assert only(root).metrics == {"loss": 2.0, "acc": 1}
 
 
 @pytest.mark.servers("memory", "moto")
@@ -140,42 +76,101 @@ def test_several_writers_lose_nothing(root: str, monkeypatch: pytest.MonkeyPatch
     assert only(root).metrics == {f"m{number}": number for number in range(6)}
 
 
-def test_a_writer_that_meets_another_merges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_that_is_not_there_is_named(root: str, memory_server: S3Server) -> None:
+    with pytest.raises(BucketNotFoundError):
+        annotate("s3://no-such-bucket-here/run", {"loss": 1})
+
+
+# --- in memory -----------------------------------------------------------------------------------
+
+
+def test_nan_is_a_value(run: Run) -> None:
+    run.save("step-1")
+    run.annotate("step-1", {"val_loss": math.nan})
+    assert math.isnan(only(run).metrics["val_loss"])
+    assert run.catalog().best("val_loss") is None
+
+
+@pytest.mark.parametrize(
+    "metrics", [{}, {"loss": math.inf}, {"loss": None}, {"loss": [1]}, {"": 1}, {3: 1}, {"loss": 1j}, "loss=1"]
+)
+def test_what_can_not_be_stored_is_refused_before_any_request(run: Run, metrics: Any) -> None:
+    with pytest.raises(SettingsError, match=r"expected a mapping|cannot be stored"):
+        run.annotate("step-1", metrics)
+    assert not run.calls
+
+
+def test_marks_need_a_committed_checkpoint(run: Run) -> None:
+    run.save("step-1")
+    run.delete("step-1", ".metadata")
+    before = run.objects()
+    for name in ("step-1", "step-2"):
+        with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
+            run.annotate(name, {"loss": 1})
+        with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
+            run.pin(name)
+    assert run.objects() == before
+
+
+def test_metrics_of_a_foreign_checkpoint(run: Run, tmp_path: Path) -> None:
+    run.save_foreign("step-1", tmp_path)
+    run.annotate("step-1", {"loss": 1})
+    assert only(run).metrics == {"loss": 1}
+    run.put("step-1", ".metadata", run.get("step-1", ".metadata"))  # written anew: another checkpoint
+    assert only(run).metrics == {}
+
+
+def test_a_copy_that_lost_its_user_metadata_has_its_metrics(run: Run) -> None:
+    run.save("step-1")
+    run.annotate("step-1", {"loss": 1})
+    run.put("step-1", ".metadata", run.get("step-1", ".metadata"))
+    assert only(run).metrics == {"loss": 1}
+    assert run.annotate("step-1", {"acc": 2}) == {"loss": 1, "acc": 2}
+
+
+def test_a_damaged_file_of_metrics_is_replaced(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    run.save("step-1", metrics={"loss": 1})
+    for data in (b"", b"[]", b"\xff", b'{"format_version": 9, "metrics": {}}', b'{"format_version": 1, "metrics": 3}'):
+        run.put("step-1", METRICS, data)
+        caplog.clear()
+        assert only(run).metrics == {"loss": 1}
+        assert "are not used" in caplog.text
+        assert run.annotate("step-1", {"acc": 2}) == {"acc": 2}
+        assert only(run).metrics == {"loss": 1, "acc": 2}
+
+
+def test_metrics_round_trip() -> None:
+    added = AddedMetrics("ab", {"a": 1, "b": 0.5, "c": math.inf, "d": "text", "e": False})
+    assert AddedMetrics.from_json(added.to_json()) == added
+
+
+def test_a_writer_that_meets_another_merges(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "BACKOFF_BASE", 0.001)
-    with serve(monkeypatch) as faulty:
-        url = save(f"s3://{BUCKET}/run/step-1")
-        others = iter([{"b": 2}, {"c": 3}])
+    run.save("step-1")
+    others = [{"b": 2}, {"c": 3}]
 
-        def between(request: Any) -> None:
-            if request.operation == "PutObject" and request.key.endswith(METRICS):
-                faulty.rule = lambda _: None
-                other = next(others, None)
-                if other is not None:
-                    annotate(url, other)
-                    faulty.rule = between
+    def meet() -> None:
+        run.annotate("step-1", others.pop(0))
+        if others:
+            run.once("put", METRICS, meet)
 
-        faulty.rule = between
-        assert annotate(url, {"a": 1}) == {"a": 1, "b": 2, "c": 3}
-        assert only(f"s3://{BUCKET}/run").metrics == {"a": 1, "b": 2, "c": 3}
+    run.once("put", METRICS, meet)
+    assert run.annotate("step-1", {"a": 1}) == {"a": 1, "b": 2, "c": 3}
+    assert only(run).metrics == {"a": 1, "b": 2, "c": 3}
 
 
-def test_endless_conflicts_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_conflicts_are_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "BACKOFF_BASE", 0.0)
     monkeypatch.setattr(marks, "_CONFLICTS", 3)
-    server = FaultyServer()
-    with serve(monkeypatch, server) as faulty:
-        url = save(f"s3://{BUCKET}/run/step-1")
-        count = 0
+    run.save("step-1")
+    met: list[int] = []
 
-        def rule(request: Any) -> None:
-            nonlocal count
-            if request.operation == "PutObject" and request.key.endswith(METRICS):
-                count += 1
-                faulty.rule = lambda _: None
-                annotate(url, {"other": count})
-                faulty.rule = rule
+    def meet() -> None:
+        met.append(len(met))
+        run.annotate("step-1", {"other": len(met)})
+        run.once("put", METRICS, meet)
 
-        faulty.rule = rule
-        with pytest.raises(PreconditionFailedError):
-            annotate(url, {"a": 1})
-    assert count == 3
+    run.once("put", METRICS, meet)
+    with pytest.raises(PreconditionFailedError):
+        run.annotate("step-1", {"a": 1})
+    assert len(met) == 3

@@ -6,21 +6,20 @@ import gc
 import os
 import random
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dcp_s3 import CheckpointCatalog, KeepLatest, Plan, PruneReport, apply_plan, prune
+from dcp_s3 import KeepLatest, Plan, prune
+from dcp_s3.errors import TransferError
+from dcp_s3.format.layout import CLAIM, intent_object, notice_object, part_object
 from dcp_s3.s3.client import close_clients
 from tests.killing import AtRequest, begin, kill_all, new_process, running, wait_until_quiet
-from tests.memory_s3 import Fault
-from tests.retention.catalogs import ROOT, Catalog, serve_catalog
-
-ONCE = {"retry_attempts": 1}
+from tests.retention.catalogs import Catalog, serve_catalog
+from tests.retention.runs import DAY, HOUR, ROOT, Run
 
 
 @pytest.fixture(scope="module")
@@ -40,154 +39,182 @@ def catalog(made: Catalog, monkeypatch: pytest.MonkeyPatch) -> Catalog:
     return made
 
 
-class Death:
-    """The server carries out ``requests`` requests, the last of them without an answer, and no other."""
+class Mixed:
+    """Something of everything that a prune deletes, put back as often as a test wants.
 
-    def __init__(self, catalog: Catalog, requests: int, *, applied: bool) -> None:
-        self.left, self.applied, self.catalog = requests, applied, catalog
-        self.failed: list[AssertionError] = []
-        self._lock = threading.Lock()
+    Committed: step-1 of ours with metrics, step-2 of another writer, step-9 to stay. Left over: step-5, objects in
+    step-9, an upload, a board.
+    """
 
-    def __call__(self, request: Any) -> Fault | None:
-        with self._lock:
-            self.left -= 1
-            try:
-                self.catalog.check_committed()
-            except AssertionError as error:
-                self.failed.append(error)
-            if self.left > 0:
-                return None
-            return Fault.apply_then_reset() if self.left == 0 and self.applied else Fault.reset()
+    def __init__(self, directory: Path) -> None:
+        self.run = run = Run()
+        run.save("step-1")
+        run.annotate("step-1", {"loss": 1})
+        run.save_foreign("step-2", directory)
+        run.save("step-9")
+        self.commits: dict[str, set[str]] = {}
+        """Of each committed checkpoint, by the key of its ``.metadata``, the keys of what it needs."""
+        for key in run.objects():
+            if not key.endswith((".metadata", "metrics.json")):
+                self.commits.setdefault(f"run/{key.split('/')[1]}/.metadata", set()).add(key)
+        self.keep = {key for key in run.objects() if key.startswith("run/step-9/")}
+        run.save("step-5")
+        run.delete("step-5", ".metadata")
+        run.put("step-9", "__0_0-abcdef.distcp")
+        run.clock.now += 60  # a claim that is no newer than the commit is of the save that committed
+        for name in ("step-5", "step-9"):  # of saves without collectives
+            for path in (CLAIM, part_object("ab", 1, 0, "ef"), intent_object("ab", 2, "ef"), notice_object("ab")):
+                run.put(name, path)
+        run.memory.put("run/.dcp_s3/board-ab-queue", b"x")
+        run.open_upload("run/step-9/__0_1-abcdef.distcp")
+        run.clock.now += 2 * DAY
+        self.start = run.memory.snapshot()
+
+    def put_back(self) -> None:
+        self.run.rule = lambda method, key: None
+        self.run.memory.put_back(self.start)
+
+    @property
+    def keys(self) -> frozenset[str]:
+        return frozenset(self.run.objects())
+
+    def check_committed(self) -> None:
+        """No checkpoint that reads as committed has lost an object."""
+        there = self.keys
+        for metadata, needed in self.commits.items():
+            assert metadata not in there or needed <= there, f"{metadata} lost {needed - there}"
+
+    def check_done(self) -> None:
+        assert self.keys == self.keep
+        assert self.run.memory.uploads("") == []
 
 
-def cut_off(catalog: Catalog, plan: Plan, requests: int, *, applied: bool) -> Death:
-    death = Death(catalog, requests, applied=applied)
-    catalog.server.rule = death
-    apply_plan(ROOT, plan, settings=ONCE)
-    catalog.server.rule = lambda _: None
-    assert not death.failed, death.failed[0]
-    catalog.check_committed()
-    return death
+@pytest.fixture
+def mixed(tmp_path: Path) -> Mixed:
+    return Mixed(tmp_path)
 
 
-def make_plan() -> Plan:
-    return CheckpointCatalog(ROOT).scan(deep=True).plan(KeepLatest(1), grace=3600)
+def cut_off(mixed: Mixed, plan: Plan, requests: int, *, applied: bool) -> int:
+    """Carry out so many requests, the last one without an answer (not at all unless ``applied``). Returns how many were
+    not needed."""
+    left = requests
+
+    def die(method: str, key: str) -> Exception | None:
+        nonlocal left
+        mixed.check_committed()
+        if not method.startswith("after "):
+            left -= 1
+            return TransferError("the process is dead") if left < (0 if applied else 1) else None
+        return TransferError("the process is dead") if left <= 0 else None
+
+    mixed.run.rule = die
+    mixed.run.apply(plan)
+    mixed.run.rule = lambda method, key: None
+    mixed.check_committed()
+    return left
 
 
-def test_to_plan_changes_nothing(catalog: Catalog) -> None:
+def make_plan(mixed: Mixed) -> Plan:
+    return mixed.run.catalog().scan(deep=True).plan(KeepLatest(1), grace=HOUR)
+
+
+def test_to_plan_changes_nothing(mixed: Mixed) -> None:
     """So only what `apply_plan` does has to be cut off."""
-    catalog.server.s3.reset_counters()
-    prune(ROOT, "latest:1", dry_run=True)
-    assert {request.method for request in catalog.server.s3.request_log} <= {"GET", "HEAD"}
+    mixed.run.calls.clear()
+    mixed.run.prune("latest:1", dry_run=True)
+    assert set(mixed.run.calls) <= {"get", "head", "page", "uploads"}
 
 
-def test_a_prune_alone_does_all(catalog: Catalog) -> None:
-    report = prune(ROOT, "latest:1")
-    catalog.check_done()
+def test_a_prune_alone_does_all(mixed: Mixed) -> None:
+    objects = len(mixed.keys)
+    report = mixed.run.prune("latest:1")
+    mixed.check_done()
     assert (report.ok, report.left_alone) == (True, ())
     assert [each.name for each in report.deleted] == ["step-1", "step-2", "step-5"]
-    assert report.objects == len(catalog.start) - len(catalog.keep)
+    assert report.objects == objects - len(mixed.keep)
 
 
-@pytest.mark.quick("True")
 @pytest.mark.parametrize("applied", [True, False])
-def test_cut_off_at_any_request_it_tears_nothing_and_the_next_one_completes_it(catalog: Catalog, applied: bool) -> None:
-    plan = make_plan()
+def test_cut_off_at_any_request_it_tears_nothing_and_the_next_one_completes_it(mixed: Mixed, applied: bool) -> None:
+    plan = make_plan(mixed)
     seen: set[frozenset[str]] = set()
-    requests = 0
-    while True:
+    requests, left = 0, 0
+    while left <= 0:
         requests += 1
-        catalog.put_back()
-        death = cut_off(catalog, plan, requests, applied=applied)
-        state = frozenset(catalog.keys)
-        if state not in seen:  # whatever its requests were, the next prune sees only this
-            seen.add(state)
-            assert prune(ROOT, "latest:1").ok
-            catalog.check_done()
-        if death.left > 0:
-            break
+        mixed.put_back()
+        left = cut_off(mixed, plan, requests, applied=applied)
+        if mixed.keys not in seen:  # whatever its requests were, the next prune sees only this
+            seen.add(mixed.keys)
+            assert mixed.run.prune("latest:1").ok
+            mixed.check_done()
     assert requests > 20
     assert len(seen) > 10
 
 
-@pytest.mark.quick("0")
-@pytest.mark.parametrize("seed", range(2))
-def test_cut_off_again_and_again_it_gets_there(catalog: Catalog, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_cut_off_again_and_again_it_gets_there(mixed: Mixed, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(8):
-        cut_off(catalog, make_plan(), rng.randint(1, 20), applied=rng.random() < 0.5)
-    prune(ROOT, "latest:1")
-    catalog.check_done()
+        cut_off(mixed, make_plan(mixed), rng.randint(1, 20), applied=rng.random() < 0.5)
+    mixed.run.prune("latest:1")
+    mixed.check_done()
 
 
-def test_what_was_written_since_a_deletion_was_cut_off_stays(catalog: Catalog) -> None:
+def cut_off_after_the_commit(mixed: Mixed) -> None:
+    """So that lists name what is left."""
+    dead = TransferError("the process is dead")
+    mixed.run.rule = lambda method, key: dead if method == "delete" and ".metadata" not in key else None
+    assert not mixed.run.prune("latest:1").ok
+    mixed.run.rule = lambda method, key: None
+
+
+def test_what_was_written_since_a_deletion_was_cut_off_stays(mixed: Mixed) -> None:
     """A foreign checkpoint is put back under the same names while a list names them."""
-    catalog.server.rule = lambda request: Fault.reset() if request.operation == "DeleteObjects" else None
-    assert not prune(ROOT, "latest:1", settings=ONCE).ok
-    catalog.server.rule = lambda _: None
-    left = catalog.keys
-    assert "run/step-2/.metadata" not in left
-    bucket = catalog._bucket
-    for key in [key for key in catalog.start if key.startswith("run/step-2/")]:
-        catalog.server.s3._store.put("bucket", key, catalog.start[key].body, headers={})
-    assert bucket.objects["run/step-2/.metadata"].etag != catalog.start["run/step-2/.metadata"].etag
-    prune(ROOT, "latest:1 steps:2")
-    assert {key for key in catalog.keys if key.startswith("run/step-2/")} == {
-        key for key in catalog.start if key.startswith("run/step-2/")
-    }
+    data = {path: mixed.run.get("step-2", path) for path in mixed.run.objects("step-2")}
+    cut_off_after_the_commit(mixed)
+    assert ".metadata" not in mixed.run.objects("step-2")
+    mixed.run.clock.now += 1
+    for path, each in data.items():
+        mixed.run.put("step-2", path, each)
+    mixed.run.prune("latest:1 steps:2")
+    assert set(mixed.run.objects("step-2")) == set(data)
 
 
-def test_a_checkpoint_that_came_back_from_a_copy_is_not_torn_by_an_old_list(catalog: Catalog) -> None:
-    catalog.server.rule = lambda request: Fault.reset() if request.operation == "DeleteObjects" else None
-    prune(ROOT, "latest:1", settings=ONCE)
-    catalog.server.rule = lambda _: None
-    metadata = catalog.start["run/step-1/.metadata"]
-    catalog.server.s3._store.put("bucket", "run/step-1/.metadata", metadata.body, headers=metadata.headers)
-    report = prune(ROOT, "latest:1 steps:1")
-    assert "run/step-1/.metadata" in catalog.keys
-    catalog.check_committed()
+def test_a_checkpoint_that_came_back_from_a_copy_is_not_torn_by_an_old_list(mixed: Mixed) -> None:
+    metadata = mixed.run.memory.get("run/step-1/.metadata")
+    cut_off_after_the_commit(mixed)
+    mixed.run.put("step-1", ".metadata", metadata.data, metadata.metadata)
+    report = mixed.run.prune("latest:1 steps:1")
+    assert "run/step-1/.metadata" in mixed.keys
+    mixed.check_committed()
     assert report.ok
 
 
 # --- two at once ---------------------------------------------------------------------------------
 
 
-def in_threads(*functions: Any) -> list[Any]:
-    results: list[Any] = [None] * len(functions)
-
-    def work(number: int) -> None:
-        results[number] = functions[number]()
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_two_at_once_in_random_order_are_harmless(catalog: Catalog, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_three_at_once_in_random_order_are_harmless(mixed: Mixed, seed: int) -> None:
     rng = random.Random(seed)
     failed: list[AssertionError] = []
 
-    def delay(request: Any) -> None:
+    def delay(method: str, key: str) -> None:
         try:
-            catalog.check_committed()
+            mixed.check_committed()
         except AssertionError as error:
             failed.append(error)
-        time.sleep(rng.choice([0, 0, 0.005, 0.02]))  # lets the other one go first
+        time.sleep(rng.choice([0, 0, 0, 0.001]))  # lets the others go first
 
-    plan = make_plan()
-    catalog.server.rule = delay
-    reports: list[PruneReport | None] = in_threads(
-        lambda: apply_plan(ROOT, plan), lambda: apply_plan(ROOT, plan), lambda: prune(ROOT, "latest:1")
-    )
-    catalog.server.rule = lambda _: None
+    plan = make_plan(mixed)
+    mixed.run.rule = delay
+    with ThreadPoolExecutor(3) as pool:
+        prunes = [pool.submit(mixed.run.apply, plan), pool.submit(mixed.run.apply, plan)]
+        prunes.append(pool.submit(mixed.run.prune, "latest:1"))
+    mixed.run.rule = lambda method, key: None
     assert not failed, failed[0]
-    assert all(report is not None and report.ok for report in reports), reports
-    prune(ROOT, "latest:1")
-    catalog.check_done()
+    assert all(each.result().ok for each in prunes)
+    mixed.run.prune("latest:1")
+    mixed.check_done()
 
 
 # --- real processes ------------------------------------------------------------------------------

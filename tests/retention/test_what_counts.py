@@ -5,30 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dcp_s3 import CheckpointCatalog, parse_policy, prune, remove
-from dcp_s3.checkpoint.directory import Directory
+from dcp_s3.checkpoint.directory import Directory, list_directory
 from dcp_s3.checkpoint.info import CheckpointInfo, from_rank_manifests, with_marks
-from dcp_s3.checkpoint.lease import _is_young
 from dcp_s3.errors import CheckpointProtectedError, SettingsError
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import data_object, new_nonce, spread
 from dcp_s3.retention.plan import make_plan
 from dcp_s3.s3 import operations
-from dcp_s3.store import ListedObject, ObjectHead
+from dcp_s3.store import ListedObject, Page
 from dcp_s3.url import CheckpointURL
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.memory_store import MemoryStore
-from tests.retention import test_prune
 from tests.retention.making import delete, get, is_manifest, keys, put, save, save_locally, save_on_ranks
-from tests.retention.test_prune import DAY, ROOT, Clock, steps
-
-client, clock, faulty = test_prune.client, test_prune.clock, test_prune.faulty
+from tests.retention.runs import DAY, ROOT, Clock
+from tests.retention.test_prune_saves import steps
 
 URL = CheckpointURL("bucket", "run/step-20")
 
@@ -183,12 +181,13 @@ def test_metadata_that_is_listed_and_not_there_ends_the_look(faulty: FaultyServe
     }  # fmt: skip
 
 
-def test_the_age_of_a_deletion_without_the_servers_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryStore()
-    monkeypatch.setattr(store, "head", lambda key: ObjectHead(key, 1, 1445412480.0, "", {}))
-    assert not _is_young(store, "key")
-    monkeypatch.setattr(time, "time", lambda: 1445412480.0 + 5)
-    assert _is_young(store, "key")
+def test_where_the_store_does_not_tell_its_time_that_of_this_host_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Timeless(MemoryStore):
+        def page(self, *arguments: Any, **options: Any) -> Page:
+            return replace(super().page(*arguments, **options), server_time=None)
+
+    monkeypatch.setattr(time, "time", lambda: 1445412480.0)
+    assert list_directory(Timeless(), URL).now == 1445412480.0
 
 
 @pytest.mark.parametrize("word", ["within:48", "within:4.5", "within:7."])

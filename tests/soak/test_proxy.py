@@ -30,7 +30,7 @@ from dcp_s3.spill.store import SpillStore
 from tests.end_to_end.states import assert_same, blank, random_tensor
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault, MemoryS3
-from tests.retention.catalogs import DAY, Clock
+from tests.retention.runs import DAY, Clock
 
 FAULTS = int(os.environ.get("DCP_S3_TEST_FAULTS", "1"))
 ROOT = f"s3://{BUCKET}/run"
