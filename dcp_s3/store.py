@@ -13,6 +13,7 @@ from typing import TypeVar
 from dcp_s3 import errors
 from dcp_s3.limit import Cancelled, Limit
 from dcp_s3.memory import Piece, ReadTarget
+from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,8 @@ class StreamedObject:
     """Size in bytes."""
     crc64nvme: int | None
     """CRC-64/NVME of all bytes; None if checksums are off."""
+    spilled: bool = False
+    """Whether it waits on this host's disk to be put where it belongs."""
 
 
 @dataclass(frozen=True)
@@ -250,8 +253,11 @@ class Store(abc.ABC):
             StorageError: the object is not there.
         """
 
-    def batch(self, *, total: int, ranks: int = 1) -> Batch:
-        """A batch of data objects of about ``total`` bytes in all, while ``ranks`` ranks write as much at a time."""
+    def batch(self, *, total: int, ranks: int = 1, keys: Sequence[str] = ()) -> Batch:
+        """A batch of data objects of about ``total`` bytes in all, while ``ranks`` ranks write as much at a time.
+
+        ``keys`` are those of all its objects: a store that spills must know them beforehand.
+        """
         return Batch(self)
 
     def copy(self, source: Store, source_key: str, key: str) -> None:
@@ -320,8 +326,6 @@ class Batch:
     """Pieces of this size that the batch may hold at a time."""
     sent: int = 0
     """Bytes that the store has taken."""
-    unclean: Set[str] = frozenset()
-    """Keys with multipart uploads that may have stayed open."""
     error: BaseException | None = None
     """The failure that cancelled everything, if one did."""
 
@@ -332,7 +336,7 @@ class Batch:
         self._written: list[str] = []
 
     def put_stream(self, key: str, size: int, pieces: Iterable[Piece]) -> StreamedObject:
-        """See `Store.put_stream`.
+        """See `Store.put_stream`; ``pieces`` may be iterated again, from the first one on.
 
         Raises:
             Cancelled: another object of the batch has failed.
@@ -350,6 +354,16 @@ class Batch:
             if self.cancel.is_set():
                 raise Cancelled
             yield piece
+
+    def settle(self) -> Set[str]:
+        """Make what was written durable. Returns the keys of objects to put again, and then to `settle` again: they
+        could not stay where they are."""
+        return frozenset()
+
+    @property
+    def progress(self) -> str:
+        """How far it has come, for messages."""
+        return f"{format_size(self.sent)} were on S3"
 
     def stop(self) -> None:
         """Make everything under way fail soon."""

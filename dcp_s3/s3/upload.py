@@ -67,6 +67,7 @@ class Uploader(Batch):
         self._all: list[ObjectUpload] = []
         self._completed: list[str] = []
         self.unclean: set[str] = set()
+        """Keys with multipart uploads that may have stayed open."""
 
     @classmethod
     def planned(cls, store: Bucket, *, total: int, ranks: int, isolated: bool = False) -> Uploader:

@@ -106,6 +106,8 @@ class SaveWithoutCollectives(Save):
         history: the saves of this process before this one.
     """
 
+    _spills = False
+
     def __init__(
         self,
         url: CheckpointURL,
@@ -121,7 +123,6 @@ class SaveWithoutCollectives(Save):
         super().__init__(url, claim.save, options, rank=place, is_coordinator=place == 0, use_collectives=False)
         self._claim, self._ranks, self._replicas, self._history = claim, tuple(ranks), replicas, history
         self._overwrite = options.overwrite
-        self._spill_store = None
         self._world_size = len(ranks)
         self._counted = counted
         self._participant: Participant | None = None
@@ -208,7 +209,7 @@ class SaveWithoutCollectives(Save):
             CheckpointError: it was committed, and is no longer there.
             StorageError
         """
-        if find_commit(S3Store(self.url.bucket, self._settings), self._joint) is not None:
+        if find_commit(self._s3, self._joint) is not None:
             return True
         if self._was_committed:
             raise CheckpointError(

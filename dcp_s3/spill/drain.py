@@ -40,7 +40,7 @@ from dcp_s3.settings import Settings, stored_settings
 from dcp_s3.spill.journal import SpilledCommit, SpilledObject, State
 from dcp_s3.spill.local import ReadCache
 from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore, crc_of_file, read_blocks
-from dcp_s3.store import ObjectHead, Upload
+from dcp_s3.store import ObjectHead, Store, Upload
 from dcp_s3.tracebacks import without_tracebacks
 from dcp_s3.units import format_seconds, format_size
 from dcp_s3.url import CheckpointURL, parse_url
@@ -286,7 +286,7 @@ def _upload(
 
 
 def commit_if_complete(
-    store: S3Store, spill_store: SpillStore, commit: Commit, *, created_at: float, overwrite: bool
+    store: Store, spill_store: SpillStore, commit: Commit, *, created_at: float, overwrite: bool
 ) -> str | None:
     """Commit a save that spilled, once S3 has all its objects.
 
@@ -316,7 +316,7 @@ def commit_if_complete(
     return None
 
 
-def _why_incomplete(store: S3Store, spill_store: SpillStore, commit: Commit) -> str | None:
+def _why_incomplete(store: Store, spill_store: SpillStore, commit: Commit) -> str | None:
     url = commit.identity.url
     sizes = {entry.path: entry.size for entry in commit.objects}
     missing = list_directory(store, url).lacking(sizes, exact=True)

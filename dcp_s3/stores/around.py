@@ -82,8 +82,8 @@ class StoreAround(Store):
     ) -> StreamedObject:
         return self.store.put_stream(key, size, pieces, part_size=part_size, resume=resume)
 
-    def batch(self, *, total: int, ranks: int = 1) -> Batch:
-        return self.store.batch(total=total, ranks=ranks)
+    def batch(self, *, total: int, ranks: int = 1, keys: Sequence[str] = ()) -> Batch:
+        return self.store.batch(total=total, ranks=ranks, keys=keys)
 
     def copy(self, source: Store, source_key: str, key: str) -> None:
         self.store.copy(source.store if isinstance(source, StoreAround) else source, source_key, key)
