@@ -1,7 +1,7 @@
 # Needs Python >= 3.10, pip and make; everything else is installed into .venv.
 PYTHON ?= python3
-# Processes that share the tests.
-JOBS   ?= 2
+# Processes that share the tests: more than two cores, because tests wait for servers, ranks and deadlines.
+JOBS   ?= 4
 # After this time `make soak` begins no further test: by default all of it runs.
 SOAK_MINUTES ?= 100
 VENV   := .venv
@@ -20,7 +20,7 @@ DEMO_OR_DEV := $(if $(wildcard $(DEV)),$(DEV),$(DEMO))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-integrations test-pythons test-torch soak lint fmt pages docs package bench clean
+.PHONY: help install demo test test-docs test-integrations test-pythons test-torch soak lint fmt pages docs package bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,8 +30,11 @@ install: $(DEV) ## create .venv with everything (runtime, tests, lint, benchmark
 demo: $(DEMO_OR_DEV) ## the demo on a local S3 server; URL=s3://bucket/prefix runs it on yours, ARGS=... is passed on
 	@$(VENV)/bin/dcp-s3 demo $(if $(URL),--url '$(URL)') $(ARGS)
 
-test: $(DEV) ## pytest in JOBS processes (2), without what takes long; ARGS=... is passed on
-	@$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not soak" $(ARGS)
+test: $(DEV) ## pytest in JOBS processes (4), without what takes long; ARGS=... is passed on
+	@$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not soak and not docs" $(ARGS)
+
+test-docs: $(DEV) ## pages as pasted, examples, demo, benchmarks, the package, charts in a browser; ARGS=... is passed on
+	@$(PY) -m pytest -n $(JOBS) --dist worksteal -m "docs and not soak" $(ARGS)
 
 test-integrations: $(FRAMEWORKS) ## the adapters, with the real frameworks in an environment of their own; ARGS=... is passed on
 	@DCP_S3_TEST_INTEGRATIONS=1 $(INT)/bin/python -m pytest -n $(JOBS) --dist worksteal tests/frameworks $(ARGS)

@@ -58,8 +58,7 @@ if _TYPE_CHECKING:  # the table below again, for type checkers
     from dcp_s3.offline.export import export as export
     from dcp_s3.offline.import_weights import ImportResult as ImportResult
     from dcp_s3.offline.import_weights import import_weights as import_weights
-    from dcp_s3.offline.inspect import CheckpointTree as CheckpointTree
-    from dcp_s3.offline.inspect import TreeNode as TreeNode
+    from dcp_s3.offline.inspect import CheckpointEntries as CheckpointEntries
     from dcp_s3.offline.inspect import inspect as inspect
     from dcp_s3.offline.read import read_tensor as read_tensor
     from dcp_s3.offline.read import read_tensors as read_tensors
@@ -148,7 +147,7 @@ _PAGE = {
         "list_checkpoints": ("retention.catalog", "the checkpoints under a URL"),
         "annotate": ("retention.marks", "adds metrics after the save"),
         "verify": ("offline.verify", "checks that a checkpoint is what was saved"),
-        "inspect": ("offline.inspect", "what a checkpoint holds, as a tree"),
+        "inspect": ("offline.inspect", "what a checkpoint holds"),
         "diff": ("offline.diff", "what differs between two checkpoints, without reading their data"),
         "doctor": ("checkup.doctor", "checks settings, permissions and the store before a run"),
         "export": ("offline.export", "writes its weights as safetensors"),
@@ -163,8 +162,7 @@ _PAGE = {
         "CheckpointInfo": ("checkpoint.info", "one checkpoint"),
         "VerifyReport": ("offline.verify", "what `verify` has found"),
         "Problem": ("offline.verify_plan", "one thing that is wrong"),
-        "CheckpointTree": ("offline.inspect", "what `inspect` has found"),
-        "TreeNode": ("offline.inspect", "one name of it"),
+        "CheckpointEntries": ("offline.inspect", "what `inspect` has found"),
         "CheckpointDiff": ("offline.diff", "what `diff` has found"),
         "EntryDiff": ("offline.diff", "what it says of one entry"),
         "DoctorReport": ("checkup.doctor", "what `doctor` has found"),

@@ -176,12 +176,7 @@ def bench(
     """Save and load a synthetic state below a URL, compare it bit by bit, and remove it again.
 
     Args:
-        url: ``s3://bucket/prefix``; what is there is not touched.
         size: bytes of each rank's state; fewer if all ranks would take more than a quarter of the free memory.
-        ranks: number of ranks, each a process of its own on this host.
-        rounds: how often each rank saves and loads.
-        note: called with a line for people.
-        progress: called with the steps done and their total.
 
     Raises:
         DcpS3Error: a setting, a request or a rank failed, or what was loaded is not what was saved.
@@ -267,22 +262,21 @@ def _answers(directory: str, number: int) -> list[dict[str, Any]]:
 
 
 def _failure(answers: Sequence[Sequence[dict[str, Any]]], statuses: Sequence[int | None]) -> errors.DcpS3Error:
-    failed: list[tuple[int, type[errors.DcpS3Error] | None, str]] = []
+    failed = []
     for number, (found, status) in enumerate(zip(answers, statuses, strict=True)):
-        if found and "error" in found[-1]:
-            failed.append((number, getattr(errors, found[-1]["kind"], None), found[-1]["error"]))
-        elif status:
-            failed.append((number, errors.DcpS3Error, f"its process ended with status {status}"))
+        last = found[-1] if found and "error" in found[-1] else {}
+        if last or status:
+            kind = getattr(errors, last.get("kind", "DcpS3Error"), None)
+            failed.append((kind, f"rank {number}: {last.get('error', f'its process ended with status {status}')}"))
     # What is not dcp_s3's, such as a lost connection to another rank, is likely a consequence.
-    number, kind, text = min(failed, key=lambda each: each[1] is None)
-    return (kind or errors.DcpS3Error)(f"rank {number}: {text}")
+    kind, text = min(failed, key=lambda each: each[0] is None)
+    return (kind or errors.DcpS3Error)(text)
 
 
 def _remove(store: S3Store, url: CheckpointURL, *, late: float = 0.0) -> errors.AccessDeniedError | None:
-    """Remove objects, open uploads and old versions below a URL, until a listing shows none.
+    """Remove objects, open uploads and old versions below a URL, until a listing, ``late`` seconds later, shows none.
 
-    Waits ``late`` seconds before each listing, for requests that are under way. Returns why old versions may be left,
-    if a permission is missing. Raises StorageError if something is still there.
+    Returns why old versions may be left, if a permission is missing. Raises StorageError if something is still there.
     """
     prefix = url.key("")
     for _ in range(_PASSES):
@@ -389,31 +383,25 @@ def _rounds(order: Mapping[str, Any]) -> Iterator[Transfer]:
 
 
 def _measure(direction: str, number: int, state: Mapping[str, Tensor], action: Callable[[], object]) -> Transfer:
-    before = _counters()
-    action()
-    after = _counters()
-    way = {"save": " upload", "load": " download"}[direction]
-    links = [int(link["connections"]) for name, link in after.pop("connections").items() if name.endswith(way)]
-    return Transfer(
-        direction=direction,
-        round=number,
-        bytes=sum(tensor.nbytes for tensor in state.values()),
-        connections=min(max(links, default=0), resolve_settings(_NOT_SPILLING).max_connections),
-        **{name: after[name] - before[name] for name in after},
-    )
-
-
-def _counters() -> dict[str, Any]:
     from dcp_s3.monitoring import stats
 
-    found = stats()
-    return {
-        "connections": found.connections,
-        "seconds": time.perf_counter(),
-        "cpu_seconds": time.process_time(),
-        "throttled": sum(each.throttled for each in found.throttle.values()),
-        "hedged": sum(each.started for each in found.hedges.values()),
-    }
+    def count() -> dict[str, Any]:
+        found = stats()
+        return {
+            "seconds": time.perf_counter(),
+            "cpu_seconds": time.process_time(),
+            "throttled": sum(each.throttled for each in found.throttle.values()),
+            "hedged": sum(each.started for each in found.hedges.values()),
+        }
+
+    before = count()
+    action()
+    spent = {name: after - before[name] for name, after in count().items()}
+    way = {"save": " upload", "load": " download"}[direction]
+    links = [int(link["connections"]) for name, link in stats().connections.items() if name.endswith(way)]
+    connections = min(max(links, default=0), resolve_settings(_NOT_SPILLING).max_connections)
+    size = sum(tensor.nbytes for tensor in state.values())
+    return Transfer(direction, number, size, connections=connections, **spent)
 
 
 def _end_with_parent() -> None:

@@ -289,7 +289,6 @@ def shard_state(
     torch.Size([4, 8])
 
     Args:
-        state: nested dicts and lists, with this rank's tensors.
         plan: for each tensor, by its name (keys joined by dots: ``model.layers.0.weight``) or a pattern of names
             (``*.weight``, as in `fnmatch`): the dimension along which it is split, a `Fused`, or None if each rank
             holds all of it. A name counts before patterns, of these the first that fits. Every tensor must be in it,
@@ -298,7 +297,6 @@ def shard_state(
         group: the ranks that share the tensors, in the order of their shards. All of them call this, once: they tell
             each other their shapes. Shards may differ in length.
         rank: without ``group``: place of this rank's shards, of ``world_size``. All shards of a tensor have one length.
-        world_size: number of ranks that share the tensors.
 
     Raises:
         ShardingError: a tensor is in no entry of ``plan``, or cannot be split as it says; the ranks' shapes do not fit

@@ -5,10 +5,10 @@ from __future__ import annotations
 import abc
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from dcp_s3 import errors
 from dcp_s3.limit import Cancelled, Limit
@@ -18,6 +18,8 @@ from dcp_s3.units import format_size
 logger = logging.getLogger(__name__)
 
 SelfStore = TypeVar("SelfStore", bound="Store")
+T = TypeVar("T")
+U = TypeVar("U")
 SelfBatch = TypeVar("SelfBatch", bound="Batch")
 SelfWidth = TypeVar("SelfWidth", bound="ReadWidth")
 
@@ -97,6 +99,9 @@ class Expect:
 
 
 ABSENT = Expect()
+
+BATCH = 1000
+"""Most objects that one request deletes: https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html."""
 
 
 @dataclass(frozen=True)
@@ -312,6 +317,35 @@ class Store(abc.ABC):
     def abort(self, upload: Upload) -> None:
         """Abort a multipart upload; one that is gone counts as aborted. After a StorageError it may stay open."""
 
+    def map(self: SelfStore, function: Callable[[SelfStore, T], U], items: Iterable[T]) -> Sequence[U]:
+        """Results of ``function(store, item)`` for all items, in their order.
+
+        Where requests take time, many items are under way at once, in other threads.
+
+        The function makes its requests on the store that it is given. The first failure is raised: it sets the
+        ``cancel`` of that store's limit, no other item is begun, and those under way have ended.
+
+        Raises:
+            Cancelled: the limit's ``cancel`` was set.
+        """
+        results = []
+        for item in items:
+            self.limit.check(f"work on {item}")
+            results.append(function(self, item))
+        return results
+
+
+@runtime_checkable
+class Versioned(Protocol):
+    """A store that may keep earlier versions of its objects."""
+
+    def check_versions(self, prefix: str) -> None:
+        """Check, by one request, that `purge` may list versions."""
+
+    def purge(self, prefix: str, first: Collection[str], keys: Collection[str]) -> None:
+        """Delete for good all versions of ``first``, then of ``keys``, all with this prefix; not a current one, which
+        was written since."""
+
 
 class Batch:
     """Data objects that are written together, by any number of threads.
@@ -398,6 +432,11 @@ def join(pages: Sequence[Page]) -> Page:
 def same_etag(one: str | None, other: str | None) -> bool:
     """Whether two ETags are the same, quotes aside: some stores leave them out at times."""
     return (one or "").strip('"') == (other or "").strip('"')
+
+
+def batches(targets: Sequence[DeleteTarget]) -> Sequence[Sequence[DeleteTarget]]:
+    """Split the targets into runs that one request takes."""
+    return [targets[start : start + BATCH] for start in range(0, len(targets), BATCH)]
 
 
 def target_of(each: str | DeleteTarget) -> DeleteTarget:

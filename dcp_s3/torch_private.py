@@ -1,7 +1,7 @@
-"""Every private name of torch that dcp_s3 uses, for distributed checkpoints and for staging.
+"""Every private name of torch that dcp_s3 uses, for distributed checkpoints and for staging: fifteen.
 
-All were seen in torch 2.13.0. ``tests/test_torch_private.py`` and ``tests/test_torch_calls.py`` say who relies on each,
-and fail when one moves.
+All are in torch 2.9 to 2.15 (``make test-torch``). What relies on each, and what to do when it moves, stands in
+``tests/test_torch_private.py``, which fails then.
 """
 
 from __future__ import annotations
@@ -14,30 +14,17 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint import _async_process_executor as async_process_executor
-from torch.distributed.checkpoint._async_process_executor import (
-    _ProcessBasedAsyncCheckpointExecutor as ProcessBasedAsyncCheckpointExecutor,
-)
-from torch.distributed.checkpoint._async_thread_executor import (
-    _ThreadBasedAsyncCheckpointExecutor as ThreadBasedAsyncCheckpointExecutor,
-)
-from torch.distributed.checkpoint._extension import ExtensionRegistry
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.api import _wrap_exception as wrap_exception
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint import _async_process_executor
+from torch.distributed.checkpoint._async_executor import _AsyncCheckpointExecutor as AsyncCheckpointExecutor
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
 from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms as ReaderTransforms
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as WriterTransforms
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MEMORY_FORMAT_ENCODING
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dcp_s3.torch_version import release
 
@@ -50,25 +37,18 @@ FsspecReader, FsspecWriter = _fsspec.FsspecReader, _fsspec.FsspecWriter
 FileReader = torch._C.PyTorchFileReader  # reads the archives that torch.save writes
 
 __all__ = [
-    "CURRENT_DCP_VERSION",
-    "MEMORY_FORMAT_ENCODING",
-    "AsyncCollectiveTensor",
-    "ExtensionRegistry",
-    "FakeTensorMode",
+    "AsyncCheckpointExecutor",
     "FileReader",
     "FsspecReader",
     "FsspecWriter",
-    "ProcessBasedAsyncCheckpointExecutor",
     "ReaderTransforms",
     "ShardedTensor",
     "StorageInfo",
     "StoragePrefix",
-    "ThreadBasedAsyncCheckpointExecutor",
     "WriterTransforms",
     "compute_offset",
     "create_chunk_list",
     "default_store",
-    "flatten_state_dict",
     "has_checkpoint_process",
     "is_traceable_wrapper_subclass",
     "make_wrapper",
@@ -78,7 +58,6 @@ __all__ = [
     "rebuild_sharded_tensor",
     "record_size",
     "unpin_memory",
-    "wrap_exception",
 ]
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
@@ -94,7 +73,7 @@ def default_store() -> Any:
 
 def has_checkpoint_process() -> bool:
     """Whether the process of saves by `AsyncCheckpointerType.PROCESS` is there."""
-    return async_process_executor._CHECKPOINT_PROCESS is not None
+    return _async_process_executor._CHECKPOINT_PROCESS is not None
 
 
 def _cudart() -> Any:
@@ -125,6 +104,11 @@ def narrow_tensor_by_index(tensor: torch.Tensor, offsets: Sequence[int], sizes: 
     return tensor
 
 
+def is_traceable_wrapper_subclass(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a subclass that says which tensors it is made of, such as a DTensor or a quantised one."""
+    return all(hasattr(tensor, name) for name in ("__tensor_flatten__", "__tensor_unflatten__"))
+
+
 def record_size(reader: Any, name: str) -> int:
     """Bytes of a record of an archive, as torch's reader finds it; before torch 2.13 by reading it."""
     find = getattr(reader, "get_record_size", None)
@@ -133,7 +117,11 @@ def record_size(reader: Any, name: str) -> int:
 
 def without_data() -> contextlib.AbstractContextManager[object]:
     """In it, ``torch.load(map_location="meta")`` makes tensors for `offset_in_archive`; torch 2.11 does so anywhere."""
-    return contextlib.nullcontext() if release(torch.__version__) >= (2, 11) else FakeTensorMode()
+    if release(torch.__version__) >= (2, 11):
+        return contextlib.nullcontext()
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
 
 
 def offset_in_archive(tensor: torch.Tensor) -> int | None:

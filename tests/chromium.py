@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import aiohttp
+import pytest
 
 T = TypeVar("T")
 
@@ -30,6 +31,12 @@ def find_chromium() -> str | None:
     return next(
         (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
     )
+
+
+def in_a_browser(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that needs Chromium: `make test-docs` runs it, where there is one."""
+    missing = pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium: apt-get install chromium")
+    return pytest.mark.docs(missing(test))
 
 
 @dataclass

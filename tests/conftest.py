@@ -6,8 +6,10 @@ in-memory one. `root` is where most tests start: an s3:// URL in an empty bucket
 environment set such that dcp_s3 and boto3 find the server without arguments.
 
 `make test` leaves out what is marked `soak`, and of a test marked `@pytest.mark.quick("id", ...)` all
-cases but those. What is not about S3 itself it runs on the in-memory server and on Ceph's. `make soak`
-runs the rest. After DCP_S3_TEST_MINUTES no further test is begun: it is skipped, and named as not run.
+cases but those. What is not about S3 itself it runs on the in-memory server only, but whole saves and
+loads on Ceph's too. `make soak` runs the rest. After DCP_S3_TEST_MINUTES no further test is begun: it
+is skipped, and named as not run.
+What is about pages, examples, demo, benchmarks and the package is marked `docs`: `make test-docs` runs it.
 """
 
 from __future__ import annotations
@@ -53,9 +55,11 @@ _NOT_RUN = "not run: DCP_S3_TEST_MINUTES are over"
 _end = float("inf")
 
 _TESTS = Path(__file__).parent
-_SOAK_SERVERS = ("moto", "rclone")
+# `make test-docs` runs these, and what is marked so elsewhere.
+_DOCS = ("docs/", "examples/", "demo/", "benchmarks/", "cli/test_bench.py", "test_bench.py")
 # What differs between servers: requests and their answers, conditional writes.
 _ON_EVERY_SERVER = ("s3/", "servers/", "checkpoint/", "retention/test_prune_servers.py", "test_store_contract.py")
+_ON_RGW = (*_ON_EVERY_SERVER, "end_to_end/test_roundtrip.py", "coordination/", "checkup/")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -72,24 +76,41 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    in_memory = {_function(item) for item in items if _server(item) == "memory"}
     for item in items:
-        case = getattr(item, "callspec", None)
-        server = "" if case is None else str(case.params.get("server", ""))
+        server = _server(item)
         mark = item.get_closest_marker("quick")
-        if mark is not None and case.id.removeprefix(f"{server}-") not in mark.args:
+        if mark is not None and item.callspec.id.removeprefix(f"{server}-") not in mark.args:  # type: ignore[attr-defined]
             item.add_marker("soak")
-        if server in _SOAK_SERVERS and not str(item.path.relative_to(_TESTS)).startswith(_ON_EVERY_SERVER):
+        path = str(item.path.relative_to(_TESTS))
+        if server == "rgw":
+            again = _function(item) in in_memory and not path.startswith(_ON_RGW)
+        else:
+            again = server in ("moto", "rclone") and not path.startswith(_ON_EVERY_SERVER)
+        if again:
             item.add_marker("soak")
+        if path.startswith(_DOCS):
+            item.add_marker("docs")
     if _end < float("inf"):
         # What has large counts comes last, the first case of each test before any second one.
         cases: Counter[str] = Counter()
         turns: dict[pytest.Item, int] = {}
         for item in items:
             if item.get_closest_marker("counted") is not None:
-                name = item.nodeid.partition("[")[0]
-                cases[name] += 1
-                turns[item] = cases[name]
+                cases[_function(item)] += 1
+                turns[item] = cases[_function(item)]
         items.sort(key=lambda item: turns.get(item, 0))
+
+
+def _server(item: pytest.Item) -> str:
+    """The server that a case runs on; empty where it takes none."""
+    case = getattr(item, "callspec", None)
+    return "" if case is None else str(case.params.get("server", ""))
+
+
+def _function(item: pytest.Item) -> str:
+    """The test without its case."""
+    return item.nodeid.partition("[")[0]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -99,11 +120,22 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    left = [report.nodeid for report in terminalreporter.stats.get("skipped", ()) if _NOT_RUN in str(report.longrepr)]
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(_reason(report) for report in skipped)
+    if reasons:
+        terminalreporter.section("skipped")
+        for reason, count in reasons.most_common():
+            terminalreporter.line(f"{count} test{'s' * (count > 1)}: {reason}")
+    left = [report.nodeid for report in skipped if _NOT_RUN in _reason(report)]
     if left:
         terminalreporter.section(f"{len(left)} tests were NOT RUN: DCP_S3_TEST_MINUTES were over")
         for nodeid in left:
             terminalreporter.line(nodeid)
+
+
+def _reason(report: pytest.TestReport) -> str:
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return text.removeprefix("Skipped: ")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -170,7 +202,7 @@ def server(request: pytest.FixtureRequest, _servers: Servers) -> S3Server:
     try:
         return _servers.get(request.param)
     except ServerUnavailable as e:
-        pytest.skip(f"{request.param}: {e}")
+        pytest.skip(str(e))
 
 
 @pytest.fixture

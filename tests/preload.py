@@ -16,7 +16,6 @@ import dcp_s3
 
 #: Imported by the fork server: what the functions that ranks run import is mostly this.
 MODULES = [
-    "aiobotocore.session",
     "fsspec",
     "torch",
     "torch._dynamo",  # imported by the first DTensor: a second of CPU

@@ -12,9 +12,9 @@ from dcp_s3 import (
     CatalogSnapshot,
     CheckpointCatalog,
     CheckpointDiff,
+    CheckpointEntries,
     CheckpointInfo,
     CheckpointManager,
-    CheckpointTree,
     CheckResult,
     CopyResult,
     Decision,
@@ -41,7 +41,6 @@ from dcp_s3 import (
     SaveMoment,
     SaveOnPreemption,
     Settings,
-    TreeNode,
     VerifyReport,
     stats,
 )
@@ -88,8 +87,7 @@ SHOWN = [
     (lambda: DoctorReport(URL, False, (), {}), None),
     (lambda: stats(), None),
     (lambda: EntryDiff("model.w", "tensor", "changed", "values"), "EntryDiff('model.w', changed, what='values')"),
-    (lambda: TreeNode("layers", 8, 32, ("bfloat16",), 2, 2), "TreeNode('layers', 2 entries, 8 parameters, 32 B)"),
-    (lambda: CheckpointTree(INFO, {}, (), ()), f"CheckpointTree('{URL}', 0 tensors, 0 parameters, 0 B)"),
+    (lambda: CheckpointEntries(INFO, {}, (), ()), f"CheckpointEntries('{URL}', 0 tensors, 0 parameters, 0 B)"),
     (
         lambda: CheckpointDiff(INFO, INFO, (), {}, {}),
         "CheckpointDiff('step-00000100', 'step-00000100', 0 of 0 entries differ)",

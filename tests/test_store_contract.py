@@ -100,7 +100,7 @@ def server(request: pytest.FixtureRequest, _servers: Any) -> S3Server:
     try:
         server: S3Server = _servers.get(name)
     except ServerUnavailable as error:
-        pytest.skip(f"{name}: {error}")
+        pytest.skip(str(error))
     return server
 
 

@@ -12,20 +12,19 @@
 
 from __future__ import annotations
 
-import asyncio
+import copy
 import logging
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.directory import Directory, Removal, list_directory_async
+from dcp_s3.checkpoint.directory import Directory, Removal, list_directory
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
 from dcp_s3.checkpoint.look import Inspected, find_manifest, inspect, save_id_of
 from dcp_s3.checkpoint.stored_metadata import check_metadata
-from dcp_s3.coroutines import gather
 from dcp_s3.format.control_files import DeletionList
 from dcp_s3.format.layout import (
     CONTROL_PREFIX,
@@ -38,12 +37,8 @@ from dcp_s3.format.layout import (
 )
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.limit import UNLIMITED, Deadline, Limit
-from dcp_s3.s3.listing import batches, old_versions
-from dcp_s3.store import DeleteTarget, same_etag
+from dcp_s3.store import DeleteTarget, Store, Versioned, batches, same_etag
 from dcp_s3.url import CheckpointURL
-
-if TYPE_CHECKING:
-    from dcp_s3.s3.async_store import AsyncS3Store
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +50,7 @@ _DELETES_AT_ONCE = 8
 
 _TOO_SLOW = "S3 is too slow for its readers to be seen"
 
-Look = Callable[[], Awaitable[None]]
+Look = Callable[[], None]
 """Called before each request of a deletion; raises if nothing more may be deleted."""
 
 
@@ -76,18 +71,30 @@ class Deletion:
 
 
 class Deleter:
-    """Deletes committed checkpoints, and finishes deletions that were cut off."""
+    """Deletes committed checkpoints, and finishes deletions that were cut off.
 
-    def __init__(self, store: AsyncS3Store, *, all_versions: bool, force: bool = False, dry_run: bool = False) -> None:
+    Raises:
+        SettingsError: ``all_versions``, and the store has none.
+    """
+
+    def __init__(self, store: Store, *, all_versions: bool, force: bool = False, dry_run: bool = False) -> None:
+        if all_versions and not isinstance(store, Versioned):
+            raise errors.SettingsError(f"all_versions: {store.name} is a store that keeps no versions")
         self.store = store
         self.all_versions = all_versions  # of a versioned bucket, rather than add delete markers
         self.force = force  # ignore pins, leases and saves in progress
         self.dry_run = dry_run
-        self._slots = asyncio.Semaphore(_DELETES_AT_ONCE)
+        self._slots = threading.Semaphore(_DELETES_AT_ONCE)
+
+    def on(self, store: Store) -> Deleter:
+        """The same with its requests on ``store``."""
+        other = copy.copy(self)
+        other.store = store
+        return other
 
     # --- a committed checkpoint -----------------------------------------------------------------
 
-    async def delete_committed(
+    def delete_committed(
         self, url: CheckpointURL, planned: CheckpointInfo, *, since: float, newest: CheckpointURL | None = None
     ) -> Deletion:
         """Delete a committed checkpoint.
@@ -101,12 +108,12 @@ class Deleter:
             LeftAloneError: it changed, it is protected, or a save to its URL is in progress.
             StorageError, CheckpointError
         """
-        found = await inspect(self.store, url)
+        found = inspect(self.store, url)
         if found is None or not found.info.committed:
             raise LeftAloneError("it is gone, or no longer committed")
         _check_unchanged(planned, found.info)
-        needed, copies = await self._needed(url, found)
-        directory = await list_directory_async(self.store, url)
+        needed, copies = self._needed(url, found)
+        directory = list_directory(self.store, url)
         self.check_protection(directory)
         removal = directory.removal(needed, since=since, copies=copies)
         self.check_not_saving(removal)
@@ -114,64 +121,64 @@ class Deleter:
         if planned.etag is not None and (commit is None or not commit.has_etag(planned.etag)):
             raise LeftAloneError("it was overwritten")
         if not self.dry_run:
-            await self._delete(url, planned, removal, newest)
+            self._delete(url, planned, removal, newest)
         return Deletion(url.name, removal.count, removal.size)
 
-    async def _delete(
+    def _delete(
         self, url: CheckpointURL, planned: CheckpointInfo, removal: Removal, newest: CheckpointURL | None
     ) -> None:
         listed = removal.to_list(planned.save_id, all_versions=self.all_versions)
         path = deletion_object(planned.deletion_id, new_nonce())
         deadline = _CommitDeadline.begin()
         try:
-            await self.write_list(url, path, listed)
-            lists = await self._look_again(url, planned, listed, newest)
+            self.write_list(url, path, listed)
+            lists = self._look_again(url, planned, listed, newest)
             if deadline.passed:
                 raise LeftAloneError(_TOO_SLOW)
         except (LeftAloneError, errors.StorageError):
-            await self.withdraw(url, [path])
+            self.withdraw(url, [path])
             raise
         in_time = Limit(deadline=deadline, hang=_ATTEMPT_SECONDS)
         for step in commit_steps(url, listed):
             try:
-                changed = await self.delete_all(step, limit=in_time)
+                changed = self.delete_all(step, limit=in_time)
             except errors.StorageError as error:
-                await self._give_up(url, path, listed, error)
+                self._give_up(url, path, listed, error)
                 raise
             if changed:
-                await self.withdraw(url, [path])
+                self.withdraw(url, [path])
                 raise LeftAloneError("it was overwritten")
-        await self.delete_rest(url, listed, {path, *lists})
+        self.delete_rest(url, listed, {path, *lists})
 
-    async def _give_up(self, url: CheckpointURL, path: str, listed: DeletionList, error: errors.StorageError) -> None:
+    def _give_up(self, url: CheckpointURL, path: str, listed: DeletionList, error: errors.StorageError) -> None:
         """Withdraw the list if S3 certainly has not deleted a commit and never will: no reader should wait in vain."""
         late = isinstance(error, errors.DeadlineExceededError)
         if isinstance(error, errors.TransferError) or (late and error.attempts):
             return  # S3 may still carry it out
         try:
             for commit, etag in listed.commits.items():
-                if not same_etag((await self.store.head(url.key(commit))).etag, etag):
+                if not same_etag(self.store.head(url.key(commit)).etag, etag):
                     return
         except errors.StorageError:
             return
-        await self.withdraw(url, [path])
+        self.withdraw(url, [path])
         if late:
             raise LeftAloneError(_TOO_SLOW)
 
-    async def _look_again(
+    def _look_again(
         self, url: CheckpointURL, planned: CheckpointInfo, listed: DeletionList, newest: CheckpointURL | None
     ) -> list[str]:
         """Look a last time before deleting. Returns the lists of other deletions of the same checkpoint."""
-        if newest is not None and not await self._exists(newest):
+        if newest is not None and not self._exists(newest):
             raise LeftAloneError(f"{newest}, which was to stay as the newest, is gone")
         if planned.etag is not None:
             try:
-                head = await self.store.head(url.key(METADATA))
+                head = self.store.head(url.key(METADATA))
             except errors.ObjectNotFoundError:
                 raise LeftAloneError("another prune deletes it") from None
             if not same_etag(head.etag, planned.etag):
                 raise LeftAloneError("it was overwritten")
-        directory = await list_directory_async(self.store, url, CONTROL_PREFIX)
+        directory = list_directory(self.store, url, CONTROL_PREFIX)
         self.check_protection(directory)
         if not self.force:
             metrics = directory.metrics
@@ -180,7 +187,7 @@ class Deleter:
             check_no_other_save(directory, listed.objects)
         return [each.path for each in directory.lists_of(planned.deletion_id)]
 
-    async def _needed(self, url: CheckpointURL, found: Inspected) -> tuple[set[str], set[str]]:
+    def _needed(self, url: CheckpointURL, found: Inspected) -> tuple[set[str], set[str]]:
         """Relative paths of the data objects and manifests that a checkpoint's metadata names, and of the plain copies
         of its attachments."""
         if found.manifest is not None:
@@ -189,12 +196,12 @@ class Deleter:
         copies: set[str] = set()
         for rank in found.directory.committing:
             try:
-                manifest = await find_manifest(self.store, url, found.directory, rank)
+                manifest = find_manifest(self.store, url, found.directory, rank)
                 if manifest is not None:
                     needed |= manifest.paths
                     copies |= set(manifest.attachments)
                     continue
-                metadata = check_metadata(await self.store.get(url.key(metadata_object(rank))), url, rank)
+                metadata = check_metadata(self.store.get(url.key(metadata_object(rank))), url, rank)
             except errors.ObjectNotFoundError:
                 raise LeftAloneError("another prune deletes it") from None
             except errors.CheckpointError as error:
@@ -203,23 +210,23 @@ class Deleter:
             needed |= set(needed_objects(metadata))
         return needed, copies
 
-    async def _exists(self, url: CheckpointURL) -> bool:
+    def _exists(self, url: CheckpointURL) -> bool:
         for name in (METADATA, metadata_object(0)):
-            page = await self.store.page(url.key(name))
+            page = self.store.page(url.key(name))
             if any(each.key == url.key(name) for each in page.objects):
                 return True
         return False
 
     # --- deletions that were cut off ------------------------------------------------------------
 
-    async def finish(self, url: CheckpointURL, deletion: str) -> Deletion:
+    def finish(self, url: CheckpointURL, deletion: str) -> Deletion:
         """Finish a deletion (its id) that was cut off: delete exactly what its lists name and is unchanged."""
-        directory = await list_directory_async(self.store, url)
+        directory = list_directory(self.store, url)
         gone: set[str] = set()
         for found in directory.lists_of(deletion):
             path = found.path
             try:
-                listed = DeletionList.from_json((await self.store.get(url.key(path))).data)
+                listed = DeletionList.from_json(self.store.get(url.key(path)).data)
             except errors.ObjectNotFoundError:
                 continue  # another prune has finished it
             except ValueError as error:
@@ -228,34 +235,34 @@ class Deleter:
                     "Remedy: delete it; what it names is then left over, and goes after the grace period",
                     url=str(url),
                 ) from None
-            if not _has_begun(directory, listed) or await self._has_save(url, listed.save_id, directory):
+            if not _has_begun(directory, listed) or self._has_save(url, listed.save_id, directory):
                 if not listed.commits:  # a list of leftovers, or of a save that was committed after all
                     given_up = found.modified_at < directory.now - DELETION_BEGINS
                     if given_up or not listed.objects.keys() & directory.objects.keys():
-                        await self.withdraw(url, [path])
+                        self.withdraw(url, [path])
                     continue
                 raise LeftAloneError("a deletion was begun and given up; the checkpoint is still there")
             rest = still_there(directory, listed, written_at=found.modified_at)
             for step in commit_steps(url, rest):
-                await self.delete_all(step)
+                self.delete_all(step)
             # In a versioned bucket, an object that already has its delete marker may still have older versions.
-            await self.delete_rest(url, rest, [path], purged=listed)
+            self.delete_rest(url, rest, [path], purged=listed)
             gone |= {*rest.commits, *rest.objects}
         return Deletion(url.name, len(gone), sum(directory.sizes[path] for path in gone))
 
-    async def withdraw_given_up(self, url: CheckpointURL, deletion: str) -> None:
+    def withdraw_given_up(self, url: CheckpointURL, deletion: str) -> None:
         """Remove the lists of a deletion that was cut off before it began: the checkpoint is still there."""
-        directory = await list_directory_async(self.store, url, DELETION_PREFIX)
+        directory = list_directory(self.store, url, DELETION_PREFIX)
         old = [each for each in directory.lists_of(deletion) if each.modified_at < directory.now - DELETION_BEGINS]
-        await self.delete_all([DeleteTarget(url.key(each.path)) for each in old])
+        self.delete_all([DeleteTarget(url.key(each.path)) for each in old])
 
-    async def _has_save(self, url: CheckpointURL, save_id: str | None, directory: Directory) -> bool:
+    def _has_save(self, url: CheckpointURL, save_id: str | None, directory: Directory) -> bool:
         """Whether the checkpoint at the URL is of that save. Its ``.metadata`` may have another ETag, if it was brought
         back from a copy."""
         if save_id is None or None not in directory.commits:
             return False
         try:
-            return save_id_of(await self.store.head(url.key(METADATA))) == save_id
+            return save_id_of(self.store.head(url.key(METADATA))) == save_id
         except errors.ObjectNotFoundError:
             return False
 
@@ -271,18 +278,18 @@ class Deleter:
         if removal.being_saved and not self.force:
             raise LeftAloneError(f"a save is in progress: {removal.being_saved} was written")
 
-    async def write_list(self, url: CheckpointURL, path: str, listed: DeletionList) -> None:
+    def write_list(self, url: CheckpointURL, path: str, listed: DeletionList) -> None:
         """Write the list of what will be deleted."""
-        await self.store.put(url.key(path), listed.to_json(), content_type="application/json")
+        self.store.put(url.key(path), listed.to_json(), content_type="application/json")
 
-    async def withdraw(self, url: CheckpointURL, paths: Iterable[str]) -> None:
+    def withdraw(self, url: CheckpointURL, paths: Iterable[str]) -> None:
         """Remove the lists of a deletion that was given up. A failure is a warning."""
         try:
-            await self.delete_all([DeleteTarget(url.key(path)) for path in paths])
+            self.delete_all([DeleteTarget(url.key(path)) for path in paths])
         except errors.StorageError as error:
             logger.warning("a deletion of %s was given up, and its list stays until the next prune: %s", url, error)
 
-    async def delete_all(
+    def delete_all(
         self, targets: Sequence[DeleteTarget], *, limit: Limit = UNLIMITED, look: Look | None = None
     ) -> list[str]:
         """Delete keys whose ETags are unchanged; ``limit`` bounds each request.
@@ -293,13 +300,13 @@ class Deleter:
         if look is not None:
             found: list[str] = []
             for batch in batches(targets):
-                await look()
-                found += await self._delete_batch(batch, limit)
+                look()
+                found += self._delete_batch(self.store, batch, limit)
             return found
-        changed = await gather([self._delete_batch(batch, limit) for batch in batches(targets)])
+        changed = self.store.map(lambda store, batch: self._delete_batch(store, batch, limit), batches(targets))
         return [key for each in changed for key in each]
 
-    async def delete_rest(
+    def delete_rest(
         self,
         url: CheckpointURL,
         listed: DeletionList,
@@ -312,23 +319,22 @@ class Deleter:
 
         ``purged``: objects whose old versions are deleted, if there are more than in ``listed``.
         """
-        await self.delete_all(other_targets(url, listed), look=look)
+        self.delete_all(other_targets(url, listed), look=look)
         if listed.all_versions or self.all_versions:
-            await self._purge(url, purged or listed)
-        await self.delete_all([DeleteTarget(url.key(path)) for path in lists])
+            self._purge(url, purged or listed)
+        self.delete_all([DeleteTarget(url.key(path)) for path in lists])
         if listed.all_versions or self.all_versions:
-            await self._purge(url, DeletionList(None, {}, dict.fromkeys(lists, "")))
+            self._purge(url, DeletionList(None, {}, dict.fromkeys(lists, "")))
 
-    async def _purge(self, url: CheckpointURL, listed: DeletionList) -> None:
+    def _purge(self, url: CheckpointURL, listed: DeletionList) -> None:
         """Delete all versions of the listed objects, except a current one, which was written since."""
         commits, keys = ({url.key(path) for path in paths} for paths in (listed.commits, listed.objects))
-        if commits or keys:
-            for step in old_versions(await self.store.list_versions(url.key("")), commits, keys):
-                await self.delete_all(step)
+        if (commits or keys) and isinstance(self.store, Versioned):
+            self.store.purge(url.key(""), commits, keys)
 
-    async def _delete_batch(self, batch: Sequence[DeleteTarget], limit: Limit) -> Sequence[str]:
-        async with self._slots:
-            return await self.store.within(limit).delete(batch)
+    def _delete_batch(self, store: Store, batch: Sequence[DeleteTarget], limit: Limit) -> Sequence[str]:
+        with self._slots:
+            return store.within(replace(limit, cancel=store.limit.cancel)).delete(batch)
 
 
 @dataclass(frozen=True)

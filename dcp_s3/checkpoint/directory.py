@@ -11,15 +11,12 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from dcp_s3.format.control_files import DeletionList, Manifest
 from dcp_s3.format.layout import CLAIM, Kind, What, classify, is_inside, manifest_object, may_be_spread
 from dcp_s3.store import ListedObject, Store
 from dcp_s3.url import CheckpointURL
-
-if TYPE_CHECKING:
-    from dcp_s3.s3.async_store import AsyncS3Store
 
 LEASE_MARGIN = 60.0
 """Seconds for which a lease counts after its end: a renewal may be under way. Both times are by S3's clock."""
@@ -380,14 +377,7 @@ def spread_prefixes(prefixes: Iterable[str]) -> list[str]:
 
 
 def list_directory(store: Store, url: CheckpointURL, *prefixes: str) -> Directory:
-    """List a checkpoint's directory with sizes only: without times and ETags."""
-    skip = len(url.key(""))
-    listed = (each for prefix in prefixes or ("",) for each in store.list(url.key(prefix)).objects)
-    return Directory.of_sizes({each.key[skip:]: each.size for each in listed})
-
-
-async def list_directory_async(store: AsyncS3Store, url: CheckpointURL, *prefixes: str) -> Directory:
-    """List a checkpoint's directory with times and ETags, and the time on S3's clock before the first listing."""
-    pages = [await store.list(url.key(prefix)) for prefix in prefixes or ("",)]
+    """List a checkpoint's directory, or what starts with one of the prefixes; ``now`` is from before all of that."""
+    pages = [store.list(url.key(prefix)) for prefix in prefixes or ("",)]
     now = pages[0].server_time
     return Directory.of(url, (each for page in pages for each in page.objects), time.time() if now is None else now)

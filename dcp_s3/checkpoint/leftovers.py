@@ -20,7 +20,7 @@ from dcp_s3.checkpoint.deletion import (
     commit_steps,
     other_targets,
 )
-from dcp_s3.checkpoint.directory import Directory, list_directory_async
+from dcp_s3.checkpoint.directory import Directory, list_directory
 from dcp_s3.checkpoint.info import LeftoverObject
 from dcp_s3.checkpoint.look import inspect, look_deeper
 from dcp_s3.format.control_files import DeletionList, Manifest
@@ -28,7 +28,7 @@ from dcp_s3.format.layout import DELETION_PREFIX, deletion_id, deletion_object, 
 from dcp_s3.url import CheckpointURL
 
 
-async def delete_uncommitted(deleter: Deleter, url: CheckpointURL, *, since: float) -> Deletion:
+def delete_uncommitted(deleter: Deleter, url: CheckpointURL, *, since: float) -> Deletion:
     """Delete what a save that was never committed left.
 
     Args:
@@ -38,18 +38,18 @@ async def delete_uncommitted(deleter: Deleter, url: CheckpointURL, *, since: flo
         LeftAloneError: it was committed meanwhile, is being saved, or is protected.
         StorageError, CheckpointError
     """
-    found = await inspect(deleter.store, url)
+    found = inspect(deleter.store, url)
     if found is None:
         return Deletion(url.name, 0, 0)  # somebody else was faster
     if found.info.committed:
         raise LeftAloneError("it was committed")
     if found.info.damage is not None and not deleter.force:
         raise LeftAloneError(found.info.damage)
-    directory = await list_directory_async(deleter.store, url)
+    directory = list_directory(deleter.store, url)
     deleter.check_protection(directory)
     if None in directory.commits:
         raise LeftAloneError("it was committed")
-    removal = directory.removal_of_uncommitted(since=since, copies=await _copies(deleter, url, directory))
+    removal = directory.removal_of_uncommitted(since=since, copies=_copies(deleter, url, directory))
     deleter.check_not_saving(removal)
     if deleter.dry_run:
         return Deletion(url.name, removal.count, removal.size)
@@ -57,43 +57,41 @@ async def delete_uncommitted(deleter: Deleter, url: CheckpointURL, *, since: flo
     seen = {**everything.commits, **everything.objects}
     known = set(everything.commits)
 
-    async def look() -> None:
+    def look() -> None:
         if not deleter.force:
-            await _look_for_commits(deleter, url, seen, known)
+            _look_for_commits(deleter, url, seen, known)
 
     # It is no checkpoint, whatever goes first, and the list must not make a part of it look like one.
     listed = replace(everything, commits={})
-    path = await _announce(deleter, url, listed, look)
+    path = _announce(deleter, url, listed, look)
     try:
         for step in commit_steps(url, everything):
-            await deleter.delete_all(step, look=look)
+            deleter.delete_all(step, look=look)
         known.clear()
-        await deleter.delete_rest(url, listed, (), look=look)
+        deleter.delete_rest(url, listed, (), look=look)
     except LeftAloneError:
-        await deleter.withdraw(url, [path])
+        deleter.withdraw(url, [path])
         raise
-    await deleter.delete_rest(url, replace(listed, objects={}), [path])
+    deleter.delete_rest(url, replace(listed, objects={}), [path])
     return Deletion(url.name, removal.count, removal.size)
 
 
-async def _copies(deleter: Deleter, url: CheckpointURL, directory: Directory) -> set[str]:
+def _copies(deleter: Deleter, url: CheckpointURL, directory: Directory) -> set[str]:
     """Relative paths of plain copies of attachments that saves without a commit may have left."""
     copies: set[str] = set()
     for found in directory.all_manifests:
         with contextlib.suppress(errors.ObjectNotFoundError, ValueError):
-            copies |= set(Manifest.from_json((await deleter.store.get(url.key(found.path))).data).attachments)
+            copies |= set(Manifest.from_json(deleter.store.get(url.key(found.path)).data).attachments)
     return copies
 
 
-async def _look_for_commits(
-    deleter: Deleter, url: CheckpointURL, seen: Mapping[str, str], known: Collection[str]
-) -> None:
+def _look_for_commits(deleter: Deleter, url: CheckpointURL, seen: Mapping[str, str], known: Collection[str]) -> None:
     """Raises LeftAloneError if a save was committed, or is about to be, since a listing.
 
     Args:
         known: relative paths of the listed commits that may still be there.
     """
-    directory = await list_directory_async(deleter.store, url, ".", "__")
+    directory = list_directory(deleter.store, url, ".", "__")
     deleter.check_protection(directory)
     for each in directory.commits.values():
         if not (each.path in known and each.has_etag(seen.get(each.path))):
@@ -101,13 +99,13 @@ async def _look_for_commits(
     check_no_other_save(directory, seen)
 
 
-async def delete_leftovers(
+def delete_leftovers(
     deleter: Deleter, url: CheckpointURL, planned: Sequence[LeftoverObject], *, since: float
 ) -> Deletion:
     """Delete objects of other saves in the directory of a committed checkpoint."""
-    now = (await list_directory_async(deleter.store, url, DELETION_PREFIX)).now
-    found = await inspect(deleter.store, url)
-    unneeded = (await look_deeper(deleter.store, url, found, now))[1] if found and found.info.committed else []
+    now = list_directory(deleter.store, url, DELETION_PREFIX).now
+    found = inspect(deleter.store, url)
+    unneeded = look_deeper(deleter.store, url, found, now)[1] if found and found.info.committed else []
     if any(each.modified_at > since and not each.is_lease for each in unneeded):
         raise LeftAloneError("a save is in progress: an object was written")
     gone = [each for each in planned if each in unneeded]
@@ -116,32 +114,32 @@ async def delete_leftovers(
     before, skip = found.info, len(url.key(""))
     seen = {each.path: each.etag for each in found.directory.other_saves({})}
 
-    async def look() -> None:
-        now = await inspect(deleter.store, url)
+    def look() -> None:
+        now = inspect(deleter.store, url)
         if now is None or (now.info.save_id, now.info.etag) != (before.save_id, before.etag):
             raise LeftAloneError("it was overwritten")
         check_no_other_save(now.directory, seen)
 
     etags = {each.key[skip:]: each.etag for each in gone}
     listed = DeletionList(None, {}, dict.fromkeys(etags, ""), deleter.all_versions)
-    path = await _announce(deleter, url, listed, look)
+    path = _announce(deleter, url, listed, look)
     try:
-        await deleter.delete_all(other_targets(url, replace(listed, objects=etags)), look=look)
+        deleter.delete_all(other_targets(url, replace(listed, objects=etags)), look=look)
     except LeftAloneError:
-        await deleter.withdraw(url, [path])
+        deleter.withdraw(url, [path])
         raise
     left = {each.key[skip:] for each in unneeded} - set(listed.objects)
-    lists = await _spent_lists(deleter, url, left)
-    await deleter.delete_rest(url, replace(listed, objects={}), {path, *lists}, purged=listed)
+    lists = _spent_lists(deleter, url, left)
+    deleter.delete_rest(url, replace(listed, objects={}), {path, *lists}, purged=listed)
     return Deletion(url.name, len(gone), sum(each.size for each in gone))
 
 
-async def _spent_lists(deleter: Deleter, url: CheckpointURL, left: Collection[str]) -> list[str]:
+def _spent_lists(deleter: Deleter, url: CheckpointURL, left: Collection[str]) -> list[str]:
     """Lists, from prunes that were cut off, whose leftovers are all gone."""
     spent = []
-    for path in (await list_directory_async(deleter.store, url, DELETION_PREFIX)).deletions:
+    for path in list_directory(deleter.store, url, DELETION_PREFIX).deletions:
         try:
-            listed = DeletionList.from_json((await deleter.store.get(url.key(path))).data)
+            listed = DeletionList.from_json(deleter.store.get(url.key(path)).data)
         except (errors.ObjectNotFoundError, ValueError):
             continue
         if not listed.commits and not listed.objects.keys() & left:
@@ -149,13 +147,13 @@ async def _spent_lists(deleter: Deleter, url: CheckpointURL, left: Collection[st
     return spent
 
 
-async def _announce(deleter: Deleter, url: CheckpointURL, listed: DeletionList, look: Look) -> str:
+def _announce(deleter: Deleter, url: CheckpointURL, listed: DeletionList, look: Look) -> str:
     """Write the list for saves that are about to commit, and look for those that have. Returns the list's path."""
     path = deletion_object(deletion_id(None, new_nonce()), new_nonce())
     try:
-        await deleter.write_list(url, path, listed)
-        await look()
+        deleter.write_list(url, path, listed)
+        look()
     except (LeftAloneError, errors.StorageError):
-        await deleter.withdraw(url, [path])
+        deleter.withdraw(url, [path])
         raise
     return path

@@ -12,10 +12,9 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.directory import Directory, list_directory_async, spread_prefixes
+from dcp_s3.checkpoint.directory import Directory, list_directory, spread_prefixes
 from dcp_s3.checkpoint.info import (
     CheckpointInfo,
     LeftoverObject,
@@ -27,7 +26,6 @@ from dcp_s3.checkpoint.info import (
     with_step,
 )
 from dcp_s3.checkpoint.stored_metadata import check_metadata, find_crc_mismatch
-from dcp_s3.coroutines import map_bounded
 from dcp_s3.forking import reset_in_child
 from dcp_s3.format.control_files import AddedMetrics, Manifest
 from dcp_s3.format.layout import (
@@ -42,12 +40,9 @@ from dcp_s3.format.layout import (
     metadata_object,
 )
 from dcp_s3.format.saved_entries import needed_objects
-from dcp_s3.store import ObjectHead, StoredObject, same_etag
+from dcp_s3.store import ObjectHead, Store, StoredObject, same_etag
 from dcp_s3.torch_version import is_newer_than_installed
 from dcp_s3.url import CheckpointURL
-
-if TYPE_CHECKING:
-    from dcp_s3.s3.async_store import AsyncS3Store
 
 logger = logging.getLogger(__name__)
 
@@ -65,91 +60,87 @@ class Inspected:
     """Manifests of a save without collectives, in the order of ranks."""
 
 
-async def inspect_checkpoint(
-    store: AsyncS3Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()
+def inspect_checkpoint(
+    store: Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()
 ) -> CheckpointInfo | None:
     """The checkpoint at ``url`` itself; None if there is nothing of one."""
-    found = await inspect(store, url, patterns)
+    found = inspect(store, url, patterns)
     return None if found is None else found.info
 
 
-async def inspect(
-    store: AsyncS3Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()
-) -> Inspected | None:
+def inspect(store: Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()) -> Inspected | None:
     """`inspect_checkpoint`, with what it was concluded from."""
-    dotted = await _list_dotted(store, url)
-    found = await _inspect_committed(store, url, dotted) or await _inspect_without_metadata(store, url, dotted)
+    dotted = _list_dotted(store, url)
+    found = _inspect_committed(store, url, dotted) or _inspect_without_metadata(store, url, dotted)
     if found is None:
         return None
     info = with_step(with_marks(found.info, found.directory), patterns)
     if found.directory.metrics is not None and info.committed:
-        info = with_metrics(info, await _read_added(store, url))
+        info = with_metrics(info, _read_added(store, url))
     if info.pinned:
-        info = replace(info, pin_reason=await _read_pin_reason(store, url))
+        info = replace(info, pin_reason=_read_pin_reason(store, url))
     return replace(found, info=info)
 
 
-async def _list_dotted(store: AsyncS3Store, url: CheckpointURL) -> Directory:
+def _list_dotted(store: Store, url: CheckpointURL) -> Directory:
     """The objects that begin with a dot and may belong to a checkpoint."""
-    page = await store.page(url.key("."))
+    page = store.page(url.key("."))
     if page.next_token is None:
         return Directory.of(url, page.objects)
     # Many ranks without collectives, or a directory with something like .git/: do not list all of it.
-    metadata = await store.page(url.key(METADATA))
-    control = (await store.list(url.key(CONTROL_PREFIX))).objects
+    metadata = store.page(url.key(METADATA))
+    control = store.list(url.key(CONTROL_PREFIX)).objects
     return Directory.of(url, [*control, *(found for found in metadata.objects if found.key == url.key(METADATA))])
 
 
-async def _inspect_committed(store: AsyncS3Store, url: CheckpointURL, directory: Directory) -> Inspected | None:
+def _inspect_committed(store: Store, url: CheckpointURL, directory: Directory) -> Inspected | None:
     """A checkpoint with ``.metadata``; None without."""
     commit = directory.commits.get(None)
     if commit is None:
         return None
     try:
-        manifest = await find_manifest(store, url, directory, None)
+        manifest = find_manifest(store, url, directory, None)
     except errors.ObjectNotFoundError:
         return None  # deleted just now
     if manifest is not None:
         return Inspected(from_manifest(url, manifest), directory, manifest)
-    directory = await list_directory_async(store, url)
+    directory = list_directory(store, url)
     return Inspected(from_listing(url, directory, committed_at=commit.modified_at), directory)
 
 
-async def _inspect_without_metadata(store: AsyncS3Store, url: CheckpointURL, dotted: Directory) -> Inspected | None:
+def _inspect_without_metadata(store: Store, url: CheckpointURL, dotted: Directory) -> Inspected | None:
     # No full listing at first: this may be a directory with millions of other things, such as a run with its boards.
     skip = len(url.key(""))
-    page = await store.page(url.key(""), delimiter="/")
+    page = store.page(url.key(""), delimiter="/")
     prefixes = [prefix[skip:] for prefix in page.prefixes]
     directory, spread = Directory.of(url, page.objects), spread_prefixes(prefixes)
     shown = dotted.shows_checkpoint or directory.shows_checkpoint
     if not shown and spread:
-        sample = await store.page(url.key(spread[0]))
+        sample = store.page(url.key(spread[0]))
         shown = Directory.of(url, sample.objects).shows_checkpoint
     if not shown:
         return None
     if page.next_token is not None or spread or CONTROL_PREFIX in prefixes:
-        directory = await list_directory_async(store, url)
+        directory = list_directory(store, url)
     if directory.is_spread_of(url.name) or not directory.shows_checkpoint:
         return None
     ranks = directory.ranks
     if not ranks:
         return Inspected(from_listing(url, directory, committed_at=None), directory)
 
-    async def manifest_of(rank: int) -> Manifest | None:
+    def manifest_of(store: Store, rank: int) -> Manifest | None:
         try:
-            return await find_manifest(store, url, directory, rank)
+            return find_manifest(store, url, directory, rank)
         except errors.ObjectNotFoundError:
             return None  # deleted just now
 
-    manifests = await map_bounded(manifest_of, ranks)
+    manifests = store.map(manifest_of, ranks)
     by_rank = {rank: manifest for rank, manifest in zip(ranks, manifests, strict=True) if manifest is not None}
     info = from_rank_manifests(url, directory, by_rank)
     return Inspected(info, directory, manifests_of_ranks=tuple(by_rank.values()))
 
 
-async def find_manifest(
-    store: AsyncS3Store, url: CheckpointURL, directory: Directory, rank: int | None
-) -> Manifest | None:
+def find_manifest(store: Store, url: CheckpointURL, directory: Directory, rank: int | None) -> Manifest | None:
     """The manifest of the save that the commit of ``rank`` (None: ``.metadata``) names. None if it is missing, cannot
     be read, or is not clear.
     """
@@ -158,24 +149,24 @@ async def find_manifest(
         return None
     save_id = directory.save_id_by_time(rank)
     if save_id is None:
-        save_id = save_id_of(await store.head(url.key(metadata_object(rank))))
+        save_id = save_id_of(store.head(url.key(metadata_object(rank))))
     if save_id is None and len(manifests) == 1:
         [save_id] = manifests
     if save_id is None:
         try:
-            metadata = check_metadata(await store.get(url.key(metadata_object(rank))), url, rank)
+            metadata = check_metadata(store.get(url.key(metadata_object(rank))), url, rank)
         except errors.CheckpointError as error:
             logger.warning("cannot tell which manifest of %s is valid: %s", url, error)
             return None
         inside = getattr(metadata.storage_meta, "save_id", None)
         save_id = inside if inside in manifests else None  # another library's save_id may be anything
-    return None if save_id is None else await _read_manifest(store, url, save_id, rank)
+    return None if save_id is None else _read_manifest(store, url, save_id, rank)
 
 
-async def _read_manifest(store: AsyncS3Store, url: CheckpointURL, save_id: str, rank: int | None) -> Manifest | None:
+def _read_manifest(store: Store, url: CheckpointURL, save_id: str, rank: int | None) -> Manifest | None:
     """The manifest of a save; None if there is none or it cannot be read."""
     try:
-        return Manifest.from_json((await store.get(url.key(manifest_object(save_id, rank)))).data)
+        return Manifest.from_json(store.get(url.key(manifest_object(save_id, rank))).data)
     except errors.ObjectNotFoundError:
         return None  # lost in a copy, or replaced by another save just now
     except ValueError as error:
@@ -183,9 +174,9 @@ async def _read_manifest(store: AsyncS3Store, url: CheckpointURL, save_id: str, 
         return None
 
 
-async def _read_added(store: AsyncS3Store, url: CheckpointURL) -> AddedMetrics:
+def _read_added(store: Store, url: CheckpointURL) -> AddedMetrics:
     try:
-        return AddedMetrics.from_json((await store.get(url.key(METRICS))).data)
+        return AddedMetrics.from_json(store.get(url.key(METRICS)).data)
     except errors.ObjectNotFoundError:
         return AddedMetrics("")
     except ValueError as error:
@@ -193,10 +184,10 @@ async def _read_added(store: AsyncS3Store, url: CheckpointURL) -> AddedMetrics:
         return AddedMetrics("")
 
 
-async def _read_pin_reason(store: AsyncS3Store, url: CheckpointURL) -> str | None:
+def _read_pin_reason(store: Store, url: CheckpointURL) -> str | None:
     """Why a checkpoint is pinned, if the pin says so and may be read. A pin protects whatever is in it."""
     try:
-        reason = json.loads((await store.get(url.key(PIN))).data)["reason"]
+        reason = json.loads(store.get(url.key(PIN)).data)["reason"]
     except (errors.ObjectNotFoundError, errors.AccessDeniedError):
         return None
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -209,17 +200,17 @@ def save_id_of(head: ObjectHead) -> str | None:
     return head.metadata.get(SAVE_ID_KEY)
 
 
-async def find_damage(store: AsyncS3Store, url: CheckpointURL, *, foreign: bool = True) -> str | None:
+def find_damage(store: Store, url: CheckpointURL, *, foreign: bool = True) -> str | None:
     """Why a committed checkpoint cannot be loaded; None if it can. Reads its metadata and lists its objects.
 
     Metadata is decoded, which takes torch, unless it has the checksum that it was saved with, and a manifest that says
     what it names and that no newer torch wrote it.
     """
-    directory = await list_directory_async(store, url)
+    directory = list_directory(store, url)
     for rank in directory.committing:
         try:
-            stored = await store.get(url.key(metadata_object(rank)))
-            needed = await _objects_of_manifest(store, url, rank, stored)
+            stored = store.get(url.key(metadata_object(rank)))
+            needed = _objects_of_manifest(store, url, rank, stored)
             if needed is None and not foreign and METADATA_CRC_KEY not in stored.metadata:
                 continue
             if needed is None:
@@ -255,21 +246,21 @@ _told: set[str] = set()
 reset_in_child(_told.clear)
 
 
-async def _objects_of_manifest(
-    store: AsyncS3Store, url: CheckpointURL, rank: int | None, stored: StoredObject
+def _objects_of_manifest(
+    store: Store, url: CheckpointURL, rank: int | None, stored: StoredObject
 ) -> dict[str, int] | None:
     """Path and size of each object of a commit; None if only its metadata tells for certain."""
     save_id = stored.metadata.get(SAVE_ID_KEY)
     if save_id is None or METADATA_CRC_KEY not in stored.metadata or find_crc_mismatch(stored) is not None:
         return None
-    manifest = await _read_manifest(store, url, save_id, rank)
+    manifest = _read_manifest(store, url, save_id, rank)
     if manifest is None or is_newer_than_installed(manifest.writer.get("torch")):
         return None
     return {entry.path: entry.size for entry in manifest.objects}
 
 
-async def look_deeper(
-    store: AsyncS3Store, url: CheckpointURL, found: Inspected, now: float
+def look_deeper(
+    store: Store, url: CheckpointURL, found: Inspected, now: float
 ) -> tuple[CheckpointInfo, list[LeftoverObject]]:
     """A committed checkpoint with its damage and when it was written, and its leftovers.
 
@@ -278,8 +269,8 @@ async def look_deeper(
     Args:
         now: seconds since the epoch on the clock of S3. Leases that ended earlier are leftovers.
     """
-    head = await store.head(url.key(METADATA)) if found.manifest is not None else None
-    directory = replace(await list_directory_async(store, url), now=now)
+    head = store.head(url.key(METADATA)) if found.manifest is not None else None
+    directory = replace(list_directory(store, url), now=now)
     info = replace(found.info, written_at=directory.data_written_at)
     listed = directory.commits.get(None)
     if found.manifest is None or head is None or save_id_of(head) != found.manifest.save_id:

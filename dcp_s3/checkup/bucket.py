@@ -1,34 +1,20 @@
-"""Checks of the bucket: permissions, what the store does with conditions and checksums, lifecycle rules."""
+"""Checks of the bucket: each permission by a request, what the store does with conditions and checksums."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from dcp_s3 import errors
-from dcp_s3.checkup.probes import (
-    CONFIGURATION,
-    PROBE,
-    CheckResult,
-    Examination,
-    fail,
-    from_error,
-    ok,
-    permission_for,
-    skip,
-    warn,
-)
+from dcp_s3.checkup.probes import CONFIGURATION, PROBE, CheckResult, Examination, fail, from_error, ok, skip, warn
 from dcp_s3.format.layout import METADATA, deletion_object, manifest_object
 from dcp_s3.s3.diagnosis import answered_code, answered_status
 from dcp_s3.s3.operations import checksum_arguments, wire_checksum
 
-_DATA, _OTHER = bytes(range(256)), bytes(256)
-_REFUSED = (412, 409)  # 409: another conditional write is under way
-_OTHER_ETAG = '"00000000000000000000000000000000"'
-_ONE_WRITER = "save to each URL from one job only, and to a URL of its own for each save"
-# https://docs.aws.amazon.com/AmazonS3/latest/userguide/storage-class-intro.html: to be restored before they can be read
-_ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
+# --- permissions: None says that it is allowed ---------------------------------------------------------
+
+DATA, _OTHER = bytes(range(256)), bytes(256)
 
 
 def check_bucket(exam: Examination) -> CheckResult:
@@ -40,23 +26,6 @@ def check_bucket(exam: Examination) -> CheckResult:
     return ok(f"{exam.url.bucket!r} is there; {there} below {exam.url}")
 
 
-# --- permissions ---------------------------------------------------------------------------------------
-
-
-def permitted(operation: str, act: Callable[[Examination], CheckResult | None]) -> Callable[[Examination], CheckResult]:
-    """A check that does something which needs the permission of an operation; what it returns is another fault."""
-
-    def check(exam: Examination) -> CheckResult:
-        needed = permission_for(operation)
-        try:
-            found = act(exam)
-        except errors.StorageError as error:
-            return from_error(error, status="failed" if needed.required else "warning", consequence=needed.without)
-        return found or ok(f"allowed; needed for {needed.used_by.replace('`', '')} ({needed.action})")
-
-    return check
-
-
 def do_list(exam: Examination) -> CheckResult | None:
     exam.ask("ListObjectsV2", Prefix=exam.url.key(""), MaxKeys=1)
     try:  # whether an object that is not there reads as missing, rather than as forbidden
@@ -66,29 +35,26 @@ def do_list(exam: Examination) -> CheckResult | None:
     return fail(f"{exam.probes}/{METADATA} was never written, but is there", "is the endpoint an S3?")
 
 
-def do_put(exam: Examination) -> None:
-    exam.put(PROBE, _DATA)
-
-
 def do_get(exam: Examination) -> CheckResult | None:
     size = exam.ask("HeadObject", PROBE)["ContentLength"]
     data = exam.ask("GetObject", PROBE, Range="bytes=16-31")["Body"]
-    if size == len(_DATA) and data == _DATA[16:32]:
+    if size == len(DATA) and data == DATA[16:32]:
         return None
     return fail(
-        f"of {len(_DATA)} bytes it has {size}; 16 of them were asked for, the answer has {len(data)}, or others",
+        f"of {len(DATA)} bytes it has {size}; 16 of them were asked for, the answer has {len(data)}, or others",
         "the endpoint, or a proxy before it, does not do ranges: loads need them",
     )
 
 
 def do_multipart(exam: Examination) -> CheckResult | None:
-    exam.complete_upload(exam.key(PROBE), exam.begin_upload(PROBE), _DATA)
+    exam.complete_upload(exam.key(PROBE), exam.begin_upload(), DATA)
     size = exam.ask("HeadObject", PROBE)["ContentLength"]
-    return None if size == len(_DATA) else fail(f"of {len(_DATA)} bytes {size} are there", "is the endpoint an S3?")
+    return None if size == len(DATA) else fail(f"of {len(DATA)} bytes {size} are there", "is the endpoint an S3?")
 
 
 def do_list_uploads(exam: Examination) -> CheckResult | None:
-    exam.upload = exam.begin_upload(PROBE)
+    """Begins an upload, which `do_list_parts` and `do_abort` go on with."""
+    upload = exam.begin_upload()
     remedy = "a lifecycle rule or job of the store's own that aborts them"
     try:
         answer = exam.ask("ListMultipartUploads", Prefix=exam.key(PROBE))
@@ -96,34 +62,33 @@ def do_list_uploads(exam: Examination) -> CheckResult | None:
         code = _code_if(error, 404, 405, 501)
         return warn(f"the store does not list multipart uploads ({code}): those that were left open may cost storage",
                     remedy)  # fmt: skip
-    if exam.upload in [str(each.get("UploadId")) for each in answer.get("Uploads", ())]:
+    if upload in [str(each.get("UploadId")) for each in answer.get("Uploads", ())]:
         return None
     return warn("allowed, but it does not show an open upload: prune will not find what killed processes leave", remedy)
 
 
 def do_list_parts(exam: Examination) -> CheckResult | None:
-    exam.ask("UploadPart", PROBE, UploadId=exam.upload, PartNumber=1, Body=_DATA)
-    answer = exam.ask("ListParts", PROBE, UploadId=exam.upload)
+    _, upload = exam.uploads[-1]
+    exam.ask("UploadPart", PROBE, UploadId=upload, PartNumber=1, Body=DATA)
+    answer = exam.ask("ListParts", PROBE, UploadId=upload)
     if [each.get("PartNumber") for each in answer.get("Parts", ())] == [1]:
         return None
     return warn("allowed, but it does not show the part that was sent", "nothing; a drain sends it again")
 
 
 def do_abort(exam: Examination) -> None:
-    exam.ask("AbortMultipartUpload", PROBE, UploadId=exam.upload)
-    exam.uploads.remove((exam.key(PROBE), exam.upload))
+    exam.ask("AbortMultipartUpload", PROBE, UploadId=exam.uploads[-1][1])
+    exam.uploads.pop()
 
 
 def do_delete(exam: Examination) -> None:
-    exam.may_delete = False
     exam.ask("DeleteObject", PROBE)
-    exam.may_delete = True
 
 
 def do_delete_batch(exam: Examination) -> CheckResult | None:
     names = (PROBE, "__0_1-probe.distcp")
     for name in names:
-        exam.put(name, _DATA)
+        exam.put(name, DATA)
     objects = [{"Key": exam.key(name)} for name in names]
     try:
         answer = exam.ask("DeleteObjects", Delete={"Objects": objects, "Quiet": True})
@@ -153,20 +118,27 @@ def do_list_versions(exam: Examination) -> CheckResult | None:
 
 def check_commit(exam: Examination) -> CheckResult:
     """Write and delete what a commit and prune do: a policy may decide by the key, or by the condition."""
-    for path in (METADATA, manifest_object("0" * 16), deletion_object("0" * 16)):
+    deletion = deletion_object("0" * 16)
+    for path in (METADATA, manifest_object("0" * 16), deletion):
         condition = {"IfNoneMatch": "*"} if path == METADATA and exam.knows_if_none_match else {}
         try:
             with contextlib.suppress(errors.PreconditionFailedError):  # an earlier attempt wrote it: nobody else knows
                 exam.put(path, b"", **condition)
             exam.ask("DeleteObject", path)
         except errors.StorageError as error:
-            if path == deletion_object("0" * 16):
+            if path == deletion:
                 return from_error(error, status="warning", consequence="prune cannot delete checkpoints")
             return from_error(error, consequence="saves write all data and then fail to commit")
     return ok(f"{METADATA} and objects in .dcp_s3/ were written and deleted")
 
 
-# --- what the store does: conditions, checksums, lifecycle rules -------------------------------------------
+# --- what the store does: conditions, checksums, lifecycle rules ---------------------------------------
+
+_REFUSED = (412, 409)  # 409: another conditional write is under way
+_OTHER_ETAG = '"00000000000000000000000000000000"'
+_ONE_WRITER = "save to each URL from one job only, and to a URL of its own for each save"
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/storage-class-intro.html: to be restored before they can be read
+_ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
 
 
 def _code_if(error: errors.StorageError, *statuses: int) -> str:
@@ -229,7 +201,7 @@ def check_checksums(exam: Examination) -> CheckResult:
     ignored = "damage on the way to it goes unnoticed until a load, which always compares"
     remedy = "nothing, if the network has checksums (TLS has); dcp-s3 verify --full after important saves"
     try:
-        exam.put(PROBE, _DATA, **checksum_arguments(exam.settings, _DATA))
+        exam.put(PROBE, DATA, **checksum_arguments(exam.settings, DATA))
     except errors.StorageError as error:
         found = f"the store does not know {shown} ({_code_if(error, 400, 501)})"
         if exam.settings.checksum == "auto":
@@ -238,7 +210,7 @@ def check_checksums(exam: Examination) -> CheckResult:
                     "DCP_S3_CHECKSUM=auto, which does without where it is not known")  # fmt: skip
     try:
         # A save would send it again, and say so. Here the refusal is what is asked for.
-        exam.ask("PutObject", PROBE, attempts=1, Body=_DATA, **checksum_arguments(exam.settings, _OTHER))
+        exam.ask("PutObject", PROBE, attempts=1, Body=DATA, **checksum_arguments(exam.settings, _OTHER))
     except errors.StorageError as error:
         return ok(f"{shown} is compared: a wrong one was refused ({_code_if(error, 400)})")
     return warn(f"{shown} is accepted, but not compared: an object was stored with a wrong one; {ignored}", remedy)

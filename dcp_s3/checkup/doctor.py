@@ -1,4 +1,4 @@
-"""`doctor`: the checks in their order, how they depend on each other, and the report."""
+"""`doctor`: the permissions that dcp_s3 needs, the checks in their order, and the report."""
 
 from __future__ import annotations
 
@@ -12,19 +12,8 @@ import botocore.exceptions as boto
 
 from dcp_s3 import errors
 from dcp_s3.checkup import bucket, host
-from dcp_s3.checkup.bucket import permitted
-from dcp_s3.checkup.probes import (
-    CheckResult,
-    Examination,
-    Status,
-    bucket_arn,
-    from_error,
-    ok,
-    prune_versions_policy,
-    skip,
-    training_policy,
-    warn,
-)
+from dcp_s3.checkup.probes import PROBE, CheckResult, Examination, Status, from_error, ok, skip, warn
+from dcp_s3.s3.diagnosis import permission_of
 from dcp_s3.settings import SettingsLike
 from dcp_s3.url import URLLike, parse_url
 
@@ -34,68 +23,163 @@ TICKS: dict[Status, str] = {"ok": "✓", "warning": "!", "failed": "✗", "skipp
 """For a terminal."""
 _NAME_WIDTH = 24
 
+# --- permissions; docs/security.md shows the same --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Permission:
+    operations: tuple[str, ...]
+    """S3's operations that the IAM action allows."""
+    used_by: str
+    without: str
+    """What a training job without it has to expect."""
+    on_bucket: bool = False
+    """Whether it is granted on the bucket, not on its objects."""
+    required: bool = False
+    """Whether saves or loads do not work without it."""
+
+    @property
+    def action(self) -> str:
+        return permission_of(self.operations[0])
+
+
+PERMISSIONS = (
+    Permission(("GetObject", "HeadObject"), "everything", "neither saves nor loads work", required=True),
+    Permission(
+        ("ListObjectsV2",), "overwriting, `latest`, listing, copies, drain, prune",
+        "a missing checkpoint reads as forbidden: saves to a new URL and `latest` do not work",
+        on_bucket=True, required=True,
+    ),
+    Permission(
+        ("PutObject", "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"),
+        "save, upload, drain; prune, for its lists", "no save works", required=True,
+    ),
+    Permission(
+        ("AbortMultipartUpload",), "a save that fails, drain, prune",
+        "saves work; one that fails leaves its multipart upload open, which costs until a lifecycle rule aborts it",
+    ),
+    Permission(
+        ("ListMultipartUploads",), "a save after a lost answer, drain, prune",
+        "saves work; after a lost answer a multipart upload may stay open; prune does not work", on_bucket=True,
+    ),
+    Permission(("ListParts",), "drain", "saves work; a drain sends objects whose upload was begun anew"),
+    Permission(
+        ("DeleteObjects", "DeleteObject"), "overwriting, a save that fails, drain, prune",
+        "saves and loads work, prune does not: nothing is ever deleted, nor what failed or overwritten saves leave",
+    ),
+    Permission(
+        ("ListObjectVersions",), "prune with all versions, bench", "prune --all-versions does not work", on_bucket=True
+    ),
+)  # fmt: skip
+
+
+def permission_for(operation: str) -> Permission:
+    return next(each for each in PERMISSIONS if operation in each.operations)
+
+
+def bucket_arn(bucket: str, region: str = "") -> str:
+    if bucket.startswith("arn:"):  # of an access point
+        return bucket
+    partition = "aws-cn" if region.startswith("cn-") else "aws-us-gov" if region.startswith("us-gov-") else "aws"
+    return f"arn:{partition}:s3:::{bucket}"
+
+
+def training_policy(arn: str, prefix: str, *, kms_key: str = "") -> dict[str, Any]:
+    """What save, load, spill, drain and prune need below a prefix of a bucket, perhaps encrypted with a key of KMS."""
+    objects = [
+        "s3:GetObject", "s3:PutObject", "s3:DeleteObject", "s3:AbortMultipartUpload", "s3:ListMultipartUploadParts",
+    ]  # fmt: skip
+    return _policy(
+        TrainingObjects=(objects, _objects_arn(arn, prefix)),
+        TrainingBucket=(["s3:ListBucket", "s3:ListBucketMultipartUploads"], arn),
+        **({"TrainingKey": (["kms:GenerateDataKey", "kms:Decrypt"], kms_key)} if kms_key else {}),
+    )
+
+
+def prune_versions_policy(arn: str, prefix: str) -> dict[str, Any]:
+    """What pruning all versions needs besides."""
+    return _policy(
+        PruningVersions=(["s3:DeleteObjectVersion"], _objects_arn(arn, prefix)),
+        PruningVersionLists=(["s3:ListBucketVersions"], arn),
+    )
+
+
+def _objects_arn(arn: str, prefix: str) -> str:
+    objects = f"{arn}/object" if ":accesspoint" in arn else arn
+    return f"{objects}/{prefix}/*" if prefix else f"{objects}/*"
+
+
+def _policy(**statements: tuple[list[str], str]) -> dict[str, Any]:
+    allowed = [
+        {"Sid": sid, "Effect": "Allow", "Action": actions, "Resource": resource}
+        for sid, (actions, resource) in statements.items()
+    ]
+    return {"Version": "2012-10-17", "Statement": allowed}
+
+
+# --- the checks ----------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Check:
     name: str
-    make: Callable[[Examination], CheckResult]
-    needs: tuple[str, ...] = ()
-    """Names of checks that must not have failed."""
+    make: Callable[[Examination], CheckResult | None]
+    needs: str = ""
+    """The check that must not have failed. A check that was skipped passes its own reason on."""
     writes: bool = False
     """Whether it writes to the bucket."""
     deletes: bool = False
     """Whether what it writes must be deleted again."""
-    online: bool = True
-    """Whether it needs the endpoint."""
+    permission: str = ""
+    """The operation that it tries. What it returns is another fault than a refusal."""
+
+    @property
+    def online(self) -> bool:
+        """Whether it needs the endpoint."""
+        return self.needs not in ("", "settings")
 
 
-_S3 = ("settings", "credentials", "endpoint", "bucket")
-_PROBE = (*_S3, "PutObject")
-_UPLOAD = (*_PROBE, "multipart upload")
+def _try(operation: str, make: Callable[[Examination], CheckResult | None], needs: str, **more: bool) -> Check:
+    return Check(operation, make, needs, permission=operation, **more)
+
 
 CHECKS = (
-    Check("settings", host.check_settings, online=False),
-    Check("versions", host.check_versions, online=False),
-    Check("credentials", host.check_credentials, ("settings",), online=False),
-    Check("endpoint", host.check_endpoint, ("settings", "credentials")),
-    Check("clock", host.check_clock, _S3[:3]),
-    Check("identity", host.check_identity, _S3[:3]),
-    Check("bucket", bucket.check_bucket, _S3[:3]),
-    Check("ListObjectsV2", permitted("ListObjectsV2", bucket.do_list), _S3),
-    Check("PutObject", permitted("PutObject", bucket.do_put), _S3, writes=True),
-    Check("GetObject", permitted("GetObject", bucket.do_get), _PROBE, writes=True),
-    Check("DeleteObject", permitted("DeleteObject", bucket.do_delete), _PROBE, writes=True),
-    Check("DeleteObjects", permitted("DeleteObjects", bucket.do_delete_batch), _PROBE, writes=True, deletes=True),
-    Check("multipart upload", permitted("UploadPart", bucket.do_multipart), _PROBE, writes=True),
-    Check("ListMultipartUploads", permitted("ListMultipartUploads", bucket.do_list_uploads), _UPLOAD, writes=True),
-    Check("ListParts", permitted("ListParts", bucket.do_list_parts), _UPLOAD, writes=True),
-    Check("AbortMultipartUpload", permitted("AbortMultipartUpload", bucket.do_abort), _UPLOAD, writes=True),
-    Check("If-None-Match", bucket.check_if_none_match, _PROBE, writes=True),
-    Check("If-Match", bucket.check_if_match, _PROBE, writes=True),
-    Check("conditional delete", bucket.check_conditional_delete, _PROBE, writes=True, deletes=True),
-    Check("commit", bucket.check_commit, _PROBE, writes=True, deletes=True),
-    Check("checksums", bucket.check_checksums, _PROBE, writes=True),
-    Check("lifecycle", bucket.check_lifecycle, _S3),
-    Check("ListObjectVersions", permitted("ListObjectVersions", bucket.do_list_versions), _S3),
-    Check("spill disk", host.check_spill, ("settings",), online=False),
+    Check("settings", host.check_settings),
+    Check("versions", host.check_versions),
+    Check("credentials", host.check_credentials, "settings"),
+    Check("endpoint", host.check_endpoint, "credentials"),
+    Check("clock", host.check_clock, "endpoint"),
+    Check("identity", host.check_identity, "endpoint"),
+    Check("bucket", bucket.check_bucket, "endpoint"),
+    _try("ListObjectsV2", bucket.do_list, "bucket"),
+    _try("PutObject", lambda exam: exam.put(PROBE, bucket.DATA), "bucket", writes=True),
+    _try("GetObject", bucket.do_get, "PutObject", writes=True),
+    _try("DeleteObject", bucket.do_delete, "PutObject", writes=True),
+    _try("DeleteObjects", bucket.do_delete_batch, "PutObject", writes=True, deletes=True),
+    Check("multipart upload", bucket.do_multipart, "PutObject", writes=True, permission="UploadPart"),
+    _try("ListMultipartUploads", bucket.do_list_uploads, "multipart upload", writes=True),
+    _try("ListParts", bucket.do_list_parts, "multipart upload", writes=True),
+    _try("AbortMultipartUpload", bucket.do_abort, "multipart upload", writes=True),
+    Check("If-None-Match", bucket.check_if_none_match, "PutObject", writes=True),
+    Check("If-Match", bucket.check_if_match, "PutObject", writes=True),
+    Check("conditional delete", bucket.check_conditional_delete, "PutObject", writes=True, deletes=True),
+    Check("commit", bucket.check_commit, "PutObject", writes=True, deletes=True),
+    Check("checksums", bucket.check_checksums, "PutObject", writes=True),
+    Check("lifecycle", bucket.check_lifecycle, "bucket"),
+    _try("ListObjectVersions", bucket.do_list_versions, "bucket"),
+    Check("spill disk", host.check_spill, "settings"),
 )
 
 
 def doctor(url: URLLike, settings: SettingsLike = None, read_only: bool = False) -> DoctorReport:
     """Examine whether saves and loads below a URL will work, and what the store is able to do.
 
-    Nothing is raised for what is found: the report has it. Small probe objects are written below the URL, under a name
-    of their own, and removed again, also after a failure or Ctrl-C.
-
-    Args:
-        url: ``s3://bucket/prefix`` below which checkpoints are to lie.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
-        read_only: leave out everything that writes, to the bucket and to the spill directory.
+    Nothing is raised for what is found: the report has it, and ``print`` shows all of it. Small probe objects are
+    written below the URL, under a name of their own, and removed again, also after a failure or Ctrl-C. ``read_only``
+    leaves out everything that writes, to the bucket and to the spill directory.
 
     Raises:
         InvalidURLError: the URL is none of S3, or too long for names below it.
-
-    ``print`` shows the whole report.
 
     >>> doctor("s3://bucket/run").ok
     True
@@ -113,10 +197,7 @@ def examine(
 
     def make(check: Check) -> None:
         started = time.monotonic()
-        try:
-            found = _find_reason_to_skip(check, exam, results) or check.make(exam)
-        except (errors.DcpS3Error, boto.BotoCoreError, boto.ClientError, OSError, ValueError) as error:
-            found = from_error(error)
+        found = _find_reason_to_skip(check, exam, results) or _make(check, exam)
         results[check.name] = replace(found, name=check.name, seconds=time.monotonic() - started)
         on_result(results[check.name])
 
@@ -125,7 +206,7 @@ def examine(
             if not (check.writes and read_only):
                 make(check)
         if exam.keys or exam.uploads:
-            make(Check("clean-up", _clean_up, online=False))
+            make(Check("clean-up", _clean_up))
     region = str(exam.client.meta.region_name or "") if results["settings"].passed else ""
     arn, key = bucket_arn(exam.url.bucket, region), exam.settings.sse_kms_key_id or ""
     policies = {
@@ -136,13 +217,26 @@ def examine(
     return DoctorReport(str(exam.url), read_only, tuple(results.values()), policies, seconds, denied=exam.denied)
 
 
+def _make(check: Check, exam: Examination) -> CheckResult:
+    needed = permission_for(check.permission) if check.permission else None
+    try:
+        found = check.make(exam)
+    except (errors.DcpS3Error, boto.BotoCoreError, boto.ClientError, OSError, ValueError) as error:
+        if needed is None or not isinstance(error, errors.StorageError):
+            return from_error(error)
+        return from_error(error, status="failed" if needed.required else "warning", consequence=needed.without)
+    if found is None and needed is not None:
+        return ok(f"allowed; needed for {needed.used_by.replace('`', '')} ({needed.action})")
+    return found or ok("")
+
+
 def _find_reason_to_skip(check: Check, exam: Examination, results: Mapping[str, CheckResult]) -> CheckResult | None:
-    lacking = next((name for name in check.needs if not results[name].passed), None)
-    if lacking is not None:
-        return skip(f"not checked: see {lacking}")
+    needed = results.get(check.needs)
+    if needed is not None and not needed.passed:
+        return needed if needed.status == "skipped" else skip(f"not checked: see {check.needs}")
     if exam.dead and check.online:
         return skip(f"not checked: {exam.dead}")
-    if check.deletes and not exam.may_delete:
+    if check.deletes and results["DeleteObject"].status != "ok":
         return skip("the probe object could not be deleted again: see DeleteObject")
     return None
 
@@ -208,14 +302,8 @@ class DoctorReport:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "url": self.url,
-            "ok": self.ok,
-            "read_only": self.read_only,
-            "seconds": self.seconds,
-            "checks": [asdict(each) for each in self.checks],
-            "policies": dict(self.policies),
-        }
+        fields = ("url", "ok", "read_only", "seconds", "policies")
+        return {**{name: getattr(self, name) for name in fields}, "checks": [asdict(each) for each in self.checks]}
 
     def __repr__(self) -> str:
         return (
@@ -244,15 +332,11 @@ def conclude(report: DoctorReport, *, policy: bool = False) -> str:
             "To prune all versions of a versioned bucket, also:",
             json.dumps(report.policies["prune_versions"], indent=2),
         ]
-    counts = [
-        (len(report.having("ok")), "ok"),
-        (len(report.warnings), "warning" if len(report.warnings) == 1 else "warnings"),
-        (len(report.failed), "failed"),
-        (len(report.having("skipped")), "skipped"),
-    ]
+    warnings = "warning" if len(report.warnings) == 1 else "warnings"
+    words: dict[Status, str] = {"ok": "ok", "warning": warnings, "failed": "failed", "skipped": "skipped"}
+    told = ", ".join(f"{len(found)} {word}" for status, word in words.items() if (found := report.having(status)))
     verdict = "saves and loads will work" if report.ok else "saves or loads will not work"
     if report.ok and report.read_only:
         verdict = "nothing failed; whether saves work was not tried (read-only)"
-    told = ", ".join(f"{count} {what}" for count, what in counts if count)
     lines.append(f"{report.url}: {verdict}: {told}, in {report.seconds:.1f} s")
     return "\n".join([*lines, *map(format_result, report.failed)])

@@ -1,12 +1,12 @@
-"""Checks of this host and of the way to S3: settings, versions, spill disk, credentials, endpoint, clock."""
+"""Checks of this host and of the way to S3: settings, versions, spill disk, credentials, endpoint, clock, identity."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
-import secrets
 import shutil
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -28,28 +28,16 @@ from dcp_s3.spill.store import SpillStore, as_spill_error
 from dcp_s3.torch_version import TESTED, is_newer_than_tested
 from dcp_s3.units import format_size, plural
 
-# A round trip between regions; in one region it takes a few milliseconds, and S3 answers within tens.
-_FAR_SECONDS = 0.15
-# https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html: RequestTimeTooSkewed
-_SKEW_WARNS, _SKEW_FAILS = 60.0, 900.0
-_MOUNTS = Path("/proc/mounts")
-_LITTLE_SPACE = 2**30
-_REMOTE = ("nfs", "nfs4", "cifs", "smb3", "fuse.s3fs", "fuse.goofys", "fuse.mount-s3", "fuse.geesefs", "lustre", "ceph")
-_RENEWED = ("assume-role", "assume-role-with-web-identity", "container-role", "iam-role", "custom-process")
-_STS_ERRORS: tuple[type[Exception], ...] = (*REQUEST_ERRORS, ValueError)
-_RENEW = "for long runs an instance or pod role, or credential_process in the profile: those are renewed"
-
-
 # --- this host -----------------------------------------------------------------------------------------
+
+_MOUNTS = Path("/proc/mounts")
+_REMOTE = ("nfs", "nfs4", "cifs", "smb3", "fuse.s3fs", "fuse.goofys", "fuse.mount-s3", "fuse.geesefs", "lustre", "ceph")
 
 
 def check_settings(exam: Examination) -> CheckResult:
-    try:
-        settings = exam.settings = resolve_settings(exam.given)
-        policy_from_settings(settings)
-        chain = find_chain(settings)
-    except errors.SettingsError as error:
-        return from_error(error)
+    settings = exam.settings = resolve_settings(exam.given)
+    policy_from_settings(settings)
+    chain = find_chain(settings)
     unknown = unknown_variables()
     if unknown:
         guesses = [f"{found}: did you mean {near}?" if near else f"unset {found}" for found, near in unknown.items()]
@@ -60,7 +48,7 @@ def check_settings(exam: Examination) -> CheckResult:
 
 
 def check_versions(exam: Examination) -> CheckResult:
-    versions = {package: importlib.metadata.version(package) for package in ("torch", "awscrt", "boto3", "aiobotocore")}
+    versions = {package: importlib.metadata.version(package) for package in ("torch", "awscrt", "boto3")}
     found = f"dcp_s3 {__version__}, Python {platform.python_version()}, "
     found += ", ".join(f"{package} {version}" for package, version in versions.items())
     if is_newer_than_tested(versions["torch"]):
@@ -77,15 +65,12 @@ def check_spill(exam: Examination) -> CheckResult:
     path = Path(exam.settings.spill_dir)
     if not path.exists() and exam.read_only:
         return skip(f"{path} does not exist; the first save makes it")
-    try:
-        if not exam.read_only:
-            with as_spill_error(path, "write"):
-                _try_disk(path)
-        store = SpillStore(path)
-        waiting = store.scan()
-        broken = [*store.list_damaged(), *store.list_unreadable(), *store.list_refused()]
-    except (errors.SpillError, OSError) as error:
-        return from_error(error)
+    if not exam.read_only:
+        with as_spill_error(path, "write"):
+            _try_disk(path)
+    store = SpillStore(path)
+    waiting = store.scan()
+    broken = [*store.list_damaged(), *store.list_unreadable(), *store.list_refused()]
     free = shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free
     kind = filesystem_of(path, _MOUNTS.read_text()) if _MOUNTS.exists() else ""
     found = ", ".join(part for part in (str(path), kind, f"{format_size(free)} free") if part)
@@ -102,7 +87,7 @@ def check_spill(exam: Examination) -> CheckResult:
             f"{found}, {plural(len(waiting), 'save')} ({size}) waiting for S3",
             "dcp-s3 drain uploads and commits them; the next save from here does, too",
         )
-    if free < _LITTLE_SPACE:
+    if free < 2**30:
         return warn(f"{found}: hardly room for a checkpoint", "free space there, or use a larger disk")
     return ok(found)
 
@@ -110,14 +95,12 @@ def check_spill(exam: Examination) -> CheckResult:
 def _try_disk(directory: Path) -> None:
     made = [each for each in (directory, *directory.parents) if not each.exists()]
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"doctor-{secrets.token_hex(4)}.tmp"
     try:
-        with open(path, "xb") as file:
+        with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b"doctor")
             file.flush()
             os.fsync(file.fileno())
     finally:
-        path.unlink(missing_ok=True)
         for each in made:
             each.rmdir()
 
@@ -125,26 +108,31 @@ def _try_disk(directory: Path) -> None:
 def filesystem_of(path: Path, mounts: str) -> str:
     """The type of the filesystem that holds a path, by the text of ``/proc/mounts``; empty if none does."""
     best, kind = "", ""
-    resolved = f"{path.resolve()}/"
     for line in mounts.splitlines():
         _, mount, found, *_ = [*line.split(), "", "", ""]
         mounted = mount.replace("\\040", " ").rstrip("/") + "/"
-        if mount and resolved.startswith(mounted) and len(mounted) >= len(best):
+        if mount and f"{path.resolve()}/".startswith(mounted) and len(mounted) >= len(best):
             best, kind = mounted, found
     return kind
 
 
-# --- credentials and endpoint ----------------------------------------------------------------------------
+# --- the way to S3 -------------------------------------------------------------------------------------
+
+# A round trip between regions; in one region it takes a few milliseconds, and S3 answers within tens.
+_FAR_SECONDS = 0.15
+# https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html: RequestTimeTooSkewed
+_SKEW_WARNS, _SKEW_FAILS = 60.0, 900.0
+_RENEWED = ("assume-role", "assume-role-with-web-identity", "container-role", "iam-role", "custom-process")
+_RENEW = "for long runs an instance or pod role, or credential_process in the profile: those are renewed"
+_STS_ERRORS: tuple[type[Exception], ...] = (*REQUEST_ERRORS, ValueError)
 
 
 def check_credentials(exam: Examination) -> CheckResult:
     session = botocore.session.get_session()
     try:
-        credentials = session.get_credentials()
-        if credentials is None:
-            raise boto.NoCredentialsError
-        frozen = credentials.get_frozen_credentials()
-        if not frozen.access_key or not frozen.secret_key:
+        credentials: Any = session.get_credentials()
+        frozen = credentials and credentials.get_frozen_credentials()
+        if not (frozen and frozen.access_key and frozen.secret_key):
             raise boto.NoCredentialsError
     except boto.BotoCoreError as error:
         return from_error(to_storage_error(error, "HeadBucket", exam.url.bucket, "", 1))
@@ -155,7 +143,7 @@ def check_credentials(exam: Examination) -> CheckResult:
     # An id that can be recognised, but not used.
     found = f"{key[:4]}...{key[-4:]} from {source}" if len(key) >= 12 else f"an access key from {source}"
     try:
-        exam.ask("ListObjectsV2", Prefix=exam.probes.key(""), MaxKeys=1, attempts=1)
+        exam.ask("ListObjectsV2", Prefix=exam.key(""), MaxKeys=1, attempts=1)
     except errors.CredentialsError as error:
         refused = from_error(error)
         return replace(refused, found=f"{found}, which the endpoint refuses: {refused.found}")
@@ -202,25 +190,20 @@ def check_endpoint(exam: Examination) -> CheckResult:
 
 
 def check_clock(exam: Examination) -> CheckResult:
-    return skip("the endpoint's answers have no Date") if exam.skew is None else judge_clock(exam.skew)
-
-
-def judge_clock(skew: float) -> CheckResult:
-    """``skew``: seconds by which this host's clock is ahead."""
-    found = f"this host's clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the endpoint's"
-    remedy = "synchronise it (NTP, chrony); S3 refuses requests from 15 minutes on"
-    if abs(skew) > _SKEW_FAILS:
-        return fail(found, remedy)
-    if abs(skew) > _SKEW_WARNS:
-        return warn(found, remedy)
-    return ok("this host's clock agrees with the endpoint's" if abs(skew) < 2 else found)
+    if exam.skew is None:
+        return skip("the endpoint's answers have no Date")
+    seconds = abs(exam.skew)
+    found = f"this host's clock is {seconds:.0f} s {'ahead of' if exam.skew > 0 else 'behind'} the endpoint's"
+    if seconds > _SKEW_WARNS:
+        remedy = "synchronise it (NTP, chrony); S3 refuses requests from 15 minutes on"
+        return (fail if seconds > _SKEW_FAILS else warn)(found, remedy)
+    return ok("this host's clock agrees with the endpoint's" if seconds < 2 else found)
 
 
 def check_identity(exam: Examination) -> CheckResult:
-    endpoint = str(exam.client.meta.endpoint_url)
+    endpoint, region = str(exam.client.meta.endpoint_url), exam.client.meta.region_name or "us-east-1"
     is_aws = is_aws_endpoint(endpoint)
     config = Config(connect_timeout=3, read_timeout=5, retries={"total_max_attempts": 1, "mode": "standard"})
-    region = exam.client.meta.region_name or "us-east-1"
     try:
         # Stores other than AWS are asked at their own endpoint: their credentials are sent to nobody else.
         client: Any = botocore.session.get_session().create_client(

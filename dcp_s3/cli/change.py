@@ -194,9 +194,7 @@ def run_every(job: Job, interval: float, *, as_json: bool) -> None:
     """Prune again and again, until SIGTERM or Ctrl-C. A run that fails is logged; the next one follows.
 
     Args:
-        job: what to prune. Nobody is asked.
         interval: seconds between the end of one run and the beginning of the next, plus or minus a tenth.
-        as_json: print one line of JSON for each run.
     """
 
     stop = threading.Event()

@@ -120,12 +120,7 @@ def _in_options(ctx: Any, message: str, command: Any) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """A text with what a terminal would obey (anybody who may write to a bucket chooses names) as escapes: ``\\x1b``.
-
-    Args:
-        text: text for people.
-        keep: characters that stay, for example newlines.
-    """
+    """A text whose control characters, which a terminal would obey, are escapes: names come from a bucket."""
     if text.isprintable():
         return text
     return "".join(

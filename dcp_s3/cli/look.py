@@ -24,10 +24,8 @@ from dcp_s3.cli.app import (
 )
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from dcp_s3.offline.diff import CheckpointDiff
-    from dcp_s3.offline.inspect import CheckpointTree, TreeNode
+    from dcp_s3.offline.inspect import CheckpointEntries
 
 
 @app.command()
@@ -109,45 +107,47 @@ Filter = Annotated[
 @app.command()
 def inspect(
     url: URL,
-    depth: Annotated[
-        int | None, typer.Option("--depth", min=1, metavar="N", help="Levels of the tree; without, all of it.")
-    ] = None,
     filter: Filter = None,
     top: Annotated[
-        int | None, typer.Option("--top", min=1, metavar="N", help="Show the N largest entries instead of the tree.")
+        int | None, typer.Option("--top", min=1, metavar="N", help="Show the N largest entries instead.")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Show every layer, also those that are alike.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="A line for each entry, also for those alike.")] = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Show what a checkpoint holds: a tree of names with parameters, bytes, dtypes and chunks. Reads no data."""
-    from dcp_s3.cli.tables import make_console, make_table
-    from dcp_s3.offline.inspect import build_tree, leaf_of
+    """Show what a checkpoint holds: names with parameters, bytes, dtypes, shapes and chunks. Reads no data."""
+    from dcp_s3.cli.tables import add_row, make_console, make_table
     from dcp_s3.offline.inspect import inspect as look
+    from dcp_s3.offline.names import group_alike
+    from dcp_s3.units import format_count, format_size
 
-    tree = look(url, filter or None)
+    contents = look(url, filter or None)
     if as_json:
-        found = tree.to_dict(depth=depth, collapse=not everything)
-        if top is not None:
-            found["largest"] = [vars(entry) for entry in tree.largest(top)]
-        print_json(found)
+        largest = {} if top is None else {"largest": [vars(entry) for entry in contents.largest(top)]}
+        print_json(contents.to_dict() | largest)
         return
-    for line in _head(tree):
+    for line in _head(contents):
         print_line(line)
-    table = make_table(("name", ">parameters", ">size", "dtype", "shape", ">chunks"))
-    if top is not None:
-        for entry in tree.largest(top):
-            _add_row(table, entry.fqn, leaf_of(entry))
-    else:
-        _add_nodes(table, build_tree(tree.entries, collapse=False) if everything else tree.root, depth, "")
+    entries = {entry.fqn: entry for entry in (contents.entries if top is None else contents.largest(top))}
+    alone = everything or top is not None
+    groups = group_alike((name, name if alone else (each.dtype, each.shape)) for name, each in entries.items())
+    table = make_table(("name", ">entries", ">parameters", ">size", "dtype", "shape", ">chunks"))
+    for group in groups:
+        found = [entries[name] for name in group.names]
+        shape = None if found[0].shape is None else "x".join(map(str, found[0].shape)) or "scalar"
+        count = None if found[0].shape is None else format_count(sum(each.parameters for each in found))
+        size, chunks = format_size(sum(each.size for each in found)), sum(each.chunks for each in found)
+        add_row(
+            table, (group.label, len(found) if len(found) > 1 else None, count, size, found[0].dtype, shape, chunks)
+        )
     make_console().print(table)
 
 
-def _head(tree: CheckpointTree) -> list[str]:
+def _head(contents: CheckpointEntries) -> list[str]:
     """The checkpoint in two lines."""
     from dcp_s3.cli.tables import format_age, format_metrics
     from dcp_s3.units import format_count, format_size
 
-    info = tree.info
+    info = contents.info
     facts = [
         None if info.step is None else f"step {info.step}",
         None if info.world_size is None else _count(info.world_size, "rank"),
@@ -155,11 +155,11 @@ def _head(tree: CheckpointTree) -> list[str]:
         None if info.size is None else f"{format_size(info.size)} in {_count(info.objects or 0, 'object')}",
         "written by something other than dcp_s3" if info.foreign else None,
     ]
-    others = len(tree.entries) - tree.tensors
+    others = len(contents.entries) - contents.tensors
     holds = [
-        f"{_count(tree.tensors, 'tensor')} with {format_count(tree.parameters)} parameters",
+        f"{_count(contents.tensors, 'tensor')} with {format_count(contents.parameters)} parameters",
         f"{others} other entr{'y' if others == 1 else 'ies'}" if others else None,
-        f"attachments {', '.join(tree.attachments)}" if tree.attachments else None,
+        f"attachments {', '.join(contents.attachments)}" if contents.attachments else None,
         f"metrics {format_metrics(info.metrics)}" if info.metrics else None,
     ]
     return [
@@ -170,22 +170,6 @@ def _head(tree: CheckpointTree) -> list[str]:
 
 def _count(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def _add_nodes(table: Table, node: TreeNode, depth: int | None, indent: str) -> None:
-    for child in node.children:
-        _add_row(table, f"{indent}{child.name}" + (f"  x{child.repeats}" if child.repeats > 1 else ""), child)
-        if depth is None or depth > 1:
-            _add_nodes(table, child, None if depth is None else depth - 1, indent + "  ")
-
-
-def _add_row(table: Table, name: str, node: TreeNode) -> None:
-    from dcp_s3.cli.tables import add_row
-    from dcp_s3.units import format_count, format_size
-
-    shape = None if node.shape is None else "x".join(map(str, node.shape)) or "scalar"
-    count = format_count(node.parameters) if node.dtypes else None
-    add_row(table, (name, count, format_size(node.size), " ".join(node.dtypes), shape, node.chunks))
 
 
 _LINES = 40

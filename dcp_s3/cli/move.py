@@ -114,12 +114,9 @@ def export(
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Bytes of a safetensors file, as 5GB or 2GiB.")
     ] = "5GB",
-    format: Annotated[
-        str, typer.Option("--format", metavar="safetensors|torch", help="torch: one file, with all entries.")
-    ] = "safetensors",
     overwrite: Overwrite = False,
 ) -> None:
-    """Write the tensors of a checkpoint as safetensors (or torch) files, as Hugging Face lays them out."""
+    """Write the tensors of a checkpoint as safetensors files, as Hugging Face lays them out."""
     from dcp_s3.offline import export as exporting
     from dcp_s3.offline.names import parse_rules
 
@@ -129,8 +126,6 @@ def export(
         most = exporting.parse_shard_size(max_shard_size)
     with wrong_usage(ValueError, hint="--dtype"):
         wanted = exporting.parse_dtype(dtype)
-    with wrong_usage(ValueError, hint="--format"):
-        kind = exporting.parse_format(format)
     with progress("export") as callbacks:
         result = exporting.export(
             url,
@@ -139,7 +134,6 @@ def export(
             rename=rules,
             dtype=wanted,
             max_shard_size=most,
-            format=kind,
             overwrite=overwrite,
             **callbacks,
         )
@@ -148,7 +142,7 @@ def export(
         f"{format_size(result.size)}"
     )
     if result.skipped:
-        note(f"left out: {plural(result.skipped, 'entry')} without a tensor (--format torch keeps them)")
+        note(f"left out: {plural(result.skipped, 'entry')} without a tensor")
 
 
 @app.command("import")

@@ -37,16 +37,11 @@ _SLOW_UPLOADS = {"DCP_S3_PART_SIZE": "5MiB", "DCP_S3_CONCURRENCY": "1"}
 
 
 def run_demo(url: str | None, *, keep: bool, plan_table: Callable[[Plan], Table]) -> bool:
-    """Run the demo, print what happens, and change this process's environment so that it leads to the demo's server.
+    """Run the demo, print what happens, and return whether everything that it promises held.
 
-    Args:
-        url: s3://bucket/prefix of a real bucket, with the credentials of AWS's own chain; the demo makes a new
-            directory below it. None: moto's server, in this process.
-        keep: whether the local directory with the workers' logs and digests stays.
-        plan_table: draws what retention keeps and deletes.
-
-    Returns:
-        Whether everything that the demo promises held.
+    Changes this process's environment so that it leads to the demo's server: moto's, in this process, or with ``url``
+    that of a real bucket, by AWS's own chain; the demo makes a new directory below it. ``keep`` keeps the local
+    directory with the workers' logs and digests. ``plan_table`` draws what retention keeps and deletes.
     """
     folder = Path(tempfile.mkdtemp(prefix="dcp-s3-demo-"))
     screen = Screen()
@@ -90,15 +85,12 @@ def run_demo(url: str | None, *, keep: bool, plan_table: Callable[[Plan], Table]
             shutil.rmtree(folder, ignore_errors=True)
 
 
-class Demo:
-    """The acts. Call each once, in this order.
+def _interrupted(found: Sequence[StepDirectory]) -> list[StepDirectory]:
+    return [each for each in found if not each.committed and each.objects]
 
-    Args:
-        root: URL below which the checkpoints go.
-        folder: local directory for logs and digests.
-        limit: seconds for one run of the training.
-        screen: prints what happens.
-    """
+
+class Demo:
+    """The acts. Call each once, in this order. ``limit`` is in seconds, for one run of the training."""
 
     def __init__(self, root: str, folder: Path, limit: float, screen: Screen) -> None:
         self.root, self.folder, self.limit, self.screen = root, folder, limit, screen
@@ -119,15 +111,14 @@ class Demo:
             with self._train(RANKS_BEFORE, steps=100 * SAVE_EVERY, save_every=SAVE_EVERY) as workers:
                 for _ in self._watch(workers, interval=0.02):
                     found = self.bucket.look()
-                    complete = sum(directory.committed for directory in found)
-                    if complete >= COMPLETE_BEFORE_KILL and any(not d.committed and d.objects for d in found):
+                    if sum(each.committed for each in found) >= COMPLETE_BEFORE_KILL and _interrupted(found):
                         break
                 else:
                     raise DemoError("the training ended before a save could be interrupted")
                 workers.kill()
                 self.screen.training(RANKS_BEFORE, workers.new_lines())
             time.sleep(SETTLE)
-            if interrupted := [d for d in self.bucket.look() if not d.committed and d.objects]:
+            if interrupted := _interrupted(self.bucket.look()):
                 return interrupted[-1]
             self.screen.say("That save was complete before the kill came. The next one, then.")
         raise DemoError(f"{MAX_KILLS} saves in a row were complete before they could be interrupted")
@@ -156,9 +147,8 @@ class Demo:
         if newest is None:
             raise DemoError(f"dcp_s3.latest found no complete checkpoint at {self.root}")
         self.screen.say(f"dcp_s3.latest(root): [bold]{newest.name}[/]")
-        complete = [d.name for d in self.bucket.look() if d.committed]
         self._check(
-            refused and newest.name == complete[-1] and newest.name != interrupted.name,
+            refused and newest.name == self._complete()[-1] and newest.name != interrupted.name,
             f"it is invisible: latest() is {newest.name}, loading {interrupted.name} is refused",
         )
         return newest
@@ -176,7 +166,7 @@ class Demo:
         with self._train(RANKS_AFTER, steps=last, save_every=SAVE_EVERY // 2) as workers:
             answers.extend(self._latest_name() for _ in self._watch(workers, interval=0.5))
         answers.append(self._latest_name())
-        complete = [d.name for d in self.bucket.look() if d.committed and d.name > newest.name]
+        complete = [name for name in self._complete() if name > newest.name]
         self._check(
             len(complete) > 0 and answers[-1] == complete[-1] and interrupted.name not in answers,
             f"training went on: {', '.join(complete) or 'nothing'} saved by {RANKS_AFTER} ranks; "
@@ -191,13 +181,13 @@ class Demo:
             "save, and again after the restore.",
         )
         events = [json.loads(line) for line in self._digests.read_text().splitlines()]
-        restored = [event for event in events if event["event"] == "restored"][-1:]
-        saved = [e for e in events if e["event"] == "saved" and e["step"] == newest.step][-1:]
+        restored = [each for each in events if each["event"] == "restored"]
+        saved = [each for each in events if each["event"] == "saved" and each["step"] == newest.step]
         if not saved or not restored:
             raise DemoError(f"the training has not recorded its state in {self._digests}")
-        for event in saved + restored:
+        before, after = saved[-1], restored[-1]
+        for event in (before, after):
             self.screen.say(f"{event['event']:8}  step {event['step']}  on {event['ranks']} ranks  {event['sha256']}")
-        before, after = saved[0], restored[0]
         same = (before["step"], before["sha256"]) == (after["step"], after["sha256"])
         self._check(
             same and (before["ranks"], after["ranks"]) == (RANKS_BEFORE, RANKS_AFTER),
@@ -224,7 +214,7 @@ class Demo:
             table.add_row(each.name, state, ranks, str(each.objects), format_size(each.size), uploads, each.age)
         self.screen.table(table)
         self._check(
-            set(infos) == {d.name for d in found if d.committed} and interrupted.name not in infos,
+            set(infos) == {each.name for each in found if each.committed} and interrupted.name not in infos,
             "list_checkpoints() calls committed exactly what has a .metadata",
         )
 
@@ -237,24 +227,26 @@ class Demo:
             f"The leftovers of {interrupted.name} would be safe for 24 hours, as a save that may still go on. Here the "
             "grace period is 0, because nothing is being saved any more.",
         )
-        complete = [d.name for d in self.bucket.look() if d.committed]
-        keep = {complete[0], complete[-1]}
-        dcp_s3.pin(f"{self.root}/{complete[0]}", "shown in the demo")
+        first, *_, last = self._complete()
+        dcp_s3.pin(f"{self.root}/{first}", "shown in the demo")
         report = dcp_s3.prune(self.root, policy, grace=0, force=True)
         self.screen.table(plan_table(report.plan))
         left = self.bucket.look()
         self._check(
             report.ok
-            and {d.name for d in left if d.objects or d.uploads} == keep
-            and not any(d.uploads for d in left)
-            and dcp_s3.verify(f"{self.root}/{complete[-1]}").ok
-            and self._latest_name() == complete[-1],
-            f"retention left {' and '.join(sorted(keep))}, whole; the others and the leftovers of "
+            and {each.name for each in left if each.objects or each.uploads} == {first, last}
+            and not any(each.uploads for each in left)
+            and dcp_s3.verify(f"{self.root}/{last}").ok
+            and self._latest_name() == last,
+            f"retention left {first} and {last}, whole; the others and the leftovers of "
             f"{interrupted.name} are gone ({format_size(report.size)})",
         )
 
     def _check(self, holds: bool, text: str) -> None:
         self.checks.append((holds, text))
+
+    def _complete(self) -> list[str]:
+        return [each.name for each in self.bucket.look() if each.committed]
 
     def _latest_name(self) -> str | None:
         newest = dcp_s3.latest(self.root)

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from dcp_s3.url import parse_url
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _UPLOADS_UNKNOWN = {"AccessDenied", "MethodNotAllowed", "NoSuchUpload", "NotImplemented"}
 """A store may not list open uploads, or may not permit it. The demo then shows none."""
-_LOG_TAIL = 3000
 
 
 class DemoError(Exception):
@@ -35,12 +33,9 @@ class DemoError(Exception):
 
 @contextlib.contextmanager
 def embedded_server(bucket: str) -> Iterator[str]:
-    """Run moto's S3 in this process and make a bucket. Yields its endpoint URL.
+    """Run moto's S3 in this process, make a bucket, and yield the endpoint's URL.
 
     Replaces everything in the environment that leads to a real S3: the demo must not go there unasked.
-
-    Raises:
-        ModuleNotFoundError: moto is not installed.
     """
     from moto.server import ThreadedMotoServer
 
@@ -78,7 +73,6 @@ class StepDirectory:
     """What is below one step's URL."""
 
     name: str
-    """Name, for example ``step-00000008``."""
     committed: bool = False
     """Whether it has a ``.metadata``."""
     objects: int = 0
@@ -88,7 +82,7 @@ class StepDirectory:
     modified: datetime | None = None
     """When the newest object was written."""
     uploads: list[tuple[str, str]] = field(default_factory=list)
-    """(key, id) of each open multipart upload."""
+    """Key and id of each open multipart upload."""
 
     @property
     def age(self) -> str:
@@ -110,39 +104,32 @@ class BucketView:
     def look(self) -> list[StepDirectory]:
         """All directories, by name."""
         found: dict[str, StepDirectory] = {}
-        for entry in self._entries("list_objects_v2", "Contents"):
-            name, _, path = entry["Key"].removeprefix(self._where["Prefix"]).partition("/")
+        for name, path, entry in self._entries("list_objects_v2", "Contents"):
             directory = found.setdefault(name, StepDirectory(name))
             directory.committed |= path == ".metadata"
             directory.objects += path.endswith(".distcp")
             directory.size += entry["Size"]
             directory.modified = max(entry["LastModified"], directory.modified or entry["LastModified"])
         try:
-            for upload in self._entries("list_multipart_uploads", "Uploads"):
-                name = upload["Key"].removeprefix(self._where["Prefix"]).partition("/")[0]
+            for name, _, upload in self._entries("list_multipart_uploads", "Uploads"):
                 found.setdefault(name, StepDirectory(name)).uploads.append((upload["Key"], upload["UploadId"]))
         except ClientError as error:
             if error.response["Error"]["Code"] not in _UPLOADS_UNKNOWN:
                 raise
         return [found[name] for name in sorted(found)]
 
-    def _entries(self, operation: str, name: str) -> Iterator[dict[str, Any]]:
+    def _entries(self, operation: str, kind: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Name of the directory, path in it, and what S3 lists."""
         for page in self._client.get_paginator(operation).paginate(**self._where):
-            yield from page.get(name, [])
+            for entry in page.get(kind, []):
+                name, _, path = entry["Key"].removeprefix(self._where["Prefix"]).partition("/")
+                yield name, path, entry
 
     def removal(self) -> list[str]:
-        """Commands that remove everything there."""
-        endpoint, bucket = Settings().endpoint_url, shlex.quote(self._where["Bucket"])
+        """Commands that remove everything there: first what no checkpoint needs, open uploads too."""
+        endpoint, url = Settings().endpoint_url, shlex.quote(f"{self.root}/")
         aws = f"aws --endpoint-url {shlex.quote(endpoint)}" if endpoint else "aws"
-        return [
-            f"{aws} s3 rm --recursive {shlex.quote(self.root)}/",
-            *(
-                f"{aws} s3api abort-multipart-upload --bucket {bucket} --key {shlex.quote(key)} "
-                f"--upload-id {shlex.quote(upload_id)}"
-                for directory in self.look()
-                for key, upload_id in directory.uploads
-            ),
-        ]
+        return [f"dcp-s3 prune {url} --grace 0 --force --yes", f"{aws} s3 rm --recursive {url}"]
 
 
 class TrainingProcesses:
@@ -193,20 +180,16 @@ class TrainingProcesses:
     def kill(self) -> None:
         """Send SIGKILL to all, then wait until they are gone."""
         for process in self._processes:
-            process.send_signal(signal.SIGKILL)  # does nothing if it has ended
+            process.kill()  # does nothing if it has ended
         for process in self._processes:
             process.wait()
 
     def running(self) -> bool:
-        """Whether any process still runs.
-
-        Raises:
-            DemoError: a process has failed. The message has the end of its log.
-        """
+        """Whether any process still runs. DemoError, with the end of its log, if one has failed."""
         codes = [process.poll() for process in self._processes]
         for rank, code in enumerate(codes):
             if code:
-                log = self._logs[rank].with_suffix(".err").read_text(errors="replace")[-_LOG_TAIL:].strip()
+                log = self._logs[rank].with_suffix(".err").read_text(errors="replace")[-3000:].strip()
                 raise DemoError(f"rank {rank} ended with exit status {code}:\n{log or '(it printed nothing)'}")
         return None in codes
 

@@ -45,7 +45,7 @@ from dcp_s3.format.unpickling import (
     UnsafeGlobalError,
     deferred,
 )
-from dcp_s3.torch_private import MEMORY_FORMAT_ENCODING, StorageInfo, StoragePrefix
+from dcp_s3.torch_private import StorageInfo, StoragePrefix
 
 # S3's keys have at most 1024 bytes, local paths 4096.
 _MAX_PATH = 4096
@@ -197,7 +197,10 @@ class PropertiesMirror(Mirror):
 
 
 _FIELDS = 5  # what all versions of torch write; 2.15 adds strides
-_KNOWN_FIELDS = len(cast(Any, TensorProperties()).__getstate__())
+_STATE = cast(Any, TensorProperties()).__getstate__()
+_KNOWN_FIELDS = len(_STATE)
+_MEMORY_FORMAT = type(_STATE[3])
+"""torch's enumeration in the place of a memory format."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -207,7 +210,7 @@ def _read_properties(state: Any) -> dict[str, Any]:
     dtype, layout, requires_grad, encoding, pin_memory, *added = state
     memory_format = encoding.make(*encoding.arguments) if type(encoding) is Deferred else encoding
     right = isinstance(dtype, torch.dtype) and isinstance(layout, torch.layout)
-    right = right and isinstance(memory_format, MEMORY_FORMAT_ENCODING)
+    right = right and isinstance(memory_format, _MEMORY_FORMAT)
     if not right or type(requires_grad) is not bool or type(pin_memory) is not bool:
         raise MalformedPickleError("the properties of a tensor are not dtype, layout, flags and memory format")
     properties: Any = TensorProperties.__new__(TensorProperties)
@@ -238,8 +241,8 @@ def _required(cls: type) -> frozenset[str]:
 
 
 _ENUMS: dict[str, type[Enum]] = {
-    f"{_DCP}metadata._MEM_FORMAT_ENCODING": MEMORY_FORMAT_ENCODING,
-    f"{_TORCH_2_1}.MEM_FORMAT_ENCODING": MEMORY_FORMAT_ENCODING,
+    f"{_DCP}metadata._MEM_FORMAT_ENCODING": _MEMORY_FORMAT,
+    f"{_TORCH_2_1}.MEM_FORMAT_ENCODING": _MEMORY_FORMAT,
     f"{_DCP}planner.WriteItemType": WriteItemType,
 }
 _MEMORY_FORMATS = {

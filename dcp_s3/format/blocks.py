@@ -96,7 +96,6 @@ def crcs_of_beginnings(pieces: Iterable[tuple[int, int, Sequence[int], Sequence[
 
     Args:
         pieces: each piece in order: bytes, CRC, block ends inside it (`cuts_between`), and its CRCs up to those.
-        block: bytes of a block.
     """
     found: list[int] = []
     done = total = 0
@@ -132,8 +131,6 @@ def make_storage_info(
     """torch's `_StorageInfo` with our facts about the item.
 
     Args:
-        relative_path, offset, length: the object, relative to the checkpoint, and the item's bytes in it.
-        transform_descriptors: descriptors of stream extensions.
         raw_offset: offset of the tensor's raw bytes in the item; None if the item is not raw bytes in a frame.
         crc64nvme: CRC-64/NVME of the raw bytes, or of the whole item without ``raw_offset``.
         blocks: CRCs inside the raw bytes; None without any.

@@ -13,6 +13,8 @@ from enum import Enum
 from typing import NamedTuple
 
 METADATA = ".metadata"
+DCP_VERSION = "1.0.0"
+"""Version of DCP's format, in ``Metadata.version``: what torch 2.9 to 2.15 write."""
 DATA_SUFFIX = ".distcp"
 CONTROL_PREFIX = ".dcp_s3/"
 METRICS = CONTROL_PREFIX + "metrics.json"

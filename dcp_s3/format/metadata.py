@@ -151,8 +151,6 @@ def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: boo
     also agree with itself, see `find_contradiction`, and `is_unproven`.
 
     Args:
-        data: the object's bytes.
-        url: URL of the checkpoint, for messages.
         crc: CRC-64/NVME of the object in its user metadata (`crc_hex`), if it has one.
         of_rank: whether it is a single rank's, which describes only a part of each tensor.
 

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_s3.format.layout import DCP_VERSION
 from dcp_s3.format.metadata import seal
 from dcp_s3.format.part_columns import (
     BLOCK,
@@ -47,7 +48,7 @@ from dcp_s3.format.part_columns import (
     SIZES,
     WHOLE,
 )
-from dcp_s3.torch_private import CURRENT_DCP_VERSION, StorageInfo
+from dcp_s3.torch_private import StorageInfo
 
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
 
@@ -96,7 +97,7 @@ def dump_items(
     stream.write(get(Metadata) + _BEGIN + get("state_dict_metadata") + b"}")
     _write_entries(stream, memo, items, order, starts)
     stream.write(get("planner_data") + (_NONE if planner_data is None else get(planner_data)))
-    stream.write(get("storage_meta") + get(storage_meta) + get("version") + get(CURRENT_DCP_VERSION))
+    stream.write(get("storage_meta") + get(storage_meta) + get("version") + get(DCP_VERSION))
     stream.write(get("storage_data") + b"}")
     _write_storage(stream, memo, items, order, starts)
     stream.write(_END + b".")
@@ -120,7 +121,7 @@ class _Memo:
 
     def __init__(self, stream: io.BytesIO, items: StoredItems, planner_data: Any, storage_meta: StorageMeta) -> None:
         self._common = (
-            _CLASSES, _KEYS, CURRENT_DCP_VERSION, list(items.properties), items.descriptors, list(items.names),
+            _CLASSES, _KEYS, DCP_VERSION, list(items.properties), items.descriptors, list(items.names),
             planner_data, list(items.paths), storage_meta,
         )  # fmt: skip
         pickler = pickle.Pickler(stream, _PROTOCOL)
@@ -143,7 +144,7 @@ class _Memo:
         return np.array([self._numbers[id(each)] for each in values], np.uint32)
 
 
-_SAME = {each: each for each in (*_KEYS, CURRENT_DCP_VERSION)}
+_SAME = {each: each for each in (*_KEYS, DCP_VERSION)}
 
 
 def _write_shapes(stream: io.BytesIO, get_size: bytes, shapes: Sequence[tuple[int, ...]], first: int) -> Ints:

@@ -37,7 +37,6 @@ def check_item(stream: io.BytesIO, *, fqn: str, url: str, verified: bool) -> Non
 
     Args:
         stream: output of torch.save; at its beginning afterwards.
-        fqn, url: of the item and its checkpoint, for messages.
         verified: whether a checksum says that these are the bytes that were saved.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,11 @@ class SavedEntry:
     """Number of stored chunks."""
     size: int
     """Stored bytes, framing included."""
+
+    @property
+    def parameters(self) -> int:
+        """Elements of a tensor; 0 otherwise."""
+        return 0 if self.shape is None else math.prod(self.shape)
 
 
 def saved_entries(metadata: Metadata) -> list[SavedEntry]:

@@ -40,8 +40,6 @@ class Allowed:
     """Stands for a function, or for a class that is called; without ``call``, for one that is only named.
 
     Args:
-        name: the global, for messages.
-        call: makes the value.
         fits: whether arguments are as picklers write them. What ``call`` gets is checked, so it need not check.
     """
 
@@ -101,10 +99,6 @@ def unpickle(
     load_persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
     """The value of the pickle at the stream's position, which is after the pickle afterwards.
-
-    Args:
-        find_global: returns the stand-in for a global, given its module and name as in the pickle.
-        load_persistent: returns the stand-in for a persistent id; without it, none are allowed.
 
     Raises:
         MalformedPickleError: it cannot be read.

@@ -24,12 +24,7 @@ from dcp_s3.errors import SaveProtocolError, SettingsError
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.torch_private import (
-    FsspecReader,
-    FsspecWriter,
-    ProcessBasedAsyncCheckpointExecutor,
-    ThreadBasedAsyncCheckpointExecutor,
-)
+from dcp_s3.torch_private import AsyncCheckpointExecutor, FsspecReader, FsspecWriter
 from dcp_s3.url import is_s3_url, parse_url
 
 logger = logging.getLogger(__name__)
@@ -185,7 +180,7 @@ def _change_torch() -> None:
         _replace(cls, "validate_checkpoint_id", classmethod(_with_ours(cls.validate_checkpoint_id.__func__)))  # type: ignore[attr-defined]
         _replace(cls, "reset", _without_ours(cls.reset))  # type: ignore[attr-defined]
     # An asynchronous save chooses its writer later, perhaps in another process, where nothing is registered.
-    for executor in (ThreadBasedAsyncCheckpointExecutor, ProcessBasedAsyncCheckpointExecutor):
+    for executor in AsyncCheckpointExecutor.__subclasses__():
         _replace(executor, "execute_save", _with_writer(executor.execute_save))
 
 

@@ -143,7 +143,6 @@ class _S3Checkpoints(Strategy):
         """Load from S3, on any number of ranks. Every rank calls it.
 
         Args:
-            checkpoint_path: URL of the checkpoint.
             weights_only: False: whatever is in the checkpoint is unpickled, so whoever can write to the bucket can run
                 code here.
 
@@ -204,6 +203,9 @@ class _S3Checkpoints(Strategy):
                 if not self._interrupted:
                     raise  # Lightning calls this once more then
                 logger.error("while an exception ended the training: %s", error)  # noqa: TRY400
+        groups, self._groups = self._groups, None
+        for each in groups or ():
+            each.close()
         super().teardown()
 
     def _is_own(self, url: str) -> bool:
@@ -239,7 +241,6 @@ class S3ModelParallelStrategy(_S3Checkpoints, ModelParallelStrategy):
 
     Args:
         args, kwargs: of `ModelParallelStrategy`. Checkpoints are always sharded.
-        settings: a `dcp_s3.Settings`, or a mapping of settings that override the environment.
         asynchronous: save in the background while `Trainer.fit` runs.
 
     Raises:
@@ -280,7 +281,6 @@ class S3FSDPStrategy(_S3Checkpoints, FSDPStrategy):
 
     Args:
         args, kwargs: of `FSDPStrategy`. Checkpoints are always sharded, which is not its default.
-        settings: a `dcp_s3.Settings`, or a mapping of settings that override the environment.
         asynchronous: save in the background while `Trainer.fit` runs.
 
     Raises:

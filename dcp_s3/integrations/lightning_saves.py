@@ -20,14 +20,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_s3 import errors
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.look import inspect_checkpoint
-from dcp_s3.coroutines import run
 from dcp_s3.failures import name_failed
 from dcp_s3.manager.background import BackgroundRetention, WaitCommitted, commit_of
 from dcp_s3.manager.ranks import Failures, Ranks
 from dcp_s3.manager.saving import Saving, save_in_background, upload_of
 from dcp_s3.retention.catalog import list_checkpoints
 from dcp_s3.retention.prune import remove
-from dcp_s3.s3.async_store import open_async_store
+from dcp_s3.s3.store import store_of
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import Settings, resolve_settings
 from dcp_s3.stage.stager import S3Stager
@@ -308,10 +307,6 @@ def _text(path: str) -> str:
 
 
 def _inspect(path: str) -> CheckpointInfo | None:
-    async def inspect() -> CheckpointInfo | None:
-        url = parse_url(path)
-        async with open_async_store(url.bucket, resolve_settings(None)) as store:
-            return await inspect_checkpoint(store, url)
-
-    info = run(inspect())
+    url = parse_url(path)
+    info = inspect_checkpoint(store_of(url, resolve_settings(None)), url)
     return info if info is not None and info.committed else None

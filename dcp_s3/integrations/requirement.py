@@ -10,12 +10,6 @@ from dcp_s3.torch_version import release, require_torch
 def require(adapter: str, package: str, at_least: str, below: str) -> None:
     """Check that a framework is installed in a version that its adapter knows.
 
-    Args:
-        adapter: name of the adapter.
-        package: its name on PyPI.
-        at_least: first version that works.
-        below: first version that is not known to work.
-
     Raises:
         ImportError: it is missing or of another version; the message says what to install.
     """

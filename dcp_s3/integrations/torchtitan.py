@@ -73,10 +73,6 @@ class S3CheckpointManager(CheckpointManager):
     policies like ``best:2:val_loss:min``. ``val_loss`` comes after the save, and is stored with the next save or at
     `close`.
 
-    Args:
-        config: a `Config`.
-        **components: as for torchtitan's.
-
     Raises:
         SettingsError: ``retention`` is not a policy, or the folder is not on S3.
         InvalidURLError, SettingsError

@@ -107,7 +107,6 @@ class S3Checkpoints(_AnyTrainer):
         Args:
             resume_from_checkpoint: True: the latest checkpoint under the root, if there is one. A number: that step.
                 The URL of a checkpoint of `S3Checkpoints`: that one.
-            kwargs: as for the Trainer.
 
         Raises:
             SaveFailedError: a checkpoint could not be saved.

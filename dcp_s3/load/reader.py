@@ -44,7 +44,7 @@ from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
 from dcp_s3.spill.local import with_copies
 from dcp_s3.store import Store
 from dcp_s3.stores.overlay import Overlay
-from dcp_s3.torch_private import ExtensionRegistry, ReaderTransforms
+from dcp_s3.torch_private import ReaderTransforms
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
         process_group: dist.ProcessGroup | None = None,
         settings: SettingsLike = None,
         on_event: Listener | None = None,
-        _extension_registry: ExtensionRegistry | None = None,
+        _extension_registry: Any = None,
     ) -> None:
         super().__init__()
         self.settings: Settings = resolve_settings(settings)

@@ -12,12 +12,9 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Directory, list_directory
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.checkpoint.look import find_damage, tell_unreadable
-from dcp_s3.coroutines import run
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.policy import AnyOf, KeepBest, Mode, PolicyFunction, best_first
-from dcp_s3.s3.async_store import open_async_store
-from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.spill.local import find_commits, find_kept, find_waiting
 from dcp_s3.spill.store import open_store
@@ -129,7 +126,6 @@ def find(
     """The first checkpoint in ``order`` that can be loaded. None if the run has no checkpoints.
 
     Args:
-        catalog: catalog of the run.
         order: selects and sorts the checkpoints.
         passed_over: URLs of checkpoints that could not be loaded.
         disks: what each rank has on its disk.
@@ -167,7 +163,7 @@ def find(
             found: ChosenCheckpoint | NotReady | None
             if info in local:
                 found = _try_local(listing, local[info], disks, away)
-            elif damage := run(_find_damage(catalog, info)):
+            elif damage := find_damage(catalog.store, parse_url(info.url)):
                 damages[info.url], found = damage, None
             else:
                 found = ChosenCheckpoint(info.url, info.step or 0)
@@ -210,11 +206,6 @@ def _none_asked_for(catalog: CheckpointCatalog, there: Sequence[CheckpointInfo])
     )
 
 
-async def _find_damage(catalog: CheckpointCatalog, info: CheckpointInfo) -> str | None:
-    async with open_async_store(catalog.root.bucket, catalog.settings) as store:
-        return await find_damage(store, parse_url(info.url))
-
-
 def _try_local(
     catalog: CheckpointCatalog, waiting: WaitingCheckpoint, disks: Sequence[Disk], away: errors.TransferError | None
 ) -> ChosenCheckpoint | NotReady | None:
@@ -226,7 +217,7 @@ def _try_local(
     what = "it waits on disk to be committed, and not every rank has all of it on its own"
     if away is None:
         try:
-            missing = find_missing(waiting, disks, list_directory(S3Store(url.bucket, catalog.settings), url))
+            missing = find_missing(waiting, disks, list_directory(catalog.store, url))
         except errors.TransferError as error:
             away = error
         else:

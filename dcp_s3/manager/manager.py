@@ -80,7 +80,6 @@ class CheckpointManager(RunReader):
             tools find the step if it is the last number in the name, else by ``DCP_S3_STEP_PATTERN``.
         read_only: only read: nothing is saved, annotated, pruned or drained, and what waits on disks does not count.
             Needs permission to read only, and may be of another run's root. Only ``DCP_S3_READER_LEASE`` writes.
-        settings: a `Settings`, or a mapping of settings that override the environment.
         process_group: a group with a CPU backend, used only for these saves and loads. None: a new gloo group of all
             ranks.
         coordination: how the ranks come together: in ``collectives``, or on ``s3``, which needs no ``process_group``.
@@ -216,7 +215,6 @@ class CheckpointManager(RunReader):
         True
 
         Args:
-            step: training step, 0 or more.
             state: as for `dcp.save`: a dict of tensors, DTensors, Stateful objects and so on.
             metrics: numbers, text and bools to store with it. The first rank's metrics are used. See also `annotate`.
             extra: what else belongs to the checkpoint: text, numbers, bools, None, lists and dicts of these, at most 64
@@ -225,7 +223,6 @@ class CheckpointManager(RunReader):
             force: save whatever ``should_save`` says.
             blocking: return only when the save is committed; the state is not copied. With ``coordination="s3"``:
                 return when this rank's own part is on S3, `wait` when the whole is committed; the state is copied.
-            planner: see `dcp.save`.
 
         Returns:
             Whether the step is saved: False if the policy ``should_save`` says no.
@@ -418,6 +415,8 @@ class CheckpointManager(RunReader):
             self._retention.close(self.retention_timeout)
         if self._stager is not None:
             self._stager.close()
+        self._beside.close()
+        self._ranks.close()
         self._saving.raise_failure()
 
     def __repr__(self) -> str:

@@ -79,6 +79,7 @@ class MeetingTelling(Telling):
     """Ranks that tell each other in a small collective, about once a second: see `SaveDecisions`."""
 
     def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._decisions = SaveDecisions(SaveOnPreemption(), ranks, most_steps=_MOST_STEPS)
 
     def is_due(self, step: int) -> bool:
@@ -90,6 +91,7 @@ class MeetingTelling(Telling):
 
     def close(self, *, committed: bool = False) -> None:
         self._decisions.close()
+        self._ranks.close()
 
 
 class NoteTelling(Telling):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -39,7 +40,8 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         distributed = dist.is_available() and dist.is_initialized()
-        if group is None and distributed:
+        self._own_group = group is None and distributed
+        if self._own_group:
             # Saves run beside the training, and their collectives must not mix.
             group = dist.new_group(backend="gloo")
         self.group = group
@@ -74,7 +76,20 @@ class Ranks:
         if self.size == 1:
             return self
         members = dist.get_process_group_ranks(self.group)
-        return Ranks(dist.new_group(members, backend="gloo", use_local_synchronization=True))
+        ranks = Ranks(dist.new_group(members, backend="gloo", use_local_synchronization=True))
+        ranks._own_group = True
+        return ranks
+
+    def close(self) -> None:
+        """Let go of the group, and end it if it was made here: no more collectives. Not a collective itself.
+
+        A gloo group that outlives its process's interpreter may abort it: its threads drop tensors of the last
+        collective a little later, which needs Python.
+        """
+        group, self.group = self.group, None
+        if self._own_group and group is not None and is_initialized():
+            with contextlib.suppress(ValueError):  # destroyed with all others
+                dist.destroy_process_group(group)
 
     @property
     def is_first(self) -> bool:
@@ -152,6 +167,7 @@ class SeparateRanks(Ranks):
 
     def __init__(self, rank: int, size: int) -> None:
         self.group, self.rank, self.size = None, rank, size
+        self._own_group = False
         self._lock = threading.Lock()
         self._uncommitted: list[tuple[CheckpointURL, CountedSave]] = []
 

@@ -79,12 +79,10 @@ class RunReader(ABC):
         (2000, 1000, 1000)
 
         Args:
-            state: as for `dcp.load`.
             step: a step, or ``best``. None or ``latest``: the highest step.
             best: the metric whose best value decides; short for ``"best"`` with ``metric``.
             metric: the metric that decides which is best. None: that of the retention policy's `KeepBest`.
             mode: ``min`` if low values are better, or ``max``. None: that of the metric's `KeepBest`, else ``min``.
-            planner: see `dcp.load`.
 
         Returns:
             The step that was loaded. None if nothing was committed under the root yet.

@@ -40,8 +40,6 @@ class Restoring:
     """Restores checkpoints of a run.
 
     Args:
-        catalog: catalog of the run.
-        ranks: the ranks that restore together.
         weights_only: see `S3StorageReader`.
         drain_timeout: seconds without progress for which data is waited for that drains from the disks to S3.
         disks: whether what waits on the disks for S3 counts, and is drained.

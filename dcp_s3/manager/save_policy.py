@@ -96,7 +96,6 @@ class SaveEvery(SavePolicy):
     SaveEvery(steps=1000) | SaveEvery(seconds=600)
 
     Args:
-        steps: number of steps.
         seconds: number of seconds, or text like ``10m``.
 
     Raises:

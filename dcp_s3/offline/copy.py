@@ -37,7 +37,7 @@ from dcp_s3.offline.copy_source import (
 )
 from dcp_s3.offline.destination import open_destination
 from dcp_s3.s3.files import FileTransfer, OnProgress, download_files, upload_files
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import ListedObject, same_etag
 from dcp_s3.stores.directory import DirectoryStore
@@ -74,11 +74,8 @@ def copy(
 
     Args:
         source: URL of the checkpoint, or a directory that torch's FileSystemReader reads.
-        destination: URL of the new checkpoint, or a directory.
         overwrite: replace what is at ``destination``. A checkpoint on S3 stays whole until the new one is committed,
             unless objects that must be copied have the names of its own: then it is lost at once.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
-        on_total: called once with the number of bytes to copy.
         on_progress: called with the number of bytes as they are copied, from several threads.
 
     Returns:
@@ -109,7 +106,7 @@ def copy(
     resolved = resolve_settings(settings)
     stop = threading.Event()
     limit = replace(UNLIMITED, cancel=stop)
-    stores = [S3Store(url.bucket, resolved, limit) for url in (origin, target)]
+    stores = [store_of(url, resolved, limit) for url in (origin, target)]
     job = _Job(stores[0], origin, stores[1], target, stop)
     return job.run(overwrite, on_total or (lambda _: None), on_progress or (lambda _: None))
 
@@ -273,7 +270,7 @@ def download(
     saved; for checkpoints of dcp_s3 also the CRC-64 of every data object.
     """
     parsed = parse_url(url)
-    store = S3Store(parsed.bucket, resolve_settings(settings))
+    store = store_of(parsed, resolve_settings(settings))
     target = Path(directory)
     listed, source = fetch_source(store, parsed)
     etags = etags_in_place(source, listed)
@@ -379,7 +376,7 @@ def upload(
 ) -> CopyResult:
     """Copy a checkpoint in a directory (of torch's FileSystemWriter, or a download) to S3; see `copy`."""
     parsed = parse_url(url)
-    store = S3Store(parsed.bucket, resolve_settings(settings))
+    store = store_of(parsed, resolve_settings(settings))
     origin = Path(directory)
     here = DirectoryStore(origin)
     there = Directory.of_sizes({each.key: each.size for each in here.list("").objects})

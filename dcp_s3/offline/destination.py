@@ -19,7 +19,7 @@ from dcp_s3 import checksum, errors
 from dcp_s3.limit import Cancelled
 from dcp_s3.memory import Piece
 from dcp_s3.s3.parts import MAX_PARTS
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.s3.upload import ObjectUpload, Uploader
 from dcp_s3.settings import Settings
 from dcp_s3.units import format_size
@@ -150,7 +150,7 @@ class _S3Prefix:
     def __init__(self, where: str | os.PathLike[str], settings: Settings) -> None:
         self._url = parse_url(where)
         self.name = str(self._url)
-        self._store = S3Store(self._url.bucket, settings)
+        self._store = store_of(self._url, settings)
         self._uploader: Uploader | None = None
         self._blocks = _Blocks(0, 0)
 

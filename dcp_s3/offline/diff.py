@@ -33,11 +33,6 @@ _GAPS = "its chunks do not cover it"
 _CUT = "its chunks are cut differently"
 _RANKS = "several ranks wrote it, not all the same"
 
-_Offsets = tuple[int, ...] | None
-_Box = tuple[tuple[int, ...], tuple[int, ...]]
-_Copies = Mapping[_Offsets, Sequence[StorageInfo]]
-"""Where an entry lies, by the offsets of its chunks: several times if ranks saved it without collectives."""
-
 
 @dataclass(frozen=True)
 class EntryDiff:
@@ -157,13 +152,10 @@ def diff(
     Equal CRC-64s of equally many bytes count as ``same``. A CRC is no proof against somebody who made them equal.
 
     Args:
-        a: URL of one checkpoint.
-        b: URL of the other.
         full: whether to read what is ``unknown``, and to compare values: tensors bit for bit, of objects the stored
             bytes. Takes about 160 MiB of host memory, and the bytes of an object twice, and holds a reader's lease on
             both checkpoints.
         filter: only the entries whose names match, such as ``model.*``; several: any of them.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
         on_total: called with the bytes to read, of both checkpoints together; with ``full`` only.
         on_progress: called with the number of bytes as they are read, or need not be.
 
@@ -215,6 +207,22 @@ def _compare_attachments(a: SavedCheckpoint, b: SavedCheckpoint) -> dict[str, St
 # --- by checksums, pure ------------------------------------------------------------------------------
 
 
+class _Content(NamedTuple):
+    """What is known of the bytes that a rank stored of a chunk, or of an object."""
+
+    crc: int | None
+    length: int | None
+    """None: the raw elements of a chunk, whose number is known."""
+    encoding: tuple[str, ...]
+    exact: bool
+    """Whether other bytes are other values, or another object."""
+
+
+_Places = Mapping[Any, Sequence[_Content]]
+"""What the ranks stored of an entry, by the offsets and sizes of its chunks: one of each, unless they saved without
+collectives, and not all the same."""
+
+
 def compare(
     a: Metadata,
     b: Metadata,
@@ -224,27 +232,27 @@ def compare(
 ) -> list[EntryDiff]:
     """Compare two checkpoints by their metadata, and that of their ranks if they saved without collectives: entries in
     the order of ``a``, then those that only ``b`` has."""
-    ranks_a, ranks_b = of_ranks or ((a,), (b,))
     with collector_paused():
-        copies_a, copies_b = _find_copies(ranks_a), _find_copies(ranks_b)
+        copies_a, copies_b = map(_find_copies, of_ranks or ((a,), (b,)))
         found = []
-        for fqn in dict.fromkeys([*a.state_dict_metadata, *b.state_dict_metadata]):
-            if not wanted(fqn):
-                continue
+        for fqn in filter(wanted, dict.fromkeys([*a.state_dict_metadata, *b.state_dict_metadata])):
             one, two = a.state_dict_metadata.get(fqn), b.state_dict_metadata.get(fqn)
             at_a, at_b = copies_a.get(fqn, {}), copies_b.get(fqn, {})
-            if one is None:
-                found.append(EntryDiff(fqn, _kind(two), "only in B", size=_size(two, at_b)))
-            elif two is None:
-                found.append(EntryDiff(fqn, _kind(one), "only in A", size=_size(one, at_a)))
+            saved, copies = (two, at_b) if one is None else (one, at_a)
+            kind, size = _kind(saved), sum(infos[0].length for infos in copies.values())
+            if isinstance(saved, TensorStorageMetadata):
+                size = math.prod(saved.size) * saved.properties.dtype.itemsize
+            if one is None or two is None:
+                found.append(EntryDiff(fqn, kind, "only in B" if one is None else "only in A", size=size))
             else:
-                status, what = _compare_entries(one, two, at_a, at_b)
-                found.append(EntryDiff(fqn, _kind(one), status, what, _size(one, at_a)))
+                status, what = _compare_entries(one, two, _places(one, at_a), _places(two, at_b))
+                found.append(EntryDiff(fqn, kind, status, what, size))
         return found
 
 
-def _find_copies(parts: Sequence[Metadata]) -> dict[str, dict[_Offsets, list[StorageInfo]]]:
-    found: dict[str, dict[_Offsets, list[StorageInfo]]] = {}
+def _find_copies(parts: Sequence[Metadata]) -> dict[str, dict[Any, list[StorageInfo]]]:
+    """Where each entry lies, by the offsets of its chunks."""
+    found: dict[str, dict[Any, list[StorageInfo]]] = {}
     for part in parts:
         for index, info in (part.storage_data or {}).items():
             found.setdefault(index.fqn, {}).setdefault(index.offset, []).append(info)
@@ -255,106 +263,69 @@ def _kind(saved: Any) -> str:
     return "tensor" if isinstance(saved, TensorStorageMetadata) else "bytes"
 
 
-def _size(saved: Any, copies: _Copies) -> int:
-    if isinstance(saved, TensorStorageMetadata):
-        return math.prod(saved.size) * saved.properties.dtype.itemsize
-    return sum(infos[0].length for infos in copies.values())
-
-
-def _compare_entries(a: Any, b: Any, at_a: _Copies, at_b: _Copies) -> tuple[Status, str]:
-    if _kind(a) != _kind(b):
-        return "changed", f"kind {_kind(a)} -> {_kind(b)}"
-    if not isinstance(a, TensorStorageMetadata):
-        return _compare_places(next(iter(at_a.values()), ()), next(iter(at_b.values()), ()), None)
-    changes = []
-    if a.size != b.size:
-        changes.append(f"shape {_shape(a)} -> {_shape(b)}")
-    if a.properties.dtype != b.properties.dtype:
-        dtypes = [str(each.properties.dtype).removeprefix("torch.") for each in (a, b)]
-        changes.append(f"dtype {dtypes[0]} -> {dtypes[1]}")
-    return ("changed", ", ".join(changes)) if changes else _compare_tensors(a, b, at_a, at_b)
-
-
-def _shape(saved: TensorStorageMetadata) -> str:
-    return "x".join(map(str, saved.size)) or "scalar"
-
-
-def _compare_tensors(
-    a: TensorStorageMetadata, b: TensorStorageMetadata, at_a: _Copies, at_b: _Copies
-) -> tuple[Status, str]:
-    if 0 in a.size:
-        return "same", ""
-    itemsize = a.properties.dtype.itemsize
-    chunks_a, chunks_b = _chunks(a, at_a), _chunks(b, at_b)
-    doubts = []
-    for box in chunks_a.keys() & chunks_b.keys():
-        status, what = _compare_places(chunks_a[box], chunks_b[box], math.prod(box[1]) * itemsize)
-        if status == "changed":
-            return status, what
-        if status == "unknown":
-            doubts.append(what)
-    if chunks_a.keys() != chunks_b.keys():
-        chunks = [*chunks_a.items(), *chunks_b.items()]
-        alone = all(len(_contents(infos, math.prod(box[1]) * itemsize)) < 2 for box, infos in chunks)
-        doubts.append(_CUT if alone else _RANKS)
-    elif sum(math.prod(sizes) for _, sizes in chunks_a) < math.prod(a.size):
-        doubts.append(_GAPS)
-    if not doubts:
-        return "same", ""
-    return "unknown", _RANKS if _RANKS in doubts else min(doubts)
-
-
-def _chunks(saved: TensorStorageMetadata, copies: _Copies) -> dict[_Box, Sequence[StorageInfo]]:
-    found: dict[_Box, Sequence[StorageInfo]] = {}
+def _places(saved: Any, copies: Mapping[Any, Sequence[StorageInfo]]) -> _Places:
+    if not isinstance(saved, TensorStorageMetadata):
+        return {None: _contents(next(iter(copies.values()), ()), None)}
+    found = {}
     for chunk in saved.chunks:
         if 0 not in chunk.sizes:
             infos = copies.get(chunk.offsets) or (() if any(chunk.offsets) else copies.get(None, ()))
-            found[chunk.offsets, chunk.sizes] = infos
+            nbytes = math.prod(chunk.sizes) * saved.properties.dtype.itemsize
+            found[chunk.offsets, chunk.sizes] = _contents(infos, nbytes)
     return found
 
 
-class _Content(NamedTuple):
-    """What is known of stored bytes."""
-
-    crc: int | None
-    length: int | None
-    """None: the raw elements of a chunk, whose number is known."""
-    encoding: tuple[str, ...]
-    exact: bool
-    """Whether other bytes are other values, or another object."""
-
-
 def _contents(infos: Sequence[StorageInfo], nbytes: int | None) -> list[_Content]:
-    """What the ranks stored at one place, once if it is known to be the same; ``nbytes`` is None for an object."""
+    """``nbytes`` is None for an object."""
     found = []
     for info in infos:
         encoding, raw_offset = tuple(getattr(info, "transform_descriptors", None) or ()), get_raw_offset(info)
         crc = get_crc(info)
-        if nbytes is None:
-            found.append(_Content(crc, info.length, encoding, exact=True))
-        elif raw_offset is None or encoding:
-            found.append(_Content(crc, info.length, encoding, exact=False))
+        if nbytes is None or raw_offset is None or encoding:
+            found.append(_Content(crc, info.length, encoding, exact=nbytes is None))
         else:
             found.append(_Content(crc if raw_offset + nbytes <= info.length else None, None, (), exact=True))
     return found[:1] if len(set(found)) == 1 and found[0].crc is not None else found
 
 
-def _compare_places(
-    infos_a: Sequence[StorageInfo], infos_b: Sequence[StorageInfo], nbytes: int | None
-) -> tuple[Status, str]:
+def _compare_entries(a: Any, b: Any, at_a: _Places, at_b: _Places) -> tuple[Status, str]:
+    if _kind(a) != _kind(b):
+        return "changed", f"kind {_kind(a)} -> {_kind(b)}"
+    doubts = []
+    if isinstance(a, TensorStorageMetadata):
+        shapes = ["x".join(map(str, each.size)) or "scalar" for each in (a, b)]
+        dtypes = [str(each.properties.dtype).removeprefix("torch.") for each in (a, b)]
+        pairs = {"shape": shapes, "dtype": dtypes}
+        changes = [f"{name} {one} -> {two}" for name, (one, two) in pairs.items() if one != two]
+        if changes or 0 in a.size:
+            return ("changed", ", ".join(changes)) if changes else ("same", "")
+        if at_a.keys() != at_b.keys():
+            alone = all(len(each) < 2 for each in (*at_a.values(), *at_b.values()))
+            doubts.append(_CUT if alone else _RANKS)
+        elif sum(math.prod(sizes) for _, sizes in at_a) < math.prod(a.size):
+            doubts.append(_GAPS)
+    for box in at_a.keys() & at_b.keys():
+        status, what = _compare_contents(at_a[box], at_b[box], "bytes" if box is None else "values")
+        if status == "changed":
+            return status, what
+        if status == "unknown":
+            doubts.append(what)
+    if not doubts:
+        return "same", ""
+    return "unknown", _RANKS if _RANKS in doubts else min(doubts)
+
+
+def _compare_contents(a: Sequence[_Content], b: Sequence[_Content], what: str) -> tuple[Status, str]:
     """Compare what was stored of an object, or of a chunk that both sides have."""
-    a, b = _contents(infos_a, nbytes), _contents(infos_b, nbytes)
-    what = "bytes" if nbytes is None else "values"
     if a and b and a[0].exact and b[0].exact:
         (crc_a, length_a), (crc_b, length_b) = a[0][:2], b[0][:2]
         if length_a != length_b or (None not in (crc_a, crc_b) and crc_a != crc_b):
             return "changed", what
     one_each = len(a) < 2 and len(b) < 2
-    unchecked = [not each or any(content.crc is None for content in each) for each in (a, b)]
-    if any(unchecked):
-        sides = " and ".join(side for side, without in zip("AB", unchecked, strict=True) if without)
-        return "unknown", f"no checksum in {sides}" if one_each else _RANKS
-    if a == b:
+    unchecked = [side for side, each in (("A", a), ("B", b)) if not each or any(one.crc is None for one in each)]
+    if unchecked:
+        return "unknown", f"no checksum in {' and '.join(unchecked)}" if one_each else _RANKS
+    if list(a) == list(b):
         return "same", ""
     if one_each:
         return "unknown", _ENCODED

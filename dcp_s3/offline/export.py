@@ -1,4 +1,4 @@
-"""`export`: the weights of a checkpoint as Hugging Face and torch read them, in bounded memory.
+"""`export`: the weights of a checkpoint as Hugging Face reads them, in bounded memory.
 
 entries -> names -> files (all planned before a byte is written) -> batches -> one is written while the next is read
 """
@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -21,7 +21,6 @@ from dcp_s3.checkpoint.attachments import find_attachments, read_attachment
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.errors import WeightsError
 from dcp_s3.format.control_files import AttachmentEntry
-from dcp_s3.format.framing import FramingError, make_archive
 from dcp_s3.format.layout import METADATA
 from dcp_s3.format.safetensors import (
     INDEX,
@@ -38,7 +37,7 @@ from dcp_s3.offline.destination import Destination, is_temporary, open_destinati
 from dcp_s3.offline.names import new_names
 from dcp_s3.offline.read import SMALL_BUFFERS, OpenCheckpoint, Reading
 from dcp_s3.reprs import one_line
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.tensor_memory import view_bytes
 from dcp_s3.units import format_size, parse_size, plural
@@ -47,11 +46,8 @@ from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-Format = Literal["safetensors", "torch"]
-
 # Elements converted to another dtype at a time: as many as stay in the CPU's cache, and torch converts in one thread.
 _CONVERTED = 2**15
-_TORCH_FILE = "pytorch_model.bin"
 _ADAPTER = "adapter_config.json"
 _WEIGHTS = re.compile(r"(model|adapter_model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 _DTYPES = {
@@ -90,30 +86,25 @@ def export(
     rename: Mapping[str, str] | None = None,
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
-    format: Format = "safetensors",
     overwrite: bool = False,
-    weights_only: bool = True,
     settings: SettingsLike = None,
     on_total: Callable[[int], None] | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> ExportResult:
-    """Write the tensors of a checkpoint as files that Hugging Face's libraries and torch read.
+    """Write the tensors of a checkpoint as safetensors files, as Hugging Face lays them out.
 
-    ``safetensors``: ``model.safetensors``; or ``model-00001-of-0000N.safetensors`` and
+    ``model.safetensors``; or ``model-00001-of-0000N.safetensors`` and
     ``model.safetensors.index.json``. With an attachment ``adapter_config.json``, which only adapters of PEFT have,
-    ``adapter_model.safetensors``. ``torch``: ``pytorch_model.bin``, a dict by name as torch.save writes it, with
-    entries that are no tensors, too.
+    ``adapter_model.safetensors``.
 
     Attachments of the checkpoint become files beside them. Needs no process group. Takes at most 512 MiB of host
-    memory, whatever the size of tensors and weights files, and besides an attachment (256 MiB at most), or with
-    ``torch`` all entries that are no tensors. Each file appears complete, the index last; if the export fails,
-    what it had written is removed.
+    memory, whatever the size of tensors and weights files, and besides an attachment (256 MiB at most). Each file
+    appears complete, the index last; if the export fails, what it had written is removed.
 
     >>> export("s3://bucket/run/step-00002000", "weights", include="weight")
     ExportResult(1 file, 1 tensor, ... B)
 
     Args:
-        url: URL of the checkpoint.
         destination: directory or ``s3://bucket/prefix``.
         include: names or patterns of entries, such as ``model.*``, as for `read_tensors`; None: all tensors.
         rename: regular expressions, and what replaces their matches in the names, in this order: ``{"^model[.]": ""}``.
@@ -121,34 +112,29 @@ def export(
             and packed float4.
         max_shard_size: bytes of the tensors of a safetensors file, as ``5GB`` or ``2GiB``; a larger tensor gets a file
             of its own.
-        format: ``safetensors`` or ``torch``.
-        overwrite: write into a destination that is not empty. Weights in it, of either format, are removed before the
-            first byte is written; other files stay. An attachment never replaces one of them: if it has the same bytes
+        overwrite: write into a destination that is not empty. Weights in it, torch's too, are removed before the first
+            byte is written; other files stay. An attachment never replaces one of them: if it has the same bytes
             it is left alone, otherwise the export is refused.
-        weights_only: for ``torch``: whether to unpickle only objects that cannot run code, as for `read_tensors`.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
-        on_total: called once with the number of bytes to write.
-        on_progress: called with the number of bytes as they are written.
 
     Raises:
         EntryNotFoundError: ``include`` matches nothing.
         WeightsError: the destination is not empty, or has another file where an attachment goes; there is no tensor; a
-            dtype that the format does not know; names that match nothing or become equal; a wrong argument. Nothing was
-            written.
-        CheckpointNotFoundError, CorruptCheckpointError, UnsafeItemError
+            dtype that safetensors does not know; names that match nothing or become equal; a wrong argument. Nothing
+            was written.
+        CheckpointNotFoundError, CorruptCheckpointError
         InvalidURLError, SettingsError, StorageError, OSError
     """
     given = resolve_settings(settings)
-    wanted, most, format = parse_dtype(dtype), parse_shard_size(max_shard_size), parse_format(format)
+    wanted, most = parse_dtype(dtype), parse_shard_size(max_shard_size)
     target = open_destination(destination, given)
-    lease = ReaderLease(S3Store(parse_url(url).bucket, given), parse_url(url), given.reader_lease)
+    lease = ReaderLease(store_of(parse_url(url), given), parse_url(url), given.reader_lease)
     lease.take()
     with lease.renewed():
         checkpoint = OpenCheckpoint(url, given, bounded=False)
         lease.check_not_deleted(None)
-        with checkpoint.reading(weights_only=weights_only, buffers=SMALL_BUFFERS) as reading:
-            selected = _Selected.of(checkpoint, include, rename, wanted, format)
-            files = selected.plan(reading, format, most)
+        with checkpoint.reading(buffers=SMALL_BUFFERS) as reading:
+            selected = _Selected.of(checkpoint, include, rename, wanted)
+            files = selected.plan(most)
             attached = find_attachments(checkpoint.store, checkpoint.url) or {}
             if _ADAPTER in attached and files[0].name == SINGLE_FILE:
                 files = [replace(files[0], name=f"adapter_{SINGLE_FILE}")]  # as PEFT expects it
@@ -190,13 +176,6 @@ def parse_shard_size(size: int | str) -> int:
     if most < 1:
         raise WeightsError(f"max_shard_size = {size!r}: expected at least 1 byte")
     return most
-
-
-def parse_format(format: str) -> Format:
-    for known in ("safetensors", "torch"):
-        if format == known:
-            return known
-    raise WeightsError(f"format = {format!r}: expected 'safetensors' or 'torch'")
 
 
 def _check_destination(
@@ -253,9 +232,8 @@ class _Selected:
     """Tensors by their names in the checkpoint."""
     saved: Mapping[str, tuple[str, torch.dtype]]
     """Name and dtype in the checkpoint, by new names."""
-    objects: Mapping[str, str]
-    """Names of other entries in the checkpoint, and their new ones."""
     skipped: int
+    """Number of other entries."""
 
     @classmethod
     def of(
@@ -264,13 +242,11 @@ class _Selected:
         include: str | Iterable[str] | None,
         rules: Mapping[str, str] | None,
         dtype: torch.dtype | None,
-        format: Format,
     ) -> _Selected:
-        """Choose entries and name them. Only ``torch`` has entries that are no tensors."""
+        """Choose tensors and name them."""
         url = str(checkpoint.url)
         names = checkpoint.match(include)
-        tensors = {name for name in names if isinstance(checkpoint.find(name), TensorStorageMetadata)}
-        exported = names if format == "torch" else [name for name in names if name in tensors]
+        exported = [name for name in names if isinstance(checkpoint.find(name), TensorStorageMetadata)]
         if not exported:
             raise WeightsError(f"{url} has no tensor to export among {len(names)} entries", url=url)
         try:
@@ -279,32 +255,22 @@ class _Selected:
             raise WeightsError(f"the entries of {url} cannot be renamed: {error}", url=url) from None
         entries, saved = {}, {}
         for name in exported:
-            if name in tensors:
-                found = checkpoint.find(name)
-                kept = found.properties.dtype
-                new = dtype if dtype is not None and kept.is_floating_point and kept != PACKED else kept
-                entries[name] = TensorEntry(renamed[name], new, tuple(found.size))
-                saved[renamed[name]] = name, kept
-        objects = {name: renamed[name] for name in exported if name not in tensors}
-        return cls(url, entries, saved, objects, len(names) - len(exported))
+            found = checkpoint.find(name)
+            kept = found.properties.dtype
+            new = dtype if dtype is not None and kept.is_floating_point and kept != PACKED else kept
+            entries[name] = TensorEntry(renamed[name], new, tuple(found.size))
+            saved[renamed[name]] = name, kept
+        return cls(url, entries, saved, len(names) - len(exported))
 
-    def plan(self, reading: Reading, format: Format, most: int) -> list[_PlannedFile]:
+    def plan(self, most: int) -> list[_PlannedFile]:
         try:
-            if format == "torch":
-                values = reading.fill([], self.objects)
-                found: dict[str, Any] = {entry.name: entry for entry in self.tensors.values()}
-                found |= {new: values[name] for name, new in self.objects.items()}
-                return [_PlannedFile(_TORCH_FILE, make_archive(found).parts)]
             shards = plan_shards(list(self.tensors.values()), most)
             files = [_PlannedFile(shard.name, (make_header(shard.tensors), *shard.tensors)) for shard in shards]
             return files if len(files) == 1 else [*files, _PlannedFile(INDEX, (make_index(shards),))]
         except SafetensorsError as error:
             raise WeightsError(
-                f"{self.url} cannot be exported: {error}. Remedy: leave it out with include, or format='torch'",
-                url=self.url,
+                f"{self.url} cannot be exported: {error}. Remedy: leave it out with include", url=self.url
             ) from None
-        except FramingError as error:
-            raise WeightsError(f"{self.url} cannot be exported as a torch file: {error}", url=self.url) from None
 
 
 # --- act -------------------------------------------------------------------------------------------

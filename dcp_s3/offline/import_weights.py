@@ -86,12 +86,9 @@ def import_weights(
     Args:
         source: directory or ``s3://bucket/prefix`` with ``*.safetensors`` or torch files, with an index or without; or
             one such file.
-        url: URL of the new checkpoint.
         prefix: put before every name, for example ``model.``.
         rename: regular expressions, and what replaces their matches in the names, in this order, before the prefix.
         overwrite: replace a checkpoint at ``url``, which stays whole until the new one is committed.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
-        on_total: called once with the number of bytes of the tensors.
         on_progress: called with the number of bytes that were read, from several threads.
 
     Raises:

@@ -23,7 +23,7 @@ from dcp_s3.load.overlaps import find_overlaps
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.offline.boxes import Index, Piece, Selection, select
 from dcp_s3.offline.names import closest, matches
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.spill.local import with_copies
 from dcp_s3.torch_private import ReaderTransforms
@@ -49,10 +49,8 @@ def read_tensor(
             [2., 3.]])
 
     Args:
-        url: URL of the checkpoint.
         fqn: name of the tensor, as ``dcp-s3 show`` lists it.
         slice: part to read, as in numpy: ``3``, ``np.s_[:10, ..., -1]``. Numbers, slices with step 1, an Ellipsis.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
 
     Returns:
         A contiguous tensor of the saved dtype.
@@ -96,12 +94,10 @@ def read_tensors(
     2000
 
     Args:
-        url: URL of the checkpoint.
         fqns: names, or patterns such as ``model.*`` (``*`` any text, ``?`` any character, ``[ab]`` one of them); None:
             everything. An entry with exactly that name takes precedence over a pattern.
         weights_only: whether to unpickle only objects that cannot run code, as `S3StorageReader` does.
             False: whoever can write to the bucket can run code here.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
 
     Returns:
         Entries by name, in the order of ``fqns``; the matches of a pattern in the order of the checkpoint.
@@ -135,7 +131,7 @@ class OpenCheckpoint:
         self.settings = resolve_settings(settings)
         seconds = self.settings.load_timeout if bounded else None
         limit = Limit(deadline=Deadline.start("DCP_S3_LOAD_TIMEOUT", seconds), hang=seconds)
-        self.store = S3Store(self.url.bucket, self.settings, limit)
+        self.store = store_of(self.url, self.settings, limit)
         self._metadata: Metadata = metadata or check_metadata(fetch_metadata(self.store, self.url), self.url)
         if not isinstance(self._metadata.storage_data, dict):
             raise errors.CorruptCheckpointError(

@@ -16,7 +16,7 @@ from dcp_s3.offline.verify_bytes import ByteCheck, bytes_to_read
 from dcp_s3.offline.verify_plan import Problem, StoredItem, check_manifest, find_items, is_crc, place_items
 from dcp_s3.reprs import one_line
 from dcp_s3.s3.files import OnProgress
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import StoredObject
 from dcp_s3.units import plural
@@ -91,12 +91,8 @@ def verify(
     True
 
     Args:
-        url: URL of the checkpoint.
-        full: whether to read the data, too.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
         on_total: called with the bytes of data to be read; with ``full`` only. Called again if the checkpoint
             was replaced meanwhile, and is verified again.
-        on_progress: called with the number of bytes of data as they are read.
 
     Raises:
         CheckpointNotFoundError: no committed checkpoint is there.
@@ -105,7 +101,7 @@ def verify(
         CheckpointError: the checkpoint was replaced again and again while it was verified.
     """
     parsed = parse_url(url)
-    store = S3Store(parsed.bucket, resolve_settings(settings))
+    store = store_of(parsed, resolve_settings(settings))
     for _ in range(_ROUNDS):
         check = _Check(store, parsed)
         report = check.run(full=full, on_total=on_total, on_progress=on_progress)

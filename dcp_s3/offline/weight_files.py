@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_s3.errors import ObjectNotFoundError, WeightsError
 from dcp_s3.format import safetensors
 from dcp_s3.format.safetensors import SafetensorsError
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings
 from dcp_s3.store import Store
 from dcp_s3.stores.directory import DirectoryStore
-from dcp_s3.torch_private import flatten_state_dict, offset_in_archive, without_data
+from dcp_s3.torch_private import offset_in_archive, without_data
 from dcp_s3.url import is_s3_url, parse_url
 
 _TORCH = (".bin", ".pt", ".pth", ".ckpt")
@@ -105,7 +106,7 @@ def _locate(source: str | os.PathLike[str], settings: Settings) -> tuple[Store, 
     """Store, prefix of the keys, and name of the one file, empty for a directory."""
     if is_s3_url(source):
         url = parse_url(source)
-        store = S3Store(url.bucket, settings)
+        store = store_of(url, settings)
         if url.name.endswith(_SUFFIXES) and store.exists(url.prefix):
             return store, url.prefix.removesuffix(url.name), url.name
         return store, url.key("") if url.prefix else "", ""
@@ -190,12 +191,15 @@ def _parse_torch(file: WeightFile) -> FoundWeights:
     if not isinstance(value, Mapping):
         raise WeightsError(f"{file.name} cannot be imported: it holds a {type(value).__name__}, not a dict")
     try:
-        flat, mappings = flatten_state_dict(dict(value))
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(dict(value), is_coordinator=True)  # which gives nested values the names of DCP
     except ValueError as error:
         raise WeightsError(f"{file.name} cannot be imported: {error}") from None
-    tensors = {name: _find(file, name, each) for name, each in flat.items() if isinstance(each, torch.Tensor)}
-    objects = {name: each for name, each in flat.items() if name not in tensors}
-    return FoundWeights(tensors, objects, dict(mappings))
+    tensors = {
+        name: _find(file, name, each) for name, each in planner.state_dict.items() if isinstance(each, torch.Tensor)
+    }
+    objects = {name: each for name, each in planner.state_dict.items() if name not in tensors}
+    return FoundWeights(tensors, objects, dict(planner.mappings))
 
 
 def _find(file: WeightFile, name: str, tensor: torch.Tensor) -> FoundTensor:

@@ -96,14 +96,11 @@ def report(
     True
 
     Args:
-        root: the URL above the checkpoints.
         path: file to write; what is there is replaced. None: only gather what it would show.
         policy: policy whose decisions are shown, as an object or in one line (`parse_policy`). None: the setting
             ``retention``; if that is unset, everything that is committed is kept.
         grace: seconds, or text like ``24h``, for which an uncommitted checkpoint counts as a save in progress. None:
             the setting ``retention_grace``.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
-        patterns: see `CheckpointCatalog`.
 
     Returns:
         What the page shows.

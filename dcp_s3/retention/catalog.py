@@ -6,15 +6,13 @@ touched. `latest` and `best` look closer at the checkpoint that they return.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.info import (
@@ -27,24 +25,21 @@ from dcp_s3.checkpoint.info import (
     with_step,
 )
 from dcp_s3.checkpoint.look import find_damage, inspect, inspect_checkpoint, look_deeper, tell_unreadable
-from dcp_s3.coroutines import map_bounded
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import BOARD_PREFIX, CONTROL_PREFIX, What, classify
 from dcp_s3.reprs import one_line
 from dcp_s3.retention.plan import OpenUpload, Plan, make_plan
 from dcp_s3.retention.policy import Mode, PolicyFunction, best_first
-from dcp_s3.s3.async_store import AsyncS3Store, run_on_store
+from dcp_s3.s3.store import store_of
 from dcp_s3.setting_values import compile_step_pattern
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import find_commits
 from dcp_s3.spill.store import open_store
-from dcp_s3.store import ListedObject, Upload
+from dcp_s3.store import ListedObject, Store, Upload
 from dcp_s3.units import plural
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # Path parts that no checkpoint URL may have, and our own directory: with boards, or of a root that is a checkpoint.
 _CONTROL = CONTROL_PREFIX.rstrip("/")
@@ -77,8 +72,6 @@ class CatalogSnapshot:
     """Objects in committed checkpoints' directories that the checkpoints do not need, by key; empty unless ``deep``."""
     deep: bool = False
     """Whether each committed checkpoint's objects were listed."""
-    requests: int = 0
-    """Number of requests that the scan took."""
     boards: tuple[ListedObject, ...] = ()
     """Objects through which ranks told each other something, by key; empty unless ``deep``."""
 
@@ -111,16 +104,23 @@ class CheckpointCatalog:
             name. The first one that matches counts; a name that none matches has no step. The default is the setting
             ``step_pattern``; without that, the step is the number after ``step``, ``iter``,
             ``checkpoint`` or ``epoch``, or the whole name.
+        store: where the checkpoints are, if not in the root's bucket as the settings reach it.
 
     Raises:
         InvalidURLError, SettingsError
     """
 
     def __init__(
-        self, root: URLLike, *, settings: SettingsLike = None, patterns: str | Sequence[str] | None = None
+        self,
+        root: URLLike,
+        *,
+        settings: SettingsLike = None,
+        patterns: str | Sequence[str] | None = None,
+        store: Store | None = None,
     ) -> None:
         self.root = parse_url(root)
         self.settings = resolve_settings(settings)
+        self.store = store_of(self.root, self.settings) if store is None else store
         self._patterns = _compile(patterns, self.settings)
 
     def __repr__(self) -> str:
@@ -137,7 +137,7 @@ class CheckpointCatalog:
             StorageError: missing bucket, credentials, permissions, network.
         """
         local = self.local()  # first: a checkpoint drained meanwhile is then seen twice, not missed
-        listing = self._run(lambda store: list_root(store, self.root, self._patterns))
+        listing = list_root(self.store, self.root, self._patterns)
         grace = self.settings.retention_grace
         found = merge_local(listing.checkpoints, local)
         return sorted((in_grace(info, now=listing.now, grace=grace) for info in found), key=age_order)
@@ -156,7 +156,7 @@ class CheckpointCatalog:
             StorageError: missing bucket, credentials, permissions, network.
         """
         local = self.local()
-        return self._run(lambda store: scan_root(store, self.root, self._patterns, deep=deep, local=local))
+        return scan_root(self.store, self.root, self._patterns, deep=deep, local=local)
 
     def latest(self) -> CheckpointInfo | None:
         """The checkpoint to resume from, as in `dcp_s3.latest`: it can be loaded. None if there is none.
@@ -197,10 +197,7 @@ class CheckpointCatalog:
         return [with_step(info, self._patterns) for info in find_local(str(self.root), settings=self.settings)]
 
     def _first(self, order: Callable[[Iterable[CheckpointInfo]], list[CheckpointInfo]]) -> CheckpointInfo | None:
-        return self._run(lambda store: _first_loadable(store, self.root, self._patterns, order))
-
-    def _run(self, work: Callable[[AsyncS3Store], Awaitable[T]]) -> T:
-        return run_on_store(self.root.bucket, self.settings, work)
+        return _first_loadable(self.store, self.root, self._patterns, order)
 
 
 def check_newest(catalog: CheckpointCatalog, infos: Iterable[CheckpointInfo]) -> None:
@@ -208,19 +205,15 @@ def check_newest(catalog: CheckpointCatalog, infos: Iterable[CheckpointInfo]) ->
 
     Says nothing where S3 refuses a request, nor of other libraries' checkpoints, as that takes long.
     """
-
-    async def check(store: AsyncS3Store) -> None:
-        damages: dict[str, str] = {}
+    damages: dict[str, str] = {}
+    with contextlib.suppress(errors.StorageError):
         for info in newest_first(infos):
-            damage = await find_damage(store, parse_url(info.url), foreign=False)
+            damage = find_damage(catalog.store, parse_url(info.url), foreign=False)
             if damage is None:
                 tell_unreadable(damages, info.url)
                 return
             damages[info.url] = damage
         tell_unreadable(damages, None)
-
-    with contextlib.suppress(errors.StorageError):
-        catalog._run(check)
 
 
 def _compile(patterns: str | Sequence[str] | None, settings: Settings) -> tuple[re.Pattern[str], ...]:
@@ -236,8 +229,8 @@ def _compile(patterns: str | Sequence[str] | None, settings: Settings) -> tuple[
     return tuple(compiled)
 
 
-async def _first_loadable(
-    store: AsyncS3Store,
+def _first_loadable(
+    store: Store,
     root: CheckpointURL,
     patterns: Sequence[re.Pattern[str]],
     order: Callable[[Iterable[CheckpointInfo]], list[CheckpointInfo]],
@@ -245,13 +238,13 @@ async def _first_loadable(
     while True:
         vanished = False
         damages: dict[str, str] = {}
-        for info in order((await list_root(store, root, patterns)).checkpoints):
+        for info in order(list_root(store, root, patterns).checkpoints):
             url = root.child(info.name)
-            damage = await find_damage(store, url)
+            damage = find_damage(store, url)
             if damage is None:
                 tell_unreadable(damages, info.url)
                 return info
-            now = await inspect_checkpoint(store, url)
+            now = inspect_checkpoint(store, url)
             if now is None or not now.committed:
                 vanished = True  # a prune was faster: there is a newer one
                 break
@@ -279,7 +272,7 @@ def list_checkpoints(root: URLLike, *, settings: SettingsLike = None) -> list[Ch
         StorageError: missing bucket, credentials, permissions, network.
     """
     catalog = CheckpointCatalog(root, settings=settings)
-    return list(catalog._run(lambda store: list_root(store, catalog.root, catalog._patterns)).checkpoints)
+    return list(list_root(catalog.store, catalog.root, catalog._patterns).checkpoints)
 
 
 def latest(root: URLLike, *, include_uncommitted: bool = False, settings: SettingsLike = None) -> CheckpointInfo | None:
@@ -331,11 +324,11 @@ def find_local(root: URLLike, *, settings: Settings) -> list[CheckpointInfo]:
 # --- looking at a root ------------------------------------------------------------------------------
 
 
-async def list_root(
-    store: AsyncS3Store, root: CheckpointURL, patterns: Sequence[re.Pattern[str]] = (), *, deep: bool = False
+def list_root(
+    store: Store, root: CheckpointURL, patterns: Sequence[re.Pattern[str]] = (), *, deep: bool = False
 ) -> CatalogSnapshot:
     """The checkpoints directly under ``root``, without uploads."""
-    listed = await store.list(root.key(""), "/")
+    listed = store.list(root.key(""), "/")
     now = listed.server_time
     if now is None:
         logger.warning("the S3 endpoint does not tell its time; ages are by the clock of this host")
@@ -345,19 +338,19 @@ async def list_root(
     del listed
     boards: Sequence[ListedObject] = ()
     if deep and _CONTROL in names:
-        boards = (await store.list(root.key(BOARD_PREFIX))).objects
+        boards = store.list(root.key(BOARD_PREFIX)).objects
     leftovers: list[LeftoverObject] = []
 
-    async def look(name: str) -> CheckpointInfo | None:
+    def look(store: Store, name: str) -> CheckpointInfo | None:
         url = root.child(name)
         found = None
         for attempt in range(_LOOKS):
-            await asyncio.sleep(0.05 * (2**attempt - 1))
-            found = await inspect(store, url, patterns)
+            time.sleep(0.05 * (2**attempt - 1))
+            found = inspect(store, url, patterns)
             if found is None or not deep or not found.info.committed:
                 return None if found is None else found.info
             try:
-                info, unneeded = await look_deeper(store, url, found, now)
+                info, unneeded = look_deeper(store, url, found, now)
             except errors.ObjectNotFoundError:
                 continue  # deleted meanwhile
             leftovers.extend(unneeded)
@@ -366,7 +359,7 @@ async def list_root(
             return None
         return dataclasses.replace(found.info, damage="its .metadata is listed, but cannot be read")
 
-    looked = await map_bounded(look, [name for name in names if name not in _NO_CHILD])
+    looked = store.map(look, [name for name in names if name not in _NO_CHILD])
     found = sorted((info for info in looked if info is not None), key=age_order)
     return CatalogSnapshot(
         root=str(root),
@@ -374,13 +367,12 @@ async def list_root(
         checkpoints=tuple(found),
         leftovers=tuple(sorted(leftovers, key=lambda each: each.key)),
         deep=deep,
-        requests=store.requests,
         boards=tuple(boards),
     )
 
 
-async def scan_root(
-    store: AsyncS3Store,
+def scan_root(
+    store: Store,
     root: CheckpointURL,
     patterns: Sequence[re.Pattern[str]] = (),
     *,
@@ -393,14 +385,14 @@ async def scan_root(
     checkpoints whose commits wait in this host's spill directory.
     """
     # Before the objects: an upload that completes meanwhile is then seen as an upload, an object, or both.
-    uploads = sorted(await store.uploads(root.key("")), key=lambda each: (each.key, each.upload_id))
-    listing = await list_root(store, root, patterns, deep=deep)
+    uploads = sorted(store.uploads(root.key("")), key=lambda each: (each.key, each.upload_id))
+    listing = list_root(store, root, patterns, deep=deep)
     found = {info.name: info for info in listing.checkpoints}
     if deep:
         damages: dict[str, str] = {}
         loadable = None
         for info in newest_first(listing.checkpoints):
-            damage = info.damage or await find_damage(store, root.child(info.name))
+            damage = info.damage or find_damage(store, root.child(info.name))
             found[info.name] = dataclasses.replace(info, damage=damage)
             if damage is None:
                 loadable = info.url
@@ -411,7 +403,6 @@ async def scan_root(
         listing,
         checkpoints=tuple(sorted(merge_local(found.values(), local), key=age_order)),
         uploads=tuple(each for upload in uploads if (each := open_upload(root, upload)) is not None),
-        requests=store.requests,
     )
 
 

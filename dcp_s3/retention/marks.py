@@ -16,10 +16,9 @@ from dcp_s3.checkpoint.stored_metadata import not_found_error
 from dcp_s3.format.control_files import AddedMetrics, check_added
 from dcp_s3.format.layout import METRICS, PIN
 from dcp_s3.s3 import retry
-from dcp_s3.s3.async_store import run_on_store
-from dcp_s3.s3.store import S3Store
-from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.store import Expect
+from dcp_s3.s3.store import store_of
+from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.store import Expect, Store
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 logger = logging.getLogger(__name__)
@@ -51,11 +50,15 @@ def annotate(url: URLLike, metrics: Mapping[str, Any], *, settings: SettingsLike
         CheckpointNotFoundError: no committed checkpoint is there.
         InvalidURLError, SettingsError, StorageError
     """
-    where, resolved = parse_url(url), resolve_settings(settings)
+    where = parse_url(url)
+    return annotate_on(store_of(where, resolve_settings(settings)), where, metrics)
+
+
+def annotate_on(store: Store, where: CheckpointURL, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """`annotate` for a checkpoint on a store."""
     check_added(metrics, url=str(where))
-    info = _require_committed(where, resolved)
-    of = info.save_id or info.etag or ""
-    store, key = S3Store(where.bucket, resolved), where.key(METRICS)
+    info = _require_committed(store, where)
+    of, key = info.save_id or info.etag or "", where.key(METRICS)
     conflicts = 0
     while True:
         etag, before = _read_metrics(store, where, of)
@@ -71,7 +74,7 @@ def annotate(url: URLLike, metrics: Mapping[str, Any], *, settings: SettingsLike
         return dict(added.metrics)
 
 
-def _read_metrics(store: S3Store, url: CheckpointURL, of: str) -> tuple[str | None, Mapping[str, Any]]:
+def _read_metrics(store: Store, url: CheckpointURL, of: str) -> tuple[str | None, Mapping[str, Any]]:
     """The ETag of `METRICS` (None if there is none), and its metrics of the save ``of``."""
     try:
         stored = store.get(url.key(METRICS))
@@ -99,9 +102,13 @@ def pin(url: URLLike, reason: str | None = None, *, settings: SettingsLike = Non
         CheckpointDeletedError: a prune is deleting it; it is not pinned.
         InvalidURLError, SettingsError, StorageError
     """
-    where, resolved = parse_url(url), resolve_settings(settings)
-    info = _require_committed(where, resolved)
-    store = S3Store(where.bucket, resolved)
+    where = parse_url(url)
+    pin_on(store_of(where, resolve_settings(settings)), where, reason)
+
+
+def pin_on(store: Store, where: CheckpointURL, reason: str | None = None) -> None:
+    """`pin` for a checkpoint on a store."""
+    info = _require_committed(store, where)
     body = {"reason": reason, "pinned_at": time.time()}
     store.put(where.key(PIN), (json.dumps(body) + "\n").encode(), content_type=_JSON)
     try:
@@ -122,15 +129,15 @@ def unpin(url: URLLike, *, settings: SettingsLike = None) -> bool:
         InvalidURLError, SettingsError, StorageError
     """
     where = parse_url(url)
-    store = S3Store(where.bucket, resolve_settings(settings))
+    store = store_of(where, resolve_settings(settings))
     pinned = store.exists(where.key(PIN))
     if pinned:
         store.delete([where.key(PIN)])
     return pinned
 
 
-def _require_committed(url: CheckpointURL, settings: Settings) -> CheckpointInfo:
-    info = run_on_store(url.bucket, settings, lambda store: inspect_checkpoint(store, url))
+def _require_committed(store: Store, url: CheckpointURL) -> CheckpointInfo:
+    info = inspect_checkpoint(store, url)
     if info is None or not info.committed:
         raise not_found_error(url)
     return info

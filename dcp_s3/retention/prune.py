@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 from dcp_s3 import errors, totals
@@ -17,7 +17,6 @@ from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order
 from dcp_s3.checkpoint.leftovers import delete_leftovers, delete_uncommitted
 from dcp_s3.checkpoint.look import inspect_checkpoint
 from dcp_s3.checkpoint.stored_metadata import not_found_error
-from dcp_s3.coroutines import map_bounded
 from dcp_s3.events import Listener, Pruned, PruneFailed, emit
 from dcp_s3.format.layout import CONTROL_PREFIX
 from dcp_s3.reprs import one_line
@@ -25,9 +24,9 @@ from dcp_s3.retention.catalog import CheckpointCatalog, find_local, open_upload
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.plan import OpenUpload, Plan
 from dcp_s3.retention.policy import PolicyFunction
-from dcp_s3.s3.async_store import AsyncS3Store, run_on_store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.store import DeleteTarget, Upload
+from dcp_s3.store import DeleteTarget, Store, Upload, Versioned
 from dcp_s3.units import format_size, parse_duration, plural
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
@@ -36,14 +35,14 @@ logger = logging.getLogger(__name__)
 MIN_GRACE = 3600.0
 """Seconds: a shorter grace period has to be forced. A save of one large object shows nothing new for a while."""
 
-_CHECKPOINTS_AT_ONCE = 16
 _BOARDS = CONTROL_PREFIX.rstrip("/")
 
-_Step = tuple[str, Callable[[], Awaitable[None]]]
+_Work = Callable[[Deleter], None]
+_Step = tuple[str, _Work]  # name of the checkpoint, and what to do
 
 Progress = Callable[[int, int], None]
 """Called with the number of steps (checkpoints, groups of leftovers, uploads) that are done, and of all steps. Runs in
-another thread if the caller's runs an event loop."""
+the prune's threads, one call at a time."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +133,7 @@ def prune(
     patterns: str | Sequence[str] | None = None,
     progress: Progress | None = None,
     on_event: Listener | None = None,
+    store: Store | None = None,
 ) -> PruneReport:
     """Delete the checkpoints under ``root`` that no policy keeps, and the leftovers of failed saves.
 
@@ -160,6 +160,7 @@ def prune(
         patterns: see `CheckpointCatalog`.
         progress: called with how far the prune is (`Progress`).
         on_event: gets the event `Pruned` or `PruneFailed`; none comes of a dry run.
+        store: see `CheckpointCatalog`.
 
     Raises:
         SettingsError: not a policy, the policy failed, or the grace period has to be forced. Nothing was deleted.
@@ -170,13 +171,13 @@ def prune(
     keep = parse_policy(policy) if isinstance(policy, str) else policy
     keep = policy_from_settings(resolved) if policy is None else keep
     seconds = check_grace(resolved.retention_grace if grace is None else grace, force=force)
-    catalog = CheckpointCatalog(root, settings=resolved, patterns=patterns)
+    catalog = CheckpointCatalog(root, settings=resolved, patterns=patterns, store=store)
     if dry_run:
         return PruneReport(str(catalog.root), catalog.scan(deep=True).plan(keep, grace=seconds), dry_run=True)
 
     def work() -> PruneReport:
         plan = catalog.scan(deep=True).plan(keep, grace=seconds)
-        return _apply(catalog.root, plan, resolved, all_versions=all_versions, progress=progress)
+        return _apply(catalog.store, catalog.root, plan, all_versions=all_versions, progress=progress)
 
     return _tell(work, str(catalog.root), on_event)
 
@@ -205,6 +206,7 @@ def apply_plan(
     settings: SettingsLike = None,
     progress: Progress | None = None,
     on_event: Listener | None = None,
+    store: Store | None = None,
 ) -> PruneReport:
     """Carry out a plan as far as it still holds (see `prune`). Looks at each thing again before it deletes it.
 
@@ -219,20 +221,17 @@ def apply_plan(
         StorageError: nothing could be begun.
     """
     where, resolved = parse_url(root), resolve_settings(settings)
-    return _tell(
-        lambda: _apply(where, plan, resolved, all_versions=all_versions, progress=progress), str(where), on_event
-    )
+    store = store_of(where, resolved) if store is None else store
+    return _tell(lambda: _apply(store, where, plan, all_versions=all_versions, progress=progress), str(where), on_event)
 
 
 def _apply(
-    root: CheckpointURL, plan: Plan, settings: Settings, *, all_versions: bool, progress: Progress | None
+    store: Store, root: CheckpointURL, plan: Plan, *, all_versions: bool, progress: Progress | None
 ) -> PruneReport:
-    async def apply(store: AsyncS3Store) -> PruneReport:
-        if all_versions and not plan.empty:  # fails before anything is deleted
-            await store.check_versions(root.key(""))
-        return await _Application(root, plan, Deleter(store, all_versions=all_versions), progress).run()
-
-    return run_on_store(root.bucket, settings, apply)
+    deleter = Deleter(store, all_versions=all_versions)
+    if all_versions and not plan.empty and isinstance(store, Versioned):  # fails before anything is deleted
+        store.check_versions(root.key(""))
+    return _Application(root, plan, deleter, progress).run()
 
 
 def _tell(work: Callable[[], PruneReport], root: str, on_event: Listener | None) -> PruneReport:
@@ -259,6 +258,7 @@ class _Application:
         self._since = plan.now - plan.grace
         kept = [info for info in plan.kept if info.committed and info.damage is None]
         self._newest = root.child(max(kept, key=age_order).name) if kept else None  # from which a run would resume
+        self._counting = threading.Lock()
         self._done = self._steps = 0
         self._deleted: list[Deletion] = []
         self._finished: list[Deletion] = []
@@ -267,9 +267,9 @@ class _Application:
         self._left_alone: list[LeftAlone] = []
         self._failures: list[PruneFailure] = []
 
-    async def run(self) -> PruneReport:
+    def run(self) -> PruneReport:
         """Carry out the plan, a few checkpoints at a time."""
-        plan, root, withdraw = self._plan, self._root, self._deleter.withdraw_given_up
+        plan = self._plan
         deleted = {info.name for info in plan.deleted}
         leftovers: dict[str, list[LeftoverObject]] = {}
         for decision in plan.leftovers:
@@ -278,18 +278,18 @@ class _Application:
         uploads = [decision.upload for decision in plan.uploads if decision.action == "delete"]
         given_up = [info for info in plan.kept if info.committed and info.deletion_id in info.deletions]
         first: list[_Step] = [
-            (each.checkpoint, partial(self._finish, each.checkpoint, each.deletion)) for each in plan.unfinished
+            (each.checkpoint, self._finish(each.checkpoint, each.deletion)) for each in plan.unfinished
         ]
         then: list[_Step] = [
-            *((info.name, partial(self._delete, info)) for info in plan.deleted),
-            *((name, partial(self._delete_leftovers, name, found)) for name, found in leftovers.items()),
-            *((upload.checkpoint, partial(self._abort, upload)) for upload in uploads),
-            *((info.name, partial(withdraw, root.child(info.name), info.deletion_id)) for info in given_up),
+            *((info.name, self._delete(info)) for info in plan.deleted),
+            *((name, self._delete_leftovers(name, found)) for name, found in leftovers.items()),
+            *((upload.checkpoint, self._abort(upload)) for upload in uploads),
+            *((info.name, self._withdraw(info)) for info in given_up),
             *([(_BOARDS, self._delete_boards)] if plan.boards else []),
         ]
         self._steps = len(first) + len(then)
         for steps in (first, then):
-            await map_bounded(self._step, steps, limit=_CHECKPOINTS_AT_ONCE)
+            self._deleter.store.map(self._step, steps)
         return PruneReport(
             root=str(self._root),
             plan=plan,
@@ -301,43 +301,54 @@ class _Application:
             failures=tuple(sorted(self._failures, key=lambda each: each.name)),
         )
 
-    async def _step(self, step: _Step) -> None:
+    def _step(self, store: Store, step: _Step) -> None:
         name, work = step
         try:
-            await work()
+            work(self._deleter.on(store))
         except LeftAloneError as error:
             logger.info("%s is left alone: %s", self._root.child(name), error)
             self._left_alone.append(LeftAlone(name, str(error)))
         except errors.DcpS3Error as error:
             logger.warning("%s could not be pruned: %s", self._root.child(name), error)
             self._failures.append(PruneFailure(name, f"{type(error).__name__}: {error}"))
-        self._done += 1
-        if self._progress is not None:
-            self._progress(self._done, self._steps)
+        with self._counting:
+            self._done += 1
+            if self._progress is not None:
+                self._progress(self._done, self._steps)
 
-    async def _finish(self, name: str, deletion: str) -> None:
-        self._finished.append(await self._deleter.finish(self._root.child(name), deletion))
+    def _finish(self, name: str, deletion: str) -> _Work:
+        return lambda deleter: self._finished.append(deleter.finish(self._root.child(name), deletion))
 
-    async def _delete(self, info: CheckpointInfo) -> None:
+    def _delete(self, info: CheckpointInfo) -> _Work:
         url = self._root.child(info.name)
-        if info.committed:
-            done = await self._deleter.delete_committed(url, info, since=self._since, newest=self._newest)
-        else:
-            done = await delete_uncommitted(self._deleter, url, since=self._since)
-        logger.info("deleted %s: %d objects, %d bytes", url, done.objects, done.size)
-        self._deleted.append(done)
 
-    async def _delete_leftovers(self, name: str, found: Sequence[LeftoverObject]) -> None:
+        def work(deleter: Deleter) -> None:
+            if info.committed:
+                done = deleter.delete_committed(url, info, since=self._since, newest=self._newest)
+            else:
+                done = delete_uncommitted(deleter, url, since=self._since)
+            logger.info("deleted %s: %d objects, %d bytes", url, done.objects, done.size)
+            self._deleted.append(done)
+
+        return work
+
+    def _delete_leftovers(self, name: str, found: Sequence[LeftoverObject]) -> _Work:
         url = self._root.child(name)
-        self._leftovers.append(await delete_leftovers(self._deleter, url, found, since=self._since))
+        return lambda deleter: self._leftovers.append(delete_leftovers(deleter, url, found, since=self._since))
 
-    async def _abort(self, upload: OpenUpload) -> None:
-        await self._deleter.store.abort(Upload(upload.key, upload.upload_id))
-        self._aborted.append(upload)
+    def _abort(self, upload: OpenUpload) -> _Work:
+        def work(deleter: Deleter) -> None:
+            deleter.store.abort(Upload(upload.key, upload.upload_id))
+            self._aborted.append(upload)
 
-    async def _delete_boards(self) -> None:
+        return work
+
+    def _withdraw(self, info: CheckpointInfo) -> _Work:
+        return lambda deleter: deleter.withdraw_given_up(self._root.child(info.name), info.deletion_id)
+
+    def _delete_boards(self, deleter: Deleter) -> None:
         boards = self._plan.boards
-        changed = await self._deleter.delete_all([DeleteTarget(each.key, each.etag) for each in boards])
+        changed = deleter.delete_all([DeleteTarget(each.key, each.etag) for each in boards])
         gone = [each for each in boards if each.key not in changed]
         self._leftovers.append(Deletion(_BOARDS, len(gone), sum(each.size for each in gone)))
 
@@ -356,6 +367,7 @@ def remove(
     all_versions: bool = False,
     dry_run: bool = False,
     settings: SettingsLike = None,
+    store: Store | None = None,
 ) -> Deletion:
     """Delete one checkpoint whatever the policies say, even the newest or one that was never committed.
 
@@ -377,28 +389,24 @@ def remove(
         StorageError: all or part of it is still there; `prune` or another `remove` finishes it.
     """
     where, resolved = parse_url(url), resolve_settings(settings)
-
-    async def work(store: AsyncS3Store) -> Deletion:
-        deleter = Deleter(store, all_versions=all_versions, force=force, dry_run=dry_run)
-        return await _remove(deleter, where, resolved)
-
-    return run_on_store(where.bucket, resolved, work)
+    store = store_of(where, resolved) if store is None else store
+    return _remove(Deleter(store, all_versions=all_versions, force=force, dry_run=dry_run), where, resolved)
 
 
-async def _remove(deleter: Deleter, url: CheckpointURL, settings: Settings) -> Deletion:
+def _remove(deleter: Deleter, url: CheckpointURL, settings: Settings) -> Deletion:
     root = CheckpointURL(url.bucket, url.prefix.rpartition("/")[0])
     waiting = any(info.name == url.name for info in find_local(str(root), settings=settings))
-    now = (await deleter.store.page(url.key(""))).server_time
+    now = deleter.store.page(url.key("")).server_time
     if now is None:
         logger.warning("the S3 endpoint does not tell its time; ages are by the clock of this host")
         now = time.time()
     since = math.inf if deleter.force else now - settings.retention_grace
     uploads = [
         each
-        for each in await deleter.store.uploads(url.key(""))
+        for each in deleter.store.uploads(url.key(""))
         if (upload := open_upload(root, each)) is not None and upload.checkpoint == url.name
     ]
-    info = await inspect_checkpoint(deleter.store, url)
+    info = inspect_checkpoint(deleter.store, url)
     if info is None and not uploads:
         raise not_found_error(url, "nothing of a checkpoint")
     why = "its commit waits in this host's spill directory" if waiting else None
@@ -413,20 +421,20 @@ async def _remove(deleter: Deleter, url: CheckpointURL, settings: Settings) -> D
         raise _protected(url, why)
     if deleter.dry_run:  # do not finish what others have begun either
         uploads, info = [], None if info is None else replace(info, deletions=())
-    return await _remove_found(deleter, url, info, uploads, since=since)
+    return _remove_found(deleter, url, info, uploads, since=since)
 
 
-async def _remove_found(
+def _remove_found(
     deleter: Deleter, url: CheckpointURL, info: CheckpointInfo | None, uploads: Sequence[Upload], *, since: float
 ) -> Deletion:
     done = Deletion(url.name, 0, 0)
     try:
         for deletion in info.deletions if info is not None else ():
             if not info.committed or deletion != info.deletion_id:  # type: ignore[union-attr]
-                finished = await deleter.finish(url, deletion)
+                finished = deleter.finish(url, deletion)
                 done = Deletion(url.name, done.objects + finished.objects, done.size + finished.size)
         if info is not None:
-            deleted = await (
+            deleted = (
                 deleter.delete_committed(url, info, since=since)
                 if info.committed
                 else delete_uncommitted(deleter, url, since=since)
@@ -435,7 +443,7 @@ async def _remove_found(
     except LeftAloneError as error:
         raise _protected(url, str(error)) from None
     for upload in uploads:
-        await deleter.store.abort(upload)
+        deleter.store.abort(upload)
     return done
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dcp_s3.checkpoint.directory import Directory, list_directory_async
+from dcp_s3.checkpoint.directory import Directory, list_directory
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.look import find_manifest, inspect_checkpoint
 from dcp_s3.checkpoint.stored_metadata import check_metadata, not_found_error
-from dcp_s3.coroutines import gather
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import metadata_object
 from dcp_s3.format.saved_entries import SavedEntry, needed_objects, saved_entries
-from dcp_s3.s3.async_store import AsyncS3Store, run_on_store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 
@@ -57,18 +57,19 @@ class CheckpointDetails:
 def describe(url: URLLike, *, settings: SettingsLike = None) -> CheckpointDetails:
     """Look at the checkpoint at ``url``: its listing, manifests and metadata, no data."""
     where = parse_url(url)
-    return run_on_store(where.bucket, resolve_settings(settings), lambda store: _describe(store, where))
+    return describe_on(store_of(where, resolve_settings(settings)), where)
 
 
-async def _describe(store: AsyncS3Store, url: CheckpointURL) -> CheckpointDetails:
-    directory = await list_directory_async(store, url)
-    info = await inspect_checkpoint(store, url)
+def describe_on(store: Store, url: CheckpointURL) -> CheckpointDetails:
+    """`describe` for a checkpoint on a store."""
+    directory = list_directory(store, url)
+    info = inspect_checkpoint(store, url)
     if info is None:
         raise not_found_error(url, "nothing of a checkpoint")
     ranks = directory.committing
-    found = await gather(find_manifest(store, url, directory, rank) for rank in ranks)
+    found = store.map(lambda store, rank: find_manifest(store, url, directory, rank), ranks)
     manifests = [manifest for manifest in found if manifest is not None]
-    commits = await gather(store.get(url.key(metadata_object(rank))) for rank in ranks)
+    commits = store.map(lambda store, rank: store.get(url.key(metadata_object(rank))), ranks)
     metadata = [check_metadata(stored, url, rank) for rank, stored in zip(ranks, commits, strict=True)]
     needed: set[str] = set()
     for manifest in manifests:

@@ -52,7 +52,7 @@ _CHECKSUM = "x-amz-checksum-crc"
 
 
 def check_answers(client: Any) -> None:
-    """Let a client of boto3 or aiobotocore detect answers that are not S3's, or not whole."""
+    """Let a client detect answers that are not S3's, or not whole."""
     events = client.meta.events
     events.register("before-parse.s3.*", _check)
     for operation in ("PutObject", "UploadPart"):

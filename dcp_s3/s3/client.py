@@ -63,7 +63,7 @@ def _begin_anew() -> None:
 
 
 def config_options(settings: Settings) -> dict[str, Any]:
-    """Keyword arguments of botocore's (and aiobotocore's) Config for these settings.
+    """Keyword arguments of botocore's Config for these settings.
 
     `retry` does the retries: botocore must try only once. Payload signing is off because every part carries a checksum
     of its own, and hashing it again would cost more than sending it.
@@ -137,7 +137,7 @@ def new_session(settings: Settings) -> Any:
 
 
 def prepare_session(session: Any) -> None:
-    """Let a session of botocore or aiobotocore reuse parsed service descriptions, and leave times as S3 wrote them.
+    """Let a session reuse parsed service descriptions, and leave times as S3 wrote them.
 
     Otherwise each client parses the descriptions for itself: about 70 ms and 8 MB. Parsing a time costs a tenth of a
     request (`operations.timestamp` does it where one is needed).

@@ -15,12 +15,9 @@ from botocore.exceptions import ClientError
 from dcp_s3 import errors
 from dcp_s3.s3.diagnosis import answered_code, answered_status, is_retryable
 from dcp_s3.s3.operations import Operation, Place, Quirk, Request, head, knows, learn, server_time, timestamp
-from dcp_s3.store import DeleteTarget, ListedObject, Page, Upload, same_etag
+from dcp_s3.store import DeleteTarget, ListedObject, Page, Upload, batches, same_etag
 
 logger = logging.getLogger(__name__)
-
-# https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
-BATCH = 1000
 
 # Error codes for a key that was not deleted because it has another ETag, and for one that is not there.
 _CHANGED = frozenset({"PreconditionFailed", "ConditionalRequestConflict"})
@@ -131,12 +128,7 @@ def check_versions(prefix: str) -> Operation[None]:
 # --- deletion --------------------------------------------------------------------------------------
 
 
-def batches(targets: Sequence[DeleteTarget]) -> list[Sequence[DeleteTarget]]:
-    """Split the targets into runs that one request takes."""
-    return [targets[start : start + BATCH] for start in range(0, len(targets), BATCH)]
-
-
-def delete(place: Place, targets: Iterable[DeleteTarget], *, data: bool = False) -> Operation[list[str]]:
+def delete(place: Place, targets: Iterable[DeleteTarget]) -> Operation[list[str]]:
     """Delete objects, a thousand per request, or one per request if the store has no DeleteObjects.
 
     Those that do not exist count as deleted. Single keys that S3 throttles or that fail temporarily are retried.
@@ -146,7 +138,7 @@ def delete(place: Place, targets: Iterable[DeleteTarget], *, data: bool = False)
     """
     left: list[str] = []
     for batch in batches(list(targets)):
-        left += yield from _delete_batch(place, batch, data=data)
+        left += yield from _delete_batch(place, batch, data=len(batch) > 1)
     return left
 
 

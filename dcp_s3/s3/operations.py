@@ -1,9 +1,8 @@
 """Operations on single objects, written once and without I/O.
 
 An operation is a generator. It yields `Request`s, and returns its result. For each request it is sent S3's answer, or
-thrown the `StorageError` that its attempts ended in. Two drivers run operations: `store.S3Store` through boto3 and
-`async_store.AsyncS3Store` through aiobotocore. Listings and deletions are in `listing`, multipart
-uploads and copies in `multipart`.
+thrown the `StorageError` that its attempts ended in. `store.S3Store` carries them out. Listings and deletions are in
+`listing`, multipart uploads and copies in `multipart`.
 """
 
 from __future__ import annotations

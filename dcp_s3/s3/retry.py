@@ -2,7 +2,7 @@
 
 `Tries` decides for every request of the package: try again after a wait with full jitter and exponential backoff
 (https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/), or raise one error of `dcp_s3.errors` that
-names bucket, key, operation, attempts and the last cause. `call`, and `async_store.call`, only carry that out.
+names bucket, key, operation, attempts and the last cause. `call` only carries that out.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The S3 store on boto3: carries operations out one request after the other, in the caller's thread."""
+"""The S3 store, on boto3."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from dcp_s3.s3.client import forget_client, get_client
 from dcp_s3.s3.connections import Tuning, connections_of, most_connections
 from dcp_s3.s3.download import fetch_into
 from dcp_s3.s3.hedge import hedges_of
-from dcp_s3.s3.listing import delete
+from dcp_s3.s3.many import map_in_threads
 from dcp_s3.s3.multipart import copy_object
 from dcp_s3.s3.operations import Operation, Request, request_arguments
 from dcp_s3.s3.throttle import Gate, gate_of
@@ -40,10 +40,12 @@ from dcp_s3.store import (
     Upload,
     target_of,
 )
+from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True)
@@ -205,13 +207,24 @@ class S3Store(Store):
         return self.run(listing.page(prefix, delimiter, token=token))
 
     def delete(self, targets: Iterable[str | DeleteTarget]) -> Sequence[str]:
-        return self.run(delete(self, map(target_of, targets)))
+        """See `Store.delete`. A request that deletes many waits for its turn while S3 throttles."""
+        return self.run(listing.delete(self, map(target_of, targets)))
 
     def uploads(self, prefix: str) -> Sequence[Upload]:
         return self.run(listing.uploads(prefix))
 
     def abort(self, upload: Upload) -> None:
         self.run(multipart.abort(upload.key, upload.upload_id))
+
+    def map(self, function: Callable[[S3Store, T], U], items: Iterable[T]) -> Sequence[U]:
+        return map_in_threads(self, function, items)
+
+    def check_versions(self, prefix: str) -> None:
+        self.run(listing.check_versions(prefix))
+
+    def purge(self, prefix: str, first: Collection[str], keys: Collection[str]) -> None:
+        for step in listing.old_versions(self.run(listing.versions(prefix)), first, keys):
+            self.delete(step)
 
     def abort_quietly(self, upload: Upload) -> bool:
         """`abort`, and return whether that worked. A failure is logged: another error is on its way to the user."""
@@ -221,3 +234,8 @@ class S3Store(Store):
             logger.warning("the multipart upload %s of a failed save stays open: %s", upload.upload_id, error)
             return False
         return True
+
+
+def store_of(url: CheckpointURL, settings: Settings, limit: Limit = UNLIMITED) -> S3Store:
+    """The store of a URL's bucket."""
+    return S3Store(url.bucket, settings, limit)

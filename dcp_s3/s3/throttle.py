@@ -7,7 +7,6 @@ child starts afresh.
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import contextlib
 import logging
@@ -128,19 +127,6 @@ class Gate:
         admitted = False
         try:
             admitted = _wait(waiter, cancel, None if timeout is None else started + timeout)
-        finally:
-            self._end_wait(waiter, started, admitted=admitted)
-        return admitted
-
-    async def enter_async(self, *, timeout: float | None = None) -> bool:
-        """`enter` for a task, which may be cancelled."""
-        waiter = _Waiter()
-        if self._queue(waiter):
-            return True
-        started = time.monotonic()
-        admitted = False
-        try:
-            admitted = bool((await asyncio.wait([asyncio.wrap_future(waiter)], timeout=timeout))[0])
         finally:
             self._end_wait(waiter, started, admitted=admitted)
         return admitted

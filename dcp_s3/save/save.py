@@ -20,7 +20,7 @@ from dcp_s3.checkpoint.info import find_step
 from dcp_s3.collector import collector_paused
 from dcp_s3.errors import CheckpointError, SaveProtocolError, TransferError
 from dcp_s3.events import Listener
-from dcp_s3.format.layout import metadata_object, new_nonce
+from dcp_s3.format.layout import DCP_VERSION, metadata_object, new_nonce
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.ranks import world_size
 from dcp_s3.s3.store import S3Store
@@ -30,7 +30,7 @@ from dcp_s3.save.progress import Progress, StallSince, spilled_bytes, unknown_st
 from dcp_s3.settings import Settings, launch
 from dcp_s3.spill.saving import drain_url, open_for_save
 from dcp_s3.store import Store
-from dcp_s3.torch_private import CURRENT_DCP_VERSION, WriterTransforms
+from dcp_s3.torch_private import WriterTransforms
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ class Save:
         with collector_paused():
             all_results = [result for rank in results for result in rank]
             ours = [result for result in all_results if isinstance(result, ItemWriteResult)]
-            metadata.version = CURRENT_DCP_VERSION
+            metadata.version = DCP_VERSION
             metadata.storage_data = {
                 result.index: result.storage_data for result in all_results if result.storage_data is not None
             }

@@ -157,11 +157,7 @@ class _RaiseWhenSaved:
 
 
 class FailedStaging(StagedDict):
-    """The state returned for a staging that failed.
-
-    Args:
-        error: the cause.
-    """
+    """The state returned for a staging that failed."""
 
     def __init__(self, error: BaseException) -> None:
         if portable(error) is None:

@@ -127,7 +127,7 @@ class Snapshot:
         return hole
 
     def _build(self, tensor: Any) -> _Build:
-        if isinstance(tensor, torch_private.AsyncCollectiveTensor):
+        if hasattr(tensor, "trigger_wait"):  # AsyncCollectiveTensor: the result of a collective under way
             return self._build(tensor.wait())
         if isinstance(tensor, torch_private.ShardedTensor):
             return self._build_sharded(tensor)

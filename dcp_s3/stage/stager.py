@@ -49,7 +49,6 @@ class S3Stager(AsyncStager):
     >>> committed = saving.upload_completion.result()
 
     Args:
-        settings: a `Settings`, or a mapping of settings that override the environment.
         asynchronous: `stage` returns at once and copies in the background; `dcp.async_save` then returns an
             AsyncSaveResponse. The state must not be changed before its ``staging_completion``. In-place changes that
             increment the versions of tensors are detected and fail the save. Not detected: changes through ``.data``,

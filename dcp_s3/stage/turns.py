@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import time
 import weakref
@@ -140,8 +141,9 @@ class _Running:
     def __init__(self, turn: Turn) -> None:
         self.turn = turn
 
-    def __del__(self) -> None:
-        self.turn.finish()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # when modules may have lost their names already
+            self.turn.finish()
 
 
 _thread: Any = threading.local()
@@ -199,11 +201,7 @@ def current_turn() -> Turn | None:
 
 
 def take_turn(key: str) -> None:
-    """Wait for the asynchronous saves of this process that came earlier and share ``key``. May be called again.
-
-    Args:
-        key: what the saves share: the name of a process group, or a URL.
-    """
+    """Wait for the asynchronous saves of this process that came earlier and share ``key``. May be called again."""
     ours, turns = current_turn(), list(_turns)
     if ours is not None and ours in turns:
         ours.share(key)

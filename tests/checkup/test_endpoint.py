@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import trustme
 
-from dcp_s3.checkup.host import check_endpoint, judge_clock
+from dcp_s3.checkup.host import check_clock, check_endpoint
 from dcp_s3.checkup.probes import Examination
 from dcp_s3.s3.client import close_clients
 from dcp_s3.settings import Settings
@@ -112,6 +112,8 @@ def test_tls_to_a_port_that_speaks_none() -> None:
     ("skew", "status"), [(0.4, "ok"), (-30, "ok"), (70, "warning"), (-899, "warning"), (901, "failed")]
 )
 def test_clocks(skew: float, status: str) -> None:
-    found = judge_clock(skew)
+    exam = examine("http://127.0.0.1:1")
+    exam.skew = skew
+    found = check_clock(exam)
     assert found.status == status
     assert ("NTP" in found.remedy) == (status != "ok")

@@ -9,6 +9,7 @@ import pytest
 
 from dcp_s3 import torch_version
 from dcp_s3.checkup import host
+from dcp_s3.checkup.doctor import doctor
 from dcp_s3.checkup.host import filesystem_of
 from dcp_s3.checkup.probes import CheckResult, Examination
 from dcp_s3.settings import Settings
@@ -78,7 +79,7 @@ def test_a_spill_disk_on_the_network_is_a_warning(tmp_path: Path, monkeypatch: p
 
 def test_a_spill_disk_that_cannot_be_written_fails_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    found = spill(tmp_path / "file" / "spill")
+    found = doctor("s3://bucket/run", {"spill_dir": str(tmp_path / "file" / "spill")})["spill disk"]
     assert found.status == "failed"
     assert str(tmp_path / "file") in found.found
     assert "DCP_S3_SPILL_DIR" in found.remedy
@@ -89,7 +90,7 @@ def test_a_disk_that_does_not_flush_fails(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("os.fsync", refuse)
-    found = spill(tmp_path)
+    found = doctor("s3://bucket/run", {"spill_dir": str(tmp_path)})["spill disk"]
     assert found.status == "failed"
     assert "Input/output error" in found.found
     assert list(tmp_path.iterdir()) == []
@@ -114,8 +115,7 @@ def test_misspelled_settings_are_named_with_the_closest(monkeypatch: pytest.Monk
 )
 def test_settings_that_are_not_valid_fail(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
     monkeypatch.setenv(variable, value)
-    exam = Examination(parse_url("s3://bucket/run"), False, None)
-    found = host.check_settings(exam)
+    found = doctor("s3://bucket/run")["settings"]
     assert found.status == "failed"
     assert (value.rstrip(":") in found.found) or (variable in found.found)
     assert found.remedy

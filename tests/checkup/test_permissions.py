@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from dcp_s3.checkup.probes import (
-    CONFIGURATION,
+from dcp_s3.checkup.doctor import (
     PERMISSIONS,
     bucket_arn,
     permission_for,
     prune_versions_policy,
     training_policy,
 )
+from dcp_s3.checkup.probes import CONFIGURATION
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
 BLOCKS = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", DOCUMENT, re.DOTALL)]

@@ -13,23 +13,22 @@ from tests.cli.looking import run, save_layers, words
 pytestmark = pytest.mark.servers("memory")
 
 
-def test_inspect_prints_a_head_and_a_tree(root: str) -> None:
+def test_inspect_prints_a_head_and_a_line_for_names_that_are_alike(root: str) -> None:
     url = save_layers(f"{root}/step-7", 32, metrics={"loss": math.nan})
     head, holds, *lines = run("inspect", url).stdout.splitlines()
     assert head.startswith(f"{url}: step 7, 1 rank, ")
     assert head.endswith(" in 1 object")
     assert holds == "33 tensors with 2.05K parameters; 1 other entry; metrics loss=nan"
     rows = words("\n".join(lines))
-    assert rows[0] == ["name", "parameters", "size", "dtype", "shape", "chunks"]
-    assert [row[0] for row in rows[1:]] == ["model", "layers.0..31.w  x32", "norm", "step"]
-    layers = rows[2]
-    assert layers[:2] == ["layers.0..31.w  x32", "2.05K"]
+    assert rows[0] == ["name", "entries", "parameters", "size", "dtype", "shape", "chunks"]
+    assert [row[0] for row in rows[1:]] == ["model.layers.0..31.w", "model.norm", "step"]
+    layers = rows[1]
+    assert layers[:3] == ["model.layers.0..31.w", "32", "2.05K"]
     assert layers[-3:] == ["float32", "8x8", "32"]
 
 
 def test_inspect_chooses(root: str) -> None:
     url = save_layers(f"{root}/step-7", 4)
-    assert [row[0] for row in words(run("inspect", url, "--depth", 1).stdout)[3:]] == ["model", "step"]
     assert "layers.3.w" not in run("inspect", url).stdout
     everything = run("inspect", url, "--all").stdout
     assert all(f"{number}.w" in everything for number in range(4))
@@ -46,8 +45,8 @@ def test_inspect_prints_json_for_a_strict_parser(root: str) -> None:
     def refuse(constant: str) -> Any:
         raise AssertionError(constant)
 
-    found = json.loads(run("inspect", url, "--json", "--top", 1, "--depth", 1).stdout, parse_constant=refuse)
+    found = json.loads(run("inspect", url, "--json", "--top", 1).stdout, parse_constant=refuse)
     assert found["checkpoint"]["metrics"] == {"loss": "NaN"}
-    assert found["tree"]["parameters"] == 4 * 64 + 3
-    assert [(each["name"], each["children"]) for each in found["tree"]["children"]] == [("model", []), ("step", [])]
+    assert found["parameters"] == 4 * 64 + 3
+    assert [each["fqn"] for each in found["entries"][-2:]] == ["model.norm", "step"]
     assert [entry["fqn"] for entry in found["largest"]] == ["model.layers.0.w"]

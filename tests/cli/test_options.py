@@ -149,7 +149,7 @@ def test_a_dead_endpoint_is_named_at_the_first_retry_and_once(monkeypatch: pytes
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "3")
-    for command in (["ls", ROOT], ["unpin", f"{ROOT}/a"]):  # with aiobotocore, with boto3
+    for command in (["ls", ROOT], ["unpin", f"{ROOT}/a"]):
         diagnosis._told.clear()
         first, *rest = run(*command, "--endpoint-url", "http://127.0.0.1:9", status=1).stderr.splitlines()
         assert first.startswith("127.0.0.1:9 does not answer (connection refused): attempt 2 of 3, waiting ")

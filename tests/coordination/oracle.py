@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_s3.errors import SaveProtocolError, ShardingError
+from dcp_s3.format.layout import DCP_VERSION
 from dcp_s3.format.part import Part, WrittenItem, item_hash
-from dcp_s3.torch_private import CURRENT_DCP_VERSION, StorageInfo
+from dcp_s3.torch_private import StorageInfo
 
 
 def merge(parts: Sequence[Part], *, save_id: str, checkpoint_id: str) -> Metadata:
@@ -64,7 +65,7 @@ def merge(parts: Sequence[Part], *, save_id: str, checkpoint_id: str) -> Metadat
         planner_data=None if all(part.paths is None for part in parts) else paths,
         storage_data=storage_data,
         storage_meta=StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id),
-        version=CURRENT_DCP_VERSION,
+        version=DCP_VERSION,
     )
 
 

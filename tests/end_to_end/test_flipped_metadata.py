@@ -27,7 +27,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
-_FLIPS = int(os.environ.get("DCP_S3_TEST_FLIPS", "20"))
+_FLIPS = int(os.environ.get("DCP_S3_TEST_FLIPS", "6"))
 _MEMORY = 300 * 2**20
 
 

@@ -53,6 +53,7 @@ def _save_and_load(root: str, saving: Mesh, use_collectives: bool) -> list[str]:
     return same
 
 
+@pytest.mark.quick("tp-1x4", "hsdp-2x2")
 @pytest.mark.parametrize("saving", SAVING, ids=str)
 def test_uneven_meshes_are_resharded_onto_each_other(root: str, memory_server: S3Server, saving: Mesh) -> None:
     _reshard(root, saving, use_collectives=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import threading
 import time
@@ -294,8 +293,3 @@ def test_paths_that_mean_s3() -> None:
     assert find_url(None) is None
     with pytest.raises(InvalidURLError, match="pass it as text"):
         find_url("/home/me/s3:/bucket/run")  # what ModelCheckpoint makes of a pathlib.Path
-
-
-def test_without_lightning_it_says_what_to_install() -> None:
-    with pytest.raises(ImportError, match=r"pip install 'lightning>=2\.6,<2\.7'"):
-        importlib.import_module("dcp_s3.integrations.lightning")

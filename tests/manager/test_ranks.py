@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -168,3 +171,27 @@ def test_retention_that_fails_fails_no_rank(memory_server: Any, root: str) -> No
     assert first["failed"] == first["runs"] >= 1
     assert second["runs"] == 0
     assert len(dcp_s3.list_checkpoints(root)) == 2
+
+
+def _threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def _make_and_close(root: str) -> list[int]:
+    counts = [_threads()]
+    manager = CheckpointManager(root, overlap="queue", save_on_sigterm=True)
+    counts.append(_threads())
+    manager.save(1, {"a": torch.ones(2)})
+    manager.close()
+    manager.close()
+    dist.barrier()  # the default group is as it was
+    return [*counts, _threads()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
+def test_no_thread_of_its_groups_outlives_a_closed_manager(memory_server: Any, root: str) -> None:
+    # Such a thread drops a tensor of the last collective a little later. If the interpreter has ended by then, that
+    # aborts the process.
+    for before, made, closed in run_ranks(2, _make_and_close, root):
+        assert made > before
+        assert closed <= before

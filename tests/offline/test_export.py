@@ -23,7 +23,7 @@ from benchmarks.measure import measure
 from dcp_s3 import errors
 from dcp_s3.offline import boxes, destination, export
 from dcp_s3.offline.copy import upload
-from tests.end_to_end.states import assert_same, every_kind, random_tensor
+from tests.end_to_end.states import assert_same, random_tensor
 from tests.killing import new_process, running
 from tests.memory_s3 import Fault
 from tests.offline.weights import model, read, save
@@ -103,16 +103,6 @@ def test_shards_and_their_index(root: str, place: Place) -> None:
         assert {name for name, file in index["weight_map"].items() if file == shard} == inside.keys()
         assert sum(tensor.nbytes for tensor in inside.values()) <= 100_000
     assert_same(place.tensors(), {f"model.{name}": tensor for name, tensor in model().items()})
-
-
-def test_a_torch_file_keeps_everything(root: str, place: Place) -> None:
-    state = every_kind()
-    save(state, f"{root}/x")
-    assert dcp_s3.export(f"{root}/x", place.where, format="torch").skipped == 0
-    assert place.files() == ["pytorch_model.bin"]
-    found = torch.load(place.fetch() / "pytorch_model.bin", weights_only=True)
-    assert_same(found, dcp_s3.read_tensors(f"{root}/x"))
-    assert found["objects.list.1.1.x"] == 3 or found["objects.list"] == [1, [2, {"x": 3}]]
 
 
 def test_floating_point_tensors_are_converted(root: str, place: Place) -> None:
@@ -230,7 +220,6 @@ def test_an_attachment_that_is_there_already_stays_if_the_export_fails(root: str
         ({"dtype": "bf61"}, errors.WeightsError, "'bf61' is no floating-point type: expected bf16"),
         ({"max_shard_size": "5 apples"}, errors.WeightsError, "max_shard_size = '5 apples'"),
         ({"max_shard_size": 0}, errors.WeightsError, "at least 1 byte"),
-        ({"format": "onnx"}, errors.WeightsError, "expected 'safetensors' or 'torch'"),
     ],
 )  # fmt: skip
 def test_nothing_is_written_if_it_cannot_be(

@@ -26,22 +26,20 @@ def test_a_checkpoint_of_layers(root: str, memory_server: S3Server) -> None:
     writer.attach("config.json", b"{}")
     dcp.save({"model": {"layers": layers, "head": torch.ones(100)}, "epoch": 3}, storage_writer=writer, no_dist=True)
     memory_server.handle.reset_counters()
-    tree = inspect(f"{root}/step-7")
+    contents = inspect(f"{root}/step-7")
     log = memory_server.handle.request_log
     assert sorted(each.operation for each in log) == ["GetObject", "GetObject", "ListObjectsV2"]
     assert not [each.key for each in log if each.key.endswith(".distcp")]
 
-    assert (tree.info.step, tree.info.world_size, tree.info.metrics) == (7, 1, {"loss": 0.5})
-    assert tree.attachments == ("config.json",)
-    assert tree.writer["torch"] == torch.__version__
-    assert (tree.tensors, tree.parameters) == (17, 8 * 20 + 100)
-    [model, epoch] = tree.root.children
-    assert [(node.name, node.repeats) for node in model.children] == [("layers.0..7", 8), ("head", 1)]
-    assert (epoch.name, epoch.dtypes, epoch.parameters) == ("epoch", (), 0)
-    assert [entry.fqn for entry in tree.largest(1)] == ["model.head"]
-    assert repr(tree).startswith(f"CheckpointTree('{root}/step-7', 17 tensors, 260 parameters, ")
-    assert json.loads(json.dumps(tree.to_dict(depth=1)))["tree"]["children"][0]["parameters"] == 260
-    assert len(tree.to_dict(collapse=False)["tree"]["children"][0]["children"]) == 2
+    assert (contents.info.step, contents.info.world_size, contents.info.metrics) == (7, 1, {"loss": 0.5})
+    assert contents.attachments == ("config.json",)
+    assert contents.writer["torch"] == torch.__version__
+    assert (contents.tensors, contents.parameters) == (17, 8 * 20 + 100)
+    assert [(entry.dtype, entry.parameters) for entry in contents.entries[-2:]] == [("float32", 100), (None, 0)]
+    assert [entry.fqn for entry in contents.largest(1)] == ["model.head"]
+    assert repr(contents).startswith(f"CheckpointEntries('{root}/step-7', 17 tensors, 260 parameters, ")
+    found = json.loads(json.dumps(contents.to_dict()))
+    assert (found["parameters"], len(found["entries"]), found["entries"][-2]["shape"]) == (260, 18, [100])
 
     filtered = inspect(f"{root}/step-7", ["model.layers.*.w", "epoch"])
     assert (len(filtered.entries), filtered.parameters) == (9, 128)

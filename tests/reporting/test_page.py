@@ -18,14 +18,12 @@ from dcp_s3 import KeepBest, KeepEvery, KeepLatest
 from dcp_s3.reporting.page import MOST_METRICS, STATES, render, state_of
 from dcp_s3.reporting.report import ReportData
 from dcp_s3.retention.plan import OpenUpload
-from tests.chromium import Page, find_chromium, visit
+from tests.chromium import Page, in_a_browser, visit
 from tests.reporting.making import data_of, hourly, saved
 from tests.retention.histories import DAY, NOW
 
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>'\"&{{7*7}}\u2028$&"
 POLICY = KeepLatest(3) | KeepEvery(1000) | KeepBest(2, "loss", "min")
-
-in_a_browser = pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium: apt-get install chromium")
 
 
 def eventful() -> ReportData:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import logging
 import pickle
 import time
@@ -223,23 +222,6 @@ def test_hash_prefixes_are_part_of_their_checkpoint(root: str, s3: Any, committe
 def test_a_bucket_may_be_the_root(bucket: str) -> None:
     save(f"s3://{bucket}/step-3")
     assert _names(f"s3://{bucket}/") == {"step-3": "committed"}
-
-
-def test_works_where_an_event_loop_runs(root: str) -> None:
-    save(f"{root}/step-1")
-
-    async def inside() -> list[str]:
-        return [info.name for info in list_checkpoints(root)]
-
-    assert asyncio.run(inside()) == ["step-1"]
-
-
-def test_errors_pass_through_where_an_event_loop_runs(bucket: str) -> None:
-    async def inside() -> None:
-        list_checkpoints(f"s3://{bucket}-not/run")
-
-    with pytest.raises(errors.BucketNotFoundError):
-        asyncio.run(inside())
 
 
 @pytest.mark.parametrize("ask", [list_checkpoints, latest])

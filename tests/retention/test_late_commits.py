@@ -12,7 +12,7 @@ from dcp_s3.checkpoint import commit_state, deletion
 from dcp_s3.checkpoint.commit import publish
 from dcp_s3.errors import CheckpointDeletedError
 from dcp_s3.format.layout import lease_object
-from dcp_s3.s3.async_store import AsyncS3Store
+from dcp_s3.s3.store import S3Store
 from dcp_s3.save import save as saving
 from dcp_s3.store import ListedObject
 from tests.faulty import FaultyServer
@@ -69,12 +69,12 @@ def test_a_commit_between_a_prunes_look_and_its_deletes_is_withdrawn(
     before = keys(client, URL)
     metadata = get(client, URL, ".metadata") if overwrite else b""
     monkeypatch.setattr(commit_state, "LATE", -1.0)
-    real, commits, raised = AsyncS3Store.delete, list[Any](), list[Exception]()
+    real, commits, raised = S3Store.delete, list[Any](), list[Exception]()
 
     def later(*arguments: Any, **options: Any) -> None:
         commits.append((arguments, options))
 
-    async def delete(store: Any, targets: Any) -> Any:
+    def delete(store: Any, targets: Any) -> Any:
         if commits:
             arguments, options = commits.pop()
             # Its first look came before the prune's list.
@@ -83,12 +83,12 @@ def test_a_commit_between_a_prunes_look_and_its_deletes_is_withdrawn(
             with pytest.raises(CheckpointDeletedError) as caught:
                 publish(*arguments, **options)
             raised.append(caught.value)
-        return await real(store, targets)
+        return real(store, targets)
 
     monkeypatch.setattr(saving, "publish", later)
     save(URL, overwrite=overwrite)
     clock.now += 2 * DAY
-    monkeypatch.setattr(AsyncS3Store, "delete", delete)
+    monkeypatch.setattr(S3Store, "delete", delete)
     assert prune(ROOT, "latest:3").ok
     assert [str(each).count("about to delete") for each in raised] == [1]
     assert keys(client, URL) == before

@@ -279,7 +279,7 @@ def test_a_rank_checkpoint_hidden_by_another_never_comes_back(faulty: FaultyServ
     def reset(request: Any) -> Fault | None:
         if request.operation != "DeleteObject" or not request.key.endswith("step-1/.metadata"):
             return None
-        seen.append(request.key)  # twice: aiohttp sends a DELETE again if a connection that it has kept is gone
+        seen.append(request.key)
         return Fault.reset()
 
     faulty.rule = reset

@@ -9,11 +9,12 @@ from typing import Any
 import boto3
 import pytest
 
-from dcp_s3 import CheckpointCatalog, KeepLatest, KeepSteps, annotate, coroutines, pin
+from dcp_s3 import CheckpointCatalog, KeepLatest, KeepSteps, annotate, pin
 from dcp_s3.errors import SettingsError
 from dcp_s3.format.layout import deletion_object, lease_object
 from dcp_s3.retention import catalog
-from dcp_s3.s3 import async_store, listing
+from dcp_s3.s3 import listing, many
+from dcp_s3.s3.store import S3Store
 from dcp_s3.spill.background import stop_draining
 from dcp_s3.spill.store import SpillStore
 from tests.faulty import BUCKET, FaultyServer, serve
@@ -113,14 +114,14 @@ def test_a_manifest_that_is_newer_than_its_metadata_is_not_believed(client: Any,
     clock.now += 1
     put(client, url, manifest, get(client, other, manifest))
     seen: list[str] = []
-    original = async_store.AsyncS3Store.head
+    original = S3Store.head
 
-    async def head(self: Any, key: str) -> Any:
+    def head(self: Any, key: str) -> Any:
         seen.append(key)
-        return await original(self, key)
+        return original(self, key)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_store.AsyncS3Store, "head", head)
+        patch.setattr(S3Store, "head", head)
         CheckpointCatalog(ROOT).checkpoints()
     assert seen == ["run/step-1/.metadata"]
 
@@ -279,9 +280,8 @@ def test_requests_of_a_scan_are_counted(faulty: FaultyServer, client: Any) -> No
         (True, {"ListObjectsV2": 8, "GetObject": 5, "HeadObject": 3, "ListMultipartUploads": 1}),
     ):
         faulty.s3.reset_counters()
-        found = CheckpointCatalog(ROOT).scan(deep=deep)
+        CheckpointCatalog(ROOT).scan(deep=deep)
         assert dict(faulty.s3.counters.requests) == expected
-        assert found.requests == sum(expected.values())
 
 
 def test_few_checkpoints_are_looked_at_at_a_time(
@@ -292,19 +292,19 @@ def test_few_checkpoints_are_looked_at_at_a_time(
     at_once = peak = 0
     original = catalog.inspect
 
-    async def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any) -> Any:
         nonlocal at_once, peak
         at_once += 1
         peak = max(peak, at_once)
         try:
-            return await original(*arguments)
+            return original(*arguments)
         finally:
             at_once -= 1
 
     monkeypatch.setattr("dcp_s3.retention.catalog.inspect", counted)
-    monkeypatch.setattr(coroutines.map_bounded, "__kwdefaults__", {"limit": 5})
+    monkeypatch.setattr(many, "AT_ONCE", 5)
     assert len(CheckpointCatalog(ROOT).checkpoints()) == 40
-    assert peak == 5
+    assert 1 < peak <= 5
 
 
 # --- steps ---------------------------------------------------------------------------------------

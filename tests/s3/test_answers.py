@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import pytest
 
 from dcp_s3 import errors
 from dcp_s3.memory import Piece, ReadTarget
-from dcp_s3.s3.async_store import AsyncS3Store, open_async_store
 from dcp_s3.s3.download import fetch_into
 from dcp_s3.s3.files import FileTransfer, download_files, upload_files
 from dcp_s3.s3.multipart import list_parts, uploads_of
@@ -187,38 +184,6 @@ def test_answers_that_s3_never_gives_are_an_error(faulty: FaultyServer, operatio
             do(S3Store(BUCKET, Settings(retry_attempts=3, part_size="5MiB")), operation, upload_id)
 
 
-# With the names of the requests of AsyncS3Store.
-ASYNC: dict[str, Callable[[AsyncS3Store], Awaitable[Any]]] = {
-    "GetObject": lambda bucket: bucket.get("a"),
-    "HeadObject": lambda bucket: bucket.head("a"),
-    "ListObjectsV2": lambda bucket: bucket.list(""),
-    "ListMultipartUploads": lambda bucket: bucket.uploads(""),
-}
-
-
-@pytest.mark.parametrize("operation", ASYNC)
-def test_the_catalog_does_not_believe_an_answer_that_s3_did_not_give(faulty: FaultyServer, operation: str) -> None:
-    prepare()
-
-    async def ask() -> Any:
-        async with open_async_store(BUCKET, Settings(retry_attempts=3)) as bucket:
-            return await ASYNC[operation](bucket)
-
-    def without_dates(found: Any) -> str:
-        return repr(found.etag) if operation == "HeadObject" else repr(found).partition("server_time")[0]
-
-    expected = without_dates(asyncio.run(ask()))
-    for name, fault in FORGED.items():
-        if is_plausible(operation, fault):
-            continue
-        seen = faulty.once(operation, fault)
-        assert without_dates(asyncio.run(ask())) == expected, name
-        assert seen
-        faulty.rule = lambda request, fault=fault: fault if request.operation == operation else None
-        with pytest.raises(errors.TransferError, match="proxy"):
-            asyncio.run(ask())
-
-
 @pytest.mark.parametrize("operation", ["ListObjectsV2", "ListMultipartUploads", "ListParts"])
 def test_a_page_that_was_cut_off_is_not_the_last_one(faulty: FaultyServer, operation: str) -> None:
     """Of a body without a length, that is: one whose length is known is an error by itself."""
@@ -277,13 +242,8 @@ def test_what_a_proxy_says_of_a_server_that_fails_passes(
     monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.002)
     bucket, _ = prepare()
 
-    async def catalog() -> None:
-        async with open_async_store(BUCKET, Settings()) as connected:
-            assert (await connected.get("a")).data == DATA[:1000]
-
     for use in (
         lambda: bucket.get("a"),
-        lambda: asyncio.run(catalog()),
         lambda: download_files(bucket, [FileTransfer("a", tmp_path / "a")]),
     ):
         seen = faulty.once("GetObject", Fault.forge(status, PAGE, HTML))

@@ -1,18 +1,16 @@
 """What is tried again, what is not, and what it is called in the end."""
 
-import asyncio
 import threading
 from collections.abc import Callable
 from typing import Any
 
-import aiohttp
 import botocore.exceptions as boto
 import pytest
 import urllib3.exceptions
 
 from dcp_s3 import errors
 from dcp_s3.limit import Cancelled, Deadline, Limit
-from dcp_s3.s3 import async_store, diagnosis, retry
+from dcp_s3.s3 import diagnosis, retry
 
 
 def client_error(code: str, status: int) -> boto.ClientError:
@@ -105,22 +103,6 @@ def test_what_does_not_pass_fails_at_once_by_its_own_name(error: Exception, expe
         call(request, operation="GetObject", bucket="b", key="k", attempts=5)
     assert type(failure.value) is expected
     assert len(calls) == 1
-
-
-@pytest.mark.parametrize("error", [client_error("SlowDown", 503), aiohttp.ClientPayloadError(), asyncio.TimeoutError()])
-def test_a_coroutine_is_tried_again_by_the_same_rules(error: Exception) -> None:
-    request, calls = failing(2, error)
-
-    async def attempt() -> str:
-        return request()
-
-    def carry_out(attempts: int) -> str:
-        return asyncio.run(async_store.call(attempt, retry.Tries("GetObject", "b", "k", attempts, Limit())))
-
-    assert carry_out(3) == "done"
-    del calls[:]
-    with pytest.raises(errors.TransferError, match="after 2 attempts"):
-        carry_out(2)
 
 
 def test_bugs_are_not_wrapped() -> None:

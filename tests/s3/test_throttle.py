@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -182,24 +181,6 @@ def test_decreases_are_logged_with_the_limit_but_not_each(caplog: pytest.LogCapt
         "S3 throttles (http://host/bucket): at most 32 data requests in flight now, 1 decreases so far"
     ]
     assert (gate.state.limit, gate.state.decreases, gate.state.throttled) == (4, 4, 4)
-
-
-def test_a_task_has_its_turn_like_a_thread() -> None:
-    gate = closed_gate(1)
-    assert gate.enter()
-
-    async def wait() -> list[bool]:
-        assert not await gate.enter_async(timeout=0.01)
-        cancelled = asyncio.create_task(gate.enter_async())
-        waiting = asyncio.create_task(gate.enter_async(timeout=LONG))
-        await asyncio.sleep(0)  # both begin
-        assert gate.state.waiting == 2
-        cancelled.cancel()
-        await asyncio.sleep(0)
-        threading.Timer(0.01, lambda: gate.leave(0, succeeded=False, throttled=False)).start()
-        return [await waiting, gate.state.waiting == 0, gate.state.in_flight == 1]
-
-    assert asyncio.run(wait()) == [True, True, True]
 
 
 # --- the retry loop ----------------------------------------------------------------------------------

@@ -219,7 +219,7 @@ def _start(cluster: _Cluster) -> S3Server:
 def rgw() -> Iterator[S3Server]:
     missing = [p for p in PROGRAMS if shutil.which(p) is None]
     if missing:
-        raise ServerUnavailable(f"Ceph RGW needs {', '.join(missing)} on PATH")
+        raise ServerUnavailable(f"Ceph RGW is not installed ({', '.join(missing)})")
     for attempt in range(1, START_ATTEMPTS + 1):
         # Not pytest's tmp_path, which is too long: a unix socket's path has 107 characters at most.
         directory = Path(tempfile.mkdtemp(prefix="dcp-s3-rgw-"))

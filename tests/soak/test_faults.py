@@ -212,7 +212,6 @@ def test_saves_and_loads_are_right_whatever_fails(monkeypatch: pytest.MonkeyPatc
 
 
 def check_catalog(training: Training) -> None:
-    """The catalog has clients of its own (aiobotocore's), with other ways to notice that a connection broke."""
     url = next(reversed(training.expected))
     root, _, name = url.rpartition("/")
     assert name in {info.name for info in list_checkpoints(root) if info.committed}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,10 @@ from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+    pytest.mark.servers("memory"),
+]
 
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
 _PATIENCE_SECONDS = 60
@@ -202,3 +206,33 @@ def test_a_state_whose_save_has_ended_is_refused() -> None:
     with pytest.raises(errors.StagingError, match="stage_now"):
         dcp.save(staged, storage_writer=S3StorageWriter(f"{ROOT}/x"))
     assert view.tolist() == [1, 1], "what somebody still looks at is not overwritten"
+
+
+# --- what is left of a save that has ended --------------------------------------------------------------
+
+
+PATIENCE = 60.0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_of_a_save_that_has_ended(memory_server: S3Server, root: str, fails: bool) -> None:
+    """Its metadata may have hundreds of MiB, and a training makes thousands of saves."""
+
+    def refuse(request: Any) -> Fault | None:
+        return Fault.error(403, "AccessDenied") if request.key.endswith(".distcp") else None
+
+    memory_server.handle.fault = refuse if fails else None
+    try:
+        writer = S3StorageWriter(f"{root}/step-1")
+        saving: Any = dcp.async_save({"w": torch.ones(10)}, storage_writer=writer)
+        assert (saving.exception(PATIENCE) is not None) == fails
+    finally:
+        memory_server.handle.fault = None
+    left = [weakref.ref(each) for each in (writer, saving)]
+    del writer, saving
+    for _ in range(100):  # the thread of the save ends shortly after its future
+        gc.collect()
+        if not any(each() for each in left):
+            break
+        time.sleep(0.05)
+    assert [each() for each in left] == [None, None]

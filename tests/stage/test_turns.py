@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -177,6 +179,26 @@ def _save_in_a_pool_of_the_users(url: str) -> None:
         dcp.save(_state(2.0), storage_writer=S3StorageWriter(f"{url}/2"))  # with that thread idle, and the state kept
         dcp.async_save(_state(3.0), storage_writer=S3StorageWriter(f"{url}/3")).result(_PATIENCE_SECONDS)
         assert len(staged) == len(_state(1.0))
+
+
+_AT_EXIT = """
+import os, sys
+from dcp_s3.stage.turns import Turn, _Running
+
+def finish(turn, finish=Turn.finish, write=os.write):
+    try:
+        finish(turn)
+    except BaseException as error:
+        write(1, repr(error).encode())
+
+Turn.finish = finish
+sys.kept = _Running(Turn())  # it goes after the modules
+"""
+
+
+def test_a_turn_that_outlasts_the_interpreter_ends_in_silence() -> None:
+    ended = subprocess.run([sys.executable, "-c", _AT_EXIT], capture_output=True, timeout=120, check=True)
+    assert (ended.stdout, ended.stderr) == (b"", b"")
 
 
 def test_a_save_of_a_staged_state_in_a_thread_of_the_users_holds_no_other_up(

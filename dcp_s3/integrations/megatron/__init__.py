@@ -33,7 +33,7 @@ from dcp_s3.format.layout import METADATA_CRC_KEY, METRICS, manifest_object, met
 from dcp_s3.format.metadata import dump_metadata
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.integrations.requirement import require
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import Expect, Store
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
@@ -155,7 +155,7 @@ def _remove_sharded_tensors(url: CheckpointURL, key_prefix: str, settings: Setti
 
     At every instant the checkpoint is whole, with the entries or without.
     """
-    store = S3Store(url.bucket, resolve_settings(settings))
+    store = store_of(url, resolve_settings(settings))
     stored = fetch_metadata(store, url)
     metadata = check_metadata(stored, url)
     kept = _without(metadata, key_prefix)

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3.errors import CheckpointNotFoundError, EntryNotFoundError, ObjectNotFoundError
 from dcp_s3.load.reader import S3StorageReader
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.url import CheckpointURL, URLLike, is_s3_url, parse_url
 
@@ -116,14 +116,13 @@ class SmallFiles:
                 return
 
     def _store(self, url: CheckpointURL) -> S3Store:
-        return S3Store(url.bucket, resolve_settings(self.settings))
+        return store_of(url, resolve_settings(self.settings))
 
 
 class Files:
     """What Megatron takes for the package multistorageclient.
 
     Args:
-        small: the files on S3.
         find_package: gives the real package, which carries all other paths; None if it is missing or disabled.
     """
 

@@ -31,7 +31,6 @@ from dcp_s3.errors import CheckpointError, DcpS3Error, SaveProtocolError
 from dcp_s3.save.save import Save
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import SettingsLike
-from dcp_s3.torch_private import wrap_exception
 
 Outcome = list[WriteResult] | BaseException
 """The results of a save on one rank, or what made it fail."""
@@ -55,8 +54,6 @@ class MegatronS3Writer(S3StorageWriter):
         checkpoint_dir: ``s3://bucket/prefix`` of the checkpoint, as text or as a path.
         separation_hint: a prefix of FQNs; what begins with it gets objects of its own.
         thread_count: most objects of this rank; half of them for each group with ``separation_hint``.
-        attachments: small files that belong to the checkpoint, by name.
-        settings: a `Settings`, or a mapping of settings that override the environment.
 
     Raises:
         InvalidURLError: ``checkpoint_dir`` is not an S3 URL.
@@ -137,7 +134,7 @@ class MegatronS3Writer(S3StorageWriter):
                 raise self._failure
             return self._retrieve()
         except BaseException as error:  # noqa: BLE001 - it is raised on all ranks
-            return wrap_exception(error)
+            return error, traceback.extract_tb(error.__traceback__)
 
     def _retrieve(self) -> list[WriteResult]:
         if not self._is_sent:

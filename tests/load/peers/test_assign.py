@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Iterator
+import queue
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,12 +23,15 @@ from dcp_s3.load.item_transfer import ItemTransfer
 from dcp_s3.load.peers import assign as sharing
 from dcp_s3.load.peers.assign import plan_sharing
 from dcp_s3.load.peers.assignment import Assignment, Offer, SharedPiece, box_of, choose_group, find_stored, hash_ranks
+from dcp_s3.load.peers.exchange import Exchange
 from dcp_s3.load.peers.shared_pieces import OwnedPiece, ReceivedPiece, SharedItems, lay_out
 from dcp_s3.load.plan import READ_GAP
 from dcp_s3.load.prepare import TransferFactory
 from dcp_s3.torch_private import ReaderTransforms
 from tests.load.peers.sharing_cases import BLOCK, PATH, Case, cases, make_case
 from tests.load.sources import URL, MemorySource
+
+pytestmark = pytest.mark.timeout(60)
 
 PIECE = 256
 
@@ -336,3 +342,41 @@ def test_damage_between_ranks_is_found() -> None:
 def test_a_section_of_nothing() -> None:
     assert find_section((4, 4), Box((0, 2), (4, 1)), 0, 2) == Section(0, 0)
     assert boxes_of_section((4, 4), Box((0, 2), (4, 1)), Section(0, 0)) == []
+
+
+# --- the exchange ---------------------------------------------------------------------------------------
+
+
+class _Unsayable(BaseException):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def _refuse() -> None:
+    raise RuntimeError("out of threads")
+
+
+def _exchange(ended: Callable[[], None], on_failure: Callable[[], None] = lambda: None) -> Exchange:
+    group: Any = None  # nothing is sent
+    with mock.patch.object(dist, "get_rank", return_value=0):
+        exchange = Exchange(group, Assignment((), ()), url="s3://bucket/run", on_failure=on_failure, on_end=ended)
+    exchange.start()
+    return exchange
+
+
+@pytest.mark.parametrize("on_failure", [lambda: None, _refuse])
+def test_an_interrupt_ends_it_though_nothing_can_be_said_or_cancelled(on_failure: Callable[[], None]) -> None:
+    ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+    exchange, error = _exchange(lambda: ended.put(None), on_failure), _Unsayable()
+    exchange.fail(error)
+    ended.get(timeout=30)
+    assert exchange.error is error
+
+
+def test_the_first_failure_counts() -> None:
+    ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+    exchange, first = _exchange(lambda: ended.put(None)), ValueError("first")
+    exchange.fail(first)
+    exchange.fail(KeyboardInterrupt())
+    ended.get(timeout=30)
+    assert exchange.error is first

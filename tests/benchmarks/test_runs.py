@@ -1,0 +1,194 @@
+"""Each benchmark runs at a tiny size, and measures what it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+from benchmarks import coordinator, decentralized, export, foreign, lost_work, planning, reshard, small_tensors, stall
+from benchmarks import ranks as of_ranks
+from benchmarks import tls as of_tls
+from benchmarks.cases import CASES, Target, reason_to_skip
+from benchmarks.llama import llama_bytes
+from benchmarks.loopback import measure_loopback
+from benchmarks.reshard_report import Load, find_misses
+from benchmarks.stall_report import Stall
+from benchmarks.stall_worker import WAYS, Save, Way, change, make_state, measure_stalls
+from benchmarks.units import MIB
+from benchmarks.worker import run_case
+from tests.memory_s3 import MemoryS3
+from tests.ranks import run_ranks
+
+
+@pytest.fixture
+def target(monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
+    for name, value in {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.setenv(name, "us-east-1")
+    with MemoryS3() as server:
+        server.create_bucket("small")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint_url)
+        yield Target("small", "run", server.endpoint_url, "us-east-1", 2)
+        assert server.open_uploads("small") == []
+
+
+@pytest.mark.quick("dcp_s3")
+@pytest.mark.parametrize("name", CASES)
+def test_save_load(name: str, target: Target) -> None:
+    reason = reason_to_skip(name)
+    if reason:
+        pytest.skip(reason)
+    case = CASES[name](target)
+    try:
+        assert run_case(case, 8 * MIB).state_bytes == llama_bytes(8 * MIB)
+    finally:
+        case.clean_up()
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_loopback(tls: bool) -> None:
+    if tls and of_tls.nginx() is None:
+        pytest.skip("nginx is not installed")
+    save, load = measure_loopback(3 * MIB, 2, tls=tls)
+    assert min(save.wall_seconds, load.wall_seconds) > 0
+
+
+def test_coordinator(tmp_path: Path, target: Target) -> None:
+    file = tmp_path / "coordinator.json"
+    coordinator.main(["--ranks", "8,16", "--items", "20", "--json", str(file)])
+    ranks = json.loads(file.read_text())["ranks"]
+    assert list(ranks) == ["8", "16"]
+    for count, steps in ranks.items():
+        assert {"prepare_global_plan", "finish", "read_metadata", "load plan of a rank"} <= set(steps)
+        assert steps["finish"]["items"] == coordinator.State.of(20).stored(int(count))
+        assert steps["share a load: replicated"]["items"] == 20 * int(count)
+
+
+def test_decentralized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "decentralized.json"
+    decentralized.main(["--ranks", "4,8", "--items", "20", "--latency", "0", "--json", str(file)])
+    for ranks, run in json.loads(file.read_text())["ranks"].items():
+        assert run["requests"] == {"LIST": 1, "GET": int(ranks), "PUT": 2}
+        assert list(run["steps"]) == ["list", "get and add", "unwritten", "merge", "commit"]
+    assert "8 ranks" in capsys.readouterr().out
+
+
+def test_export(target: Target) -> None:
+    samples = export.run(export.make_state(MIB), 2)
+    assert {len(found) for found in samples.values()} == {2}
+
+
+def test_foreign(target: Target) -> None:
+    samples = foreign.run(foreign.large_state(MIB) | foreign.small_state(3), str(target.endpoint_url), 2)
+    assert {name: len(found) for name, found in samples.items()} == dict.fromkeys(foreign.WRITERS, 2)
+
+
+def test_lost_work(memory_server: Any, root: str) -> None:
+    options = lost_work.parse(
+        ["--kills", "2", "--life", "0.1", "--size", "64KiB", "--step-seconds", "0.01", "--every", "1"]
+    )
+    options.endpoint_url = None
+    lost = lost_work.run(root, options, lost_work.Case("every 1 steps", "queue"))
+    assert len(lost.steps) == len(lost.seconds) == 2
+    assert lost.pace > 0
+
+
+def _plan() -> list[planning.Figures]:
+    return [planning.run(case, 2, 1) for case in planning.CASES if case.share == 1]
+
+
+@pytest.mark.soak
+def test_planning() -> None:
+    (figures,) = run_ranks(1, _plan)
+    assert all(each.same for each in figures)
+    assert [each.read_items for each in figures] == [160, 298, 160, 160, 512, 160]
+
+
+def test_ranks(target: Target) -> None:
+    costs = run_ranks(2, of_ranks.work, 8 * MIB, ["dcp_s3"], 2, target)
+    assert [[len(of_round) for of_round in of_rank] for of_rank in costs] == [[1, 1], [1, 1]]
+    assert all(sample.save_seconds > 0 < sample.load_seconds for sample in of_ranks.summed_up(costs, ["dcp_s3"], 1))
+
+
+@pytest.mark.soak
+def test_reshard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, status = tmp_path / "reshard.json", 0
+    monkeypatch.setattr("sys.argv", ["reshard", "--quick", "--backends", "dcp_s3", "--out", str(file)])
+    try:
+        reshard.main()
+    except SystemExit as error:
+        status = int(error.code or 0)
+    found = json.loads(file.read_text())
+    loads = [Load(**fields) for fields in found["loads"]]
+    assert found["failures"] == {}
+    assert sorted(load.case for load in loads) == sorted(reshard.CASES)
+    for load in loads:
+        case = reshard.CASES[load.case]
+        assert len(load.needed_bytes) == len(load.fetched_bytes) == case.target.ranks
+        assert sum(load.fetched_bytes) == load.total_bytes >= load.unique_bytes
+        assert load.ratio(case.of) <= case.limit
+    assert status == (1 if find_misses(loads) else 0)
+
+
+@pytest.mark.soak
+def test_small_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "small.json"
+    arguments = ["--tensors", "40", "--few", "40", "--tensor-size", "256", "--rounds", "2", "--out", str(file)]
+    monkeypatch.setattr("sys.argv", ["small_tensors", *arguments])
+    monkeypatch.setattr(small_tensors, "TARGET_MICROSECONDS", float("inf"))
+    small_tensors.main()
+    samples = json.loads(file.read_text())["samples"]
+    assert {"dcp_s3"} < {sample["reader"] for sample in samples}
+    for sample in samples:
+        assert sum(sample["phases"].values()) == pytest.approx(sample["seconds"])
+
+
+@pytest.mark.soak
+def test_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "stall.json"
+    arguments = ["--quick", "--size", "4MiB", "--json", str(file), "--png", str(tmp_path / "stall.png")]
+    monkeypatch.setattr("sys.argv", ["stall", *arguments])
+    stall.main()
+    results = json.loads(file.read_text())
+    names = [name for name, way in WAYS.items() if not reason_to_skip(way.backend)]
+    assert results["failures"] == {}
+    assert list(results["stalls"]) == names
+    assert list(results["training"]) == [name for name in names if WAYS[name].trained]
+    for samples in results["stalls"].values():
+        for sample in samples:
+            assert 0 < sample["return_seconds"] <= sample["staged_seconds"] < sample["saved_seconds"]
+
+
+# --- a wrong result is noticed, and a failure does not stop the others ------------------------------------
+
+
+def test_a_save_that_is_not_what_the_state_was_is_noticed(target: Target) -> None:
+    state = make_state(MIB)
+    change(state, 3)
+    save = Save(WAYS["dcp_s3-blocking"], None, CASES["dcp_s3"](target), state, "checkpoint", 3)
+    save.wait()
+    save.check()
+    wrong = Save(WAYS["dcp_s3-blocking"], None, CASES["dcp_s3"](target), state, "other", 4)
+    wrong.wait()
+    with pytest.raises(RuntimeError, match=r"was saved with \[3.0\] instead of 4"):
+        wrong.check()
+
+
+def test_a_way_that_fails_does_not_stop_the_others(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(BlockingAsyncStager):
+        def stage(self, state_dict):
+            raise OSError("no room")
+
+    monkeypatch.setitem(WAYS, "failing", Way("dcp_s3", Failing))
+    targets = {name: replace(target, prefix=name) for name in ("failing", "dcp_s3-blocking")}
+    measured = list(measure_stalls(targets, MIB, 1))
+    assert [name for name, _ in measured] == ["failing", "dcp_s3-blocking", "dcp_s3-blocking"]
+    assert "OSError: no room" in str(measured[0][1])
+    assert isinstance(measured[1][1], Stall)
