@@ -36,7 +36,7 @@ from dcp_s3.offline.copy_source import (
     replacing,
 )
 from dcp_s3.offline.destination import open_destination
-from dcp_s3.s3.files import FileTransfer, OnProgress, download_files, upload_files
+from dcp_s3.offline.files import FileTransfer, OnProgress, download_files, upload_files
 from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import ListedObject, same_etag
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 8  # objects; S3 copies several parts of each
 _BLOCK = 8 * 2**20
-_PARTIAL = re.compile(r"\.[0-9a-fA-F]{8}")  # s3transfer's suffix of an incomplete file
+_PARTIAL = re.compile(r"\.[0-9a-fA-F]{8}")  # suffix of an incomplete file
 
 OnTotal = Callable[[int], None]
 

@@ -225,10 +225,8 @@ def _upload_file(
         _check(fd, path, spilled)
         if stored is not None and _is_same(stored, fd, spilled):
             on_progress(size)
-        elif size:
-            _upload_mapped(store, key, spilled, fd, on_progress)
         else:
-            _upload(store, key, spilled, memoryview(b""), on_progress)
+            _upload(store, key, spilled, fd, on_progress)
     finally:
         os.close(fd)
 
@@ -259,30 +257,23 @@ def _check(fd: int, path: Path, spilled: SpilledObject) -> None:
         )
 
 
-def _upload_mapped(
-    store: S3Store, key: str, spilled: SpilledObject, fd: int, on_progress: Callable[[int], None]
-) -> None:
-    mapped = mmap.mmap(fd, spilled.entry.size, access=mmap.ACCESS_READ)
-    view = memoryview(mapped)
-    try:
-        _upload(store, key, spilled, view, on_progress)
-    finally:
-        with contextlib.suppress(BufferError):  # a view of it is still held: it is unmapped with that
-            view.release()
-            mapped.close()
-
-
-def _upload(
-    store: S3Store, key: str, spilled: SpilledObject, view: memoryview, on_progress: Callable[[int], None]
-) -> None:
+def _upload(store: Store, key: str, spilled: SpilledObject, fd: int, on_progress: Callable[[int], None]) -> None:
     size, part_size = spilled.entry.size, spilled.part_size
+    mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ) if size else b""
+    view = memoryview(mapped)
 
     def parts() -> Iterator[Piece]:
         for start in range(0, size, part_size):
             yield Piece.of(view[start : start + part_size])
             on_progress(min(part_size, size - start))
 
-    store.put_stream(key, size, parts(), part_size=part_size, resume=True)
+    try:
+        store.put_stream(key, size, parts(), part_size=part_size, resume=True)
+    finally:
+        with contextlib.suppress(BufferError):  # a view of it is still held: it is unmapped with that
+            view.release()
+            if isinstance(mapped, mmap.mmap):
+                mapped.close()
 
 
 def commit_if_complete(
