@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.format.control_files import attachments_of
 from dcp_s3.format.layout import CONTROL_PREFIX, What, classify
 from dcp_s3.limit import UNLIMITED, Cancelled
+from dcp_s3.memory import Piece
 from dcp_s3.offline.copy_source import (
     DOWNLOAD_MARKER,
     CopyResult,
@@ -35,8 +36,8 @@ from dcp_s3.offline.copy_source import (
     make_source,
     replacing,
 )
-from dcp_s3.offline.destination import open_destination
 from dcp_s3.offline.files import FileTransfer, OnProgress, download_files, upload_files
+from dcp_s3.s3.parts import MAX_PARTS
 from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import ListedObject, same_etag
@@ -209,13 +210,14 @@ class _Job:
             self.store.put(self.url.key(path), found.data, metadata=found.metadata)
             return
         etag = self.source.head(key).etag
-        block = memoryview(bytearray(_BLOCK))
-        with open_destination(str(self.url), self.store.settings) as files, files.open(path, size) as file:
+
+        def pieces() -> Iterator[Piece]:
             for start in range(0, size, _BLOCK):
-                piece = block[: min(_BLOCK, size - start)]
-                self.source.read(key, start, piece, etag or None)
-                file.write(piece)
-            file.commit()
+                block = memoryview(bytearray(min(_BLOCK, size - start)))
+                self.source.read(key, start, block, etag or None)
+                yield Piece.of(block)
+
+        self.store.put_stream(self.url.key(path), size, pieces(), part_size=max(_BLOCK, -(-size // MAX_PARTS)))
 
     def _find_problem(self, path: str, size: int, crc: str | None) -> str | None:
         """What is wrong with a copy; None if it is good, as far as the store tells."""

@@ -1,17 +1,16 @@
 """Where an export goes: a directory or an S3 prefix. Its files are written front to back, and appear complete.
 
-If an exception leaves the context of a destination, files that were committed in it are removed: there is nothing then
+If an exception leaves the context of a destination, files that were written in it are removed: there is nothing then
 that looks like an export.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -20,8 +19,9 @@ from dcp_s3.limit import Cancelled
 from dcp_s3.memory import Piece
 from dcp_s3.s3.parts import MAX_PARTS
 from dcp_s3.s3.store import store_of
-from dcp_s3.s3.upload import ObjectUpload, Uploader
+from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
+from dcp_s3.stores.directory import flush_directory
 from dcp_s3.units import format_size
 from dcp_s3.url import is_s3_url, parse_url
 
@@ -59,15 +59,15 @@ class _LocalDirectory:
         self._path = Path(path)
         self.name = str(self._path)
         """The directory or URL, for messages."""
-        self._committed: list[str] = []
+        self._written: list[str] = []
 
     def __enter__(self) -> _LocalDirectory:
-        self._committed.clear()
+        self._written.clear()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self.remove(self._committed)
+            self.remove(self._written)
 
     def files(self) -> list[str]:
         """Names of the files and directories that are there."""
@@ -92,55 +92,35 @@ class _LocalDirectory:
     def check_size(self, size: int) -> None:
         """Refuse a file that is too large (WeightsError): not here."""
 
-    @contextlib.contextmanager
-    def open(self, name: str, size: int) -> Iterator[_LocalFile]:
-        """Begin a file of ``size`` bytes; if it is not committed in the context, it never appears."""
+    def put(self, name: str, size: int, chunks: Iterable[bytes | memoryview]) -> None:
+        """Write a file of ``size`` bytes, durable when this returns; if it fails, the file never appears. The memory of
+        a chunk may be used again when the next one is asked for."""
+        path, temporary = self._path / name, self._path / f"{_TEMPORARY}{uuid.uuid4().hex}"
         self._path.mkdir(parents=True, exist_ok=True)
-        temporary = self._path / f"{_TEMPORARY}{uuid.uuid4().hex}"
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        file = _LocalFile(fd, temporary, self._path / name)
         try:
-            yield file
+            unflushed = 0
+            for chunk in chunks:
+                left = memoryview(chunk)
+                unflushed += left.nbytes
+                while left:
+                    left = left[os.write(fd, left) :]
+                if unflushed >= _FLUSHED:
+                    os.fdatasync(fd)
+                    unflushed = 0
+            os.fsync(fd)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.rename(path)
+            self._written.append(name)
+            flush_directory(path.parent)
         finally:
             os.close(fd)
-            if file.committed:  # even if `commit` then raised
-                self._committed.append(name)
-            else:
-                temporary.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
     def remove(self, names: list[str]) -> None:
         """Remove files; those that are not there count as removed."""
         for name in names:
             (self._path / name).unlink(missing_ok=True)
-
-
-class _LocalFile:
-    def __init__(self, fd: int, temporary: Path, path: Path) -> None:
-        self._fd, self._temporary, self._path = fd, temporary, path
-        self._unflushed = 0
-        self.committed = False
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append bytes. Their memory may be used again when this returns."""
-        left = memoryview(data)
-        self._unflushed += left.nbytes
-        while left:
-            left = left[os.write(self._fd, left) :]
-        if self._unflushed >= _FLUSHED:
-            os.fdatasync(self._fd)
-            self._unflushed = 0
-
-    def commit(self) -> None:
-        """Make the file appear. Durable when this returns."""
-        os.fsync(self._fd)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._temporary.rename(self._path)
-        self.committed = True
-        directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
 
 
 # --- S3 --------------------------------------------------------------------------------------------
@@ -187,15 +167,14 @@ class _S3Prefix:
                 "export to a directory"
             )
 
-    @contextlib.contextmanager
-    def open(self, name: str, size: int) -> Iterator[_S3File]:
+    def put(self, name: str, size: int, chunks: Iterable[bytes | memoryview]) -> None:
         if self._uploader is None:
             raise RuntimeError("the destination was not entered")
         part = max(_PART, -(-size // MAX_PARTS))
-        upload = self._uploader.start(self._url.key(name), size, part_size=part)
         if self._blocks.size != part:
             self._blocks = _Blocks(PART_MEMORY // part, part)
-        yield _S3File(self._uploader, upload, self._blocks)
+        copies = _copied(chunks, self._blocks, self._uploader.cancel)
+        self._uploader.put_stream(self._url.key(name), size, copies, part_size=part)
 
     def remove(self, names: list[str]) -> None:
         self._store.delete([self._url.key(name) for name in names])
@@ -234,34 +213,23 @@ class _Blocks:
             self._changed.notify()
 
 
-class _S3File:
-    """Copies what is written into parts: the uploader sends them later."""
-
-    def __init__(self, uploader: Uploader, upload: ObjectUpload, blocks: _Blocks) -> None:
-        self._uploader, self._upload, self._blocks = uploader, upload, blocks
-        self._block: memoryview | None = None
-        self._filled = 0
-
-    def write(self, data: bytes | memoryview) -> None:
-        left = memoryview(data)
+def _copied(chunks: Iterable[bytes | memoryview], blocks: _Blocks, cancel: threading.Event) -> Iterator[Piece]:
+    """The chunks, copied into blocks: they are sent later."""
+    block, filled = None, 0
+    for chunk in chunks:
+        left = memoryview(chunk)
         while left:
-            if self._block is None:
-                self._block, self._filled = self._blocks.take(self._uploader.cancel), 0
-            count = min(left.nbytes, self._blocks.size - self._filled)
-            self._block[self._filled : self._filled + count] = left[:count]
-            self._filled += count
-            left = left[count:]
-            if self._filled == self._blocks.size:
-                self._send()
-
-    def _send(self) -> None:
-        if self._block is not None:
-            block, self._block = self._block, None
-            self._upload.write(Piece.of(block[: self._filled]))
-
-    def commit(self) -> None:
-        self._send()
-        self._upload.finish()
+            if block is None:
+                block, filled = blocks.take(cancel), 0
+            count = min(left.nbytes, blocks.size - filled)
+            block[filled : filled + count] = left[:count]
+            filled, left = filled + count, left[count:]
+            if filled == blocks.size:
+                piece, block = Piece.of(block), None
+                yield piece
+    if block is not None:
+        piece, block = Piece.of(block[:filled]), None
+        yield piece
 
 
 Destination = _LocalDirectory | _S3Prefix

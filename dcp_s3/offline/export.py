@@ -145,9 +145,7 @@ def export(
                 target.remove(present)
                 for name in small:
                     data = read_attachment(checkpoint.store, checkpoint.url, name)
-                    with target.open(name, len(data)) as file:
-                        file.write(data)
-                        file.commit()
+                    target.put(name, len(data), [data])
                 _write(target, files, selected, reading, on_progress or (lambda _: None))
     if selected.skipped:
         logger.info("%s: %d entries that are no tensors were left out", url, selected.skipped)
@@ -315,14 +313,18 @@ def _write(
 ) -> None:
     with contextlib.closing(_read_ahead(_batches_of(files, selected), reading)) as loaded:
         for number, batches in itertools.groupby(loaded, key=lambda found: found[0].file):
-            with target.open(files[number].name, files[number].size) as file:
-                for batch, tensors in batches:
-                    left = iter(tensors)
-                    for step in batch.steps:
-                        for view in [step] if isinstance(step, bytes) else _bytes_of(next(left), step.dtype):
-                            file.write(view)
-                            moved(len(view))
-                file.commit()
+            target.put(files[number].name, files[number].size, _chunks(batches, moved))
+
+
+def _chunks(
+    batches: Iterable[tuple[_Batch, Sequence[torch.Tensor]]], moved: Callable[[int], None]
+) -> Iterator[bytes | memoryview]:
+    for batch, tensors in batches:
+        left = iter(tensors)
+        for step in batch.steps:
+            for view in [step] if isinstance(step, bytes) else _bytes_of(next(left), step.dtype):
+                yield view
+                moved(len(view))
 
 
 def _read_ahead(

@@ -197,7 +197,7 @@ class DirectoryStore(Store):
         etag = _etag(temporary.stat())
         temporary.rename(path)
         _forget_metadata(path, etag)
-        _flush_directory(path.parent)
+        flush_directory(path.parent)
 
     def _holds(self, key: str, expect: Expect, data: bytes | memoryview) -> bool:
         """Whether an earlier attempt has already written the object."""
@@ -325,7 +325,7 @@ def _forget_metadata(path: Path, but: str = "") -> None:
                 path.with_name(name).unlink()
 
 
-def _flush_directory(path: Path) -> None:
+def flush_directory(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
