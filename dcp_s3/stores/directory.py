@@ -17,6 +17,7 @@ from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.memory import Piece, ReadTarget, targets_of, views_of
 from dcp_s3.store import (
+    Batch,
     DeleteTarget,
     Expect,
     ListedObject,
@@ -30,6 +31,7 @@ from dcp_s3.store import (
     same_etag,
     target_of,
 )
+from dcp_s3.stores.batch import PlainBatch
 
 # Prefix of files that are not objects: files being written, and user metadata.
 _HIDDEN = ".dcp_s3-store-"
@@ -198,6 +200,9 @@ class DirectoryStore(Store):
         temporary.rename(path)
         _forget_metadata(path, etag)
         flush_directory(path.parent)
+
+    def batch(self, *, total: int, ranks: int = 1, keys: Sequence[str] = ()) -> Batch:
+        return PlainBatch(self)
 
     def _holds(self, key: str, expect: Expect, data: bytes | memoryview) -> bool:
         """Whether an earlier attempt has already written the object."""
