@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dcp_s3.checkpoint.commit_state import Beginning, SaveIdentity
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.errors import SpillError, TransferError
 from dcp_s3.limit import Deadline, Limit
@@ -19,8 +21,9 @@ from dcp_s3.settings import Settings
 from dcp_s3.spill import saving as saving_module
 from dcp_s3.spill.drain import Drainer
 from dcp_s3.spill.journal import State
-from dcp_s3.spill.saving import SpillingStore
+from dcp_s3.spill.saving import SpillingStore, open_for_save
 from dcp_s3.spill.store import SpillStore
+from dcp_s3.url import parse_url
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 
@@ -138,3 +141,17 @@ def test_the_limit_of_the_save_stays_beside_the_patience(disk: SpillStore) -> No
     deadline = Deadline.start("DCP_S3_SAVE_TIMEOUT", 100.0)
     limited = make_store(disk).within(Limit(deadline=deadline).within(50.0)).store.limit
     assert (limited.deadline, limited.patience, limited.hang) == (deadline, 1.0, 1.0)
+
+
+def test_a_save_goes_on_in_another_process(faulty: FaultyServer, disk: SpillStore) -> None:
+    """As in the checkpoint process of a framework: who listens to events stays behind."""
+    s3 = S3Store(BUCKET, Settings(spill_dir=str(disk.path), durability="local"))
+    identity = SaveIdentity(parse_url(f"s3://{BUCKET}/run"), "save")
+    options: dict[str, Any] = {"rank": 0, "overwrite": False, "spills": True, "on_event": lambda _: None}
+    opened = open_for_save(s3, identity, Beginning(), **options)
+    store, committer = pickle.loads(pickle.dumps(opened))
+    assert isinstance(store, SpillingStore)
+    assert put_all(store) == [True] * 3
+    committer.check_url(store)
+    Drainer(disk).run()
+    assert_all_there(faulty)
