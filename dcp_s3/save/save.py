@@ -23,7 +23,7 @@ from dcp_s3.events import Listener
 from dcp_s3.format.layout import DCP_VERSION, metadata_object, new_nonce
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.ranks import world_size
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, write_buckets
 from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket, check_filled, plan_buckets
 from dcp_s3.save.progress import Progress, StallSince, spilled_bytes, unknown_stall
@@ -106,7 +106,7 @@ class Save:
         self._identity = SaveIdentity(url, save_id, None if use_collectives else rank)
         self._overwrite = options.overwrite and use_collectives
         self._beginning = Beginning()
-        self._s3 = S3Store(url.bucket, self._settings)
+        self._s3 = store_of(url, self._settings)
         self._base_store, self._committer = open_for_save(
             self._s3, self._identity, self._beginning, rank=rank, overwrite=self._overwrite, spills=self._spills,
             on_event=options.on_event,
@@ -247,7 +247,7 @@ def wait_committed(url: CheckpointURL, save: Save | None, settings: Settings, ti
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     drain_url(settings, str(url), timeout)
-    store, pause = S3Store(url.bucket, settings), _SHORTEST_PAUSE
+    store, pause = store_of(url, settings), _SHORTEST_PAUSE
     while True:
         try:
             if save.is_committed() if save is not None else store.exists(url.key(metadata_object())):

@@ -29,7 +29,7 @@ from dcp_s3.failures import name_ranks
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import manifest_object, new_nonce
 from dcp_s3.format.part import Part, WrittenItem, digest_of, item_hash
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, write_buckets
 from dcp_s3.save.plan import WriteBucket, plan_buckets
 from dcp_s3.save.save import Save, SaveOptions
@@ -344,7 +344,7 @@ class SaveWithoutCollectives(Save):
         return found if isinstance(found, list) else None
 
     def _read_manifest(self, url: CheckpointURL, save_id: str) -> Manifest:
-        return Manifest.from_json(S3Store(url.bucket, self._settings).get(url.key(manifest_object(save_id))).data)
+        return Manifest.from_json(store_of(url, self._settings).get(url.key(manifest_object(save_id))).data)
 
     def _report(self, save_id: str) -> None:
         """Tell what was committed: on the first rank, for all."""

@@ -35,7 +35,7 @@ from dcp_s3.format.control_files import Manifest
 from dcp_s3.limit import Limit
 from dcp_s3.memory import Piece
 from dcp_s3.s3 import multipart
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import Settings, stored_settings
 from dcp_s3.spill.journal import SpilledCommit, SpilledObject, State
 from dcp_s3.spill.local import ReadCache
@@ -109,7 +109,7 @@ class Drainer:
             url = parse_url(save.journal.url)
             if strange := [key for key in save.journal.keys if not key.startswith(url.key(""))]:
                 raise DamagedFileError(f"its journal names {strange[0]!r}, which is not below {url}")
-            store = S3Store(url.bucket, _settings_of(save), Limit(patience=self._patience))
+            store = store_of(url, _settings_of(save), Limit(patience=self._patience))
             if save.journal.state is State.WRITING:
                 if save.is_being_written():
                     report.waiting[save.name] = "it is being written"
