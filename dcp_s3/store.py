@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import abc
 import logging
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, TypeVar, runtime_checkable
 
-from dcp_s3 import errors
-from dcp_s3.limit import Cancelled, Limit
+from dcp_s3.limit import Limit
 from dcp_s3.memory import Piece, ReadTarget
+from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +132,8 @@ class StreamedObject:
     """Size in bytes."""
     crc64nvme: int | None
     """CRC-64/NVME of all bytes; None if checksums are off."""
+    spilled: bool = False
+    """Whether it waits on this host's disk to be put where it belongs."""
 
 
 @dataclass(frozen=True)
@@ -255,9 +256,12 @@ class Store(abc.ABC):
             StorageError: the object is not there.
         """
 
-    def batch(self, *, total: int, ranks: int = 1) -> Batch:
-        """A batch of data objects of about ``total`` bytes in all, while ``ranks`` ranks write as much at a time."""
-        return Batch(self)
+    @abc.abstractmethod
+    def batch(self, *, total: int, ranks: int = 1, keys: Sequence[str] = ()) -> Batch:
+        """A batch of data objects of about ``total`` bytes in all, while ``ranks`` ranks write as much at a time.
+
+        ``keys`` are those of all its objects: a store that spills must know them beforehand.
+        """
 
     def copy(self, source: Store, source_key: str, key: str) -> None:
         """Copy an object with its user metadata, on S3 without moving its bytes; what is at ``key`` is replaced.
@@ -341,7 +345,7 @@ class Versioned(Protocol):
         was written since."""
 
 
-class Batch:
+class Batch(abc.ABC):
     """Data objects that are written together, by any number of threads.
 
     A context manager, which owns the threads and what bounds the memory in flight. An exception that leaves it cancels
@@ -354,56 +358,39 @@ class Batch:
     """Pieces of this size that the batch may hold at a time."""
     sent: int = 0
     """Bytes that the store has taken."""
-    unclean: Set[str] = frozenset()
-    """Keys with multipart uploads that may have stayed open."""
     error: BaseException | None = None
     """The failure that cancelled everything, if one did."""
 
-    def __init__(self, store: Store) -> None:
-        self.cancel = threading.Event()
-        self._store = store.within(replace(store.limit, cancel=self.cancel))
-        self._lock = threading.Lock()
-        self._written: list[str] = []
-
+    @abc.abstractmethod
     def put_stream(self, key: str, size: int, pieces: Iterable[Piece]) -> StreamedObject:
-        """See `Store.put_stream`.
+        """See `Store.put_stream`; ``pieces`` may be iterated again, from the first one on.
 
         Raises:
             Cancelled: another object of the batch has failed.
             StorageError
         """
-        self._store.limit.check(f"put of {key}")
-        result = self._store.put_stream(key, size, self._until_cancelled(pieces))
-        with self._lock:
-            self._written.append(key)
-            self.sent += result.size
-        return result
 
-    def _until_cancelled(self, pieces: Iterable[Piece]) -> Iterable[Piece]:
-        for piece in pieces:
-            if self.cancel.is_set():
-                raise Cancelled
-            yield piece
+    def settle(self) -> Set[str]:
+        """Make what was written durable. Returns the keys of objects to put again, and then to `settle` again: they
+        could not stay where they are."""
+        return frozenset()
 
+    @property
+    def progress(self) -> str:
+        """How far it has come, for messages."""
+        return f"{format_size(self.sent)} were on S3"
+
+    @abc.abstractmethod
     def stop(self) -> None:
         """Make everything under way fail soon."""
-        self.cancel.set()
 
-    def __enter__(self: SelfBatch) -> SelfBatch:
-        return self
+    @abc.abstractmethod
+    def __enter__(self: SelfBatch) -> SelfBatch: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is not None:
-            self.stop()
-            remove_quietly(self._store, self._written)
-
-
-def remove_quietly(store: Store, keys: Sequence[str]) -> None:
-    """Delete objects of a save that failed. A failure is logged: another error is on its way to the user."""
-    try:
-        store.within(store.limit.for_cleanup()).delete(keys)
-    except errors.StorageError as error:
-        logger.warning("objects of a failed save are left for pruning: %s", error)
+    @abc.abstractmethod
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None: ...
 
 
 def join(pages: Sequence[Page]) -> Page:

@@ -12,6 +12,7 @@ from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.memory import Piece, ReadTarget, targets_of
 from dcp_s3.store import (
+    Batch,
     DeleteTarget,
     Expect,
     ListedObject,
@@ -25,6 +26,7 @@ from dcp_s3.store import (
     same_etag,
     target_of,
 )
+from dcp_s3.stores.batch import PlainBatch
 from dcp_s3.stores.directory import make_page
 
 
@@ -129,6 +131,9 @@ class MemoryStore(Store):
             piece.view = None
         self.put(key, memoryview(data))
         return StreamedObject(len(data), combine_crc64nvme(crcs))
+
+    def batch(self, *, total: int, ranks: int = 1, keys: Sequence[str] = ()) -> Batch:
+        return PlainBatch(self)
 
     def _check(self, key: str, found: _Entry | None, expect: Expect) -> None:
         if found is None and expect.etag:

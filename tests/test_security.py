@@ -53,7 +53,7 @@ READING = POLICIES["ReadingObjects"] | POLICIES["ReadingBucket"]
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     monkeypatch.setattr(retry, "BACKOFF_BASE", 0.001)
-    monkeypatch.setattr("dcp_s3.save.save.drain_in_background", lambda *_, **__: None)
+    monkeypatch.setattr("dcp_s3.spill.saving.drain_in_background", lambda *_, **__: None)
     monkeypatch.setenv("DCP_S3_PART_SIZE", "5MiB")
     monkeypatch.setenv("DCP_S3_EXPECTED_BUCKET_OWNER", OWNER)
     with serve(monkeypatch) as server:

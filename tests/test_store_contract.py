@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import random
 import threading
@@ -20,6 +22,8 @@ from dcp_s3.memory import Piece, ReadTarget, crc_of, sent_pieces
 from dcp_s3.s3 import listing, operations, retry
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
+from dcp_s3.spill.saving import SpillingStore
+from dcp_s3.spill.store import SpillStore
 from dcp_s3.store import ABSENT, DeleteTarget, Expect, Store
 from dcp_s3.stores.directory import DirectoryStore
 from dcp_s3.stores.overlay import Overlay
@@ -75,7 +79,7 @@ def local(name: str, path: Path) -> Store:
 LOCAL = ["memory store", "directory", "overlay", "faulty"]
 
 
-@pytest.fixture(params=[*LOCAL, *NAMES])
+@pytest.fixture(params=[*LOCAL, *NAMES, "spilling"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """One that is empty; pages of its listings are short."""
     monkeypatch.setattr(retry, "BACKOFF_BASE", 0.01)
@@ -83,7 +87,10 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         return local(request.param, tmp_path)
     operations.forget()
     monkeypatch.setattr(listing, "PAGE_SIZE", PAGE)
-    return S3Store(request.getfixturevalue("bucket"), Settings())
+    s3 = S3Store(request.getfixturevalue("bucket"), Settings(spill_dir=str(tmp_path / "spill")))
+    if request.param == "spilling":
+        return SpillingStore(s3, SpillStore(tmp_path / "spill"), f"s3://{s3.name}/run", "save", 0)
+    return s3
 
 
 @pytest.fixture
@@ -91,7 +98,7 @@ def server(request: pytest.FixtureRequest, _servers: Any) -> S3Server:
     """That of `store`'s parameter."""
     from tests.servers import ServerUnavailable
 
-    name = request.node.callspec.params["store"]
+    name = request.node.callspec.params["store"].replace("spilling", "memory")
     try:
         server: S3Server = _servers.get(name)
     except ServerUnavailable as error:
@@ -281,7 +288,7 @@ def test_a_stream_that_breaks_off_leaves_nothing(store: Store) -> None:
 
 def test_a_batch_of_streams_is_written_by_many_threads(store: Store) -> None:
     data = {f"run/{number}": random.Random(number).randbytes(MIB + number) for number in range(8)}
-    with store.batch(total=8 * MIB) as batch, ThreadPoolExecutor(4) as pool:
+    with store.batch(total=8 * MIB, keys=list(data)) as batch, ThreadPoolExecutor(4) as pool:
         stored = dict(zip(data, pool.map(lambda k: batch.put_stream(k, MIB, cut(data[k])), data), strict=True))
     assert {key: each.crc64nvme for key, each in stored.items()} == {k: crc64nvme(each) for k, each in data.items()}
     assert batch.sent == sum(map(len, data.values()))
@@ -290,7 +297,7 @@ def test_a_batch_of_streams_is_written_by_many_threads(store: Store) -> None:
 
 def test_a_batch_that_fails_leaves_nothing(store: Store) -> None:
     def fail() -> None:
-        with store.batch(total=2 * MIB) as batch:
+        with store.batch(total=2 * MIB, keys=["a"]) as batch:
             batch.put_stream("a", MIB, cut(bytes(MIB)))
             raise RuntimeError("another rank failed")
 
@@ -301,7 +308,7 @@ def test_a_batch_that_fails_leaves_nothing(store: Store) -> None:
 
 def test_a_batch_that_was_stopped_takes_no_more(store: Store) -> None:
     def write() -> None:
-        with store.batch(total=MIB) as batch:
+        with store.batch(total=MIB, keys=["a", "b"]) as batch:
             batch.put_stream("a", 1, [Piece.of(b"a")])
             batch.stop()
             batch.put_stream("b", 1, [Piece.of(b"b")])
@@ -524,6 +531,17 @@ def test_an_object_that_is_half_written_is_not_seen(directory: DirectoryStore, m
         directory.put("k", b"half")
     monkeypatch.undo()
     assert directory.get("k").data == b"whole"
+
+
+def test_a_filesystem_without_locks_takes_streams(directory: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    directory.put_stream("k", 2, [Piece.of(memoryview(b"ab"))])
+    assert directory.get("k").data == b"ab"
+    with pytest.raises(errors.StorageError, match="No locks"):
+        directory.put("k", b"x", expect=ABSENT)
 
 
 def test_an_overlay_reads_what_is_near_until_it_is_distrusted() -> None:

@@ -39,7 +39,7 @@ from dcp_s3.load.plan import READ_GAP
 from dcp_s3.load.planner import FailureTeller
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.reprs import one_line
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
 from dcp_s3.spill.local import with_copies
 from dcp_s3.store import Store
@@ -402,9 +402,9 @@ class S3StorageReader(AttachmentReader, StorageReader):
             )
         return self._url
 
-    def _store(self) -> S3Store:
+    def _store(self) -> Store:
         limit = Limit(deadline=self._deadline, hang=self.settings.load_timeout)
-        return S3Store(self._require_url().bucket, self.settings, limit)
+        return store_of(self._require_url(), self.settings, limit)
 
 
 def _has_gloo(group: dist.ProcessGroup | None) -> bool:

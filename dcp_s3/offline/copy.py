@@ -34,7 +34,7 @@ from dcp_s3.offline.copy_source import (
     make_source,
     replacing,
 )
-from dcp_s3.s3.files import FileTransfer, OnProgress, download_files, upload_files
+from dcp_s3.offline.files import FileTransfer, OnProgress, download_files, upload_files
 from dcp_s3.s3.parts import MAX_PARTS
 from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
@@ -45,7 +45,7 @@ from dcp_s3.url import CheckpointURL, URLLike, is_s3_url, parse_url
 logger = logging.getLogger(__name__)
 
 _BLOCK = 8 * 2**20
-_PARTIAL = re.compile(r"\.[0-9a-fA-F]{8}")  # s3transfer's suffix of an incomplete file
+_PARTIAL = re.compile(r"\.[0-9a-fA-F]{8}")  # suffix of an incomplete file
 
 OnTotal = Callable[[int], None]
 

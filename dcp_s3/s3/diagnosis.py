@@ -271,18 +271,3 @@ def _cause(error: Exception) -> str:
     # urllib3 keeps only the text.
     written = re.search(r"\[Errno -?\d+\] ([\w ,'-]+)", " ".join(map(str, seen)))
     return written[1].strip().lower() if written else describe(error)
-
-
-def watch(client: Any, attempts: int) -> None:
-    """Tell of the retries that botocore makes itself, for a client to which they are left."""
-
-    def on_answer(response: Any, attempts: int = 0, caught_exception: Any = None, **others: Any) -> None:
-        error = caught_exception
-        if error is None and response is not None and response[1].get("Error"):
-            error = boto.ClientError(response[1], "")
-        if error is not None and attempts < most and is_retryable(error):
-            bucket = others.get("request_dict", {}).get("context", {}).get("s3_redirect", {}).get("bucket", "")
-            tell_retry(error, str(bucket), made=attempts, attempts=most)
-
-    most = attempts
-    client.meta.events.register_first("needs-retry.s3", on_answer)

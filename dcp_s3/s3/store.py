@@ -188,7 +188,7 @@ class S3Store(Store):
         with Uploader(self) as uploader:
             return uploader.put_stream(key, size, pieces, part_size=part_size, resume=resume)
 
-    def batch(self, *, total: int, ranks: int = 1) -> Uploader:
+    def batch(self, *, total: int, ranks: int = 1, keys: Sequence[str] = ()) -> Uploader:
         return Uploader.planned(self, total=total, ranks=ranks)
 
     def copy(self, source: Store, source_key: str, key: str) -> None:

@@ -44,7 +44,7 @@ class Uploader(Batch):
     cancels everything else.
 
     Args:
-        part_size: bytes of a part where `start` is given none; None: the most of the settings.
+        part_size: bytes of a part, or more where S3's limit on parts requires it; None: the most of the settings.
         isolated: whether an object that fails leaves the others alone: there is another place for it.
 
     Use as a context manager. An exception that leaves it cancels what is under way, aborts every open multipart upload
@@ -67,6 +67,7 @@ class Uploader(Batch):
         self._all: list[ObjectUpload] = []
         self._completed: list[str] = []
         self.unclean: set[str] = set()
+        """Keys with multipart uploads that may have stayed open."""
 
     @classmethod
     def planned(cls, store: Bucket, *, total: int, ranks: int, isolated: bool = False) -> Uploader:
@@ -120,11 +121,18 @@ class Uploader(Batch):
             Cancelled: another object of the batch has failed.
             StorageError
         """
-        upload = self.start(key, size, part_size=part_size, last_resort=last_resort)
+        if part_size is None:
+            part_size = choose_part_size(size, self.part_size)
+        upload = ObjectUpload(self, key, part_size, last_resort=last_resort)
+        with self._lock:
+            self._open.add(upload)
+            self._all.append(upload)
+            if self.cancel.is_set():
+                upload.cancel.set()
         if (failed := self._failed.pop(key, None)) is not None:
             upload.resume_failed(failed)
         try:
-            if resume and size > upload.part_size:
+            if resume and size > part_size:
                 upload.resume_any()
             for piece in pieces:
                 upload.write(piece)
@@ -162,24 +170,6 @@ class Uploader(Batch):
             store.run(delete(store, map(DeleteTarget, self._completed)))
         except errors.StorageError as error:
             logger.warning("objects of a failed save are left for pruning: %s", error)
-
-    def start(
-        self, key: str, estimated_size: int, *, part_size: int | None = None, last_resort: bool = False
-    ) -> ObjectUpload:
-        """Begin an object of about ``estimated_size`` bytes; no request is sent yet.
-
-        Parts have ``part_size`` bytes, or the uploader's size, or more where S3's limit on parts requires it.
-        With ``last_resort`` S3 may be slower than the store's patience.
-        """
-        if part_size is None:
-            part_size = choose_part_size(estimated_size, self.part_size)
-        upload = ObjectUpload(self, key, part_size, last_resort=last_resort)
-        with self._lock:
-            self._open.add(upload)
-            self._all.append(upload)
-            if self.cancel.is_set():
-                upload.cancel.set()
-        return upload
 
     def submit(self, upload: ObjectUpload, function: Any, pieces: list[Piece], *arguments: Any) -> Future[Any]:
         """Run ``function(pieces, ...)`` for ``upload`` on the pool once there is a slot.
@@ -255,11 +245,6 @@ class ObjectUpload:
         self._lost_id = False  # S3 may have created a multipart upload whose id was lost with the answer
         self._parts: list[Future[tuple[str, int | None, int]]] = []
         self._known: dict[int, KnownPart] = {}
-
-    @property
-    def part_size(self) -> int:
-        """Size in bytes of each part but the last."""
-        return self._part_size
 
     def resume(self, upload_id: str, parts: Mapping[int, KnownPart]) -> None:
         """Go on with a multipart upload that was begun before: parts that S3 has are not sent again.

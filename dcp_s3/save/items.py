@@ -193,6 +193,16 @@ class ObjectPieces:
             written.length = size - written.offset
 
 
+class PiecesOf:
+    """Bytes as one piece."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __iter__(self) -> Iterator[Piece]:
+        yield Piece.of(self._data)
+
+
 def _whole(written: WrittenItem, data: memoryview) -> Piece:
     """The only piece of an item."""
     piece = Piece.of(data)

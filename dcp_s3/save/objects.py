@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 
@@ -14,20 +14,14 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3.checksum import crc_hex
-from dcp_s3.errors import DeadlineExceededError, SpillError, TransferError
+from dcp_s3.errors import DeadlineExceededError
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import data_object
 from dcp_s3.limit import Cancelled, Deadline
-from dcp_s3.memory import Piece
-from dcp_s3.s3.parts import choose_part_size
-from dcp_s3.s3.store import S3Store
-from dcp_s3.s3.upload import Uploader
-from dcp_s3.save.items import ItemWriter, ObjectPieces
+from dcp_s3.save.items import ItemWriter, ObjectPieces, PiecesOf
 from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket
-from dcp_s3.spill.session import SpillSession
-from dcp_s3.store import Batch, Store, StreamedObject
+from dcp_s3.store import Batch, Store
 from dcp_s3.torch_private import WriterTransforms
-from dcp_s3.tracebacks import without_tracebacks
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
 from dcp_s3.workers import Workers
@@ -71,11 +65,10 @@ def write_buckets(
     planner: SavePlanner,
     transforms: WriterTransforms,
     names: ObjectNames,
-    session: SpillSession | None = None,
     *,
     ranks: int = 1,
 ) -> list[WriteResult]:
-    """Write every bucket as one object. A thread per bucket resolves its items; a shared pool sends the parts.
+    """Write every bucket as one object. A thread per bucket resolves its items; the store sends them.
 
     All or nothing: on any failure, at the deadline and on KeyboardInterrupt, everything is cancelled, multipart uploads
     are aborted and objects that this call had completed are deleted before the error is raised.
@@ -86,7 +79,6 @@ def write_buckets(
         planner: resolves the items.
         transforms: torch's stream extensions.
         names: names of the objects.
-        session: takes the objects that S3 refuses, or all objects with local durability. None: no spilling.
         ranks: number of ranks that write at the same time.
 
     Returns:
@@ -98,18 +90,13 @@ def write_buckets(
     """
     if not buckets:
         return []
-    started = time.monotonic()
+    started, total = time.monotonic(), sum(planned.size for planned in buckets)
     device: int | None = None
     if torch.accelerator.is_available() and _is_initialized():
         torch.accelerator.synchronize()  # the threads below do not wait for work on the caller's stream
         device = torch.accelerator.current_device_index()
-    total = sum(planned.size for planned in buckets)
-    batch: Batch
-    if session is None:
-        batch = store.batch(total=total, ranks=ranks)
-    else:
-        assert isinstance(store, S3Store)  # noqa: S101
-        batch = Uploader.planned(store, total=total, ranks=ranks, isolated=True)
+    numbers = range(len(buckets))
+    batch = store.batch(total=total, ranks=ranks, keys=[names.key(number) for number in numbers])
     item_writer = ItemWriter(
         planner,
         transforms,
@@ -117,54 +104,48 @@ def write_buckets(
         # Besides what the store holds, each bucket fills a piece.
         device_memory=(batch.in_flight + OBJECTS_PER_RANK) * batch.chunk_size,
     )
+
+    def write(number: int) -> list[ItemWriteResult]:
+        if device is not None:
+            torch.accelerator.set_device_index(device)  # a new thread would make a context on device 0
+        return _write(batch, item_writer, buckets[number], names.key(number), names.relative_path(number))
+
+    written: dict[int, list[ItemWriteResult]] = {}
     try:
         with batch:
-            targets = _Targets(item_writer, names, batch, session)
-            written = _write(buckets, targets, device, store.limit.deadline)
-            if session is not None:
-                session.unclean.update(batch.unclean)
-                if session.spilled:
-                    try:
-                        session.seal()
-                    except SpillError as error:
-                        written = targets.withdraw(error, session, buckets, written)
+            missing: Sequence[int] = numbers
+            while missing:
+                written |= _write_all(batch, store.limit.deadline, missing, write)
+                unsettled = batch.settle()
+                missing = [number for number in numbers if names.key(number) in unsettled]
     except DeadlineExceededError as error:
         if store.limit.deadline is None:
             raise
-        on_disk = f", {format_size(session.size)} on its disk" if session is not None else ""
         raise store.limit.deadline.error(
-            f"the save to {names.url}",
-            f"of about {format_size(total)} of rank {names.rank}, {format_size(batch.sent)} were on S3{on_disk}",
+            f"the save to {names.url}", f"of about {format_size(total)} of rank {names.rank}, {batch.progress}"
         ) from error
-    finally:
-        if session is not None:
-            session.unclean.update(batch.unclean)
-    results: list[WriteResult] = [result for bucket in written for result in bucket]
+    results: list[WriteResult] = [result for number in numbers for result in written[number]]
     seconds = time.monotonic() - started
     logger.debug("wrote %d items in %d objects in %.3f s", len(results), len(buckets), seconds)
     return results
 
 
-def _write(
-    buckets: Sequence[WriteBucket], targets: _Targets, device: int | None, deadline: Deadline | None
-) -> list[list[ItemWriteResult]]:
-    """Write all buckets, each in its own thread."""
-    producers = Workers(len(buckets), "dcp_s3-bucket")
-    batch = targets.batch
-
-    def write(number: int, planned: WriteBucket) -> list[ItemWriteResult]:
-        if device is not None:
-            torch.accelerator.set_device_index(device)  # a new thread would make a context on device 0
-        return targets.write(number, planned)
-
+def _write_all(
+    batch: Batch,
+    deadline: Deadline | None,
+    numbers: Sequence[int],
+    write: Callable[[int], list[ItemWriteResult]],
+) -> dict[int, list[ItemWriteResult]]:
+    """Write these buckets, each in its own thread."""
+    producers = Workers(len(numbers), "dcp_s3-bucket")
     try:
-        futures = [producers.submit(write, n, planned) for n, planned in enumerate(buckets)]
+        futures = [producers.submit(write, number) for number in numbers]
         done, pending = wait(futures, None if deadline is None else deadline.left, FIRST_EXCEPTION)
         if any(future.exception() for future in done):
             batch.stop()
         elif pending and deadline is not None:
             raise deadline.error("the upload")
-        return [future.result() for future in futures]
+        return dict(zip(numbers, [future.result() for future in futures], strict=True))
     except Cancelled:
         raise _cause(batch, futures) from None
     except BaseException:
@@ -174,135 +155,26 @@ def _write(
         producers.close()
 
 
-def refused_by_both(refusal: TransferError, spill: SpillError) -> TransferError:
-    """The error for an object that neither S3 nor the disk takes."""
-    return TransferError(
-        f"{refusal}. Nor can it be spilled: {spill}",
-        bucket=refusal.bucket,
-        key=refusal.key,
-        operation=refusal.operation,
-        attempts=refusal.attempts,
-    )
-
-
-class _Targets:
-    """Writes objects to S3 or to disk."""
-
-    def __init__(self, item_writer: ItemWriter, names: ObjectNames, batch: Batch, session: SpillSession | None) -> None:
-        self._item_writer = item_writer
-        self._names = names
-        self.batch = batch
-        self._session = session
-
-    def write(self, number: int, planned: WriteBucket) -> list[ItemWriteResult]:
-        """Write one bucket."""
-        session = self._session
-        if session is None:
-            return self._put(number, planned)
-        if session.local:
-            try:
-                return self._spill(session, number, planned, "DCP_S3_DURABILITY=local")
-            except SpillError as error:
-                logger.warning("an object goes straight to S3: %s", error)
-                return self._upload_after(error, number, planned)
-        outcome = self._try_upload(number, planned)
-        if not isinstance(outcome, TransferError):
-            return outcome
-        try:
-            return self._spill(session, number, planned, str(outcome))
-        except SpillError as error:
-            logger.warning("an object goes to S3, however long that takes: %s; %s", outcome, error)
-            return self._upload_after(error, number, planned)
-
-    def withdraw(
-        self,
-        error: SpillError,
-        session: SpillSession,
-        buckets: Sequence[WriteBucket],
-        written: Sequence[list[ItemWriteResult]],
-    ) -> list[list[ItemWriteResult]]:
-        """Upload the buckets that were spilled, after the disk had no room for the journal."""
-        logger.warning("what was spilled goes to S3: %s", error)
-        results = [
-            self._upload_after(error, number, planned) if any(each.spilled for each in of_bucket) else of_bucket
-            for number, (planned, of_bucket) in enumerate(zip(buckets, written, strict=True))
-        ]
-        session.withdraw()
-        return results
-
-    def _try_upload(self, number: int, planned: WriteBucket) -> list[ItemWriteResult] | TransferError:
-        """Upload, or return why S3 refused. The error has no traceback, which would hold the state being saved."""
-        try:
-            return self._put(number, planned)
-        except TransferError as error:
-            if self.batch.cancel.is_set():
-                raise
-            without_tracebacks(error)
-            return error
-
-    def _pieces(self, planned: WriteBucket) -> ObjectPieces | list[Piece]:
-        if planned.attachment is not None:
-            return [Piece.of(memoryview(planned.attachment.data))]
-        return ObjectPieces(self._item_writer, planned.items)
-
-    def _put(self, number: int, planned: WriteBucket, *, last_resort: bool = False) -> list[ItemWriteResult]:
-        pieces, key = self._pieces(planned), self._names.key(number)
-        if last_resort:
-            assert isinstance(self.batch, Uploader)  # noqa: S101
-            stored = self.batch.put_stream(key, planned.size, pieces, last_resort=True)
-        else:
-            stored = self.batch.put_stream(key, planned.size, pieces)
-        return self._results(planned, pieces, self._entry(number, planned, stored), spilled=False)
-
-    def _upload_after(self, spill: SpillError, number: int, planned: WriteBucket) -> list[ItemWriteResult]:
-        """Upload an object that could not be spilled, however slow S3 is; go on with an upload that failed."""
-        try:
-            return self._put(number, planned, last_resort=True)
-        except TransferError as refusal:
-            raise refused_by_both(refusal, spill) from refusal
-
-    def _spill(self, session: SpillSession, number: int, planned: WriteBucket, reason: str) -> list[ItemWriteResult]:
-        assert isinstance(self.batch, Uploader)  # noqa: S101
-        part_size = choose_part_size(planned.size, self.batch.part_size)
-        file = session.open(number, planned.size)
-        pieces = self._pieces(planned)
-        try:
-            for piece in pieces:
-                self._check_cancelled()
-                file.write(piece)
-            self._check_cancelled()
-            stored = file.finish()
-        except BaseException:
-            file.abort()
-            raise
-        entry = self._entry(number, planned, stored, checksum=self.batch.store.settings.checksum != "none")
-        session.add(number, entry, stored, part_size, reason)
-        return self._results(planned, pieces, entry, spilled=True)
-
-    def _check_cancelled(self) -> None:
-        if self.batch.cancel.is_set():
-            raise Cancelled
-
-    def _entry(
-        self, number: int, planned: WriteBucket, stored: StreamedObject, *, checksum: bool = True
-    ) -> ObjectEntry:
-        path, crc = self._names.relative_path(number), stored.crc64nvme
-        if planned.attachment is not None:
-            return planned.attachment.entry(path)
-        return ObjectEntry(path, stored.size, None if crc is None or not checksum else crc_hex(crc))
-
-    def _results(
-        self, planned: WriteBucket, pieces: ObjectPieces | list[Piece], entry: ObjectEntry, *, spilled: bool
-    ) -> list[ItemWriteResult]:
-        if planned.attachment is not None:
-            return [ItemWriteResult(MetadataIndex(planned.attachment.name), entry.size, None, entry, spilled)]
-        checksum = entry.crc64nvme is not None
-        return [
-            ItemWriteResult(
-                w.item.index, w.length, w.storage_info(entry.path, checksum=checksum), None if n else entry, spilled
-            )
-            for n, w in enumerate(pieces.written if isinstance(pieces, ObjectPieces) else ())
-        ]
+def _write(batch: Batch, writer: ItemWriter, planned: WriteBucket, key: str, path: str) -> list[ItemWriteResult]:
+    """Write one bucket."""
+    if (attachment := planned.attachment) is not None:
+        stored = batch.put_stream(key, planned.size, PiecesOf(attachment.data))
+        attached = attachment.entry(path)
+        return [ItemWriteResult(MetadataIndex(attachment.name), attached.size, None, attached, stored.spilled)]
+    pieces = ObjectPieces(writer, planned.items)
+    stored = batch.put_stream(key, planned.size, pieces)
+    crc = stored.crc64nvme
+    entry = ObjectEntry(path, stored.size, None if crc is None else crc_hex(crc))
+    return [
+        ItemWriteResult(
+            each.item.index,
+            each.length,
+            each.storage_info(path, checksum=crc is not None),
+            None if position else entry,
+            stored.spilled,
+        )
+        for position, each in enumerate(pieces.written)
+    ]
 
 
 def _cause(batch: Batch, futures: Sequence[Future[list[ItemWriteResult]]]) -> BaseException:

@@ -29,7 +29,7 @@ from dcp_s3.failures import name_ranks
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import manifest_object, new_nonce
 from dcp_s3.format.part import Part, WrittenItem, digest_of, item_hash
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, write_buckets
 from dcp_s3.save.plan import WriteBucket, plan_buckets
 from dcp_s3.save.save import Save, SaveOptions
@@ -106,6 +106,8 @@ class SaveWithoutCollectives(Save):
         history: the saves of this process before this one.
     """
 
+    _spills = False
+
     def __init__(
         self,
         url: CheckpointURL,
@@ -121,7 +123,6 @@ class SaveWithoutCollectives(Save):
         super().__init__(url, claim.save, options, rank=place, is_coordinator=place == 0, use_collectives=False)
         self._claim, self._ranks, self._replicas, self._history = claim, tuple(ranks), replicas, history
         self._overwrite = options.overwrite
-        self._spill_store = None
         self._world_size = len(ranks)
         self._counted = counted
         self._participant: Participant | None = None
@@ -208,7 +209,7 @@ class SaveWithoutCollectives(Save):
             CheckpointError: it was committed, and is no longer there.
             StorageError
         """
-        if find_commit(S3Store(self.url.bucket, self._settings), self._joint) is not None:
+        if find_commit(self._s3, self._joint) is not None:
             return True
         if self._was_committed:
             raise CheckpointError(
@@ -343,7 +344,7 @@ class SaveWithoutCollectives(Save):
         return found if isinstance(found, list) else None
 
     def _read_manifest(self, url: CheckpointURL, save_id: str) -> Manifest:
-        return Manifest.from_json(S3Store(url.bucket, self._settings).get(url.key(manifest_object(save_id))).data)
+        return Manifest.from_json(store_of(url, self._settings).get(url.key(manifest_object(save_id))).data)
 
     def _report(self, save_id: str) -> None:
         """Tell what was committed: on the first rank, for all."""

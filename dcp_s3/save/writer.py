@@ -35,7 +35,6 @@ from dcp_s3.save.progress import StallSince, stall_of, unknown_stall
 from dcp_s3.save.save import Save, SaveOptions, wait_committed
 from dcp_s3.save.without_collectives import SaveWithoutCollectives, begin_without_collectives
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.spill.store import open_store
 from dcp_s3.stage.handover import raise_if_failed
 from dcp_s3.stage.stager import shared_stager
 from dcp_s3.stage.turns import current_turn, take_turn
@@ -140,7 +139,6 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             raise SettingsError(f"max_objects = {self.max_objects!r}, expected a whole number above 0")
         self.replicas = replicas
         self._transforms = WriterTransforms(_extensions)
-        self._spill_store = open_store(self.settings)
         self._url: CheckpointURL | None = None if url is None else parse_url(url)
         self._unused = set() if self._url is None else {self._url}
         self._attached = Attachments()
@@ -208,7 +206,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         if use_collectives and not is_coordinator and (turn := current_turn()) is not None:
             turn.if_unfinished = None  # the coordinator knows whether it is committed
         options = SaveOptions(
-            self.settings, self._spill_store, self.overwrite, dict(self.metrics), self.separate, self._transforms,
+            self.settings, self.overwrite, dict(self.metrics), self.separate, self._transforms,
             self._attached.take(url), self.on_event, self._find_stall(), self.max_objects, check_extra(self.extra),
         )  # fmt: skip
         save: Save | None = None
@@ -334,7 +332,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         """
         save = self._last
         url = self._choose_url() if save is None else save.url
-        wait_committed(url, save, self._spill_store, self.settings, timeout)
+        wait_committed(url, save, self.settings, timeout)
 
     @property
     def checkpoint_id(self) -> str | None:

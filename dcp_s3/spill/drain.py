@@ -35,12 +35,12 @@ from dcp_s3.format.control_files import Manifest
 from dcp_s3.limit import Limit
 from dcp_s3.memory import Piece
 from dcp_s3.s3 import multipart
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import Settings, stored_settings
 from dcp_s3.spill.journal import SpilledCommit, SpilledObject, State
 from dcp_s3.spill.local import ReadCache
 from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore, crc_of_file, read_blocks
-from dcp_s3.store import ObjectHead, Upload
+from dcp_s3.store import ObjectHead, Store, Upload
 from dcp_s3.tracebacks import without_tracebacks
 from dcp_s3.units import format_seconds, format_size
 from dcp_s3.url import CheckpointURL, parse_url
@@ -109,7 +109,7 @@ class Drainer:
             url = parse_url(save.journal.url)
             if strange := [key for key in save.journal.keys if not key.startswith(url.key(""))]:
                 raise DamagedFileError(f"its journal names {strange[0]!r}, which is not below {url}")
-            store = S3Store(url.bucket, _settings_of(save), Limit(patience=self._patience))
+            store = store_of(url, _settings_of(save), Limit(patience=self._patience))
             if save.journal.state is State.WRITING:
                 if save.is_being_written():
                     report.waiting[save.name] = "it is being written"
@@ -225,10 +225,8 @@ def _upload_file(
         _check(fd, path, spilled)
         if stored is not None and _is_same(stored, fd, spilled):
             on_progress(size)
-        elif size:
-            _upload_mapped(store, key, spilled, fd, on_progress)
         else:
-            _upload(store, key, spilled, memoryview(b""), on_progress)
+            _upload(store, key, spilled, fd, on_progress)
     finally:
         os.close(fd)
 
@@ -259,34 +257,27 @@ def _check(fd: int, path: Path, spilled: SpilledObject) -> None:
         )
 
 
-def _upload_mapped(
-    store: S3Store, key: str, spilled: SpilledObject, fd: int, on_progress: Callable[[int], None]
-) -> None:
-    mapped = mmap.mmap(fd, spilled.entry.size, access=mmap.ACCESS_READ)
-    view = memoryview(mapped)
-    try:
-        _upload(store, key, spilled, view, on_progress)
-    finally:
-        with contextlib.suppress(BufferError):  # a view of it is still held: it is unmapped with that
-            view.release()
-            mapped.close()
-
-
-def _upload(
-    store: S3Store, key: str, spilled: SpilledObject, view: memoryview, on_progress: Callable[[int], None]
-) -> None:
+def _upload(store: Store, key: str, spilled: SpilledObject, fd: int, on_progress: Callable[[int], None]) -> None:
     size, part_size = spilled.entry.size, spilled.part_size
+    mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ) if size else b""
+    view = memoryview(mapped)
 
     def parts() -> Iterator[Piece]:
         for start in range(0, size, part_size):
             yield Piece.of(view[start : start + part_size])
             on_progress(min(part_size, size - start))
 
-    store.put_stream(key, size, parts(), part_size=part_size, resume=True)
+    try:
+        store.put_stream(key, size, parts(), part_size=part_size, resume=True)
+    finally:
+        with contextlib.suppress(BufferError):  # a view of it is still held: it is unmapped with that
+            view.release()
+            if isinstance(mapped, mmap.mmap):
+                mapped.close()
 
 
 def commit_if_complete(
-    store: S3Store, spill_store: SpillStore, commit: Commit, *, created_at: float, overwrite: bool
+    store: Store, spill_store: SpillStore, commit: Commit, *, created_at: float, overwrite: bool
 ) -> str | None:
     """Commit a save that spilled, once S3 has all its objects.
 
@@ -316,7 +307,7 @@ def commit_if_complete(
     return None
 
 
-def _why_incomplete(store: S3Store, spill_store: SpillStore, commit: Commit) -> str | None:
+def _why_incomplete(store: Store, spill_store: SpillStore, commit: Commit) -> str | None:
     url = commit.identity.url
     sizes = {entry.path: entry.size for entry in commit.objects}
     missing = list_directory(store, url).lacking(sizes, exact=True)

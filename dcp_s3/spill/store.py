@@ -31,6 +31,7 @@ from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import SpillError
 from dcp_s3.settings import Settings
 from dcp_s3.spill.journal import Journal, JournalError, SpilledCommit, State
+from dcp_s3.stores.directory import flush_directory
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
@@ -369,14 +370,6 @@ def make_private(directory: Path) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.suppress(PermissionError):  # another user's: whether it can be used shows below
         directory.chmod(0o700)
-
-
-def flush_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager

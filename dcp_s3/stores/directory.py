@@ -17,6 +17,7 @@ from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.memory import Piece, ReadTarget, targets_of, views_of
 from dcp_s3.store import (
+    Batch,
     DeleteTarget,
     Expect,
     ListedObject,
@@ -30,6 +31,7 @@ from dcp_s3.store import (
     same_etag,
     target_of,
 )
+from dcp_s3.stores.batch import PlainBatch
 
 # Prefix of files that are not objects: files being written, and user metadata.
 HIDDEN = ".dcp_s3-store-"
@@ -189,7 +191,7 @@ class DirectoryStore(Store):
                 piece.view = None
 
         self.limit.check(f"put of {key}")
-        with self._clear_errors("put", key), _new_file(path, views()) as temporary, self._locked():
+        with self._clear_errors("put", key), _new_file(path, views()) as temporary, self._locked(needed=False):
             self._move_in(temporary, path)
         return StreamedObject(sum(size for _, size in sent), combine_crc64nvme(sent))
 
@@ -197,7 +199,10 @@ class DirectoryStore(Store):
         etag = _etag(temporary.stat())
         temporary.rename(path)
         _forget_metadata(path, etag)
-        _flush_directory(path.parent)
+        flush_directory(path.parent)
+
+    def batch(self, *, total: int, ranks: int = 1, keys: Sequence[str] = ()) -> Batch:
+        return PlainBatch(self)
 
     def _holds(self, key: str, expect: Expect, data: bytes | memoryview) -> bool:
         """Whether an earlier attempt has already written the object."""
@@ -256,10 +261,14 @@ class DirectoryStore(Store):
         return self._root.joinpath(*names)
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self, *, needed: bool = True) -> Iterator[None]:
         fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            except OSError as error:  # some network filesystems are mounted without locks
+                if needed or error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    raise
             yield
         finally:
             os.close(fd)
@@ -325,7 +334,7 @@ def _forget_metadata(path: Path, but: str = "") -> None:
                 path.with_name(name).unlink()
 
 
-def _flush_directory(path: Path) -> None:
+def flush_directory(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -50,4 +50,4 @@ class Overlay(StoreAround):
 
     def adapt_reads(self, *, resize: Callable[[int], None], is_busy: Callable[[], bool], most: int) -> ReadWidth:
         # Not all bytes come from the store: their rate says nothing.
-        return super().adapt_reads(resize=resize, is_busy=is_busy, most=min(most, self.read_width()))
+        return self.store.adapt_reads(resize=resize, is_busy=is_busy, most=min(most, self.read_width()))

@@ -232,7 +232,7 @@ def test_a_download_that_was_cut_off_is_no_checkpoint_and_goes_on(root: str, s3:
     assert not (tmp_path / ".metadata").exists()
     assert not (tmp_path / second).exists()
     before = (tmp_path / first).stat().st_mtime_ns
-    (tmp_path / f"{second}.1a2B3c4D").write_text("of s3transfer, killed")
+    (tmp_path / f"{second}.1a2B3c4D").write_text("of a download that was killed")
     put(s3, url, second, data)
     result = run("download", url, tmp_path)
     assert (tmp_path / first).stat().st_mtime_ns == before

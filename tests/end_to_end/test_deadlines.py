@@ -241,7 +241,7 @@ def test_what_is_on_disk_at_the_deadline_still_goes_to_s3(
         assert 0 < timeout < 600
         wait_until_drained(*arguments, timeout=0)
 
-    monkeypatch.setattr("dcp_s3.save.save.wait_until_drained", time_passes)
+    monkeypatch.setattr("dcp_s3.spill.saving.wait_until_drained", time_passes)
     faulty.rule = lambda request: Fault.error(503, "SlowDown") if "__0_" in request.key else None
     state = make_state()
     writer = S3StorageWriter(URL, settings={"save_timeout": 600, "spill_after": 0.2})
@@ -251,7 +251,7 @@ def test_what_is_on_disk_at_the_deadline_still_goes_to_s3(
     assert isinstance(error, errors.DeadlineExceededError)
     assert f"it is complete on local disks ({spill_dir}), from where it still goes to S3" in str(error)
     faulty.rule = lambda _: None
-    monkeypatch.setattr("dcp_s3.save.save.wait_until_drained", wait_until_drained)
+    monkeypatch.setattr("dcp_s3.spill.saving.wait_until_drained", wait_until_drained)
     writer.wait_committed(timeout=LONG)
     found = blank(state)
     dcp.load(found, storage_reader=S3StorageReader(URL))

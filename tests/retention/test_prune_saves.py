@@ -148,7 +148,7 @@ def test_a_spilled_save_that_waits_on_this_host_loses_nothing(
     faulty: FaultyServer, client: Any, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its objects are on S3 for two days already; its commit is not."""
-    monkeypatch.setattr("dcp_s3.save.save.drain_in_background", lambda *_, **__: None)
+    monkeypatch.setattr("dcp_s3.spill.saving.drain_in_background", lambda *_, **__: None)
     spilling = {"spill_dir": str(tmp_path), "durability": "local", "retry_attempts": 1}
     steps(1, 2)
     save(f"{ROOT}/step-3", settings=spilling)

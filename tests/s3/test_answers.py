@@ -9,8 +9,8 @@ import pytest
 
 from dcp_s3 import errors
 from dcp_s3.memory import Piece, ReadTarget
+from dcp_s3.offline.files import FileTransfer, download_files, upload_files
 from dcp_s3.s3.download import fetch_into
-from dcp_s3.s3.files import FileTransfer, download_files, upload_files
 from dcp_s3.s3.multipart import list_parts, uploads_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -217,7 +217,6 @@ def test_a_checksum_of_other_bytes_is_not_taken_for_ours(faulty: FaultyServer, o
 def test_files_are_whole_whoever_answers(
     faulty: FaultyServer, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.002)
     bucket = S3Store(BUCKET, Settings(part_size="5MiB"))
     (tmp_path / "large").write_bytes(DATA)
     (tmp_path / "small").write_bytes(DATA[:1000])
@@ -239,7 +238,6 @@ def test_files_are_whole_whoever_answers(
 def test_what_a_proxy_says_of_a_server_that_fails_passes(
     faulty: FaultyServer, tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.002)
     bucket, _ = prepare()
 
     for use in (

@@ -4,7 +4,8 @@ import contextlib
 import itertools
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme
+from dcp_s3.limit import Cancelled
 from dcp_s3.memory import Piece, crc_of, sent_pieces
 from dcp_s3.s3.parts import MAX_PARTS, choose_part_size
 from dcp_s3.s3.store import S3Store
@@ -185,9 +187,24 @@ def test_an_interrupt_aborts(faulty: FaultyServer) -> None:
     assert faulty.s3.objects("bucket") == {}
 
 
-def test_an_object_that_begins_after_the_end_is_cancelled() -> None:
-    with Uploader(make_bucket("bucket"), isolated=True) as uploader:
-        before = uploader.start("before", 1)
+def test_a_batch_that_is_stopped_cancels_what_is_under_way_and_what_begins_later(faulty: FaultyServer) -> None:
+    under_way, stopped = threading.Event(), threading.Event()
+
+    def pieces() -> Iterator[Piece]:
+        under_way.set()
+        assert stopped.wait(10)
+        yield Piece.of(DATA)
+        yield Piece.of(DATA)
+
+    def put(uploader: Uploader, key: str, data: Iterable[Piece]) -> None:
+        with pytest.raises(Cancelled):
+            uploader.put_stream(key, 2 * len(DATA), data)
+
+    with Uploader(make_bucket("bucket"), isolated=True) as uploader, ThreadPoolExecutor(1) as pool:
+        before = pool.submit(put, uploader, "before", pieces())
+        assert under_way.wait(10)
         uploader.stop()
-        assert before.cancel.is_set()
-        assert uploader.start("after", 1).cancel.is_set()
+        stopped.set()
+        before.result()
+        put(uploader, "after", [Piece.of(b"x")])
+    assert faulty.s3.objects("bucket") == {}

@@ -159,7 +159,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     }.items():  # fmt: skip
         monkeypatch.setenv(f"DCP_S3_{name}", value)
     monkeypatch.setattr("dcp_s3.save.writer.OBJECTS_PER_RANK", 1)
-    monkeypatch.setattr("dcp_s3.save.save.drain_in_background", lambda *_, **__: None)  # the test drains
+    monkeypatch.setattr("dcp_s3.spill.saving.drain_in_background", lambda *_, **__: None)  # the test drains
     clock, server = Clock(), FaultyServer()
     server.s3 = MemoryS3(fault=lambda request: server.rule(request), clock=clock)
     logging.disable(logging.CRITICAL)

@@ -84,7 +84,7 @@ def configure(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spi
     }.items():
         monkeypatch.setenv(f"DCP_S3_{name}", value)
     monkeypatch.setattr("dcp_s3.save.writer.OBJECTS_PER_RANK", 1)
-    monkeypatch.setattr("dcp_s3.save.save.drain_in_background", lambda *_, **__: None)  # the test drains
+    monkeypatch.setattr("dcp_s3.spill.saving.drain_in_background", lambda *_, **__: None)  # the test drains
     return Spill(root, path)
 
 

@@ -40,7 +40,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     }.items():
         monkeypatch.setenv(f"DCP_S3_{name}", value)
     monkeypatch.setattr("dcp_s3.save.writer.OBJECTS_PER_RANK", 1)
-    monkeypatch.setattr("dcp_s3.save.save.drain_in_background", lambda *_, **__: None)  # the test drains
+    monkeypatch.setattr("dcp_s3.spill.saving.drain_in_background", lambda *_, **__: None)  # the test drains
     with serve(monkeypatch) as server:
         yield server
 
@@ -269,8 +269,8 @@ def test_a_commit_that_the_disk_refuses_waits_in_memory(
         faulty.rule = allow_all
         raise errors.SpillError("the disk is full")
 
-    monkeypatch.setattr("dcp_s3.save.save.spill_commit", full)
-    monkeypatch.setattr("dcp_s3.save.save.drain_in_background", lambda store, **_: Drainer(store).run())
+    monkeypatch.setattr("dcp_s3.spill.saving.spill_commit", full)
+    monkeypatch.setattr("dcp_s3.spill.saving.drain_in_background", lambda store, **_: Drainer(store).run())
     if not spilled:
         faulty.rule = lambda request: refuse_all(request) if "manifest" in request.key else None
     state = make_state(1)

@@ -23,6 +23,7 @@ from dcp_s3.errors import CheckpointError, CheckpointExistsError, SpillError, Tr
 from dcp_s3.save import save as save_module
 from dcp_s3.spill import background
 from dcp_s3.spill import drain as drain_module
+from dcp_s3.spill import saving as saving_module
 from dcp_s3.spill.background import drain_in_background, stop_draining, wait_until_drained
 from dcp_s3.stage.buffers import HostBuffer
 from tests.faulty import FaultyServer
@@ -108,7 +109,7 @@ def test_a_commit_that_neither_s3_nor_the_disk_takes_names_both(faulty_spill: Sp
     url = faulty_spill.url("step-1")
     faulty.rule = lambda request: refuse_all(request) if "manifest" in request.key else None
     full = SpillError("No space left")
-    with mock.patch.object(save_module, "spill_commit", side_effect=full):
+    with mock.patch.object(saving_module, "spill_commit", side_effect=full):
         cause = cause_of(lambda: dcp.save(large_state(1), storage_writer=S3StorageWriter(url)))
     assert isinstance(cause, TransferError)
     assert "SlowDown" in str(cause)
@@ -135,7 +136,7 @@ def test_an_object_that_came_out_otherwise_the_second_time_is_sent_again(
     faulty_spill: Spill, faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """S3 applied the PUT of the first, but said nothing; what is on disk has other bytes of the same number."""
-    monkeypatch.setattr(save_module, "wait_until_drained", lambda *_, **__: None)
+    monkeypatch.setattr(saving_module, "wait_until_drained", lambda *_, **__: None)
     spill, url = faulty_spill, faulty_spill.url("step-1")
     state = {"counter": Counter()}
     faulty.rule = lambda request: Fault.apply_then_reset() if request.operation == "PutObject" else None
@@ -230,7 +231,7 @@ def test_a_drain_that_fails_leaves_no_file_open(faulty_spill: Spill, faulty: Fau
 def test_a_state_that_was_spilled_is_let_go_of(
     faulty_spill: Spill, faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
-    monkeypatch.setattr(save_module, "wait_until_drained", lambda *_, **__: None)
+    monkeypatch.setattr(saving_module, "wait_until_drained", lambda *_, **__: None)
     lease = HostBuffer(12 * MIB, "private").lease()
     alive = weakref.ref(lease)
     state = {"large": torch.frombuffer(lease, dtype=torch.float32).fill_(1)}

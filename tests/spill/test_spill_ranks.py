@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
 from dcp_s3.s3.store import S3Store
-from dcp_s3.save import save as save_module
 from dcp_s3.settings import Settings
+from dcp_s3.spill import saving as saving_module
 from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.store import SpillStore
 from tests.faulty import BUCKET, FaultyServer, serve
@@ -59,7 +59,7 @@ def _use(directories: list[str], *, drain: bool) -> None:
     os.environ["DCP_S3_SPILL_DIR"] = directories[dist.get_rank() % len(directories)]
     if not drain:  # the test does
         for name in ("drain_in_background", "wait_until_drained"):
-            setattr(save_module, name, lambda *_, **__: None)
+            setattr(saving_module, name, lambda *_, **__: None)
 
 
 def _save(directories: list[str], durability: str, drain: bool, options: dict[str, Any]) -> None:
