@@ -135,7 +135,7 @@ class Stopped(Exception):  # noqa: N818 - not an error
 
 @atexit.register
 def _at_exit() -> None:
-    # Not waited for: asyncio cannot resolve names once the interpreter's executors have ended.
+    # Not waited for: no thread can be started any more, and a prune can take long.
     for left in list(_open):
         left._stop.set()
         if left._thread is not None:
