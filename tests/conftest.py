@@ -36,6 +36,7 @@ from hypothesis import settings
 
 import tests.preload
 from dcp_s3.s3 import retry
+from tests.faulty import FaultyServer, serve
 from tests.interpreter import Interpreter
 from tests.servers import NAMES, S3Server, Servers, ServerUnavailable
 from tests.servers.external import BUCKET as EXTERNAL_BUCKET
@@ -209,6 +210,13 @@ def server(request: pytest.FixtureRequest, _servers: Servers) -> S3Server:
 def memory_server(server: S3Server) -> S3Server:
     """The in-memory server; `.handle` is its MemoryS3: `objects(bucket)`, `counters`, ..."""
     return server
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch, _own_environment: None) -> Iterator[FaultyServer]:
+    """An in-memory server that a test tells what to refuse; the environment leads to it."""
+    with serve(monkeypatch) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

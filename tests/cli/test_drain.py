@@ -18,7 +18,7 @@ from dcp_s3 import S3StorageWriter
 from dcp_s3.cli.main import app
 from dcp_s3.spill.background import stop_draining
 from dcp_s3.spill.store import SpillStore
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.interpreter import Interpreter, Program
 from tests.spill.test_outage import allow_all, assert_complete, make_state, refuse_all
 
@@ -26,12 +26,6 @@ URL = f"s3://{BUCKET}/run/step-1"
 _COMMAND = [sys.executable, "-m", "dcp_s3.cli.main", "drain"]
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    with serve(monkeypatch) as server:
-        yield server
 
 
 @pytest.fixture

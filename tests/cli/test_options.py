@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from dcp_s3.cli import exits
 from dcp_s3.cli.main import app
 from dcp_s3.s3 import diagnosis
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.interpreter import Interpreter
 from tests.memory_s3 import Fault
 from tests.retention.making import save
@@ -27,12 +27,6 @@ _COMMAND = [sys.executable, "-m", "dcp_s3.cli.main"]
 pytestmark = pytest.mark.servers("memory")
 
 ROOT = f"s3://{BUCKET}/run"
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    with serve(monkeypatch) as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)

@@ -23,18 +23,12 @@ from dcp_s3.offline.copy import download, upload
 from dcp_s3.retention.parse import parse_policy
 from dcp_s3.retention.prune import prune
 from dcp_s3.s3.store import S3Store
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
 
 STATE = {"model": torch.arange(1000.0)}
 URL = f"s3://{BUCKET}/run/step-1"
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Any:
-    with serve(monkeypatch) as server:
-        yield server
 
 
 def _save(url: str, attachments: dict[str, bytes], *, overwrite: bool = False, **settings: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from tests.end_to_end.distributed import (
     rank_of,
     save_together,
 )
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
 from tests.servers import S3Server
@@ -81,12 +80,6 @@ def _objects_of(data: bytes) -> set[str]:
     """Keys of the objects to which a .metadata refers."""
     metadata = load_metadata(data, url="here")
     return {f"run/{info.relative_path}" for info in metadata.storage_data.values()}
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    with serve(monkeypatch) as server:
-        yield server
 
 
 def test_a_planner_that_raises_on_one_rank(root: str, bucket: str, memory_server: S3Server) -> None:

@@ -13,7 +13,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.distributed.run import get_args_parser
 
 from dcp_s3 import latest
 from examples import launchers_train
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.killing import AtRequest, wait_until_quiet
 from tests.ranks import run_ranks
 
@@ -40,12 +40,6 @@ def _blocks(language: str) -> list[str]:
 
 SBATCH = _blocks("bash")[0]
 JOBSET, SKYPILOT = (yaml.safe_load(block) for block in _blocks("yaml"))
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    with serve(monkeypatch) as server:
-        yield server
 
 
 # --- as it is written -------------------------------------------------------------------------------------

@@ -6,17 +6,5 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-
-import pytest
-
-from tests.faulty import FaultyServer, serve
 
 collect_ignore_glob = [] if os.environ.get("DCP_S3_TEST_INTEGRATIONS") else ["test_*.py", "*/test_*.py"]
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    """An S3 server whose faults the test sets; the environment leads to it."""
-    with serve(monkeypatch) as server:
-        yield server

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from dcp_s3.load.prepare import keeps_values
 from dcp_s3.load.transfer import Buffer
 from tests.end_to_end.states import DTYPES, assert_same, random_tensor
 from tests.end_to_end.test_bad_input import failure_of_load
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
@@ -160,12 +159,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 ])  # fmt: skip
 def test_what_keeps_values(saved: torch.dtype, target: torch.dtype, keeps: bool) -> None:
     assert keeps_values(saved, target) is keeps
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    with serve(monkeypatch) as server:
-        yield server
 
 
 class _Records(logging.Handler):

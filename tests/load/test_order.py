@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from dcp_s3 import S3StorageReader, S3StorageWriter
 from dcp_s3.load.item_transfer import StreamTransfer
 from dcp_s3.load.peers.shared_read import SharedRead
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
@@ -140,12 +139,6 @@ def test_an_object_that_cannot_be_loaded_ends_the_load_in_its_turn(memory_server
 
 
 # --- several ranks, which read together what they share --------------------------------------------------
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    with serve(monkeypatch) as server:
-        yield server
 
 
 def _own(rank: int, blank: bool = False) -> dict[str, Any]:

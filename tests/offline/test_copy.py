@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,12 @@ from dcp_s3.s3 import multipart
 from dcp_s3.s3.client import close_clients
 from dcp_s3.s3.store import S3Store
 from dcp_s3.setting_values import MIN_PART_SIZE
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.killing import AtRequest, begin, kill_all, new_process, running, wait_until_quiet
 from tests.memory_s3 import Fault
 from tests.retention.making import delete, get, keys, put, save, save_foreign, save_on_ranks, state, zeros
 
 _URL, _COPY = f"s3://{BUCKET}/run/step-1", f"s3://{BUCKET}/copies/step-1"
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    with serve(monkeypatch) as server:
-        yield server
 
 
 def load(url: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from dcp_s3.offline.verify_plan import Mismatch, ObjectScan, StoredData, StoredI
 from dcp_s3.s3 import download
 from dcp_s3.s3.store import S3Store
 from tests.end_to_end.states import every_kind, random_tensor
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.flipping import flip_in_flight
 from tests.memory_s3 import Fault
 from tests.offline.damaging import SETTINGS, Saved, small_state
@@ -239,12 +238,6 @@ def test_a_bad_url_or_setting_is_an_error() -> None:
         verify("/local")
     with pytest.raises(errors.SettingsError):
         verify("s3://bucket/run", settings={"speed": 1})
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    with serve(monkeypatch) as server:
-        yield server
 
 
 FAULTY_URL = f"s3://{BUCKET}/run/step-1"

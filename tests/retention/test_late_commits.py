@@ -8,12 +8,11 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageReader, latest, pin, prune
-from dcp_s3.checkpoint import commit_state, deletion
+from dcp_s3.checkpoint import commit_state, committer, deletion
 from dcp_s3.checkpoint.commit import publish
 from dcp_s3.errors import CheckpointDeletedError
 from dcp_s3.format.layout import lease_object
 from dcp_s3.s3.store import S3Store
-from dcp_s3.save import save as saving
 from dcp_s3.store import ListedObject
 from tests.faulty import FaultyServer
 from tests.memory_s3 import Fault
@@ -46,7 +45,7 @@ def test_a_save_whose_objects_a_prune_took_is_not_committed(
         prune(ROOT, "latest:3")
         publish(*arguments, **options)
 
-    monkeypatch.setattr(saving, "publish", late)
+    monkeypatch.setattr(committer, "publish", late)
     with pytest.raises(dcp.api.CheckpointException) as caught:
         save(URL, overwrite=overwrite)
     [error] = [each[0] for each in caught.value.failures.values()]
@@ -83,7 +82,7 @@ def test_a_commit_between_a_prunes_look_and_its_deletes_is_withdrawn(
             raised.append(caught.value)
         return real(store, targets)
 
-    monkeypatch.setattr(saving, "publish", later)
+    monkeypatch.setattr(committer, "publish", later)
     save(URL, overwrite=overwrite)
     clock.now += 2 * DAY
     monkeypatch.setattr(S3Store, "delete", delete)

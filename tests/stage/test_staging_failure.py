@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import (
 from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter, errors
 from dcp_s3.errors import StagingError
 from dcp_s3.stage.handover import MARK, FailedStaging, raise_if_failed
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
 from tests.servers import S3Server
@@ -290,12 +290,6 @@ def test_a_failed_staging_does_not_keep_the_state(
 # --- failed saves do not use up the generations ----------------------------------------------------------
 
 _ONCE = {"retry_attempts": 1, "part_size": "5MiB"}
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    with serve(monkeypatch) as server:
-        yield server
 
 
 def _fail_five_times(

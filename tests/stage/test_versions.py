@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter, errors
 from dcp_s3.load.peers.shared_read import SharedRead
 from dcp_s3.stage.copier import Copier
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
@@ -212,12 +212,6 @@ def test_a_load_while_the_state_is_staged_fails_the_save(
 
 
 # --- several ranks, which read together what they share --------------------------------------------------
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    with serve(monkeypatch) as server:
-        yield server
 
 
 _KINDS = ["plain", "strided", "view", "cast", "replicated", "sharded"]
