@@ -105,7 +105,8 @@ def test_a_load_on_the_meta_device_says_where_the_bytes_are() -> None:
     stream, tensor = io.BytesIO(), torch.arange(100, dtype=torch.int32)
     torch.save({"a": torch.zeros(3), "b": tensor[10:]}, stream)
     stream.seek(0)
-    loaded = torch.load(stream, map_location="meta", weights_only=True)["b"]
+    with torch_private.without_data():
+        loaded = torch.load(stream, map_location="meta", weights_only=True)["b"]
     start = torch_private.offset_in_archive(loaded)
     message = moved("UntypedStorage._checkpoint_offset is not set by torch.load", "offset_in_archive")
     assert start is not None, message
