@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dcp_s3.limit import Limit
 from dcp_s3.memory import Piece
-from dcp_s3.store import DeleteTarget, Expect, ObjectHead, Page, Store, StoredObject, StreamedObject, Upload, target_of
+from dcp_s3.store import (
+    Batch,
+    DeleteTarget,
+    Expect,
+    ObjectHead,
+    Page,
+    Store,
+    StoredObject,
+    StreamedObject,
+    Upload,
+    target_of,
+)
+from dcp_s3.stores.batch import PlainBatch
 
 if TYPE_CHECKING:
     from tests.coordination.adversary import Actor, Adversary
@@ -57,6 +69,9 @@ class ActorStore(Store):
     ) -> StreamedObject:
         write = lambda: self._stored.put_stream(key, size, pieces, part_size=part_size, resume=resume)  # noqa: E731
         return self._actor.request(f"put {key}", write, changes=True)
+
+    def batch(self, *, total: int, ranks: int = 1, keys: Sequence[str] = ()) -> Batch:
+        return PlainBatch(self)
 
     def head(self, key: str, *, checksum: bool = False) -> ObjectHead:
         return self._ask(f"head {key}", lambda: self._stored.head(key, checksum=checksum))

@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from unittest import mock
@@ -236,33 +235,12 @@ def persistently(request: Callable[[], T]) -> T:
 # --- playing ------------------------------------------------------------------------------------------
 
 
-class InCallingThread:
-    """`Workers` without threads."""
-
-    def __init__(self, count: int, name: str) -> None:
-        pass
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(function(*arguments))
-        except Exception as error:  # noqa: BLE001 - for `result`
-            future.set_exception(error)
-        return future
-
-    def close(self) -> None:
-        pass
-
-
 @contextlib.contextmanager
 def repeatable() -> Iterator[None]:
-    """Random names are counted, and no request is made in another thread."""
+    """Random names are counted."""
     counted = itertools.count(1)
     names = mock.Mock(token_hex=lambda length: f"{next(counted):0{2 * length}x}"[::-1])
-    with (
-        mock.patch("dcp_s3.format.layout.secrets", names),
-        mock.patch("dcp_s3.checkpoint.commit_state.Workers", InCallingThread),
-    ):
+    with mock.patch("dcp_s3.format.layout.secrets", names):
         yield
 
 
