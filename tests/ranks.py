@@ -63,6 +63,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     forget: str = "",
     group: bool = True,
+    grace: float = _OTHERS_GRACE_SECONDS,
 ) -> list[Any]:
     """Calls `fn(*args)` on each of `world_size` ranks and returns what each returned.
 
@@ -71,7 +72,8 @@ def run_ranks(
     torch.distributed is not initialised, and only the environment says who they are.
 
     Raises RankFailed for the first rank that failed (its message has every failed rank's traceback)
-    and RanksTimedOut after `timeout` seconds. Either way no process is left.
+    and RanksTimedOut after `timeout` seconds. Either way no process is left. When a rank has failed, the others
+    have `grace` seconds to end.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(MODULES)
@@ -92,7 +94,7 @@ def run_ranks(
             for rank in range(world_size):
                 call = _Call(rank, world_size, work, environment, rendezvous if group else "", timeout, forget)
                 ranks.append(_Rank(context, call))
-            return _collect(ranks, deadline, timeout)
+            return _collect(ranks, deadline, timeout, grace)
         finally:
             for each in ranks:
                 each.end()
@@ -158,7 +160,7 @@ class _Rank:
         self.connection.close()
 
 
-def _collect(ranks: list[_Rank], deadline: float, timeout: float) -> list[Any]:
+def _collect(ranks: list[_Rank], deadline: float, timeout: float, grace: float) -> list[Any]:
     results: dict[int, Any] = {}
     failures: list[RankFailed] = []
     waiting = {each.connection: each for each in ranks}
@@ -173,7 +175,7 @@ def _collect(ranks: list[_Rank], deadline: float, timeout: float) -> list[Any]:
                 results[each.number] = value
             else:
                 failures.append(value)
-                deadline = min(deadline, time.monotonic() + _OTHERS_GRACE_SECONDS)
+                deadline = min(deadline, time.monotonic() + grace)
     if failures:
         first = failures[0]
         text = "\n".join([first.traceback_text, *map(str, failures[1:])])
