@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from dcp_s3 import errors
 from dcp_s3.s3 import listing
 from dcp_s3.s3.connections import cores
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import child_environment, resolve_settings
 from dcp_s3.stage.buffers import measure_available
 from dcp_s3.store import DeleteTarget
@@ -192,7 +192,7 @@ def bench(
             size = most
     scratch = where.child(f"dcp-s3-bench-{uuid.uuid4().hex[:12]}")
     parse_url(str(scratch.child("round-999999")))  # its names are not too long
-    store, probe = S3Store(scratch.bucket, settings), scratch.key("probe")
+    store, probe = store_of(scratch, settings), scratch.key("probe")
     store.page(probe)
     try:
         store.put(probe, b"")
@@ -379,7 +379,7 @@ def _rounds(order: Mapping[str, Any]) -> Iterator[Transfer]:
         yield loaded
         barrier()
         if rank == 0:
-            _remove(S3Store(url.bucket, resolve_settings(_NOT_SPILLING)), url)  # makes room for the next
+            _remove(store_of(url, resolve_settings(_NOT_SPILLING)), url)  # makes room for the next
 
 
 def _measure(direction: str, number: int, state: Mapping[str, Tensor], action: Callable[[], object]) -> Transfer:

@@ -12,7 +12,7 @@ from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.coordination.identity import STORE_PREFIX, Attempt, store_error
 from dcp_s3.format.layout import board_object
 from dcp_s3.limit import UNLIMITED, Limit
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings
 from dcp_s3.store import ABSENT, Store
 from dcp_s3.torch_private import default_store
@@ -104,11 +104,7 @@ class StoredBoard(Board):
 def open_board(root: CheckpointURL, attempt: Attempt, settings: Settings, *, limit: Limit = UNLIMITED) -> Board:
     """The board of an attempt: in the store of the default process group, without one below ``root``."""
     store = default_store()
-    return (
-        StoredBoard(S3Store(root.bucket, settings, limit), root, attempt)
-        if store is None
-        else GroupBoard(store, attempt)
-    )
+    return StoredBoard(store_of(root, settings, limit), root, attempt) if store is None else GroupBoard(store, attempt)
 
 
 def _pack(value: str) -> bytes:

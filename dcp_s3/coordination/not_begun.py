@@ -22,7 +22,7 @@ from dcp_s3.coordination.joint import JointSave, sign_failed
 from dcp_s3.errors import CheckpointExistsError, DcpS3Error, ObjectNotFoundError, StorageError
 from dcp_s3.format.control_files import Notice
 from dcp_s3.format.layout import notice_object
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings
 from dcp_s3.url import CheckpointURL
 from dcp_s3.workers import InTurn
@@ -55,7 +55,7 @@ def _claim(url: CheckpointURL, settings: Settings, save: CountedSave) -> Claim:
 
 
 def _is_given_up(url: CheckpointURL, settings: Settings, save: CountedSave) -> bool:
-    store = S3Store(url.bucket, settings)
+    store = store_of(url, settings)
     notice = url.key(notice_object(save_of(save.attempt, str(url), save.number)))
     try:
         if Notice.from_json(store.get(notice).data).failed:
@@ -81,7 +81,7 @@ def _tell_failed(url: CheckpointURL, settings: Settings, save: CountedSave, why:
     claim = _claim(url, settings, save)
     joint = JointSave(url, claim, save.attempt.rank, overwrite=False, rank_timeout=settings.rank_timeout)
     try:
-        sign_failed(S3Store(url.bucket, settings), joint, why)
+        sign_failed(store_of(url, settings), joint, why)
     except DcpS3Error as failed:
         logger.warning("the other ranks are not told that this one has failed: %s", failed)
 
@@ -90,5 +90,5 @@ def take_back(url: CheckpointURL, settings: Settings, save: CountedSave) -> None
     """See to it that a save which has ended on this rank, and nobody has committed, is never merged with later ones.
     After an error it may still be committed."""
     if save.begun and save.attempt.world_size > 1:
-        withdraw(S3Store(url.bucket, settings), url, _claim(url, settings, save))
+        withdraw(store_of(url, settings), url, _claim(url, settings, save))
     forget_left(save, str(url))
