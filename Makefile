@@ -1,7 +1,7 @@
 # Needs Python >= 3.10, pip and make; everything else is installed into .venv.
 PYTHON ?= python3
 # Processes that share the tests: more than two cores, because tests wait for servers, ranks and deadlines.
-JOBS   ?= 4
+JOBS   ?= 2
 # After this time `make soak` begins no further test: by default all of it runs.
 SOAK_MINUTES ?= 100
 VENV   := .venv
@@ -30,7 +30,10 @@ install: $(DEV) ## create .venv with everything (runtime, tests, lint, benchmark
 demo: $(DEMO_OR_DEV) ## the demo on a local S3 server; URL=s3://bucket/prefix runs it on yours, ARGS=... is passed on
 	@$(VENV)/bin/dcp-s3 demo $(if $(URL),--url '$(URL)') $(ARGS)
 
-test: $(DEV) ## pytest in JOBS processes (4), without what takes long; ARGS=... is passed on
+# These wait more than they compute.
+test test-docs: JOBS = 3
+
+test: $(DEV) ## pytest in JOBS processes (3), without what takes long; ARGS=... is passed on
 	@$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not soak and not docs" $(ARGS)
 
 test-docs: $(DEV) ## pages as pasted, examples, demo, benchmarks, the package, charts in a browser; ARGS=... is passed on

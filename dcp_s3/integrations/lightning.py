@@ -203,9 +203,6 @@ class _S3Checkpoints(Strategy):
                 if not self._interrupted:
                     raise  # Lightning calls this once more then
                 logger.error("while an exception ended the training: %s", error)  # noqa: TRY400
-        groups, self._groups = self._groups, None
-        for each in groups or ():
-            each.close()
         super().teardown()
 
     def _is_own(self, url: str) -> bool:
