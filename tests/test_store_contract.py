@@ -556,6 +556,21 @@ def test_an_overlay_reads_what_is_near_until_it_is_distrusted() -> None:
     assert read(both, "k", 0, 4) == b"far!"
 
 
+def test_a_map_of_a_store_around_another_is_carried_out_by_that_one_and_sees_both() -> None:
+    maps = []
+
+    class Mapping(MemoryStore):
+        def map(self, function: Callable[[Any, Any], Any], items: Any) -> Sequence[Any]:
+            maps.append(self.name)
+            return super().map(function, items)
+
+    far = Mapping()
+    far.put("far", b"far!")
+    both = Overlay(Near({"near": b"near"}), far)
+    assert both.map(lambda store, key: read(store, key, 0, 4), ["near", "far"]) == [b"near", b"far!"]
+    assert maps == [far.name]
+
+
 def test_faults_are_those_of_the_rule() -> None:
     inner = MemoryStore()
     lost = errors.TransferError("the answer was lost")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from dcp_s3.limit import Limit
 from dcp_s3.store import Store
 
 SelfAround = TypeVar("SelfAround", bound="StoreAround")
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 def _passed_on(name: str) -> Any:
@@ -32,6 +35,10 @@ class StoreAround(Store):
 
     def copy(self, source: Store, source_key: str, key: str) -> None:
         self.store.copy(source.store if isinstance(source, StoreAround) else source, source_key, key)
+
+    def map(self: SelfAround, function: Callable[[SelfAround, T], U], items: Iterable[T]) -> Sequence[U]:
+        """As many at once as ``store`` has under way."""
+        return self.store.map(lambda store, item: function(self.within(store.limit), item), items)
 
     read: Any = _passed_on("read")
     distrust: Any = _passed_on("distrust")
