@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
+import dcp_s3
 from dcp_s3 import S3LoadPlanner, S3Stager, S3StorageReader, S3StorageWriter, errors
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
@@ -38,6 +39,8 @@ import sys
 from concurrent.futures import wait
 import torch
 import torch.distributed as dist
+
+import dcp_s3
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from dcp_s3 import S3Stager, S3StorageWriter
@@ -85,9 +88,12 @@ def _wait_for_one(lines: Callable[[], list[str]]) -> list[str]:
     return lines()
 
 
+_NOT_SHOWN = re.escape(f"{Path(dcp_s3.__file__).parent}/") + "|boto|urllib3"  # a clone may be called dcp_s3, too
+
+
 def _our_frames(text: str) -> list[str]:
     """The files of dcp_s3, botocore and urllib3 in tracebacks."""
-    return [Path(file).name for file in re.findall(r'File "([^"]*)"', text) if re.search("dcp_s3/|boto|urllib3", file)]
+    return [Path(file).name for file in re.findall(r'File "([^"]*)"', text) if re.search(_NOT_SHOWN, file)]
 
 
 # --- asynchronous saves whose future nobody looks at -------------------------------------------------------
