@@ -154,7 +154,7 @@ _MUTATIONS: dict[str, _Mutation] = {
 
 
 def _of(examples: int) -> settings:
-    return settings(max_examples=examples, suppress_health_check=list(HealthCheck))
+    return settings(max_examples=max(1, examples), suppress_health_check=list(HealthCheck))
 
 
 _played = st.tuples(st.sampled_from(_WORLDS), moves(_ANY), st.sampled_from([1000, 3]))
