@@ -141,7 +141,6 @@ class Operations:
         return Response(headers={"Location": f"/{call.bucket}"})
 
     def _create_session(self, call: Call) -> Response:
-        self._store.check_bucket(call.bucket)
         return directory_bucket.create_session()
 
     def _head_bucket(self, call: Call) -> Response:
