@@ -12,7 +12,7 @@ from dcp_s3.checkpoint.directory import Directory, list_directory
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata, find_crc_mismatch
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
-from dcp_s3.offline.files import OnProgress
+from dcp_s3.offline.place import OnProgress
 from dcp_s3.offline.verify_bytes import ByteCheck, bytes_to_read
 from dcp_s3.offline.verify_plan import Problem, StoredItem, check_manifest, find_items, is_crc, place_items
 from dcp_s3.reprs import one_line

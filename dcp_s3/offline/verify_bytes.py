@@ -19,7 +19,7 @@ from dcp_s3.load.engine import Engine, Receiver, Source
 from dcp_s3.load.plan import ReadRequest, Segment
 from dcp_s3.load.transfer import Buffer, Reception, Transfer
 from dcp_s3.memory import ReadTarget
-from dcp_s3.offline.files import OnProgress
+from dcp_s3.offline.place import OnProgress
 from dcp_s3.offline.verify_plan import Mismatch, ObjectScan, Problem, StoredData, StoredItem, group_items
 from dcp_s3.s3.store import S3Store
 from dcp_s3.torch_private import ReaderTransforms, narrow_tensor_by_index

@@ -22,7 +22,7 @@ import dcp_s3
 from benchmarks.measure import measure
 from dcp_s3 import errors
 from dcp_s3.offline import boxes, destination, export
-from dcp_s3.offline.copy import upload
+from dcp_s3.offline.copy import copy as upload
 from tests.end_to_end.states import assert_same, random_tensor
 from tests.killing import new_process, running
 from tests.memory_s3 import Fault

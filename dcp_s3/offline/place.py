@@ -1,0 +1,83 @@
+"""A place with files: an S3 prefix or a directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TypeAlias
+
+from dcp_s3.memory import Piece
+from dcp_s3.s3.store import store_of
+from dcp_s3.settings import Settings
+from dcp_s3.store import ListedObject, Store
+from dcp_s3.stores.directory import DirectoryStore
+from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
+from dcp_s3.workers import Workers
+
+OnTotal: TypeAlias = Callable[[int], None]
+"""Called with the number of bytes that will move."""
+OnProgress: TypeAlias = Callable[[int], None]
+"""Called from several threads with the number of bytes moved since the last call."""
+
+BLOCK = 8 * 2**20
+"""Bytes of a file that are read at a time."""
+
+
+@dataclass(frozen=True)
+class Place:
+    name: str
+    """Its URL or path, for messages."""
+    store: Store
+    prefix: str = ""
+    """What all its keys begin with."""
+    url: CheckpointURL | None = None
+    """None of a directory."""
+    directory: Path | None = None
+    """None of an S3 prefix."""
+
+    @classmethod
+    def of(cls, where: str | os.PathLike[str], settings: Settings) -> Place:
+        if is_s3_url(where):
+            url = parse_url(where)
+            return cls(str(url), store_of(url, settings), url.key("") if url.prefix else "", url)
+        return cls(os.fspath(where), DirectoryStore(where), directory=Path(where))
+
+    def key(self, path: str) -> str:
+        return self.prefix + path
+
+    def list(self) -> dict[str, ListedObject]:
+        """Everything there, by relative path."""
+        return {each.key.removeprefix(self.prefix): each for each in self.store.list(self.prefix).objects}
+
+
+def read_ahead(
+    store: Store, key: str, size: int, etag: str | None, *, ahead: int, moved: OnProgress | None = None
+) -> contextlib.closing[Generator[Piece, None, None]]:
+    """The bytes of an object from the first to the last, while the next ``ahead`` blocks are on their way.
+
+    Use as a context manager: at its end nothing is under way.
+    """
+
+    def read(start: int) -> Piece:
+        block = memoryview(bytearray(min(BLOCK, size - start)))
+        store.read(key, start, block, etag, moved=moved)
+        return Piece.of(block)
+
+    def blocks() -> Generator[Piece, None, None]:
+        starts = iter(range(0, size, BLOCK))
+        workers = Workers(min(ahead, len(range(0, size, BLOCK))), "dcp_s3-copy")
+        try:
+            pending = deque(workers.submit(read, start) for start in islice(starts, ahead))
+            while pending:
+                piece = pending.popleft().result()
+                pending.extend(workers.submit(read, start) for start in islice(starts, 1))
+                yield piece
+        finally:
+            workers.close()
+
+    return contextlib.closing(blocks())
