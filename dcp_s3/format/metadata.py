@@ -35,11 +35,12 @@ from dcp_s3._version import __version__
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.collector import collector_paused
 from dcp_s3.errors import CorruptCheckpointError, UnsafeMetadataError
-from dcp_s3.format.allow_list import MIRRORS, Settler, find_global
+from dcp_s3.format.allow_list import MIRRORS, find_in_metadata
 from dcp_s3.format.cover import find_contradiction
 from dcp_s3.format.layout import is_inside
 from dcp_s3.format.unpickling import (
     MalformedPickleError,
+    Settler,
     UnknownToTorchError,
     UnsafeGlobalError,
     check_opcodes,
@@ -171,7 +172,7 @@ def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: boo
             if damage is not None:
                 check_opcodes(data)
             stream = io.BytesIO(data)
-            loaded = unpickle(stream, find_global)
+            loaded = unpickle(stream, find_in_metadata)
             try:
                 metadata = _Checks(url).check(loaded)
             except (TypeError, KeyError) as error:  # names of attributes that have no hash, and the like
