@@ -254,9 +254,9 @@ class _Job:
             self.moved(size)
             return crc64nvme(found.data)
         with contextlib.nullcontext() if size <= BLOCK else self.streams:
-            ahead = one.read_width() if target.url is not None else max(1, one.read_width() // _FILES_AT_ONCE)
+            width = one.read_width() if target.url is not None else max(1, one.read_width() // _FILES_AT_ONCE)
             etag = one.head(origin.key(path)).etag or None
-            with read_ahead(one, origin.key(path), size, etag, ahead=ahead, moved=self.moved) as pieces:
+            with read_ahead(one, origin.key(path), size, etag, width=width, moved=self.moved) as pieces:
                 part = max(BLOCK, -(-size // MAX_PARTS))
                 return other.put_stream(target.key(path), size, pieces, part_size=part).crc64nvme
 

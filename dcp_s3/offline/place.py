@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from dcp_s3.memory import Piece
 from dcp_s3.s3.store import store_of
@@ -19,6 +19,8 @@ from dcp_s3.stores.directory import DirectoryStore
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 from dcp_s3.workers import Workers
 
+T = TypeVar("T")
+U = TypeVar("U")
 OnTotal: TypeAlias = Callable[[int], None]
 """Called with the number of bytes that will move."""
 OnProgress: TypeAlias = Callable[[int], None]
@@ -55,29 +57,38 @@ class Place:
         return {each.key.removeprefix(self.prefix): each for each in self.store.list(self.prefix).objects}
 
 
-def read_ahead(
-    store: Store, key: str, size: int, etag: str | None, *, ahead: int, moved: OnProgress | None = None
-) -> contextlib.closing[Generator[Piece, None, None]]:
-    """The bytes of an object from the first to the last, while the next ``ahead`` blocks are on their way.
+def ahead(
+    function: Callable[[T], U], items: Iterable[T], width: int, *, waiting: int = 0
+) -> contextlib.closing[Generator[U, None, None]]:
+    """Results of a function for items, in their order: ``width`` threads are at those that follow, and some wait.
 
     Use as a context manager: at its end nothing is under way.
     """
+
+    def results() -> Generator[U, None, None]:
+        left = iter(items)
+        workers = Workers(width, "dcp_s3-offline")
+        try:
+            pending = deque(workers.submit(function, item) for item in islice(left, width + waiting))
+            while pending:
+                result = pending.popleft().result()
+                pending.extend(workers.submit(function, item) for item in islice(left, 1))
+                yield result
+        finally:
+            workers.close()
+
+    return contextlib.closing(results())
+
+
+def read_ahead(
+    store: Store, key: str, size: int, etag: str | None, *, width: int, moved: OnProgress | None = None
+) -> contextlib.closing[Generator[Piece, None, None]]:
+    """The bytes of an object from the first to the last; see `ahead`."""
 
     def read(start: int) -> Piece:
         block = memoryview(bytearray(min(BLOCK, size - start)))
         store.read(key, start, block, etag, moved=moved)
         return Piece.of(block)
 
-    def blocks() -> Generator[Piece, None, None]:
-        starts = iter(range(0, size, BLOCK))
-        workers = Workers(min(ahead, len(range(0, size, BLOCK))), "dcp_s3-copy")
-        try:
-            pending = deque(workers.submit(read, start) for start in islice(starts, ahead))
-            while pending:
-                piece = pending.popleft().result()
-                pending.extend(workers.submit(read, start) for start in islice(starts, 1))
-                yield piece
-        finally:
-            workers.close()
-
-    return contextlib.closing(blocks())
+    starts = range(0, size, BLOCK)
+    return ahead(read, starts, min(width, len(starts)))

@@ -30,7 +30,7 @@ def upload(key: str) -> None:
 
 def move(source: Store, target: Store, key: str) -> None:
     head = source.head(key)
-    with read_ahead(source, key, head.size, head.etag, ahead=2) as pieces:
+    with read_ahead(source, key, head.size, head.etag, width=2) as pieces:
         target.put_stream(key, head.size, pieces)
 
 
