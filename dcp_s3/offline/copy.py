@@ -122,7 +122,7 @@ class _Job:
         source, target = self.source, self.target
         if target.directory is not None:
             _prepare_directory(target.directory, source, overwrite=overwrite)
-        there = target.list()
+        there = target.objects()
         wanted = {path: size for path, size in source.files.items() if path not in self._finished(there)}
         with self._replacing(there, wanted, overwrite=overwrite) as late:
             on_total(sum(wanted.values()))
@@ -196,7 +196,7 @@ class _Job:
     def _check_whole(self, late: Collection[str]) -> None:
         """Look, before the commit, that nobody took the copy for the leftovers of a failed save."""
         needed = {path: size for path, size in self.source.files.items() if path not in late}
-        there = Directory.of_sizes({path: each.size for path, each in self.target.list().items()})
+        there = Directory.of_sizes({path: each.size for path, each in self.target.objects().items()})
         missing = there.lacking(needed, exact=True)
         if missing:
             raise errors.CheckpointDeletedError(

@@ -66,7 +66,7 @@ class CopySource:
 
     def check_unchanged(self) -> None:
         """Fail if another save wrote to the source since it was listed: the parts are not of one checkpoint."""
-        now = self.place.list() if self.etags else {}
+        now = self.place.objects() if self.etags else {}
         changed = [path for path, etag in self.etags.items() if not same_etag(etag, _etag(now, path))]
         if changed:
             raise errors.CheckpointError(
@@ -86,7 +86,7 @@ def find_source(place: Place) -> CopySource:
         CheckpointNotFoundError: there is none.
         CorruptCheckpointError: something of it is not there.
     """
-    where, listed = place.name, place.list()
+    where, listed = place.name, place.objects()
     directory = Directory.of_sizes({path: each.size for path, each in listed.items()})
     names = [metadata_object(rank) for rank in reversed(directory.committing)]  # the metadata of rank 0 comes last
     if not names:

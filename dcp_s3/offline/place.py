@@ -52,9 +52,17 @@ class Place:
     def key(self, path: str) -> str:
         return self.prefix + path
 
-    def list(self) -> dict[str, ListedObject]:
+    def objects(self) -> dict[str, ListedObject]:
         """Everything there, by relative path."""
         return {each.key.removeprefix(self.prefix): each for each in self.store.list(self.prefix).objects}
+
+    def names(self) -> list[str]:
+        """Names of the files and directories right there."""
+        if self.directory is not None:
+            return sorted(os.listdir(self.directory)) if self.directory.exists() else []
+        found = self.store.list(self.prefix, "/")
+        keys = [*(each.key for each in found.objects if each.key != self.prefix), *found.prefixes]
+        return [key.removeprefix(self.prefix).rstrip("/") for key in keys]
 
 
 def ahead(
