@@ -162,9 +162,8 @@ class ByteCheck:
             self._store.read(self._url.key(reading.data.path), start, targets)
         finally:
             self._blocks.put(block)
-        runs = reading.scan.join(start, ((target.crc or 0, target.view.nbytes) for target in targets))
         with self._lock:
-            reading.scan.arrived(runs)
+            reading.scan.add(start, ((target.crc or 0, target.view.nbytes) for target in targets))
 
     def _decode(self, reading: _Reading, start: int, length: int, items: Sequence[StoredItem]) -> None:
         streams = [io.BytesIO(bytes(item.length)) for item in items]
