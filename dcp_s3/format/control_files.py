@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -164,7 +163,6 @@ MAX_EXTRA_BYTES = 2**16
 """Most bytes of it, as JSON. It is in the manifest, which every listing and every prune reads for each checkpoint."""
 
 _MAX_EXTRA_DEPTH = 32
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_EXTRA_INT = 2**63  # what other programs that read JSON can hold
 
 
@@ -204,7 +202,7 @@ def _copy(value: Any, path: str, depth: int) -> Any:
         "values are text, numbers, bools, None, lists and dicts of these (a tensor: tensor.item() or tensor.tolist())"
     )
     if isinstance(value, str):
-        if not _SURROGATE.search(value):
+        if value.encode("utf-8", "ignore").decode() == value:  # not with half of a pair
             return str(value)
         found, remedy = f"text that is not Unicode, {_short(value)}", "decode it as it was encoded"
     elif isinstance(value, int):
