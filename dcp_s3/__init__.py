@@ -49,8 +49,8 @@ if _TYPE_CHECKING:  # the table below again, for type checkers
     from dcp_s3.manager.save_policy import SavePolicy as SavePolicy
     from dcp_s3.monitoring import Stats as Stats
     from dcp_s3.monitoring import stats as stats
+    from dcp_s3.offline.copy import CopyResult as CopyResult
     from dcp_s3.offline.copy import copy as copy
-    from dcp_s3.offline.copy_source import CopyResult as CopyResult
     from dcp_s3.offline.diff import CheckpointDiff as CheckpointDiff
     from dcp_s3.offline.diff import EntryDiff as EntryDiff
     from dcp_s3.offline.diff import diff as diff
@@ -169,7 +169,7 @@ _PAGE = {
         "CheckResult": ("checkup.probes", "what one of its checks has found"),
         "ExportResult": ("offline.export", "what `export` has written"),
         "ReportData": ("reporting.report", "what `report` shows"),
-        "CopyResult": ("offline.copy_source", "what `copy` has done"),
+        "CopyResult": ("offline.copy", "what `copy` has done"),
         "ImportResult": ("offline.import_weights", "what `import_weights` has written"),
     },
     "Frameworks": {

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import dcp_s3
 from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter, SaveEvery, SaveOnPreemption, errors
-from dcp_s3.offline.copy import download
+from dcp_s3.offline.copy import copy as download
 from tests.manager.counting import collectives, counted
 from tests.ranks import run_ranks
 

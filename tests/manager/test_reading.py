@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 import dcp_s3
 from dcp_s3 import CheckpointManager, KeepBest, KeepLatest, S3StorageReader, S3StorageWriter, SaveEvery, errors
 from dcp_s3.cli.main import app
-from dcp_s3.offline.copy import download, upload
+from dcp_s3.offline.copy import copy as download
+from dcp_s3.offline.copy import copy as upload
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.manager.making import blank, is_of, state
 from tests.memory_s3 import Fault
