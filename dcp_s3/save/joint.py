@@ -93,9 +93,9 @@ def begin_joint_save(
         counted = count_of(joint, url, step)
         if step is None and not counted.is_new:
             raise errors.SaveProtocolError(
-                f"{url} is saved to again, asynchronously and without collectives, and nothing tells this save from the "
-                "one before if that fails on some rank. Remedy: S3StorageWriter(url, step=...), or another URL for each "
-                "step",
+                f"{url} is saved to again, asynchronously and without collectives, and nothing tells this save from "
+                "the one before if that fails on some rank. Remedy: S3StorageWriter(url, step=...), or another URL for "
+                "each step",
                 url=str(url),
             )
     return JointSave(url, options, joint, counted, step, ranks=members, replicas=replicas)
