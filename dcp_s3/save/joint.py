@@ -144,8 +144,6 @@ class JointSave(Save):
         self._replaced: frozenset[str] = frozenset()
         self._batches: list[Batch] = []
         self._ended = threading.Event()
-        self.durable = threading.Event()
-        """Set when this rank's part is in the store, though the save may not be committed yet."""
         self._driver: Driver | None = None
         self._steps: protocol.Steps[tuple[str, str | None]] | None = None
 
@@ -159,7 +157,7 @@ class JointSave(Save):
         """
         self._deadline = self._start_deadline()
         member = make_member(self._attempt, self.url, overwrite=self._options.overwrite)
-        self._driver = Driver(self._store(), self.url, member, self._settings.rank_timeout, self, durable=self.durable)
+        self._driver = Driver(self._store(), self.url, member, self._settings.rank_timeout, self)
         self._steps = protocol.save(member, None if self._counted is None else self._counted.number, self._step)
         self._go_on(None, Join)
         return plan
@@ -248,13 +246,13 @@ class JointSave(Save):
         digest = digest_of(held, [each.name for each in self._options.attachments])
         return Intent("", 0, digest, len(common) > 1, tuple(writes), tuple(leaves))
 
-    def write(self, claim: Claim, rank: int, hashes: Sequence[int] | None) -> bytes:
+    def write(self, claim: Claim, rank: int, intent: Intent | None) -> bytes:
         """Write this rank's share, or what is left to be written of any rank's: then returns its part."""
         if claim.state == OPEN:
             own = [each.item for each in self._held if self._is_own(each)]
             self._results = self._upload(claim, own, attachments=True)
             return b""
-        more = {*self._going.read_roll(claim, rank), *(hashes or ())}
+        more = {*self._going.read_roll(claim, rank), *(intent.writes if intent is not None else ())}
         missing = [each.item for each in self._held if more and item_hash(each.item) in more]
         results = self._upload(claim, missing)
         if rank == self._rank:

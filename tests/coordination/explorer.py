@@ -152,11 +152,12 @@ def _withdraw_all(me: Rank, kind: str, step: int | None) -> Iterator[Any]:
 def prune(everybody: frozenset[int]) -> Iterator[Any]:
     """Delete what no checkpoint names and no save that may still commit has written. By anybody, at any time."""
     names = yield ListAll()  # before the look at the claim: what is listed was claimed before
-    claim = yield from protocol.settle()
-    if claim is not None and claim.is_undecided and (yield Wait(everybody, 1.0)) is not None:
-        claim = yield from protocol.settle(why="older than the grace period")
-    if claim is None:
+    found = yield from protocol.settle()
+    if found is not None and found.body.is_undecided and (yield Wait(everybody, 1.0)) is not None:
+        found = yield from protocol.settle(why="older than the grace period")
+    if found is None:
         return
+    claim = found.body
     there = yield Get(Key("checkpoint"))
     leftovers = tuple(name for name in names if name.kind in JOINT and is_leftover(name, claim, there))
     if leftovers:

@@ -194,12 +194,12 @@ def _any_number() -> Patches:
 
 def _claim_before_list() -> Patches:
     def prune(everybody: frozenset[int]) -> Iterator[Any]:
-        claim = yield from protocol.settle()
+        found = yield from protocol.settle()
         there = yield Get(Key("checkpoint"))
         names = yield explorer.ListAll()
         leftovers = [
             name for name in names
-            if claim and name.kind in explorer.JOINT and explorer.is_leftover(name, claim, there)
+            if found and name.kind in explorer.JOINT and explorer.is_leftover(name, found.body, there)
         ]  # fmt: skip
         if leftovers:
             yield explorer.Delete(tuple(leftovers))
