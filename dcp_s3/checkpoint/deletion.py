@@ -276,7 +276,7 @@ class Deleter:
             raise LeftAloneError(f"a save is in progress: {removal.being_saved} was written")
 
     def settle_saves(self, url: CheckpointURL, removal: Removal) -> Removal:
-        """Abort a joint save that was begun before this listing, and is not committed: from here on nothing commits what
+        """Abort a joint save that was begun before this listing and is not committed: from here on nothing commits what
         is listed. If it is decided already, it is committed."""
         claim = removal.objects.get(CLAIM)
         if claim is None:

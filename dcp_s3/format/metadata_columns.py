@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_s3.format.layout import DCP_VERSION
 from dcp_s3.format.metadata import seal_stream
-from dcp_s3.format.part_columns import (
+from dcp_s3.format.part import (
     BLOCK,
     CRC,
     CRCS,

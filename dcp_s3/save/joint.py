@@ -340,7 +340,8 @@ class JointSave(Save):
         if self._counted is not None:
             self._counted.decided(verdict)
         if verdict != values.COMMITTED:
-            raise verdict_error(self.url, verdict, driver.claim, driver.error)
+            why = driver.claim.why if driver.claim is not None and driver.claim.nonce == self._nonce else ""
+            raise verdict_error(self.url, verdict, why, driver.error)
         self._report()
         return None
 
@@ -423,18 +424,27 @@ class JointSave(Save):
         self._progress.committed(commit, ranks=self._world_size, spilled=0, throttled=self._progress.throttled)
 
 
-def verdict_error(url: CheckpointURL, verdict: str, claim: Claim | None, error: Exception | None) -> Exception:
-    """What a rank raises if a save was not committed, or may not have been; ``error``: what failed on it."""
+def verdict_error(url: CheckpointURL, verdict: str, why: str, error: Exception | None) -> Exception:
+    """What a rank raises if a save was not committed, or may not have been.
+
+    Args:
+        why: why it was aborted, if that is known.
+        error: what failed on this rank, if anything did.
+    """
     if verdict == values.EXISTS:
         return exists_error(url)
     if error is not None and verdict in (records.ABORTED, values.UNKNOWN):
         return error
-    why = _WHY.get(verdict) or (claim is not None and claim.why) or "a later save has taken its place"
+    why = _WHY.get(verdict) or why or _TAKEN_OVER
     return errors.SaveProtocolError(
         f"{url} is not committed by this save: {why}; what was there before is untouched", url=str(url)
     )
 
 
+_TAKEN_OVER = (
+    "another attempt of the run, or a later save, has begun to save there. Remedy: none if the run was restarted; "
+    "otherwise save to a URL of its own"
+)
 _WHY = {
     values.UNKNOWN: "the store could not be reached, and it may have been committed all the same",
     values.BEHIND: "other ranks of this run are at a later save to it, or have restored a checkpoint more often. "
