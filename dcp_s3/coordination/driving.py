@@ -182,6 +182,7 @@ class Driver:
             raise TypeError(operation)
         work = self._work
         if isinstance(operation, Join):
+            self.claim = operation.claim
             return work.join(operation.claim)
         if isinstance(operation, Write):
             return self._try(lambda: self._write(work, operation))
@@ -427,7 +428,7 @@ def check_conditions(store: Store, url: CheckpointURL, claim: Claim) -> None:
     """
     if store.name in _checked:
         return
-    key = url.key(Key("roll", claim.nonce + "00").path)
+    key = url.key(Key("roll", f"{claim.nonce}00{new_nonce()}").path)
     store.put(key, b"1")
     is_good = _refuses(store, key, ABSENT) and _refuses(store, key, Expect('"00000000000000000000000000000000"'))
     is_good = is_good and not _refuses(store, key, Expect(store.get(key).etag))
