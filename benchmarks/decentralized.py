@@ -47,7 +47,7 @@ from benchmarks.report import machine
 from benchmarks.save_load import RESULTS
 from benchmarks.units import MIB
 from dcp_s3.coordination.merge import MergedSave, Merging, assign
-from dcp_s3.coordination.records import Intent, Key, parse_intent
+from dcp_s3.coordination.values import Intent, Key, parse_intent
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import METADATA, joint_object, manifest_object
 from dcp_s3.format.metadata import dump_metadata

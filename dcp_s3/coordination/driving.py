@@ -8,7 +8,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, cast
 
@@ -18,35 +18,34 @@ from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.coordination.merge import assign
 from dcp_s3.coordination.protocol import Steps, merger_of
-from dcp_s3.coordination.records import (
-    CLAIM,
-    METADATA,
-    NONCE_DIGITS,
-    Claim,
-    Found,
-    Intent,
-    Key,
-    Merged,
-    parse_claim,
-    parse_intent,
-)
 from dcp_s3.coordination.values import (
+    CLAIM,
     DONE,
     LOST,
+    METADATA,
+    NONCE_DIGITS,
     TAKEN,
     CallRoll,
+    Claim,
     Failed,
+    Found,
     Get,
+    Intent,
     Join,
+    Key,
     Look,
     Member,
     Merge,
+    Merged,
     Present,
     Put,
     UnreachableError,
     Wait,
     Write,
+    parse_claim,
+    parse_intent,
 )
+from dcp_s3.coordination.watch import LOOKS, Watch
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, joint_object, metadata_object, new_nonce
 from dcp_s3.store import ABSENT, Expect, Store
 from dcp_s3.tracebacks import without_tracebacks
@@ -59,7 +58,6 @@ T = TypeVar("T")
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 0.5  # seconds between two looks
 _PAUSE_PER_RANK = 1e-3  # S3 answers thousands of requests a second below one prefix: more ranks look less often
 _FEW_RANKS = 16  # of as many, each may list at each look
-_SIGNS = 4  # of life in each rank timeout, and listings by those whose turn it is not
 _CLEANUP_SECONDS = 10.0
 _AT_A_TIME = 256  # objects of ranks that are read in one go
 
@@ -112,7 +110,7 @@ class Driver:
     ) -> None:
         self._store, self._url, self._me, self._work = store, url, me, work
         self._rank_timeout, self._clock = rank_timeout, clock or Clock()
-        self._watch = _Watch(self._clock, rank_timeout)
+        self._watch = Watch(self._clock.now, rank_timeout)
         self._pause = _SHORTEST_PAUSE
         self._refused_since: float | None = None
         self._is_leaving = False
@@ -336,7 +334,7 @@ class Driver:
     def show_progress(self, ended: threading.Event) -> None:
         """Write the intent again whenever there was progress, until ``ended``. Runs in a thread of its own."""
         shown = 0
-        while not ended.wait(max(_SHORTEST_PAUSE, self._rank_timeout / _SIGNS)):
+        while not ended.wait(max(_SHORTEST_PAUSE, self._rank_timeout / LOOKS)):
             moved = self._watch.progress + (0 if self._work is None else self._work.moved)
             claim = self.claim
             if moved == shown or claim is None or not claim.is_undecided:
@@ -352,66 +350,6 @@ class Driver:
                 except Exception as error:  # noqa: BLE001 - the upload itself finds out
                     without_tracebacks(error)
                     logger.warning("the progress of rank %d of the save to %s: %s", rank, self._url, error)
-
-
-class _Watch:
-    """What a rank has seen of the others."""
-
-    def __init__(self, clock: Clock, rank_timeout: float) -> None:
-        self._clock, self._rank_timeout = clock, rank_timeout
-        self.present = Present(frozenset(), frozenset())
-        self.progress = 0
-        self._nonce = self._phase = ""
-        self._phase_at = self._listed_at = clock.now()
-        self._signs: dict[int, object] = {}
-        self._changed_at: dict[int, float] = {}
-
-    def see_claim(self, claim: Claim | None) -> None:
-        if claim is None:
-            return
-        if claim.nonce != self._nonce:
-            self._nonce, self.present = claim.nonce, Present(frozenset(), frozenset())
-            self._signs, self._changed_at = {}, {}
-        self._enter(f"{claim.nonce} {claim.state}")
-
-    def _enter(self, phase: str) -> None:
-        """Nobody was expected to show anything of this phase before."""
-        if phase != self._phase:
-            self._phase, self._phase_at = phase, self._clock.now()
-
-    def is_stale(self, share: float) -> bool:
-        """Whether to list again; ``share``: ranks whose turn it is not do so at different times."""
-        return self._clock.now() - self._listed_at > self._rank_timeout / _SIGNS * (0.5 + share / 2)
-
-    def see(self, names: Sequence[tuple[Sequence[str], object]], world_size: int) -> bool:
-        """Note what is listed; returns whether there is anything new."""
-        now = self._listed_at = self._clock.now()
-        found: dict[str, set[int]] = {"intent": set(), "part": set()}
-        is_new = False
-        for (kind, name, *_), sign in ((each, sign) for each, sign in names if len(each) == 2):
-            if kind in found and name.isdecimal() and int(name) < world_size:
-                rank = int(name)
-                is_known = kind == "part" and rank in self.present.parts
-                if not is_known and (kind == "part" or self._signs.get(rank) != sign):
-                    self._changed_at[rank], is_new = now, True
-                if kind == "intent":
-                    self._signs[rank] = sign
-                found[kind].add(rank)
-        self.present = Present(frozenset(found["intent"]), frozenset(found["part"]))
-        if len(self.present.parts) == world_size:
-            self._enter(f"{self._nonce} merging")
-        return is_new
-
-    def find_silent(self, ranks: frozenset[int], patience: float) -> int | None:
-        now = self._clock.now()
-        return min(
-            (
-                rank
-                for rank in ranks
-                if now - max(self._phase_at, self._changed_at.get(rank, 0.0)) >= patience * self._rank_timeout
-            ),
-            default=None,
-        )
 
 
 # --- what the store must be able to do ------------------------------------------------------------------

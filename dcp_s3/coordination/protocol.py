@@ -19,43 +19,40 @@ from collections.abc import Generator
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from dcp_s3.coordination.records import (
-    ABORTED,
-    CLAIM,
-    COMMITTING,
-    FULL,
-    METADATA,
-    OPEN,
-    Claim,
-    Found,
-    Key,
-    Merged,
-    Number,
-    is_newer,
-    open_claim,
-)
 from dcp_s3.coordination.values import (
+    ABORTED,
     BEHIND,
+    CLAIM,
     COMMITTED,
+    COMMITTING,
     DONE,
     EXISTS,
+    FULL,
     LOST,
+    METADATA,
+    OPEN,
     REFUSED,
     SUPERSEDED,
-    TAKEN,
     UNKNOWN,
     CallRoll,
+    Claim,
     Clean,
     Failed,
+    Found,
     Get,
     Join,
+    Key,
     Look,
     Member,
     Merge,
+    Merged,
+    Number,
     Put,
     UnreachableError,
     Wait,
     Write,
+    is_newer,
+    open_claim,
 )
 
 T = TypeVar("T")
@@ -96,10 +93,10 @@ def judge(found: Claim | None, me: Member, number: Number | None, step: int | No
         return OPEN
     if found.attempt != me.attempt.id:
         return SUPERSEDED if is_newer(found, me.attempt) else OPEN
-    if found.world_size != me.attempt.world_size or (found.number is None) != (number is None):
+    if found.world_size != me.attempt.world_size:
         return REFUSED
-    if number is None or found.number is None:
-        is_this = found.is_undecided and found.nonce not in me.left and found.step == step
+    if number is None or found.number is None:  # of two kinds, it is another save
+        is_this = found.number == number and found.is_undecided and found.nonce not in me.left and found.step == step
         return _JOIN if is_this else OPEN
     if found.number != number:
         return OPEN if found.number < number else BEHIND
@@ -134,13 +131,10 @@ def _look_at_checkpoint(claim: Claim | None) -> Steps[tuple[str, str]]:
 
 
 def put(key: Key, body: Any, found: Found | None) -> Steps[bool]:
-    """Write in the place of what was found, also if answers are lost. Returns whether these bytes are there."""
-    is_unsure = False
+    """Write in the place of what was found, again if answers are lost. Returns whether that was done; if not, it may be
+    there all the same: whoever needs to know looks."""
     while (answer := (yield Put(key, body, "" if found is None else found.etag))) == LOST:
-        is_unsure = True
-    if answer == TAKEN and is_unsure:
-        now = yield Get(key)
-        return now is not None and bool(now.body == body)
+        pass
     return bool(answer == DONE)
 
 
@@ -158,7 +152,7 @@ def take_part(me: Member, claim: Claim) -> Steps[str]:
     me.intent = (yield Join(claim))._replace(process=me.process)
     key = Key("intent", nonce, me.rank)
     if not (yield from put(key, me.intent, None)):
-        found = yield Get(key)  # it may be this one's, if a stand-in has left its mark in it meanwhile
+        found = yield Get(key)  # it may be this one's, whose answer was lost
         if found is not None and (found.body is None or found.body.process != me.process):
             yield from abort(me, claim, f"two processes are rank {me.rank} of it")
             return REFUSED

@@ -189,8 +189,8 @@ def encode(part: Part) -> bytes:
         np.array(ranges, np.uint64).reshape(-1, 5).T.astype("<u8").tobytes(),
         np.array(numbers, np.uint32).reshape(-1, 10).T.astype("<u4").tobytes(),
     )
-    data = b"".join((MAGIC, _HEAD.pack(len(text)), text, *columns, *crcs))
-    packed = data + crc64nvme(data).to_bytes(8, "big")
+    body = b"".join((MAGIC, _HEAD.pack(len(text)), text, *columns, *crcs))
+    packed = body + crc64nvme(body).to_bytes(8, "big")
     unpack(packed)  # what no other rank would take is found out here
     return packed
 

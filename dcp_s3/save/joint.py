@@ -18,18 +18,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_s3 import errors
 from dcp_s3.checkpoint.attachments import check_distinct, copy_after_commit, copy_before_commit
 from dcp_s3.checkpoint.commit import Commit, delete_quietly, versions
-from dcp_s3.checkpoint.commit_state import SaveIdentity, exists_error, find_previous, save_id_in
+from dcp_s3.checkpoint.commit_state import SaveIdentity, find_previous, save_id_in
 from dcp_s3.checkpoint.info import find_step
 from dcp_s3.checkpoint.readback import check_readable
 from dcp_s3.collector import collector_paused
-from dcp_s3.coordination import protocol, records, values
+from dcp_s3.coordination import protocol, values
 from dcp_s3.coordination.driving import Driver
 from dcp_s3.coordination.identity import Attempt, current_attempt
 from dcp_s3.coordination.merge import Merging
 from dcp_s3.coordination.ownership import OwnedItem, Replicas, find_owners, lookup_in
 from dcp_s3.coordination.processes import CountedSave, count_of, make_member
-from dcp_s3.coordination.records import NONCE_DIGITS, OPEN, Claim, Intent, Key, Merged
-from dcp_s3.coordination.values import Join, Write
+from dcp_s3.coordination.values import NONCE_DIGITS, OPEN, Claim, Intent, Join, Key, Merged, Write
 from dcp_s3.failures import name_ranks
 from dcp_s3.format.control_files import Manifest, attachments_of
 from dcp_s3.format.layout import joint_object, manifest_object, new_nonce
@@ -37,6 +36,7 @@ from dcp_s3.format.part import Part, WrittenItem, digest_of, encode, item_hash
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, write_buckets
 from dcp_s3.save.plan import WriteBucket, plan_buckets
 from dcp_s3.save.save import Save, SaveOptions
+from dcp_s3.save.verdicts import verdict_error
 from dcp_s3.store import Batch
 from dcp_s3.url import CheckpointURL
 
@@ -422,40 +422,6 @@ class JointSave(Save):
             logger.warning("%s is committed without %s, which others made up for", self.url, names)
         commit = Commit(SaveIdentity(self.url, self.save_id), b"", b"", manifest.objects)
         self._progress.committed(commit, ranks=self._world_size, spilled=0, throttled=self._progress.throttled)
-
-
-def verdict_error(url: CheckpointURL, verdict: str, why: str, error: Exception | None) -> Exception:
-    """What a rank raises if a save was not committed, or may not have been.
-
-    Args:
-        why: why it was aborted, if that is known.
-        error: what failed on this rank, if anything did.
-    """
-    if verdict == values.EXISTS:
-        return exists_error(url)
-    if error is not None and verdict in (records.ABORTED, values.UNKNOWN):
-        return error
-    why = _WHY.get(verdict) or why or _TAKEN_OVER
-    return errors.SaveProtocolError(
-        f"{url} is not committed by this save: {why}; what was there before is untouched", url=str(url)
-    )
-
-
-_TAKEN_OVER = (
-    "another attempt of the run, or a later save, has begun to save there. Remedy: none if the run was restarted; "
-    "otherwise save to a URL of its own"
-)
-_WHY = {
-    values.UNKNOWN: "the store could not be reached, and it may have been committed all the same",
-    values.BEHIND: "other ranks of this run are at a later save to it, or have restored a checkpoint more often. "
-    "Remedy: call save and restore equally often on all ranks; manager.restart(step) on all, or a restart of all "
-    "processes, makes them equal again",
-    values.REFUSED: "another process is, or was, in the place of this rank, or the ranks disagree on WORLD_SIZE. "
-    "Remedy: give each start of the job a new DCP_S3_RUN_ID (with torchrun: a new --rdzv-id), or call "
-    "torch.distributed.init_process_group; and restart all ranks together",
-    values.SUPERSEDED: "a newer attempt of the training saves there, or the checkpoint was deleted since. Remedy: end "
-    "this process, if another one has taken its place; two trainings at a time need two URLs",
-}
 
 
 def _paths_in(metadata: Metadata) -> Mapping[str, tuple[str | int, ...]] | None:

@@ -1,11 +1,11 @@
 """Explores joint saves: every interleaving of the operations of a few processes, with a few faults; checks each state.
 
-The processes run the generators of `dcp_s3.coordination.protocol`. A state is the store, what each process will do next
-(its frames), writes that were not answered and may still arrive, faults left, verdicts told. Processes are stepped one
-operation at a time in any order, so a stalled one is one that is not stepped. Faults: ``crash`` (a process is gone at any
-operation), ``lost`` (no answer; the write arrives at any time later, or never), ``cut`` (the store is out of reach until
-the time of the save is over, and perhaps longer; the rank lives on), ``fail`` (an upload fails for good), ``suspect`` (a
-live rank is taken for dead). That a dead, ended or passed rank is taken for dead is free.
+The processes run the generators of `dcp_s3.coordination.protocol`. A state is the store, what each process will do
+next (its frames), writes that were not answered and may still arrive, faults left, verdicts told. Processes are stepped
+one operation at a time in any order, so a stalled one is one that is not stepped. Faults: ``crash`` (a process is gone
+at any operation), ``lost`` (no answer; the write arrives at any time later, or never), ``cut`` (the store is out of
+reach until the time of the save is over, and perhaps longer; the rank lives on), ``fail`` (an upload fails for good),
+``suspect`` (a live rank is taken for dead). That a dead, ended or passed rank is taken for dead is free.
 """
 
 from __future__ import annotations
@@ -15,10 +15,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dcp_s3.coordination import protocol, records, values
+from dcp_s3.coordination import protocol, values
 from dcp_s3.coordination.identity import Attempt
-from dcp_s3.coordination.records import ABORTED, CLAIM, COMMITTING, METADATA, OPEN, Claim, Found, Intent, Key, Merged
-from dcp_s3.coordination.values import COMMITTED, DONE, LOST, REFUSED, TAKEN, UNKNOWN, Failed, Get, Put, Wait
+from dcp_s3.coordination.values import (
+    ABORTED,
+    CLAIM,
+    COMMITTED,
+    COMMITTING,
+    DONE,
+    LOST,
+    METADATA,
+    OPEN,
+    REFUSED,
+    TAKEN,
+    UNKNOWN,
+    Claim,
+    Failed,
+    Found,
+    Get,
+    Intent,
+    Key,
+    Merged,
+    Put,
+    Wait,
+)
 
 ANY = "*"
 """Condition of a write, only of broken protocols."""
@@ -100,8 +120,9 @@ class Rank(values.Member):
     def count(self, step: int | None) -> tuple[int, int, int]:
         key = self.era, step or 0
         self.counts[key] = self.counts.get(key, 0) + 1
-        self.undecided[(*key, self.counts[key])] = step
-        return (*key, self.counts[key])
+        number = self.era, step or 0, self.counts[key]
+        self.undecided[number] = step
+        return number
 
     def hear(self, number: tuple[int, int, int] | None, verdict: str) -> None:
         if number is not None and verdict != UNKNOWN:
@@ -114,7 +135,7 @@ class Rank(values.Member):
         return (frozenset(self.left), self.intent, self.at, self.passed, self.era, self.drawn, self.is_leaving, counted)
 
 
-def live(me: Rank, calls: tuple[tuple[str, int, int | None], ...]) -> Iterator[Any]:
+def live(me: Rank, calls: tuple[tuple[str, int, int | None], ...]) -> protocol.Steps[None]:
     """A rank's life: one call at each moment. ``skip``: it fails before the library is called."""
     for kind, moment, step in calls:
         me.at, me.is_leaving = moment, False
@@ -131,7 +152,7 @@ def live(me: Rank, calls: tuple[tuple[str, int, int | None], ...]) -> Iterator[A
             yield Told(moment, verdict, nonce)
 
 
-def _withdraw_all(me: Rank, kind: str, step: int | None) -> Iterator[Any]:
+def _withdraw_all(me: Rank, kind: str, step: int | None) -> protocol.Steps[str]:
     """As `processes.withdraw` and `processes.end_era` do."""
     if kind == "fail":
         me.count(step)
@@ -149,7 +170,7 @@ def _withdraw_all(me: Rank, kind: str, step: int | None) -> Iterator[Any]:
     return verdict
 
 
-def prune(everybody: frozenset[int]) -> Iterator[Any]:
+def prune(everybody: frozenset[int]) -> protocol.Steps[None]:
     """Delete what no checkpoint names and no save that may still commit has written. By anybody, at any time."""
     names = yield ListAll()  # before the look at the claim: what is listed was claimed before
     found = yield from protocol.settle()
@@ -165,7 +186,7 @@ def prune(everybody: frozenset[int]) -> Iterator[Any]:
 
 
 def is_leftover(key: Key, claim: Claim, there: Checkpoint | None) -> bool:
-    nonce = key.id[: records.NONCE_DIGITS]
+    nonce = key.id[: values.NONCE_DIGITS]
     if there is not None and there.nonce == nonce:
         return key not in there.named
     return claim.nonce != nonce or claim.state == ABORTED
@@ -205,7 +226,14 @@ class Config:
 class Node:
     """Where a process stands: what it has asked for. Found again by replaying the answers that led there."""
 
-    __slots__ = ("answer", "at", "id", "is_leaving", "parent", "passed", "pending", "spec")
+    answer: Any
+    parent: Node | None
+    pending: Any
+    id: int
+    spec: int
+    at: int
+    passed: int
+    is_leaving: bool
 
 
 DEAD = -1
@@ -344,7 +372,7 @@ class World:
                 store |= {key: part.items for part in each.parts for key in part.keys}
             is_done = self.config.there == "done"
             attempt = Attempt("", (), "0", 0.0, 2, 0)
-            last = records.open_claim(attempt, new.nonce, (0, 0, 1), None, str(self.body(old)), old.nonce)
+            last = values.open_claim(attempt, new.nonce, (0, 0, 1), None, str(self.body(old)), old.nonce)
             store[CLAIM] = Claim(**{**vars(last), "state": COMMITTING, "save_id": new.save_id})
             store[METADATA] = new if is_done else old
             decisions = ((old.nonce, (old.nonce, 0)), (new.nonce, (new.nonce, 0)))
@@ -447,9 +475,9 @@ class World:
         there = None if METADATA not in store else self.bodies[store[METADATA]]
         if old is not None and (new.began or 0) < (old.began or 0):
             raise BrokenError("(b) an older attempt replaces the claim of a newer one")
-        if old is not None and old.state == COMMITTING and new != old:
-            if new.nonce == old.nonce or there is None or there.nonce != old.nonce:
-                raise BrokenError(f"(b) a decided commit is dropped: {old.nonce}")
+        is_done = there is not None and old is not None and there.nonce == old.nonce
+        if old is not None and old.state == COMMITTING and new != old and (new.nonce == old.nonce or not is_done):
+            raise BrokenError(f"(b) a decided commit is dropped: {old.nonce}")
         if new.state == COMMITTING and new != old:
             if old is None or not old.is_undecided or old.nonce != new.nonce:
                 raise BrokenError(f"(b) committed, and the claim was not open for it: {new.nonce}")
@@ -490,11 +518,10 @@ class World:
         there = store.get(METADATA)
         claim = self.bodies[store[CLAIM]] if CLAIM in store else None
         named = set() if there is None else self.bodies[there].named
-        if claim is not None and claim.state == COMMITTING:
-            if there is None or self.bodies[there].nonce != claim.nonce:
-                merged = store.get(Key("merged", claim.save_id))
-                if merged is not None:
-                    named |= self.bodies[merged].named | {Key("merged", claim.save_id)}
+        is_done = there is not None and claim is not None and self.bodies[there].nonce == claim.nonce
+        if claim is not None and claim.state == COMMITTING and not is_done:
+            key = Key("merged", claim.save_id)
+            named |= {key, *self.bodies[store[key]].named} if key in store else set()
         if lost := sorted(named & set(keys)):
             raise BrokenError(f"(e) deleted, and it is part of a checkpoint: {lost}")
         for key in keys:
@@ -622,7 +649,7 @@ class World:
         for index in range(0 if private else len(state[2])):
             yield None, index, ""
 
-    def is_private(self, operation: Any) -> bool:
+    def is_private(self, operation: object) -> bool:
         if self.config.prune:
             return isinstance(operation, values.Join)
         return isinstance(operation, (values.Join, values.Write, values.CallRoll, values.Merge))

@@ -17,21 +17,24 @@ from dcp_s3.coordination import driving, protocol
 from dcp_s3.coordination.driving import Driver
 from dcp_s3.coordination.identity import Attempt
 from dcp_s3.coordination.processes import settle_saves
-from dcp_s3.coordination.records import (
+from dcp_s3.coordination.values import (
     ABORTED,
     CLAIM,
+    COMMITTED,
     COMMITTING,
     OPEN,
+    SUPERSEDED,
     Claim,
     Intent,
+    Join,
     Key,
+    Member,
     Merged,
     is_newer,
     open_claim,
     parse_claim,
     parse_intent,
 )
-from dcp_s3.coordination.values import COMMITTED, SUPERSEDED, Join, Member
 from dcp_s3.format.layout import METADATA, data_object
 from dcp_s3.retention.prune import prune
 from dcp_s3.store import Expect
@@ -101,7 +104,7 @@ def save(
         work.driver, ended = Driver(work.store, URL, me, rank_timeout, work), threading.Event()
         threading.Thread(target=work.driver.show_progress, args=(ended,), daemon=True).start()
         try:
-            told[work.rank] = work.driver.run(protocol.save(me, number and (0, 1, number), 1))[0]
+            told[work.rank] = work.driver.run(protocol.save(me, None if number is None else (0, 1, number), 1))[0]
         except _DeadError:
             pass
         finally:
@@ -286,7 +289,7 @@ class _Unconditional(MemoryStore):
 def test_a_store_without_conditional_writes_is_refused_before_a_byte_moves(lacks: str) -> None:
     store = _Unconditional(f"bucket without {lacks}")
     if lacks != "all":
-        store.ignores = (lambda expect: bool(expect.etag)) if lacks == "If-Match" else (lambda _: False)  # type: ignore[method-assign]
+        store.ignores = (lambda expect: bool(expect.etag)) if lacks == "If-Match" else (lambda _: False)
         store.refuses_all = lacks != "If-Match"
     work = Work(store, 0)
     me = Member(0, ATTEMPT, "process")
@@ -300,7 +303,7 @@ def test_a_store_is_asked_once_what_it_can() -> None:
     driving._checked.discard("asked once")
     store, puts = MemoryStore("asked once"), []
     put = store.put
-    store.put = lambda key, *args, **options: (puts.append(key), put(key, *args, **options))[1]  # type: ignore[assignment,func-returns-value]
+    store.put = lambda key, *args, **options: (puts.append(key), put(key, *args, **options))[1]  # type: ignore[method-assign,func-returns-value]
     for number in (1, 2):
         save([Work(store, rank) for rank in range(2)], number=number, overwrite=True, rank_timeout=20.0)
     assert sum(".roll.00" in key for key in puts) in (4, 8)  # by one rank, or two at a time

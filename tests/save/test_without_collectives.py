@@ -58,8 +58,21 @@ def _over_another(root: str) -> None:
         first.wait_committed(60)
 
 
+@pytest.mark.servers("memory", "moto")
 def test_a_save_that_was_replaced_is_not_waited_for(root: str) -> None:
     run_ranks(2, _over_another, root)
+
+
+def _on_such_a_store(root: str) -> str:
+    with pytest.raises(errors.SaveProtocolError) as refused:
+        dcp.save(_names(), storage_writer=S3StorageWriter(root), use_collectives=False)
+    return str(refused.value)
+
+
+@pytest.mark.servers("rclone", "rgw")
+def test_a_store_without_conditional_writes_is_refused(root: str) -> None:
+    assert all("conditional writes" in told for told in run_ranks(2, _on_such_a_store, root))
+    assert list_checkpoints(root) == []
 
 
 def _in_turn(root: str) -> None:
