@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_s3 import errors
-from dcp_s3.coordination.identity import CountedSave
 from dcp_s3.coordination.ownership import Replicas
+from dcp_s3.coordination.processes import CountedSave
 from dcp_s3.events import Listener
 from dcp_s3.failures import name_failed
 from dcp_s3.manager import arguments
@@ -141,7 +141,9 @@ class CheckpointManager(RunReader):
         self._closed = False
         arguments.check_coordination(coordination, process_group)
         # First: through the group the other ranks learn if the arguments of one rank are wrong.
-        self._ranks = Ranks(process_group) if coordination == "collectives" else separate_ranks(settings, read_only)
+        self._ranks = (
+            Ranks(process_group) if coordination == "collectives" else separate_ranks(root, settings, read_only)
+        )
         disks = self._ranks.collective and not read_only
 
         def configure() -> tuple[Run, dict[str, int | None]]:
@@ -258,7 +260,9 @@ class CheckpointManager(RunReader):
             self._check_open()
             arguments.check_save(step, state)
             url = self.url(step)
-            counted = self._ranks.enter(url, self.settings)  # before anything that may be wrong on this rank alone
+            counted = self._ranks.enter(
+                url, step, self.settings
+            )  # before anything that may be wrong on this rank alone
             arguments.check_beside(metrics, planner, extra)
             writer = S3StorageWriter(
                 url,
@@ -286,13 +290,13 @@ class CheckpointManager(RunReader):
                 del self._left[url]
                 if self._ranks.is_first:
                     logger.warning("%s waited on disk from an earlier run: it is saved again and replaced", url)
-            saved = partial(self._saved, writer, passed, counted)
+            saved = partial(self._saved, writer, passed)
             request = SaveRequest(step, url, writer, self._ranks, stager, planner, saved)
             self._saving.run(request, collected, blocking=blocking)
         except BaseException as error:
             if counted is not None:
                 self._decisions.failed_here(step)
-                self._ranks.leave(counted, self.url(step), self.settings, error)
+                self._ranks.leave(counted, self.settings, error)
             raise
         if not self._ranks.collective:
             self._saving.raise_failure()  # of an earlier save: the other ranks, too, have begun this one
@@ -380,8 +384,7 @@ class CheckpointManager(RunReader):
         self._settle_step(step)
         annotate(self.url(step), metrics, settings=self.settings)
 
-    def _saved(self, writer: S3StorageWriter, passed: Callable[[], None] | None, counted: CountedSave | None) -> None:
-        self._ranks.committed(counted)
+    def _saved(self, writer: S3StorageWriter, passed: Callable[[], None] | None) -> None:
         if self._retention is not None:
             self._retention.saved(commit_of(writer, self.settings))
         if passed is not None:
@@ -433,7 +436,8 @@ class CheckpointManager(RunReader):
     def _settle(self) -> None:
         self._saving.settle()
         self._check_open()
-        self._ranks.go_back(self.settings)
+        if not self.read_only:
+            self._ranks.go_back(self.root, self.settings)
 
     def _settle_step(self, step: int) -> None:
         self._saving.settle_step(step)

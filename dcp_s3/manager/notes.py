@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from dcp_s3.coordination.board import Board, open_board
-from dcp_s3.coordination.identity import current_attempt
+from dcp_s3.coordination.control_keys import ControlKeys, open_control_keys
+from dcp_s3.coordination.processes import current_attempt
 from dcp_s3.errors import CheckpointError, SaveProtocolError
 from dcp_s3.manager.choosing import ChosenCheckpoint
 from dcp_s3.manager.ranks import Ranks, Run, differing
@@ -50,7 +50,7 @@ class Notes:
     first notes. One rank ``tidies`` up notes that none needs any more.
     """
 
-    def __init__(self, board: Board, about: str, *, tidies: bool = False) -> None:
+    def __init__(self, board: ControlKeys, about: str, *, tidies: bool = False) -> None:
         self._board, self._tidies = board, tidies
         self._about = hashlib.blake2b(about.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
         self._number: int | None = None
@@ -145,7 +145,7 @@ def open_notes(run: Run, root: CheckpointURL, settings: Settings, of: Ranks) -> 
     """
     if of.size == 1 or (run.read_only and not is_initialized()):
         return None
-    board = open_board(root, current_attempt(settings), settings)
+    board = open_control_keys(root, current_attempt(root, settings), settings)
     if board.nearby and not run.read_only:
         number = numbers.next("manager")
         theirs = board.offer(f"manager-{number}", repr(tuple(run)))

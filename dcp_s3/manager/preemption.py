@@ -20,8 +20,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
-from dcp_s3.coordination.board import Board, open_board
-from dcp_s3.coordination.identity import current_attempt
+from dcp_s3.coordination.control_keys import ControlKeys, open_control_keys
+from dcp_s3.coordination.processes import current_attempt
 from dcp_s3.errors import SaveFailedError, SettingsError, StorageError
 from dcp_s3.forking import reset_in_child
 from dcp_s3.limit import Limit
@@ -104,7 +104,7 @@ class NoteTelling(Telling):
 
     KEY = "stop"
 
-    def __init__(self, board: Board, look_seconds: float, *, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, board: ControlKeys, look_seconds: float, *, now: Callable[[], float] = time.monotonic) -> None:
         self._board, self._look_seconds, self._now = board, look_seconds, now
         self._pace = _Pace()
         self._stop: int | None = None
@@ -211,7 +211,9 @@ def open_telling(root: CheckpointURL, settings: Settings, ranks: Ranks, grace: f
     """How the ranks of a manager tell each other."""
     if ranks.collective or ranks.size == 1:
         return MeetingTelling(ranks.apart())
-    board = open_board(root, current_attempt(settings), settings, limit=Limit(hang=_MARGIN, patience=_MARGIN))
+    board = open_control_keys(
+        root, current_attempt(root, settings), settings, limit=Limit(hang=_MARGIN, patience=_MARGIN)
+    )
     return NoteTelling(board, min(max(_LOOK_SECONDS, ranks.size / _LOOKS_PER_SECOND), grace / 6))
 
 

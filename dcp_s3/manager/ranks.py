@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from dcp_s3.coordination.identity import CountedSave, current_attempt
-from dcp_s3.coordination.not_begun import enter_save, leave, take_back
+from dcp_s3.coordination.processes import CountedSave, count_save, current_attempt, end_era, withdraw
 from dcp_s3.errors import CheckpointError, SaveProtocolError
 from dcp_s3.ranks import is_initialized
 from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
 from dcp_s3.tracebacks import portable
-from dcp_s3.url import CheckpointURL, parse_url
+from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 T = TypeVar("T")
 Failures = dict[int, BaseException]
@@ -53,17 +51,14 @@ class Ranks:
                 "only, or leave process_group out"
             )
 
-    def enter(self, url: str, settings: Settings) -> CountedSave | None:
-        """Count a save that begins on these ranks, if they are not `collective`: see `enter_save`."""
+    def enter(self, url: str, step: int, settings: Settings) -> CountedSave | None:
+        """Count a save that begins on these ranks, if they are not `collective`: see `count_save`."""
         return None
 
-    def leave(self, save: CountedSave | None, url: str, settings: Settings, error: BaseException) -> None:
+    def leave(self, save: CountedSave | None, settings: Settings, error: BaseException) -> None:
         """Note that this rank has failed in a save that was entered."""
 
-    def committed(self, save: CountedSave | None) -> None:
-        """Note that a save that was entered is committed."""
-
-    def go_back(self, settings: Settings) -> None:
+    def go_back(self, root: CheckpointURL, settings: Settings) -> None:
         """Before an earlier state is restored: what was entered and not committed is never merged with later saves.
 
         Raises:
@@ -168,16 +163,15 @@ class SeparateRanks(Ranks):
     def __init__(self, rank: int, size: int) -> None:
         self.group, self.rank, self.size = None, rank, size
         self._own_group = False
-        self._lock = threading.Lock()
-        self._uncommitted: list[tuple[CheckpointURL, CountedSave]] = []
 
-    def enter(self, url: str, settings: Settings) -> CountedSave:
+    def enter(self, url: str, step: int, settings: Settings) -> CountedSave:
         """See `Ranks.enter`.
 
         Raises:
             SaveProtocolError: this process is another rank now, or one of another number.
         """
-        attempt = current_attempt(settings)
+        where = parse_url(url)
+        attempt = current_attempt(where, settings)
         if (attempt.rank, attempt.world_size) != (self.rank, self.size):
             raise SaveProtocolError(
                 f"{url} is not saved: the CheckpointManager was made on rank {self.rank} of {self.size}, which is rank "
@@ -185,30 +179,16 @@ class SeparateRanks(Ranks):
                 "process holds must not be taken for the whole. Remedy: make the CheckpointManager after "
                 "init_process_group(), and close it before destroy_process_group()"
             )
-        where = parse_url(url)
-        save = enter_save(where, settings)
-        with self._lock:
-            if all(known is not save for _, known in self._uncommitted):
-                self._uncommitted.append((where, save))
-        return save
+        return count_save(where, settings, step=step)
 
-    def leave(self, save: CountedSave | None, url: str, settings: Settings, error: BaseException) -> None:
+    def leave(self, save: CountedSave | None, settings: Settings, error: BaseException) -> None:
         """See `Ranks.leave`."""
         if save is not None:
-            leave(parse_url(url), settings, save, error)
+            withdraw(save, settings, error)
 
-    def committed(self, save: CountedSave | None) -> None:
-        """See `Ranks.committed`."""
-        with self._lock:
-            self._uncommitted = [each for each in self._uncommitted if each[1] is not save]
-
-    def go_back(self, settings: Settings) -> None:
+    def go_back(self, root: CheckpointURL, settings: Settings) -> None:
         """See `Ranks.go_back`."""
-        with self._lock:
-            uncommitted = list(self._uncommitted)
-        for url, save in uncommitted:
-            take_back(url, settings, save)
-            self.committed(save)
+        end_era(root, settings)
 
     def apart(self) -> Ranks:
         """These ranks: they have no group that a save could be using."""
@@ -232,7 +212,7 @@ class SeparateRanks(Ranks):
         return function()
 
 
-def separate_ranks(settings: SettingsLike, read_only: bool) -> SeparateRanks:
+def separate_ranks(root: URLLike, settings: SettingsLike, read_only: bool) -> SeparateRanks:
     """The ranks of this job, whose attempt need not be known if nothing is saved.
 
     Raises:
@@ -243,7 +223,7 @@ def separate_ranks(settings: SettingsLike, read_only: bool) -> SeparateRanks:
     if read_only and not is_initialized():
         found = launch()
         return SeparateRanks(found.rank, found.world_size)
-    attempt = current_attempt(resolved)
+    attempt = current_attempt(parse_url(root), resolved)
     return SeparateRanks(attempt.rank, attempt.world_size)
 
 

@@ -168,11 +168,9 @@ class Saving:
             save = begin_separately(
                 stage_separately(state, writer, request.stager), writer, rank=ranks.rank, planner=request.planner
             )
-            begun = self.begin(step, url, save.committed, on_success=request.on_success)
+            begun = self.begin(step, url, save, on_success=request.on_success)
             if blocking:
-                save.durable.wait()
-                if save.committed.done():
-                    self._raise_failure_of(begun)
+                self._raise_failure_of(begun)
             return
         if blocking:
             try:
@@ -207,7 +205,7 @@ class Saving:
             copies = [stage_separately(state, writer, request.stager)]
 
             def upload() -> Future[None]:
-                return begin_separately(copies.pop(), writer, rank=ranks.rank, planner=planner).committed
+                return begin_separately(copies.pop(), writer, rank=ranks.rank, planner=planner)
 
         save = self._track(request.step, request.url)
 

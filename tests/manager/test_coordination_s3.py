@@ -129,6 +129,7 @@ def _train_plainly(root: str) -> int | None:
     return found
 
 
+@pytest.mark.servers("memory", "moto")
 def test_the_environment_says_who_the_ranks_are(server: Any, root: str, tmp_path: Path) -> None:
     assert run_ranks(3, _train_plainly, root, group=False, env={"DCP_S3_RUN_ID": "first"}) == [3, 3, 3]
     assert run_ranks(2, _train_plainly, root, group=False, env={"DCP_S3_RUN_ID": "second"}) == [6, 6]
