@@ -34,9 +34,8 @@ class BackgroundRetention:
     must end early.
     """
 
-    def __init__(self, prune: Callable[[Callable[[], None]], None], root: str) -> None:
-        self._prune = prune
-        self._root = root
+    def __init__(self, prune: Callable[[Callable[[], None]], object], root: str) -> None:
+        self._prune, self._root = prune, root
         self._lock = threading.Lock()
         self._pending: WaitCommitted | None = None
         self._thread: threading.Thread | None = None
@@ -55,8 +54,8 @@ class BackgroundRetention:
                     thread.start()  # the thread waits for the lock
                 except RuntimeError as error:  # the interpreter is ending
                     logger.warning("retention under %s did not run: %s", self._root, error)
-                    return
-                self._thread = thread
+                else:
+                    self._thread = thread
 
     def close(self, timeout: float) -> bool:
         """Wait for the current prune and those that are due, up to ``timeout`` seconds; after that it is told to end,
@@ -66,14 +65,12 @@ class BackgroundRetention:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._stop.set()
         _open.discard(self)
-        if thread is None:
-            return True
-        logger.warning(
-            "retention under %s was not done within %.0f s and is left to the next run, or to `dcp-s3 prune`",
-            self._root,
-            timeout,
-        )
-        return False
+        if thread is not None:
+            logger.warning(
+                "retention under %s was not done within %.0f s and is left to the next run, or to `dcp-s3 prune`",
+                self._root, timeout,
+            )  # fmt: skip
+        return thread is None
 
     def _work(self) -> None:
         while True:
@@ -117,11 +114,9 @@ def retain(
     root: str, policy: PolicyFunction, settings: Settings, on_event: Listener | None = None
 ) -> BackgroundRetention:
     """Retention of the checkpoints under ``root`` (a URL) by a policy."""
-
-    def work(check: Callable[[], None]) -> None:
-        prune(root, policy, settings=settings, progress=lambda *_: check(), on_event=on_event)
-
-    return BackgroundRetention(work, root)
+    return BackgroundRetention(
+        lambda check: prune(root, policy, settings=settings, progress=lambda *_: check(), on_event=on_event), root
+    )
 
 
 def commit_of(writer: S3StorageWriter, settings: Settings) -> WaitCommitted:

@@ -1,12 +1,15 @@
-"""Restore: all ranks load the checkpoint that the first rank chooses."""
+"""Restore: all ranks load the checkpoint that the first rank chooses. And what else a manager reads."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import time
 import warnings
-from collections.abc import Collection, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from types import TracebackType
+from typing import Any, Literal, TypeVar
 
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -17,16 +20,38 @@ from dcp_s3.events import Listener
 from dcp_s3.failures import Failed, explain, left_by_load, name_failed, panel, real_causes
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
-from dcp_s3.manager.arguments import load_into, to_state_dict
-from dcp_s3.manager.choosing import ChosenCheckpoint, Disk, NotReady, Order, Patience, find, impatient, look_at_disk
-from dcp_s3.manager.notes import Notes
-from dcp_s3.manager.ranks import Failures, Ranks, for_others
+from dcp_s3.manager import arguments
+from dcp_s3.manager.agree import Failures, Ranks, StoreRanks, for_others
+from dcp_s3.manager.arguments import StepFormat, check_step, step_name
+from dcp_s3.manager.select_checkpoint import (
+    ChosenCheckpoint,
+    Disk,
+    NotReady,
+    Order,
+    best_of,
+    best_order,
+    find,
+    impatient,
+    latest_order,
+    look_at_disk,
+    step_order,
+)
 from dcp_s3.retention.catalog import CheckpointCatalog
+from dcp_s3.retention.policy import Mode, PolicyFunction
+from dcp_s3.settings import Settings
 from dcp_s3.spill.background import drain_in_background
 from dcp_s3.spill.store import open_store
+from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T", bound="RunReader")
+
+DRAIN_TIMEOUT = 600.0
+"""Seconds without progress for which a restore waits for what drains from disks to S3."""
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between requests to S3 while a restore waits
+_REPORT_SECONDS = 30.0
 # Errors that mean: this checkpoint cannot be loaded, but another one may be.
 _UNUSABLE = (
     errors.CheckpointNotFoundError,
@@ -36,14 +61,13 @@ _UNUSABLE = (
 )
 
 
-class Restoring:
+class Restorer:
     """Restores checkpoints of a run.
 
     Args:
         weights_only: see `S3StorageReader`.
-        drain_timeout: seconds without progress for which data is waited for that drains from the disks to S3.
         disks: whether what waits on the disks for S3 counts, and is drained.
-        notes: where ranks that are not `collective` learn what the first of them chose; None: each chooses alone.
+        finish: whether checkpoints that are decided, and whose ranks died before the last object, are finished.
     """
 
     def __init__(
@@ -51,22 +75,16 @@ class Restoring:
         catalog: CheckpointCatalog,
         ranks: Ranks,
         *,
-        weights_only: bool,
-        drain_timeout: float,
+        weights_only: bool = True,
         disks: bool = True,
-        notes: Notes | None = None,
+        finish: bool = True,
         on_event: Listener | None = None,
     ) -> None:
-        self._on_event, self._notes = on_event, notes
-        self._catalog = catalog
-        self._settings = catalog.settings
-        self._ranks = ranks
-        self._weights_only = weights_only
-        self._drain_timeout = drain_timeout
-        self._disks = disks
+        self._catalog, self._ranks, self._finish = catalog, ranks, finish
+        self._weights_only, self._disks, self._on_event = weights_only, disks, on_event
 
     def restore(
-        self, state: dict[str, Any], order: Order, planner: LoadPlanner | None, request: object = None
+        self, state: dict[str, Any], order: Order, planner: LoadPlanner | None, request: object, drain_timeout: float
     ) -> ChosenCheckpoint | None:
         """Load the first checkpoint in ``order``, which was made of ``request``, that can be loaded. None if there is
         none at all. Every rank calls it.
@@ -75,64 +93,67 @@ class Restoring:
             RestoreFailedError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
         """
         passed_over: list[str] = []
+        ranks = self._ranks
         while True:
-            found = self._take(order, request, passed_over)
+            choose = functools.partial(self.choose, order, passed_over, drain_timeout=drain_timeout)
+            found = ranks.choose(request, choose) if isinstance(ranks, StoreRanks) else choose()
             failures = {} if found is None else self._load(found, state, planner)
-            if self._notes is not None and not failures:
-                self._notes.restored()
             if found is None or not failures:
                 return found
-            alone = not self._ranks.collective and self._ranks.size > 1
-            if alone or not _is_unusable(failures):
-                raise _restore_error(failures, found.url, found.step, self._ranks.rank, alone=alone)
-            if self._ranks.is_first:
+            alone = not ranks.collective and ranks.size > 1
+            if alone or not all(isinstance(error, _UNUSABLE) for error in real_causes(failures).values()):
+                raise _restore_error(failures, found.url, found.step, ranks.rank, alone=alone)
+            if ranks.is_first:
                 why = f"{found.url} could not be restored {explain(failures)}"
                 logger.warning("%s. Looking for another one", why)
             passed_over.append(found.url)
 
-    def _take(self, order: Order, request: object, passed_over: Collection[str]) -> ChosenCheckpoint | None:
-        if self._notes is None:
-            return self.choose(order, passed_over)
-        return self._notes.choose(request, lambda: self.choose(order, passed_over))
-
-    def find(
-        self, order: Order, passed_over: Collection[str], disks: Sequence[Disk], wait: bool
-    ) -> ChosenCheckpoint | NotReady | None:
-        """What to load, as this rank sees S3 and ``disks``."""
-        return find(self._catalog, order, passed_over=passed_over, disks=disks, wait=wait)
-
     def step(self, order: Order) -> int | None:
         """The first step in ``order``, for this rank alone."""
-        found = self.find(order, (), (self._look(),), True)
+        found = find(self._catalog, order, disks=(self._look(),))
         return None if found is None else found.step
 
-    def choose(self, order: Order, passed_over: Collection[str] = ()) -> ChosenCheckpoint | None:
+    def choose(
+        self, order: Order, passed_over: Collection[str] = (), *, drain_timeout: float = DRAIN_TIMEOUT
+    ) -> ChosenCheckpoint | None:
         """The checkpoint to load, the same on all ranks; None if there is none at all. Every rank calls it.
 
-        Waits for data that other ranks need from a disk, and that must reach S3 first. ``passed_over`` are URLs of
-        checkpoints that could not be loaded.
+        Waits for data that other ranks need from a disk, and that must reach S3 first: for ``drain_timeout`` seconds
+        without progress. ``passed_over`` are URLs of checkpoints that could not be loaded.
 
         Raises:
             CheckpointNotFoundError: there are checkpoints, but none that ``order`` selects.
             CorruptCheckpointError, StorageError
         """
-        patience = Patience(self._drain_timeout)
+        began = moved = time.monotonic()
+        reported, pause, seen = began - _REPORT_SECONDS, _SHORTEST_PAUSE, (-1, -1)
         while True:
             disks = self._ranks.agree(self._look_and_drain, self._refuse)
-            choose = functools.partial(self.find, order, passed_over, disks, patience.is_left(disks))
-            found = self._ranks.from_first(choose)
+            now, left = time.monotonic(), (sum(disk.size for disk in disks), sum(len(disk.commits) for disk in disks))
+            if left != seen:
+                seen, moved = left, now
+            wait = now - moved <= drain_timeout
+            found = self._ranks.from_first(
+                lambda disks=disks, wait=wait: find(  # type: ignore[misc]
+                    self._catalog, order, passed_over=passed_over, disks=disks, wait=wait, finish=self._finish
+                )
+            )
             if not isinstance(found, NotReady):
                 return found
-            patience.pause(found, quiet=not self._ranks.is_first)
+            if self._ranks.is_first and now - reported >= _REPORT_SECONDS:
+                reported = now
+                logger.warning("restore waits (for %.0f s now) for %s: %s", now - began, found.url, found.reason)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _look(self) -> Disk:
         return look_at_disk(self._catalog) if self._disks else Disk()
 
     def _look_and_drain(self) -> Disk:
-        disk = self._look()
-        store = open_store(self._settings)
+        disk, settings = self._look(), self._catalog.settings
+        store = open_store(settings)
         if store is not None and (disk.size or disk.commits):
-            drain_in_background(store, patience=self._settings.spill_after)
+            drain_in_background(store, patience=settings.spill_after)
         return disk
 
     def _refuse(self, failures: Failures) -> errors.CheckpointError:
@@ -146,24 +167,25 @@ class Restoring:
             why = f"{found.url} is not restored: {name_failed(failures)}"
             return errors.RestoreFailedError(why, url=found.url, step=found.step, failures=failures)
 
+        ranks, settings = self._ranks, self._catalog.settings
         collected: dict[str, Any] = {}
         # The state's own code is called before DCP's first collective and after its last.
-        self._ranks.agree(lambda: collected.update(to_state_dict(state)), refuse, alike=True)
+        ranks.agree(lambda: collected.update(arguments.to_state_dict(state)), refuse, alike=True)
         reader = S3StorageReader(
             found.url,
             include_uncommitted=found.local,
             weights_only=self._weights_only,
-            process_group=self._ranks.group,
-            settings=impatient(self._settings) if found.local else self._settings,
+            process_group=ranks.group,
+            settings=impatient(settings) if found.local else settings,
             on_event=self._on_event,
         )
-        mine = _load(collected, reader, self._ranks, planner)
+        mine = _load(collected, reader, ranks, planner)
         if not mine:
             try:
-                load_into(collected, state)
+                arguments.load_into(collected, state)
             except Exception as error:  # noqa: BLE001 - all ranks are told
-                mine = {self._ranks.rank: for_others(error)}
-        return {rank: error for each in self._ranks.gather(mine) for rank, error in each.items()}
+                mine = {ranks.rank: for_others(error)}
+        return {rank: error for each in ranks.gather(mine) for rank, error in each.items()}
 
 
 def _load(state: dict[str, Any], reader: S3StorageReader, ranks: Ranks, planner: LoadPlanner | None) -> Failures:
@@ -200,14 +222,179 @@ def _restore_error(
     left = left_by_load(failures.values())
     if alone:  # the others do not learn of it
         left = f"{left}{'; ' if left else ''}other ranks may have loaded it, so no other one is tried"
-    told = Failed(what, failures, left=left, resume="manager.restore(state, step=...) on all ranks" if alone else "")
-    return errors.RestoreFailedError(panel(told), url=url, step=step, failures=failures, rank=rank)
+    failed = Failed(what, failures, left=left, resume="manager.restore(state, step=...) on all ranks" if alone else "")
+    return errors.RestoreFailedError(panel(failed), url=url, step=step, failures=failures, rank=rank)
 
 
 def _failures_of(error: CheckpointException) -> Failures:
     return {rank: for_others(cause) for rank, (cause, _) in error.failures.items()}
 
 
-def _is_unusable(failures: Failures) -> bool:
-    """Whether a load failed only because the checkpoint has vanished or is damaged."""
-    return all(isinstance(error, _UNUSABLE) for error in real_causes(failures).values())
+# --- what a manager reads --------------------------------------------------------------------------------
+
+
+class RunReader(ABC):
+    """The checkpoints of a run, as `CheckpointManager` reads them."""
+
+    root: CheckpointURL
+    settings: Settings
+    retention: PolicyFunction | None
+    read_only: bool
+    _step_format: StepFormat
+    _ranks: Ranks
+    _restorer: Restorer
+
+    @property
+    def root_url(self) -> str:
+        """``s3://bucket/run``.
+
+        >>> CheckpointManager("s3://bucket/run/", read_only=True).root_url
+        's3://bucket/run'
+        """
+        return str(self.root)
+
+    def url(self, step: int) -> str:
+        """URL to which `save` saves a step.
+
+        >>> CheckpointManager("s3://bucket/run", read_only=True).url(2000)
+        's3://bucket/run/step-00002000'
+        """
+        return str(self.root.child(step_name(check_step(step), self._step_format)))
+
+    def restore(
+        self,
+        state: dict[str, Any],
+        step: int | Literal["best", "latest"] | None = None,
+        *,
+        best: str | None = None,
+        metric: str | None = None,
+        mode: Mode | None = None,
+        planner: LoadPlanner | None = None,
+        drain_timeout: float = DRAIN_TIMEOUT,
+    ) -> int | None:
+        """Load a checkpoint into ``state``, in place. Every rank calls it; the first rank chooses for all.
+
+        Waits for the saves under way first. Those that have failed are never merged with later ones (`restart`).
+
+        >>> with CheckpointManager("s3://bucket/run", read_only=True) as manager:
+        ...     manager.restore(state), manager.restore(state, 1000), manager.restore(state, best="val_loss")
+        (2000, 1000, 1000)
+
+        Args:
+            step: a step, or ``best``. None or ``latest``: the highest step.
+            best: the metric whose best value decides; short for ``"best"`` with ``metric``.
+            metric: the metric that decides which is best. None: that of the retention policy's `KeepBest`.
+            mode: ``min`` if low values are better, or ``max``. None: that of the metric's `KeepBest`, else ``min``.
+            drain_timeout: seconds for which to wait for a checkpoint on the disks of several hosts to reach S3, counted
+                from the last progress. After that an older one is loaded.
+
+        Returns:
+            The step that was loaded. None if nothing was committed under the root yet.
+
+        Raises:
+            CheckpointNotFoundError: there are checkpoints, but none of this step, or with this metric.
+            CorruptCheckpointError: the requested checkpoints cannot be loaded.
+            RestoreFailedError: the load failed; ``failures`` has the causes by rank. The state may be partly loaded.
+            SettingsError: it is undefined or ambiguous what is best.
+            StorageError
+        """
+        orders: list[Order] = []
+
+        def begin() -> tuple[int | str | None, str | None, Mode | None]:
+            self._settle()
+            arguments.check_restore(state, step, planner, best, metric)
+            request = ("best", best, mode) if best is not None else (step, metric, mode)
+            orders.append(self._order(*request))
+            return request
+
+        requests = self._ranks.agree(begin, self._refuse("nothing is restored"))
+        if len(set(requests)) > 1:
+            raise errors.CheckpointError(
+                f"the ranks restore different checkpoints of {self.root}: {dict(enumerate(requests))} (by rank). "
+                "Remedy: call restore with the same arguments on all",
+                url=self.root_url,
+            )
+        found = self._restorer.restore(state, orders[0], planner, requests[0], drain_timeout)
+        if found is not None:
+            self._restored(found.step)
+        return None if found is None else found.step
+
+    def latest_step(self) -> int | None:
+        """The step that `restore` would load, as this rank sees it; None if there is none.
+
+        >>> CheckpointManager("s3://bucket/run", read_only=True).latest_step()
+        2000
+
+        Raises:
+            CorruptCheckpointError, StorageError
+        """
+        return self._restorer.step(latest_order)
+
+    def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
+        """The step with the best value of a metric, as this rank sees it; None if there is none.
+
+        >>> CheckpointManager("s3://bucket/run", read_only=True).best_step("val_loss")
+        1000
+
+        Raises:
+            CheckpointNotFoundError: there are checkpoints, but none with the metric.
+            SettingsError: it is undefined or ambiguous what is best.
+            CorruptCheckpointError, StorageError
+        """
+        return self._restorer.step(self._order("best", metric, mode))
+
+    def extra(self, step: int) -> dict[str, Any]:
+        """What was saved with a step as ``extra``; empty if nothing was. Waits for the save of this step if it is still
+        going on.
+
+        >>> with CheckpointManager("s3://bucket/run") as manager:
+        ...     saved = manager.save(3000, state, extra={"tokens": 12_000_000})
+        ...     manager.extra(3000)
+        {'tokens': 12000000}
+
+        Raises:
+            CheckpointNotFoundError: there is no checkpoint of this step.
+            CorruptCheckpointError, StorageError
+        """
+        self._settle_step(check_step(step))
+        waiting = self.settings.spill_dir is not None and not self.read_only
+        return S3StorageReader(self.url(step), include_uncommitted=waiting, settings=self.settings).extra()
+
+    def _order(self, step: int | str | None, metric: str | None, mode: Mode | None) -> Order:
+        if step == "best":
+            return best_order(*best_of(self.retention, metric, mode))
+        if step is None or step == "latest":
+            return latest_order
+        return step_order(check_step(step))
+
+    def _refuse(self, what: str) -> Callable[[Failures], errors.CheckpointError]:
+        return lambda failures: errors.CheckpointError(f"{what}: {name_failed(failures)}")
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            logger.error("while %s went through the manager: %s", type(error).__name__, failure)  # noqa: TRY400
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the work of the manager."""
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """Before a restore: wait for the saves under way, end this era, and check that the manager is open."""
+
+    @abstractmethod
+    def _settle_step(self, step: int) -> None:
+        """Wait for the current save if it is of this step."""
+
+    @abstractmethod
+    def _restored(self, step: int) -> None:
+        """The run goes on from a step."""
