@@ -1,10 +1,10 @@
-"""The small JSON files in ``.dcp_s3/``: the manifest, added metrics, the list of a deletion, the notice. Pure."""
+"""The small JSON files in ``.dcp_s3/``: the manifest, added metrics, the list of a deletion. Pure."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from dcp_s3.errors import SettingsError
 from dcp_s3.format.layout import classify, is_attachment_name, is_inside, manifest_object
 
 FORMAT_VERSION = 1
-"""Of each of these files but the notice."""
+"""Of each of these files."""
 
 # JSON has no numbers for these, and a loss may well be NaN.
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -347,48 +347,14 @@ class DeletionList:
         return _parse(data, "a list of a deletion", make)
 
 
-@dataclass(frozen=True)
-class Notice:
-    """Who writes what is missing, or why there is no commit."""
-
-    save: str
-    """Id that the ranks of the save have in common."""
-    number: int = 0
-    """Number of the parts that it asks for, above 0; no two notices of a save have the same."""
-    wanted: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Hashes (`part.item_hash`) of the items to write, by the rank that writes them."""
-    failed: str = ""
-    """Why the save is given up; empty: it is not."""
-
-    def to_json(self) -> bytes:
-        """UTF-8 JSON."""
-        wanted = {str(rank): [f"{each:016x}" for each in hashes] for rank, hashes in self.wanted.items()}
-        fields: dict[str, object] = {"save": self.save, "number": self.number, "wanted": wanted, "failed": self.failed}
-        return (json.dumps(fields) + "\n").encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Notice:
-        """Parse `to_json`'s output.
-
-        Raises:
-            ValueError: not a notice.
-        """
-
-        def make(fields: dict[str, Any]) -> Notice:
-            wanted = {int(rank): [int(each, 16) for each in hashes] for rank, hashes in fields["wanted"].items()}
-            return cls(str(fields["save"]), int(fields["number"]), wanted, str(fields["failed"]))
-
-        return _parse(data, "a notice", make, versioned=False)
-
-
 _T = TypeVar("_T")
 
 
-def _parse(data: bytes, what: str, make: Callable[[dict[str, Any]], _T], *, versioned: bool = True) -> _T:
+def _parse(data: bytes, what: str, make: Callable[[dict[str, Any]], _T]) -> _T:
     """What ``make`` makes of the fields. Raises `ValueError` if they are not what it is."""
     try:
         fields: dict[str, Any] = json.loads(data)
-        if versioned and fields["format_version"] != FORMAT_VERSION:
+        if fields["format_version"] != FORMAT_VERSION:
             raise ValueError(f"format version {fields['format_version']}, this dcp_s3 reads {FORMAT_VERSION}")
         return make(fields)
     except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:

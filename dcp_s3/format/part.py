@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 
 from dcp_s3.format.blocks import Blocks, make_storage_info
 from dcp_s3.format.control_files import ObjectEntry
@@ -46,26 +46,24 @@ class WrittenItem:
     """Chunk, whole shape and properties of a tensor; None for anything else."""
     storage: StorageInfo
     """Where it lies, with our facts about it (`blocks`)."""
+    is_shard: bool
+    """Whether its name has other chunks, perhaps on other ranks."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank wrote, and what it holds."""
+    """What one rank wrote."""
 
     save: str
-    """Id that the ranks of the save have in common."""
+    """Nonce of the save."""
     rank: int
     world_size: int
     """Number of ranks of the save."""
     written: tuple[WrittenItem, ...]
     objects: tuple[ObjectEntry, ...]
     """The rank's data objects."""
-    held: frozenset[int]
-    """Hashes (`item_hash`) of all items that the rank holds, whoever writes them."""
     paths: Mapping[str, tuple[str | int, ...]] | None = None
     """Path in the nested state by name, of the items that it wrote; None if its planner does not flatten."""
-    number: int = 0
-    """See `layout.part_object`."""
     facts: Mapping[str, object] = field(default_factory=dict)
     """Of the rank, as JSON has it: throttled requests and so on; metrics and extra of the first rank."""
 
@@ -86,12 +84,7 @@ def digest_of(held: Iterable[int], attached: Iterable[str] = ()) -> str:
 
     Names of attachments count, because no other rank can write what only a dead one has attached.
     """
-    return digest_of_bytes(b"".join(each.to_bytes(8, "big") for each in sorted(held)), attached)
-
-
-def digest_of_bytes(held: bytes, attached: Iterable[str]) -> str:
-    """`digest_of` hashes in ascending order, 8 bytes each, the most significant first."""
-    found = hashlib.blake2b(held, digest_size=8)
+    found = hashlib.blake2b(b"".join(each.to_bytes(8, "big") for each in sorted(held)), digest_size=8)
     for name in sorted(set(attached)):
         found.update(name.encode("utf-8", "surrogatepass") + b"\0")
     return found.hexdigest()
@@ -117,10 +110,8 @@ def encode(part: Part) -> bytes:
     """The bytes of a part.
 
     Raises:
-        ValueError: it cannot be told in a part: an item that is not among what the rank holds, or in no object of it.
+        ValueError: it cannot be told in a part: an item in no object of it.
     """
-    held = sorted(part.held)
-    positions = {each: number for number, each in enumerate(held)}
     objects = {each.path: number for number, each in enumerate(part.objects)}
     names, shapes = _Table[str](), _Table[tuple[int, ...]]()
     properties, descriptors = _Table[tuple[Any, ...]](), _Table[tuple[str, ...]]()
@@ -133,11 +124,10 @@ def encode(part: Part) -> bytes:
             raise ValueError(f"{item.index.fqn!r} has storage data that a part cannot hold: {min(unknown)}")
         if item.storage.relative_path not in objects:
             raise ValueError(f"{item.index.fqn!r} lies in {item.storage.relative_path!r}, no object of the part")
-        kind, hash_ = _kind_and_hash(item, positions)
         raw_offset, crc = facts.get("raw_offset"), facts.get("crc64nvme")
         block, transforms, place = facts.get("crc64nvme_block"), item.storage.transform_descriptors, item.index.offset
         flags = HAS_RAW_OFFSET * (raw_offset is not None) + HAS_CRC * (crc is not None)
-        flags += HAS_BLOCKS * (block is not None) + IS_SHARD * (kind is WriteItemType.SHARD)
+        flags += HAS_BLOCKS * (block is not None) + IS_SHARD * item.is_shard
         crcs.append(facts.get("crc64nvme_blocks") or b"")
         chunk = () if data is None else (data.chunk.offsets, data.chunk.sizes, data.size)
         numbers.append(
@@ -148,7 +138,6 @@ def encode(part: Part) -> bytes:
                 *((1 + shapes[tuple(each)] for each in chunk) if chunk else (0, 0, 0)),
                 0 if transforms is None else 1 + descriptors[tuple(transforms)],
                 objects[item.storage.relative_path],
-                positions[hash_],
                 flags,
                 len(crcs[-1]),
             )
@@ -161,10 +150,10 @@ def encode(part: Part) -> bytes:
         paths = [path_code(name, part.paths[name]) if name in part.paths else None for name in names]
     packed = pack(
         Columns(
-            save=part.save, rank=part.rank, world_size=part.world_size, number=part.number, facts=part.facts,
+            save=part.save, rank=part.rank, world_size=part.world_size, facts=part.facts,
             objects=part.objects, names=list(names), paths=paths, properties=list(properties), shapes=list(shapes),
-            descriptors=list(descriptors), numbers=np.array(numbers, np.uint32).reshape(-1, 11).T,
-            ranges=np.array(ranges, np.uint64).reshape(-1, 5).T.view(np.int64), held=np.array(held, np.uint64),
+            descriptors=list(descriptors), numbers=np.array(numbers, np.uint32).reshape(-1, 10).T,
+            ranges=np.array(ranges, np.uint64).reshape(-1, 5).T.view(np.int64),
             crcs=memoryview(b"".join(crcs)),
         )
     )  # fmt: skip
@@ -194,9 +183,7 @@ def decode(data: bytes) -> Part:
         world_size=columns.world_size,
         written=written,
         objects=columns.objects,
-        held=frozenset(columns.held.tolist()),
         paths=_paths_of(columns),
-        number=columns.number,
         facts=columns.facts,
     )
 
@@ -231,16 +218,6 @@ class _Table(dict[_Key, int]):
         return self[key]
 
 
-def _kind_and_hash(item: WrittenItem, held: dict[int, int]) -> tuple[WriteItemType, int]:
-    # A rank holds what it writes.
-    kinds = [WriteItemType.BYTE_IO] if item.tensor is None else [WriteItemType.SHARD, WriteItemType.TENSOR]
-    for kind in kinds:
-        found = item_hash(WriteItem(item.index, kind, tensor_data=item.tensor))
-        if found in held:
-            return kind, found
-    raise ValueError(f"{item.index.fqn!r} was written, but is not among what the rank holds")
-
-
 def _properties_text(properties: TensorProperties) -> tuple[Any, ...]:
     added = list(cast(Any, properties).__getstate__()[_FIELDS:])  # torch 2.15: strides
     while added and added[-1] is None:
@@ -261,7 +238,7 @@ def _item(
     ranges: list[int],
     crcs: bytes,
 ) -> WrittenItem:
-    name, kind, place, offsets, sizes, whole, transforms, object_, _, flags, _ = numbers
+    name, kind, place, offsets, sizes, whole, transforms, object_, flags, _ = numbers
     offset, length, raw_offset, block, crc = ranges
     storage = make_storage_info(
         columns.objects[object_].path,
@@ -276,4 +253,5 @@ def _item(
     if kind:
         chunk = ChunkStorageMetadata(shapes[offsets - 1], shapes[sizes - 1])
         tensor = TensorWriteData(chunk, properties[kind - 1], shapes[whole - 1])
-    return WrittenItem(MetadataIndex(columns.names[name], shapes[place - 1] if place else None), tensor, storage)
+    index = MetadataIndex(columns.names[name], shapes[place - 1] if place else None)
+    return WrittenItem(index, tensor, storage, bool(flags & IS_SHARD))

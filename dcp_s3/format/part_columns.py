@@ -1,8 +1,8 @@
 """The bytes of a part, as columns. Pure.
 
 A part is: 8 bytes that name the format and its version; the length of the head, 4 bytes; the head, JSON; `ranges`;
-`held`; `numbers`; `crcs`; the CRC-64/NVME of all that, 8 bytes. Of hashes and of that CRC, the most significant byte is
-first, of other numbers the least significant.
+`numbers`; `crcs`; the CRC-64/NVME of all that, 8 bytes. Of that CRC, the most significant byte is first, of other
+numbers the least significant.
 
 Whoever can write to the bucket can write a part: everything is checked.
 """
@@ -24,10 +24,10 @@ from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.control_files import AttachmentEntry, ObjectEntry
 from dcp_s3.format.layout import What, classify, is_inside
 
-MAGIC = b"dcppart\x01"
+MAGIC = b"dcppart\x02"
 
 # Rows of `numbers`. Tables are counted from 0, those of `OPTIONAL` from 1: 0 is none.
-NAME, PROPERTIES, PLACE, OFFSETS, SIZES, WHOLE, DESCRIPTORS, OBJECT, HELD, FLAGS, CRCS = range(11)
+NAME, PROPERTIES, PLACE, OFFSETS, SIZES, WHOLE, DESCRIPTORS, OBJECT, FLAGS, CRCS = range(10)
 # Rows of `ranges`. CRC is unsigned, whatever the type of the rows says.
 OFFSET, LENGTH, RAW_OFFSET, BLOCK, CRC = range(5)
 HAS_RAW_OFFSET, HAS_CRC, HAS_BLOCKS, IS_SHARD = 1, 2, 4, 8
@@ -49,7 +49,6 @@ class Columns:
     save: str
     rank: int
     world_size: int
-    number: int
     facts: Mapping[str, object]
     objects: tuple[ObjectEntry, ...]
     names: Sequence[str]
@@ -61,13 +60,10 @@ class Columns:
     shapes: Sequence[tuple[int, ...]]
     descriptors: Sequence[tuple[str, ...]]
     numbers: npt.NDArray[np.uint32]
-    """Of shape (11, items). Rows: name; properties, 0 if it is no tensor; offsets in its index, offsets and sizes of
-    its chunk, size of the whole tensor, in `shapes`; descriptors; object; its hash, in `held`; flags; bytes of its CRCs
-    of blocks."""
+    """Of shape (10, items). Rows: name; properties, 0 if it is no tensor; offsets in its index, offsets and sizes of
+    its chunk, size of the whole tensor, in `shapes`; descriptors; object; flags; bytes of its CRCs of blocks."""
     ranges: npt.NDArray[np.int64]
     """Of shape (5, items). Rows: offset and length in the object; raw offset; bytes of a block; CRC."""
-    held: npt.NDArray[np.uint64]
-    """Hashes of what the rank holds, ascending."""
     crcs: memoryview
     """CRCs of blocks of all items, end to end."""
 
@@ -78,7 +74,6 @@ def pack(part: Columns) -> bytes:
         "save": part.save,
         "rank": part.rank,
         "world_size": part.world_size,
-        "number": part.number,
         "facts": part.facts,
         "objects": [_entry_fields(each) for each in part.objects],
         "names": part.names,
@@ -87,12 +82,11 @@ def pack(part: Columns) -> bytes:
         "shapes": part.shapes,
         "descriptors": part.descriptors,
         "items": part.numbers.shape[1],
-        "held": len(part.held),
         "crcs": len(part.crcs),
     }
     text = json.dumps(head, separators=(",", ":")).encode("ascii")
     text += b" " * (-(len(MAGIC) + _HEAD.size + len(text)) % 8)  # what follows is aligned
-    sections = (part.ranges.astype("<i8"), part.held.astype(">u8"), part.numbers.astype("<u4"))
+    sections = (part.ranges.astype("<i8"), part.numbers.astype("<u4"))
     data = b"".join((MAGIC, _HEAD.pack(len(text)), text, *(each.tobytes() for each in sections), part.crcs))
     return data + crc64nvme(data).to_bytes(8, "big")
 
@@ -159,15 +153,14 @@ def _entry_fields(entry: ObjectEntry) -> list[Any]:
 
 
 def _checked(head: dict[str, Any], body: memoryview) -> Columns:
-    count, held, crcs = (_count(head[name]) for name in ("items", "held", "crcs"))
-    ends = 40 * count, 40 * count + 8 * held, 84 * count + 8 * held
-    if len(body) != ends[2] + crcs:
+    count, crcs = (_count(head[name]) for name in ("items", "crcs"))
+    ends = 40 * count, 80 * count
+    if len(body) != ends[1] + crcs:
         raise ValueError(f"{len(body)} bytes after its head, not those of the items that the head says")
     found = Columns(
         save=_text(head["save"]),
         rank=_count(head["rank"]),
         world_size=_count(head["world_size"]),
-        number=_count(head["number"]),
         facts=_dict(head["facts"]),
         objects=tuple(map(_entry, _list(head["objects"]))),
         names=_texts(head["names"]),
@@ -176,9 +169,8 @@ def _checked(head: dict[str, Any], body: memoryview) -> Columns:
         shapes=list(map(_shape, _list(head["shapes"]))),
         descriptors=[tuple(_texts(each)) for each in _list(head["descriptors"])],
         ranges=np.frombuffer(body[: ends[0]], "<i8").reshape(5, count),
-        held=np.frombuffer(body[ends[0] : ends[1]], ">u8"),
-        numbers=np.frombuffer(body[ends[1] : ends[2]], "<u4").reshape(11, count),
-        crcs=body[ends[2] :],
+        numbers=np.frombuffer(body[ends[0] : ends[1]], "<u4").reshape(10, count),
+        crcs=body[ends[1] :],
     )
     if _SAVE.fullmatch(found.save) is None or found.rank >= found.world_size:
         raise ValueError(f"rank {found.rank} of {found.world_size} in save {found.save[:64]!r}")
@@ -186,8 +178,6 @@ def _checked(head: dict[str, Any], body: memoryview) -> Columns:
         paths = _list(found.paths)
         if len(paths) != len(found.names) or not set(map(type, paths)) <= {str, type(None)}:
             raise ValueError("its paths are not those of its names")
-    if (found.held[1:] <= found.held[:-1]).any():
-        raise ValueError("the hashes of what it holds are not in order")
     if int(found.numbers[CRCS].sum(dtype=np.int64)) != crcs:
         raise ValueError("CRCs of blocks are missing, or left over")
     if count:
@@ -199,7 +189,7 @@ def _check_items(part: Columns) -> None:
     numbers, ranges, shapes = part.numbers, part.ranges, len(part.shapes) + 1
     bounds = (
         len(part.names), len(part.properties) + 1, shapes, shapes, shapes, shapes, len(part.descriptors) + 1,
-        len(part.objects), len(part.held), 16, 2**32,
+        len(part.objects), 16, 2**32,
     )  # fmt: skip
     for found, bound in zip(numbers.max(axis=1).tolist(), bounds, strict=True):
         if found >= bound:

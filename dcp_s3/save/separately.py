@@ -17,12 +17,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_s3.coordination.not_begun import leave
-from dcp_s3.save.without_collectives import SaveWithoutCollectives
+from dcp_s3.coordination.processes import withdraw
+from dcp_s3.save.joint import JointSave
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.stage.handover import FailedStaging, forget
 from dcp_s3.stage.stager import S3Stager
-from dcp_s3.url import parse_url
 from dcp_s3.workers import InTurn
 
 T = TypeVar("T")
@@ -100,7 +99,7 @@ def save_separately(
         written, metadata = _write(state, writer, rank, DefaultSavePlanner() if planner is None else planner, durable)
     except BaseException as error:
         if counted is not None:
-            leave(parse_url(str(writer.checkpoint_id)), writer.settings, counted, error)
+            withdraw(counted, writer.settings, error)
         raise
     writer.finish(metadata, [written])
 
@@ -113,7 +112,7 @@ def _write(
     writer.reset()
     ask(planner.set_up_planner, state_dict=state, storage_meta=writer.storage_meta(), is_coordinator=is_first)
     writer.set_up_storage_writer(is_first, rank=rank, use_collectives=False)
-    if isinstance(writer._save, SaveWithoutCollectives):  # not of a single rank, which is done with its commit
+    if isinstance(writer._save, JointSave):  # not of a single rank, which is done with its commit
         writer._save.durable = durable
     plan = writer.prepare_local_plan(ask(planner.create_local_plan))
     plans, metadata = ask(planner.create_global_plan, [plan])

@@ -1,0 +1,194 @@
+"""The objects by which the ranks of a joint save meet: their names, what is in them, and their JSON. Pure.
+
+A joint save is one of several ranks without collectives. `protocol` says who writes what, and when.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.coordination.identity import Attempt
+from dcp_s3.format import layout
+
+OPEN, FULL, COMMITTING, ABORTED = "open", "full", "committing", "aborted"
+"""States of a claim: ranks may join; all have joined; decided, one way or the other."""
+
+Number = tuple[int, int, int]
+"""Tells a save from the others of its attempt: restores so far, step (0: none), saves of that step since."""
+
+
+class Key(NamedTuple):
+    """An object of the checkpoint."""
+
+    kind: str
+    """``claim``, ``metadata``, ``intent``, ``part``, ``roll`` or ``merged``."""
+    id: str = ""
+    """Nonce of the save; the save id, for ``merged``."""
+    rank: int = 0
+
+    @property
+    def path(self) -> str:
+        """Relative to the checkpoint."""
+        if self.kind == "claim":
+            return layout.CLAIM
+        if self.kind == "metadata":
+            return layout.METADATA
+        name = self.rank if self.kind in ("intent", "part") else self.id[NONCE_DIGITS:]
+        return layout.joint_object(self.id[:NONCE_DIGITS], self.kind, name)
+
+
+NONCE_DIGITS = 16
+"""Of a save's nonce, with which its save id begins, too."""
+CLAIM, METADATA = Key("claim"), Key("metadata")
+
+
+class Found(NamedTuple):
+    """An object that is there."""
+
+    body: Any
+    """What it says. Of ``.metadata``: nonce of the save that wrote it, empty if no joint save did. Of a claim that
+    another version wrote, or that is damaged: None."""
+    etag: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Decides what becomes of the saves to one URL, and says which is the last one."""
+
+    state: str
+    nonce: str
+    """16 hex digits, drawn by the rank that opened it. All that the save writes has it in its name."""
+    attempt: str
+    """`Attempt.id`."""
+    run: str
+    restart: tuple[int, ...]
+    began: float | None
+    world_size: int
+    number: Number | None
+    """None: of ranks that save in lockstep (synchronous saves): the ranks of one are at no other save."""
+    step: int | None
+    replaces: str
+    """ETag of the ``.metadata`` that is there before; empty: none is."""
+    last: str
+    """Nonce of the save that wrote it."""
+    roll: str = ""
+    """Id of the roll, if all have joined, and ranks have to write more than they were going to."""
+    save_id: str = ""
+    """Of what is to be committed."""
+    why: str = ""
+    """Why it was aborted."""
+
+    @property
+    def is_undecided(self) -> bool:
+        return self.state in (OPEN, FULL)
+
+    def to_json(self) -> bytes:
+        body = json.dumps(asdict(self), sort_keys=True)
+        return (json.dumps({"claim": body, "crc64nvme": crc_hex(crc64nvme(body.encode()))}) + "\n").encode()
+
+
+def open_claim(
+    attempt: Attempt, nonce: str, number: Number | None, step: int | None, replaces: str, last: str, *, why: str = ""
+) -> Claim:
+    """A claim for a new save; with ``why``, one that is aborted from the beginning."""
+    return Claim(
+        ABORTED if why else OPEN, nonce, attempt.id, attempt.run, attempt.restart, attempt.began, attempt.world_size,
+        number, step, replaces, last, why=why,
+    )  # fmt: skip
+
+
+def parse_claim(data: bytes) -> Claim | None:
+    """The claim from its bytes; None if they are damaged, or of another version."""
+    try:
+        outer = json.loads(data)
+        body = outer["claim"]
+        if outer["crc64nvme"] != crc_hex(crc64nvme(body.encode())):
+            return None
+        found = json.loads(body)
+        number = found["number"]
+        claim = Claim(**{**found, "restart": tuple(found["restart"]), "number": number and tuple(number)})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return claim if _is_sound(claim) else None
+
+
+def _is_sound(claim: Claim) -> bool:
+    texts = (
+        claim.state, claim.nonce, claim.attempt, claim.run, claim.replaces, claim.last, claim.roll, claim.save_id,
+        claim.why,
+    )  # fmt: skip
+    whole: tuple[Any, ...] = (claim.world_size, *claim.restart, *(claim.number or (0, 0, 0)))
+    return (
+        all(isinstance(each, str) for each in texts)
+        and all(type(each) is int for each in whole)
+        and claim.world_size > 0
+        and len(claim.number or (0, 0, 0)) == 3
+        and claim.state in (OPEN, FULL, COMMITTING, ABORTED)
+        and all(set(each) <= set("0123456789abcdef") for each in (claim.nonce, claim.roll, claim.save_id))
+        and len(claim.nonce) == NONCE_DIGITS
+        and claim.save_id[:NONCE_DIGITS] in ("", claim.nonce)
+        and claim.roll[:NONCE_DIGITS] in ("", claim.nonce)
+        and (claim.step is None or type(claim.step) is int)
+        and (claim.began is None or (type(claim.began) in (int, float) and math.isfinite(claim.began)))
+    )
+
+
+def is_newer(claim: Claim, attempt: Attempt) -> bool:
+    """Whether a claim is of an attempt that began after this one.
+
+    By the store's clock, if both know it; else by restarts of one run. Otherwise of two attempts the one that comes
+    later counts as the newer one.
+    """
+    if claim.attempt == attempt.id:
+        return False
+    if claim.began is not None and attempt.began is not None and claim.began != attempt.began:
+        return claim.began > attempt.began
+    return bool(claim.run) and claim.run == attempt.run and claim.restart > attempt.restart
+
+
+class Intent(NamedTuple):
+    """A rank has joined. It writes that again while it moves bytes."""
+
+    process: str
+    """Random: no other process has it."""
+    moved: int
+    """Bytes so far, or other signs of progress."""
+    digest: str
+    """Of all that the rank holds, see `part.digest_of`."""
+    has_copies: bool
+    """Whether other ranks are supposed to hold all of that, too."""
+    writes: tuple[int, ...] = ()
+    """Hashes of the items that it writes and others are supposed to hold, too."""
+    leaves: tuple[int, ...] = ()
+    """Hashes of the items that it holds, and leaves to others."""
+
+    def to_json(self) -> bytes:
+        hashes = {name: "".join(map("{:016x}".format, getattr(self, name))) for name in ("writes", "leaves")}
+        return json.dumps({**self._asdict(), **hashes}).encode()
+
+
+def parse_intent(data: bytes) -> Intent | None:
+    """The intent from its bytes; None if it is none."""
+    try:
+        found = json.loads(data)
+        hashes = (_hashes(found["writes"]), _hashes(found["leaves"]))
+        return Intent(
+            str(found["process"]), int(found["moved"]), str(found["digest"]), bool(found["has_copies"]), *hashes
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _hashes(text: str) -> tuple[int, ...]:
+    return tuple(int(text[start : start + 16], 16) for start in range(0, len(text), 16))
+
+
+class Merged(NamedTuple):
+    """What a save commits: the bytes of ``.metadata``."""
+
+    save_id: str
+    data: bytes | memoryview
