@@ -134,22 +134,25 @@ class Ranks:
         all of them."""
         if len(self.heard) == 1:
             return function()
-        answer: list[Any] = [None]
+        answer: Any = None
         failure: BaseException | None = None
         if self.is_first:
             try:
-                answer = [(True, function())]
+                answer = (True, function())
             except BaseException as error:  # noqa: BLE001 - passed on to all ranks
                 failure = error
-                answer = [(False, for_others(error))]
-        dist.broadcast_object_list(answer, group=self.group, group_src=0)
-        if failure is not None:
-            raise failure
-        done, value = answer[0]
+                answer = (False, for_others(error))
+        done, value = self.broadcast(answer)
         if not done:
-            raise value
+            raise failure or value
         found: T = value
         return found
+
+    def broadcast(self, value: T) -> T:
+        """The first rank's value, on all of several ranks."""
+        values = [value]
+        dist.broadcast_object_list(values, group=self.group, group_src=0)
+        return values[0]
 
     def decide(self, step: int, decide: Decide, seen: bool) -> tuple[bool, int, bool]:
         """What ``decide`` says of a step on the first rank, and whether any rank has ``seen`` SIGTERM: the same on all,
@@ -162,7 +165,7 @@ class Ranks:
             except Exception as error:  # noqa: BLE001 - the other ranks wait
                 failure = error
         numbers = [failure is not None, answer, gap, seen, step, -step]
-        failed, answers, gap, sigterms, last, first = self._maxima([int(number) for number in numbers])
+        failed, answers, gap, sigterms, last, first = self.maxima([int(number) for number in numbers])
         if failure is not None:
             raise failure
         if failed:
@@ -170,7 +173,8 @@ class Ranks:
         check_same_step(-first, last)
         return bool(answers), gap, bool(sigterms)
 
-    def _maxima(self, numbers: list[int]) -> list[int]:
+    def maxima(self, numbers: list[int]) -> list[int]:
+        """The highest of all ranks' numbers, one by one."""
         if self.size == 1:
             return numbers
         reduced = torch.tensor(numbers, dtype=torch.int64)

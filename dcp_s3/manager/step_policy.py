@@ -7,15 +7,17 @@ by ``|``.
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 
 from dcp_s3.errors import SettingsError
 from dcp_s3.manager.agree import Ranks
-from dcp_s3.manager.preemption import SigtermFlag
 from dcp_s3.units import parse_duration
 
 logger = logging.getLogger(__name__)
@@ -270,6 +272,33 @@ def _watches(policy: SavePolicyFunction | None) -> bool:
     return any(isinstance(each, SaveOnPreemption) for each in parts(policy))
 
 
+class SigtermFlag:
+    """Notes that SIGTERM has come, and calls the handler that was there before. For the main thread."""
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._process: int | None = os.getpid()
+        self._before = signal.signal(signal.SIGTERM, self._handle) or signal.SIG_DFL
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # Not in a process that was forked since, for example to load data: it has to end. Nor after `close`: whoever
+        # set a handler meanwhile may still call this one.
+        watching = os.getpid() == self._process
+        self.seen = self.seen or watching
+        if callable(self._before):
+            self._before(number, frame)
+        elif self._before == signal.SIG_DFL and not watching:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def close(self) -> None:
+        """Put the previous handler back, unless somebody has set another one meanwhile, which may call this one: it
+        only passes signals on from now on."""
+        self._process = None
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, self._before)
+
+
 class StepDecisions:
     """Decides which steps to save, the same on all ranks.
 
@@ -284,6 +313,7 @@ class StepDecisions:
         *,
         now: Callable[[], float] = time.monotonic,
         is_saving: Callable[[], bool] = lambda: False,
+        flag: SigtermFlag | None = None,
         most_steps: int = 100,
     ) -> None:
         self._ranks, self._now, self._is_saving, self._most_steps = ranks, now, is_saving, most_steps
@@ -291,7 +321,7 @@ class StepDecisions:
         self._by_step = tuple(each for each in parts(policy) if not asks_ranks(each))
         self._asked = tuple(each for each in parts(policy) if asks_ranks(each))
         self._exits = any(isinstance(each, SaveOnPreemption) and each.exit for each in self._asked)
-        self._flag = SigtermFlag() if _watches(policy) else None
+        self._flag = SigtermFlag() if flag is None and _watches(policy) else flag
         self.preempted = False
         """Whether SIGTERM has come to a rank, as all know."""
         self._saved_preempted = False
