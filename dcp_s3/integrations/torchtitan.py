@@ -27,8 +27,8 @@ from dcp_s3.manager.agree import Failures, Ranks
 from dcp_s3.manager.arguments import check_settings
 from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
 from dcp_s3.manager.inflight import SavesInFlight, save_in_background
-from dcp_s3.manager.restore import Restorer, load_error
-from dcp_s3.manager.select_checkpoint import ChosenCheckpoint, impatient, latest_order, step_order
+from dcp_s3.manager.restore import load_error
+from dcp_s3.manager.select_checkpoint import ChosenCheckpoint, choose, impatient, latest_order, step_order
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.marks import annotate
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
@@ -311,7 +311,7 @@ class S3CheckpointManager(CheckpointManager):
     def _choose(self, folder: str, step: int = -1) -> ChosenCheckpoint | None:
         """The checkpoint to resume from, the same on all ranks; None if there is none."""
         catalog = CheckpointCatalog(folder, settings=self._settings)
-        found = Restorer(catalog, self._ranks).choose(latest_order if step == -1 else step_order(step))
+        found = choose(catalog, self._ranks, latest_order if step == -1 else step_order(step))
         if found is None and step != -1:
             raise errors.CheckpointNotFoundError(
                 f"checkpoint.load_step = {step}, and there is no checkpoint under {folder}", url=folder

@@ -20,7 +20,6 @@ from dcp_s3.coordination.control_keys import ControlKeys, open_control_keys
 from dcp_s3.coordination.processes import CountedSave as CountedSave
 from dcp_s3.coordination.processes import count_save, current_attempt, end_era, withdraw
 from dcp_s3.errors import CheckpointError, SaveProtocolError
-from dcp_s3.manager.select_checkpoint import ChosenCheckpoint
 from dcp_s3.ranks import is_initialized
 from dcp_s3.save.separately import begin_separately, stage_separately
 from dcp_s3.save.writer import S3StorageWriter
@@ -30,10 +29,8 @@ from dcp_s3.tracebacks import portable
 from dcp_s3.url import CheckpointURL, parse_url
 
 T = TypeVar("T")
-Failures = dict[int, BaseException]
-"""Causes by rank."""
-Refuse = Callable[[Failures], Exception]
-"""Makes the error of the ranks on which nothing failed."""
+Failures = dict[int, BaseException]  # by rank
+Refuse = Callable[[Failures], Exception]  # makes the error of the ranks on which nothing failed
 Decide = Callable[[bool], tuple[bool, int]]
 """From whether a rank has seen SIGTERM: whether to save a step, and in how many steps to ask again."""
 
@@ -210,8 +207,6 @@ def check_same_run(runs: Sequence[Mapping[str, object]]) -> None:
             )
 
 
-# --- ranks without collectives ---------------------------------------------------------------------------
-
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 """Of the managers of this process, by what they are for, in the order of their first questions."""
 
@@ -243,8 +238,8 @@ class StoreRanks(Ranks):
         self._older: list[str] = []  # and between that and the one before it
         self._passed: dict[int, list[str]] = {}  # those that no rank needs once the save of a step is committed
 
-    def choose(self, request: object, find: Callable[[], ChosenCheckpoint | None]) -> ChosenCheckpoint | None:
-        """The checkpoint that the rank which comes first finds for a request; None: there is none."""
+    def choose(self, request: object, find: Callable[[], tuple[Any, ...] | None]) -> tuple[Any, ...] | None:
+        """What the rank that comes first finds for a request."""
         asked, self._restores = repr(request), self._restores + 1
         # The last save, too: a rank that has lost count must not take an old choice.
         theirs, found = self._settle(f"restore-{self._restores}-{self._last_save}", lambda: [asked, find()])
@@ -253,7 +248,7 @@ class StoreRanks(Ranks):
                 f"the ranks restore different checkpoints: this one asks for {asked} (step, metric, mode), another one "
                 f"for {theirs}. Remedy: call restore with the same arguments on all"
             )
-        return None if found is None else ChosenCheckpoint(*found)
+        return None if found is None else tuple(found)
 
     def decide(self, step: int, decide: Decide, seen: bool) -> tuple[bool, int, bool]:
         """See `Ranks.decide`: the rank that comes first decides, from whether any has said that it has seen SIGTERM."""
@@ -284,8 +279,6 @@ class StoreRanks(Ranks):
             self._number = next(self._numbers[self._about])
         return f"{self._about}-{self._number}-{name}"
 
-    # --- saves
-
     def count(self, url: str, step: int) -> CountedSave:
         """Count a save, before anything of it can fail on this rank alone. A SaveProtocolError if this process is
         another rank now, or one of another number."""
@@ -296,9 +289,8 @@ class StoreRanks(Ranks):
         if (now.rank, now.world_size) != (self.rank, self.size):
             raise SaveProtocolError(
                 f"{url} is not saved: the CheckpointManager was made on rank {self.rank} of {self.size}, which is rank "
-                f"{now.rank} of {now.world_size} now: a process group was made or destroyed since. What this process "
-                "holds must not be taken for the whole. Remedy: make the CheckpointManager after init_process_group(), "
-                "and close it before destroy_process_group()"
+                f"{now.rank} of {now.world_size} now: a process group was made or destroyed since. Remedy: make the "
+                "CheckpointManager after init_process_group(), and close it before destroy_process_group()"
             )
         return counted
 

@@ -21,8 +21,6 @@ from dcp_s3.retention.prune import check_grace
 from dcp_s3.setting_values import compile_step_pattern
 from dcp_s3.settings import Settings
 
-# --- calls -----------------------------------------------------------------------------------------------
-
 
 def check_step(step: object) -> int:
     """The step, which must be a whole number of 0 or more."""
@@ -101,9 +99,6 @@ def _kind(value: object) -> str:
     return type(value).__name__
 
 
-# --- states ----------------------------------------------------------------------------------------------
-
-
 def to_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
     """Replace each Stateful in the state by what its `state_dict` returns, as `dcp.save` does."""
     return {name: value.state_dict() if isinstance(value, Stateful) else value for name, value in state.items()}
@@ -117,8 +112,6 @@ def load_into(loaded: Mapping[str, Any], state: dict[str, Any]) -> None:
         else:
             state[name] = loaded[name]
 
-
-# --- managers --------------------------------------------------------------------------------------------
 
 StepFormat = str | Callable[[int], str]
 """A name with ``{step}`` in it, or a function of the step."""

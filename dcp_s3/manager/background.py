@@ -30,8 +30,7 @@ class BackgroundRetention:
     """Runs one prune at a time. Saves that commit during a prune share the next one.
 
     The thread lives only while there is work. It is a daemon: a prune may be cut off anywhere, and the next one
-    finishes it. No failure leaves the thread. ``prune`` does the work; its argument is a function that raises if it
-    must end early.
+    finishes it. ``prune`` does the work; its argument is a function that raises if it must end early.
     """
 
     def __init__(self, prune: Callable[[Callable[[], None]], object], root: str) -> None:
@@ -66,10 +65,8 @@ class BackgroundRetention:
         self._stop.set()
         _open.discard(self)
         if thread is not None:
-            logger.warning(
-                "retention under %s was not done within %.0f s and is left to the next run, or to `dcp-s3 prune`",
-                self._root, timeout,
-            )  # fmt: skip
+            what = "retention under %s was not done within %.0f s and is left to the next run, or to `dcp-s3 prune`"
+            logger.warning(what, self._root, timeout)
         return thread is None
 
     def _work(self) -> None:
@@ -85,10 +82,8 @@ class BackgroundRetention:
             except Stopped:
                 pass
             except Exception:
-                logger.exception(
-                    "retention under %s failed and is tried again after the next save; nothing else is affected",
-                    self._root,
-                )
+                what = "retention under %s failed and is tried again after the next save; nothing else is affected"
+                logger.exception(what, self._root)
 
     def _wait(self, wait_committed: WaitCommitted) -> bool:
         """Wait for the commit. False if a later save has replaced it, or if it will not happen."""
@@ -134,7 +129,5 @@ def _at_exit() -> None:
     for left in list(_open):
         left._stop.set()
         if left._thread is not None:
-            logger.warning(
-                "retention under %s is cut off by the end of the process. Remedy: close the CheckpointManager",
-                left._root,
-            )
+            what = "retention under %s is cut off by the end of the process. Remedy: close the CheckpointManager"
+            logger.warning(what, left._root)

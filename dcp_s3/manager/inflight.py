@@ -85,13 +85,13 @@ def stage_save(
 
 @dataclass(eq=False)
 class SaveInFlight:
-    """A save that waits for its upload, or uploads. ``ended`` is set when its end has been handled, shortly after the
-    future is done."""
+    """A save that waits for its upload, or uploads."""
 
     number: int
     step: int
     url: str
     ended: threading.Event = field(default_factory=threading.Event)
+    """Set when its end has been handled, shortly after the future is done."""
     failure: SaveFailedError | None = None
     begun: Any = None
     """What its `BeginUpload` returned."""
@@ -99,8 +99,7 @@ class SaveInFlight:
 
 class SavesInFlight:
     """The saves under way: one uploads, and up to ``queue`` of them are staged and wait. A failure is logged when it
-    happens, and kept until it is raised. The first rank logs what all ranks know.
-    """
+    happens, and kept until it is raised. The first rank logs what all ranks know."""
 
     def __init__(self, rank: int, *, queue: int = 0) -> None:
         self._rank, self._room = rank, queue
@@ -117,8 +116,6 @@ class SavesInFlight:
     def is_under_way(self) -> bool:
         """Whether a save has not ended."""
         return any(not save.ended.is_set() for save in self._saves)
-
-    # --- begin
 
     def make_room(self) -> None:
         """Wait until one more save may be staged: until all have ended, if they do not queue."""
@@ -178,8 +175,6 @@ class SavesInFlight:
             with self._changed:
                 self._uploads = False
             self._begin_next()
-
-    # --- results
 
     def fail(self, step: int, url: str, error: BaseException) -> SaveFailedError:
         """Log the failure of a save in a few words. Returns its error, which holds none of the state and so may be
@@ -242,9 +237,8 @@ class SavesInFlight:
             if save.failure or not save.ended.is_set()
         ]
         if lost and self._rank == 0:
-            logger.error(
-                "the process ends: %s. Remedy: close the CheckpointManager, or use it in a `with`", "; ".join(lost)
-            )
+            what = "the process ends: %s. Remedy: close the CheckpointManager, or use it in a `with`"
+            logger.error(what, "; ".join(lost))
 
 
 @atexit.register

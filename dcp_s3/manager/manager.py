@@ -23,7 +23,7 @@ from dcp_s3.manager.agree import CountedSave, Failures, Ranks, StoreRanks, check
 from dcp_s3.manager.arguments import DEFAULT_FORMAT, StepFormat, check_step, step_name
 from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
 from dcp_s3.manager.inflight import BeginUpload, Overlap, SavesInFlight, queue_length, stage_save
-from dcp_s3.manager.restore import Restorer, RunReader
+from dcp_s3.manager.restore import RunReader
 from dcp_s3.manager.select_checkpoint import look_at_disk
 from dcp_s3.manager.step_policy import SavePolicyFunction, StepDecisions, asks_ranks, check_policy
 from dcp_s3.reprs import one_line
@@ -47,8 +47,8 @@ _TERMINATED = 143
 class CheckpointManager(RunReader):
     """Saves and restores the checkpoints of a run, ``{root}/step-00001000`` and so on, and applies a retention policy.
 
-    With torch.distributed, every rank makes a manager and calls `save`, `should_save`, `restore` and `restart`, on which
-    the ranks agree: an error on one rank is an error on all, and the others' names it. The other methods are local.
+    With torch.distributed, every rank makes one and calls `save`, `should_save`, `restore` and `restart`, on which the
+    ranks agree: an error on one rank is an error on all, and the others name it. The other methods are local.
 
     Use it in a ``with``. Saves run in the background, one upload at a time. One that fails is logged at once, by the
     first rank, and raised once by the next `save`, `wait` or `close` of each rank, as `SaveFailedError`. After each
@@ -77,10 +77,10 @@ class CheckpointManager(RunReader):
             Needs permission to read only, and may be of another run's root. Only ``DCP_S3_READER_LEASE`` writes.
         process_group: a group with a CPU backend, used only for these saves and loads. None: a new gloo group of all
             ranks.
-        coordination: how the ranks come together: in ``collectives``, or on ``s3``, without a process group. There what
-            fails on one rank alone fails there alone. A save that cannot be whole without it is not committed, which the
-            others find out after ``DCP_S3_RANK_TIMEOUT``. Ranks are those of torch.distributed, or what the launcher
-            says. What waits on disks does not count.
+        coordination: how the ranks come together: in ``collectives``, or on ``s3``, without a process group. There a
+            rank that fails alone raises alone, and the save is aborted, which the others hear, or find out after
+            ``DCP_S3_RANK_TIMEOUT``. Ranks are those of torch.distributed, or what the launcher says. What waits on
+            disks does not count.
         replicas: with ``coordination="s3"``: which ranks hold the same plain tensors, objects and shards made by hand,
             see `S3StorageWriter`.
         overwrite: replace a committed checkpoint of the same step. Otherwise the save fails with CheckpointExistsError.
@@ -120,7 +120,7 @@ class CheckpointManager(RunReader):
         self.separate, self.replicas, self.weights_only = separate, replicas, weights_only
         self._should_save = None if read_only else should_save
         self._step_format = step_format
-        self._closed = self._ending = False
+        self._ending = False
         arguments.check_coordination(coordination, process_group)
 
         def configure() -> tuple[dict[str, object], dict[str, int | None]]:
@@ -129,7 +129,7 @@ class CheckpointManager(RunReader):
             self.retention = arguments.resolve_policy(retention, self.settings)
             arguments.check_separate(separate)
             check_policy(self._should_save)
-            self._queue = queue_length(overlap)
+            queue_length(overlap)
             prunes = self.retention is not None
             self.settings = arguments.check_settings(self.settings, prunes=prunes, step_format=step_format)
             self._catalog = CheckpointCatalog(self.root_url, settings=self.settings)
@@ -155,22 +155,14 @@ class CheckpointManager(RunReader):
             found = [configure()]
             self._ranks = self._joint = find_store_ranks(self.root, self.settings, read_only=read_only)
         self._left = {url: step for _, waiting in found for url, step in waiting.items()}
-        """Steps by URL that an earlier run left on disk and this run has not reached yet. If this run saves one of
-        them, it has diverged from that run, and replaces the old checkpoint."""
-        self._in_flight = SavesInFlight(self._ranks.rank, queue=self._queue)
+        self._in_flight = SavesInFlight(self._ranks.rank, queue=queue_length(overlap))
         # Beside a save under way, whose collectives must not mix with these.
-        apart = self._queue > 0 or asks_ranks(self._should_save)
+        apart = overlap != "wait" or asks_ranks(self._should_save)
         self._beside = self._ranks.apart() if apart and not read_only else self._ranks
         self._decisions = StepDecisions(self._should_save, self._beside, is_saving=lambda: self._in_flight.is_under_way)
-        self._restorer = Restorer(
-            self._catalog, self._ranks, weights_only=weights_only, disks=disks, finish=not read_only,
-            on_event=on_event,
-        )  # fmt: skip
         self._retention: BackgroundRetention | None = None
         if self.retention is not None and self._ranks.is_first and not read_only:
             self._retention = retain(self.root_url, self.retention, self.settings, on_event)
-
-    # --- save ----------------------------------------------------------------------------------------
 
     def save(
         self,
@@ -195,7 +187,7 @@ class CheckpointManager(RunReader):
 
         Args:
             state: as for `dcp.save`: a dict of tensors, DTensors, Stateful objects and so on.
-            metrics: numbers, text and bools to store with it. The first rank's metrics are used. See also `annotate`.
+            metrics: numbers, text and bools to store with it. The first rank's are used. See also `annotate`.
             extra: what else belongs to the checkpoint: text, numbers, bools, None, lists and dicts of these, at most 64
                 KiB as JSON. The first rank's is stored. `extra` reads it, ``dcp-s3 show`` and ``ls --json`` show it.
             attachments: bytes of small files by name, see `S3StorageWriter.attach`. One rank is enough.
@@ -206,9 +198,8 @@ class CheckpointManager(RunReader):
             Whether the step is saved: False if the policy ``should_save`` says no.
 
         Raises:
-            SaveFailedError: with ``blocking``: this save failed. Otherwise: an earlier save failed, and this state was
-                not saved, or with ``coordination="s3"`` is being saved all the same. Or a rank cannot go on, or a
-                ``state_dict`` in the state raised on a rank.
+            SaveFailedError: with ``blocking``: this save failed. Or an earlier save failed, and this state was not
+                saved, or with ``coordination="s3"`` is being saved all the same. Or a rank cannot go on.
             SaveProtocolError: the ranks save different steps, or a metric cannot be stored.
             SystemExit: SIGTERM has come, see `SaveOnPreemption`.
             SettingsError: something in ``extra`` cannot be stored.
@@ -230,8 +221,7 @@ class CheckpointManager(RunReader):
 
         def begin() -> tuple[int, bool, int]:
             nonlocal counted
-            if not self._queue:
-                saves.settle()
+            (saves.settle if blocking else saves.make_room)()
             self._check_open()
             arguments.check_save(step, state)
             url = self.url(step)
@@ -255,11 +245,10 @@ class CheckpointManager(RunReader):
             collected = self._agree_on_save(step, state, begin)
             writer, url = made[0], self.url(step)
             self._decisions.saved(step)
-            if self._left.pop(url, url) != url and ranks.is_first:
+            if url in self._left:
+                del self._left[url]
                 logger.warning("%s waited on disk from an earlier run: it is saved again and replaced", url)
-            saves.make_room()
             if blocking and ranks.collective:
-                saves.settle()
                 upload: BeginUpload = functools.partial(
                     state_dict_saver.save, collected, storage_writer=writer, process_group=ranks.group, planner=planner
                 )
@@ -280,23 +269,15 @@ class CheckpointManager(RunReader):
     def _agree_on_save(
         self, step: int, state: Mapping[str, Any], begin: Callable[[], tuple[int, bool, int]]
     ) -> dict[str, Any]:
-        """Begin the save of a step on all ranks. Returns the state, in which each Stateful is replaced by its state
-        dict."""
+        """Begin the save of a step on all ranks. Returns the state, each Stateful in it replaced by its state dict."""
 
         def refuse(failures: Failures) -> errors.SaveFailedError:
             why = name_failed(failures) if failures else "an earlier save failed on another rank"
-            return errors.SaveFailedError(
-                f"step {step} is not saved: {why}", url=self.url(step), step=step, failures=failures
-            )
+            what = f"step {step} is not saved: {why}"
+            return errors.SaveFailedError(what, url=self.url(step), step=step, failures=failures)
 
         found = self._beside.agree(begin, refuse)
-        steps = {rank: each for rank, (each, _, _) in enumerate(found)}
-        if len(set(steps.values())) > 1:
-            raise errors.SaveProtocolError(
-                f"the ranks save different steps to {self.root}: {steps} (by rank). Remedy: call save with the same "
-                "step on all",
-                url=self.root_url,
-            )
+        self._check_same_step("save", [step for step, _, _ in found], errors.SaveProtocolError)
         # The newest one that failed on any rank may not have ended on the others yet.
         if failed := max(number for _, _, number in found):
             self._in_flight.settle(failed)
@@ -324,26 +305,20 @@ class CheckpointManager(RunReader):
             self.save(step, *args, force=True, blocking=True, **options)
             status = 0
         except Exception as error:  # noqa: BLE001 - whatever it is, the process is killed soon
-            logger.error(  # noqa: TRY400 - without a traceback
-                "SIGTERM came, and step %d was not committed; what was committed before is untouched: %s", step, error
-            )
-        try:
+            what = "SIGTERM came, and step %d was not committed; what was committed before is untouched: %s"
+            logger.error(what, step, error)  # noqa: TRY400 - without a traceback
+        with contextlib.suppress(errors.SaveFailedError):  # which is logged
             self.close(retention_timeout=_EXIT_RETENTION)
-        except Exception as error:  # noqa: BLE001
-            logger.error("the CheckpointManager was not closed: %s", error)  # noqa: TRY400
         raise SystemExit(status)
 
     def should_save(self, step: int) -> bool:
         """Whether `save` saves a step, by the policy ``should_save``; True without one. The same on all ranks, all of
         which call it, with the same steps. The step that was saved or restored last is not saved again.
 
-        With ``coordination="s3"`` they do not meet: the first rank to ask decides, and the others read what it said, in
-        the store of the process group or, without one, on S3.
-
-        What depends on steps alone costs nothing. For the clock and for SIGTERM the ranks meet in one all-reduce of 40
-        bytes over gloo, in which all wait for the slowest. They do so rarely: at half of the steps that are left until
-        a save is due, at least every 100, and with `SaveOnPreemption` about once a second. So a save may be late by a
-        step or two. Functions of your own are asked at each step.
+        What depends on steps alone costs nothing. For the clock and for SIGTERM the ranks come together, rarely: at
+        half of the steps that are left until a save is due, at least every 100, and with `SaveOnPreemption` about once
+        a second. So a save may be late by a step or two. Functions of your own are asked at each step, on the first
+        rank, or with ``coordination="s3"`` on the one that comes first.
 
         >>> with CheckpointManager("s3://bucket/run", should_save=SaveEvery(steps=1000)) as manager:
         ...     for step in range(2001, 4001):
@@ -377,16 +352,13 @@ class CheckpointManager(RunReader):
 
     def wait(self) -> None:
         """Wait for all saves under way: until they are committed, or with ``DCP_S3_DURABILITY=local`` until they are on
-        local disks.
+        local disks. A SaveFailedError if one has failed.
 
         >>> with CheckpointManager("s3://bucket/run") as manager:
         ...     saved = manager.save(3000, state)
         ...     manager.wait()
         ...     latest("s3://bucket/run").step
         3000
-
-        Raises:
-            SaveFailedError: a save has failed.
         """
         self._in_flight.settle()
         self._in_flight.raise_failure()
@@ -414,53 +386,9 @@ class CheckpointManager(RunReader):
         self._settle_step(step)
         annotate(self.url(step), metrics, settings=self.settings)
 
-    # --- the past and the end
-
-    def restart(self, step: int | None) -> None:
-        """Go back to the state of a step (None: of the beginning) that is still in memory, instead of `restore`. Every
-        rank calls it, before it saves a later step again.
-
-        Waits for the saves under way. What has failed on any rank until now is never merged with later saves, and with
-        ``coordination="s3"`` ranks of which some have failed alone are together again. Checkpoints of later steps stay:
-        only with ``overwrite`` they are saved again.
-
-        >>> with CheckpointManager("s3://bucket/run", overwrite=True) as manager:
-        ...     manager.restart(1000)
-        ...     manager.save(2000, state)
-        True
-
-        Raises:
-            StorageError: with ``coordination="s3"``: it is not certain what became of an earlier save.
-            CheckpointError: the manager is read_only or closed, or ``step`` is not a step.
-        """
-
-        def begin() -> int | None:
-            if self.read_only:
-                raise self._read_only_error("nothing is saved again")
-            self._settle(restart=True)
-            return None if step is None else check_step(step)
-
-        steps = self._ranks.agree(begin, self._refuse("the run does not go back"))
-        if len(set(steps)) > 1:
-            raise errors.CheckpointError(
-                f"the ranks go back to different steps: {dict(enumerate(steps))} (by rank). Remedy: call restart with "
-                "the same step on all",
-                url=self.root_url,
-            )
-        self._decisions.restored(step)
-
     def close(self, *, retention_timeout: float = RETENTION_TIMEOUT) -> None:
         """Wait for the saves under way, then for retention, at most ``retention_timeout`` seconds. Then free the
-        buffers.
-
-        >>> manager = CheckpointManager("s3://bucket/run")
-        >>> manager.save(3000, state)
-        True
-        >>> manager.close()
-
-        Raises:
-            SaveFailedError: a save has failed.
-        """
+        buffers. A SaveFailedError if a save has failed."""
         if self._closed:
             return
         self._in_flight.settle()
@@ -482,33 +410,3 @@ class CheckpointManager(RunReader):
             "read_only": self.read_only or None,
         }
         return one_line("CheckpointManager", repr(self.root_url), **shown)
-
-    def _settle(self, *, restart: bool = False) -> None:
-        self._in_flight.settle()
-        self._check_open()
-        if self._joint is not None and not self.read_only:
-            self._joint.end_era(restart=restart)
-
-    def _settle_step(self, step: int) -> None:
-        self._in_flight.settle_step(step)
-
-    def _restored(self, step: int) -> None:
-        # Up to this step, what an earlier run left is this run's own past.
-        self._left = {url: left for url, left in self._left.items() if (left or 0) > step}
-        self._in_flight.last_good = step
-        self._decisions.restored(step)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise errors.CheckpointError(
-                f"the CheckpointManager of {self.root} was closed. Remedy: close it after the last save, or make a new "
-                "one",
-                url=self.root_url,
-            )
-
-    def _read_only_error(self, what: str) -> errors.CheckpointError:
-        return errors.CheckpointError(
-            f"{what}: the CheckpointManager of {self.root} was made with read_only=True. Remedy: make one without, for "
-            "the root of this run",
-            url=self.root_url,
-        )

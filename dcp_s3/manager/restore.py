@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -23,35 +22,29 @@ from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager import arguments
 from dcp_s3.manager.agree import Failures, Ranks, StoreRanks, for_others
 from dcp_s3.manager.arguments import StepFormat, check_step, step_name
+from dcp_s3.manager.inflight import SavesInFlight
 from dcp_s3.manager.select_checkpoint import (
+    DRAIN_TIMEOUT,
     ChosenCheckpoint,
     Disk,
-    NotReady,
     Order,
-    best_of,
     best_order,
+    choose,
     find,
     impatient,
     latest_order,
     look_at_disk,
     step_order,
 )
+from dcp_s3.manager.step_policy import StepDecisions
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.policy import Mode, PolicyFunction
 from dcp_s3.settings import Settings
-from dcp_s3.spill.background import drain_in_background
-from dcp_s3.spill.store import open_store
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound="RunReader")
-
-DRAIN_TIMEOUT = 600.0
-"""Seconds without progress for which a restore waits for what drains from disks to S3."""
-
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between requests to S3 while a restore waits
-_REPORT_SECONDS = 30.0
 # Errors that mean: this checkpoint cannot be loaded, but another one may be.
 _UNUSABLE = (
     errors.CheckpointNotFoundError,
@@ -59,133 +52,6 @@ _UNUSABLE = (
     errors.UnsafeMetadataError,
     errors.ObjectNotFoundError,
 )
-
-
-class Restorer:
-    """Restores checkpoints of a run.
-
-    Args:
-        weights_only: see `S3StorageReader`.
-        disks: whether what waits on the disks for S3 counts, and is drained.
-        finish: whether checkpoints that are decided, and whose ranks died before the last object, are finished.
-    """
-
-    def __init__(
-        self,
-        catalog: CheckpointCatalog,
-        ranks: Ranks,
-        *,
-        weights_only: bool = True,
-        disks: bool = True,
-        finish: bool = True,
-        on_event: Listener | None = None,
-    ) -> None:
-        self._catalog, self._ranks, self._finish = catalog, ranks, finish
-        self._weights_only, self._disks, self._on_event = weights_only, disks, on_event
-
-    def restore(
-        self, state: dict[str, Any], order: Order, planner: LoadPlanner | None, request: object, drain_timeout: float
-    ) -> ChosenCheckpoint | None:
-        """Load the first checkpoint in ``order``, which was made of ``request``, that can be loaded. None if there is
-        none at all. Every rank calls it.
-
-        Raises:
-            RestoreFailedError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
-        """
-        passed_over: list[str] = []
-        ranks = self._ranks
-        while True:
-            choose = functools.partial(self.choose, order, passed_over, drain_timeout=drain_timeout)
-            found = ranks.choose(request, choose) if isinstance(ranks, StoreRanks) else choose()
-            failures = {} if found is None else self._load(found, state, planner)
-            if found is None or not failures:
-                return found
-            alone = not ranks.collective and ranks.size > 1
-            if alone or not all(isinstance(error, _UNUSABLE) for error in real_causes(failures).values()):
-                raise _restore_error(failures, found.url, found.step, ranks.rank, alone=alone)
-            if ranks.is_first:
-                why = f"{found.url} could not be restored {explain(failures)}"
-                logger.warning("%s. Looking for another one", why)
-            passed_over.append(found.url)
-
-    def step(self, order: Order) -> int | None:
-        """The first step in ``order``, for this rank alone."""
-        found = find(self._catalog, order, disks=(self._look(),))
-        return None if found is None else found.step
-
-    def choose(
-        self, order: Order, passed_over: Collection[str] = (), *, drain_timeout: float = DRAIN_TIMEOUT
-    ) -> ChosenCheckpoint | None:
-        """The checkpoint to load, the same on all ranks; None if there is none at all. Every rank calls it.
-
-        Waits for data that other ranks need from a disk, and that must reach S3 first: for ``drain_timeout`` seconds
-        without progress. ``passed_over`` are URLs of checkpoints that could not be loaded.
-
-        Raises:
-            CheckpointNotFoundError: there are checkpoints, but none that ``order`` selects.
-            CorruptCheckpointError, StorageError
-        """
-        began = moved = time.monotonic()
-        reported, pause, seen = began - _REPORT_SECONDS, _SHORTEST_PAUSE, (-1, -1)
-        while True:
-            disks = self._ranks.agree(self._look_and_drain, self._refuse)
-            now, left = time.monotonic(), (sum(disk.size for disk in disks), sum(len(disk.commits) for disk in disks))
-            if left != seen:
-                seen, moved = left, now
-            wait = now - moved <= drain_timeout
-            found = self._ranks.from_first(
-                lambda disks=disks, wait=wait: find(  # type: ignore[misc]
-                    self._catalog, order, passed_over=passed_over, disks=disks, wait=wait, finish=self._finish
-                )
-            )
-            if not isinstance(found, NotReady):
-                return found
-            if self._ranks.is_first and now - reported >= _REPORT_SECONDS:
-                reported = now
-                logger.warning("restore waits (for %.0f s now) for %s: %s", now - began, found.url, found.reason)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-
-    def _look(self) -> Disk:
-        return look_at_disk(self._catalog) if self._disks else Disk()
-
-    def _look_and_drain(self) -> Disk:
-        disk, settings = self._look(), self._catalog.settings
-        store = open_store(settings)
-        if store is not None and (disk.size or disk.commits):
-            drain_in_background(store, patience=settings.spill_after)
-        return disk
-
-    def _refuse(self, failures: Failures) -> errors.CheckpointError:
-        root = str(self._catalog.root)
-        return errors.CheckpointError(f"nothing is restored: {name_failed(failures)}", url=root)
-
-    def _load(self, found: ChosenCheckpoint, state: dict[str, Any], planner: LoadPlanner | None) -> Failures:
-        """Load on all ranks. Returns the causes by rank, the same on all ranks; empty if every rank has loaded it."""
-
-        def refuse(failures: Failures) -> errors.RestoreFailedError:
-            why = f"{found.url} is not restored: {name_failed(failures)}"
-            return errors.RestoreFailedError(why, url=found.url, step=found.step, failures=failures)
-
-        ranks, settings = self._ranks, self._catalog.settings
-        collected: dict[str, Any] = {}
-        # The state's own code is called before DCP's first collective and after its last.
-        ranks.agree(lambda: collected.update(arguments.to_state_dict(state)), refuse, alike=True)
-        reader = S3StorageReader(
-            found.url,
-            include_uncommitted=found.local,
-            weights_only=self._weights_only,
-            process_group=ranks.group,
-            settings=impatient(settings) if found.local else settings,
-            on_event=self._on_event,
-        )
-        mine = _load(collected, reader, ranks, planner)
-        if not mine:
-            try:
-                arguments.load_into(collected, state)
-            except Exception as error:  # noqa: BLE001 - all ranks are told
-                mine = {ranks.rank: for_others(error)}
-        return {rank: error for each in ranks.gather(mine) for rank, error in each.items()}
 
 
 def _load(state: dict[str, Any], reader: S3StorageReader, ranks: Ranks, planner: LoadPlanner | None) -> Failures:
@@ -230,9 +96,6 @@ def _failures_of(error: CheckpointException) -> Failures:
     return {rank: for_others(cause) for rank, (cause, _) in error.failures.items()}
 
 
-# --- what a manager reads --------------------------------------------------------------------------------
-
-
 class RunReader(ABC):
     """The checkpoints of a run, as `CheckpointManager` reads them."""
 
@@ -241,8 +104,17 @@ class RunReader(ABC):
     retention: PolicyFunction | None
     read_only: bool
     _step_format: StepFormat
+    weights_only: bool
+    on_event: Listener | None
+    _catalog: CheckpointCatalog
     _ranks: Ranks
-    _restorer: Restorer
+    _joint: StoreRanks | None
+    _in_flight: SavesInFlight
+    _decisions: StepDecisions
+    _left: dict[str, int | None]
+    """Steps by URL that an earlier run left on disk and this run has not reached yet. If this run saves one of them,
+    it has diverged from that run, and replaces the old checkpoint."""
+    _closed = False
 
     @property
     def root_url(self) -> str:
@@ -314,10 +186,89 @@ class RunReader(ABC):
                 "Remedy: call restore with the same arguments on all",
                 url=self.root_url,
             )
-        found = self._restorer.restore(state, orders[0], planner, requests[0], drain_timeout)
-        if found is not None:
-            self._restored(found.step)
+        passed_over: list[str] = []
+        ranks, alone = self._ranks, not self._ranks.collective and self._ranks.size > 1
+        while True:
+            find = functools.partial(
+                choose, self._catalog, ranks, orders[0], passed_over=passed_over, disks=self._uses_disks,
+                finish=not self.read_only, drain_timeout=drain_timeout,
+            )  # fmt: skip
+            chosen = find() if self._joint is None else self._joint.choose(requests[0], find)
+            if chosen is None:
+                return None
+            found = ChosenCheckpoint(*chosen)
+            failures = self._load(found, state, planner)
+            if not failures:
+                self._restored(found.step)
+                return found.step
+            if alone or not all(isinstance(error, _UNUSABLE) for error in real_causes(failures).values()):
+                raise _restore_error(failures, found.url, found.step, ranks.rank, alone=alone)
+            if ranks.is_first:
+                logger.warning("%s could not be restored %s. Looking for another one", found.url, explain(failures))
+            passed_over.append(found.url)
+
+    def _load(self, found: ChosenCheckpoint, state: dict[str, Any], planner: LoadPlanner | None) -> Failures:
+        """Load on all ranks. Returns the causes by rank, the same on all ranks; empty if every rank has loaded it."""
+
+        def refuse(failures: Failures) -> errors.RestoreFailedError:
+            why = f"{found.url} is not restored: {name_failed(failures)}"
+            return errors.RestoreFailedError(why, url=found.url, step=found.step, failures=failures)
+
+        collected: dict[str, Any] = {}
+        # The state's own code is called before DCP's first collective and after its last.
+        self._ranks.agree(lambda: collected.update(arguments.to_state_dict(state)), refuse, alike=True)
+        reader = S3StorageReader(
+            found.url,
+            include_uncommitted=found.local,
+            weights_only=self.weights_only,
+            process_group=self._ranks.group,
+            settings=impatient(self.settings) if found.local else self.settings,
+            on_event=self.on_event,
+        )
+        mine = _load(collected, reader, self._ranks, planner)
+        if not mine:
+            try:
+                arguments.load_into(collected, state)
+            except Exception as error:  # noqa: BLE001 - all ranks are told
+                mine = {self._ranks.rank: for_others(error)}
+        return {rank: error for each in self._ranks.gather(mine) for rank, error in each.items()}
+
+    @property
+    def _uses_disks(self) -> bool:
+        return self._ranks.collective and not self.read_only
+
+    def _first(self, order: Order) -> int | None:
+        disk = look_at_disk(self._catalog) if self._uses_disks else Disk()
+        found = find(self._catalog, order, disks=(disk,))
         return None if found is None else found.step
+
+    def restart(self, step: int | None) -> None:
+        """Go back to the state of a step (None: of the beginning) that is still in memory, instead of `restore`. Every
+        rank calls it, before it saves a later step again.
+
+        Waits for the saves under way. What has failed on any rank until now is never merged with later saves, and with
+        ``coordination="s3"`` ranks of which some have failed alone are together again. Checkpoints of later steps stay:
+        only with ``overwrite`` they are saved again.
+
+        >>> with CheckpointManager("s3://bucket/run", overwrite=True) as manager:
+        ...     manager.restart(1000)
+        ...     manager.save(2000, state)
+        True
+
+        Raises:
+            StorageError: with ``coordination="s3"``: it is not certain what became of an earlier save.
+            CheckpointError: the manager is read_only or closed, or ``step`` is not a step.
+        """
+
+        def begin() -> int | None:
+            if self.read_only:
+                raise self._read_only_error("nothing is saved again")
+            self._settle(restart=True)
+            return None if step is None else check_step(step)
+
+        steps = self._ranks.agree(begin, self._refuse("the run does not go back"))
+        self._check_same_step("restart", steps, errors.CheckpointError)
+        self._decisions.restored(step)
 
     def latest_step(self) -> int | None:
         """The step that `restore` would load, as this rank sees it; None if there is none.
@@ -328,7 +279,7 @@ class RunReader(ABC):
         Raises:
             CorruptCheckpointError, StorageError
         """
-        return self._restorer.step(latest_order)
+        return self._first(latest_order)
 
     def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
         """The step with the best value of a metric, as this rank sees it; None if there is none.
@@ -341,7 +292,7 @@ class RunReader(ABC):
             SettingsError: it is undefined or ambiguous what is best.
             CorruptCheckpointError, StorageError
         """
-        return self._restorer.step(self._order("best", metric, mode))
+        return self._first(self._order("best", metric, mode))
 
     def extra(self, step: int) -> dict[str, Any]:
         """What was saved with a step as ``extra``; empty if nothing was. Waits for the save of this step if it is still
@@ -362,7 +313,7 @@ class RunReader(ABC):
 
     def _order(self, step: int | str | None, metric: str | None, mode: Mode | None) -> Order:
         if step == "best":
-            return best_order(*best_of(self.retention, metric, mode))
+            return best_order(self.retention, metric, mode)
         if step is None or step == "latest":
             return latest_order
         return step_order(check_step(step))
@@ -387,14 +338,31 @@ class RunReader(ABC):
     def close(self) -> None:
         """End the work of the manager."""
 
-    @abstractmethod
-    def _settle(self) -> None:
-        """Before a restore: wait for the saves under way, end this era, and check that the manager is open."""
+    def _settle(self, *, restart: bool = False) -> None:
+        self._in_flight.settle()
+        self._check_open()
+        if self._joint is not None and not self.read_only:
+            self._joint.end_era(restart=restart)
 
-    @abstractmethod
     def _settle_step(self, step: int) -> None:
-        """Wait for the current save if it is of this step."""
+        self._in_flight.settle_step(step)
 
-    @abstractmethod
     def _restored(self, step: int) -> None:
-        """The run goes on from a step."""
+        # Up to this step, what an earlier run left is this run's own past.
+        self._left = {url: left for url, left in self._left.items() if (left or 0) > step}
+        self._in_flight.last_good = step
+        self._decisions.restored(step)
+
+    def _check_same_step(self, call: str, steps: Sequence[int | None], error: type[errors.CheckpointError]) -> None:
+        if len(set(steps)) > 1:
+            told = f"the ranks {call} different steps of {self.root}: {dict(enumerate(steps))} (by rank)"
+            raise error(f"{told}. Remedy: call {call} with the same step on all", url=self.root_url)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            why = f"the CheckpointManager of {self.root} was closed"
+            raise errors.CheckpointError(f"{why}. Remedy: close it after the last save, or make a new one")
+
+    def _read_only_error(self, what: str) -> errors.CheckpointError:
+        why = f"the CheckpointManager of {self.root} was made with read_only=True"
+        return errors.CheckpointError(f"{what}: {why}. Remedy: make one without, for the root of this run")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,10 +14,13 @@ from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.checkpoint.look import find_damage, tell_unreadable
 from dcp_s3.coordination.processes import finish_decided
+from dcp_s3.failures import name_failed
 from dcp_s3.format.control_files import Manifest, ObjectEntry
+from dcp_s3.manager.agree import Failures, Ranks
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.policy import AnyOf, KeepBest, Mode, PolicyFunction, best_first
 from dcp_s3.settings import Settings
+from dcp_s3.spill.background import drain_in_background
 from dcp_s3.spill.local import find_commits, find_kept, find_waiting
 from dcp_s3.spill.store import open_store
 from dcp_s3.url import parse_url
@@ -25,6 +30,10 @@ logger = logging.getLogger(__name__)
 Order = Callable[[Sequence[CheckpointInfo]], list[CheckpointInfo]]
 """Selects and sorts checkpoints: the one to try first comes first."""
 
+DRAIN_TIMEOUT = 600.0
+"""Seconds without progress for which a restore waits for what drains from disks to S3."""
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between requests to S3 while a restore waits
+_REPORT_SECONDS = 30.0
 _ATTEMPTS = 3  # attempts for an S3 request that the disks may answer too
 
 
@@ -56,25 +65,19 @@ def step_order(step: int) -> Order:
     return lambda infos: [info for info in latest_order(infos) if info.step == step]
 
 
-def best_order(metric: str, mode: Mode) -> Order:
-    """Checkpoints with a finite value of a metric, the best first."""
-    return lambda infos: best_first(latest_order(infos), metric, mode)
-
-
-def best_of(policy: PolicyFunction | None, metric: str | None, mode: Mode | None) -> tuple[str, Mode]:
-    """What "best" means: the arguments, or else the `KeepBest` of the retention policy. Of a metric without a mode:
-    that of its `KeepBest`, else ``min``. A SettingsError if there is no `KeepBest`, or several that differ."""
+def best_order(policy: PolicyFunction | None, metric: str | None, mode: Mode | None) -> Order:
+    """Checkpoints with a finite value of a metric, the best first. What is not given is that of the `KeepBest` in the
+    retention policy; the mode else ``min``. A SettingsError if there is none to name the metric, or several differ."""
     parts = policy.policies if isinstance(policy, AnyOf) else (policy,)
-    found = {(part.metric, part.mode) for part in parts if isinstance(part, KeepBest)}
-    if metric is not None:
-        modes = {kept for name, kept in found if name == metric}
-        return metric, mode or (modes.pop() if len(modes) == 1 else "min")
-    if len(found) != 1:
-        why = f"there are several KeepBest in the retention policy: {sorted(found)}" if found else (
+    kept = {(part.metric, part.mode) for part in parts if isinstance(part, KeepBest)}
+    kept = {each for each in kept if metric in (None, each[0])}
+    if metric is None and len(kept) != 1:
+        why = f"there are several KeepBest in the retention policy: {sorted(kept)}" if kept else (
             "there is no KeepBest in the retention policy"
         )  # fmt: skip
         raise errors.SettingsError(f"which checkpoint is the best? {why}. Remedy: pass metric='val_loss', mode='min'")
-    return found.pop()
+    name, found = kept.pop() if len(kept) == 1 else (metric or "", "min")
+    return lambda infos: best_first(latest_order(infos), name, mode or found)
 
 
 def find(
@@ -86,18 +89,14 @@ def find(
     wait: bool = True,
     finish: bool = False,
 ) -> ChosenCheckpoint | NotReady | None:
-    """The first checkpoint in ``order`` that can be loaded. None if the run has no checkpoints.
+    """The first checkpoint in ``order`` that can be loaded. None if the run has no checkpoints, a
+    CheckpointNotFoundError if ``order`` selects none of them, a CorruptCheckpointError if none of those can be loaded.
 
     Args:
         passed_over: URLs of checkpoints that could not be loaded.
         disks: what each rank has on its disk.
         wait: return a checkpoint that still waits on disks for S3, rather than pass it over.
         finish: write the last object of checkpoints that are decided, and whose ranks died before that.
-
-    Raises:
-        CheckpointNotFoundError: there are checkpoints, but none that ``order`` selects.
-        CorruptCheckpointError: the selected checkpoints cannot be loaded.
-        StorageError
     """
     waiting = {checkpoint.key: checkpoint for disk in disks for checkpoint in disk.commits}
     listing = CheckpointCatalog(str(catalog.root), settings=impatient(catalog.settings)) if waiting else catalog
@@ -159,6 +158,45 @@ def _committed(catalog: CheckpointCatalog, *, finish: bool) -> list[CheckpointIn
     return [info for info in infos if info.committed and info.step is not None]
 
 
+def choose(
+    catalog: CheckpointCatalog, ranks: Ranks, order: Order, *, passed_over: Collection[str] = (), disks: bool = True,
+    finish: bool = True, drain_timeout: float = DRAIN_TIMEOUT,
+) -> ChosenCheckpoint | None:  # fmt: skip
+    """The checkpoint to load, the same on all ranks; None if there is none at all. Every rank calls it.
+
+    Waits for data that other ranks need from a disk, and that must reach S3 first: for ``drain_timeout`` seconds
+    without progress. ``disks``: whether what waits on the disks for S3 counts, and is drained. See also `find`.
+    """
+
+    def look() -> Disk:
+        disk = look_at_disk(catalog) if disks else Disk()
+        if (disk.size or disk.commits) and (store := open_store(catalog.settings)) is not None:
+            drain_in_background(store, patience=catalog.settings.spill_after)
+        return disk
+
+    def refuse(failures: Failures) -> errors.CheckpointError:
+        return errors.CheckpointError(f"nothing is restored: {name_failed(failures)}", url=str(catalog.root))
+
+    began = moved = time.monotonic()
+    reported, pause, before = began - _REPORT_SECONDS, _SHORTEST_PAUSE, (-1, -1)
+    while True:
+        seen = ranks.agree(look, refuse)
+        now, left = time.monotonic(), (sum(disk.size for disk in seen), sum(len(disk.commits) for disk in seen))
+        if left != before:
+            before, moved = left, now
+        wait = now - moved <= drain_timeout
+        found = ranks.from_first(
+            functools.partial(find, catalog, order, passed_over=passed_over, disks=seen, wait=wait, finish=finish)
+        )
+        if not isinstance(found, NotReady):
+            return found
+        if ranks.is_first and now - reported >= _REPORT_SECONDS:
+            reported = now
+            logger.warning("restore waits (for %.0f s now) for %s: %s", now - began, found.url, found.reason)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
 def impatient(settings: Settings) -> Settings:
     """Settings for requests that are repeated anyway, or that the disks can answer too."""
     attempts = min(_ATTEMPTS, settings.retry_attempts)
@@ -174,9 +212,6 @@ def _none_asked_for(catalog: CheckpointCatalog, there: Sequence[CheckpointInfo])
         f"{steps[0]} to {steps[-1]}). Remedy: `dcp-s3 ls {catalog.root}` shows their steps and metrics",
         url=str(catalog.root),
     )
-
-
-# --- what waits on the disks of the job's hosts ---------------------------------------------------------
 
 
 class WaitingCheckpoint(NamedTuple):

@@ -22,6 +22,9 @@ from dcp_s3.units import parse_duration
 
 logger = logging.getLogger(__name__)
 
+_COMMIT_SECONDS = 0.5  # after which a commit is noticed, at most: saves take seconds
+_NOTICE_SECONDS = 2.0  # after which a signal on another rank is noticed, about: what sends SIGTERM waits 30 s or more
+
 
 @dataclass(frozen=True)
 class SaveMoment:
@@ -195,20 +198,15 @@ class SaveContinuously(SavePolicy):
 
     def due_in(self, moment: SaveMoment) -> float:
         left = 0.0 if moment.last_step is None else max(0.0, float(self.min_seconds) - moment.seconds)
-        return max(left, COMMIT_SECONDS) if moment.saving else left
-
-
-COMMIT_SECONDS = 0.5
-"""Seconds after which a commit is noticed, at most. Saves take seconds."""
+        return max(left, _COMMIT_SECONDS) if moment.saving else left
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class SaveOnPreemption(SavePolicy):
     """Saves once when SIGTERM has come, on whichever rank: all ranks save the same step.
 
-    From when the manager is made until it is closed, SIGTERM no longer ends the process. The training ends itself, see
-    `CheckpointManager.preempted`, or with ``exit`` the save does. A handler that was there before is called, too. Made
-    in the main thread only.
+    While the manager is open, SIGTERM no longer ends the process. The training ends itself, see
+    `CheckpointManager.preempted`, or with ``exit`` the save does. A handler that was there before is called, too.
 
     >>> SaveEvery(steps=1000) | SaveOnPreemption(exit=True)
     SaveEvery(steps=1000) | SaveOnPreemption(exit=True)
@@ -224,11 +222,7 @@ class SaveOnPreemption(SavePolicy):
         return moment.preempted
 
     def due_in(self, moment: SaveMoment) -> float:
-        return NOTICE_SECONDS
-
-
-NOTICE_SECONDS = 2.0
-"""Seconds after which a signal on another rank is noticed, about. What sends SIGTERM waits 30 s or more."""
+        return _NOTICE_SECONDS
 
 
 def _check_steps(name: str, steps: object) -> None:
@@ -245,9 +239,6 @@ def _parse_seconds(policy: SavePolicy, name: str) -> float:
         raise SettingsError(f"{type(policy).__name__}: {name} = {given!r}: {error}") from None
     object.__setattr__(policy, name, float(seconds))
     return seconds
-
-
-# --- the decisions of all ranks --------------------------------------------------------------------------
 
 
 def check_policy(policy: object) -> None:
