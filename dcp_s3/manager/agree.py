@@ -9,22 +9,16 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_s3.coordination.control_keys import ControlKeys, open_control_keys
-from dcp_s3.coordination.processes import CountedSave as CountedSave
-from dcp_s3.coordination.processes import count_save, current_attempt, end_era, withdraw
+from dcp_s3.coordination.processes import CountedSave, count_save, current_attempt
 from dcp_s3.errors import CheckpointError, SaveProtocolError
 from dcp_s3.ranks import is_initialized
-from dcp_s3.save.separately import begin_separately, stage_separately
-from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import Settings, launch
-from dcp_s3.stage.stager import S3Stager
 from dcp_s3.tracebacks import portable
 from dcp_s3.url import CheckpointURL, parse_url
 
@@ -59,10 +53,8 @@ class Ranks:
         self.rank = dist.get_rank(group) if distributed else 0
         self.size = dist.get_world_size(group) if distributed else 1
         if self.rank < 0:
-            raise CheckpointError(
-                "this process is not in process_group. Remedy: make the CheckpointManager on the ranks of the group "
-                "only, or leave process_group out"
-            )
+            remedy = "make the CheckpointManager on the ranks of the group only, or leave process_group out"
+            raise CheckpointError(f"this process is not in process_group. Remedy: {remedy}")
 
     @property
     def is_first(self) -> bool:
@@ -190,10 +182,8 @@ def for_others(error: BaseException) -> BaseException:
 def check_same_step(first: int, last: int) -> None:
     """Refuse (SaveProtocolError) that the ranks ask about different steps."""
     if first != last:
-        raise SaveProtocolError(
-            f"the ranks ask whether to save different steps: {first} to {last}. Remedy: call should_save and save with "
-            "the same step on all"
-        )
+        remedy = "call should_save and save with the same step on all"
+        raise SaveProtocolError(f"the ranks ask whether to save different steps: {first} to {last}. Remedy: {remedy}")
 
 
 def check_same_run(runs: Sequence[Mapping[str, object]]) -> None:
@@ -201,10 +191,8 @@ def check_same_run(runs: Sequence[Mapping[str, object]]) -> None:
     for name in runs[0]:
         by_rank = {rank: run[name] for rank, run in enumerate(runs)}
         if any(value != runs[0][name] for value in by_rank.values()):
-            raise CheckpointError(
-                f"the ranks make CheckpointManagers with different {name}: {by_rank} (by rank). Remedy: pass the same "
-                "on all"
-            )
+            what = f"the ranks make CheckpointManagers with different {name}: {by_rank} (by rank)"
+            raise CheckpointError(f"{what}. Remedy: pass the same on all")
 
 
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -214,12 +202,7 @@ _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 class StoreRanks(Ranks):
     """The ranks of a job without collectives. What has to be the same on all, they settle by control keys, in the store
     of the process group or below the root: they come to the same questions in the same order, though at any time, and
-    the first answer stands.
-
-    Args:
-        keys: None: there is nobody else, or nothing can be written.
-        about: what the manager is for.
-        numbers: how many managers of a process have asked before, by what they are for.
+    the first answer stands. Without ``keys`` there is nobody else, or nothing can be written.
     """
 
     collective = False
@@ -280,8 +263,7 @@ class StoreRanks(Ranks):
         return f"{self._about}-{self._number}-{name}"
 
     def count(self, url: str, step: int) -> CountedSave:
-        """Count a save, before anything of it can fail on this rank alone. A SaveProtocolError if this process is
-        another rank now, or one of another number."""
+        """Count a save, before anything of it can fail on this rank alone."""
         counted = count_save(parse_url(url), self._settings, step=step)
         self._last_save, self._passed[step] = str(step), self._older
         self._older, self._recent = self._recent, []
@@ -294,29 +276,12 @@ class StoreRanks(Ranks):
             )
         return counted
 
-    def withdraw(self, save: CountedSave, error: BaseException) -> None:
-        """This rank does not begin a save that it has counted."""
-        withdraw(save, self._settings, error)
-
     def committed(self, step: int) -> None:
         """The save of a step is committed. All ranks have come past the answers from before the last save, a rank that
         a save was committed without, too."""
         old = self._passed.pop(step, [])
         if self.is_first and self._keys is not None and old:
             self._keys.remove(*old)  # at once: there may be hundreds, and the save ends after that
-
-    def end_era(self, *, restart: bool) -> None:
-        """Go back to an earlier state: what was begun and is not committed is never merged with later saves. Every rank
-        calls it equally often; after one with ``restart`` they are together again if they were not. A StorageError if
-        that is not certain."""
-        end_era(self._root, self._settings, restart=restart)
-
-    def stage(
-        self, state: dict[str, Any], writer: S3StorageWriter, stager: S3Stager, planner: SavePlanner | None
-    ) -> Callable[[], Future[None]]:
-        """Copy this rank's part of a state (StagingError: it cannot be). Returns what begins its upload."""
-        copies = [stage_separately(state, writer, stager)]
-        return lambda: begin_separately(copies.pop(), writer, rank=self.rank, planner=planner).committed
 
 
 def find_store_ranks(root: CheckpointURL, settings: Settings, *, read_only: bool) -> StoreRanks:

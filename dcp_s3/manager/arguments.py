@@ -77,16 +77,14 @@ def _check_order(call: str, **given: object) -> None:
     (first, one), (second, other) = given.items()
     step, mapping = (one, other) if first == "step" else (other, one)
     if isinstance(step, Mapping) and not isinstance(mapping, Mapping):
-        raise errors.CheckpointError(
-            f"{first} is a {_kind(one)} and {second} a {_kind(other)}: the {first} comes first. Remedy: {call}"
-        )
+        kinds = f"{first} is a {_kind(one)} and {second} a {_kind(other)}"
+        raise errors.CheckpointError(f"{kinds}: the {first} comes first. Remedy: {call}")
 
 
 def _check_state(state: object) -> None:
     if not isinstance(state, Mapping):
-        raise errors.CheckpointError(
-            f"state is a {_kind(state)}, expected a dict by name, like {{'model': model, 'step': step}}"
-        )
+        expected = "a dict by name, like {'model': model, 'step': step}"
+        raise errors.CheckpointError(f"state is a {_kind(state)}, expected {expected}")
 
 
 def _show(value: object) -> str:
@@ -124,10 +122,8 @@ def check_coordination(coordination: object, process_group: object) -> None:
     if coordination not in ("collectives", "s3"):
         raise errors.CheckpointError(f"coordination = {_show(coordination)}, expected 'collectives' or 's3'")
     if coordination == "s3" and process_group is not None:
-        raise errors.CheckpointError(
-            "a CheckpointManager with coordination='s3' uses no process group, and all ranks of the job save. Remedy: "
-            "leave process_group out"
-        )
+        why = "a CheckpointManager with coordination='s3' uses no process group, and all ranks of the job save"
+        raise errors.CheckpointError(f"{why}. Remedy: leave process_group out")
 
 
 def check_separate(separate: object) -> None:

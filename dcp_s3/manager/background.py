@@ -19,11 +19,14 @@ from dcp_s3.settings import Settings
 logger = logging.getLogger(__name__)
 
 _SLICE = 1.0  # seconds between checks whether a commit is done, or no longer awaited
-
 WaitCommitted = Callable[[float], None]
 """Waits at most this many seconds for a save to be committed. TimeoutError: it is not committed yet."""
 
 _open: weakref.WeakSet[BackgroundRetention] = weakref.WeakSet()
+
+
+class Stopped(Exception):  # noqa: N818 - not an error
+    """Ends a prune early."""
 
 
 class BackgroundRetention:
@@ -117,10 +120,6 @@ def retain(
 def commit_of(writer: S3StorageWriter, settings: Settings) -> WaitCommitted:
     """Waits for the commit of a save that has ended well. With durability s3 it is committed then."""
     return writer.wait_committed if settings.durability == "local" else lambda _: None
-
-
-class Stopped(Exception):  # noqa: N818 - not an error
-    """Ends a prune early."""
 
 
 @atexit.register

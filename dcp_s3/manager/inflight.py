@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from dcp_s3.boundary import frames_of_others
 from dcp_s3.errors import SaveFailedError, SaveProtocolError, SettingsError
 from dcp_s3.failures import Failed, first_cause, left_by_save, panel
-from dcp_s3.manager.agree import Ranks, StoreRanks, for_others
+from dcp_s3.manager.agree import Ranks, for_others
+from dcp_s3.save.separately import begin_separately, stage_separately
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.stage.handover import FailedStaging
 from dcp_s3.stage.pool import GENERATIONS
@@ -75,8 +76,9 @@ def stage_save(
 ) -> BeginUpload:
     """Copy a state. Returns what begins its upload, on all ranks. A StagingError if the state cannot be copied, and
     there are no other ranks, or they are not `collective`."""
-    if isinstance(ranks, StoreRanks):
-        return ranks.stage(state, writer, stager, planner)
+    if not ranks.collective:
+        copies = [stage_separately(state, writer, stager)]
+        return lambda: begin_separately(copies.pop(), writer, rank=ranks.rank, planner=planner).committed
     began = time.monotonic()
     copied = stager.stage_now(state)
     staged = StagedBefore(copied, time.monotonic() - began)

@@ -16,10 +16,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_s3 import errors
 from dcp_s3.coordination.ownership import Replicas
+from dcp_s3.coordination.processes import CountedSave, withdraw
 from dcp_s3.events import Listener
 from dcp_s3.failures import name_failed
 from dcp_s3.manager import arguments
-from dcp_s3.manager.agree import CountedSave, Failures, Ranks, StoreRanks, check_same_run, find_store_ranks
+from dcp_s3.manager.agree import Failures, Ranks, check_same_run, find_store_ranks
 from dcp_s3.manager.arguments import DEFAULT_FORMAT, StepFormat, check_step, step_name
 from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
 from dcp_s3.manager.inflight import BeginUpload, Overlap, SavesInFlight, queue_length, stage_save
@@ -37,11 +38,8 @@ from dcp_s3.url import parse_url
 
 logger = logging.getLogger(__name__)
 
-RETENTION_TIMEOUT = 60.0
-"""Seconds for which `CheckpointManager.close` waits for retention."""
-_EXIT_RETENTION = 5.0  # when SIGTERM ends the process
-_TERMINATED = 143
-"""Exit status of a process that SIGTERM ended: 128 + 15."""
+_EXIT_RETENTION = 5.0  # seconds for which retention is waited for when SIGTERM ends the process
+_TERMINATED = 143  # exit status of a process that SIGTERM ended: 128 + 15
 
 
 class CheckpointManager(RunReader):
@@ -145,7 +143,7 @@ class CheckpointManager(RunReader):
             return run, {each.info.url: each.info.step for each in waiting}
 
         disks = coordination == "collectives" and not read_only
-        self._joint: StoreRanks | None = None
+        self._joint = None
         if coordination == "collectives":
             # First: through the group the other ranks learn if the arguments of one rank are wrong.
             self._ranks = Ranks(process_group)
@@ -257,10 +255,10 @@ class CheckpointManager(RunReader):
             begun = True
             save = saves.start(step, url, upload, functools.partial(self._saved, writer, step), wait=blocking)
         except BaseException as error:
-            if self._joint is not None and counted is not None:
+            if counted is not None:
                 self._decisions.saved(step, again=True)
                 if not begun:
-                    self._joint.withdraw(counted, error)
+                    withdraw(counted, self.settings, error)
             raise
         if self._joint is not None:
             saves.raise_failure(save.number - 1)  # of an earlier save: the other ranks, too, have begun this one
@@ -381,12 +379,11 @@ class CheckpointManager(RunReader):
         if self.read_only:
             raise self._read_only_error("nothing is annotated")
         arguments.check_annotate(step, metrics)
-        if not self._ranks.is_first:
-            return
-        self._settle_step(step)
-        annotate(self.url(step), metrics, settings=self.settings)
+        if self._ranks.is_first:
+            self._in_flight.settle_step(step)
+            annotate(self.url(step), metrics, settings=self.settings)
 
-    def close(self, *, retention_timeout: float = RETENTION_TIMEOUT) -> None:
+    def close(self, *, retention_timeout: float = 60.0) -> None:
         """Wait for the saves under way, then for retention, at most ``retention_timeout`` seconds. Then free the
         buffers. A SaveFailedError if a save has failed."""
         if self._closed:

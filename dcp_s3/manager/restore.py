@@ -15,27 +15,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcp_s3 import errors
+from dcp_s3.coordination.processes import end_era
 from dcp_s3.events import Listener
 from dcp_s3.failures import Failed, explain, left_by_load, name_failed, panel, real_causes
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager import arguments
+from dcp_s3.manager import select_checkpoint as select
 from dcp_s3.manager.agree import Failures, Ranks, StoreRanks, for_others
 from dcp_s3.manager.arguments import StepFormat, check_step, step_name
 from dcp_s3.manager.inflight import SavesInFlight
-from dcp_s3.manager.select_checkpoint import (
-    DRAIN_TIMEOUT,
-    ChosenCheckpoint,
-    Disk,
-    Order,
-    best_order,
-    choose,
-    find,
-    impatient,
-    latest_order,
-    look_at_disk,
-    step_order,
-)
 from dcp_s3.manager.step_policy import StepDecisions
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.policy import Mode, PolicyFunction
@@ -52,28 +41,6 @@ _UNUSABLE = (
     errors.UnsafeMetadataError,
     errors.ObjectNotFoundError,
 )
-
-
-def _load(state: dict[str, Any], reader: S3StorageReader, ranks: Ranks, planner: LoadPlanner | None) -> Failures:
-    """Run `dcp.load` in place. Returns the failures by rank."""
-    try:
-        with warnings.catch_warnings():
-            if not ranks.collective:
-                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as meant
-            state_dict_loader.load(
-                state,
-                storage_reader=reader,
-                process_group=ranks.group,
-                planner=planner or S3LoadPlanner(),  # its errors name the checkpoint
-                no_dist=not ranks.collective,
-            )
-    except CheckpointException as error:
-        failures = _failures_of(error)
-        # Without collectives, torch takes each rank for the only one.
-        return failures if ranks.collective else {ranks.rank: failures[0]}
-    except Exception as error:  # noqa: BLE001 - all ranks are told
-        return {ranks.rank: for_others(error)}
-    return {}
 
 
 def load_error(error: CheckpointException, url: str, step: int | None = None) -> errors.RestoreFailedError:
@@ -142,7 +109,7 @@ class RunReader(ABC):
         metric: str | None = None,
         mode: Mode | None = None,
         planner: LoadPlanner | None = None,
-        drain_timeout: float = DRAIN_TIMEOUT,
+        drain_timeout: float = select.DRAIN_TIMEOUT,
     ) -> int | None:
         """Load a checkpoint into ``state``, in place. Every rank calls it; the first rank chooses for all.
 
@@ -170,7 +137,7 @@ class RunReader(ABC):
             SettingsError: it is undefined or ambiguous what is best.
             StorageError
         """
-        orders: list[Order] = []
+        orders: list[select.Order] = []
 
         def begin() -> tuple[int | str | None, str | None, Mode | None]:
             self._settle()
@@ -190,13 +157,13 @@ class RunReader(ABC):
         ranks, alone = self._ranks, not self._ranks.collective and self._ranks.size > 1
         while True:
             find = functools.partial(
-                choose, self._catalog, ranks, orders[0], passed_over=passed_over, disks=self._uses_disks,
+                select.choose, self._catalog, ranks, orders[0], passed_over=passed_over, disks=self._uses_disks,
                 finish=not self.read_only, drain_timeout=drain_timeout,
             )  # fmt: skip
             chosen = find() if self._joint is None else self._joint.choose(requests[0], find)
             if chosen is None:
                 return None
-            found = ChosenCheckpoint(*chosen)
+            found = select.ChosenCheckpoint(*chosen)
             failures = self._load(found, state, planner)
             if not failures:
                 self._restored(found.step)
@@ -207,39 +174,46 @@ class RunReader(ABC):
                 logger.warning("%s could not be restored %s. Looking for another one", found.url, explain(failures))
             passed_over.append(found.url)
 
-    def _load(self, found: ChosenCheckpoint, state: dict[str, Any], planner: LoadPlanner | None) -> Failures:
+    def _load(self, found: select.ChosenCheckpoint, state: dict[str, Any], planner: LoadPlanner | None) -> Failures:
         """Load on all ranks. Returns the causes by rank, the same on all ranks; empty if every rank has loaded it."""
 
         def refuse(failures: Failures) -> errors.RestoreFailedError:
             why = f"{found.url} is not restored: {name_failed(failures)}"
             return errors.RestoreFailedError(why, url=found.url, step=found.step, failures=failures)
 
-        collected: dict[str, Any] = {}
+        ranks, collected = self._ranks, dict[str, Any]()
         # The state's own code is called before DCP's first collective and after its last.
-        self._ranks.agree(lambda: collected.update(arguments.to_state_dict(state)), refuse, alike=True)
+        ranks.agree(lambda: collected.update(arguments.to_state_dict(state)), refuse, alike=True)
         reader = S3StorageReader(
-            found.url,
-            include_uncommitted=found.local,
-            weights_only=self.weights_only,
-            process_group=self._ranks.group,
-            settings=impatient(self.settings) if found.local else self.settings,
-            on_event=self.on_event,
-        )
-        mine = _load(collected, reader, self._ranks, planner)
-        if not mine:
-            try:
-                arguments.load_into(collected, state)
-            except Exception as error:  # noqa: BLE001 - all ranks are told
-                mine = {self._ranks.rank: for_others(error)}
-        return {rank: error for each in self._ranks.gather(mine) for rank, error in each.items()}
+            found.url, include_uncommitted=found.local, weights_only=self.weights_only, process_group=ranks.group,
+            settings=select.impatient(self.settings) if found.local else self.settings, on_event=self.on_event,
+        )  # fmt: skip
+        mine: Failures = {}
+        try:
+            with warnings.catch_warnings():
+                if not ranks.collective:
+                    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as meant
+                planner = planner or S3LoadPlanner()  # its errors name the checkpoint
+                state_dict_loader.load(
+                    collected, storage_reader=reader, process_group=ranks.group, planner=planner,
+                    no_dist=not ranks.collective,
+                )  # fmt: skip
+            arguments.load_into(collected, state)
+        except CheckpointException as error:
+            mine = _failures_of(error)
+            # Without collectives, torch takes each rank for the only one.
+            mine = mine if ranks.collective else {ranks.rank: mine[0]}
+        except Exception as error:  # noqa: BLE001 - all ranks are told
+            mine = {ranks.rank: for_others(error)}
+        return {rank: error for each in ranks.gather(mine) for rank, error in each.items()}
 
     @property
     def _uses_disks(self) -> bool:
         return self._ranks.collective and not self.read_only
 
-    def _first(self, order: Order) -> int | None:
-        disk = look_at_disk(self._catalog) if self._uses_disks else Disk()
-        found = find(self._catalog, order, disks=(disk,))
+    def _first(self, order: select.Order) -> int | None:
+        disk = select.look_at_disk(self._catalog) if self._uses_disks else select.Disk()
+        found = select.find(self._catalog, order, disks=(disk,))
         return None if found is None else found.step
 
     def restart(self, step: int | None) -> None:
@@ -279,7 +253,7 @@ class RunReader(ABC):
         Raises:
             CorruptCheckpointError, StorageError
         """
-        return self._first(latest_order)
+        return self._first(select.latest_order)
 
     def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
         """The step with the best value of a metric, as this rank sees it; None if there is none.
@@ -307,16 +281,16 @@ class RunReader(ABC):
             CheckpointNotFoundError: there is no checkpoint of this step.
             CorruptCheckpointError, StorageError
         """
-        self._settle_step(check_step(step))
+        self._in_flight.settle_step(check_step(step))
         waiting = self.settings.spill_dir is not None and not self.read_only
         return S3StorageReader(self.url(step), include_uncommitted=waiting, settings=self.settings).extra()
 
-    def _order(self, step: int | str | None, metric: str | None, mode: Mode | None) -> Order:
+    def _order(self, step: int | str | None, metric: str | None, mode: Mode | None) -> select.Order:
         if step == "best":
-            return best_order(self.retention, metric, mode)
+            return select.best_order(self.retention, metric, mode)
         if step is None or step == "latest":
-            return latest_order
-        return step_order(check_step(step))
+            return select.latest_order
+        return select.step_order(check_step(step))
 
     def _refuse(self, what: str) -> Callable[[Failures], errors.CheckpointError]:
         return lambda failures: errors.CheckpointError(f"{what}: {name_failed(failures)}")
@@ -342,10 +316,7 @@ class RunReader(ABC):
         self._in_flight.settle()
         self._check_open()
         if self._joint is not None and not self.read_only:
-            self._joint.end_era(restart=restart)
-
-    def _settle_step(self, step: int) -> None:
-        self._in_flight.settle_step(step)
+            end_era(self.root, self.settings, restart=restart)
 
     def _restored(self, step: int) -> None:
         # Up to this step, what an earlier run left is this run's own past.

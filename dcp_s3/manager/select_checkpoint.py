@@ -290,10 +290,8 @@ def _try_local(
             missing = missing.intersection(*(disk.lacks(waiting) for disk in disks))
             if not missing:
                 return NotReady(info.url, step, f"{what}: it is being uploaded to S3")
-            logger.warning(
-                "%s is passed over: it waits on disk to be committed, but %d of its %d objects, the first %s, are "
-                "neither on S3 nor on a disk of this job",
-                info.url, len(missing), len(waiting.objects), min(missing),
-            )  # fmt: skip
+            lost = f"{len(missing)} of its {len(waiting.objects)} objects, the first {min(missing)}"
+            why = f"it waits on disk to be committed, but {lost}, are neither on S3 nor on a disk of this job"
+            logger.warning("%s is passed over: %s", info.url, why)
             return None
     return NotReady(info.url, step, f"{what}, but S3 does not answer: {away}")

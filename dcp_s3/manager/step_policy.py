@@ -22,6 +22,7 @@ from dcp_s3.units import parse_duration
 
 logger = logging.getLogger(__name__)
 
+_MOST_STEPS = 100
 _COMMIT_SECONDS = 0.5  # after which a commit is noticed, at most: saves take seconds
 _NOTICE_SECONDS = 2.0  # after which a signal on another rank is noticed, about: what sends SIGTERM waits 30 s or more
 
@@ -128,10 +129,8 @@ class SaveEvery(SavePolicy):
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.seconds is None):
-            raise SettingsError(
-                "SaveEvery takes either steps or seconds. Remedy, for both: SaveEvery(steps=1000) | "
-                "SaveEvery(seconds=600)"
-            )
+            both = "SaveEvery(steps=1000) | SaveEvery(seconds=600)"
+            raise SettingsError(f"SaveEvery takes either steps or seconds. Remedy, for both: {both}")
         if self.steps is not None:
             _check_steps("SaveEvery: steps", self.steps)
         elif _parse_seconds(self, "seconds") == 0:
@@ -244,14 +243,11 @@ def _parse_seconds(policy: SavePolicy, name: str) -> float:
 def check_policy(policy: object) -> None:
     """Refuse (SettingsError) what is no policy, or needs SIGTERM in another thread than the main one."""
     if policy is not None and not callable(policy):
-        raise SettingsError(
-            f"should_save is a {type(policy).__name__}, expected a policy, for example SaveEvery(steps=1000)"
-        )
+        kind = type(policy).__name__
+        raise SettingsError(f"should_save is a {kind}, expected a policy, for example SaveEvery(steps=1000)")
     if _watches(policy) and threading.current_thread() is not threading.main_thread():
-        raise SettingsError(
-            "SaveOnPreemption needs SIGTERM, which only the main thread can handle. Remedy: make the CheckpointManager "
-            "there"
-        )
+        why = "SaveOnPreemption needs SIGTERM, which only the main thread can handle"
+        raise SettingsError(f"{why}. Remedy: make the CheckpointManager there")
 
 
 def asks_ranks(policy: SavePolicyFunction | None) -> bool:
@@ -294,7 +290,7 @@ class StepDecisions:
     """Decides which steps to save, the same on all ranks.
 
     What goes by steps alone, each rank knows. For the rest the ranks come together (`Ranks.decide`), but not at each
-    step: at half of the steps that are left until a policy may say yes, at least every ``most_steps``.
+    step: at half of the steps that are left until a policy may say yes, at least every `_MOST_STEPS`.
     """
 
     def __init__(
@@ -305,10 +301,8 @@ class StepDecisions:
         now: Callable[[], float] = time.monotonic,
         is_saving: Callable[[], bool] = lambda: False,
         flag: SigtermFlag | None = None,
-        most_steps: int = 100,
     ) -> None:
-        self._ranks, self._now, self._is_saving, self._most_steps = ranks, now, is_saving, most_steps
-        self._always = policy is None
+        self._ranks, self._now, self._is_saving, self._always = ranks, now, is_saving, policy is None
         self._by_step = tuple(each for each in parts(policy) if not asks_ranks(each))
         self._asked = tuple(each for each in parts(policy) if asks_ranks(each))
         self._exits = any(isinstance(each, SaveOnPreemption) and each.exit for each in self._asked)
@@ -326,20 +320,17 @@ class StepDecisions:
         return self._exits and self.preempted and not self._saved_preempted
 
     def should_save(self, step: int) -> bool:
-        """Whether to save a step. The answer stays the same until something is saved or restored.
-
-        Raises:
-            SaveProtocolError: the ranks ask about different steps.
-            CheckpointError: a policy has failed on the first rank.
-        """
+        """Whether to save a step. The answer stays the same until something is saved or restored."""
         if self._always:
             return True
         if step == self._last_step:
             return step == self._again
         if self._answer is None or self._answer[0] != step:
             answer = any(policy(self._moment(step, self.preempted)) for policy in self._by_step)
+            look, last = self._look, self._gap
+            far = self._ranks.size > 1 and look is not None and look[0] <= step < look[0] + last
             # Where steps say yes, too, if SIGTERM is watched for: then this save is also the one for it.
-            if self._flag is not None if answer else self._is_due(step):
+            if self._flag is not None if answer else self._asked and not far:
                 answer = self._ask(step) or answer
             self._answer = step, answer
         return self._answer[1]
@@ -366,13 +357,6 @@ class StepDecisions:
         preempted = preempted and not self._saved_preempted
         return SaveMoment(step, self._last_step, self._now() - self._since, preempted, self._is_saving())
 
-    def _is_due(self, step: int) -> bool:
-        if not self._asked:
-            return False
-        if self._ranks.size == 1 or self._look is None:
-            return True
-        return not self._look[0] <= step < self._look[0] + self._gap
-
     def _ask(self, step: int) -> bool:
         seen = self.preempted or (self._flag is not None and self._flag.seen)
         answer, self._gap, seen = self._ranks.decide(step, lambda seen: self._decide(step, seen), seen)
@@ -395,4 +379,4 @@ class StepDecisions:
         # The pace may change, so only half of what is left, and at most twice as many steps as the last time.
         pace = max(1e-6, (self._now() - self._look[1]) / (step - self._look[0]))
         left = min(each.due_in(moment) if isinstance(each, SavePolicy) else 0.0 for each in self._asked)
-        return False, max(1, int(min(left / 2 / pace, 2 * self._gap, self._most_steps)))
+        return False, max(1, int(min(left / 2 / pace, 2 * self._gap, _MOST_STEPS)))
