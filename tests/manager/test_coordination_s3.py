@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import dcp_s3
 from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter, SaveEvery, SaveOnPreemption, errors
 from dcp_s3.offline.copy import download
-from tests.manager.counting import collectives, counted
+from tests.manager.counting import counted
 from tests.ranks import run_ranks
 
 _SHAPE = (7, 3)  # does not divide evenly
@@ -87,7 +87,7 @@ def _values(root: str) -> dict[int, list[float]]:
 # --- no collectives --------------------------------------------------------------------------------
 
 
-def _train_counting(root: str) -> tuple[list[str], list[str]]:
+def _train_counting(root: str) -> tuple[dict[str, int], dict[str, int]]:
     states = {step: _sharded(step) for step in (1, 2, 3)}
     blank = _sharded(0, dim=1)
     with counted() as called:
@@ -109,18 +109,17 @@ def _train_counting(root: str) -> tuple[list[str], list[str]]:
     dist.barrier()
     with counted() as control:
         dist.all_reduce(torch.ones(1))
-        dist.group.WORLD.allreduce(torch.ones(1)).wait()
+        dist.distributed_c10d._get_default_group().allreduce(torch.ones(1)).wait()
         dist.new_group()
     dist.barrier()  # gloo's ranks may still connect when the first has made its group
     return called, control
 
 
 def test_no_collective_is_called_and_no_group_made(memory_server: Any, root: str) -> None:
-    assert {"all_reduce", "barrier", "broadcast_object_list", "gather_object", "isend"} <= set(collectives())
     for called, control in run_ranks(2, _train_counting, root):
-        assert called == []
-        assert control.count("a collective of a group") >= 2
-        assert {"all_reduce", "new_group", "a new group"} <= set(control)
+        assert called == {"collectives": 0, "groups": 0}
+        assert control["collectives"] >= 2
+        assert control["groups"] == 1
     found = _committed(root)
     assert [info.step for info in found] == [2, 3]
     assert (found[-1].metrics["loss"], found[-1].metrics["late"]) == (1.0 / 3, 1.0)
@@ -156,7 +155,7 @@ def test_the_environment_says_who_the_ranks_are(memory_server: Any, root: str, t
     assert [(info.step, info.world_size) for info in found] == [(1, 3), (2, 3), (3, 3), (4, 2), (5, 2), (6, 2)]
     # torch's own reader takes it.
     download(found[2].url, tmp_path / "step-3")
-    loaded = {"model": {"w": torch.zeros(_SHAPE)}, "step": 0, "rank-2": torch.zeros(5)}
+    loaded: dict[str, Any] = {"model": {"w": torch.zeros(_SHAPE)}, "step": 0, "rank-2": torch.zeros(5)}
     dcp.load(loaded, storage_reader=dcp.FileSystemReader(tmp_path / "step-3"))
     assert torch.equal(loaded["model"]["w"], _whole(3))
     assert loaded["rank-2"].tolist() == [32.0] * 5
@@ -318,17 +317,6 @@ def test_what_was_called_with_a_group_is_saved_by_all_of_it_and_nothing_after_it
     for rank, told in enumerate(run_ranks(2, _end_the_group_early, root, overlap)):
         assert f"was made on rank {rank} of 2, which is rank 0 of 1 now" in told
     assert _values(root) == {1: [1.0, 1.0], 2: [2.0, 2.0]}
-
-
-def _save_over(root: str) -> str:
-    with CheckpointManager(root, coordination="s3") as manager:
-        return _save(manager, 1, 101.0)
-
-
-def test_where_a_checkpoint_is_every_rank_is_refused(memory_server: Any, root: str) -> None:
-    assert run_ranks(2, _save_over, root) == ["saved", "saved"]
-    assert all("already exists" in told for told in run_ranks(2, _save_over, root))
-    assert _values(root) == {1: [101.0, 101.0]}
 
 
 # --- what all restore -------------------------------------------------------------------------------

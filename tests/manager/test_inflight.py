@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -26,9 +27,8 @@ class Uploads:
 
     def start(self, *steps: int) -> None:
         for step in steps:
-            self.saves.start(
-                step, f"{ROOT}/{step}", lambda step=step: self._begin(step), lambda step=step: self.good.append(step)
-            )  # type: ignore[misc]
+            begin, done = functools.partial(self._begin, step), functools.partial(self.good.append, step)
+            self.saves.start(step, f"{ROOT}/{step}", begin, done)
 
     def fail(self, step: int) -> None:
         self.futures[step].set_exception(OSError(f"no room for {step}"))

@@ -15,7 +15,7 @@ from dcp_s3.events import Event, LoadStarted
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.manager.making import blank, is_of, state
 from tests.memory_s3 import Fault
-from tests.retention.making import delete, keys, put, save
+from tests.retention.making import delete, keys, put
 
 ROOT = f"s3://{BUCKET}/run"
 
@@ -66,13 +66,6 @@ def test_a_run_is_saved_restored_and_thinned_out(root: str, s3: Any) -> None:
 
 
 @pytest.mark.servers("memory")
-def test_a_blocking_save_is_committed_when_it_returns(root: str) -> None:
-    with CheckpointManager(root) as manager:
-        manager.save(7, state(7), blocking=True)
-        assert manager.latest_step() == 7
-
-
-@pytest.mark.servers("memory")
 def test_metrics_that_come_later_wait_for_their_save(root: str) -> None:
     with CheckpointManager(root) as manager:
         manager.save(1, state(1), {"loss": 3.0})
@@ -102,15 +95,6 @@ def test_a_step_that_is_there_is_an_error_unless_overwritten(root: str) -> None:
         loaded = blank()
         assert manager.restore(loaded) == 5  # waits for the save
         assert is_of(loaded, 55)
-
-
-@pytest.mark.servers("memory")
-def test_other_writers_checkpoints_under_the_root_count(root: str) -> None:
-    save(f"{root}/checkpoint-12")
-    save(f"{root}/final")
-    with CheckpointManager(root) as manager:
-        assert manager.latest_step() == 12
-        assert manager.restore({"step": 0}) == 12
 
 
 # --- what goes wrong -----------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def test_as_soon_as_the_last_save_is_committed_but_no_sooner_than_asked() -> Non
     assert not policy(moment(20, last=10, seconds=60, saving=True))
     assert not policy(moment(19, last=10, seconds=60))
     assert not policy(moment(20, last=10, seconds=59))
-    under_way, found = [False], []
+    under_way, found = [False], list[int]()
     deciding = decisions(SaveContinuously(), is_saving=lambda: under_way[0])
     for step in range(1, 31):  # each save takes 9 steps
         under_way[0] = bool(found) and step - found[-1] < 9
