@@ -80,7 +80,7 @@ class Work(Protocol):
     def join(self, claim: Claim) -> Intent:
         """See `Join`."""
 
-    def write(self, claim: Claim, rank: int, hashes: Sequence[int] | None) -> bytes:
+    def write(self, claim: Claim, rank: int, intent: Intent | None) -> bytes:
         """See `Write`."""
 
     def merge(self, claim: Claim, parts: Iterator[bytes]) -> Merged:
@@ -99,7 +99,6 @@ class Driver:
         me: the rank.
         rank_timeout: seconds without progress after which a rank is given up.
         work: needed for whole saves.
-        durable: is set when this rank's part is in the store.
     """
 
     def __init__(
@@ -110,7 +109,6 @@ class Driver:
         rank_timeout: float,
         work: Work | None = None,
         clock: Clock | None = None,
-        durable: threading.Event | None = None,
     ) -> None:
         self._store, self._url, self._me, self._work = store, url, me, work
         self._rank_timeout, self._clock = rank_timeout, clock or Clock()
@@ -118,15 +116,22 @@ class Driver:
         self._pause = _SHORTEST_PAUSE
         self._refused_since: float | None = None
         self._is_leaving = False
+        self._stands_in_for: Write | None = None
         self.error: Exception | None = None
         """What failed on this rank, if anything did."""
         self.claim: Claim | None = None
         """As it was seen last."""
-        self._durable = durable or threading.Event()
 
     def run(self, steps: Steps[T]) -> T:
-        """Run a generator to its end; returns its result."""
-        return cast(T, self.go_on(steps))
+        """Run a generator to its end; returns its result.
+
+        Raises:
+            StorageError: the store does not answer, and the generator does not bear that.
+        """
+        try:
+            return cast(T, self.go_on(steps))
+        except UnreachableError:
+            raise self.error or errors.TransferError(f"{self._url}: the store does not answer") from None
 
     def go_on(self, steps: Steps[Any], answer: Any = None, *, until: type | None = None) -> Any:
         """Go on with a generator, whose last operation has this answer, until an operation of a type, which is returned
@@ -177,6 +182,7 @@ class Driver:
             raise TypeError(operation)
         work = self._work
         if isinstance(operation, Join):
+            self.claim = operation.claim
             return work.join(operation.claim)
         if isinstance(operation, Write):
             return self._try(lambda: self._write(work, operation))
@@ -222,10 +228,7 @@ class Driver:
                 return TAKEN
             return DONE
 
-        answer = self._ask(put, or_else=LOST)
-        if answer == DONE and key.kind == "part" and key.rank == self._me.rank:
-            self._durable.set()
-        return answer
+        return cast(str, self._ask(put, or_else=LOST))
 
     def _look(self, claim: Claim) -> Present:
         is_few = claim.world_size <= _FEW_RANKS or merger_of(claim) == self._me.rank
@@ -238,13 +241,13 @@ class Driver:
         return self._watch.present
 
     def _write(self, work: Work, operation: Write) -> bytes:
-        self._watch.stands_in_for = operation.rank if operation.rank != self._me.rank else None
+        self._stands_in_for = operation if operation.intent is not None else None
         try:
             return work.write(*operation)
         except errors.ObjectNotFoundError as error:
             raise errors.SaveProtocolError(f"{self._url}: {error}") from error
         finally:
-            self._watch.stands_in_for = None
+            self._stands_in_for = None
 
     def _call_roll(self, claim: Claim) -> str:
         """See `CallRoll`."""
@@ -338,10 +341,13 @@ class Driver:
             claim = self.claim
             if moved == shown or claim is None or not claim.is_undecided:
                 continue
-            for rank in {self._me.rank, self._watch.stands_in_for} - {None}:
-                path = self._url.key(Key("intent", claim.nonce, cast(int, rank)).path)
+            shows = {self._me.rank: self._me.intent}
+            if (other := self._stands_in_for) is not None and other.intent is not None:
+                shows[other.rank] = other.intent
+            for rank, intent in shows.items():
+                path = self._url.key(Key("intent", claim.nonce, rank).path)
                 try:
-                    self._store.put(path, self._me.intent._replace(moved=moved).to_json())
+                    self._store.put(path, intent._replace(moved=intent.moved + moved).to_json())
                     shown = moved
                 except Exception as error:  # noqa: BLE001 - the upload itself finds out
                     without_tracebacks(error)
@@ -355,7 +361,6 @@ class _Watch:
         self._clock, self._rank_timeout = clock, rank_timeout
         self.present = Present(frozenset(), frozenset())
         self.progress = 0
-        self.stands_in_for: int | None = None
         self._nonce = self._phase = ""
         self._phase_at = self._listed_at = clock.now()
         self._signs: dict[int, object] = {}
@@ -423,7 +428,7 @@ def check_conditions(store: Store, url: CheckpointURL, claim: Claim) -> None:
     """
     if store.name in _checked:
         return
-    key = url.key(Key("roll", claim.nonce + "00").path)
+    key = url.key(Key("roll", f"{claim.nonce}00{new_nonce()}").path)
     store.put(key, b"1")
     is_good = _refuses(store, key, ABSENT) and _refuses(store, key, Expect('"00000000000000000000000000000000"'))
     is_good = is_good and not _refuses(store, key, Expect(store.get(key).etag))

@@ -188,8 +188,8 @@ def ask(store: Any, timeout: float, group: str = "") -> str:
             if time.monotonic() > deadline:
                 raise SaveProtocolError(
                     f"rank 0 of the process group has not come to a save or a CheckpointManager for "
-                    f"DCP_S3_RANK_TIMEOUT = {timeout:g} s, so this rank does not know which attempt of the job it is part "
-                    "of. Remedy: see what rank 0 does; save, and make the CheckpointManager, on all ranks"
+                    f"DCP_S3_RANK_TIMEOUT = {timeout:g} s, so this rank does not know which attempt of the job it is "
+                    "part of. Remedy: see what rank 0 does; save, and make the CheckpointManager, on all ranks"
                 )
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE)

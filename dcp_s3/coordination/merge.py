@@ -16,7 +16,7 @@ import numpy.typing as npt
 from dcp_s3.collector import collector_paused
 from dcp_s3.coordination.merge_items import AddedPart, Tables, merge_items
 from dcp_s3.format.control_files import ObjectEntry
-from dcp_s3.format.part_columns import unpack
+from dcp_s3.format.part import unpack
 
 
 @dataclass(frozen=True)

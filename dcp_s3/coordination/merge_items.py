@@ -16,8 +16,7 @@ from dcp_s3.errors import SaveProtocolError, ShardingError
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.cover import Shape, box_text, find_overlap
 from dcp_s3.format.metadata_columns import StoredItems, dump_items, group_starts, stable_order
-from dcp_s3.format.part import make_properties
-from dcp_s3.format.part_columns import (
+from dcp_s3.format.part import (
     CRCS,
     DESCRIPTORS,
     FLAGS,
@@ -30,6 +29,7 @@ from dcp_s3.format.part_columns import (
     SIZES,
     WHOLE,
     Columns,
+    make_properties,
     path_from,
 )
 
@@ -306,7 +306,6 @@ class ChunkChecks:
         for dim in range(self._padded.shape[1]):
             column = self._padded[:, dim]
             wrong |= column[offsets] + column[sizes] > column[wholes]
-        wrong &= self._dims[wholes] > 0  # DCP does not look at scalars
         return int(wrong.argmax()) if wrong.any() else None
 
     def check(self, fqn: str, whole: int, offsets: Ints, sizes: Ints, ranks: Ints) -> None:

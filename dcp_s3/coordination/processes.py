@@ -21,6 +21,7 @@ from dcp_s3.forking import reset_in_child
 from dcp_s3.format.layout import METADATA
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings
+from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
 from dcp_s3.workers import InTurn
 
@@ -28,6 +29,8 @@ __all__ = ["CountedSave", "count_save", "current_attempt", "end_era", "finish_de
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE = 20.0
+"""Seconds for which the store may refuse what is no part of a save."""
 _RESTART = 2**20
 """Restores in the same process between two calls of `end_era` with ``restart``."""
 
@@ -165,9 +168,20 @@ def finish_decided(url: CheckpointURL, settings: Settings) -> bool:
         StorageError
     """
     store = store_of(url, settings)
-    member = Member(0, Attempt("", (), "", None, 1, 0), "")
-    Driver(store, url, member, settings.rank_timeout).run(settle())
+    settle_saves(store, url)
     return store.exists(url.key(METADATA))
+
+
+def settle_saves(store: Store, url: CheckpointURL, *, why: str = "") -> str | None:
+    """Write ``.metadata`` of a joint save that was decided; with ``why`` also abort one that is not: from then on it
+    cannot commit. Returns the claim's ETag; None if there is none.
+
+    Raises:
+        StorageError
+    """
+    nobody = Member(0, Attempt("", (), "", None, 1, 0), "", overwrite=True)
+    found = Driver(store, url, nobody, _PATIENCE).run(settle(why=why))
+    return None if found is None else found.etag
 
 
 def _root_of(url: CheckpointURL) -> CheckpointURL:

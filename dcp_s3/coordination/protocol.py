@@ -156,9 +156,12 @@ def take_part(me: Member, claim: Claim) -> Steps[str]:
     place = (me.rank - merger) % claim.world_size
     patience = 1 + min(place, 8) / 16  # so that not all of them do the same
     me.intent = (yield Join(claim))._replace(process=me.process)
-    if not (yield from put(Key("intent", nonce, me.rank), me.intent, None)):
-        yield from abort(me, claim, f"two processes are rank {me.rank} of it")
-        return REFUSED
+    key = Key("intent", nonce, me.rank)
+    if not (yield from put(key, me.intent, None)):
+        found = yield Get(key)  # it may be this one's, if a stand-in has left its mark in it meanwhile
+        if found is not None and (found.body is None or found.body.process != me.process):
+            yield from abort(me, claim, f"two processes are rank {me.rank} of it")
+            return REFUSED
     written = yield Write(claim, me.rank)
     if isinstance(written, Failed):
         return (yield from abort(me, claim, written.why))
@@ -222,8 +225,9 @@ def _make_up_for(me: Member, now: Claim, silent: int) -> Steps[str]:
             return ""  # others may
         return f"rank {silent} has stopped"
     # Says to others who hold the same that one of them writes.
-    if (yield from put(key, intent._replace(process=me.process, moved=intent.moved + 1), found)):
-        part = yield Write(now, silent, intent.writes)
+    marked = intent._replace(stand_in=me.process, moved=intent.moved + 1)
+    if (yield from put(key, marked, found)):
+        part = yield Write(now, silent, marked)
         if isinstance(part, Failed):
             return part.why
         yield from put(Key("part", now.nonce, silent), part, None)
@@ -325,14 +329,14 @@ def withdraw(me: Member, number: Number, step: int | None, why: str, *, is_new: 
             return ABORTED
 
 
-def settle(*, why: str = "") -> Steps[Claim | None]:
+def settle(*, why: str = "") -> Steps[Found | None]:
     """Do what was decided, and abort what is not, if there is a reason. Returns the claim as it is then."""
     while True:
         claim, found = yield from _get_claim()
         if claim is None:
-            return None
+            return found
         if claim.state == COMMITTING:
             yield from finish(claim)
         if not why or not claim.is_undecided:
-            return claim
+            return found
         yield from put(CLAIM, replace(claim, state=ABORTED, why=why), found)

@@ -165,6 +165,8 @@ class Intent(NamedTuple):
     """Hashes of the items that it writes and others are supposed to hold, too."""
     leaves: tuple[int, ...] = ()
     """Hashes of the items that it holds, and leaves to others."""
+    stand_in: str = ""
+    """Process that writes in its place, as it was silent."""
 
     def to_json(self) -> bytes:
         hashes = {name: "".join(map("{:016x}".format, getattr(self, name))) for name in ("writes", "leaves")}
@@ -175,10 +177,10 @@ def parse_intent(data: bytes) -> Intent | None:
     """The intent from its bytes; None if it is none."""
     try:
         found = json.loads(data)
-        hashes = (_hashes(found["writes"]), _hashes(found["leaves"]))
         return Intent(
-            str(found["process"]), int(found["moved"]), str(found["digest"]), bool(found["has_copies"]), *hashes
-        )
+            str(found["process"]), int(found["moved"]), str(found["digest"]), bool(found["has_copies"]),
+            _hashes(found["writes"]), _hashes(found["leaves"]), str(found["stand_in"]),
+        )  # fmt: skip
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 

@@ -64,8 +64,8 @@ class Write(NamedTuple):
 
     claim: Claim
     rank: int
-    hashes: tuple[int, ...] | None = None
-    """`Intent.writes` of another rank."""
+    intent: Intent | None = None
+    """That of another rank."""
 
 
 class CallRoll(NamedTuple):

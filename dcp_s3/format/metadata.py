@@ -77,7 +77,7 @@ def dump_metadata(metadata: Metadata) -> bytes:
     pickler = pickle.Pickler(stream)
     pickler.dispatch_table = copyreg.dispatch_table | _reducers()
     pickler.dump(metadata)
-    return seal(stream.getvalue())
+    return seal_stream(stream)
 
 
 def _reducers() -> dict[type, Callable[[Any], Any]]:
@@ -119,9 +119,19 @@ def seal(pickled: bytes) -> bytes:
 
     After it: who wrote it (ASCII), the length of that (1 byte), a mark, and the CRC-64/NVME of all that (big-endian).
     """
+    stream = io.BytesIO(pickled)
+    stream.seek(0, io.SEEK_END)
+    return seal_stream(stream)
+
+
+def seal_stream(stream: io.BytesIO) -> bytes:
+    """`seal` what was written to a stream, without a copy: it may have a gigabyte."""
     writer = f"torch {torch.__version__} and dcp_s3 {__version__}".encode("ascii", "replace")[:255]
-    body = b"".join((pickled, writer, bytes([len(writer)]), _SEAL))
-    return body + crc64nvme(body).to_bytes(8, "big")
+    stream.write(b"".join((writer, bytes([len(writer)]), _SEAL)))
+    with stream.getbuffer() as body:
+        crc = crc64nvme(body)
+    stream.write(crc.to_bytes(8, "big"))
+    return stream.getvalue()
 
 
 def find_writer(data: bytes) -> str | None:

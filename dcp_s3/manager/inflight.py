@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import logging
 import threading
@@ -77,12 +78,12 @@ def stage_save(
     """Copy a state. Returns what begins its upload, on all ranks. A StagingError if the state cannot be copied, and
     there are no other ranks, or they are not `collective`."""
     if not ranks.collective:
-        copies = [stage_separately(state, writer, stager)]
-        return lambda: begin_separately(copies.pop(), writer, rank=ranks.rank, planner=planner).committed
+        staged = stage_separately(state, writer, stager)
+        return functools.partial(begin_separately, staged, writer, rank=ranks.rank, planner=planner)
     began = time.monotonic()
     copied = stager.stage_now(state)
-    staged = StagedBefore(copied, time.monotonic() - began)
-    return lambda: save_in_background({}, writer, ranks, staged, planner)
+    before = StagedBefore(copied, time.monotonic() - began)
+    return functools.partial(save_in_background, {}, writer, ranks, before, planner)
 
 
 @dataclass(eq=False)

@@ -93,9 +93,9 @@ def begin_joint_save(
         counted = count_of(joint, url, step)
         if step is None and not counted.is_new:
             raise errors.SaveProtocolError(
-                f"{url} is saved to again, asynchronously and without collectives, and nothing tells this save from the "
-                "one before if that fails on some rank. Remedy: S3StorageWriter(url, step=...), or another URL for each "
-                "step",
+                f"{url} is saved to again, asynchronously and without collectives, and nothing tells this save from "
+                "the one before if that fails on some rank. Remedy: S3StorageWriter(url, step=...), or another URL for "
+                "each step",
                 url=str(url),
             )
     return JointSave(url, options, joint, counted, step, ranks=members, replicas=replicas)
@@ -144,8 +144,6 @@ class JointSave(Save):
         self._replaced: frozenset[str] = frozenset()
         self._batches: list[Batch] = []
         self._ended = threading.Event()
-        self.durable = threading.Event()
-        """Set when this rank's part is in the store, though the save may not be committed yet."""
         self._driver: Driver | None = None
         self._steps: protocol.Steps[tuple[str, str | None]] | None = None
 
@@ -159,7 +157,7 @@ class JointSave(Save):
         """
         self._deadline = self._start_deadline()
         member = make_member(self._attempt, self.url, overwrite=self._options.overwrite)
-        self._driver = Driver(self._store(), self.url, member, self._settings.rank_timeout, self, durable=self.durable)
+        self._driver = Driver(self._store(), self.url, member, self._settings.rank_timeout, self)
         self._steps = protocol.save(member, None if self._counted is None else self._counted.number, self._step)
         self._go_on(None, Join)
         return plan
@@ -248,13 +246,13 @@ class JointSave(Save):
         digest = digest_of(held, [each.name for each in self._options.attachments])
         return Intent("", 0, digest, len(common) > 1, tuple(writes), tuple(leaves))
 
-    def write(self, claim: Claim, rank: int, hashes: Sequence[int] | None) -> bytes:
+    def write(self, claim: Claim, rank: int, intent: Intent | None) -> bytes:
         """Write this rank's share, or what is left to be written of any rank's: then returns its part."""
         if claim.state == OPEN:
             own = [each.item for each in self._held if self._is_own(each)]
             self._results = self._upload(claim, own, attachments=True)
             return b""
-        more = {*self._going.read_roll(claim, rank), *(hashes or ())}
+        more = {*self._going.read_roll(claim, rank), *(intent.writes if intent is not None else ())}
         missing = [each.item for each in self._held if more and item_hash(each.item) in more]
         results = self._upload(claim, missing)
         if rank == self._rank:
@@ -342,7 +340,8 @@ class JointSave(Save):
         if self._counted is not None:
             self._counted.decided(verdict)
         if verdict != values.COMMITTED:
-            raise verdict_error(self.url, verdict, driver.claim, driver.error)
+            why = driver.claim.why if driver.claim is not None and driver.claim.nonce == self._nonce else ""
+            raise verdict_error(self.url, verdict, why, driver.error)
         self._report()
         return None
 
@@ -425,18 +424,27 @@ class JointSave(Save):
         self._progress.committed(commit, ranks=self._world_size, spilled=0, throttled=self._progress.throttled)
 
 
-def verdict_error(url: CheckpointURL, verdict: str, claim: Claim | None, error: Exception | None) -> Exception:
-    """What a rank raises if a save was not committed, or may not have been; ``error``: what failed on it."""
+def verdict_error(url: CheckpointURL, verdict: str, why: str, error: Exception | None) -> Exception:
+    """What a rank raises if a save was not committed, or may not have been.
+
+    Args:
+        why: why it was aborted, if that is known.
+        error: what failed on this rank, if anything did.
+    """
     if verdict == values.EXISTS:
         return exists_error(url)
     if error is not None and verdict in (records.ABORTED, values.UNKNOWN):
         return error
-    why = _WHY.get(verdict) or (claim is not None and claim.why) or "a later save has taken its place"
+    why = _WHY.get(verdict) or why or _TAKEN_OVER
     return errors.SaveProtocolError(
         f"{url} is not committed by this save: {why}; what was there before is untouched", url=str(url)
     )
 
 
+_TAKEN_OVER = (
+    "another attempt of the run, or a later save, has begun to save there. Remedy: none if the run was restarted; "
+    "otherwise save to a URL of its own"
+)
 _WHY = {
     values.UNKNOWN: "the store could not be reached, and it may have been committed all the same",
     values.BEHIND: "other ranks of this run are at a later save to it, or have restored a checkpoint more often. "
