@@ -227,9 +227,9 @@ class StoreRanks(Ranks):
         # The last save, too: a rank that has lost count must not take an old choice.
         theirs, found = self._settle(f"restore-{self._restores}-{self._last_save}", lambda: [asked, find()])
         if theirs != asked:
+            what = f"this one asks for {asked} (step, metric, mode), another one for {theirs}"
             raise CheckpointError(
-                f"the ranks restore different checkpoints: this one asks for {asked} (step, metric, mode), another one "
-                f"for {theirs}. Remedy: call restore with the same arguments on all"
+                f"the ranks restore different steps: {what}. Remedy: call restore with the same arguments on all"
             )
         return None if found is None else tuple(found)
 

@@ -275,7 +275,7 @@ class CheckpointManager(RunReader):
             return errors.SaveFailedError(what, url=self.url(step), step=step, failures=failures)
 
         found = self._beside.agree(begin, refuse)
-        self._check_same_step("save", [step for step, _, _ in found], errors.SaveProtocolError)
+        self._check_same("save", [step for step, _, _ in found], errors.SaveProtocolError)
         # The newest one that failed on any rank may not have ended on the others yet.
         if failed := max(number for _, _, number in found):
             self._in_flight.settle(failed)
@@ -385,7 +385,11 @@ class CheckpointManager(RunReader):
 
     def close(self, *, retention_timeout: float = 60.0) -> None:
         """Wait for the saves under way, then for retention, at most ``retention_timeout`` seconds. Then free the
-        buffers. A SaveFailedError if a save has failed."""
+        buffers. A SaveFailedError if a save has failed.
+
+        >>> manager = CheckpointManager("s3://bucket/run")
+        >>> manager.close()
+        """
         if self._closed:
             return
         self._in_flight.settle()

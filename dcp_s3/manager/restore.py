@@ -64,7 +64,7 @@ def _failures_of(error: CheckpointException) -> Failures:
 
 
 class RunReader(ABC):
-    """The checkpoints of a run, as `CheckpointManager` reads them."""
+    """The checkpoints of a run, as `CheckpointManager` reads them and goes back to them."""
 
     root: CheckpointURL
     settings: Settings
@@ -147,12 +147,7 @@ class RunReader(ABC):
             return request
 
         requests = self._ranks.agree(begin, self._refuse("nothing is restored"))
-        if len(set(requests)) > 1:
-            raise errors.CheckpointError(
-                f"the ranks restore different checkpoints of {self.root}: {dict(enumerate(requests))} (by rank). "
-                "Remedy: call restore with the same arguments on all",
-                url=self.root_url,
-            )
+        self._check_same("restore", requests)
         passed_over: list[str] = []
         ranks, alone = self._ranks, not self._ranks.collective and self._ranks.size > 1
         while True:
@@ -241,7 +236,7 @@ class RunReader(ABC):
             return None if step is None else check_step(step)
 
         steps = self._ranks.agree(begin, self._refuse("the run does not go back"))
-        self._check_same_step("restart", steps, errors.CheckpointError)
+        self._check_same("restart", steps)
         self._decisions.restored(step)
 
     def latest_step(self) -> int | None:
@@ -324,10 +319,10 @@ class RunReader(ABC):
         self._in_flight.last_good = step
         self._decisions.restored(step)
 
-    def _check_same_step(self, call: str, steps: Sequence[int | None], error: type[errors.CheckpointError]) -> None:
-        if len(set(steps)) > 1:
-            told = f"the ranks {call} different steps of {self.root}: {dict(enumerate(steps))} (by rank)"
-            raise error(f"{told}. Remedy: call {call} with the same step on all", url=self.root_url)
+    def _check_same(self, call: str, asked: Sequence[Any], error: type[Exception] = errors.CheckpointError) -> None:
+        if len(set(asked)) > 1:
+            what = f"the ranks {call} different steps of {self.root}: {dict(enumerate(asked))} (by rank)"
+            raise error(f"{what}. Remedy: call {call} with the same arguments on all")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -112,7 +112,7 @@ def test_the_first_choice_stands_for_all() -> None:
 def test_ranks_that_ask_for_different_checkpoints_are_told() -> None:
     first, second = store_ranks(2, MemoryKeys())
     first.choose(("latest", None, None), lambda: _at(5))
-    with pytest.raises(errors.CheckpointError, match="restore different checkpoints"):
+    with pytest.raises(errors.CheckpointError, match="restore different steps"):
         second.choose(("best", "loss", None), _never)
 
 

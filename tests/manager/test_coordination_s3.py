@@ -345,7 +345,7 @@ def _restore_beside_a_commit(root: str) -> list[int | None]:
             manager.restore(state, 1)
         meet("asked")
         if rank == 1:
-            with pytest.raises(errors.CheckpointError, match="restore different checkpoints"):
+            with pytest.raises(errors.CheckpointError, match="restore different steps"):
                 manager.restore(state, 2)
     return found
 

@@ -134,7 +134,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_the_next_call_works(memory_s
         assert f"rank 1 cannot go on: {kind}" in first[number][1]
     assert first[3] == second[3] == ("SaveProtocolError", first[3][1], [])
     assert "save different steps" in first[3][1]
-    assert "restore different checkpoints" in first[4][1] == second[4][1]
+    assert "restore different steps" in first[4][1] == second[4][1]
     assert "restart different steps" in first[7][1] == second[7][1]
 
 
