@@ -281,15 +281,18 @@ def test_latest_passes_over_what_cannot_be_loaded(run: Run, said: Callable[[], l
     assert message.startswith(f"{ROOT}/step-5 cannot be loaded, nor can 3 more (to {ROOT}/step-2): ")
 
 
-def test_latest_looks_again_when_its_choice_is_pruned(run: Run) -> None:
-    run.steps(1)
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_latest_looks_again_when_its_choice_is_pruned(run: Run, all_of_it: bool) -> None:
+    run.steps(1, 2)
 
     def go_on() -> None:
-        run.steps(2, 3)
-        run.prune("latest:1")
+        run.steps(3, 4)
+        run.delete("step-2", ".metadata")
+        if all_of_it:
+            run.prune("latest:1", grace=0, force=True)
 
-    run.once("get", ".metadata", go_on)
-    assert run.latest() == "step-3"
+    run.once("get", "step-2/.metadata", go_on)
+    assert run.latest() == "step-4"
 
 
 def test_many_leases_of_the_newest_do_not_hide_it() -> None:

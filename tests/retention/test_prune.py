@@ -109,6 +109,7 @@ def test_what_is_replaced_at_the_last_moment_stays(run: Run) -> None:
     report = run.prune("latest:1")
     assert "overwritten" in report.left_alone[0].reason
     assert run.damages() == [None, None]
+    assert not [key for key in run.objects() if "deletion-" in key]
 
 
 def test_leftovers_and_uploads_go_after_the_grace_period(run: Run) -> None:

@@ -52,8 +52,15 @@ class Refusing:
         return Fault.error(*self._answer)
 
 
-@pytest.mark.parametrize("answer", [(501, "NotImplemented"), (400, "InvalidRequest"), (400, "InvalidArgument")])
-@pytest.mark.parametrize("operations", [(), ("UploadPart",), ("CompleteMultipartUpload",), ("PutObject",)])
+@pytest.mark.parametrize(
+    ("answer", "operations"),
+    [
+        ((501, "NotImplemented"), ()),
+        ((400, "InvalidRequest"), ("UploadPart",)),
+        ((400, "InvalidArgument"), ("CompleteMultipartUpload",)),
+        ((400, "InvalidRequest"), ("PutObject",)),
+    ],
+)
 def test_a_store_that_refuses_checksums_is_saved_to_without(
     faulty: FaultyServer, caplog: pytest.LogCaptureFixture, answer: Any, operations: tuple[str, ...]
 ) -> None:

@@ -57,7 +57,7 @@ print(json.dumps(measured))
 """
 
 _OVER_BUDGET = """
-url, spill, asynchronous = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
+url, spill = sys.argv[1:]
 sizes = [1, 7, 20, 36, 64, 128, 256, 512]  # MiB: 1 GiB in all
 state = {}
 for number, size in enumerate(sizes):
@@ -82,7 +82,7 @@ def sample():
 
 sampler = threading.Thread(target=sample)
 sampler.start()
-stager = S3Stager(asynchronous=asynchronous)
+stager = S3Stager(asynchronous=True)  # blocking differs in who waits only
 upload = save(url + "/large", state, stager)
 fill(1000)
 upload.result(100)
@@ -155,16 +155,13 @@ def test_memory_is_flat_from_the_third_save_on(environment: dict[str, str], asyn
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("asynchronous", [True], ids=["asynchronous"])  # blocking differs in who waits only
-def test_what_exceeds_the_budget_is_not_in_memory(
-    environment: dict[str, str], tmp_path: Path, asynchronous: bool
-) -> None:
+def test_what_exceeds_the_budget_is_not_in_memory(environment: dict[str, str], tmp_path: Path) -> None:
     if _file_system(tmp_path) in ("tmpfs", "ramfs"):
         pytest.skip("the temporary directory is memory")
     spill = tmp_path / "spill"
     spill.mkdir()
     environment = {**environment, "DCP_S3_STAGING_LIMIT": "256MiB", "DCP_S3_SPILL_DIR": str(spill)}
-    found = _run(_OVER_BUDGET, environment, "s3://bucket/run", spill, asynchronous)
+    found = _run(_OVER_BUDGET, environment, "s3://bucket/run", spill)
     print(found)
     assert found["right"]
     assert [name for name in found["names"] + found["left"] if name not in _OF_THE_SPILL_TIER] == []
