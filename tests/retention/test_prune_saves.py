@@ -226,6 +226,17 @@ def test_a_save_that_goes_on_while_the_list_is_written_loses_nothing(run: Run, p
     assert run.objects("step-2") == {**before, path: 1}
 
 
+def test_leftovers_of_a_checkpoint_that_is_replaced_while_their_list_is_written_stay(run: Run) -> None:
+    run.steps(9, 2)
+    run.put("step-2", "__0_0-abcdef.distcp")
+    run.clock.now += 2 * DAY
+    run.once("put", "deletion-", lambda: run.save("step-2", overwrite=True))
+    report = run.prune()
+    assert [(each.name, each.reason) for each in report.left_alone] == [("step-2", "it was overwritten")]
+    assert "__0_0-abcdef.distcp" in run.objects("step-2")
+    assert lists(run, "step-2") == []
+
+
 def merged(run: Run, merger: str) -> Commit:
     """What one more merger of the save that was committed at step-2 would commit."""
     [path] = run.manifests("step-2")
