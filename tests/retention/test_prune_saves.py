@@ -22,8 +22,10 @@ from dcp_s3.errors import (
 from dcp_s3.format.control_files import DeletionList, Manifest
 from dcp_s3.format.layout import CLAIM, deletion_object, manifest_object
 from dcp_s3.format.metadata import load_metadata
+from dcp_s3.offline.copy_source import fetch_source
 from dcp_s3.retention.plan import BOARDS_STAY
 from dcp_s3.retention.show import describe_on
+from tests.retention.making import is_manifest
 from tests.retention.runs import BOARD, COORDINATION, DAY, HOUR, Run, deleted
 
 SAVE = "0123456789abcdef"
@@ -264,6 +266,8 @@ def test_of_several_mergers_manifests_the_one_that_the_commit_names_counts(run: 
     assert info is not None
     assert (info.save_id, info.damage) == (SAVE + "00000001", None)
     assert all(each.used for each in describe_on(run.store, run.url("step-2")).objects)
+    _, copied = fetch_source(run.store, run.url("step-2"))
+    assert [path for path in copied.files if is_manifest(path)] == [manifest_object(SAVE + "00000001")]
     run.clock.now += 2 * DAY
     [left] = run.prune().leftovers
     assert left.objects == 2
@@ -279,6 +283,14 @@ def test_a_merger_that_comes_after_the_checkpoint_was_pruned_does_not_bring_it_b
     with pytest.raises(CheckpointDeletedError):
         publish(run.store, late, Previous(), keep_objects=True, is_late=lambda: True)
     assert ".metadata" not in run.objects("step-2")
+
+
+def test_a_copy_leaves_out_what_ranks_told_each_other(run: Run) -> None:
+    run.steps(2)
+    before = run.objects("step-2")
+    for path in (*COORDINATION, BOARD):
+        run.put("step-2", path)
+    assert {*fetch_source(run.store, run.url("step-2"))[1].files, ".metadata"} == before.keys()
 
 
 def test_the_claim_of_a_checkpoint_stays_and_goes_with_it(run: Run) -> None:

@@ -156,6 +156,14 @@ def test_throttled_keys_are_tried_again(store: S3Store, faulty: FaultyServer) ->
     assert (left, faulty.s3.objects(BUCKET)) == ([0], {"c": 1})
 
 
+def test_newlines_in_keys_of_a_batch(store: S3Store, faulty: FaultyServer) -> None:
+    """XML makes spaces of them unless they are escaped."""
+    for key in ("a\n-2\r", "a -2 "):
+        store.put(key, b"1")
+    assert store.delete(["a\n-2\r", "b"]) == []
+    assert faulty.s3.objects(BUCKET).keys() == {"a", "a -2 ", "c"}
+
+
 def test_a_key_that_is_never_deleted_fails_and_the_others_go(store: S3Store, faulty: FaultyServer) -> None:
     faulty.rule = lambda _: Fault.delete_partly("AccessDenied")
     with pytest.raises(errors.AccessDeniedError, match="'a' was not deleted"):
