@@ -9,7 +9,7 @@ from email.utils import formatdate
 from typing import Any
 from urllib.parse import quote, unquote
 
-from . import checksums
+from . import checksums, directory_bucket
 from .answers import Element, fields, iso_time, parse_complete, parse_delete, xml
 from .http import Received, Response
 from .store import S3Error, Store, StoredObject, continuation_token, parse_continuation_token
@@ -309,6 +309,7 @@ Handler = Callable[[Store, Call], Response]
 #: others of that method, which come first.
 _OPERATIONS: list[tuple[str, str, str, str, Handler]] = [
     ("ListBuckets", "GET", "service", "", _list_buckets),
+    ("CreateSession", "GET", "bucket", "session", directory_bucket.create_session),
     ("ListMultipartUploads", "GET", "bucket", "uploads", _list_multipart_uploads),
     ("GetBucketLocation", "GET", "bucket", "location", _get_bucket_location),
     ("GetBucketVersioning", "GET", "bucket", "versioning", _get_bucket_versioning),
@@ -330,6 +331,10 @@ _OPERATIONS: list[tuple[str, str, str, str, Handler]] = [
     ("CompleteMultipartUpload", "POST", "object", "uploadId", _complete_multipart_upload),
 ]
 _HANDLERS = {name: handler for name, _, _, _, handler in _OPERATIONS}
+_OF_DIRECTORY_BUCKETS = {
+    "ListObjectsV2": directory_bucket.list_objects,
+    "ListMultipartUploads": directory_bucket.list_uploads,
+}
 #: Query parameters of features that this server does not have: refused rather than ignored.
 _NOT_IMPLEMENTED = {
     "acl", "attributes", "cors", "encryption", "legal-hold", "lifecycle", "object-lock", "policy",
@@ -354,12 +359,22 @@ class Operations:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.refused: list[Call] = []
+        """Requests that a directory bucket does not take."""
 
     def handle(self, operation: str, call: Call) -> Response:
         """Carry out an operation, or raise S3Error."""
-        if operation not in _HANDLERS:
+        handlers = _HANDLERS
+        if directory_bucket.is_one(call.bucket):
+            handlers = _HANDLERS | _OF_DIRECTORY_BUCKETS
+            try:
+                directory_bucket.check(operation, call)
+            except S3Error:
+                self.refused.append(call)
+                raise
+        if operation not in handlers:
             raise S3Error(501, _NONE, "A header or parameter implies functionality that is not implemented")
-        return _HANDLERS[operation](self._store, call)
+        return handlers[operation](self._store, call)
 
 
 def parse_range(header: str | None, size: int) -> tuple[int, int] | None:
