@@ -223,12 +223,15 @@ def test_without_an_object_or_with_one_of_another_size_it_waits_and_is_never_vis
     spill.save(url, small_state(1))
     commit, data, key = spill.commit(), spill.data(), spill.key()
     data.path.rename(tmp_path / "aside")
-    for change in (lambda: None, lambda: spill.bucket.put(key, b"short"), lambda: spill.bucket.delete([key])):
-        change()
+    for data in (None, b"short", bytes(100_000)):
+        if data is not None:
+            spill.bucket.put(key, data)
         report = spill.drain()
         assert report.committed == []
         assert "1 of 1 objects are not on S3" in report.waiting[commit.name]
         assert not spill.is_visible(url)
+    spill.bucket.delete([key])  # pruned
+    assert list(spill.drain().waiting) == [commit.name]
 
 
 def test_an_older_spilled_save_does_not_replace_a_newer_one(spill: Spill) -> None:
