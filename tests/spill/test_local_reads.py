@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable
@@ -15,6 +16,9 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageReader, latest
 from dcp_s3.errors import CheckpointNotFoundError
+from dcp_s3.memory import ReadTarget
+from dcp_s3.spill.local import LocalObjects
+from dcp_s3.url import parse_url
 from tests.end_to_end.states import assert_same, blank
 from tests.spill.making import (
     MIB,
@@ -72,8 +76,11 @@ def test_drained_objects_that_were_kept_are_not_fetched(kept: Spill) -> None:
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_copy_is_not_used(kept: Spill, how: str) -> None:
-    for path in kept_files(kept):
-        DAMAGES[how](path)
+    [path] = kept_files(kept)
+    [key] = kept.list_data(kept.url("step-1"))
+    DAMAGES[how](path)
+    with contextlib.closing(LocalObjects(kept.store, parse_url(kept.url("step-1")))) as local:
+        assert not local.read_into(key, 0, [ReadTarget(memoryview(bytearray(10)))]), "not even for a moment"
     assert fetched(kept)
 
 

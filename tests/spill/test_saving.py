@@ -261,6 +261,25 @@ def test_a_save_to_a_url_for_which_one_waits_is_refused(spill: Spill) -> None:
     spill.drained(url, small_state(1))
 
 
+def test_a_url_that_could_not_be_looked_at_is_looked_at_before_the_commit(draining: Spill) -> None:
+    """A checkpoint of single ranks is there, which no condition of the commit sees."""
+    url = draining.url("step-1")
+    draining.bucket.put("run/step-1/__0.metadata", b"x")
+
+    def refuse_until_data(request: Any) -> Fault | None:
+        if request.operation == "PutObject":
+            draining.server.rule = allow_all
+            return None
+        return refuse_all(request)
+
+    draining.server.rule = refuse_until_data
+    writer = draining.writer(url)
+    cause = cause_of(lambda: dcp.save(small_state(1), storage_writer=writer))
+    assert isinstance(cause, CheckpointError)
+    assert "a committed checkpoint is at" in str(cause)
+    assert not draining.is_visible(url)
+
+
 def test_a_commit_that_neither_s3_nor_the_disk_takes_names_both(spill: Spill) -> None:
     spill.server.rule = lambda request: refuse_all(request) if "manifest" in request.key else None
     with mock.patch.object(saving_module, "spill_commit", side_effect=SpillError("No space left")):

@@ -97,6 +97,8 @@ def test_a_small_view_of_a_huge_storage_costs_the_view_only() -> None:
 def test_views_with_small_gaps_are_one_region() -> None:
     spans = [TensorSpan("a", start, start + 60, 60) for start in range(0, 1000, 100)]
     assert plan_regions(spans) == [Region(tuple(range(10)), 0, 960)]
+    touching = [TensorSpan("a", 0, 16, 16), TensorSpan("a", 16, 32, 16), TensorSpan("a", 2**20, 2**20 + 16, 16)]
+    assert [region.tensors for region in plan_regions(touching)] == [(0, 1), (2,)]
 
 
 @pytest.mark.parametrize(
