@@ -132,7 +132,8 @@ def large_state(seed: int = 0) -> dict[str, Any]:
 
 
 def make_state(seed: int = 0) -> dict[str, Any]:
-    """Of everything, and large."""
+    """Of everything, and large; the same for the same seed."""
+    torch.manual_seed(seed)
     return {**every_kind(), **large_state(seed), "step": seed}
 
 
