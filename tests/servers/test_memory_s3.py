@@ -167,6 +167,15 @@ class TestMultipart:
         assert complete((2, second), (1, first)) == (400, "InvalidPartOrder")
         assert complete((1, first), (2, second)) == (400, "EntityTooSmall")
 
+    def test_a_list_of_uploads_goes_on_behind_one_that_is_gone(self, s3: Any) -> None:
+        ids = {key: s3.create_multipart_upload(Bucket=BUCKET, Key=key)["UploadId"] for key in "abc"}
+        page = s3.list_multipart_uploads(Bucket=BUCKET, MaxUploads=2)
+        s3.abort_multipart_upload(Bucket=BUCKET, Key="b", UploadId=ids["b"])
+        rest = s3.list_multipart_uploads(
+            Bucket=BUCKET, KeyMarker=page["NextKeyMarker"], UploadIdMarker=page["NextUploadIdMarker"]
+        )
+        assert [each["Key"] for each in rest["Uploads"]] == ["c"]
+
     def test_only_one_of_two_uploads_creates_the_object(self, memory: MemoryS3, s3: Any) -> None:
         uploads = [self.begin(s3), self.begin(s3)]
         etags = [s3.upload_part(**u, PartNumber=1, Body=b"x")["ETag"] for u in uploads]
