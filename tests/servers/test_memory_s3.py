@@ -144,6 +144,8 @@ def test_pages_are_the_listing_in_pieces_and_never_exceed_their_limit(size: int)
             break
         after = page.next_after
     assert found == ["a/", "b/", "c", "d/", "e"]
+    page = paginate(keys, prefix="", delimiter="/", after="a/1", max_keys=size)
+    assert "a/" not in page.prefixes, "it came before"
 
 
 class TestMultipart:
@@ -249,6 +251,17 @@ class TestFaults:
         s3.put_object(Bucket=BUCKET, Key="k", Body=b"x" * MIB)
         assert memory.counters.requests == {"PutObject": 3}
         assert memory.counters.answers == {503: 1, 500: 1, 200: 1}
+
+    def test_a_connection_is_usable_after_a_refusal(self, memory: MemoryS3) -> None:
+        memory.fault = lambda request: Fault.error(503, "SlowDown") if request.key == "a" else None
+        connection, statuses = raw(memory), []
+        for key in "ab":
+            connection.request("PUT", f"/{BUCKET}/{key}", b"x" * 1000)
+            answer = connection.getresponse()
+            answer.read()
+            statuses.append(answer.status)
+        connection.close()
+        assert statuses == [503, 200]
 
     def test_a_reset_reaches_the_client(self, memory: MemoryS3, s3: Any) -> None:
         memory.fault = lambda request: Fault.reset()
