@@ -129,7 +129,11 @@ def unpin(url: URLLike, *, settings: SettingsLike = None) -> bool:
         InvalidURLError, SettingsError, StorageError
     """
     where = parse_url(url)
-    store = store_of(where, resolve_settings(settings))
+    return unpin_on(store_of(where, resolve_settings(settings)), where)
+
+
+def unpin_on(store: Store, where: CheckpointURL) -> bool:
+    """`unpin` for a checkpoint on a store."""
     pinned = store.exists(where.key(PIN))
     if pinned:
         store.delete([where.key(PIN)])

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import tls
 from dcp_s3.checkup.doctor import DoctorReport, doctor
 from dcp_s3.s3.client import close_clients
-from tests.retention.test_prune_servers import versioned, versions
+from tests.s3.test_delete import versioned, versions
 from tests.servers import S3Server
 
 __all__ = ["versioned"]

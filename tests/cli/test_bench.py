@@ -26,7 +26,7 @@ from dcp_s3.settings import Settings
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.interpreter import Interpreter, Program
 from tests.memory_s3 import Fault
-from tests.retention.test_prune_servers import versioned, versions
+from tests.s3.test_delete import versioned, versions
 
 __all__ = ["versioned"]
 

@@ -20,7 +20,7 @@ from dcp_s3.spill.background import stop_draining
 from dcp_s3.spill.store import SpillStore
 from tests.faulty import BUCKET, FaultyServer
 from tests.interpreter import Interpreter, Program
-from tests.spill.test_outage import allow_all, assert_complete, make_state, refuse_all
+from tests.spill.making import allow_all, assert_complete, make_state, refuse_all
 
 URL = f"s3://{BUCKET}/run/step-1"
 _COMMAND = [sys.executable, "-m", "dcp_s3.cli.main", "drain"]

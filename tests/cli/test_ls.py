@@ -66,7 +66,7 @@ def test_latest_prints_a_url_and_nothing_else(root: str, s3: Any) -> None:
 
 def test_latest_counts_what_waits_on_this_host_when_told_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with serve(monkeypatch) as server:
-        from tests.spill.test_outage import refuse_all
+        from tests.spill.making import refuse_all
 
         save(f"s3://{BUCKET}/run/step-1")
         server.rule = refuse_all

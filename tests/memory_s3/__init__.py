@@ -19,13 +19,12 @@ From a shell: ``python -m tests.memory_s3 --port 9000 --preallocate 4GiB``.
 Which file to open: ``server`` (sockets and threads), ``http`` (bytes on the wire),
 ``operations`` (what each S3 operation answers), ``answers`` (XML), ``store`` (buckets, objects,
 uploads), ``memory`` (where bodies live), ``checksums``, ``faults`` (failures on demand),
-``process`` (the server in a process of its own), ``counters`` (what it has done, for any process to ask), ``link``
-(latency, and bytes per second of a connection).
+``process`` (the server in a process of its own), ``counters`` (what it has done, for any process to ask).
 """
 
 from .counters import Counters, Reader, Reads, fetch_counters, reset_counters
 from .faults import Fault, RequestInfo
-from .link import Link
+from .http import Link
 from .process import MemoryS3Process
 from .server import MemoryS3
 

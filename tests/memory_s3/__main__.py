@@ -10,7 +10,7 @@ import threading
 
 from benchmarks.units import parse_size
 
-from .link import Link
+from .http import Link
 from .server import MIN_PART_SIZE, MemoryS3
 
 

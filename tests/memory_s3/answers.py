@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from urllib.parse import quote
+from collections.abc import Iterable
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
@@ -18,24 +17,27 @@ _NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 Element = tuple[str, "str | list[Element]"]
 
 
-def xml(name: str, children: list[Element], *, status: int = 200) -> Response:
-    """An XML answer with a root element of that name."""
-    inner = _render(children)
-    text = f'<?xml version="1.0" encoding="UTF-8"?>\n<{name} xmlns="{_NAMESPACE}">{inner}</{name}>'
-    return Response(status, Body.of(text.encode()), {"Content-Type": "application/xml"})
+def fields(**values: object) -> list[Element]:
+    """Elements of these names, without those that are None."""
+    texts = {True: "true", False: "false"}
+    return [
+        (name, texts[value] if isinstance(value, bool) else str(value))
+        for name, value in values.items()
+        if value is not None
+    ]
+
+
+def xml(root: str, *children: Element, **values: object) -> Response:
+    """An XML answer with these fields, then these children."""
+    text = f'<?xml version="1.0" encoding="UTF-8"?>\n<{root} xmlns="{_NAMESPACE}">'
+    text += f"{_render([*fields(**values), *children])}</{root}>"
+    return Response(200, Body.of(text.encode()), {"Content-Type": "application/xml"})
 
 
 def error(failure: S3Error, *, resource: str, request_id: str) -> Response:
     """The answer that reports a failure. Errors have no namespace in S3."""
-    inner = _render(
-        [
-            ("Code", failure.code),
-            ("Message", failure.message),
-            ("Resource", resource),
-            ("RequestId", request_id),
-        ]
-    )
-    text = f'<?xml version="1.0" encoding="UTF-8"?>\n<Error>{inner}</Error>'
+    inner = fields(Code=failure.code, Message=failure.message, Resource=resource, RequestId=request_id)
+    text = f'<?xml version="1.0" encoding="UTF-8"?>\n<Error>{_render(inner)}</Error>'
     return Response(failure.status, Body.of(text.encode()), {"Content-Type": "application/xml"})
 
 
@@ -47,21 +49,14 @@ def _render(children: Iterable[Element]) -> str:
 
 def iso_time(seconds: float) -> str:
     """A time as S3 writes it in XML."""
-    milliseconds = int(seconds * 1000) % 1000
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{milliseconds:03}Z"
-
-
-def name_encoder(encoding_type: str) -> Callable[[str], str]:
-    """A function for keys and prefixes: percent-encodes them if the client asked for it."""
-    return (lambda name: quote(name, safe="/")) if encoding_type == "url" else (lambda name: name)
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds * 1000) % 1000:03}Z"
 
 
 def _parse(body: Body) -> ElementTree.Element:
     try:
         root = ElementTree.fromstring(bytes(body))
     except ElementTree.ParseError:
-        message = "The XML you provided was not well-formed"
-        raise S3Error(400, "MalformedXML", message) from None
+        raise S3Error(400, "MalformedXML", "The XML you provided was not well-formed") from None
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
     return root

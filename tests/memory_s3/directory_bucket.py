@@ -51,10 +51,10 @@ def check(operation: str, call: Call) -> None:
             raise S3Error(400, "InvalidPart", "part numbers must be consecutive and start with 1")
 
 
-def create_session() -> Response:
-    names = ("SessionToken", "SecretAccessKey", "AccessKeyId")
-    credentials: list[answers.Element] = [(name, "memory") for name in names]
-    return answers.xml("CreateSessionResult", [("Credentials", [*credentials, ("Expiration", "2099-01-01T00:00:00Z")])])
+def create_session(store: Store, call: Call) -> Response:
+    fields = answers.fields(SessionToken="memory", SecretAccessKey="memory", AccessKeyId="memory")
+    credentials = [*fields, ("Expiration", "2099-01-01T00:00:00Z")]
+    return answers.xml("CreateSessionResult", ("Credentials", credentials))
 
 
 def list_objects(store: Store, call: Call) -> Response:
@@ -65,32 +65,31 @@ def list_objects(store: Store, call: Call) -> Response:
     if delimiter:
         keys = [each.key for each in store.uploads(call.bucket) if each.key.startswith(prefix)]
         prefixes |= {key[: key.index("/", len(prefix)) + 1] for key in keys if "/" in key[len(prefix) :]}
-    encode = answers.name_encoder(call.query.get("encoding-type", ""))
-    entries: dict[str, answers.Element] = {name: ("CommonPrefixes", [("Prefix", encode(name))]) for name in prefixes}
+    entries: dict[str, answers.Element] = {
+        name: ("CommonPrefixes", answers.fields(Prefix=call.encode(name))) for name in prefixes
+    }
     for key, stored in objects.items():
-        fields = [("Key", encode(key)), ("LastModified", answers.iso_time(stored.modified)), ("ETag", stored.etag)]
-        entries[key] = ("Contents", [*fields, ("Size", str(stored.size)), ("StorageClass", "EXPRESS_ONEZONE")])
+        fields = answers.fields(
+            Key=call.encode(key), LastModified=answers.iso_time(stored.modified), ETag=stored.etag, Size=stored.size,
+            StorageClass="EXPRESS_ONEZONE",
+        )  # fmt: skip
+        entries[key] = ("Contents", fields)
     shown, more = _page(entries, call.query.get("continuation-token", "0"), call.query.get("max-keys", "1000"))
-    if more:
-        shown.append(("NextContinuationToken", more))
-    return _answer("ListBucketResult", call, shown, more)
+    return answers.xml("ListBucketResult", *_head(call, more), *shown, NextContinuationToken=more or None)
 
 
 def list_uploads(store: Store, call: Call) -> Response:
     """ListMultipartUploads: in no order; the marker is no key."""
-    encode = answers.name_encoder(call.query.get("encoding-type", ""))
     entries: dict[str, answers.Element] = {
-        upload.key + upload.id: (
+        each.key + each.id: (
             "Upload",
-            [("Key", encode(upload.key)), ("UploadId", upload.id), ("Initiated", answers.iso_time(upload.initiated))],
+            answers.fields(Key=call.encode(each.key), UploadId=each.id, Initiated=answers.iso_time(each.initiated)),
         )
-        for upload in store.uploads(call.bucket)
-        if upload.key.startswith(call.query.get("prefix", ""))
+        for each in store.uploads(call.bucket)
+        if each.key.startswith(call.query.get("prefix", ""))
     }
     shown, more = _page(entries, call.query.get("key-marker") or "0", call.query.get("max-uploads", "1000"))
-    if more:
-        shown.append(("NextKeyMarker", more))
-    return _answer("ListMultipartUploadsResult", call, shown, more)
+    return answers.xml("ListMultipartUploadsResult", *_head(call, more), *shown, NextKeyMarker=more or None)
 
 
 def _page(entries: dict[str, answers.Element], marker: str, most: str) -> tuple[list[answers.Element], str]:
@@ -100,7 +99,5 @@ def _page(entries: dict[str, answers.Element], marker: str, most: str) -> tuple[
     return [entries[name] for name in names[start:stop]], str(stop) if stop < len(names) else ""
 
 
-def _answer(name: str, call: Call, shown: list[answers.Element], more: str) -> Response:
-    encoding = call.query.get("encoding-type", "")
-    head: list[answers.Element] = [("IsTruncated", "true" if more else "false")]
-    return answers.xml(name, head + ([("EncodingType", encoding)] if encoding else []) + shown)
+def _head(call: Call, more: str) -> list[answers.Element]:
+    return answers.fields(IsTruncated=bool(more), EncodingType=call.query.get("encoding-type") or None)

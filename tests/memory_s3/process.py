@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from .link import Link
+from .http import Link
 
 _ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,8 +17,7 @@ from urllib.parse import parse_qsl, unquote
 from . import answers, checksums, counters
 from .counters import Counters, Reader, Reads
 from .faults import Fault, FaultFunction, RequestInfo
-from .http import Connection, Head, MalformedRequestError, Response, discard, drain, receive
-from .link import Link
+from .http import Connection, Head, Link, MalformedRequestError, Response, discard, drain, receive
 from .memory import Body, Pool
 from .operations import Call, Operations, identify
 from .store import S3Error, Store
@@ -77,8 +76,8 @@ class MemoryS3:
         self._record_requests = record_requests
         self._clock = clock
         self._link = link
-        self._store = Store(clock=clock, min_part_size=min_part_size)
-        self._operations = Operations(self._store, verify_checksums=verify_checksums)
+        self._store = Store(clock=clock, min_part_size=min_part_size, verifies=verify_checksums)
+        self._operations = Operations(self._store)
         self._preallocate = preallocate
         self._pool = Pool()
         self._listener: socket.socket | None = None

@@ -111,8 +111,7 @@ def parse_continuation_token(token: str) -> str:
     try:
         return base64.urlsafe_b64decode(token).decode()
     except (binascii.Error, UnicodeDecodeError):
-        message = "The continuation token provided is incorrect"
-        raise S3Error(400, "InvalidArgument", message) from None
+        raise S3Error(400, "InvalidArgument", "The continuation token provided is incorrect") from None
 
 
 class _Bucket:
@@ -140,9 +139,9 @@ class _Bucket:
 class Store:
     """Buckets and what is in them. Every method is atomic and may be called from any thread."""
 
-    def __init__(self, *, clock: Callable[[], float], min_part_size: int) -> None:
-        """``clock`` gives modification times (seconds since the epoch)."""
-        self._clock = clock
+    def __init__(self, *, clock: Callable[[], float], min_part_size: int, verifies: bool) -> None:
+        """``clock`` gives modification times (seconds since the epoch); whether checksums are verified."""
+        self._clock, self.verifies = clock, verifies
         self._min_part_size = min_part_size
         self._lock = threading.RLock()
         self._buckets: dict[str, _Bucket] = {}
@@ -152,8 +151,7 @@ class Store:
         try:
             return self._buckets[name]
         except KeyError:
-            message = "The specified bucket does not exist"
-            raise S3Error(404, "NoSuchBucket", message) from None
+            raise S3Error(404, "NoSuchBucket", "The specified bucket does not exist") from None
 
     def _etag(self, suffix: str = "") -> str:
         return f'"{next(self._numbers):032x}{suffix}"'
@@ -169,8 +167,7 @@ class Store:
         """Make a bucket, or fail with BucketAlreadyOwnedByYou."""
         with self._lock:
             if name in self._buckets:
-                message = "Your previous request to create the named bucket succeeded"
-                raise S3Error(409, "BucketAlreadyOwnedByYou", message)
+                raise S3Error(409, "BucketAlreadyOwnedByYou", "It was created before")
             self._buckets[name] = _Bucket(self._clock())
 
     def check_bucket(self, name: str) -> None:
@@ -212,8 +209,7 @@ class Store:
             try:
                 return self._bucket(bucket).objects[key]
             except KeyError:
-                message = "The specified key does not exist."
-                raise S3Error(404, "NoSuchKey", message) from None
+                raise S3Error(404, "NoSuchKey", "The specified key does not exist.") from None
 
     def delete(self, bucket: str, keys: Iterable[str], etags: Mapping[str, str] | None = None) -> list[str]:
         """Remove objects; those that do not exist are no error. Returns those that have another ETag than ``etags``
@@ -241,13 +237,7 @@ class Store:
         """One page of a listing, and the objects it names."""
         with self._lock:
             target = self._bucket(bucket)
-            page = paginate(
-                target.sorted_keys(),
-                prefix=prefix,
-                delimiter=delimiter,
-                after=after,
-                max_keys=max_keys,
-            )
+            page = paginate(target.sorted_keys(), prefix=prefix, delimiter=delimiter, after=after, max_keys=max_keys)
             return page, {key: target.objects[key] for key in page.keys}
 
     # Multipart uploads
@@ -264,11 +254,7 @@ class Store:
         with self._lock:
             upload = self._bucket(bucket).uploads.get(upload_id)
             if upload is None or upload.key != key:
-                message = (
-                    "The specified upload does not exist. The upload ID may be invalid, or the "
-                    "upload may have been aborted or completed."
-                )
-                raise S3Error(404, "NoSuchUpload", message)
+                raise S3Error(404, "NoSuchUpload", "The specified upload does not exist.")
             return upload
 
     def uploads(self, bucket: str) -> list[Upload]:
@@ -311,20 +297,19 @@ class Store:
         chosen: Sequence[tuple[int, str]],
         *,
         checksums: Mapping[str, str],
-        verify_checksums: bool,
         if_none_match: str | None,
         if_match: str | None,
     ) -> StoredObject:
         """Make an object of the ``chosen`` (part number, ETag) pairs, without copying them.
 
-        ``checksums`` are those of the whole object; they are verified if ``verify_checksums``.
+        ``checksums`` are those of the whole object.
         """
         with self._lock:
             target = self._bucket(bucket)
             upload = self.upload(bucket, key, upload_id)
             parts = _choose(upload, chosen, self._min_part_size)
             body = Body.join(part.body for part in parts)
-            if verify_checksums:
+            if self.verifies:
                 _verify(body, checksums)
             _check_write(target.objects.get(key), if_none_match, if_match)
             stored = StoredObject(
@@ -345,18 +330,19 @@ def _choose(upload: Upload, chosen: Sequence[tuple[int, str]], min_part_size: in
         raise S3Error(400, "MalformedXML", "A completed upload needs at least one part")
     numbers = [number for number, _ in chosen]
     if any(a >= b for a, b in itertools.pairwise(numbers)):
-        message = "The list of parts was not in ascending order."
-        raise S3Error(400, "InvalidPartOrder", message)
+        raise S3Error(400, "InvalidPartOrder", "The list of parts was not in ascending order.")
     parts = []
     for number, etag in chosen:
         part = upload.parts.get(number)
         if part is None or part.etag.strip('"') != etag.strip('"'):
-            message = f"Part {number} could not be found: it was not uploaded, or the ETag given is not the part's."
-            raise S3Error(400, "InvalidPart", message)
+            raise S3Error(
+                400,
+                "InvalidPart",
+                f"Part {number} could not be found: it was not uploaded, or the ETag given is not the part's.",
+            )
         parts.append(part)
     if any(len(part.body) < min_part_size for part in parts[:-1]):
-        message = f"A part other than the last is smaller than {min_part_size} bytes"
-        raise S3Error(400, "EntityTooSmall", message)
+        raise S3Error(400, "EntityTooSmall", f"A part other than the last is smaller than {min_part_size} bytes")
     return parts
 
 
@@ -366,8 +352,7 @@ def _verify(body: Body, expected: Mapping[str, str]) -> None:
             continue  # a checksum of the parts' checksums, not of the object
         computed = checksums.of(header.removeprefix(checksums.HEADER_PREFIX), body.pieces)
         if computed is not None and computed != value:
-            message = f"The {header} you specified, {value}, is not the object's, {computed}"
-            raise S3Error(400, "BadDigest", message)
+            raise S3Error(400, "BadDigest", f"The {header} you specified, {value}, is not the object's, {computed}")
 
 
 def _check_write(present: StoredObject | None, if_none_match: str | None, if_match: str | None) -> None:
@@ -378,5 +363,4 @@ def _check_write(present: StoredObject | None, if_none_match: str | None, if_mat
         or (if_match is not None and if_match not in ("*", present.etag, present.etag.strip('"')))
     )
     if refused:
-        message = "At least one of the pre-conditions you specified did not hold"
-        raise S3Error(412, "PreconditionFailed", message)
+        raise S3Error(412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold")

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 
 from dcp_s3 import CheckpointCatalog, CheckpointInfo, Plan, PruneReport, apply_plan, prune, remove
-from dcp_s3.checkpoint.commit import make_commit, publish
-from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, find_previous
+from dcp_s3.checkpoint.commit import Commit, make_commit
+from dcp_s3.checkpoint.commit_state import Beginning, SaveIdentity
+from dcp_s3.checkpoint.committer import Committer
 from dcp_s3.checkpoint.deletion import Deletion
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import ObjectEntry
-from dcp_s3.format.layout import data_object, new_nonce, new_save_id, step_of
+from dcp_s3.format.layout import (
+    CLAIM,
+    data_object,
+    intent_object,
+    new_nonce,
+    new_save_id,
+    notice_object,
+    part_object,
+    spread,
+    step_of,
+)
 from dcp_s3.retention.marks import annotate_on, pin_on
 from dcp_s3.store import Upload
 from dcp_s3.url import CheckpointURL, parse_url
 from tests.faulty_store import FaultyStore, Rule
 from tests.memory_store import MemoryStore
-from tests.retention.making import save_locally
+from tests.retention.making import is_manifest, save_locally
 
 ROOT = "s3://bucket/run"
 HOUR = 3600.0
 DAY = 24 * HOUR
+
+
+def nothing(method: str, key: str) -> None:
+    """The rule of a store that works."""
 
 
 class Clock:
@@ -45,7 +62,7 @@ class Run:
     def __init__(self, *, page_size: int = 1000) -> None:
         self.clock = Clock()
         self.memory = MemoryStore("bucket", page_size=page_size, clock=self.clock)
-        self.rule: Rule = lambda method, key: None
+        self.rule: Rule = nothing
         """Asked before and after each call of the store (`FaultyStore`)."""
         self.calls: Counter[str] = Counter()
         self.store = FaultyStore(self.memory, self._ask)
@@ -60,26 +77,67 @@ class Run:
 
         def rule(found: str, key: str) -> None:
             if found == method and part in key:
-                self.rule = lambda method, key: None
+                self.rule = nothing
                 change()
 
         self.rule = rule
 
+    @contextlib.contextmanager
+    def held(self, work: Callable[[], Any], method: str, part: str) -> Iterator[Callable[[], BaseException | None]]:
+        """``work`` in a thread, held up before its call of a method with a key that holds ``part``. Yields what lets it
+        go on, waits for its end, and returns the error that it raised."""
+        reached, go = threading.Event(), threading.Event()
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - for the test
+                raised.append(error)
+            reached.set()
+
+        def rule(found: str, key: str) -> None:
+            if threading.current_thread() is thread and found == method and part in key and not reached.is_set():
+                reached.set()
+                assert go.wait(60)
+
+        def finish() -> BaseException | None:
+            go.set()
+            thread.join(60)
+            return raised[0] if raised else None
+
+        thread = threading.Thread(target=run)
+        self.rule = rule
+        thread.start()
+        try:
+            assert reached.wait(60)
+            yield finish
+        finally:
+            finish()
+            self.rule = nothing
+
     # --- what is there ------------------------------------------------------------------------------------
 
     def url(self, name: str) -> CheckpointURL:
-        return parse_url(f"{ROOT}/{name}")
+        return parse_url(f"{ROOT}/{name}" if name else ROOT)
 
     def objects(self, name: str = "") -> dict[str, int]:
         """Path and bytes of all objects of a checkpoint, or of all."""
         start = self.url(name).key("") if name else ""
         return {each.key[len(start) :]: each.size for each in self.memory.list(start).objects}
 
+    def manifests(self, name: str) -> list[str]:
+        return [path for path in self.objects(name) if is_manifest(path)]
+
     def get(self, name: str, path: str) -> bytes:
         return self.memory.get(self.url(name).key(path)).data
 
     def put(self, name: str, path: str, data: bytes = b"x", metadata: Mapping[str, str] | None = None) -> None:
         self.memory.put(self.url(name).key(path), data, metadata=metadata)
+
+    def forget_metadata(self, name: str) -> None:
+        """As a copy does that loses user metadata."""
+        self.put(name, ".metadata", self.get(name, ".metadata"))
 
     def delete(self, name: str, path: str) -> None:
         assert self.memory.exists(self.url(name).key(path))
@@ -91,21 +149,57 @@ class Run:
     def open_upload(self, key: str) -> Upload:
         return self.memory.begin(key)
 
-    # --- what is done -------------------------------------------------------------------------------------
+    # --- saves --------------------------------------------------------------------------------------------
 
-    def save(self, name: str, *, overwrite: bool = False, metrics: Mapping[str, Any] | None = None) -> str:
-        """Save and commit as the writer does."""
-        identity, path = SaveIdentity(self.url(name), new_save_id()), data_object(0, 0, new_nonce())
-        data = f"state of {name}".encode()
-        previous = find_previous(self.memory, identity) if overwrite else Previous()
-        self.store.put(identity.url.key(path), data)
+    def begin(
+        self,
+        name: str,
+        *,
+        overwrite: bool = False,
+        metrics: Mapping[str, Any] | None = None,
+        objects: int = 1,
+        digits: int = 0,
+        rank: int | None = None,
+        ranks: int = 1,
+        late: bool = False,
+    ) -> tuple[Committer, Commit]:
+        """A save as the writer does it, up to its commit.
+
+        Args:
+            digits: of the directories of a spread checkpoint.
+            rank: that commits for itself.
+            late: whether it began so long ago that a prune may have taken its objects.
+        """
+        identity = SaveIdentity(self.url(name), new_save_id(), rank)
+        committer = Committer(identity, Beginning(at=0.0) if late else Beginning(), overwrite=overwrite)
+        committer.check_url(self.memory)
+        entries, storage_data = [], {}
+        for number in range(objects):
+            path = data_object(rank or 0, number, new_nonce())
+            path, data = spread(path, digits) if digits else path, f"state {number} of {name}".encode()
+            self.store.put(identity.url.key(path), data)
+            entries.append(ObjectEntry(path, len(data), crc_hex(crc64nvme(data))))
+            storage_data[MetadataIndex(f"state{number}")] = _StorageInfo(path, 0, len(data))
         metadata = Metadata(
-            state_dict_metadata={"state": BytesStorageMetadata()},
-            storage_data={MetadataIndex("state"): _StorageInfo(path, 0, len(data))},
+            {index.fqn: BytesStorageMetadata() for index in storage_data},
+            storage_data=storage_data,
+            storage_meta=StorageMeta(checkpoint_id=str(identity.url), save_id=identity.save_id),
         )
-        entry = ObjectEntry(path, len(data), crc_hex(crc64nvme(data)))
-        commit = make_commit(identity, metadata, [entry], step=step_of(name), world_size=1, metrics=dict(metrics or {}))
-        publish(self.store, commit, previous)
+        commit = make_commit(
+            identity, metadata, entries, step=step_of(name), world_size=ranks, metrics=dict(metrics or {})
+        )
+        return committer, commit
+
+    def save(self, name: str, **options: Any) -> str:
+        """Save and commit as the writer does (`begin`)."""
+        committer, commit = self.begin(name, **options)
+        assert committer.commit(self.store, commit, spilled=False)
+        return name
+
+    def save_on_ranks(self, name: str, ranks: int, **options: Any) -> str:
+        """Every rank commits for itself."""
+        for rank in range(ranks):
+            self.save(name, rank=rank, ranks=ranks, **options)
         return name
 
     def steps(self, *numbers: int) -> None:
@@ -118,17 +212,29 @@ class Run:
             self.put(name, file.name, file.read_bytes())
         return name
 
-    def catalog(self, **arguments: Any) -> CheckpointCatalog:
-        return CheckpointCatalog(ROOT, store=self.store, **arguments)
+    # --- what is done -------------------------------------------------------------------------------------
+
+    def catalog(self, root: str = ROOT, **arguments: Any) -> CheckpointCatalog:
+        return CheckpointCatalog(root, store=self.store, **arguments)
+
+    def names(self, root: str = ROOT) -> list[str]:
+        return [info.name for info in self.catalog(root).checkpoints()]
 
     def states(self, **settings: Any) -> dict[str, str]:
         return {info.name: info.state for info in self.catalog(settings=settings).checkpoints()}
 
+    def only(self) -> CheckpointInfo:
+        """The one checkpoint."""
+        [info] = self.catalog().checkpoints()
+        return info
+
     def damages(self) -> list[str | None]:
         return [info.damage for info in self.catalog().scan(deep=True).checkpoints]
 
-    def latest(self) -> CheckpointInfo | None:
-        return self.catalog().latest()
+    def latest(self) -> str | None:
+        """Its name."""
+        found = self.catalog().latest()
+        return None if found is None else found.name
 
     def prune(self, policy: Any = None, **arguments: Any) -> PruneReport:
         return prune(ROOT, policy, store=self.store, **arguments)
@@ -144,3 +250,63 @@ class Run:
 
     def pin(self, name: str, reason: str | None = None) -> None:
         pin_on(self.store, self.url(name), reason)
+
+
+def deleted(report: PruneReport) -> list[str]:
+    """Names of the checkpoints that a prune deleted."""
+    return [each.name for each in report.deleted]
+
+
+COORDINATION = (CLAIM, part_object("ab", 1, 0, "ef"), intent_object("ab", 2, "ef"), notice_object("ab"))
+"""What a save without collectives writes beside its data."""
+BOARD = ".dcp_s3/board-ab-queue"
+
+
+class Mixed:
+    """Something of everything that a prune deletes, put back as often as a test wants.
+
+    Committed: step-1 of ours with metrics, step-2 of another writer, step-9 to stay. Left over: step-5, objects in
+    step-9, an upload, a board.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.run = run = Run()
+        run.save("step-1")
+        run.annotate("step-1", {"loss": 1})
+        run.save_foreign("step-2", directory)
+        run.save("step-9")
+        self.commits: dict[str, set[str]] = {}
+        """Of each committed checkpoint, by the key of its ``.metadata``, the keys of what it needs."""
+        for key in run.objects():
+            if not key.endswith((".metadata", "metrics.json")):
+                self.commits.setdefault(f"run/{key.split('/')[1]}/.metadata", set()).add(key)
+        self.keep = {key for key in run.objects() if key.startswith("run/step-9/")}
+        run.save("step-5")
+        run.delete("step-5", ".metadata")
+        run.put("step-9", "__0_0-abcdef.distcp")
+        run.clock.now += 60  # a claim that is no newer than the commit is of the save that committed
+        for name in ("step-5", "step-9"):
+            for path in COORDINATION:
+                run.put(name, path)
+        run.put("", BOARD)
+        run.open_upload("run/step-9/__0_1-abcdef.distcp")
+        run.clock.now += 2 * DAY
+        self.start = run.memory.snapshot()
+
+    def put_back(self) -> None:
+        self.run.rule = nothing
+        self.run.memory.put_back(self.start)
+
+    @property
+    def keys(self) -> frozenset[str]:
+        return frozenset(self.run.objects())
+
+    def check_committed(self, there: Iterable[str] | None = None) -> None:
+        """No checkpoint that reads as committed has lost an object."""
+        found = set(self.keys if there is None else there)
+        for metadata, needed in self.commits.items():
+            assert metadata not in found or needed <= found, f"{metadata} lost {needed - found}"
+
+    def check_done(self) -> None:
+        assert self.keys == self.keep
+        assert self.run.memory.uploads("") == []

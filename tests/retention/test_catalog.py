@@ -1,341 +1,559 @@
+"""What a catalog finds under a root: names, steps, states, sizes, metrics, damage; and with which requests."""
+
 from __future__ import annotations
 
+import json
 import logging
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
+import torch
 
-from dcp_s3 import errors, latest, list_checkpoints
-from dcp_s3.s3 import listing, retry
-from tests.faulty import BUCKET, FaultyServer, serve
-from tests.memory_s3 import Fault
-from tests.retention.making import delete, get, is_manifest, keys, put, save, save_foreign, save_on_ranks
-from tests.spread import spread_out
+from dcp_s3 import CheckpointCatalog, KeepLatest, KeepSteps, errors, latest, list_checkpoints
+from dcp_s3.checkpoint import look
+from dcp_s3.checkpoint.directory import list_directory
+from dcp_s3.errors import AccessDeniedError, ObjectNotFoundError, SettingsError, TransferError
+from dcp_s3.format.control_files import Manifest
+from dcp_s3.format.layout import deletion_object, lease_object, spread
+from dcp_s3.format.metadata import seal
+from dcp_s3.retention.catalog import check_newest
+from dcp_s3.settings import Settings
+from dcp_s3.spill.saving import spill_commit
+from dcp_s3.spill.store import SpillStore
+from dcp_s3.store import Page
+from tests.memory_store import MemoryStore
+from tests.retention.runs import HOUR, ROOT, Run
+
+# --- what is listed ------------------------------------------------------------------------------
 
 
-def _names(root: str) -> dict[str, str]:
-    return {info.name: info.state for info in list_checkpoints(root)}
-
-
-def _drop_user_metadata(s3: Any, url: str) -> None:
-    put(s3, url, ".metadata", get(s3, url, ".metadata"))
-
-
-def test_checkpoints_are_listed_in_order_of_steps(root: str) -> None:
+def test_checkpoints_are_listed_in_order_of_steps(run: Run) -> None:
     before = time.time()
     for name in ("step-10", "step-9", "step-100"):
-        save(f"{root}/{name}", metrics={"loss": 0.5, "note": name})
-    found = list_checkpoints(root)
+        run.save(name, metrics={"loss": 0.5, "note": name}, objects=2)
+    found = run.catalog().checkpoints()
     assert [(info.name, info.step) for info in found] == [("step-9", 9), ("step-10", 10), ("step-100", 100)]
     for info in found:
-        assert info.url == f"{root}/{info.name}"
+        data = [size for path, size in run.objects(info.name).items() if path.endswith(".distcp")]
+        assert info.url == f"{ROOT}/{info.name}"
         assert (info.state, info.world_size, info.foreign) == ("committed", 1, False)
+        assert (info.objects, info.size) == (2, sum(data))
         assert info.metrics == {"loss": 0.5, "note": info.name}
-        assert before - 1 <= (info.created_at or 0) <= time.time() + 1
+        assert before <= (info.created_at or 0) <= time.time()
 
 
-def test_objects_and_size_are_those_of_the_data(root: str, s3: Any) -> None:
-    url = save(f"{root}/1", separate=["weight", "half"])
-    data = {path: size for path, size in keys(s3, url).items() if path.endswith(".distcp")}
-    assert len(data) > 1
-    [info] = list_checkpoints(root)
-    assert (info.objects, info.size) == (len(data), sum(data.values()))
+def test_nothing_there_is_an_empty_list_and_no_latest(run: Run) -> None:
+    assert (run.names(), run.latest()) == ([], None)
 
 
-def test_nothing_there_is_an_empty_list_and_no_latest(root: str) -> None:
-    assert list_checkpoints(root) == []
-    assert latest(root) is None
-
-
-def test_a_torn_save_is_incomplete_and_never_latest(root: str, s3: Any) -> None:
-    save(f"{root}/step-1")
-    torn = save(f"{root}/step-2", metrics={"loss": 1})
-    delete(s3, torn, ".metadata")  # the manifest is still there: the last instant before the commit
-    bare = save(f"{root}/step-3")
-    delete(s3, bare, ".metadata")
-    for path in keys(s3, bare):
-        if is_manifest(path):
-            delete(s3, bare, path)
-    assert _names(root) == {"step-1": "committed", "step-2": "incomplete", "step-3": "incomplete"}
-    assert [info.foreign for info in list_checkpoints(root)] == [False] * 3
-    newest = latest(root)
-    assert newest is not None
-    assert newest.name == "step-1"
-
-
-def test_latest_is_the_highest_step_and_then_the_newest(root: str) -> None:
+def test_latest_is_the_highest_step_and_then_the_newest(run: Run) -> None:
     for name in ("z-5", "b-30", "a-30"):
-        save(f"{root}/{name}")
-    newest = latest(root)
-    assert newest is not None
-    assert newest.name == "a-30"
+        run.save(name)
+    assert run.latest() == "a-30"
 
 
-def test_foreign_checkpoints_are_listed(root: str, s3: Any, tmp_path: Path) -> None:
-    url = save_foreign(s3, f"{root}/epoch-3", tmp_path)
-    data = {path: size for path, size in keys(s3, url).items() if path.endswith(".distcp")}
-    [info] = list_checkpoints(root)
+def test_a_torn_save_is_incomplete_and_never_latest(run: Run) -> None:
+    run.steps(1, 2, 3)
+    for name in ("step-2", "step-3"):  # of one the manifest is still there: the last instant before the commit
+        run.delete(name, ".metadata")
+    run.delete("step-3", run.manifests("step-3")[0])
+    found = run.catalog()._list().checkpoints
+    assert [(info.state, info.foreign) for info in found] == [
+        ("committed", False), ("incomplete", False), ("incomplete", False),
+    ]  # fmt: skip
+    assert run.latest() == "step-1"
+
+
+def test_foreign_checkpoints_are_listed(run: Run, tmp_path: Path) -> None:
+    run.save_foreign("epoch-3", tmp_path)
+    data = [size for path, size in run.objects("epoch-3").items() if path.endswith(".distcp")]
+    info = run.only()
     assert (info.state, info.foreign, info.step, info.world_size) == ("committed", True, 3, None)
-    assert (info.objects, info.size) == (len(data), sum(data.values()))
-    assert abs((info.created_at or 0) - time.time()) < 600
-    assert latest(root) == info
+    assert (info.objects, info.size, info.created_at) == (len(data), sum(data), run.clock.now)
+    assert run.catalog().latest() == info
 
 
-def test_ranks_without_collectives_count_when_all_have_committed(root: str, s3: Any) -> None:
-    url = save_on_ranks(f"{root}/step-4", 2)
-    save(f"{root}/step-1")
-    data = {path: size for path, size in keys(s3, url).items() if path.endswith(".distcp")}
-    info = latest(root)
+def test_ranks_without_collectives_count_when_all_have_committed(run: Run) -> None:
+    run.save_on_ranks("step-4", 2, metrics={"loss": 0.5})
+    run.steps(1)
+    info = run.catalog().latest()
     assert info is not None
     assert (info.name, info.state, info.world_size) == ("step-4", "committed", 2)
-    assert (info.objects, info.size) == (len(data), sum(data.values()))
-    assert info.metrics == {"loss": 0.5}
+    assert (info.objects, info.metrics) == (2, {"loss": 0.5})
     for rank in (1, 0):
-        delete(s3, url, f"__{rank}.metadata")
-        assert _names(root)["step-4"] == "incomplete"
-        other = latest(root)
-        assert other is not None
-        assert other.name == "step-1"
+        run.delete("step-4", f"__{rank}.metadata")
+        assert run.states()["step-4"] == "in_progress"
+        assert run.latest() == "step-1"
 
 
-def test_a_rank_with_two_manifests_has_the_one_that_its_commit_names(root: str, s3: Any) -> None:
-    url = save_on_ranks(f"{root}/step-4", 2)
-    manifest = next(path for path in keys(s3, url) if is_manifest(path) and path.endswith(".1.json"))
-    stale = get(s3, url, manifest).replace(b'"world_size": 2', b'"world_size": 3')
-    put(s3, url, ".dcp_s3/manifest-00000000000000ff.1.json", stale)
-    assert _names(root) == {"step-4": "committed"}
+def test_a_rank_with_two_manifests_has_the_one_that_its_commit_names(run: Run) -> None:
+    run.save_on_ranks("step-4", 2)
+    manifest = next(path for path in run.manifests("step-4") if path.endswith(".1.json"))
+    stale = run.get("step-4", manifest).replace(b'"world_size": 2', b'"world_size": 3')
+    run.put("step-4", ".dcp_s3/manifest-00000000000000ff.1.json", stale)
+    assert run.states() == {"step-4": "committed"}
 
 
-def test_a_copy_that_lost_its_user_metadata_still_has_its_manifest(root: str, s3: Any) -> None:
-    url = save(f"{root}/run-12", metrics={"loss": 2.0})
-    _drop_user_metadata(s3, url)
-    [info] = list_checkpoints(root)
-    assert (info.foreign, info.world_size, info.metrics) == (False, 1, {"loss": 2.0})
-
-
-def test_of_two_manifests_the_one_of_the_committed_save_counts(root: str, s3: Any) -> None:
-    url = save(f"{root}/run-12", metrics={"loss": 2.0})
-    manifest = next(path for path in keys(s3, url) if is_manifest(path))
+def test_of_two_manifests_the_one_of_the_committed_save_counts(run: Run) -> None:
+    run.save("run-12", metrics={"loss": 2.0})
+    [manifest] = run.manifests("run-12")
+    run.forget_metadata("run-12")
+    assert (run.only().foreign, run.only().world_size, run.only().metrics) == (False, 1, {"loss": 2.0})
     for save_id in ("0000000000000000", "ffffffffffffffff"):
-        put(s3, url, f".dcp_s3/manifest-{save_id}.json", get(s3, url, manifest).replace(b"2.0", b"9.0"))
-    _drop_user_metadata(s3, url)
-    [info] = list_checkpoints(root)
-    assert info.metrics == {"loss": 2.0}
+        run.put("run-12", f".dcp_s3/manifest-{save_id}.json", run.get("run-12", manifest).replace(b"2.0", b"9.0"))
+    assert run.only().metrics == {"loss": 2.0}
 
 
-def test_the_manifest_of_a_save_in_progress_is_not_that_of_a_commit_which_lost_its_own(root: str, s3: Any) -> None:
-    url = save(f"{root}/run-12", metrics={"loss": 2.0})
-    manifest = next(path for path in keys(s3, url) if is_manifest(path))
-    other = get(s3, url, manifest).replace(b"2.0", b"9.0")
-    delete(s3, url, manifest)
-    time.sleep(1.1)  # times are of whole seconds
-    put(s3, url, ".dcp_s3/manifest-ffffffffffffffff.json", other)
-    [info] = list_checkpoints(root)
+def test_the_manifest_of_a_save_in_progress_is_not_that_of_a_commit_which_lost_its_own(run: Run) -> None:
+    run.save("run-12", metrics={"loss": 2.0})
+    [manifest] = run.manifests("run-12")
+    other = run.get("run-12", manifest).replace(b"2.0", b"9.0")
+    run.delete("run-12", manifest)
+    run.clock.now += 1
+    run.put("run-12", ".dcp_s3/manifest-ffffffffffffffff.json", other)
+    info = run.only()
     assert (info.state, info.foreign, info.metrics) == ("committed", True, {})
 
 
-def test_a_lost_or_broken_manifest_leaves_the_checkpoint_committed(root: str, s3: Any) -> None:
-    for name, data in (("step-1", None), ("step-2", b"{}"), ("step-3", b"\xff\x00")):
-        url = save(f"{root}/{name}")
-        manifest = next(path for path in keys(s3, url) if is_manifest(path))
-        delete(s3, url, manifest) if data is None else put(s3, url, manifest, data)
-    found = list_checkpoints(root)
-    assert [(info.state, info.objects, info.step) for info in found] == [("committed", 1, step) for step in (1, 2, 3)]
+def test_a_manifest_that_is_newer_than_its_metadata_is_not_believed(run: Run, tmp_path: Path) -> None:
+    run.save_foreign("step-1", tmp_path)
+    run.save("other-2", metrics={"loss": 1})
+    [manifest] = run.manifests("other-2")
+    run.clock.now += 1
+    run.put("step-1", manifest, run.get("other-2", manifest))
+    run.calls.clear()
+    run.names()
+    assert run.calls["head"] == 1
 
 
-def test_overwriting_shows_the_new_checkpoint(root: str) -> None:
-    url = save(f"{root}/step-1", metrics={"loss": 1})
-    save(url, metrics={"loss": 2}, overwrite=True)
-    [info] = list_checkpoints(root)
-    assert (info.metrics, info.objects) == ({"loss": 2}, 1)
+def test_a_lost_or_broken_manifest_leaves_the_checkpoint_committed(run: Run) -> None:
+    for step, data in enumerate((None, b"{}", b"\xff\x00")):
+        run.steps(step)
+        [manifest] = run.manifests(f"step-{step}")
+        run.delete(f"step-{step}", manifest) if data is None else run.put(f"step-{step}", manifest, data)
+    found = run.catalog().checkpoints()
+    assert [(info.state, info.objects, info.step) for info in found] == [("committed", 1, step) for step in range(3)]
 
 
-def test_latest_passes_over_what_cannot_be_loaded(root: str, s3: Any, caplog: pytest.LogCaptureFixture) -> None:
-    good = save(f"{root}/step-1")
-    no_data = save(f"{root}/step-2")
-    delete(s3, no_data, next(path for path in keys(s3, no_data) if path.endswith(".distcp")))
-    short = save(f"{root}/step-3")
-    data = next(path for path in keys(s3, short) if path.endswith(".distcp"))
-    put(s3, short, data, get(s3, short, data)[:-1])
-    torn = save(f"{root}/step-4")
-    put(s3, torn, ".metadata", get(s3, torn, ".metadata")[:-10])
-    unsafe = save(f"{root}/step-5")
-    put(s3, unsafe, ".metadata", pickle.dumps(print))
-    with caplog.at_level(logging.WARNING, "dcp_s3"):
-        info = latest(root)
-    assert info is not None
-    assert info.url == good
-    [said] = [record.getMessage() for record in caplog.records if "cannot be loaded" in record.getMessage()]
-    assert said.startswith(f"{unsafe} cannot be loaded, nor can 3 more (to {no_data}): ")
-    assert said.endswith(f"The next one that can be is {good}")
+def test_names_are_taken_literally(run: Run) -> None:
+    names = ["sp ace-step-1", "pl+us-step-2", "per%20cent-step-3", "ünï-コード-step-4", "a&b=c-step-5", "[bold]-step-6",
+             "x'\"-step-7", "new\nline-step-8"]  # fmt: skip
+    for name in (f" +%2B é/{each}" for each in names):
+        run.save(name)
+    assert run.names(f"{ROOT}/ +%2B é/") == names
 
 
-NAMES = [
-    "sp ace-step-1", "pl+us-step-2", "per%20cent-step-3", "ünï-コード-step-4", "a&b=c-step-5", "[bold]-step-6",
-    "x'\"-step-7",
-]  # fmt: skip
-
-
-def test_names_are_taken_literally(root: str) -> None:
-    for name in NAMES:
-        save(f"{root} +%2B é/{name}")
-    found = list_checkpoints(f"{root} +%2B é/")
-    assert [info.name for info in found] == NAMES
-    assert all(info.objects == 1 and info.committed for info in found)
-    newest = latest(f"{root} +%2B é")
-    assert newest is not None
-    assert newest.url == f"{root} +%2B é/{NAMES[-1]}"
-
-
-def test_directories_without_anything_of_a_checkpoint_are_left_out(root: str, s3: Any, bucket: str) -> None:
-    save(f"{root}/step-1")
-    save(f"{root}/nested/500")  # named like a hash prefix
-    torn = save(f"{root}/torn/1000")
-    delete(s3, torn, ".metadata")
-    put(s3, root, "logs/events.out")
-    put(s3, root, "loose-file")
-    assert _names(root) == {"step-1": "committed"}
-    assert _names(f"{root}/nested") == {"500": "committed"}
-    assert _names(f"{root}/torn") == {"1000": "incomplete"}
-    assert _names(f"s3://{bucket}") == {}
+def test_directories_without_anything_of_a_checkpoint_are_left_out(run: Run) -> None:
+    run.steps(1)
+    run.save("nested/500")  # named like a hash prefix
+    run.save("torn/1000")
+    run.delete("torn/1000", ".metadata")
+    run.put("", "logs/events.out")
+    run.put("", "loose-file")
+    assert run.names() == ["step-1"]
+    assert run.names(f"{ROOT}/nested") == ["500"]
+    assert run.names(f"{ROOT}/torn") == ["1000"]
+    assert run.names("s3://bucket") == []
+    run.memory.put("step-3/.metadata", b"x")
+    assert run.names("s3://bucket/") == ["step-3"]  # a bucket may be the root
 
 
 @pytest.mark.parametrize("committed", [True, False])
-def test_hash_prefixes_are_part_of_their_checkpoint(root: str, s3: Any, committed: bool) -> None:
-    url = spread_out(s3, save(f"{root}/step-8", separate=["weight", "half"]))
+def test_hash_prefixes_are_part_of_their_checkpoint(run: Run, committed: bool) -> None:
+    run.save("step-8", objects=3, digits=2)
     if not committed:
-        for path in keys(s3, url):
+        for path in run.objects("step-8"):
             if not path.endswith(".distcp"):
-                delete(s3, url, path)
-    [info] = list_checkpoints(root)
-    assert info.state == ("committed" if committed else "incomplete")
-    assert info.objects == sum(path.endswith(".distcp") for path in keys(s3, url)) > 1
-    assert not info.foreign
-    assert list_checkpoints(url) == []  # the prefixes are no checkpoints
+                run.delete("step-8", path)
+    info = run.only()
+    assert (info.committed, info.objects, info.foreign) == (committed, 3, False)
+    assert run.names(f"{ROOT}/step-8") == []  # the prefixes are no checkpoints
 
 
-def test_a_bucket_may_be_the_root(bucket: str) -> None:
-    save(f"s3://{bucket}/step-3")
-    assert _names(f"s3://{bucket}/") == {"step-3": "committed"}
+def test_listings_of_many_pages() -> None:
+    run = Run(page_size=2)
+    for number in range(5):
+        run.put("", f"dir-{number}/file")
+        run.put("zzz-step-2", f"__{number}_0.distcp")
+    run.save("step-1", objects=3)
+    assert [(info.name, info.objects) for info in run.catalog().checkpoints()] == [("step-1", 3), ("zzz-step-2", 5)]
+    assert run.latest() == "step-1"
 
 
-@pytest.mark.parametrize("ask", [list_checkpoints, latest])
-def test_a_missing_bucket_is_an_error(bucket: str, ask: Any) -> None:
-    with pytest.raises(errors.BucketNotFoundError, match=f"{bucket}-not"):
-        ask(f"s3://{bucket}-not/run")
+@pytest.mark.parametrize("work", [list_checkpoints, latest])
+@pytest.mark.parametrize(
+    ("root", "error"),
+    [("run", errors.InvalidURLError), ("s3:///run", errors.InvalidURLError), ("http://bucket/run",
+     errors.InvalidURLError), ("s3://bucket/run", errors.CredentialsError)],
+)  # fmt: skip
+def test_a_bad_url_and_no_credentials_are_errors(work: Any, root: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        work(root, settings={"endpoint_url": "http://127.0.0.1:9", "region": "us-east-1"})
 
 
-@pytest.mark.servers("rclone", "rgw")
-def test_wrong_credentials_are_an_error(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    with pytest.raises((errors.CredentialsError, errors.AccessDeniedError)):
-        latest(root)
+def test_a_request_that_fails_is_an_error_not_a_gap(run: Run) -> None:
+    run.steps(1, 2)
+    run.rule = lambda method, key: TransferError("SlowDown") if method == "get" and "step-2/" in key else None
+    for look_at in (run.names, run.latest, lambda: run.prune("latest:1")):
+        with pytest.raises(TransferError):
+            look_at()
+    assert {key.split("/")[1] for key in run.objects()} == {"step-1", "step-2"}
 
 
-def test_no_server_is_an_error_not_none() -> None:
-    settings = {"endpoint_url": "http://127.0.0.1:9", "retry_attempts": 2, "region": "us-east-1"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ACCESS_KEY_ID", "a")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "b")
-        with pytest.raises(errors.TransferError) as caught:
-            latest("s3://bucket/run", settings=settings)
-    assert caught.value.attempts == 2
+# --- what counts as the newest -------------------------------------------------------------------
 
 
-def test_no_credentials_are_an_error() -> None:
-    with pytest.raises(errors.CredentialsError):
-        latest("s3://bucket/run", settings={"endpoint_url": "http://127.0.0.1:9", "region": "us-east-1"})
+def truncate(run: Run, name: str) -> None:
+    found = run.memory.get(f"run/{name}/.metadata")
+    run.put(name, ".metadata", found.data[:-20], found.metadata)
 
 
-@pytest.mark.parametrize("root", ["run", "s3:///run", "http://bucket/run"])
-def test_a_bad_url_is_an_error(root: str) -> None:
-    with pytest.raises(errors.InvalidURLError):
-        list_checkpoints(root)
+def write_with_newer_torch(run: Run, name: str) -> None:
+    """A class that no torch has today, in a checkpoint that is otherwise whole."""
+    found = run.memory.get(f"run/{name}/.metadata")
+    data = found.data.replace(b"BytesStorageMetadata", b"NewerStorageMetadata")
+    assert data != found.data
+    fields = {key: value for key, value in found.metadata.items() if "crc" not in key}
+    run.put(name, ".metadata", seal(data[: -17 - data[-17]]), fields)
+    [manifest] = run.manifests(name)
+    read = Manifest.from_json(run.get(name, manifest))
+    read.writer["torch"] = "99.0"
+    run.put(name, manifest, read.to_json())
 
 
-def test_listings_of_many_pages(root: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "PAGE_SIZE", 2)
-    for i in range(5):
-        put(s3, root, f"dir-{i}/file")
-    url = save(f"{root}/step-1", separate=["weight", "half"])
-    torn = f"{root}/zzz-step-2"
-    for i in range(5):
-        put(s3, torn, f"__{i}_0.distcp")
-    found = list_checkpoints(root)
-    assert [(info.url, info.objects) for info in found] == [(url, 3), (torn, 5)]
-    newest = latest(root)
-    assert newest is not None
-    assert newest.url == url
-
-
-# --- requests ------------------------------------------------------------------------------------
+LOOKS: dict[str, Callable[[Run], Any]] = {
+    "latest": Run.latest,
+    "prune": lambda run: run.prune(KeepLatest(2), dry_run=True),
+    "ls": lambda run: check_newest(run.catalog(), run.catalog().checkpoints()),
+}
 
 
 @pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    monkeypatch.setattr(retry, "BACKOFF_BASE", 0.01)
-    with serve(monkeypatch) as server:
-        yield server
+def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    monkeypatch.setattr(look, "_told", set())  # of this process
+    caplog.set_level(logging.WARNING, "dcp_s3")
+    return lambda: [each.getMessage() for each in caplog.records if "cannot be loaded" in each.getMessage()]
 
 
-def _requests(faulty: FaultyServer) -> dict[str, int]:
-    counted: dict[str, int] = {}
-    for request in faulty.s3.request_log:
-        counted[request.operation] = counted.get(request.operation, 0) + 1
-    return counted
+@pytest.mark.parametrize("who", LOOKS)
+def test_who_looks_for_the_newest_says_once_that_it_cannot_be_read(
+    run: Run, said: Callable[[], list[str]], who: str
+) -> None:
+    run.steps(1, 2, 3)
+    LOOKS[who](run)
+    assert said() == []
+    run.steps(4, 5, 6, 7)
+    for step in range(4, 8):
+        truncate(run, f"step-{step}")
+    for _ in range(2):
+        LOOKS[who](run)
+    [message] = said()
+    assert message.startswith(f"{ROOT}/step-7 cannot be loaded, nor can 3 more (to {ROOT}/step-4): ")
+    assert "its CRC-64/NVME is" in message
+    assert "Remedy: load an earlier checkpoint" in message
+    assert message.endswith(f"The next one that can be is {ROOT}/step-3")
 
 
-def test_two_requests_for_each_checkpoint(faulty: FaultyServer) -> None:
-    for step in range(5):
-        save(f"s3://{BUCKET}/run/step-{step}")
-    faulty.s3.reset_counters()
-    assert len(list_checkpoints(f"s3://{BUCKET}/run")) == 5
-    assert _requests(faulty) == {"ListObjectsV2": 6, "GetObject": 5}
-    faulty.s3.reset_counters()
-    assert latest(f"s3://{BUCKET}/run") is not None
-    assert _requests(faulty) == {"ListObjectsV2": 7, "GetObject": 7}
+@pytest.mark.parametrize("who", ["latest", "prune"])
+def test_what_a_newer_torch_wrote_is_said_with_its_remedy(run: Run, said: Callable[[], list[str]], who: str) -> None:
+    run.steps(1, 2)
+    write_with_newer_torch(run, "step-2")
+    LOOKS[who](run)
+    [message] = said()
+    assert f"torch {torch.__version__}" in message
+    assert "Remedy: load it with the versions that wrote it" in message
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [Fault.error(503, "SlowDown"), Fault.error(500, "InternalError"), Fault.reset(), Fault.truncate(20)],
-    ids=lambda fault: f"{fault.kind}{fault.status or ''}",
-)
-@pytest.mark.parametrize("operation", ["ListObjectsV2", "HeadObject", "GetObject"])
-def test_a_request_that_fails_is_repeated(faulty: FaultyServer, operation: str, fault: Fault) -> None:
-    if operation == "HeadObject" and fault.kind == "truncate":
-        pytest.skip("a HEAD has no body")
-    url = save(f"s3://{BUCKET}/run/step-1", metrics={"loss": 1})
-    if operation == "HeadObject":  # of two manifests it tells the right one
-        client = boto3.Session().client("s3", endpoint_url=faulty.s3.endpoint_url)
-        put(client, url, ".dcp_s3/manifest-00000000000000ff.json")
-        client.close()
-    failed = faulty.once(operation, fault)
-    [info] = list_checkpoints(f"s3://{BUCKET}/run")
-    assert failed
-    assert info.metrics == {"loss": 1}
+def test_latest_passes_over_what_cannot_be_loaded(run: Run, said: Callable[[], list[str]]) -> None:
+    run.steps(1, 2, 3, 4, 5)
+    run.delete_data("step-2")
+    [data] = [path for path in run.objects("step-3") if path.endswith(".distcp")]
+    run.put("step-3", data, run.get("step-3", data)[:-1])
+    truncate(run, "step-4")
+    run.put("step-5", ".metadata", pickle.dumps(print))
+    assert run.latest() == "step-1"
+    [message] = said()
+    assert message.startswith(f"{ROOT}/step-5 cannot be loaded, nor can 3 more (to {ROOT}/step-2): ")
 
 
-def test_a_request_that_keeps_failing_is_an_error_not_a_gap(faulty: FaultyServer) -> None:
-    for step in (1, 2):
-        save(f"s3://{BUCKET}/run/step-{step}")
-    faulty.rule = lambda request: Fault.error(503, "SlowDown") if "step-2/" in request.key else None
-    with pytest.raises(errors.TransferError) as caught:
-        latest(f"s3://{BUCKET}/run", settings={"retry_attempts": 3})
-    assert (caught.value.operation, caught.value.attempts) == ("GetObject", 3)
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_latest_looks_again_when_its_choice_is_pruned(run: Run, all_of_it: bool) -> None:
+    run.steps(1, 2)
+
+    def go_on() -> None:
+        run.steps(3, 4)
+        run.delete("step-2", ".metadata")
+        if all_of_it:
+            run.prune("latest:1", grace=0, force=True)
+
+    run.once("get", "step-2/.metadata", go_on)
+    assert run.latest() == "step-4"
 
 
-def test_requests_in_flight_are_bounded(faulty: FaultyServer) -> None:
-    client = boto3.Session().client("s3", endpoint_url=faulty.s3.endpoint_url)
-    for i in range(60):
-        put(client, f"s3://{BUCKET}/run", f"step-{i}/.metadata")
-    client.close()
-    faulty.rule = lambda request: Fault.delay(0.05) if request.operation == "ListObjectsV2" else None
-    faulty.s3.reset_counters()
-    list_checkpoints(f"s3://{BUCKET}/run")
-    assert 16 <= faulty.s3.counters.peak_in_flight <= 32
+def test_many_leases_of_the_newest_do_not_hide_it() -> None:
+    run = Run(page_size=5)
+    run.steps(1, 2)
+    for number in range(12):
+        run.put("step-2", lease_object(f"{number:016x}", 900))
+    assert [each.name for each in run.prune("latest:1").deleted] == ["step-1"]
+    assert run.latest() == "step-2"
+
+
+def test_best_passes_over_what_can_not_be_loaded(run: Run) -> None:
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        run.save(f"step-{step}", metrics={"loss": loss})
+    run.delete_data("step-2")
+    catalog = run.catalog()
+    found = [catalog.best("loss"), catalog.best("loss", "max"), catalog.best("acc")]
+    assert [info and info.name for info in found] == ["step-3", "step-1", None]
+    with pytest.raises(SettingsError, match="'min' or 'max'"):
+        catalog.best("loss", "low")  # type: ignore[arg-type]
+
+
+# --- a scan, for a plan --------------------------------------------------------------------------
+
+
+def test_the_stores_clock_tells_a_save_in_progress_from_a_leftover(run: Run) -> None:
+    run.steps(1, 2)
+    run.delete("step-2", ".metadata")
+    run.clock.now += 2 * HOUR
+    assert run.states() == {"step-1": "committed", "step-2": "in_progress"}
+    assert run.states(retention_grace="2h") == {"step-1": "committed", "step-2": "leftover"}
+    run.put("step-2", "__1_0-ab.distcp")
+    assert run.states(retention_grace="2h")["step-2"] == "in_progress"
+    assert run.catalog().scan().now == run.clock.now
+
+
+def test_where_the_store_does_not_tell_its_time_that_of_this_host_counts(run: Run) -> None:
+    class Timeless(MemoryStore):
+        def page(self, *arguments: Any, **options: Any) -> Page:
+            return replace(super().page(*arguments, **options), server_time=None)
+
+    before, run.memory.__class__ = time.time(), Timeless
+    run.clock.now = before
+    run.put("step-1", "__0_0-ab12.distcp")
+    assert before <= list_directory(run.store, run.url("step-1")).now <= time.time()
+    assert before <= run.catalog().scan().now <= time.time()
+    with pytest.raises(errors.CheckpointProtectedError, match="in progress"):
+        run.remove("step-1")
+    run.remove("step-1", force=True)
+    assert run.objects() == {}
+
+
+def test_marks_cost_no_request_but_for_the_reason_of_a_pin(run: Run) -> None:
+    run.save("step-1", metrics={"loss": 1})
+    run.pin("step-1", "for\nthe paper")
+    run.put("step-1", lease_object("ab", 600))
+    run.clock.now += 60
+    run.put("step-1", lease_object("cd", 100))
+    run.put("step-1", deletion_object("ef"))
+    run.calls.clear()
+    info = run.only()
+    assert (info.pinned, info.pin_reason, info.deletions) == (True, "for the paper", ("ef",))
+    assert info.leased_until == run.clock.now - 60 + 600
+    assert (info.etag, info.modified_at) != (None, None)
+    assert run.calls == {"page": 2, "get": 2}
+    run.annotate("step-1", {"acc": 2})
+    run.calls.clear()
+    assert run.only().metrics == {"loss": 1, "acc": 2}
+    assert run.calls == {"page": 2, "get": 3}
+
+
+def test_a_scan_and_latest_make_few_requests(run: Run) -> None:
+    run.steps(0, 1, 2)
+    looks: list[tuple[Callable[[], object], dict[str, int]]] = [
+        (run.names, {"page": 4, "get": 3}),
+        (run.latest, {"page": 5, "get": 5}),
+        (run.catalog().scan, {"page": 4, "get": 3, "uploads": 1}),
+        (lambda: run.catalog().scan(deep=True), {"page": 8, "get": 5, "head": 3, "uploads": 1}),
+    ]
+    for look_at, expected in looks:
+        run.calls.clear()
+        look_at()
+        assert run.calls == expected
+    run.clock.now += 1
+    run.put("step-2", ".dcp_s3/manifest-00000000000000ff.json", b"of a save in progress")
+    run.calls.clear()
+    run.names()
+    assert run.calls == {"page": 4, "get": 3, "head": 1}
+
+
+def test_a_directory_with_very_many_dotted_names_is_not_listed_whole() -> None:
+    run = Run(page_size=3)
+    run.save("step-1")
+    for number in range(20):
+        run.put("step-1", f".git/{number}")
+    run.calls.clear()
+    assert (run.only().committed, run.only().foreign) == (True, False)
+    assert run.calls == {"page": 8, "get": 2}
+
+
+def test_open_uploads_of_checkpoints_right_under_the_root(run: Run) -> None:
+    wanted = {
+        run.open_upload(key).upload_id: key
+        for key in ("run/step-1/__0_0-ab.distcp", "run/new/__1_0.distcp", "run/new/__1_0.distcp")
+    }
+    for key in ("runner/step-1/__0_0-ab.distcp", "run/logs/events", "run/deep/er/__0_0-ab.distcp", "run/x.distcp"):
+        run.open_upload(key)
+    run.clock.now += 48 * HOUR
+    young = run.open_upload("run/step-2/__0_0-ab.distcp")
+    found = run.catalog().scan()
+    assert {each.upload_id: each.key for each in found.uploads} == wanted | {young.upload_id: young.key}
+    plan = found.plan(None, grace=24 * HOUR)
+    assert {each.upload.upload_id for each in plan.uploads if each.action == "delete"} == set(wanted)
+
+
+def test_an_overwrite_is_seen_by_its_objects_or_upload(run: Run, tmp_path: Path) -> None:
+    run.steps(1)
+    run.save_foreign("step-2", tmp_path)
+    run.steps(3, 4)
+    run.clock.now += 99 * HOUR
+    for name in ("step-1", "step-2"):
+        run.put(name, "__0_0-abcdef.distcp")
+    run.open_upload("run/step-3/__0_0-ab.distcp")
+
+    def deleted() -> list[str]:
+        plan = run.catalog().scan(deep=True).plan(KeepLatest(1), grace=HOUR)
+        return [info.name for info in plan.deleted]
+
+    assert deleted() == []
+    run.clock.now += HOUR
+    assert deleted() == ["step-1", "step-2", "step-3"]
+
+
+def test_leftovers_of_other_saves_are_found_and_nothing_else(run: Run) -> None:
+    run.save("step-1", objects=2, digits=2)
+    stray = spread("__0_7-abcdef.distcp", 2)
+    ours = {"__0_0-abcdef.distcp", ".dcp_s3/manifest-00000000000000ff.json", stray}
+    for path in (*ours, "__0_0.distcp", "notes.txt", "notes/__0_0-abcdef.distcp", ".dcp_s3/other", "zz/__0_0-ab.distcp",
+                 lease_object("ab", 60), lease_object("cd", 3600)):  # fmt: skip
+        run.put("step-1", path)
+    run.pin("step-1")
+    run.annotate("step-1", {"loss": 1})
+    run.clock.now += 1800
+    assert run.catalog().scan().leftovers == ()
+    found = run.catalog().scan(deep=True)
+    leftovers = {each.key.removeprefix("run/step-1/"): each.is_lease for each in found.leftovers}
+    assert leftovers == dict.fromkeys(ours, False) | {lease_object("ab", 60): True}
+    assert {each.checkpoint for each in found.leftovers} == {"step-1"}
+    assert all(each.action == "keep" for each in found.plan(None, grace=HOUR).leftovers if not each.leftover.is_lease)
+    run.clock.now += HOUR
+    old = run.catalog().scan(deep=True)
+    assert {each.action for each in old.plan(None, grace=HOUR).leftovers} == {"delete"}
+
+
+def test_data_in_directories_below_is_no_leftover_of_a_checkpoint_without_such(run: Run) -> None:
+    run.steps(1)
+    run.put("step-1", "__0_0-abcdef.distcp")
+    run.put("step-1", spread("__0_1-abcdef.distcp", 2))
+    assert [each.key for each in run.catalog().scan(deep=True).leftovers] == ["run/step-1/__0_0-abcdef.distcp"]
+
+
+def test_nothing_is_a_leftover_where_the_manifest_is_not_certain(run: Run, tmp_path: Path) -> None:
+    run.save_foreign("step-1", tmp_path)
+    run.steps(2)
+    run.forget_metadata("step-2")
+    run.save_on_ranks("step-3", 1)
+    for name in ("step-1", "step-2", "step-3"):
+        run.put(name, "__0_0-abcdef.distcp")
+    run.clock.now += 99 * HOUR
+    assert run.catalog().scan(deep=True).leftovers == ()
+
+
+def test_what_is_replaced_or_deleted_meanwhile(run: Run) -> None:
+    run.steps(1)
+    run.once("head", "", lambda: run.save("step-1", overwrite=True))
+    found = run.catalog().scan(deep=True)
+    assert ([info.damage for info in found.checkpoints], found.leftovers) == ([None], ())
+    run.once("head", "", lambda: run.delete("step-1", ".metadata"))
+    [info] = run.catalog().scan(deep=True).checkpoints
+    assert info.state == "incomplete"
+
+
+def test_metadata_that_is_listed_and_not_there_ends_the_look(run: Run) -> None:
+    run.steps(1, 2)
+    gone = ObjectNotFoundError("gone")
+    run.rule = lambda method, key: gone if (method, key) == ("head", "run/step-1/.metadata") else None
+    found = run.catalog().scan(deep=True).checkpoints
+    assert run.calls["head"] < 10
+    assert [info.damage for info in found] == ["its .metadata is listed, but cannot be read", None]
+
+
+def test_damage_is_seen_deep_only_and_does_not_cost_the_last_good_one(run: Run, tmp_path: Path) -> None:
+    run.steps(1, 2, 3)
+    run.save_foreign("step-4", tmp_path)
+    for name in ("step-3", "step-4"):
+        run.delete_data(name)
+    assert {info.damage for info in run.catalog().scan().checkpoints} == {None}
+    found = run.catalog().scan(deep=True)
+    assert [info.damage is None for info in found.checkpoints] == [True, True, False, False]
+    plan = found.plan(KeepLatest(1), grace=HOUR)
+    assert [info.name for info in plan.deleted] == ["step-1", "step-3"]
+    assert run.latest() == "step-2"
+
+
+def test_an_unreadable_reason_of_a_pin_leaves_the_pin(run: Run) -> None:
+    run.steps(1)
+    for data in (b"", b"[]", b'{"reason": 3}', b"\xff", json.dumps({"reason": None}).encode()):
+        run.put("step-1", ".dcp_s3/pin", data)
+        assert (run.only().pinned, run.only().pin_reason) == (True, None)
+    run.rule = lambda method, key: AccessDeniedError("s3:GetObject") if key.endswith("/pin") else None
+    assert (run.only().pinned, run.only().pin_reason) == (True, None)
+
+
+@pytest.mark.usefixtures("_own_environment")
+def test_what_waits_in_the_spill_directory_is_local(run: Run, tmp_path: Path) -> None:
+    run.steps(1, 2)
+    for name in ("step-1", "step-3"):
+        _, commit = run.begin(name, overwrite=True)
+        spill_commit(SpillStore(tmp_path), commit, Settings(), created_at=time.time(), overwrite=True)
+        run.delete(name, commit.objects[0].path)
+    here, elsewhere = (run.catalog(settings=each).scan() for each in ({"spill_dir": str(tmp_path)}, None))
+    assert [(info.name, info.state, info.waiting) for info in here.checkpoints] == [
+        ("step-1", "committed", True), ("step-2", "committed", False), ("step-3", "local", True),
+    ]  # fmt: skip
+    assert not any(info.waiting for info in elsewhere.checkpoints)
+    assert here.plan(KeepSteps([9]), grace=0.0).deleted == ()
+    assert [info.name for info in elsewhere.plan(KeepSteps([9]), grace=0.0).deleted] == ["step-1"]
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+NAMES = {
+    "step-100": 100, "step_101": 101, "iter_0000102": 102, "checkpoint-103": 103, "global_step104": 104, "final": None,
+}  # fmt: skip
+
+
+def test_steps_of_foreign_names(run: Run) -> None:
+    for name in NAMES:
+        run.put(name, ".metadata")
+    assert {info.name: info.step for info in run.catalog().checkpoints()} == NAMES
+
+
+def test_a_pattern_decides_alone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.save("step-100-v2")
+    run.put("iter-7", ".metadata")
+
+    def steps(**arguments: Any) -> dict[str, int | None]:
+        return {info.name: info.step for info in run.catalog(**arguments).checkpoints()}
+
+    assert steps() == {"step-100-v2": 100, "iter-7": 7}
+    assert steps(patterns=r"step-(\d+)") == {"step-100-v2": 100, "iter-7": None}
+    assert steps(patterns=[r"nothing(\d)", r"v(\w+)", r"iter-(\d+)"]) == {"step-100-v2": 2, "iter-7": 7}
+    monkeypatch.setenv("DCP_S3_STEP_PATTERN", r"step-(\d+)")
+    assert steps() == {"step-100-v2": 100, "iter-7": None}
+    assert steps(patterns=[]) == {"step-100-v2": 100, "iter-7": 7}
+
+
+@pytest.mark.parametrize("pattern", ["step-(", r"step-\d+", r"(\w+)-(\d+)", "a{99999999999}(1)"])
+def test_a_bad_pattern_is_named(pattern: str) -> None:
+    with pytest.raises(SettingsError, match=r"step-\(\\d\+\)") as caught:
+        CheckpointCatalog(ROOT, patterns=pattern)
+    assert repr(pattern) in str(caught.value)
+    with pytest.raises(SettingsError, match="step_pattern"):
+        CheckpointCatalog(ROOT, settings={"step_pattern": pattern})

@@ -4,90 +4,69 @@ from __future__ import annotations
 
 import json
 import math
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dcp_s3 import CheckpointCatalog, CheckpointInfo, annotate, list_checkpoints, pin, unpin
-from dcp_s3.errors import BucketNotFoundError, CheckpointNotFoundError, PreconditionFailedError, SettingsError
+from dcp_s3.errors import CheckpointNotFoundError, PreconditionFailedError, SettingsError
 from dcp_s3.format.control_files import AddedMetrics
 from dcp_s3.format.layout import METRICS, PIN
 from dcp_s3.retention import marks
 from dcp_s3.s3 import retry
-from tests.retention.making import get, save
 from tests.retention.runs import Run
-from tests.servers import S3Server
 
 
-def only(found: str | Run) -> CheckpointInfo:
-    [info] = list_checkpoints(found) if isinstance(found, str) else found.catalog().checkpoints()
-    return info
+@pytest.fixture(autouse=True)
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "BACKOFF_BASE", 0.0)
 
 
-# --- on every server -----------------------------------------------------------------------------
-
-
-def test_metrics_are_added_and_replaced_one_by_one(root: str) -> None:
-    url = save(f"{root}/step-1", metrics={"loss": 3.0, "epoch": 1})
-    assert annotate(url, {"val_loss": 1.5}) == {"val_loss": 1.5}
-    assert annotate(url, {"loss": 2.0, "note": "ünï", "good": True}) == {
+def test_metrics_are_added_and_replaced_one_by_one(run: Run) -> None:
+    run.save("step-1", metrics={"loss": 3.0, "epoch": 1})
+    assert run.annotate("step-1", {"val_loss": 1.5}) == {"val_loss": 1.5}
+    assert run.annotate("step-1", {"loss": 2.0, "note": "ünï", "good": True}) == {
         "val_loss": 1.5, "loss": 2.0, "note": "ünï", "good": True,
     }  # fmt: skip
-    assert only(root).metrics == {"loss": 2.0, "epoch": 1, "val_loss": 1.5, "note": "ünï", "good": True}
-    best = CheckpointCatalog(root).best("val_loss")
+    assert run.only().metrics == {"loss": 2.0, "epoch": 1, "val_loss": 1.5, "note": "ünï", "good": True}
+    best = run.catalog().best("val_loss")
     assert best is not None
-    assert best.url == url
+    assert best.name == "step-1"
 
 
-def test_pin_and_unpin(root: str, s3: Any) -> None:
-    url = save(f"{root}/step-1")
-    assert not only(root).pinned
-    pin(url, "keep")
-    pin(url, "paper")
-    assert json.loads(get(s3, url, PIN))["reason"] == "paper"
-    assert only(root).pinned
-    assert unpin(url) is True
-    assert unpin(url) is False
-    assert not only(root).pinned
+def test_pin_and_unpin(run: Run) -> None:
+    run.steps(1)
+    assert not run.only().pinned
+    run.pin("step-1", "keep")
+    run.pin("step-1", "paper")
+    assert json.loads(run.get("step-1", PIN))["reason"] == "paper"
+    assert run.only().pinned
+    assert [marks.unpin_on(run.store, run.url("step-1")) for _ in range(2)] == [True, False]
+    assert not run.only().pinned
 
 
-def test_an_overwriting_save_drops_old_metrics_and_keeps_the_pin(root: str) -> None:
-    url = save(f"{root}/step-1", metrics={"loss": 1.0})
-    annotate(url, {"val_loss": 0.5})
-    pin(url, "the paper's baseline")
-    save(url, metrics={"loss": 2.0}, overwrite=True)
-    found = only(root)
-    assert (found.metrics, found.pinned) == ({"loss": 2.0}, True)
-    assert annotate(url, {"acc": 1}) == {"acc": 1}
-    assert only(root).metrics == {"loss": 2.0, "acc": 1}
+def test_an_overwriting_save_drops_old_metrics_and_keeps_the_pin(run: Run) -> None:
+    run.save("step-1", metrics={"loss": 1.0})
+    run.annotate("step-1", {"val_loss": 0.5})
+    run.pin("step-1", "the paper's baseline")
+    run.save("step-1", metrics={"loss": 2.0}, overwrite=True)
+    assert (run.only().metrics, run.only().pinned) == ({"loss": 2.0}, True)
+    assert run.annotate("step-1", {"acc": 1}) == {"acc": 1}
+    assert run.only().metrics == {"loss": 2.0, "acc": 1}
 
 
-@pytest.mark.servers("memory", "moto")
-def test_several_writers_lose_nothing(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "BACKOFF_BASE", 0.01)
-    url = save(f"{root}/step-1")
-    threads = [threading.Thread(target=annotate, args=(url, {f"m{number}": number})) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert only(root).metrics == {f"m{number}": number for number in range(6)}
-
-
-def test_a_bucket_that_is_not_there_is_named(root: str, memory_server: S3Server) -> None:
-    with pytest.raises(BucketNotFoundError):
-        annotate("s3://no-such-bucket-here/run", {"loss": 1})
-
-
-# --- in memory -----------------------------------------------------------------------------------
+def test_several_writers_lose_nothing(run: Run) -> None:
+    run.steps(1)
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda number: run.annotate("step-1", {f"m{number}": number}), range(6)))
+    assert run.only().metrics == {f"m{number}": number for number in range(6)}
 
 
 def test_nan_is_a_value(run: Run) -> None:
-    run.save("step-1")
+    run.steps(1)
     run.annotate("step-1", {"val_loss": math.nan})
-    assert math.isnan(only(run).metrics["val_loss"])
+    assert math.isnan(run.only().metrics["val_loss"])
     assert run.catalog().best("val_loss") is None
 
 
@@ -101,7 +80,7 @@ def test_what_can_not_be_stored_is_refused_before_any_request(run: Run, metrics:
 
 
 def test_marks_need_a_committed_checkpoint(run: Run) -> None:
-    run.save("step-1")
+    run.steps(1)
     run.delete("step-1", ".metadata")
     before = run.objects()
     for name in ("step-1", "step-2"):
@@ -115,16 +94,16 @@ def test_marks_need_a_committed_checkpoint(run: Run) -> None:
 def test_metrics_of_a_foreign_checkpoint(run: Run, tmp_path: Path) -> None:
     run.save_foreign("step-1", tmp_path)
     run.annotate("step-1", {"loss": 1})
-    assert only(run).metrics == {"loss": 1}
-    run.put("step-1", ".metadata", run.get("step-1", ".metadata"))  # written anew: another checkpoint
-    assert only(run).metrics == {}
+    assert run.only().metrics == {"loss": 1}
+    run.forget_metadata("step-1")  # written anew: another checkpoint
+    assert run.only().metrics == {}
 
 
 def test_a_copy_that_lost_its_user_metadata_has_its_metrics(run: Run) -> None:
-    run.save("step-1")
+    run.steps(1)
     run.annotate("step-1", {"loss": 1})
-    run.put("step-1", ".metadata", run.get("step-1", ".metadata"))
-    assert only(run).metrics == {"loss": 1}
+    run.forget_metadata("step-1")
+    assert run.only().metrics == {"loss": 1}
     assert run.annotate("step-1", {"acc": 2}) == {"loss": 1, "acc": 2}
 
 
@@ -133,10 +112,10 @@ def test_a_damaged_file_of_metrics_is_replaced(run: Run, caplog: pytest.LogCaptu
     for data in (b"", b"[]", b"\xff", b'{"format_version": 9, "metrics": {}}', b'{"format_version": 1, "metrics": 3}'):
         run.put("step-1", METRICS, data)
         caplog.clear()
-        assert only(run).metrics == {"loss": 1}
+        assert run.only().metrics == {"loss": 1}
         assert "are not used" in caplog.text
         assert run.annotate("step-1", {"acc": 2}) == {"acc": 2}
-        assert only(run).metrics == {"loss": 1, "acc": 2}
+        assert run.only().metrics == {"loss": 1, "acc": 2}
 
 
 def test_metrics_round_trip() -> None:
@@ -144,33 +123,25 @@ def test_metrics_round_trip() -> None:
     assert AddedMetrics.from_json(added.to_json()) == added
 
 
-def test_a_writer_that_meets_another_merges(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "BACKOFF_BASE", 0.001)
-    run.save("step-1")
-    others = [{"b": 2}, {"c": 3}]
-
-    def meet() -> None:
-        run.annotate("step-1", others.pop(0))
-        if others:
-            run.once("put", METRICS, meet)
-
-    run.once("put", METRICS, meet)
-    assert run.annotate("step-1", {"a": 1}) == {"a": 1, "b": 2, "c": 3}
-    assert only(run).metrics == {"a": 1, "b": 2, "c": 3}
-
-
-def test_endless_conflicts_are_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "BACKOFF_BASE", 0.0)
-    monkeypatch.setattr(marks, "_CONFLICTS", 3)
-    run.save("step-1")
+def test_a_writer_that_meets_others_merges_until_there_is_no_end_of_them(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.steps(1)
     met: list[int] = []
+    meetings = 2
 
     def meet() -> None:
         met.append(len(met))
-        run.annotate("step-1", {"other": len(met)})
-        run.once("put", METRICS, meet)
+        run.annotate("step-1", {f"other{len(met)}": len(met)})
+        if len(met) < meetings:
+            run.once("put", METRICS, meet)
 
     run.once("put", METRICS, meet)
+    assert run.annotate("step-1", {"a": 1}) == {"a": 1, "other1": 1, "other2": 2}
+    assert run.only().metrics == {"a": 1, "other1": 1, "other2": 2}
+    monkeypatch.setattr(marks, "_CONFLICTS", 3)
+    meetings = 100
+    run.once("put", METRICS, meet)
     with pytest.raises(PreconditionFailedError):
-        run.annotate("step-1", {"a": 1})
-    assert len(met) == 3
+        run.annotate("step-1", {"a": 2})
+    assert len(met) == 5

@@ -57,6 +57,8 @@ def test_a_damaged_newest_one_does_not_cost_the_last_good_one() -> None:
     found = plan(info("step-1"), info("step-2"), info("step-3", damage="gone"), info("step-4", damage="gone"))
     assert {each.name for each in found.kept} == {"step-2", "step-4"}
     assert "not known to be damaged" in reasons(found)["step-2"][0]
+    found = plan(info("step-1"), info("step-2", modified_at=NOW - DAY), info("step-3", modified_at=NOW, damage="gone"))
+    assert {each.name for each in found.kept} == {"step-1", "step-2", "step-3"}  # the last commit, and the newest
 
 
 def test_pinned_leased_and_stepless_ones_are_kept() -> None:

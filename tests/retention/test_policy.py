@@ -44,24 +44,57 @@ def at(name: str, *when: int, **fields: Any) -> CheckpointInfo:
     return info(name, created_at=datetime(*when, tzinfo=timezone.utc).timestamp(), **fields)  # type: ignore[arg-type]
 
 
-def test_latest_goes_by_step_then_time_then_name() -> None:
-    assert kept(KeepLatest(2), *steps(5, 40, 7)) == {"step-40", "step-7"}
-    old, new = info("a-3", created_at=NOW - 9), info("b-3", created_at=NOW - 10)
-    assert kept(KeepLatest(1), old, new) == {"a-3"}
-    assert kept(KeepLatest(1), info("a-3"), info("b-3")) == {"b-3"}
-    assert kept(KeepLatest(1), info("late", created_at=NOW), *steps(1)) == {"step-1"}
-    assert kept(KeepLatest(9), *steps(1, 2)) == {"step-1", "step-2"}
+LOSSES = [info(f"step-{number}", metrics={"loss": loss}) for number, loss in enumerate((3, 1.5, 2, -1))]
+EQUAL = [info(f"step-{number}", metrics={"loss": 1}) for number in range(4)]
+LONG_AGO = NOW - 3 * DAY
+TIMES = [
+    info("old-1", created_at=LONG_AGO, modified_at=LONG_AGO),
+    info("copied-2", created_at=LONG_AGO, modified_at=NOW - DAY),
+    info("slow-clock-3", created_at=0.0, modified_at=NOW - DAY),
+    info("fast-clock-4", created_at=NOW + 30 * DAY, modified_at=NOW - DAY),
+    info("unknown-5", created_at=None, modified_at=None),
+    info("nan-6", created_at=math.nan, modified_at=None),
+]
+DAYS = [
+    at("step-1", 2023, 1, 1, 5), at("step-2", 2023, 1, 1, 23, 59), at("step-3", 2023, 3, 7), at("step-4", 2023, 11, 1),
+]  # fmt: skip
+WEEKS = [at("step-1", 2020, 12, 27), at("step-2", 2020, 12, 28), at("step-3", 2021, 1, 3), at("step-4", 2021, 1, 4)]
+FUTURE = [
+    info("step-2", created_at=NOW - 60), *(info(f"step-{n}", created_at=NOW + n * DAY) for n in (3, 4, 5)),
+    info("step-1", created_at=NOW - DAY), info("step-9", created_at=None, modified_at=None),
+]  # fmt: skip
+
+KEPT: list[tuple[str, PolicyFunction, list[CheckpointInfo], str]] = [
+    ("the highest steps", KeepLatest(2), steps(5, 40, 7), "step-40 step-7"),
+    ("the newest of a step", KeepLatest(1), [info("a-3", created_at=NOW), info("b-3", created_at=NOW - 9)], "a-3"),
+    ("of one time the last name", KeepLatest(1), [info("a-3"), info("b-3")], "b-3"),
+    ("a step before none", KeepLatest(1), [info("late", created_at=NOW), *steps(1)], "step-1"),
+    ("more than there are", KeepLatest(9), steps(1, 2), "step-1 step-2"),
+    ("the lowest", KeepBest(2, "loss", "min"), LOSSES, "step-1 step-3"),
+    ("the highest", KeepBest(2, "loss", "max"), LOSSES, "step-0 step-2"),
+    ("of equal values the newest", KeepBest(1, "loss", "min"), EQUAL, "step-3"),
+    ("of equal values the newest, too", KeepBest(1, "loss", "max"), EQUAL, "step-3"),
+    ("each multiple", KeepEvery(100), steps(0, 50, 100, 150, 200, 250), "step-0 step-100 step-200"),
+    ("the first after it", KeepEvery(100), steps(50, 90, 110, 190, 310), "step-110 step-310"),
+    ("all of one step", KeepEvery(10), [info("a-10"), info("b-10"), info("c-11"), info("final")], "a-10 b-10"),
+    ("by number", KeepSteps([10, 30]), [*steps(10, 20, 30), info("a-30"), info("final")], "step-10 step-30 a-30"),
+    ("by the later of two times", KeepWithin("48h"), TIMES, "copied-2 slow-clock-3 fast-clock-4 unknown-5 nan-6"),
+    ("to the second", KeepWithin(60), [info("edge-1", created_at=NOW - 60, modified_at=None)], "edge-1"),
+    ("days without any do not count", KeepDaily(2), DAYS, "step-3 step-4"),
+    ("the last of each day", KeepDaily(9), DAYS, "step-2 step-3 step-4"),
+    ("hours", KeepHourly(4), DAYS, "step-1 step-2 step-3 step-4"),
+    ("ISO weeks", KeepWeekly(9), WEEKS, "step-1 step-3 step-4"),
+    ("two weeks", KeepWeekly(2), WEEKS, "step-3 step-4"),
+    ("the last commit of a day, not the highest step", KeepDaily(1), [at("step-900", 2023, 1, 1, 5),
+     at("step-300", 2023, 1, 1, 9)], "step-300"),
+    ("the future is now, the unknown is kept", KeepDaily(2), FUTURE, "step-5 step-1 step-9"),
+    ("times that are none", KeepDaily(1), [info("a-1", created_at=-1e300), info("a-2", created_at=1e300)], "a-2"),
+]  # fmt: skip
 
 
-def test_best_by_either_mode() -> None:
-    infos = [info(f"step-{number}", metrics={"loss": loss}) for number, loss in enumerate((3, 1.5, 2, -1))]
-    assert kept(KeepBest(2, "loss", "min"), *infos) == {"step-1", "step-3"}
-    assert kept(KeepBest(2, "loss", "max"), *infos) == {"step-0", "step-2"}
-
-
-def test_of_equal_values_the_newest_is_the_best() -> None:
-    infos = [info(f"step-{number}", metrics={"loss": 1}) for number in range(4)]
-    assert kept(KeepBest(1, "loss", "min"), *infos) == kept(KeepBest(1, "loss", "max"), *infos) == {"step-3"}
+@pytest.mark.parametrize(("policy", "infos", "names"), [pytest.param(*row[1:], id=row[0]) for row in KEPT])
+def test_what_each_policy_keeps(policy: PolicyFunction, infos: list[CheckpointInfo], names: str) -> None:
+    assert kept(policy, *infos) == set(names.split())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "0.1", None, 10**400])
@@ -71,66 +104,6 @@ def test_what_is_no_finite_number_counts_as_missing(value: object) -> None:
         assert kept(KeepBest(1, "loss", mode), *infos) == {"step-1", "step-2", "step-3"}  # type: ignore[arg-type]
         assert kept(KeepBest(1, "loss", mode, missing="drop"), *infos) == {"step-1"}  # type: ignore[arg-type]
     assert [found.name for found in best_first(infos, "loss", "min")] == ["step-1"]
-
-
-def test_every_takes_the_first_from_each_multiple_on() -> None:
-    assert kept(KeepEvery(100), *steps(0, 50, 100, 150, 200, 250)) == {"step-0", "step-100", "step-200"}
-    assert kept(KeepEvery(100), *steps(50, 90, 110, 190, 310)) == {"step-110", "step-310"}
-    assert kept(KeepEvery(10), info("a-10"), info("b-10"), info("c-11"), info("final")) == {"a-10", "b-10"}
-
-
-def test_steps_by_number() -> None:
-    assert kept(KeepSteps([10, 30]), *steps(10, 20, 30), info("other-30"), info("final")) == {
-        "step-10", "step-30", "other-30",
-    }  # fmt: skip
-
-
-def test_within_goes_by_the_later_of_two_times() -> None:
-    long_ago = NOW - 3 * DAY
-    infos = [
-        info("old-1", created_at=long_ago, modified_at=long_ago),
-        info("copied-2", created_at=long_ago, modified_at=NOW - DAY),
-        info("slow-clock-3", created_at=0.0, modified_at=NOW - DAY),
-        info("fast-clock-4", created_at=NOW + 30 * DAY, modified_at=NOW - DAY),
-        info("unknown-5", created_at=None, modified_at=None),
-        info("nan-6", created_at=math.nan, modified_at=None),
-    ]
-    assert kept(KeepWithin("48h"), *infos) == {"copied-2", "slow-clock-3", "fast-clock-4", "unknown-5", "nan-6"}
-    assert KeepWithin("48h") == KeepWithin(timedelta(days=2)) == KeepWithin(2 * DAY)
-    edge = info("edge-1", created_at=NOW - 60, modified_at=None)
-    assert kept(KeepWithin(60), edge) == {"edge-1"}
-
-
-def test_periods_without_checkpoints_do_not_count() -> None:
-    infos = [
-        at("step-1", 2023, 1, 1, 5),
-        at("step-2", 2023, 1, 1, 23, 59),
-        at("step-3", 2023, 3, 7),
-        at("step-4", 2023, 11, 1),
-    ]
-    assert kept(KeepDaily(2), *infos) == {"step-3", "step-4"}
-    assert kept(KeepDaily(9), *infos) == {"step-2", "step-3", "step-4"}
-    assert kept(KeepHourly(4), *infos) == {"step-1", "step-2", "step-3", "step-4"}
-
-
-def test_weeks_are_iso_weeks() -> None:
-    infos = [at("step-1", 2020, 12, 27), at("step-2", 2020, 12, 28), at("step-3", 2021, 1, 3), at("step-4", 2021, 1, 4)]
-    assert kept(KeepWeekly(9), *infos) == {"step-1", "step-3", "step-4"}
-    assert kept(KeepWeekly(2), *infos) == {"step-3", "step-4"}
-
-
-def test_the_newest_of_a_period_is_the_last_committed_not_the_highest_step() -> None:
-    rolled_back = [at("step-900", 2023, 1, 1, 5), at("step-300", 2023, 1, 1, 9)]
-    assert kept(KeepDaily(1), *rolled_back) == {"step-300"}
-
-
-def test_times_in_the_future_count_as_now_and_unknown_ones_are_kept() -> None:
-    today = info("step-2", created_at=NOW - 60)
-    future = [info(f"step-{number}", created_at=NOW + number * DAY) for number in (3, 4, 5)]
-    yesterday = info("step-1", created_at=NOW - DAY)
-    unknown = info("step-9", created_at=None, modified_at=None)
-    assert kept(KeepDaily(2), today, *future, yesterday, unknown) == {"step-5", "step-1", "step-9"}
-    assert kept(KeepDaily(1), info("step-1", created_at=-1e300), info("step-2", created_at=1e300)) == {"step-2"}
 
 
 def test_a_union_has_the_reasons_of_all() -> None:
@@ -218,6 +191,7 @@ def test_a_line_of_policies() -> None:
         | KeepDaily(7) | KeepWeekly(4) | KeepSteps([10, 5])
     )  # fmt: skip
     assert str(policy) == line
+    assert KeepWithin("48h") == KeepWithin(timedelta(days=2)) == KeepWithin(2 * DAY)
     assert parse_policy(" latest:3\t") == KeepLatest(3)
     assert parse_policy("best:1:eval:loss:max:drop") == KeepBest(1, "eval:loss", "max", "drop")
     assert parse_policy("  ") is None
@@ -239,6 +213,9 @@ def test_a_line_of_policies() -> None:
         ("best:2::min", "metric"),
         ("every:1k", "every:STEPS"),
         ("within:soon", "48h"),
+        ("within:48", "unit"),
+        ("within:4.5", "unit"),
+        ("within:7.", "unit"),
         ("steps:1,,2", "steps:STEP"),
         ("latest:3,best:2", "latest:K"),
     ],

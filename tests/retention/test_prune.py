@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +18,13 @@ from dcp_s3.errors import (
     CheckpointNotFoundError,
     CheckpointProtectedError,
     SettingsError,
+    TransferError,
 )
 from dcp_s3.format.layout import deletion_object, lease_object
-from tests.retention.runs import HOUR, Run
-
-
-def names(run: Run) -> list[str]:
-    return [info.name for info in run.catalog().checkpoints()]
+from dcp_s3.settings import Settings
+from dcp_s3.spill.saving import spill_commit
+from dcp_s3.spill.store import SpillStore
+from tests.retention.runs import DAY, HOUR, Run, deleted
 
 
 def test_what_no_policy_keeps_goes_and_nothing_else(run: Run) -> None:
@@ -33,7 +35,7 @@ def test_what_no_policy_keeps_goes_and_nothing_else(run: Run) -> None:
     before = run.objects()
     seen: list[tuple[int, int]] = []
     report = run.prune("latest:2", progress=lambda *step: seen.append(step))
-    assert [each.name for each in report.deleted] == ["step-1", "step-2"]
+    assert deleted(report) == ["step-1", "step-2"]
     assert (report.ok, report.left_alone, report.finished, report.leftovers) == (True, (), (), ())
     assert seen == [(1, 2), (2, 2)]
     after = run.objects()
@@ -56,7 +58,7 @@ def test_a_dry_run_and_a_prune_without_policies_delete_no_checkpoint(run: Run, m
     assert run.prune().plan.empty
     assert run.objects() == before
     monkeypatch.setenv("DCP_S3_RETENTION", "latest:1")
-    assert [each.name for each in run.prune().deleted] == ["step-1"]
+    assert deleted(run.prune()) == ["step-1"]
 
 
 CHANGES: dict[str, Callable[[Run], Any]] = {
@@ -98,7 +100,7 @@ def test_what_changes_while_its_list_is_written_is_left_alone_and_the_list_withd
     assert why in report.left_alone[0].reason
     assert not [key for key in run.objects() if "deletion-" in key]
     assert why == "overwritten" or set(before) <= set(run.objects())
-    assert "step-1" in names(run)
+    assert "step-1" in run.names()
 
 
 def test_what_is_replaced_at_the_last_moment_stays(run: Run) -> None:
@@ -107,6 +109,7 @@ def test_what_is_replaced_at_the_last_moment_stays(run: Run) -> None:
     report = run.prune("latest:1")
     assert "overwritten" in report.left_alone[0].reason
     assert run.damages() == [None, None]
+    assert not [key for key in run.objects() if "deletion-" in key]
 
 
 def test_leftovers_and_uploads_go_after_the_grace_period(run: Run) -> None:
@@ -123,12 +126,12 @@ def test_leftovers_and_uploads_go_after_the_grace_period(run: Run) -> None:
     assert run.objects() == before
     run.clock.now += 2 * HOUR
     report = run.prune(grace="3h")
-    assert [each.name for each in report.deleted] == ["step-0"]
+    assert deleted(report) == ["step-0"]
     assert [(each.name, each.objects) for each in report.leftovers] == [("step-1", 1)]
     assert len(report.aborted) == 3
     assert [each.key for each in run.memory.uploads("")] == ["run/logs/events"]
     assert run.objects("step-0") == {}
-    assert names(run) == ["step-1"]
+    assert run.names() == ["step-1"]
     assert run.latest() is not None
 
 
@@ -140,7 +143,7 @@ def test_a_grace_period_that_is_too_short_has_to_be_forced_and_costs_a_save_its_
     run.steps(1)
     run.delete("step-1", ".metadata")
     run.clock.now += 1
-    assert [each.name for each in run.prune(grace=0, force=True).deleted] == ["step-1"]
+    assert deleted(run.prune(grace=0, force=True)) == ["step-1"]
 
 
 def test_one_that_fails_does_not_stop_the_others(run: Run) -> None:
@@ -148,7 +151,7 @@ def test_one_that_fails_does_not_stop_the_others(run: Run) -> None:
     refused = AccessDeniedError("s3:DeleteObject")
     run.rule = lambda method, key: refused if method == "delete" and "step-1/" in key else None
     report = run.prune("latest:1")
-    assert [each.name for each in report.deleted] == ["step-2"]
+    assert deleted(report) == ["step-2"]
     assert [each.name for each in report.failures] == ["step-1"]
     assert "s3:DeleteObject" in report.failures[0].error
     assert not report.ok
@@ -189,42 +192,91 @@ def test_a_pin_that_comes_after_a_deletion_is_none(run: Run) -> None:
 
 def test_a_pin_that_comes_after_the_last_look_waits_and_says_that_it_was_late(run: Run) -> None:
     run.steps(1, 2)
-    looked = threading.Event()
-    caught: list[BaseException] = []
+    with contextlib.ExitStack() as stack:
+        finish: list[Callable[[], BaseException | None]] = []
 
-    def pin_it() -> None:
-        try:
-            run.pin("step-1")
-        except CheckpointDeletedError as error:
-            caught.append(error)
+        def pin_it() -> None:  # it has seen the list of the deletion, and the checkpoint is still there
+            pinning = run.held(lambda: run.pin("step-1"), "after page", "deletion-")
+            finish.append(stack.enter_context(pinning))
 
-    thread = threading.Thread(target=pin_it)
-
-    def meanwhile(method: str, key: str) -> None:
-        if method == "delete" and key.endswith("step-1/.metadata"):
-            thread.start()
-            assert looked.wait(30)
-        elif method == "page" and "deletion-" in key and threading.current_thread() is thread:
-            looked.set()  # by the pin, which looks for deletions
-
-    run.rule = meanwhile
-    assert [each.name for each in run.prune("latest:1").deleted] == ["step-1"]
-    thread.join()
-    assert caught
+        run.once("delete", "step-1/.metadata", pin_it)
+        assert deleted(run.prune("latest:1")) == ["step-1"]
+        assert isinstance(finish[0](), CheckpointDeletedError)
     assert run.objects("step-1") == {}
 
 
-def test_latest_looks_again_when_its_choice_is_pruned(run: Run) -> None:
-    run.steps(1)
+@pytest.mark.parametrize("kind", ["foreign", "ranks", "spread", "annotated", "damaged"])
+def test_checkpoints_of_every_kind_go_whole(run: Run, tmp_path: Path, kind: str) -> None:
+    if kind == "foreign":
+        run.save_foreign("step-1", tmp_path)
+    elif kind == "ranks":
+        run.save_on_ranks("step-1", 2)
+    else:
+        run.save("step-1", objects=2, digits=2 * (kind == "spread"))
+    if kind == "annotated":
+        run.annotate("step-1", {"loss": 1})
+    if kind == "damaged":
+        run.put("step-1", ".metadata", run.get("step-1", ".metadata")[:100])
+    run.put("step-1", lease_object("ab", 60))
+    run.clock.now += 2 * DAY
+    run.steps(2)
+    report = run.prune("latest:1")
+    assert (deleted(report), report.left_alone, report.failures) == (["step-1"], (), ())
+    assert run.objects("step-1") == {}
 
-    def go_on() -> None:
-        run.steps(2, 3)
-        run.prune("latest:1")
 
-    run.once("get", ".metadata", go_on)
-    found = run.latest()
-    assert found is not None
-    assert found.name == "step-3"
+def test_a_rank_checkpoint_hidden_by_another_never_comes_back(run: Run) -> None:
+    run.save_on_ranks("step-1", 1)
+    run.put("step-1", ".metadata", run.get(run.save("other-step-1"), ".metadata"))
+    run.clock.now += 2 * DAY
+    run.steps(2)
+    run.rule = lambda method, key: (
+        TransferError("reset") if method == "delete" and key == "run/step-1/.metadata" else None
+    )
+    assert [each.name for each in run.prune("latest:1").failures] == ["step-1"]
+    left = run.objects("step-1")
+    assert ".metadata" in left
+    assert "__0.metadata" not in left
+
+
+def test_the_commit_goes_first_and_the_list_last(run: Run) -> None:
+    run.steps(1, 2)
+    changes: list[tuple[str, str]] = []
+
+    def note(method: str, key: str) -> None:
+        if method in ("put", "delete"):
+            changes.append((method, key.removeprefix("run/step-1/")))
+
+    run.rule = note
+    run.prune("latest:1")
+    path = changes[0][1]
+    assert "deletion-" in path
+    assert [changes[0], changes[1], changes[-1]] == [("put", path), ("delete", ".metadata"), ("delete", path)]
+    assert len(changes) == 4
+
+
+def test_a_copy_whose_name_has_no_number_is_kept(run: Run) -> None:
+    run.steps(1, 2, 3)
+    for path in run.objects("step-1"):
+        found = run.memory.get(f"run/step-1/{path}")
+        run.put("final", path, found.data, found.metadata)
+    assert run.latest() == "step-3"
+    assert deleted(run.prune("latest:1")) == ["step-1", "step-2"]
+    assert {info.name: info.step for info in run.catalog().checkpoints()} == {"final": None, "step-3": 3}
+
+
+def test_a_save_whose_commit_waits_on_this_host_loses_nothing(run: Run, tmp_path: Path) -> None:
+    """Its objects are on S3 for two days already."""
+    run.steps(1, 2)
+    _, commit = run.begin("step-3")
+    spill_commit(SpillStore(tmp_path), commit, Settings(), created_at=time.time(), overwrite=False)
+    before, files = run.objects("step-3"), sorted(tmp_path.rglob("*"))
+    run.clock.now += 2 * DAY
+    spilling = {"spill_dir": str(tmp_path)}
+    with pytest.raises(CheckpointProtectedError, match="spill directory"):
+        run.remove("step-3", settings=spilling)
+    assert deleted(run.prune("latest:1", settings=spilling)) == ["step-1"]
+    assert (run.objects("step-3"), sorted(tmp_path.rglob("*"))) == (before, files)
 
 
 # --- rm ------------------------------------------------------------------------------------------
@@ -235,7 +287,7 @@ def test_remove_takes_one_even_the_newest(run: Run) -> None:
     done = run.remove("step-1")
     assert (done.name, done.objects) == ("step-1", 3)
     assert run.objects("step-1") == {}
-    assert names(run) == ["step-12"]
+    assert run.names() == ["step-12"]
     with pytest.raises(CheckpointNotFoundError, match="nothing of a checkpoint"):
         run.remove("step-1")
     run.remove("step-12")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import random
-import sys
-import time
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from dcp_s3 import KeepLatest, Plan, prune
+from dcp_s3 import KeepLatest, Plan, PruneReport
+from dcp_s3.checkpoint.deletion import still_there
+from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.errors import TransferError
+<<<<<<< HEAD
 from dcp_s3.format.layout import CLAIM, joint_object
 from dcp_s3.s3.client import close_clients
 from tests.killing import AtRequest, begin, kill_all, new_process, running, wait_until_quiet
@@ -92,6 +93,11 @@ class Mixed:
     def check_done(self) -> None:
         assert self.keys == self.keep
         assert self.run.memory.uploads("") == []
+=======
+from dcp_s3.format.control_files import DeletionList
+from dcp_s3.store import ListedObject
+from tests.retention.runs import HOUR, Mixed, deleted, nothing
+>>>>>>> ffb00f07c42c8af6fe825b53c61e077f1f941294
 
 
 @pytest.fixture
@@ -114,7 +120,7 @@ def cut_off(mixed: Mixed, plan: Plan, requests: int, *, applied: bool) -> int:
 
     mixed.run.rule = die
     mixed.run.apply(plan)
-    mixed.run.rule = lambda method, key: None
+    mixed.run.rule = nothing
     mixed.check_committed()
     return left
 
@@ -135,7 +141,7 @@ def test_a_prune_alone_does_all(mixed: Mixed) -> None:
     report = mixed.run.prune("latest:1")
     mixed.check_done()
     assert (report.ok, report.left_alone) == (True, ())
-    assert [each.name for each in report.deleted] == ["step-1", "step-2", "step-5"]
+    assert deleted(report) == ["step-1", "step-2", "step-5"]
     assert report.objects == objects - len(mixed.keep)
 
 
@@ -170,7 +176,7 @@ def cut_off_after_the_commit(mixed: Mixed) -> None:
     dead = TransferError("the process is dead")
     mixed.run.rule = lambda method, key: dead if method == "delete" and ".metadata" not in key else None
     assert not mixed.run.prune("latest:1").ok
-    mixed.run.rule = lambda method, key: None
+    mixed.run.rule = nothing
 
 
 def test_what_was_written_since_a_deletion_was_cut_off_stays(mixed: Mixed) -> None:
@@ -195,69 +201,67 @@ def test_a_checkpoint_that_came_back_from_a_copy_is_not_torn_by_an_old_list(mixe
     assert report.ok
 
 
+def test_what_is_written_again_with_equal_bytes_is_no_part_of_a_deletion_that_was_cut_off(mixed: Mixed) -> None:
+    run = mixed.run
+    cut_off_after_the_commit(mixed)
+    [path] = [path for path in run.objects("step-1") if "deletion-" in path]
+    listed, now = DeletionList.from_json(run.get("step-1", path)), run.clock.now
+    found = [ListedObject(f"run/step-1/{path}", 1, now + 1, etag) for path, etag in listed.objects.items()]
+    directory = Directory.of(run.url("step-1"), found)
+    assert listed.objects
+    assert still_there(directory, listed, written_at=now).objects == {}
+    assert still_there(directory, listed, written_at=now + 1).objects == listed.objects
+
+
 # --- two at once ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_three_at_once_in_random_order_are_harmless(mixed: Mixed, seed: int) -> None:
-    rng = random.Random(seed)
-    failed: list[AssertionError] = []
+class Turns:
+    """Lets one of several threads go on at a time, up to its next request: which one is drawn."""
 
-    def delay(method: str, key: str) -> None:
+    def __init__(self, seed: int, work: Sequence[Callable[[], PruneReport]], check: Callable[[], None]) -> None:
+        self._draw, self._check = random.Random(seed).choice, check
+        self._waiting = threading.Condition()
+        self._alive = list(range(len(work)))
+        self._turn = 0
+        self._mine = threading.local()
+        self._work = work
+
+    def run(self) -> list[PruneReport]:
+        with ThreadPoolExecutor(len(self._work)) as pool:
+            return list(pool.map(self._run, self._alive))
+
+    def _run(self, number: int) -> PruneReport:
+        self._mine.number = number
         try:
-            mixed.check_committed()
-        except AssertionError as error:
-            failed.append(error)
-        time.sleep(rng.choice([0, 0, 0, 0.001]))  # lets the others go first
+            with self._waiting:
+                self._waiting.wait_for(lambda: self._turn == number, 60)
+            return self._work[number]()
+        finally:
+            with self._waiting:
+                self._alive = [each for each in self._alive if each != number]
+                self._next()
 
+    def _next(self) -> None:
+        if self._alive:
+            self._turn = self._draw(self._alive)
+            self._waiting.notify_all()
+
+    def rule(self, method: str, key: str) -> None:
+        self._check()
+        with self._waiting:
+            self._next()
+            assert self._waiting.wait_for(lambda: self._turn == self._mine.number, 60)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_three_at_once_in_random_order_are_harmless(mixed: Mixed, seed: int) -> None:
     plan = make_plan(mixed)
-    mixed.run.rule = delay
-    with ThreadPoolExecutor(3) as pool:
-        prunes = [pool.submit(mixed.run.apply, plan), pool.submit(mixed.run.apply, plan)]
-        prunes.append(pool.submit(mixed.run.prune, "latest:1"))
-    mixed.run.rule = lambda method, key: None
-    assert not failed, failed[0]
-    assert all(each.result().ok for each in prunes)
+    apply, prune = partial(mixed.run.apply, plan), partial(mixed.run.prune, "latest:1")
+    turns = Turns(seed, [apply, apply, prune], mixed.check_committed)
+    mixed.run.rule = turns.rule
+    reports = turns.run()
+    mixed.run.rule = nothing
+    assert all(each.ok for each in reports)
     mixed.run.prune("latest:1")
     mixed.check_done()
-
-
-# --- real processes ------------------------------------------------------------------------------
-
-
-def _prune(environment: Mapping[str, str], output: Path) -> None:
-    begin(environment, output)
-    prune(ROOT, "latest:1")
-
-
-_KILLS = [("PutObject", 1, True), ("DeleteObject", 1, False), ("DeleteObject", 2, True), ("DeleteObjects", 1, True),
-          ("AbortMultipartUpload", 1, False)]  # fmt: skip
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="relies on Linux's signals")
-@pytest.mark.parametrize(("operation", "count", "applied"), _KILLS)
-def test_after_sigkill_the_next_prune_completes_it(
-    catalog: Catalog, tmp_path: Path, operation: str, count: int, applied: bool
-) -> None:
-    moment = AtRequest(operation, count, applied=applied)
-    with running([new_process(_prune, dict(os.environ), tmp_path / "output")]) as [process]:
-        with moment.on(catalog.server):
-            assert moment.reached.wait(60)
-            kill_all([process])
-        assert process.exitcode == -9
-    close_clients()  # of this process
-    gc.collect()  # urllib3 closes connections with their pool, and requests that failed before hold on to it
-    wait_until_quiet(catalog.server)
-    catalog.check_committed()
-    assert prune(ROOT, "latest:1").ok
-    catalog.check_done()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="relies on Linux's signals")
-def test_two_processes_at_once(catalog: Catalog, tmp_path: Path) -> None:
-    processes = [new_process(_prune, dict(os.environ), tmp_path / f"output-{number}") for number in range(2)]
-    with running(processes):
-        for process in processes:
-            process.join(60)
-        assert [process.exitcode for process in processes] == [0, 0]
-    catalog.check_done()

@@ -1,171 +1,344 @@
-"""Prune beside real saves and on a server: checkpoints of every writer, throttling, the spill tier."""
+"""Prune beside saves: those that commit while, or after, it took them for leftovers, and those without collectives."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+import time
+from functools import partial
 
 import pytest
+from torch.distributed.checkpoint.metadata import StorageMeta
 
-from dcp_s3 import CheckpointCatalog, KeepLatest, annotate, latest, prune, remove
-from dcp_s3.errors import CheckpointProtectedError
-from dcp_s3.format.layout import lease_object
-from dcp_s3.spill.drain import Drainer
-from dcp_s3.spill.store import SpillStore
-from tests.faulty import BUCKET, FaultyServer
-from tests.memory_s3 import Fault
-from tests.retention.making import get, keys, put, save, save_foreign, save_on_ranks
-from tests.retention.runs import DAY, HOUR, ROOT, Clock
-from tests.spread import spread_out
+from dcp_s3.checkpoint.commit import Commit, make_commit, publish
+from dcp_s3.checkpoint.commit_state import LATE, Beginning, Previous, SaveIdentity
+from dcp_s3.checkpoint.lease import DELETION_BEGINS
+from dcp_s3.errors import (
+    AccessDeniedError,
+    CheckpointDeletedError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointProtectedError,
+    TransferError,
+)
+from dcp_s3.format.control_files import DeletionList, Manifest
+from dcp_s3.format.layout import CLAIM, deletion_object, manifest_object
+from dcp_s3.format.metadata import load_metadata
+from dcp_s3.offline.copy_source import fetch_source
+from dcp_s3.retention.plan import BOARDS_STAY
+from dcp_s3.retention.show import describe_on
+from tests.retention.making import is_manifest
+from tests.retention.runs import BOARD, COORDINATION, DAY, HOUR, Run, deleted
 
-
-def steps(*numbers: int) -> None:
-    for number in numbers:
-        save(f"{ROOT}/step-{number}")
-
-
-def names() -> list[str]:
-    return [info.name for info in CheckpointCatalog(ROOT).checkpoints()]
-
-
-def test_the_commit_goes_first_and_the_list_last(faulty: FaultyServer, client: Any) -> None:
-    steps(1, 2)
-    faulty.s3.reset_counters()
-    prune(ROOT, "latest:1")
-    changes = [
-        (each.operation, each.key.removeprefix("run/step-1/"), each.headers.get("if-match") is not None)
-        for each in faulty.s3.request_log
-        if each.method in ("PUT", "POST", "DELETE")
-    ]
-    (put_list, list_key, _), *others = changes
-    assert (put_list, others) == (
-        "PutObject",
-        [("DeleteObject", ".metadata", True), ("DeleteObjects", "", False), ("DeleteObject", list_key, False)],
-    )
+SAVE = "0123456789abcdef"
 
 
-def test_a_save_that_was_to_replace_what_a_prune_deleted_commits(faulty: FaultyServer, client: Any) -> None:
-    steps(1, 2)
-
-    def delete_it(request: Any) -> None:
-        if request.operation == "PutObject" and ".distcp" in request.key:
-            faulty.rule = lambda _: None
-            prune(ROOT, "latest:1")
-
-    faulty.rule = delete_it
-    save(f"{ROOT}/step-1", overwrite=True)
-    assert faulty.rule({}) is None
-    assert [info.damage for info in CheckpointCatalog(ROOT).scan(deep=True).checkpoints] == [None, None]
+def lists(run: Run, name: str) -> list[str]:
+    return [path for path in run.objects(name) if "deletion-" in path]
 
 
+# --- saves that commit late ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_whose_objects_a_prune_took_is_not_committed(run: Run, overwrite: bool) -> None:
+    run.steps(3, *([2] if overwrite else []))
+    before = run.objects("step-2")
+    committer, commit = run.begin("step-2", overwrite=overwrite, late=True)
+    run.clock.now += 2 * DAY
+    run.prune("latest:3")
+    with pytest.raises(CheckpointDeletedError, match="objects are gone"):
+        committer.commit(run.store, commit, spilled=False)
+    assert run.objects("step-2") == before
+    assert set(run.damages()) == {None}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("how", ["listed", "gone"])
+def test_a_commit_whose_objects_go_after_its_first_look_is_withdrawn(run: Run, overwrite: bool, how: str) -> None:
+    run.steps(3, *([2] if overwrite else []))
+    before, metadata = run.objects("step-2"), run.get("step-2", ".metadata") if overwrite else b""
+    committer, commit = run.begin("step-2", overwrite=overwrite, late=True)
+    path = commit.objects[0].path
+    listed = DeletionList(None, {}, {path: ""}).to_json()
+    change = partial(run.delete, "step-2", path)
+    if how == "listed":
+        change = partial(run.put, "step-2", deletion_object("ab", "cd"), listed)
+    run.once("put", "step-2/.metadata", change)
+    with pytest.raises(CheckpointDeletedError, match="about to delete 1 of its 1" if how == "listed" else "gone"):
+        committer.commit(run.store, commit, spilled=False)
+    left = run.objects("step-2")
+    assert {key: size for key, size in left.items() if key not in (path, deletion_object("ab", "cd"))} == before
+    assert set(run.damages()) == {None}
+    assert not overwrite or run.get("step-2", ".metadata") == metadata
+
+
+def test_what_was_committed_after_the_listing_is_left_alone(run: Run) -> None:
+    run.steps(9, 2)
+    metadata = run.memory.get("run/step-2/.metadata")
+    run.delete("step-2", ".metadata")
+    run.clock.now += 2 * DAY
+    run.once("put", "deletion-", lambda: run.put("step-2", ".metadata", metadata.data, metadata.metadata))
+    report = run.prune()
+    assert [(each.name, each.reason) for each in report.left_alone] == [("step-2", "it was committed")]
+    assert lists(run, "step-2") == []
+    assert run.damages() == [None, None]
+
+
+def test_a_save_that_was_to_replace_what_a_prune_deleted_commits(run: Run) -> None:
+    run.steps(1, 2)
+    run.once("put", ".distcp", lambda: run.prune("latest:1"))
+    run.save("step-1", overwrite=True)
+    assert run.damages() == [None, None]
+
+
+@pytest.mark.parametrize(("name", "overwrite", "gone"), [("step-3", False, ["step-1"]), ("step-2", True, ["step-1"])])
 def test_a_save_that_goes_on_within_the_grace_period_is_not_harmed(
-    faulty: FaultyServer, client: Any, clock: Clock
+    run: Run, name: str, overwrite: bool, gone: list[str]
 ) -> None:
     """It is halted before its commit, an hour and a half after its first object."""
-    steps(1, 2)
+    run.steps(1, 2)
     reports = []
 
-    def halt(request: Any) -> None:
-        if request.operation == "PutObject" and "manifest" in request.key:
-            faulty.rule = lambda _: None
-            clock.now += 1.5 * HOUR
-            reports.append(prune(ROOT, "latest:1", grace="2h"))
+    def halt() -> None:
+        run.clock.now += 1.5 * HOUR
+        reports.append(run.prune("latest:1", grace="2h"))
 
-    for url, options in ((f"{ROOT}/step-3", {}), (f"{ROOT}/step-2", {"overwrite": True})):
-        faulty.rule = halt
-        save(url, **options)
-        assert [info.damage for info in CheckpointCatalog(ROOT).scan(deep=True).checkpoints][-1] is None
-    assert [[each.name for each in report.deleted] for report in reports] == [["step-1"], []]
-    assert names() == ["step-2", "step-3"]
+    run.once("put", "manifest", halt)
+    run.save(name, overwrite=overwrite)
+    assert deleted(reports[0]) == gone
+    assert set(run.damages()) == {None}
+    assert name in run.names()
 
 
-@pytest.mark.parametrize("kind", ["foreign", "ranks", "spread", "annotated", "damaged"])
-def test_checkpoints_of_every_kind_go_whole(
-    faulty: FaultyServer, client: Any, clock: Clock, tmp_path: Path, kind: str
-) -> None:
-    url = f"{ROOT}/step-1"
-    if kind == "foreign":
-        save_foreign(client, url, tmp_path)
-    elif kind == "ranks":
-        save_on_ranks(url, 2)
-    else:
-        save(url, separate=["weight"])
-    if kind == "spread":
-        spread_out(client, url)
-    if kind == "annotated":
-        annotate(url, {"loss": 1})
-    if kind == "damaged":
-        put(client, url, ".metadata", get(client, url, ".metadata")[:100])
-    put(client, url, lease_object("ab", 60))
-    clock.now += 2 * DAY
-    steps(2)
-    report = prune(ROOT, "latest:1")
-    assert ([each.name for each in report.deleted], report.left_alone, report.failures) == (["step-1"], (), ())
-    assert keys(client, url) == {}
+def test_a_merge_is_late_if_any_rank_began_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 10_000.0)
+    begun = Beginning(at=9_999.0)
+    assert not begun.is_late()
+    assert not begun.at_the_earliest([10_001.0]).is_late()
+    assert begun.at_the_earliest([9_000.0, 10_000.0 - LATE - 1]).is_late()
+    assert Beginning(at=1.0).at_the_earliest([9_999.0]).is_late()
 
 
-def test_a_rank_checkpoint_hidden_by_another_never_comes_back(faulty: FaultyServer, client: Any, clock: Clock) -> None:
-    url = save_on_ranks(f"{ROOT}/step-1", 1)
-    put(client, url, ".metadata", get(client, save(f"{ROOT}/other-step-1"), ".metadata"))
-    clock.now += 2 * DAY
-    steps(2)
-    plan = CheckpointCatalog(ROOT).scan(deep=True).plan(KeepLatest(1), grace=DAY)
-    seen: list[str] = []
+# --- deletions that are slow, or refused -----------------------------------------------------------------
 
-    def reset(request: Any) -> Fault | None:
-        if request.operation != "DeleteObject" or not request.key.endswith("step-1/.metadata"):
+
+def test_a_pin_while_s3_is_slow_to_delete_is_refused_or_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.steps(1, 2)
+    now, real = [0.0], time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: real() + now[0])
+
+    def throttle(method: str, key: str) -> Exception | None:
+        if method != "delete" or not key.endswith("step-1/.metadata"):
             return None
-        seen.append(request.key)
-        return Fault.reset()
+        now[0] += DELETION_BEGINS
+        run.clock.now += DELETION_BEGINS
+        return TransferError("SlowDown")
 
-    faulty.rule = reset
-    prune(ROOT, "latest:1", settings={"retry_attempts": 1})
-    faulty.rule = lambda _: None
-    assert seen
-    assert {"step-1", "other-step-1"} <= {info.name for info in plan.deleted}
-    left = keys(client, url)
-    assert ".metadata" in left
-    assert "__0.metadata" not in left
-
-
-def test_throttled_keys_are_tried_again(faulty: FaultyServer, client: Any) -> None:
-    steps(1, 2, 3)
-    left = [6]
-
-    def throttle(request: Any) -> Fault | None:
-        if request.operation == "DeleteObjects" and left[0]:
-            left[0] -= 1
-            return Fault.delete_partly("SlowDown") if left[0] % 2 else Fault.error(503, "SlowDown")
-        return None
-
-    faulty.rule = throttle
-    report = prune(ROOT, "latest:1")
-    assert (left, report.ok, len(report.deleted)) == ([0], True, 2)
-    assert {key.split("/")[1] for key in faulty.s3.objects(BUCKET)} == {"step-3"}
+    run.rule = throttle
+    assert not run.prune("latest:1").ok
+    run.rule = lambda method, key: None
+    run.clock.now += 1
+    run.pin("step-1", "the paper's baseline")
+    run.prune("latest:1")
+    assert run.damages() == [None, None]
+    assert lists(run, "step-1") == []
 
 
-def test_a_spilled_save_that_waits_on_this_host_loses_nothing(
-    faulty: FaultyServer, client: Any, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_list_whose_time_was_over_before_its_first_delete_is_withdrawn(
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its objects are on S3 for two days already; its commit is not."""
-    monkeypatch.setattr("dcp_s3.spill.saving.drain_in_background", lambda *_, **__: None)
-    spilling = {"spill_dir": str(tmp_path), "durability": "local", "retry_attempts": 1}
-    steps(1, 2)
-    save(f"{ROOT}/step-3", settings=spilling)
-    faulty.rule = lambda request: Fault.error(500, "InternalError") if request.key.endswith(".json") else None
-    Drainer(SpillStore(tmp_path)).run()
-    faulty.rule = lambda _: None
-    before = keys(client, f"{ROOT}/step-3")
-    files = sorted(tmp_path.rglob("*"))
-    assert [path.endswith(".distcp") for path in before] == [True]
-    clock.now += 2 * DAY
-    with pytest.raises(CheckpointProtectedError, match="spill directory"):
-        remove(f"{ROOT}/step-3", settings=spilling)
-    report = prune(ROOT, "latest:1", settings=spilling)
-    assert [each.name for each in report.deleted] == ["step-1"]
-    assert keys(client, f"{ROOT}/step-3") == before
-    assert sorted(tmp_path.rglob("*")) == files
-    assert Drainer(SpillStore(tmp_path)).run().committed == [f"{ROOT}/step-3"]
-    found = latest(ROOT)
-    assert found is not None
-    assert found.name == "step-3"
+    run.steps(1, 2)
+    real, late = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: real() + late[0])
+
+    def dawdle() -> None:
+        late[0] = DELETION_BEGINS
+
+    run.once("put", "deletion-", dawdle)
+    report = run.prune("latest:1")
+    assert [(each.name, "too slow" in each.reason) for each in report.left_alone] == [("step-1", True)]
+    assert (lists(run, "step-1"), run.names()) == ([], ["step-1", "step-2"])
+
+
+def test_a_delete_that_s3_refuses_leaves_no_list(run: Run) -> None:
+    run.steps(1, 2)
+    refused = AccessDeniedError("s3:DeleteObject")
+    run.rule = lambda method, key: refused if method == "delete" and key.endswith("step-1/.metadata") else None
+    assert not run.prune("latest:1").ok
+    run.rule = lambda method, key: None
+    assert lists(run, "step-1") == []
+    run.pin("step-1")
+
+
+# --- saves without collectives: claims, parts, intents, notices, manifests, boards ----------------------
+
+
+@pytest.mark.parametrize("path", sorted(COORDINATION))
+def test_a_save_that_has_written_no_data_is_in_progress_and_then_a_leftover(run: Run, path: str) -> None:
+    run.steps(1)
+    run.put("step-2", path)
+    assert run.states() == {"step-1": "committed", "step-2": "in_progress"}
+    assert not run.prune().deleted
+    with pytest.raises(CheckpointProtectedError, match="save is in progress"):
+        run.remove("step-2")
+    run.clock.now += 2 * DAY
+    assert run.states() == {"step-1": "committed", "step-2": "leftover"}
+    assert deleted(run.prune()) == ["step-2"]
+    assert run.objects("step-2") == {}
+
+
+def test_what_lies_beside_a_checkpoint_goes_when_all_of_it_is_old(run: Run) -> None:
+    run.steps(9, 2)
+    before = run.objects("step-2")
+    for path in COORDINATION[1:]:
+        run.put("step-2", path)
+    run.clock.now += 2 * DAY
+    run.put("step-2", CLAIM)
+    assert run.prune().leftovers == ()
+    assert not run.prune("latest:1").deleted  # somebody saves there
+    run.clock.now += 2 * DAY
+    [left] = run.prune().leftovers
+    assert (left.name, left.objects) == ("step-2", len(COORDINATION))
+    assert run.objects("step-2") == before
+
+
+def test_a_claim_that_another_save_took_meanwhile_stays(run: Run) -> None:
+    run.steps(2)
+    run.clock.now += 1
+    run.put("step-2", CLAIM, b"old")
+    run.clock.now += 2 * DAY
+    run.once("delete", "", lambda: run.put("step-2", CLAIM, b"new"))
+    run.prune()
+    assert run.get("step-2", CLAIM) == b"new"
+
+
+@pytest.mark.parametrize("path", [*sorted(COORDINATION), manifest_object(SAVE + "00000001")])
+@pytest.mark.parametrize("kind", ["committed", "uncommitted", "leftovers"])
+def test_a_save_that_goes_on_while_the_list_is_written_loses_nothing(run: Run, path: str, kind: str) -> None:
+    run.steps(9, 2)
+    if kind == "uncommitted":
+        run.delete("step-2", ".metadata")
+    if kind == "leftovers":
+        run.put("step-2", "__0_0-abcdef.distcp")
+    before = run.objects("step-2")
+    run.clock.now += 2 * DAY
+    run.once("put", "deletion-", lambda: run.put("step-2", path))
+    report = run.prune("latest:1" if kind == "committed" else "latest:9")
+    assert [each.name for each in report.left_alone] == ["step-2"]
+    assert "a save is in progress" in report.left_alone[0].reason
+    assert run.objects("step-2") == {**before, path: 1}
+
+
+def test_leftovers_of_a_checkpoint_that_is_replaced_while_their_list_is_written_stay(run: Run) -> None:
+    run.steps(9, 2)
+    run.put("step-2", "__0_0-abcdef.distcp")
+    run.clock.now += 2 * DAY
+    run.once("put", "deletion-", lambda: run.save("step-2", overwrite=True))
+    report = run.prune()
+    assert [(each.name, each.reason) for each in report.left_alone] == [("step-2", "it was overwritten")]
+    assert "__0_0-abcdef.distcp" in run.objects("step-2")
+    assert lists(run, "step-2") == []
+
+
+def merged(run: Run, merger: str) -> Commit:
+    """What one more merger of the save that was committed at step-2 would commit."""
+    [path] = run.manifests("step-2")
+    url = run.url("step-2")
+    metadata = load_metadata(run.get("step-2", ".metadata"), url=str(url))
+    identity = SaveIdentity(url, SAVE + merger)
+    metadata.storage_meta = StorageMeta(checkpoint_id=str(url), save_id=identity.save_id)
+    objects = Manifest.from_json(run.get("step-2", path)).objects
+    return make_commit(identity, metadata, objects, step=2, world_size=1, metrics={})
+
+
+def test_of_several_mergers_manifests_the_one_that_the_commit_names_counts(run: Run) -> None:
+    run.steps(2)
+    commits = [merged(run, f"0000000{number}") for number in range(3)]
+    [path] = run.manifests("step-2")
+    run.delete("step-2", path)
+    run.delete("step-2", ".metadata")
+    for number in (0, 2):  # killed before they committed
+        run.put("step-2", manifest_object(commits[number].identity.save_id), commits[number].manifest)
+    run.clock.now += 1
+    publish(run.store, commits[1], Previous(), keep_objects=True)
+    with pytest.raises(CheckpointExistsError):
+        publish(run.store, commits[2], Previous(), keep_objects=True)
+    info = run.catalog().latest()
+    assert info is not None
+    assert (info.save_id, info.damage) == (SAVE + "00000001", None)
+    assert all(each.used for each in describe_on(run.store, run.url("step-2")).objects)
+    _, copied = fetch_source(run.store, run.url("step-2"))
+    assert [path for path in copied.files if is_manifest(path)] == [manifest_object(SAVE + "00000001")]
+    run.clock.now += 2 * DAY
+    [left] = run.prune().leftovers
+    assert left.objects == 2
+    assert run.manifests("step-2") == [manifest_object(SAVE + "00000001")]
+    assert run.damages() == [None]
+
+
+def test_a_merger_that_comes_after_the_checkpoint_was_pruned_does_not_bring_it_back(run: Run) -> None:
+    run.steps(2)
+    late = merged(run, "00000001")
+    run.steps(9)
+    assert deleted(run.prune("latest:1")) == ["step-2"]
+    with pytest.raises(CheckpointDeletedError):
+        publish(run.store, late, Previous(), keep_objects=True, is_late=lambda: True)
+    assert ".metadata" not in run.objects("step-2")
+
+
+def test_a_copy_leaves_out_what_ranks_told_each_other(run: Run) -> None:
+    run.steps(2)
+    before = run.objects("step-2")
+    for path in (*COORDINATION, BOARD):
+        run.put("step-2", path)
+    assert {*fetch_source(run.store, run.url("step-2"))[1].files, ".metadata"} == before.keys()
+
+
+def test_the_claim_of_a_checkpoint_stays_and_goes_with_it(run: Run) -> None:
+    for name in ("step-2", "step-9"):
+        run.put(name, CLAIM)
+        run.save(name)
+    before = run.objects("step-2")
+    assert run.prune().leftovers == ()
+    run.clock.now += 2 * DAY
+    assert run.prune().leftovers == ()
+    assert run.objects("step-2") == before
+    assert deleted(run.prune("latest:1")) == ["step-2"]
+    assert run.objects("step-2") == {}
+
+
+def test_a_checkpoint_of_a_moment_ago_is_pruned_though_it_was_claimed(run: Run) -> None:
+    for name in ("step-2", "step-9"):
+        run.put(name, CLAIM)
+        run.save(name)
+    assert deleted(run.prune("latest:1")) == ["step-2"]
+
+
+def test_boards_make_a_run_no_checkpoint(run: Run) -> None:
+    run.put("", BOARD)
+    assert (run.latest(), run.names(), run.names("s3://bucket")) == (None, [], [])
+    with pytest.raises(CheckpointNotFoundError):
+        describe_on(run.store, run.url(""))
+    run.steps(2)
+    assert run.names() == ["step-2"]
+    run.calls.clear()
+    assert run.names("s3://bucket") == []
+    assert run.calls == {"page": 3}  # the bucket, what begins with a dot in the run, and its directories
+
+
+def test_old_boards_go(run: Run) -> None:
+    run.steps(9)
+    run.put("", BOARD)
+    run.put("", ".dcp_s3/other")
+    run.clock.now += BOARDS_STAY - 60
+    run.put("", ".dcp_s3/board-cd-queue")
+    assert run.prune(grace="1h").leftovers == ()
+    run.clock.now += 120
+    plan = run.prune(grace="1h", dry_run=True).plan
+    assert not plan.empty
+    assert [each.key for each in plan.boards] == [f"run/{BOARD}"]
+    assert run.prune(grace="48h").leftovers == ()
+    [left] = run.prune(grace="1h").leftovers
+    assert (left.name, left.objects) == (".dcp_s3", 1)
+    assert {path for path in run.objects() if path.startswith("run/.dcp_s3/")} == {
+        "run/.dcp_s3/board-cd-queue", "run/.dcp_s3/other",
+    }  # fmt: skip

@@ -221,9 +221,7 @@ def test_a_checksum_of_other_bytes_is_not_taken_for_ours(faulty: FaultyServer, o
 
 
 @pytest.mark.parametrize("name", ["empty", "page", "page not found", "no content"])
-def test_files_are_whole_whoever_answers(
-    faulty: FaultyServer, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_whole_whoever_answers(faulty: FaultyServer, tmp_path: Path, name: str) -> None:
     bucket = S3Store(BUCKET, Settings(part_size="5MiB"))
     (tmp_path / "large").write_bytes(DATA)
     (tmp_path / "small").write_bytes(DATA[:1000])
@@ -242,9 +240,7 @@ def test_files_are_whole_whoever_answers(
 
 
 @pytest.mark.parametrize("status", [507, 509, 520, 529, 530, 598, 599])
-def test_what_a_proxy_says_of_a_server_that_fails_passes(
-    faulty: FaultyServer, tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_proxy_says_of_a_server_that_fails_passes(faulty: FaultyServer, tmp_path: Path, status: int) -> None:
     bucket, _ = prepare()
 
     for use in (

@@ -27,29 +27,18 @@ pytestmark = [
 KIB = 1024
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"part_size": "8MiB"},
-        {"concurrency": 3},
-        {"save_timeout": 17.0},
-        {"read_timeout": 3.0, "connect_timeout": 2.0},
-        {"staging_limit": "1GiB"},
-        {"retry_attempts": 2},
-    ],
-    ids=lambda other: next(iter(other)),
-)
-def test_what_no_connection_depends_on_makes_no_other_client(s3_env: S3Server, other: dict[str, Any]) -> None:
-    assert get_client(Settings(**other)) is get_client(Settings())
+SAME: list[dict[str, Any]] = [
+    {"part_size": "8MiB"}, {"concurrency": 3}, {"save_timeout": 17.0}, {"read_timeout": 3.0, "connect_timeout": 2.0},
+    {"staging_limit": "1GiB"}, {"retry_attempts": 2},
+]  # fmt: skip
+OTHER: list[dict[str, Any]] = [
+    {"endpoint_url": "http://127.0.0.1:9"}, {"region": "eu-west-3"}, {"addressing_style": "virtual"},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "other",
-    [{"endpoint_url": "http://127.0.0.1:9"}, {"region": "eu-west-3"}, {"addressing_style": "virtual"}],
-    ids=lambda other: next(iter(other)),
-)
-def test_what_connections_depend_on_makes_another_client(s3_env: S3Server, other: dict[str, Any]) -> None:
-    assert get_client(Settings(**other)) is not get_client(Settings())
+@pytest.mark.parametrize("settings", SAME + OTHER, ids=lambda settings: next(iter(settings)))
+def test_only_what_connections_depend_on_makes_another_client(s3_env: S3Server, settings: dict[str, Any]) -> None:
+    assert (get_client(Settings(**settings)) is get_client(Settings())) == (settings in SAME)
 
 
 def test_a_profile_makes_another_client(s3_env: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,10 +25,10 @@ from dcp_s3.s3.upload import WAITING_PARTS
 from dcp_s3.settings import Settings
 from dcp_s3.workers import Workers
 from tests.faulty import BUCKET, FaultyServer
+from tests.s3.waiting import LONG
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
-_PATIENCE_SECONDS = 60
 MIB = 2**20
 URL = f"s3://{BUCKET}/run"
 SETTINGS = {"part_size": "5MiB"}
@@ -81,7 +81,7 @@ class Crowd:
             self.most = max(self.most, self._there)
             self.met = self.met or self._there >= self._count
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self.met, _PATIENCE_SECONDS)
+            self._changed.wait_for(lambda: self.met, LONG)
             self._there -= 1
 
 
@@ -129,7 +129,7 @@ def test_fewer_connections_are_fewer_requests_at_once(faulty: FaultyServer, monk
                 at_once.append(faulty.s3.in_flight)
                 first = len(at_once) <= 4
             if first:
-                assert resized.wait(_PATIENCE_SECONDS)
+                assert resized.wait(LONG)
             time.sleep(0.02)  # if there were four threads, they would meet here
 
         faulty.rule = rule
@@ -172,9 +172,7 @@ def test_a_process_that_has_no_more_threads_goes_on_with_those_it_has(
 
     monkeypatch.setattr(Workers, "resize", few)
     refused = threading.Event()
-    faulty.rule = lambda request: (
-        refused.wait(_PATIENCE_SECONDS) and None if request.operation == "UploadPart" else None
-    )
+    faulty.rule = lambda request: refused.wait(LONG) and None if request.operation == "UploadPart" else None
     monkeypatch.setattr(connections.logger, "warning", lambda *_: refused.set())
     dcp.save(state(1.0), storage_writer=S3StorageWriter(URL, max_objects=1, settings=SETTINGS))
     assert refused.is_set()

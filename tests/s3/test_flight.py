@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import socket
 import ssl
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ from dcp_s3.settings import Settings
 from tests.faulty import FaultyServer
 from tests.memory_s3 import Fault
 from tests.proxy import FaultyProxy
+from tests.s3.waiting import LONG, until
 
-LONG = 30.0
 NEVER = 1000.0
 
 
@@ -40,13 +40,6 @@ def _moved(what: str) -> str:
         f"botocore {botocore.__version__}, urllib3 {urllib3.__version__}: {what}. What relied on it: "
         "s3/botocore_private.py, by which a GET that was overtaken ends at once"
     )
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 # --- private places ----------------------------------------------------------------------------------
@@ -119,51 +112,34 @@ def test_a_request_that_was_broken_off_before_never_begins(faulty: FaultyServer)
     assert not faulty.s3.request_log
 
 
-def test_a_request_that_waits_for_its_connection_ends(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To a port whose queue of connections is full."""
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
-        address = full.getsockname()
-        waiting = [socket.socket() for _ in range(3)]
-        try:
-            for each in waiting:
-                each.setblocking(False)
-                each.connect_ex(address)
-            endpoint = f"http://127.0.0.1:{address[1]}"
-            bucket = S3Store("bucket", Settings(endpoint_url=endpoint, connect_timeout=NEVER))
-            flight = Flight()
-            with ThreadPoolExecutor(1) as pool:
-                read = pool.submit(get, bucket, flight)
-                until(lambda: flight._descriptor >= 0)
-                flight.break_off()
-                assert isinstance(read.exception(LONG), botocore.exceptions.EndpointConnectionError)
-        finally:
-            for each in waiting:
-                each.close()
+@contextlib.contextmanager
+def full_port() -> Iterator[str]:
+    """The URL of a port whose queue of connections is full."""
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(3):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        yield f"http://127.0.0.1:{full.getsockname()[1]}"
 
 
-def test_nobody_listens(faulty: FaultyServer) -> None:
+def test_a_request_that_waits_for_its_connection_ends(faulty: FaultyServer) -> None:
+    with full_port() as url, ThreadPoolExecutor(1) as pool:
+        flight = Flight()
+        read = pool.submit(get, S3Store("bucket", Settings(endpoint_url=url, connect_timeout=NEVER)), flight)
+        until(lambda: flight._descriptor >= 0)
+        flight.break_off()
+        assert isinstance(read.exception(LONG), botocore.exceptions.EndpointConnectionError)
+
+
+def test_nobody_listens_or_not_in_time(faulty: FaultyServer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    bucket = S3Store("bucket", Settings(endpoint_url=f"http://127.0.0.1:{port}"))
     with pytest.raises(botocore.exceptions.EndpointConnectionError, match=f"127.0.0.1:{port}"):
-        get(bucket, Flight())
-
-
-def test_a_connection_that_is_not_made_in_time(faulty: FaultyServer) -> None:
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
-        address = full.getsockname()
-        waiting = [socket.socket() for _ in range(3)]
-        try:
-            for each in waiting:
-                each.setblocking(False)
-                each.connect_ex(address)
-            endpoint = f"http://127.0.0.1:{address[1]}"
-            bucket = S3Store("bucket", Settings(endpoint_url=endpoint, connect_timeout=0.1))
-            with pytest.raises(botocore.exceptions.ConnectTimeoutError):
-                get(bucket, Flight())
-        finally:
-            for each in waiting:
-                each.close()
+        get(S3Store("bucket", Settings(endpoint_url=f"http://127.0.0.1:{port}")), Flight())
+    with full_port() as url, pytest.raises(botocore.exceptions.ConnectTimeoutError):
+        get(S3Store("bucket", Settings(endpoint_url=url, connect_timeout=0.1)), Flight())
 
 
 def test_a_socket_that_was_let_go_is_not_touched() -> None:

@@ -25,10 +25,10 @@ from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import FaultyServer
 from tests.memory_s3 import Fault
+from tests.s3.waiting import LONG
 
 MIB = 2**20
 BLOCK = 4 * MIB
-LONG = 30.0  # seconds to wait for what must come
 NEVER = 1000.0  # seconds that no test waits
 DATA = random.Random(5).randbytes(10 * MIB)
 
@@ -48,7 +48,7 @@ class Script:
     """What happens to the GETs, by their order of arrival."""
 
     def __init__(self, *faults: Fault | Callable[[], Fault | None] | None, rest: Fault | None = None) -> None:
-        self._faults = faults
+        self.faults: tuple[Any, ...] = faults
         self._rest = rest
         self._lock = threading.Lock()
         self.seen: list[Any] = []
@@ -61,7 +61,7 @@ class Script:
             number = len(self.seen)
             self.seen.append(request)
         self.arrived[number].set()
-        fault = self._faults[number] if number < len(self._faults) else self._rest
+        fault = self.faults[number] if number < len(self.faults) else self._rest
         return fault() if callable(fault) else fault
 
     @property
@@ -132,9 +132,8 @@ def test_of_a_body_that_stops_only_the_rest_is_asked_for_and_of_the_same_version
 
 def test_a_second_request_that_is_slower_is_ended(faulty: FaultyServer) -> None:
     bucket = put()
-    script = Script(rest=Fault.straggle(NEVER))
-    script._faults = (script.after(1),)
-    faulty.rule = script
+    faulty.rule = script = Script(rest=Fault.straggle(NEVER))
+    script.faults = (script.after(1),)
     fetch(bucket)
     assert state_of(bucket).won == 0
     assert state_of(bucket).started >= 1
@@ -174,9 +173,8 @@ def test_errors_of_the_second_request_are_nobodys(
     faulty: FaultyServer, fault: Fault, caplog: pytest.LogCaptureFixture
 ) -> None:
     bucket = put()
-    script = Script(None, fault, fault, fault, Fault.straggle(NEVER))
-    script._faults = (script.after(3), fault, fault, fault)
-    faulty.rule = script
+    faulty.rule = script = Script()
+    script.faults = (script.after(3), fault, fault, fault)
     with caplog.at_level(logging.INFO):
         fetch(bucket)
     assert not [record for record in caplog.records if not record.name.startswith("benchmarks")]
@@ -186,18 +184,16 @@ def test_errors_of_the_second_request_are_nobodys(
 
 def test_if_both_fail_the_first_ones_error_is_raised(faulty: FaultyServer) -> None:
     bucket = put(retry_attempts=2)
-    script = Script(rest=Fault.reset())
-    script._faults = (script.after(1, Fault.reset()),)
-    faulty.rule = script
+    faulty.rule = script = Script(rest=Fault.reset())
+    script.faults = (script.after(1, Fault.reset()),)
     with pytest.raises(errors.TransferError, match="after 2 attempts"):
         fetch(bucket)
 
 
 def test_the_second_request_saves_a_read_whose_attempts_are_used_up(faulty: FaultyServer) -> None:
     bucket = put(retry_attempts=1)
-    script = Script(None, Fault.delay(0.1))
-    script._faults = (script.after(1, Fault.reset()), Fault.delay(0.1))
-    faulty.rule = script
+    faulty.rule = script = Script()
+    script.faults = (script.after(1, Fault.reset()), Fault.delay(0.1))
     fetch(bucket)
     assert len(script.seen) == 2
 
@@ -207,18 +203,16 @@ def test_a_read_that_waits_before_its_next_attempt_is_woken(
 ) -> None:
     bucket = put()
     monkeypatch.setattr(retry, "backoff", lambda _: NEVER)
-    script = Script(None, Fault.delay(0.1))
-    script._faults = (script.after(1, Fault.error(500, "InternalError")), Fault.delay(0.1))
-    faulty.rule = script
+    faulty.rule = script = Script()
+    script.faults = (script.after(1, Fault.error(500, "InternalError")), Fault.delay(0.1))
     fetch(bucket)
     assert state_of(bucket).won == 1
 
 
 def test_a_missing_object_is_not_waited_for(faulty: FaultyServer) -> None:
     bucket = put()
-    script = Script(rest=Fault.straggle(NEVER))
-    script._faults = (script.after(1),)
-    faulty.rule = script
+    faulty.rule = script = Script(rest=Fault.straggle(NEVER))
+    script.faults = (script.after(1),)
     with pytest.raises(errors.ObjectNotFoundError):
         fetch_into(bucket, "other", 0, [ReadTarget(memoryview(bytearray(10)))])
 
@@ -288,18 +282,30 @@ def test_the_deadline_ends_both(faulty: FaultyServer) -> None:
 # --- when there is none ------------------------------------------------------------------------------
 
 
-def test_none_while_s3_throttles(faulty: FaultyServer) -> None:
-    bucket = put(concurrency=4)
+def _throttled_before(bucket: S3Store, _: pytest.MonkeyPatch) -> None:
     bucket.gate.signal(0.0)
-    faulty.rule = script = Script(Fault.straggle(0.4))
-    fetch(bucket)
-    assert len(script.seen) == 1
+    assert bucket.gate.is_calm(0.0), "the limit is 1 at the ceiling, too: the gate is open at once"
 
 
-def test_none_soon_after_s3_throttled(faulty: FaultyServer) -> None:
-    bucket = put(concurrency=1)  # the limit is 1 at the ceiling, too: the gate is open at once
-    bucket.gate.signal(0.0)
-    assert bucket.gate.is_calm(0.0)
+def _slow_to_all(bucket: S3Store, _: pytest.MonkeyPatch) -> None:
+    for _number in range(8):
+        hedges_of(bucket)._latencies.add(NEVER, 1.0, BLOCK)
+
+
+NOT_RACED: dict[str, tuple[int, Callable[[S3Store, pytest.MonkeyPatch], object]]] = {
+    "while S3 throttles": (4, lambda bucket, _: bucket.gate.signal(0.0)),
+    "soon after S3 throttled": (1, _throttled_before),
+    "too long": (9, lambda _, patch: patch.setattr("dcp_s3.s3.download._MOST_BYTES", len(DATA) - 1)),
+    "before the delay": (9, lambda _, patch: patch.setattr(hedge, "_MIN_DELAY", NEVER)),
+    "a store that is known to be slow": (9, _slow_to_all),
+}
+
+
+@pytest.mark.parametrize("why", NOT_RACED)
+def test_what_is_not_raced(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    concurrency, prepare = NOT_RACED[why]
+    bucket = put(concurrency=concurrency)
+    prepare(bucket, monkeypatch)
     faulty.rule = script = Script(Fault.straggle(0.4))
     fetch(bucket)
     assert len(script.seen) == 1
@@ -312,31 +318,6 @@ def test_none_beyond_the_budget(faulty: FaultyServer) -> None:
     fetch(bucket)
     fetch(bucket)
     assert len(script.seen) == 3
-
-
-def test_none_of_a_request_that_is_too_long(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcp_s3.s3.download._MOST_BYTES", len(DATA) - 1)
-    bucket = put()
-    faulty.rule = script = Script(Fault.straggle(0.4))
-    fetch(bucket)
-    assert len(script.seen) == 1
-
-
-def test_none_before_the_delay(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hedge, "_MIN_DELAY", NEVER)
-    bucket = put()
-    faulty.rule = script = Script(Fault.straggle(0.4))
-    fetch(bucket)
-    assert len(script.seen) == 1
-
-
-def test_a_store_that_is_slow_to_all_is_not_hedged_once_that_is_known(faulty: FaultyServer) -> None:
-    bucket = put()
-    for _ in range(8):
-        hedges_of(bucket)._latencies.add(NEVER, 1.0, BLOCK)
-    faulty.rule = script = Script(Fault.straggle(0.4))
-    fetch(bucket)
-    assert len(script.seen) == 1
 
 
 def test_at_most_two_at_once_of_few_requests(faulty: FaultyServer) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -81,21 +80,14 @@ def test_uploads_of_keys_that_only_begin_alike_are_not_taken(bucket: str) -> Non
     target.abort(Upload("run/a-and-more", longer))
 
 
-@pytest.mark.parametrize("missing", ["list_uploads", "list_parts", "abort"])
 @pytest.mark.servers("memory", "moto", "rgw")
-def test_a_bucket_that_is_missing_is_told_apart_from_an_upload_that_is(bucket: str, missing: str) -> None:
+def test_a_bucket_that_is_missing_is_told_apart_from_an_upload_that_is(bucket: str) -> None:
     target = S3Store("no-such-" + bucket, Settings())
-    calls: dict[str, Callable[[], Any]] = {
-        "list_uploads": lambda: list_uploads(target, KEY),
-        "list_parts": lambda: list_parts(target, KEY, "x"),
-        "abort": lambda: target.abort(Upload(KEY, "x")),
-    }
-    if missing == "list_uploads":
-        with pytest.raises(errors.BucketNotFoundError):
-            calls[missing]()
-    else:
+    with pytest.raises(errors.BucketNotFoundError):
+        list_uploads(target, KEY)
+    for call in (lambda: list_parts(target, KEY, "x"), lambda: target.abort(Upload(KEY, "x"))):
         with pytest.raises(errors.StorageError):
-            calls[missing]()
+            call()
 
 
 def by_pages(monkeypatch: pytest.MonkeyPatch, target: S3Store, method: str, **limit: int) -> list[dict[str, Any]]:
@@ -112,29 +104,22 @@ def by_pages(monkeypatch: pytest.MonkeyPatch, target: S3Store, method: str, **li
 
 
 @pytest.mark.servers("memory", "rgw")  # moto takes no notice of the limit, or leaves parts out
-def test_uploads_of_many_pages_are_all_found(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uploads_and_parts_of_many_pages_are_all_found(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = S3Store(bucket, Settings())
-    uploads = sorted(begin(target, KEY, {}) for _ in range(5))
+    uploads = sorted(begin(target, KEY, {}) for _ in range(4))
+    full = begin(target, KEY, {number: bytes(number) for number in (1, 2, 3, 5, 8)})
     more = begin(target, KEY + "-more", {})
     with monkeypatch.context() as patch:
         asked = by_pages(patch, target, "list_multipart_uploads", MaxUploads=2)
-        assert sorted(list_uploads(target, KEY)) == uploads
-    assert len(asked) == 3
-    for upload_id in uploads:
+        assert sorted(list_uploads(target, KEY)) == sorted([*uploads, full])
+        assert len(asked) == 3
+        asked = by_pages(patch, target, "list_parts", MaxParts=2)
+        parts = list_parts(target, KEY, full)
+        assert {number: part.size for number, part in parts.items()} == {1: 1, 2: 2, 3: 3, 5: 5, 8: 8}
+        assert len(asked) == 3
+    for upload_id in (*uploads, full):
         target.abort(Upload(KEY, upload_id))
     target.abort(Upload(KEY + "-more", more))
-
-
-@pytest.mark.servers("memory", "rgw")  # moto takes no notice of the limit, or leaves parts out
-def test_parts_of_many_pages_are_all_found(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = S3Store(bucket, Settings())
-    upload_id = begin(target, KEY, {number: bytes(number) for number in (1, 2, 3, 5, 8)})
-    with monkeypatch.context() as patch:
-        asked = by_pages(patch, target, "list_parts", MaxParts=2)
-        parts = list_parts(target, KEY, upload_id)
-    assert {number: part.size for number, part in parts.items()} == {1: 1, 2: 2, 3: 3, 5: 5, 8: 8}
-    assert len(asked) == 3
-    target.abort(Upload(KEY, upload_id))
 
 
 def test_an_answer_that_is_lost_costs_nothing(faulty: FaultyServer) -> None:

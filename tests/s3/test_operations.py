@@ -119,6 +119,12 @@ def test_a_condition_that_fails_behind_a_refused_checksum_is_not_written_over() 
     assert operations.knows(Quirk.NO_CHECKSUMS, PLACE)
 
 
+def test_a_refusal_of_a_delete_without_a_condition_is_an_error() -> None:
+    answer = {"Errors": [{"Key": "a", "Code": "PreconditionFailed", "Message": ""}]}
+    with pytest.raises(ClientError, match="'a' was not deleted"):
+        carry_out(delete(PLACE, [DeleteTarget("a"), DeleteTarget("b")]), answer)
+
+
 def test_a_batch_of_which_some_keys_are_left() -> None:
     targets = [DeleteTarget("a", '"1"'), DeleteTarget("b", '"2"'), DeleteTarget("c")]
     changed = {"Errors": [{"Key": "b", "Code": "PreconditionFailed"}, {"Key": "c", "Code": "NoSuchKey"}]}

@@ -1,6 +1,5 @@
-"""Whole small objects: conditional writes, lost answers, deletes, listings."""
+"""What S3 alone does with small objects: lost answers, credentials, processes. The rest is the store contract."""
 
-import json
 import logging
 import multiprocessing
 import os
@@ -14,55 +13,16 @@ from dcp_s3.s3.client import close_clients, get_client
 from dcp_s3.s3.operations import creation_arguments
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
-from dcp_s3.store import ABSENT, Expect
-from tests.faulty import BUCKET, FaultyServer
+from dcp_s3.store import ABSENT
+from tests.faulty import FaultyServer
 from tests.memory_s3 import Fault
 
 
-@pytest.fixture
-def target(bucket: str) -> S3Store:
-    return S3Store(bucket, Settings())
-
-
-def test_write_read_exists_delete_list(target: S3Store) -> None:
-    keys = ["a/1", "a/ü b+c%20", "a/2/x", "empty"]
-    for key in keys:
-        target.put(key, b"" if key == "empty" else key.encode(), metadata={"who": "me"})
-    assert all(target.exists(key) for key in keys)
-    assert target.get("a/ü b+c%20").data == "a/ü b+c%20".encode()
-    assert sorted(each.key for each in target.list("a/").objects) == sorted(keys[:3])
-    target.delete([*keys, "never-was"])
-    assert not any(target.exists(key) for key in keys)
-    assert target.list("").objects == ()
-
-
-def test_listings_and_deletes_of_more_than_a_page(memory_server: Any, target: S3Store) -> None:
-    keys = [f"n/{i:05}" for i in range(2100)]
-    for key in keys:
-        target.put(key, b"x")
-    assert [each.key for each in target.list("n/").objects] == keys
-    target.delete(keys)
-    assert target.list("n/").objects == ()
-
-
-def test_missing_things_have_their_own_errors(target: S3Store) -> None:
-    with pytest.raises(errors.ObjectNotFoundError):
-        target.get("missing")
-    nowhere = S3Store("no-such-bucket-here", target.settings)
+def test_a_missing_bucket_has_its_own_error(bucket: str) -> None:
+    nowhere = S3Store("no-such-bucket-here", Settings())
     for action in (lambda: nowhere.get("k").data, lambda: nowhere.exists("k"), lambda: nowhere.put("k", b"")):
         with pytest.raises(errors.BucketNotFoundError, match="no-such-bucket-here"):
             action()
-
-
-def test_conditional_write(server: Any, target: S3Store) -> None:
-    target.put("k", b"first", expect=ABSENT)
-    if not server.conditional_writes:
-        target.put("k", b"second", expect=ABSENT)
-        assert target.get("k").data == b"second"
-        return
-    with pytest.raises(errors.PreconditionFailedError):
-        target.put("k", b"second", expect=ABSENT)
-    assert target.get("k").data == b"first"
 
 
 def test_a_conditional_write_whose_answer_was_lost_succeeds(faulty: FaultyServer) -> None:
@@ -159,30 +119,6 @@ def test_a_child_process_makes_its_own_client(memory_server: Any, bucket: str, m
     assert target.get("k").data == b"from parent", "the parent's connections are whole"
 
 
-def test_user_metadata_is_kept(target: S3Store) -> None:
-    target.put("k", json.dumps({}).encode(), metadata={"dcp-s3-save-id": "abc"})
-    assert target.head("k").metadata == {"dcp-s3-save-id": "abc"}
-
-
-def test_a_refused_write_of_what_is_there_already_is_done(target: S3Store) -> None:
-    """A proxy sent it twice, or the answer to an earlier attempt was lost."""
-    target.put("k", b"mine", expect=ABSENT)
-    target.put("k", b"mine", expect=ABSENT)
-    assert target.get("k").data == b"mine"
-
-
-def test_a_write_on_condition_that_nobody_else_wrote(server: Any, target: S3Store) -> None:
-    target.put("k", b"first")
-    etag = target.get("k").etag
-    target.put("k", b"second", expect=Expect(etag))
-    assert target.get("k").data == b"second", "also where a store refuses a condition that holds (RGW)"
-    if not server.conditional_writes:
-        return
-    with pytest.raises(errors.PreconditionFailedError):
-        target.put("k", b"third", expect=Expect(etag))
-    assert target.get("k").data == b"second"
-
-
 def test_credentials_are_read_anew_after_they_were_refused(
     memory_server: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,28 +133,3 @@ def test_credentials_are_read_anew_after_they_were_refused(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", memory_server.secret_key)
     with pytest.raises(errors.ObjectNotFoundError):
         S3Store(bucket, settings).get("k")
-
-
-def test_keys_that_s3_could_not_delete_are_deleted_by_the_next_attempt(faulty: FaultyServer) -> None:
-    target = S3Store(BUCKET, Settings())
-    keys = [f"k{number}" for number in range(4)]
-    for key in keys:
-        target.put(key, b"x")
-    faulty.s3.reset_counters()
-    seen = faulty.once("DeleteObjects", Fault.delete_partly("InternalError"))
-    target.delete(keys)
-    assert seen
-    assert faulty.s3.objects(BUCKET) == {}
-    assert faulty.s3.counters.requests["DeleteObjects"] == 2
-
-
-@pytest.mark.parametrize(("code", "said"), [("AccessDenied", "s3:DeleteObject"), ("SlowDown", "RETRY_ATTEMPTS")])
-def test_keys_that_s3_never_deletes_are_an_error(faulty: FaultyServer, code: str, said: str) -> None:
-    target = S3Store(BUCKET, Settings(retry_attempts=3))
-    target.put("k", b"x")
-    faulty.rule = lambda _: Fault.delete_partly(code)
-    with pytest.raises(errors.StorageError, match=said) as failure:
-        target.delete(["k", "l"])
-    assert code in str(failure.value)
-    assert "'k'" in str(failure.value)
-    assert list(faulty.s3.objects(BUCKET)) == ["k"]

@@ -142,6 +142,20 @@ def test_cancelling_ends_the_wait_and_leaves_no_trace() -> None:
     assert gate.enter(timeout=0)
 
 
+def test_a_turn_that_comes_as_its_waiter_gives_up_is_not_lost() -> None:
+    gate = closed_gate(1)
+    assert gate.enter()
+
+    class Late(threading.Event):
+        def is_set(self) -> bool:
+            gate.leave(0, succeeded=False, throttled=False)
+            return True
+
+    assert not gate.enter(cancel=Late())
+    assert (gate.state.in_flight, gate.state.waiting) == (0, 0)
+    assert gate.enter(timeout=0)
+
+
 def test_success_admits_more_than_it_frees() -> None:
     gate = closed_gate(1)
     assert gate.enter()

@@ -16,6 +16,7 @@ from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme
 from dcp_s3.limit import Cancelled
 from dcp_s3.memory import Piece, crc_of, sent_pieces
+from dcp_s3.s3 import operations
 from dcp_s3.s3.parts import MAX_PARTS, choose_part_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader
@@ -208,3 +209,47 @@ def test_a_batch_that_is_stopped_cancels_what_is_under_way_and_what_begins_later
         before.result()
         put(uploader, "after", [Piece.of(b"x")])
     assert faulty.s3.objects("bucket") == {}
+
+
+# --- stores that refuse checksums --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "refusing"),
+    [
+        ((501, "NotImplemented"), ()),
+        ((400, "InvalidRequest"), ("UploadPart",)),
+        ((400, "InvalidArgument"), ("CompleteMultipartUpload",)),
+        ((400, "InvalidRequest"), ("PutObject",)),
+    ],
+)
+def test_a_store_that_refuses_checksums_is_written_to_without(
+    faulty: FaultyServer, caplog: pytest.LogCaptureFixture, answer: tuple[int, str], refusing: tuple[str, ...]
+) -> None:
+    operations.forget()
+    refused: list[str] = []
+
+    def rule(request: Any) -> Fault | None:
+        sent = any(name.startswith("x-amz-checksum-") and name != "x-amz-checksum-mode" for name in request.headers)
+        if not sent or (refusing and request.operation not in refusing):
+            return None
+        refused.append(request.operation)
+        return Fault.error(*answer)
+
+    faulty.rule = rule
+    target, counts = make_bucket("bucket"), []
+    for key in "ab":
+        for data in (DATA, DATA[:100]):
+            assert target.put_stream(key, len(data), [Piece.of(data)]).crc64nvme == crc64nvme(data), (
+                "known all the same"
+            )
+            assert faulty.s3.read("bucket", key) == data
+        counts.append(len(refused))
+    assert 0 < counts[0] == counts[1], "it is remembered"
+    assert "refuses checksums" in caplog.text
+    if "PutObject" not in refusing:  # one that was asked for is not left out
+        with pytest.raises(errors.StorageError):
+            upload(make_bucket("bucket", checksum="crc64nvme"), DATA, "c")
+        assert "c" not in faulty.s3.objects("bucket")
+        assert faulty.s3.open_uploads("bucket") == []
+    operations.forget()

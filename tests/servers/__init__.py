@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 from . import external as _external
 from .external import external
-from .memory import memory
 from .moto import moto
 from .process import ServerStartError
 from .rclone import rclone
 from .rgw import rgw
-from .server import S3Server, ServerUnavailable
+from .server import S3Server, ServerUnavailable, memory
 
 __all__ = ["NAMES", "S3Server", "ServerStartError", "ServerUnavailable", "Servers"]
 

@@ -1,9 +1,13 @@
-"""What the tests know of an S3 server."""
+"""What the tests know of an S3 server; and the in-memory one, in this process, whose state is at hand."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from tests.memory_s3 import MemoryS3
 
 
 class ServerUnavailable(Exception):
@@ -33,3 +37,17 @@ class S3Server:
     @property
     def is_local(self) -> bool:
         return self.name != "external"
+
+
+@contextlib.contextmanager
+def memory() -> Iterator[S3Server]:
+    with MemoryS3() as handle:
+        yield S3Server(
+            name="memory",
+            endpoint_url=handle.endpoint_url,
+            access_key="test-access-key",
+            secret_key="test-secret-key",
+            conditional_writes=True,
+            verifies_checksums=True,
+            handle=handle,
+        )

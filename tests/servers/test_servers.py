@@ -188,13 +188,6 @@ def test_the_whole_objects_checksum_is_verified_at_complete(s3: Any, bucket: str
         assert _keys(s3, bucket) == ["right"]
 
 
-@pytest.mark.servers("memory")
-def test_the_in_memory_server_shows_its_state(s3: Any, bucket: str, server: S3Server) -> None:
-    s3.put_object(Bucket=bucket, Key="a", Body=b"1")
-    assert list(server.handle.objects(bucket)) == ["a"]
-    assert not server.handle.open_uploads(bucket)
-
-
 def test_taking_memory_server_restricts_a_test_to_it(memory_server: S3Server, s3_env: S3Server, bucket: str) -> None:
     assert memory_server.name == s3_env.name == "memory"
     # No arguments but the endpoint: s3_env must be enough for credentials and region.

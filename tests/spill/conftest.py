@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the local-disk tier."""
+"""Fixtures of the tests of the local-disk tier. Nothing drains by itself, except in the background of `draining`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dcp_s3.spill import background, saving
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.spill.making import Spill, configure
-
-
-@pytest.fixture
-def spill(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spill:
-    """On every server; nothing drains by itself."""
-    return configure(root, tmp_path, monkeypatch)
 
 
 @pytest.fixture
@@ -24,6 +19,22 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
 
 
 @pytest.fixture
-def faulty_spill(faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spill:
+def spill(faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spill:
     """On a server of its own whose faults the test sets."""
-    return configure(f"s3://{BUCKET}/run", tmp_path, monkeypatch)
+    configure(monkeypatch, tmp_path / "spill")
+    return Spill(f"s3://{BUCKET}/run", tmp_path / "spill", faulty)
+
+
+@pytest.fixture
+def anywhere(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spill:
+    """On every server."""
+    configure(monkeypatch, tmp_path / "spill")
+    return Spill(root, tmp_path / "spill")
+
+
+@pytest.fixture
+def draining(spill: Spill, monkeypatch: pytest.MonkeyPatch) -> Iterator[Spill]:
+    """With the drain in the background."""
+    monkeypatch.setattr(saving, "drain_in_background", background.drain_in_background)
+    yield spill
+    background.stop_draining()

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_s3 import S3StorageWriter
+from dcp_s3 import S3StorageReader, S3StorageWriter
 from dcp_s3.s3.operations import checksum_arguments, wire_checksum
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.store import SpilledSave, SpillStore
 from dcp_s3.url import parse_url
+from tests.end_to_end.states import assert_same, blank, every_kind
+from tests.faulty import BUCKET, FaultyServer
+from tests.memory_s3 import Fault
 
 MIB = 2**20
 PART = 5 * MIB
@@ -24,11 +29,18 @@ PART = 5 * MIB
 class Spill:
     """A spill directory, and what a test does with it."""
 
-    def __init__(self, root: str, path: Path) -> None:
+    def __init__(self, root: str, path: Path, server: FaultyServer | None = None) -> None:
         self.root = root
         self.bucket_name = parse_url(root).bucket
         self.path = path
         self.store = SpillStore(path)
+        self._server = server
+
+    @property
+    def server(self) -> FaultyServer:
+        """Whose faults the test sets."""
+        assert self._server is not None
+        return self._server
 
     @property
     def bucket(self) -> S3Store:
@@ -37,16 +49,27 @@ class Spill:
     def url(self, name: str) -> str:
         return f"{self.root}/{name}"
 
-    def save(self, url: str, state: dict[str, Any], **options: Any) -> None:
+    def writer(self, url: str, settings: dict[str, Any] | None = None, **options: Any) -> S3StorageWriter:
+        return S3StorageWriter(url, settings=settings or {}, **options)
+
+    def save(self, url: str, state: dict[str, Any], **options: Any) -> S3StorageWriter:
         """To disk only."""
-        dcp.save(state, storage_writer=S3StorageWriter(url, settings={"durability": "local"}, **options))
+        writer = self.writer(url, {"durability": "local"}, **options)
+        dcp.save(state, storage_writer=writer)
+        return writer
 
     def save_to_s3(self, url: str, state: dict[str, Any], **options: Any) -> None:
         """Without a spill directory."""
-        dcp.save(state, storage_writer=S3StorageWriter(url, settings={"spill_dir": None}, **options))
+        dcp.save(state, storage_writer=self.writer(url, {"spill_dir": None}, **options))
 
     def drain(self, **options: Any) -> DrainReport:
         return Drainer(self.store, **options).run()
+
+    def drained(self, url: str, state: dict[str, Any]) -> None:
+        """Drain the one checkpoint that waits; nothing is left."""
+        assert self.drain().committed == [url]
+        assert_complete(url, state)
+        self.assert_empty()
 
     def data(self) -> SpilledSave:
         """The one save with data that waits."""
@@ -57,6 +80,9 @@ class Spill:
         """The one commit that waits."""
         (save,) = [save for save in self.store.scan() if save.journal.commit is not None]
         return save
+
+    def commit_waits(self) -> bool:
+        return bool(list(self.path.glob("saves/*-commit-*")))
 
     def key(self) -> str:
         """Of the one object that waits."""
@@ -69,28 +95,72 @@ class Spill:
     def list(self, url: str) -> list[str]:
         return [each.key for each in self.bucket.list(parse_url(url).key("")).objects]
 
+    def list_data(self, url: str) -> list[str]:
+        return [key for key in self.list(url) if key.endswith(".distcp")]
+
+    def files(self) -> list[str]:
+        """All files, without those of locks."""
+        if not self.path.is_dir():
+            return []
+        found = (path for path in self.path.rglob("*") if path.is_file() and path.suffix != ".lock")
+        return sorted(str(path.relative_to(self.path)) for path in found)
+
     def assert_empty(self) -> None:
         assert list((self.path / "saves").iterdir()) == []
         assert not (self.path / "refused").exists()
+        if self._server is not None:
+            assert self._server.s3.open_uploads(BUCKET) == []
 
 
-def configure(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spill:
-    path = tmp_path / "spill"
-    for name, value in {
-        "SPILL_DIR": str(path),
-        "PART_SIZE": "5MiB",
-        "RETRY_ATTEMPTS": "2",
-        "SPILL_AFTER": "5s",
-    }.items():
+def configure(monkeypatch: pytest.MonkeyPatch, path: Path, **settings: str) -> None:
+    """Nothing drains by itself."""
+    values = {"SPILL_DIR": str(path), "PART_SIZE": "5MiB", "RETRY_ATTEMPTS": "2", "SPILL_AFTER": "2s", **settings}
+    for name, value in values.items():
         monkeypatch.setenv(f"DCP_S3_{name}", value)
     monkeypatch.setattr("dcp_s3.save.writer.OBJECTS_PER_RANK", 1)
-    monkeypatch.setattr("dcp_s3.spill.saving.drain_in_background", lambda *_, **__: None)  # the test drains
-    return Spill(root, path)
+    monkeypatch.setattr("dcp_s3.spill.saving.drain_in_background", lambda *_, **__: None)
 
 
-def large_state(seed: int = 0) -> dict[str, torch.Tensor]:
+def small_state(seed: int = 0) -> dict[str, Any]:
+    """One object of one part."""
+    return {"small": torch.arange(1000, dtype=torch.float32) + seed}
+
+
+def large_state(seed: int = 0) -> dict[str, Any]:
     """One object of 12 MiB: three parts."""
     return {"large": torch.arange(3 * MIB, dtype=torch.float32) + seed}
+
+
+def make_state(seed: int = 0) -> dict[str, Any]:
+    """Of everything, and large; the same for the same seed."""
+    torch.manual_seed(seed)
+    return {**every_kind(), **large_state(seed), "step": seed}
+
+
+def refuse_all(_: Any) -> Fault:
+    return Fault.error(503, "SlowDown")
+
+
+def refuse_writes(request: Any) -> Fault | None:
+    return refuse_all(request) if request.operation.startswith(("Put", "Create", "Upload", "Complete")) else None
+
+
+def allow_all(_: Any) -> None:
+    return None
+
+
+def assert_complete(url: str, expected: dict[str, Any]) -> None:
+    found = blank(expected)
+    dcp.load(found, storage_reader=S3StorageReader(url))
+    assert_same(found, expected)
+
+
+def cause_of(operation: Callable[[], Any]) -> BaseException:
+    """Why a save or load fails."""
+    with pytest.raises(CheckpointException) as caught:
+        operation()
+    cause: BaseException = caught.value.failures[0][0]
+    return cause
 
 
 def begin_multipart(bucket: S3Store, key: str, data: bytes) -> None:

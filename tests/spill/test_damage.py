@@ -2,168 +2,163 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.errors import CheckpointError
+from dcp_s3.spill.background import wait_until_drained
 from dcp_s3.spill.journal import State
-from tests.spill.making import MIB, Spill, damage, large_state
-from tests.spill.test_outage import assert_complete
+from tests.spill.making import Spill, assert_complete, damage, small_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
-# --- damage ----------------------------------------------------------------------------------------------
+FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped": (damage, "the disk damaged it"),
+    "truncated": (lambda path: os.truncate(path, 100), "has 100 bytes"),
+    "missing": (Path.unlink, "is gone"),
+}
 
 
-def truncate(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.truncate(MIB)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [(damage, "the disk damaged it"), (truncate, "has 1048576 bytes"), (Path.unlink, "is gone")],
-    ids=["flipped", "truncated", "missing"],
-)
-def test_a_damaged_file_is_refused_and_never_becomes_a_checkpoint(
-    faulty_spill: Spill, spoil: Callable[[Path], None], reason: str
-) -> None:
-    spill = faulty_spill
-    bad, good, state = spill.url("step-1"), spill.url("step-2"), large_state(1)
-    spill.save(bad, state)
-    damaged = spill.data()
+@pytest.mark.parametrize("how", FILES)
+def test_a_damaged_file_is_refused_and_never_becomes_a_checkpoint(spill: Spill, how: str) -> None:
+    spoil, reason = FILES[how]
+    bad, good = spill.url("step-1"), spill.url("step-2")
+    spill.save(bad, small_state(1))
+    damaged, commit = spill.data(), spill.commit()
     spoil(damaged.path / "object-0")
-    spill.save(good, state)
+    spill.save(good, small_state(2))
     report = spill.drain()
     assert report.committed == [good]
     # Its commit waits for nothing any more, and says why.
-    assert len(report.refused) == 2
-    assert damaged.name in report.refused
+    assert report.refused.keys() == {damaged.name, commit.name}
     assert all(reason in text for text in report.refused.values())
     assert report.waiting == {}
     assert {refused.path.name: refused.reason for refused in spill.store.list_refused()} == report.refused
     assert spill.drain().committed == []
     assert not spill.is_visible(bad)
-    assert_complete(good, state)
-
-
-def test_a_damaged_journal_is_set_aside_and_the_rest_drains(faulty_spill: Spill) -> None:
-    spill = faulty_spill
-    bad, good, state = spill.url("step-1"), spill.url("step-2"), large_state(1)
-    spill.save(bad, state)
-    damaged = spill.data()
-    damage(damaged.path / "journal", 100)
-    spill.save(good, state)
-    report = spill.drain()
-    assert report.committed == [good]
-    (refused,) = spill.store.list_refused()
-    assert refused.path.name == damaged.name
-    assert report.refused == {damaged.name: refused.reason}
-    assert "journal is damaged" in refused.reason
-    assert (refused.path / "object-0").stat().st_size >= 12 * MIB, "kept for a person"
-    assert not spill.is_visible(bad)
-    assert_complete(good, state)
-
-
-@pytest.mark.parametrize("name", ["metadata", "manifest.json"])
-def test_a_damaged_commit_never_becomes_a_checkpoint(faulty_spill: Spill, name: str) -> None:
-    spill, url = faulty_spill, faulty_spill.url("step-1")
-    spill.save(url, large_state(1))
-    commit = spill.commit()
-    path = commit.path / name
-    damage(path, path.stat().st_size // 2)
-    report = spill.drain()
-    assert report.committed == []
-    assert not spill.is_visible(url)
-    assert list(report.refused) == [commit.name]
-
-
-@pytest.mark.parametrize("name", ["metadata", "manifest.json"])
-def test_a_commit_without_its_files_never_becomes_a_checkpoint(faulty_spill: Spill, name: str) -> None:
-    spill, url = faulty_spill, faulty_spill.url("step-1")
-    spill.save(url, large_state(1))
-    (spill.commit().path / name).unlink()
-    assert spill.drain().committed == []
-    assert not spill.is_visible(url)
+    assert_complete(good, small_state(2))
+    with pytest.raises(CheckpointError, match=reason):
+        wait_until_drained(spill.store, commit, timeout=1)
 
 
 @pytest.mark.parametrize(
-    "settings", [{"part_size": "1"}, {"no_such_setting": 1}, {"endpoint_url": "nonsense"}], ids=lambda s: next(iter(s))
+    ("path", "reason", "lost"),
+    [
+        ("journal", "journal is damaged", None),
+        ("metadata", "is damaged", None),
+        ("manifest.json", "is damaged", None),
+        ("metadata", "is gone", Path.unlink),
+        ("manifest.json", "is gone", Path.unlink),
+    ],
 )
-def test_settings_that_are_not_allowed_are_refused(faulty_spill: Spill, settings: dict[str, Any]) -> None:
-    spill, bad, good = faulty_spill, faulty_spill.url("step-1"), faulty_spill.url("step-2")
-    spill.save(bad, large_state(1))
-    wrong = spill.data()
-    wrong.update(replace(wrong.journal, settings={**wrong.journal.settings, **settings}))
-    spill.save(good, large_state(2))
+def test_a_damaged_or_lost_file_of_ours_is_set_aside_and_the_rest_drains(
+    spill: Spill, path: str, reason: str, lost: Any
+) -> None:
+    bad, good = spill.url("step-1"), spill.url("step-2")
+    spill.save(bad, small_state(1))
+    save = spill.data() if path == "journal" else spill.commit()
+    (lost or damage)(save.path / path, *([] if lost else [100]))
+    spill.save(good, small_state(2))
     report = spill.drain()
     assert report.committed == [good]
-    assert next(iter(settings)) in report.refused[wrong.name].lower()
+    assert reason in report.refused[save.name]
+    assert (spill.store.refused / save.name / ("object-0" if path == "journal" else "journal")).exists()
+    assert not spill.is_visible(bad)
+    assert_complete(good, small_state(2))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"settings": {"part_size": "1"}}, "part_size"),
+        ({"settings": {"no_such_setting": 1}}, "no_such_setting"),
+        ({"settings": {"endpoint_url": "nonsense"}}, "endpoint_url"),
+        ({"url": "/not/s3"}, "/not/s3"),
+    ],
+    ids=str,
+)
+def test_journals_that_make_no_sense_are_refused(spill: Spill, change: dict[str, Any], reason: str) -> None:
+    bad, good = spill.url("step-1"), spill.url("step-2")
+    spill.save(bad, small_state(1))
+    wrong = spill.data()
+    if "settings" in change:
+        change = {"settings": {**wrong.journal.settings, **change["settings"]}}
+    wrong.update(replace(wrong.journal, **change))
+    spill.save(good, small_state(2))
+    report = spill.drain()
+    assert report.committed == [good]
+    assert reason in report.refused[wrong.name].lower()
     assert not spill.is_visible(bad)
 
 
-def test_a_journal_with_a_url_that_is_none_is_refused(faulty_spill: Spill) -> None:
-    faulty_spill.save(faulty_spill.url("step-1"), large_state(1))
-    wrong = faulty_spill.data()
-    wrong.update(replace(wrong.journal, url="/not/s3"))
-    assert list(faulty_spill.drain().refused) == [wrong.name]
+@pytest.mark.parametrize("how", ["a name that leads elsewhere", "a link"])
+def test_a_file_elsewhere_is_neither_uploaded_nor_deleted(spill: Spill, tmp_path: Path, how: str) -> None:
+    spill.save(spill.url("step-1"), small_state(1))
+    secret, save = tmp_path / "secret.txt", spill.data()
+    if how == "a link":
+        (save.path / "object-0").rename(secret)
+        (save.path / "object-0").symlink_to(secret)
+    else:
+        secret.write_bytes(b"secret")
+        spilled = replace(save.journal.objects[0], file="../../../secret.txt", crc64nvme=crc_hex(crc64nvme(b"secret")))
+        save.update(replace(save.journal, objects=(replace(spilled, entry=replace(spilled.entry, size=6)),)))
+        assert (save.path / spilled.file).read_bytes() == b"secret", "the name leads there"
+    assert spill.drain().committed == []
+    assert secret.exists()
+    assert spill.list(spill.url("step-1")) == []
 
 
-def test_a_journal_that_names_a_file_elsewhere_uploads_and_deletes_nothing(faulty_spill: Spill, tmp_path: Path) -> None:
-    secret = tmp_path / "secret.txt"
-    secret.write_bytes(b"secret")
-    faulty_spill.save(faulty_spill.url("step-1"), large_state(1))
-    wrong = faulty_spill.data()
-    spilled = replace(wrong.journal.objects[0], file="../../../secret.txt", crc64nvme=crc_hex(crc64nvme(b"secret")))
-    wrong.update(replace(wrong.journal, objects=(replace(spilled, entry=replace(spilled.entry, size=6)),)))
-    assert (wrong.path / spilled.file).read_bytes() == b"secret", "the name leads there"
-    assert wrong.name in faulty_spill.drain().refused
-    assert secret.read_bytes() == b"secret"
-    assert faulty_spill.list(faulty_spill.url("step-1")) == []
-
-
-def test_a_link_in_place_of_a_file_is_not_followed(faulty_spill: Spill, tmp_path: Path) -> None:
-    faulty_spill.save(faulty_spill.url("step-1"), large_state(1))
-    file = faulty_spill.data().path / "object-0"
-    file.rename(tmp_path / "elsewhere")
-    file.symlink_to(tmp_path / "elsewhere")
-    assert faulty_spill.drain().committed == []
-    assert (tmp_path / "elsewhere").exists()
-    assert not faulty_spill.list(faulty_spill.url("step-1"))
-
-
-def test_a_journal_that_names_keys_elsewhere_deletes_nothing(faulty_spill: Spill) -> None:
-    url = faulty_spill.url("step-1")
-    faulty_spill.save_to_s3(url, large_state(1))
-    before = faulty_spill.list(url)
-    faulty_spill.save(faulty_spill.url("step-2"), large_state(2))
-    wrong = faulty_spill.data()
+def test_a_journal_that_names_keys_elsewhere_deletes_nothing(spill: Spill) -> None:
+    url = spill.url("step-1")
+    spill.save_to_s3(url, small_state(1))
+    before = spill.list(url)
+    spill.save(spill.url("step-2"), small_state(2))
+    wrong = spill.data()
     wrong.update(replace(wrong.journal, state=State.WRITING, keys=tuple(before)))
-    assert wrong.name in faulty_spill.drain().refused
-    assert faulty_spill.list(url) == before
+    assert wrong.name in spill.drain().refused
+    assert spill.list(url) == before
+
+
+def test_a_journal_that_can_not_be_read_now_waits(spill: Spill) -> None:
+    url = spill.url("step-1")
+    spill.save(url, small_state(1))
+    data, read = spill.data(), Path.read_bytes
+
+    def fail(path: Path) -> bytes:
+        if path == data.path / "journal":
+            raise OSError(errno.EMFILE, "Too many open files")
+        return read(path)
+
+    with mock.patch.object(Path, "read_bytes", fail):
+        report = spill.drain()
+    assert report.refused == {}
+    assert "Too many open files" in report.waiting[data.name]
+    spill.drained(url, small_state(1))
 
 
 def test_only_the_owner_reads_what_waits_what_is_kept_and_what_is_set_aside(
-    faulty_spill: Spill, monkeypatch: pytest.MonkeyPatch
+    spill: Spill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spill = faulty_spill
     spill.path.mkdir(mode=0o755)  # its owner's choice
     for name in ("saves", "new", "refused", "cache"):  # as an earlier version made them
         (spill.path / name).mkdir(mode=0o755)
     monkeypatch.setenv("DCP_S3_SPILL_KEEP", "1GiB")
     previous = os.umask(0)
     try:
-        spill.save(spill.url("step-1"), large_state(1))
+        spill.save(spill.url("step-1"), small_state(1))
         spill.drain()
-        spill.save(spill.url("step-2"), large_state(2))
+        spill.save(spill.url("step-2"), small_state(2))
         damage(spill.data().path / "object-0")
         spill.drain()
-        spill.save(spill.url("step-3"), large_state(3))
+        spill.save(spill.url("step-3"), small_state(3))
     finally:
         os.umask(previous)
     found = list(spill.path.rglob("*"))

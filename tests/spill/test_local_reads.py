@@ -2,146 +2,146 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import errno
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_s3 import S3StorageReader, S3StorageWriter, latest
-from dcp_s3.spill.background import stop_draining
-from dcp_s3.spill.store import SpillStore
+from dcp_s3 import S3StorageReader, latest
+from dcp_s3.errors import CheckpointNotFoundError
+from dcp_s3.memory import ReadTarget
+from dcp_s3.spill.local import LocalObjects
+from dcp_s3.url import parse_url
 from tests.end_to_end.states import assert_same, blank
-from tests.faulty import FaultyServer
-from tests.spill.test_outage import (
-    BUCKET,
-    PREVIOUS,
-    URL,
+from tests.spill.making import (
+    MIB,
+    Spill,
     allow_all,
     assert_complete,
-    faulty,
-    make_state,
+    cause_of,
+    damage,
     refuse_all,
-    spill_dir,
+    refuse_writes,
+    small_state,
 )
-
-__all__ = ["faulty", "spill_dir"]  # fixtures
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
-ROOT = f"s3://{BUCKET}/run"
-
 
 @pytest.fixture
-def fetched(faulty: FaultyServer) -> Iterator[list[Any]]:
-    """The GETs of data objects, as they come."""
-    seen: list[Any] = []
+def kept(spill: Spill, monkeypatch: pytest.MonkeyPatch) -> Spill:
+    """step-1 was drained, and its file is kept."""
+    monkeypatch.setenv("DCP_S3_SPILL_KEEP", "1GiB")
+    spill.save(spill.url("step-1"), small_state(1))
+    spill.drain()
+    return spill
+
+
+def kept_files(spill: Spill) -> list[Path]:
+    return [path for path in (spill.path / "cache").iterdir() if path.suffix != ".json"]
+
+
+def fetched(spill: Spill) -> bool:
+    """Whether a load of step-1, which is right, takes data from S3."""
+    seen: list[str] = []
 
     def note(request: Any) -> None:
         if request.operation == "GetObject" and request.key.endswith(".distcp"):
-            seen.append(request)
+            seen.append(request.key)
 
-    faulty.rule = note
-    yield seen
-    faulty.rule = allow_all
-
-
-def save_and_keep(state: dict[str, Any]) -> None:
-    writer = S3StorageWriter(URL, settings={"durability": "local", "spill_keep": "1GiB"})
-    dcp.save(state, storage_writer=writer)
-    writer.wait_committed(60)
+    spill.server.rule = note
+    assert_complete(spill.url("step-1"), small_state(1))
+    spill.server.rule = allow_all
+    return bool(seen)
 
 
-def kept_files(spill_dir: Path) -> list[Path]:
-    return [path for path in (spill_dir / "cache").iterdir() if path.suffix != ".json"]
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped byte": damage,
+    "cut off": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "longer": lambda path: os.truncate(path, path.stat().st_size + 1),
+    "gone": Path.unlink,
+}
 
 
-def test_drained_objects_that_were_kept_are_not_fetched(fetched: list[Any], spill_dir: Path) -> None:
-    state = make_state(1)
-    save_and_keep(state)
-    assert_complete(URL, state)
-    assert not fetched
+def test_drained_objects_that_were_kept_are_not_fetched(kept: Spill) -> None:
+    assert not fetched(kept)
 
 
-@pytest.mark.parametrize("damage", ["flipped byte", "cut off", "longer", "gone"])
-def test_a_damaged_copy_is_not_used(fetched: list[Any], spill_dir: Path, damage: str) -> None:
-    state = make_state(2)
-    save_and_keep(state)
-    for path in kept_files(spill_dir):
-        data = bytearray(path.read_bytes())
-        if damage == "flipped byte":
-            data[len(data) // 2] ^= 1
-        elif damage == "cut off":
-            del data[-1:]
-        elif damage == "longer":
-            data += b"x"
-        path.write_bytes(data)
-        if damage == "gone":
-            path.unlink()
-    assert_complete(URL, state)
-    assert fetched
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_copy_is_not_used(kept: Spill, how: str) -> None:
+    [path] = kept_files(kept)
+    [key] = kept.list_data(kept.url("step-1"))
+    DAMAGES[how](path)
+    with contextlib.closing(LocalObjects(kept.store, parse_url(kept.url("step-1")))) as local:
+        assert not local.read_into(key, 0, [ReadTarget(memoryview(bytearray(10)))]), "not even for a moment"
+    assert fetched(kept)
 
 
-def test_what_is_kept_stays_below_the_limit(faulty: FaultyServer, spill_dir: Path) -> None:
+@pytest.mark.parametrize("call", ["pread", "preadv"])
+def test_a_copy_that_the_disk_can_not_read_comes_from_s3(kept: Spill, call: str) -> None:
+    with mock.patch.object(os, call, side_effect=OSError(errno.EIO, "Input/output error")):
+        assert fetched(kept)
+
+
+def test_what_is_kept_stays_below_the_limit(spill: Spill, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DCP_S3_SPILL_KEEP", "5MiB")
     for step in range(4):
-        writer = S3StorageWriter(f"{ROOT}/step-{step}", settings={"durability": "local", "spill_keep": "40MiB"})
-        dcp.save({"large": torch.randn(4 * 2**20)}, storage_writer=writer)
-        writer.wait_committed(60)
-    assert 0 < sum(path.stat().st_size for path in kept_files(spill_dir)) <= 40 * 2**20
-    assert_kept_newest(spill_dir)
+        spill.save(spill.url(f"step-{step}"), {"large": torch.randn(MIB // 2)})
+        spill.drain()
+        for path in kept_files(spill):  # mtimes decide, which may be equal
+            os.utime(path, ns=(0, path.stat().st_mtime_ns - 10**9))
+    spill.save(spill.url("too-large"), {"large": torch.randn(2 * MIB)})
+    spill.drain()
+    assert sum(path.stat().st_size for path in kept_files(spill)) <= 5 * MIB
+    facts = "".join(path.read_text() for path in (spill.path / "cache").glob("*.json"))
+    assert [step for step in range(4) if f"step-{step}" in facts] == [2, 3]
+    assert "too-large" not in facts
 
 
-def assert_kept_newest(spill_dir: Path) -> None:
-    facts = "".join(path.read_text() for path in (spill_dir / "cache").glob("*.json"))
-    assert "step-3" in facts
-    assert "step-0" not in facts
+def names(spill: Spill, **options: Any) -> tuple[str, str] | None:
+    found = latest(spill.root, **options)
+    return None if found is None else (found.name, found.state)
 
 
-def test_a_checkpoint_that_waits_on_this_host_can_be_resumed_from_if_asked(
-    faulty: FaultyServer, spill_dir: Path
-) -> None:
-    before, after = make_state(3), make_state(4)
-    dcp.save(before, storage_writer=S3StorageWriter(PREVIOUS))
-    faulty.rule = refuse_all
-    dcp.save(after, storage_writer=S3StorageWriter(URL, settings={"durability": "local"}))
-
-    found = latest(ROOT, include_uncommitted=True)  # S3 is still away
-    assert found is not None
-    assert (found.url, found.state) == (URL, "local")
+def test_a_checkpoint_that_waits_on_this_host_can_be_resumed_from_if_asked(spill: Spill) -> None:
+    before, after = small_state(3), small_state(4)
+    spill.save_to_s3(spill.url("step-1"), before)
+    spill.server.rule = refuse_all
+    spill.save(spill.url("step-2"), after)
+    assert names(spill, include_uncommitted=True) == ("step-2", "local")  # S3 is still away
     loaded = blank(after)
-    dcp.load(loaded, storage_reader=S3StorageReader(URL, include_uncommitted=True))
+    dcp.load(loaded, storage_reader=S3StorageReader(spill.url("step-2"), include_uncommitted=True))
     assert_same(loaded, after)
-
-    def only_reads(request: Any) -> Any:
-        return refuse_all(request) if request.operation.startswith(("Put", "Create", "Upload", "Complete")) else None
-
-    faulty.rule = only_reads
-    committed = latest(ROOT)
-    assert committed is not None
-    assert committed.url == PREVIOUS
-    found = latest(ROOT, include_uncommitted=True)
-    assert found is not None
-    assert found.url == URL
-    with pytest.raises(CheckpointException):
-        dcp.load(blank(after), storage_reader=S3StorageReader(URL))
-    faulty.rule = allow_all
+    spill.server.rule = refuse_writes
+    assert names(spill) == ("step-1", "committed")
+    assert names(spill, include_uncommitted=True) == ("step-2", "local")
+    cause = cause_of(lambda: dcp.load(blank(after), storage_reader=S3StorageReader(spill.url("step-2"))))
+    assert isinstance(cause, CheckpointNotFoundError)
 
 
-def test_a_commit_that_is_damaged_on_disk_is_not_resumed_from(faulty: FaultyServer, spill_dir: Path) -> None:
-    before = make_state(3)
-    dcp.save(before, storage_writer=S3StorageWriter(PREVIOUS))
-    with SpillStore(spill_dir).drainer():  # nothing drains it meanwhile
-        dcp.save(make_state(4), storage_writer=S3StorageWriter(URL, settings={"durability": "local"}))
-        (metadata,) = spill_dir.glob("saves/*-commit-*/metadata")
-        data = bytearray(metadata.read_bytes())
-        data[len(data) // 2] ^= 1
-        metadata.write_bytes(data)
-        found = latest(ROOT, include_uncommitted=True)
-        assert found is not None
-        assert found.url == PREVIOUS
-        with pytest.raises(CheckpointException, match="no checkpoint"):
-            dcp.load(blank(before), storage_reader=S3StorageReader(URL, include_uncommitted=True))
-        stop_draining()
+def test_a_commit_that_is_damaged_on_disk_is_not_resumed_from(spill: Spill) -> None:
+    spill.save_to_s3(spill.url("step-1"), small_state(3))
+    spill.save(spill.url("step-2"), small_state(4))
+    damage(spill.commit().path / "metadata", 100)
+    assert names(spill, include_uncommitted=True) == ("step-1", "committed")
+    reader = S3StorageReader(spill.url("step-2"), include_uncommitted=True)
+    assert "no checkpoint" in str(cause_of(lambda: dcp.load(small_state(0), storage_reader=reader)))
+
+
+def test_the_newer_of_a_waiting_checkpoint_and_that_on_s3_is_loaded(spill: Spill) -> None:
+    url = spill.url("last")
+    spill.save(url, small_state(1), overwrite=True)
+    spill.save_to_s3(url, small_state(2), overwrite=True)
+    assert names(spill, include_uncommitted=True) == ("last", "committed")
+    for rule, expected in ((allow_all, 2), (refuse_all, 1)):  # with S3 away the older one is all there is
+        spill.server.rule = rule
+        loaded = small_state(0)
+        dcp.load(loaded, storage_reader=S3StorageReader(url, include_uncommitted=True))
+        assert_same(loaded, small_state(expected))

@@ -1,35 +1,59 @@
-"""The store that spills, by itself: where objects go, and what a batch says of it."""
+"""Saves with a spill directory: S3 refuses, is slow or gone, and the save is not lost; and who waits for its commit."""
 
 from __future__ import annotations
 
+import gc
+import os
 import pickle
 import random
+import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
+from dcp_s3 import latest
 from dcp_s3.checkpoint.commit_state import Beginning, SaveIdentity
 from dcp_s3.checksum import crc64nvme
-from dcp_s3.errors import SpillError, TransferError
+from dcp_s3.errors import CheckpointError, CheckpointExistsError, SpillError, TransferError
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.memory import Piece
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
+from dcp_s3.spill import background
 from dcp_s3.spill import saving as saving_module
-from dcp_s3.spill.drain import Drainer
+from dcp_s3.spill.background import drain_in_background, wait_until_drained
 from dcp_s3.spill.journal import State
 from dcp_s3.spill.saving import SpillingStore, open_for_save
-from dcp_s3.spill.store import SpillStore
+from dcp_s3.stage.buffers import HostBuffer
 from dcp_s3.url import parse_url
-from tests.faulty import BUCKET, FaultyServer
+from tests.faulty import BUCKET
 from tests.memory_s3 import Fault
+from tests.s3.waiting import LONG, until
+from tests.spill.making import (
+    MIB,
+    Spill,
+    allow_all,
+    assert_complete,
+    cause_of,
+    large_state,
+    make_state,
+    refuse_all,
+    small_state,
+)
 
-MIB = 2**20
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
 KEYS = ["run/a", "run/b", "run/c"]
 DATA = {key: random.Random(key).randbytes(MIB + len(key)) for key in KEYS}
+
+
+# --- the store, by itself --------------------------------------------------------------------------------
 
 
 class Object:
@@ -43,19 +67,9 @@ class Object:
             yield Piece.of(memoryview(self._data)[start : start + 300_000])
 
 
-@pytest.fixture(autouse=True)
-def _no_drain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving_module, "drain_in_background", lambda *_, **__: None)
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> SpillStore:
-    return SpillStore(tmp_path / "spill")
-
-
-def make_store(disk: SpillStore, **settings: Any) -> SpillingStore:
-    values = {"spill_dir": str(disk.path), "retry_attempts": 2, "spill_after": 1.0, **settings}
-    return SpillingStore(S3Store(BUCKET, Settings(**values)), disk, f"s3://{BUCKET}/run", "save", 0)
+def make_store(spill: Spill, **settings: Any) -> SpillingStore:
+    store = S3Store(BUCKET, Settings(**{"spill_after": 1.0, **settings}))
+    return SpillingStore(store, spill.store, f"s3://{BUCKET}/run", "save", 0)
 
 
 def put_all(store: SpillingStore) -> list[bool]:
@@ -68,90 +82,271 @@ def put_all(store: SpillingStore) -> list[bool]:
     return [each.spilled for each in stored.values()]
 
 
-def assert_all_there(faulty: FaultyServer) -> None:
-    assert {key: faulty.s3.read(BUCKET, key) for key in KEYS} == DATA
-    assert faulty.s3.open_uploads(BUCKET) == []
+def assert_all_there(spill: Spill) -> None:
+    spill.server.rule = allow_all
+    spill.drain()
+    assert {key: spill.server.s3.read(BUCKET, key) for key in KEYS} == DATA
+    assert spill.server.s3.open_uploads(BUCKET) == []
 
 
-def test_what_s3_takes_does_not_touch_the_disk(faulty: FaultyServer, disk: SpillStore) -> None:
-    assert put_all(make_store(disk)) == [False] * 3
-    assert disk.scan() == []
-    assert_all_there(faulty)
+def refuse_b(request: Any) -> Fault | None:
+    return refuse_all(request) if request.key == "run/b" else None
 
 
-def test_what_s3_refuses_is_spilled_and_drained(faulty: FaultyServer, disk: SpillStore) -> None:
-    faulty.rule = lambda request: Fault.error(503, "SlowDown") if request.key == "run/b" else None
-    assert put_all(make_store(disk)) == [False, True, False]
-    (save,) = disk.scan()
-    assert save.journal.state is State.SEALED
-    assert save.journal.keys == tuple(KEYS)
+def test_what_s3_takes_does_not_touch_the_disk(spill: Spill) -> None:
+    assert put_all(make_store(spill)) == [False] * 3
+    assert spill.store.scan() == []
+    assert_all_there(spill)
+
+
+def test_what_s3_refuses_is_spilled_and_drained(spill: Spill) -> None:
+    spill.server.rule = refuse_b
+    assert put_all(make_store(spill)) == [False, True, False]
+    (save,) = spill.store.scan()
+    assert (save.journal.state, save.journal.keys) == (State.SEALED, tuple(KEYS))
     assert [each.entry.path for each in save.journal.objects] == ["b"]
-    faulty.rule = lambda _: None
-    Drainer(disk).run()
-    assert_all_there(faulty)
+    assert_all_there(spill)
 
 
-def test_with_local_durability_everything_is_spilled(faulty: FaultyServer, disk: SpillStore) -> None:
-    assert put_all(make_store(disk, durability="local")) == [True] * 3
-    assert faulty.s3.objects(BUCKET) == {}
-    Drainer(disk).run()
-    assert_all_there(faulty)
+def test_with_local_durability_everything_is_spilled(spill: Spill) -> None:
+    assert put_all(make_store(spill, durability="local")) == [True] * 3
+    assert spill.server.s3.objects(BUCKET) == {}
+    assert_all_there(spill)
 
 
-def test_what_the_disk_cannot_keep_is_put_again(
-    faulty: FaultyServer, disk: SpillStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise SpillError("No space left for the journal")
-
-    monkeypatch.setattr("dcp_s3.spill.store.SaveWriter.seal", full)
-    assert put_all(make_store(disk, durability="local")) == [False] * 3
-    assert disk.scan() == []
-    assert_all_there(faulty)
+def test_what_the_disk_cannot_keep_is_put_again(spill: Spill) -> None:
+    full = SpillError("No space left for the journal")
+    with mock.patch("dcp_s3.spill.store.SaveWriter.seal", side_effect=full):
+        assert put_all(make_store(spill, durability="local")) == [False] * 3
+    assert spill.store.scan() == []
+    assert_all_there(spill)
 
 
-def test_a_disk_that_takes_nothing_makes_the_store_patient(faulty: FaultyServer, disk: SpillStore) -> None:
-    disk.path.write_text("a file where the directory should be")
-    store = make_store(disk, durability="local")
+def test_a_disk_that_takes_nothing_makes_the_store_patient(spill: Spill) -> None:
+    spill.path.write_text("a file where the directory should be")
+    store = make_store(spill, durability="local")
     assert store.within(Limit()).store.limit.patience == 1.0
     assert put_all(store) == [False] * 3
     assert store.within(Limit()).store.limit.patience is None
-    assert_all_there(faulty)
-    faulty.rule = lambda request: Fault.error(503, "SlowDown")
+    spill.server.rule = refuse_all
     with pytest.raises(TransferError, match="Nor can it be spilled"):
         put_all(store)
 
 
-def test_a_batch_that_fails_leaves_neither_objects_nor_files(faulty: FaultyServer, disk: SpillStore) -> None:
-    faulty.rule = lambda request: Fault.error(503, "SlowDown") if request.key == "run/b" else None
+def test_a_batch_that_fails_leaves_neither_objects_nor_files(spill: Spill) -> None:
+    spill.server.rule = refuse_b
 
     def fail() -> None:
-        with make_store(disk).batch(total=3 * MIB, keys=KEYS) as batch:
+        with make_store(spill).batch(total=3 * MIB, keys=KEYS) as batch:
             for key in KEYS:
                 batch.put_stream(key, MIB, Object(DATA[key]))
             raise RuntimeError("another rank failed")
 
     with pytest.raises(RuntimeError):
         fail()
-    assert disk.scan() == []
-    assert faulty.s3.objects(BUCKET) == {}
+    assert spill.store.scan() == []
+    assert spill.server.s3.objects(BUCKET) == {}
 
 
-def test_the_limit_of_the_save_stays_beside_the_patience(disk: SpillStore) -> None:
+def test_the_limit_of_the_save_stays_beside_the_patience(spill: Spill) -> None:
     deadline = Deadline.start("DCP_S3_SAVE_TIMEOUT", 100.0)
-    limited = make_store(disk).within(Limit(deadline=deadline).within(50.0)).store.limit
+    limited = make_store(spill).within(Limit(deadline=deadline).within(50.0)).store.limit
     assert (limited.deadline, limited.patience, limited.hang) == (deadline, 1.0, 1.0)
 
 
-def test_a_save_goes_on_in_another_process(faulty: FaultyServer, disk: SpillStore) -> None:
+def test_a_save_goes_on_in_another_process(spill: Spill) -> None:
     """As in the checkpoint process of a framework: who listens to events stays behind."""
-    s3 = S3Store(BUCKET, Settings(spill_dir=str(disk.path), durability="local"))
+    s3 = S3Store(BUCKET, Settings(durability="local"))
     identity = SaveIdentity(parse_url(f"s3://{BUCKET}/run"), "save")
     options: dict[str, Any] = {"rank": 0, "overwrite": False, "spills": True, "on_event": lambda _: None}
-    opened = open_for_save(s3, identity, Beginning(), **options)
-    store, committer = pickle.loads(pickle.dumps(opened))
+    store, committer = pickle.loads(pickle.dumps(open_for_save(s3, identity, Beginning(), **options)))
     assert isinstance(store, SpillingStore)
     assert put_all(store) == [True] * 3
     committer.check_url(store)
-    Drainer(disk).run()
-    assert_all_there(faulty)
+    assert_all_there(spill)
+
+
+# --- outages ---------------------------------------------------------------------------------------------
+
+
+def test_local_durability_needs_no_s3_during_the_save(draining: Spill) -> None:
+    url, state = draining.url("step-1"), make_state(1)
+    draining.server.rule = refuse_all
+    writer = draining.save(url, state)
+    with pytest.raises(TimeoutError):
+        writer.wait_committed(timeout=0.1)
+    draining.server.rule = allow_all
+    writer.wait_committed(timeout=LONG)
+    assert_complete(url, state)
+    draining.assert_empty()
+
+
+@pytest.mark.parametrize("outage", ["refuses", "is silent", "refuses in the middle"])
+def test_s3_durability_waits_for_s3_and_sends_only_what_it_does_not_have(draining: Spill, outage: str) -> None:
+    spill, url, state = draining, draining.url("step-1"), {"large": torch.randn(4 * MIB)}
+    sent, back, sent_first = list[Any](), threading.Event(), outage == "refuses in the middle"
+    spill.server.s3.reset_counters()
+
+    def rule(request: Any) -> Fault | None:
+        if request.operation != "UploadPart":
+            return refuse_all(request) if outage == "refuses" else None
+        if outage == "is silent":
+            assert back.wait(LONG)
+            return Fault.reset()
+        if sent_first and len(sent) < 2:
+            sent.append(request)
+            return None
+        return refuse_all(request)
+
+    spill.server.rule = rule
+    settings = {"spill_after": 2.0 if sent_first else 0.5, "concurrency": 1}
+    future: Any = dcp.async_save(state, storage_writer=spill.writer(url, settings))
+    until(spill.commit_waits)
+    assert not future.done()
+    # Not those that were sent: one that did not get through in time was made again.
+    stored = [number for each in spill.server.s3._store.uploads(BUCKET) for number in each.parts]
+    again = list[int]()
+
+    def count(request: Any) -> None:
+        if request.operation == "UploadPart":
+            again.append(request.part_number)
+
+    spill.server.rule = count
+    back.set()
+    future.result(LONG)
+    assert_complete(url, state)
+    spill.assert_empty()
+    if sent_first:
+        assert stored
+        assert sorted(stored + again) == [1, 2, 3, 4], "16 MiB in parts of 5 MiB, each of them once"
+
+
+def test_without_a_spill_directory_the_save_fails_and_the_previous_checkpoint_stays(spill: Spill) -> None:
+    spill.save_to_s3(spill.url("step-1"), small_state(1))
+    spill.server.rule = refuse_all
+    cause = cause_of(lambda: spill.save_to_s3(spill.url("step-2"), small_state(2)))
+    assert isinstance(cause, TransferError)
+    spill.server.rule = allow_all
+    found = latest(spill.root)
+    assert found is not None
+    assert found.name == "step-1"
+    assert spill.server.s3.open_uploads(BUCKET) == []
+
+
+# --- the commit ------------------------------------------------------------------------------------------
+
+
+def test_the_drain_of_an_earlier_save_does_not_make_the_next_one_fail(spill: Spill) -> None:
+    """After a restart: the new save looks at what it overwrites, then the old one is committed, then the new one is."""
+    url = spill.url("last")
+    spill.save_to_s3(url, small_state(0), overwrite=True)
+    spill.save(url, small_state(1), overwrite=True)
+
+    def drain_first(request: Any) -> None:
+        if request.operation == "PutObject" and request.key.endswith(".distcp"):
+            spill.server.rule = allow_all
+            assert spill.drain().committed == [url]
+
+    spill.server.rule = drain_first
+    writer = spill.writer(url, {"spill_after": 60}, overwrite=True)
+    dcp.save(small_state(2), storage_writer=writer)
+    writer.wait_committed(LONG)
+    assert_complete(url, small_state(2))
+    assert len(spill.list_data(url)) == 1
+
+
+def test_a_save_to_a_url_for_which_one_waits_is_refused(spill: Spill) -> None:
+    url = spill.url("step-1")
+    spill.save(url, small_state(1))
+    cause = cause_of(lambda: spill.save(url, small_state(2)))
+    assert isinstance(cause, CheckpointExistsError)
+    assert str(spill.path) in str(cause)
+    spill.drained(url, small_state(1))
+
+
+def test_a_url_that_could_not_be_looked_at_is_looked_at_before_the_commit(draining: Spill) -> None:
+    """A checkpoint of single ranks is there, which no condition of the commit sees."""
+    url = draining.url("step-1")
+    draining.bucket.put("run/step-1/__0.metadata", b"x")
+
+    def refuse_until_data(request: Any) -> Fault | None:
+        if request.operation == "PutObject":
+            draining.server.rule = allow_all
+            return None
+        return refuse_all(request)
+
+    draining.server.rule = refuse_until_data
+    writer = draining.writer(url)
+    cause = cause_of(lambda: dcp.save(small_state(1), storage_writer=writer))
+    assert isinstance(cause, CheckpointError)
+    assert "a committed checkpoint is at" in str(cause)
+    assert not draining.is_visible(url)
+
+
+def test_a_commit_that_neither_s3_nor_the_disk_takes_names_both(spill: Spill) -> None:
+    spill.server.rule = lambda request: refuse_all(request) if "manifest" in request.key else None
+    with mock.patch.object(saving_module, "spill_commit", side_effect=SpillError("No space left")):
+        cause = cause_of(lambda: dcp.save(small_state(1), storage_writer=spill.writer(spill.url("step-1"))))
+    assert isinstance(cause, TransferError)
+    assert "SlowDown" in str(cause)
+    assert "No space left" in str(cause)
+
+
+@pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"])
+def test_a_state_that_was_spilled_is_let_go_of(spill: Spill, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
+    monkeypatch.setattr(saving_module, "wait_until_drained", lambda *_, **__: None)
+    lease = HostBuffer(12 * MIB, "private").lease()
+    alive = weakref.ref(lease)
+    state = {"large": torch.frombuffer(lease, dtype=torch.float32).fill_(1)}
+    del lease
+    spill.server.rule = lambda request: refuse_all(request) if request.operation == operation else None
+    gc.collect()
+    gc.disable()
+    try:
+        dcp.save(state, storage_writer=spill.writer(spill.url("step-1")))
+        assert spill.data().journal.objects
+        del state
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+# --- who waits -------------------------------------------------------------------------------------------
+
+
+def test_who_waits_hears_why(draining: Spill) -> None:
+    draining.server.rule = refuse_all
+    draining.save(draining.url("step-1"), small_state(1))
+    draining.server.rule = lambda _: Fault.error(403, "AccessDenied")
+    save = draining.data()
+    until(lambda: any("s3:" in each.reasons.get(save.name, "") for each in background._running.values()))
+    with pytest.raises(TimeoutError, match="s3:GetObject"):
+        wait_until_drained(draining.store, save, timeout=0.1)
+
+
+def test_a_forked_child_can_drain_though_the_lock_was_held(spill: Spill) -> None:
+    with background._lock:
+        child = os.fork()
+        if not child:
+            drain_in_background(spill.store, patience=1)
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_save_that_was_replaced_is_not_waited_for(spill: Spill) -> None:
+    url = spill.url("last")
+    writer = spill.writer(url, overwrite=True)
+    dcp.save(small_state(1), storage_writer=writer)
+    spill.save_to_s3(url, small_state(2), overwrite=True)
+    with pytest.raises(CheckpointError, match="was replaced"):
+        writer.wait_committed()
+
+
+def test_who_waits_goes_on_while_s3_refuses(spill: Spill) -> None:
+    writer = spill.writer(spill.url("step-1"))
+    dcp.save(large_state(1), storage_writer=writer)
+    spill.server.once("HeadObject", Fault.error(503, "SlowDown"))
+    writer.wait_committed(LONG)
+    spill.server.rule = refuse_all
+    with pytest.raises(TimeoutError, match="HeadObject"):
+        writer.wait_committed(0.2)

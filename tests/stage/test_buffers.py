@@ -50,16 +50,14 @@ def test_memory_can_be_written_and_read(buffer: HostBuffer) -> None:
     assert not buffer.pinned
 
 
-def test_memory_starts_on_a_page(buffer: HostBuffer) -> None:
+def test_memory_starts_on_a_page_and_only_what_is_shared_has_a_descriptor(buffer: HostBuffer) -> None:
     assert buffer.address % PAGE == 0
-
-
-def test_only_shared_memory_and_files_have_a_descriptor(buffer: HostBuffer) -> None:
     if buffer.kind == "private":
         with pytest.raises(ValueError, match="private"):
             buffer.fileno()
     else:
         assert os.fstat(buffer.fileno()).st_size == buffer.size
+        assert os.fstat(buffer.fileno()).st_blocks * 512 >= buffer.size, "space is reserved"
         assert not os.get_inheritable(buffer.fileno())
 
 
@@ -80,6 +78,7 @@ def _views() -> dict[str, Callable[[torch.Tensor], Any]]:
         "bytes of a slice": lambda t: view_bytes(t[5:])[1:],
         "numpy": lambda t: t[3:].numpy(),
         "list": lambda t: [{"a": (t[1],)}],
+        "a copy": lambda t: t.clone(),
     }
 
 
@@ -92,21 +91,12 @@ def test_a_lease_lives_as_long_as_what_reads_it(buffer: HostBuffer, kind: str) -
     kept = _views()[kind](tensor)
     del lease, tensor
     gc.collect()
-    assert alive() is not None
+    assert (alive() is None) == (kind == "a copy")
     del other
     assert others() is None
     del kept
     gc.collect()
     assert alive() is None
-
-
-def test_a_copy_does_not_keep_the_lease(buffer: HostBuffer) -> None:
-    lease = buffer.lease()
-    alive = weakref.ref(lease)
-    copied = torch.frombuffer(lease, dtype=torch.uint8).clone()
-    del lease
-    assert alive() is None
-    assert copied.numel() == buffer.size
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,12 +145,6 @@ def test_shared_memory_without_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["shared", "file"])
-def test_space_is_reserved(kind: Kind, tmp_path: Path) -> None:
-    buffer = HostBuffer(100 * PAGE, kind, directory=str(tmp_path))
-    assert os.fstat(buffer.fileno()).st_blocks * 512 >= 100 * PAGE
-
-
-@pytest.mark.parametrize("kind", ["shared", "file"])
 def test_another_mapping_shows_the_same_bytes(kind: Kind, tmp_path: Path) -> None:
     buffer = HostBuffer(2 * PAGE, kind, directory=str(tmp_path))
     descriptor = os.dup(buffer.fileno())
@@ -186,44 +170,30 @@ def test_a_mapping_that_fails_closes_the_descriptor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "remedy"),
+    ("kind", "number", "words"),
     [
-        (errno.ENOSPC, "DCP_S3_STAGING_LIMIT"),
-        (errno.EDQUOT, "DCP_S3_STAGING_LIMIT"),
-        (errno.EFBIG, "DCP_S3_STAGING_LIMIT"),
-        (errno.EOPNOTSUPP, "local disk"),
+        ("file", errno.ENOSPC, "DCP_S3_STAGING_LIMIT"),
+        ("file", errno.EDQUOT, "DCP_S3_STAGING_LIMIT"),
+        ("file", errno.EFBIG, "DCP_S3_STAGING_LIMIT"),
+        ("file", errno.EOPNOTSUPP, "local disk"),
+        ("shared", errno.ENOSPC, "shared memory"),
     ],
 )
-def test_a_full_disk_names_directory_and_setting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+def test_no_room_names_what_is_full_and_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, number: int, words: str
 ) -> None:
     def fail(descriptor: int, offset: int, size: int) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "posix_fallocate", fail)
     before = _descriptors()
-    with pytest.raises(StagingError) as failure:
-        HostBuffer(5 * 2**20, "file", directory=str(tmp_path))
+    with pytest.raises(StagingError, match="DCP_S3_SPILL_DIR") as failure:
+        HostBuffer(5 * 2**20, kind, directory=str(tmp_path))
     message = str(failure.value)
-    assert repr(str(tmp_path)) in message
-    assert "5.0 MiB" in message
-    assert os.strerror(number) in message
-    assert "DCP_S3_SPILL_DIR" in message
-    assert remedy in message
+    for each in (words, "5.0 MiB", os.strerror(number), *([repr(str(tmp_path))] if kind == "file" else [])):
+        assert each in message
     assert isinstance(failure.value.__cause__, OSError)
     del failure
-    gc.collect()
-    assert _descriptors() == before
-
-
-def test_no_shared_memory_names_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(descriptor: int, offset: int, size: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", fail)
-    before = _descriptors()
-    with pytest.raises(StagingError, match=r"shared memory.*DCP_S3_STAGING_LIMIT and DCP_S3_SPILL_DIR"):
-        HostBuffer(PAGE, "shared")
     gc.collect()
     assert _descriptors() == before
 
@@ -252,22 +222,15 @@ def test_a_file_system_that_takes_no_more(tmp_path: Path, interpreter: Interpret
     assert os.listdir(tmp_path) == []
 
 
-def test_a_spill_directory_that_is_a_file(tmp_path: Path) -> None:
+def test_a_spill_directory_that_is_a_file_or_cannot_be_written(tmp_path: Path) -> None:
+    """In /proc nobody makes files, root neither."""
     file = tmp_path / "file"
     file.write_text("x")
-    for path in (file, file / "below"):
-        with pytest.raises(StagingError, match=r"DCP_S3_SPILL_DIR") as failure:
-            HostBuffer(PAGE, "file", directory=str(path))
-        assert repr(str(path)) in str(failure.value)
-    assert file.read_text() == "x"
-
-
-def test_a_spill_directory_that_cannot_be_written() -> None:
-    """In /proc nobody makes files, root neither."""
-    for path in ("/proc/self", "/proc/no/such/directory"):
+    for path in (str(file), str(file / "below"), "/proc/self", "/proc/no/such/directory"):
         with pytest.raises(StagingError, match=r"spill directory.*DCP_S3_SPILL_DIR") as failure:
             HostBuffer(PAGE, "file", directory=path)
         assert repr(path) in str(failure.value)
+    assert file.read_text() == "x"
 
 
 # --- memory is given back --------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import io
 import multiprocessing
 import os
 import pickle
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -22,8 +21,8 @@ from torch import nn
 from dcp_s3 import S3Stager
 from dcp_s3.stage.handover import StagedState
 from tests.end_to_end.states import DTYPES, assert_same, random_tensor
-
-_PATIENCE_SECONDS = 60
+from tests.s3.waiting import until
+from tests.stage.making import PATIENCE
 
 
 def _serve(connection: Connection) -> None:
@@ -44,12 +43,12 @@ class _Process:
 
     def ask(self, function: Callable[[Any], Any], state: Any) -> Any:
         self._connection.send((function, state))
-        assert self._connection.poll(_PATIENCE_SECONDS), "no answer"
+        assert self._connection.poll(PATIENCE), "no answer"
         return self._connection.recv()
 
     def close(self) -> None:
         self._connection.send(None)
-        self._process.join(_PATIENCE_SECONDS)
+        self._process.join(PATIENCE)
         code = self._process.exitcode
         self._process.kill()
         self._connection.close()
@@ -188,8 +187,5 @@ def test_no_descriptors_are_left(process: _Process, shared: bool) -> None:
         if step == 4:
             before, theirs = len(os.listdir("/proc/self/fd")), process.ask(_descriptors_there, {})
     gc.collect()
-    deadline = time.monotonic() + 20
-    while len(os.listdir("/proc/self/fd")) > before + 1:  # multiprocessing closes what it has sent in a thread
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before + 1)  # multiprocessing closes what it sent in a thread
     assert process.ask(_descriptors_there, {}) <= theirs + 1

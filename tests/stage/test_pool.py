@@ -1,13 +1,16 @@
-"""The pool: memory is used again, but never while anything can still read it; failures leave it usable."""
+"""The pool: memory is used again, but never while anything can still read it, nor more of it than its budget."""
 
 from __future__ import annotations
 
 import errno
 import gc
+import logging
 import os
+import random
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +19,15 @@ import torch
 
 from dcp_s3.errors import StagingError
 from dcp_s3.stage import pool as pool_module
-from dcp_s3.stage.buffers import HostBuffer
-from dcp_s3.stage.pool import Slot
-from tests.stage.pools import MIB, PATIENCE_SECONDS, Waiter, make_pool
+from dcp_s3.stage.buffers import HostBuffer, measure_available, resolve_limit
+from dcp_s3.stage.pool import BufferPool, Slot
+from tests.s3.waiting import until
+from tests.stage.making import MIB, Waiter, make_pool, no_collector
 
-pytestmark = pytest.mark.usefixtures("reported_waits")
 
-
-def _addresses(slots: list[Slot]) -> set[int]:
-    return {slot.buffer.address for slot in slots}
+@pytest.fixture(autouse=True)
+def _reported_waits(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "dcp_s3.stage.pool")
 
 
 def test_slots_are_apart_and_writable() -> None:
@@ -40,20 +43,19 @@ def test_slots_are_apart_and_writable() -> None:
 def test_nothing_needs_no_memory() -> None:
     pool = make_pool(generations=1)
     held = pool.acquire([10])
-    assert pool.acquire([]) == []
-    assert pool.in_use == 1
+    assert (pool.acquire([]), pool.in_use) == ([], 1)
     del held
 
 
 def test_memory_is_used_again() -> None:
     pool = make_pool()
     slots = pool.acquire([MIB])
-    first, buffer = _addresses(slots), weakref.ref(slots[0].buffer)
+    first, buffer = slots[0].buffer.address, weakref.ref(slots[0].buffer)
     del slots
     for _ in range(5):
         again = pool.acquire([MIB])
-        assert _addresses(again) == first
         assert again[0].buffer is buffer()
+        assert again[0].buffer.address == first
         del again
     assert (pool.in_use, pool.size) == (0, MIB)
 
@@ -83,16 +85,7 @@ def test_a_request_beyond_the_generations_waits_and_is_woken(caplog: pytest.LogC
     del second  # in another thread than the one that waits
     assert waiter.result()[0].address == address
     assert "staging waited for" in caplog.text
-    assert {record.levelname for record in caplog.records} == {"INFO"}, "it was short"
     del first
-
-
-def test_without_waiting_nothing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    pool = make_pool(generations=1, limit=2 * MIB)
-    for size in (MIB, 2 * MIB, 100):
-        slots = pool.acquire([size])
-        del slots
-    assert caplog.records == []
 
 
 def test_a_long_wait_is_reported_again(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,10 +94,7 @@ def test_a_long_wait_is_reported_again(caplog: pytest.LogCaptureFixture, monkeyp
     pool = make_pool(generations=1)
     held = pool.acquire([100])
     waiter = Waiter(pool, [100], caplog)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while caplog.text.count("staging has waited for") < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: caplog.text.count("staging has waited for") >= 2)
     del held
     waiter.result()
     assert [record.levelname for record in caplog.records][:: len(caplog.records) - 1] == ["INFO", "WARNING"]
@@ -114,13 +104,10 @@ def test_a_lease_in_a_cycle_is_found_before_waiting(caplog: pytest.LogCaptureFix
     pool = make_pool(generations=1)
     cycle: list[Any] = [pool.acquire([100])]
     cycle.append(cycle)
-    gc.disable()
-    try:
+    with no_collector():
         del cycle
         assert len(pool.acquire([100])) == 1
-    finally:
-        gc.enable()
-    assert caplog.records == []
+    assert caplog.records == [], "it did not wait"
 
 
 # --- failures, and the end -------------------------------------------------------------------------------
@@ -142,17 +129,10 @@ def test_a_failed_allocation_leaves_the_pool_usable(
         for _ in range(3):
             with pytest.raises(StagingError, match="no room"):
                 pool.acquire([2 * MIB, MIB])
-        assert pool.in_use == 0
+        assert (pool.in_use, pool.size) == (0, MIB if failing == "file" else 0), "what it had is kept"
     slots = pool.acquire([2 * MIB, MIB])
     assert [slot.buffer.kind for slot in slots] == ["file", "private"]
     assert pool.size == 3 * MIB
-
-
-def test_a_full_disk_leaves_the_pool_usable(tmp_path: Path) -> None:
-    pool = make_pool(limit=MIB, spill_dir="/proc/self", generations=1)
-    with pytest.raises(StagingError, match="DCP_S3_SPILL_DIR"):
-        pool.acquire([2 * MIB, MIB])
-    assert len(pool.acquire([MIB])) == 1
 
 
 def test_close_frees_what_is_not_in_use() -> None:
@@ -162,35 +142,25 @@ def test_close_frees_what_is_not_in_use() -> None:
     del slots
     assert buffer() is not None
     pool.close()
-    assert buffer() is None
-    assert pool.size == 0
+    assert (buffer(), pool.size) == (None, 0)
     pool.close()
 
 
-def test_close_frees_the_rest_when_it_is_not_used_any_more() -> None:
+@pytest.mark.parametrize("dropped", [False, True])
+def test_the_end_frees_the_rest_when_it_is_not_used_any_more(dropped: bool) -> None:
     pool = make_pool(shared=True)
     slots = pool.acquire([MIB])
     tensor = torch.frombuffer(slots[0].lease, dtype=torch.uint8, count=3)
     buffer = weakref.ref(slots[0].buffer)
     del slots
     pool.close()
+    if dropped:
+        del pool
+        gc.collect()
+    assert buffer() is not None
     tensor.fill_(5)
     assert tensor.tolist() == [5, 5, 5]
     del tensor
-    gc.collect()
-    assert buffer() is None
-
-
-def test_a_pool_that_is_dropped_frees_the_rest_when_it_is_not_used_any_more() -> None:
-    pool = make_pool()
-    slots = pool.acquire([MIB])
-    buffer = weakref.ref(slots[0].buffer)
-    pool.close()
-    del pool
-    gc.collect()
-    assert buffer() is not None
-    slots[0].lease[0] = 1
-    del slots
     gc.collect()
     assert buffer() is None
 
@@ -202,8 +172,7 @@ def test_close_while_a_request_waits(caplog: pytest.LogCaptureFixture) -> None:
     waiter.waits()
     closer = threading.Thread(target=pool.close, daemon=True)
     closer.start()
-    while not pool._closed.is_set():
-        time.sleep(0.001)
+    until(pool._closed.is_set)
     del held
     closer.join(60)
     assert not closer.is_alive()
@@ -227,3 +196,197 @@ def test_free_buffers_that_do_not_fit_make_room_on_a_full_disk(tmp_path: Path, m
     del pool.acquire([10 * MIB])[:]
     assert len(pool.acquire([12 * MIB])) == 1
     assert reserved == [10 * MIB, 12 * MIB]
+
+
+# --- the budget ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spill_dir", [None, "/proc/self"])
+def test_over_the_budget_with_nothing_in_use_names_both_settings(spill_dir: str | None) -> None:
+    pool = make_pool(limit=MIB, spill_dir=spill_dir)
+    with pytest.raises(StagingError, match="DCP_S3_SPILL_DIR") as failure:
+        pool.acquire([2 * MIB])
+    assert "2.0 MiB" in str(failure.value)
+    assert spill_dir or "DCP_S3_STAGING_LIMIT" in str(failure.value)
+    assert (pool.in_use, pool.size) == (0, 0)
+    assert len(pool.acquire([MIB])) == 1
+
+
+def test_over_the_budget_with_others_in_use_waits(caplog: pytest.LogCaptureFixture) -> None:
+    pool = make_pool(limit=3 * MIB, generations=5)
+    held = [pool.acquire([MIB]), pool.acquire([MIB])]
+    waiter = Waiter(pool, [2 * MIB], caplog)
+    waiter.waits()
+    assert "3.0 MiB" in caplog.text
+    assert "DCP_S3_SPILL_DIR is not set" in caplog.text
+    held.pop()
+    slots = waiter.result()
+    assert slots[0].buffer.size == 2 * MIB
+    assert pool.size == 3 * MIB  # the free one made room
+
+
+def test_one_that_waits_and_never_can_fit_is_refused_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    pool = make_pool(limit=2 * MIB)
+    held = pool.acquire([MIB])
+    waiter = Waiter(pool, [3 * MIB], caplog)
+    waiter.waits()
+    del held
+    with pytest.raises(StagingError):
+        waiter.result()
+    assert len(pool.acquire([2 * MIB])) == 1
+
+
+def test_what_exceeds_the_budget_goes_to_disk(tmp_path: Path) -> None:
+    pool = make_pool(limit=2 * MIB, spill_dir=str(tmp_path))
+    slots = pool.acquire([3 * MIB, MIB, 100])
+    assert [slot.buffer.kind for slot in slots] == ["file", "private", "private"]
+    assert sum({b.size for b in (s.buffer for s in slots) if b.kind != "file"}) <= 2 * MIB
+    node = os.fstat(slots[0].buffer.fileno()).st_ino
+    assert pool.in_use == 1
+    del slots[1:]
+    assert pool.in_use == 1  # half of it
+    del slots
+    assert pool.in_use == 0
+    assert os.fstat(pool.acquire([3 * MIB])[0].buffer.fileno()).st_ino == node, "files are used again"
+
+
+def test_with_a_spill_directory_memory_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pool = make_pool(limit=2 * MIB, generations=3, spill_dir=str(tmp_path))
+    first = pool.acquire([2 * MIB])
+    second = pool.acquire([2 * MIB])
+    assert [first[0].buffer.kind, second[0].buffer.kind] == ["private", "file"]
+    del first
+    assert pool.acquire([2 * MIB])[0].buffer.kind == "private"
+    del second
+    assert caplog.records == []
+
+
+def _in_memory(pool: BufferPool) -> int:
+    buffers = [*pool._free, *pool._buffers_in_use()]
+    return sum(buffer.size for buffer in buffers if buffer.kind != "file")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_memory_never_exceeds_the_budget(seed: int, tmp_path: Path) -> None:
+    generator = random.Random(seed)
+    limit, generations = 40 * 4096, 3
+    pool = make_pool(limit=limit, generations=generations, spill_dir=str(tmp_path))
+    held: list[list[Slot]] = []
+    for _ in range(60):
+        while held and (len(held) == generations or generator.random() < 0.5):
+            held.pop(generator.randrange(len(held)))
+        held.append(pool.acquire([generator.randrange(1, 12 * 4096) for _ in range(generator.randrange(1, 6))]))
+        used = [(slot.address, slot.buffer) for slots in held for slot in slots]
+        assert len({address for address, _ in used}) == len(used)
+        assert _in_memory(pool) <= limit
+        assert pool.in_use == len(held)
+        assert len([*pool._free, *pool._buffers_in_use()]) <= 2 * generations
+
+
+@pytest.mark.parametrize("generations", [1, 2, 3])
+def test_sizes_that_alternate_do_not_grow_the_pool(generations: int) -> None:
+    pool = make_pool(generations=generations)
+    for number in range(30):
+        slots = pool.acquire([(1, 10, 100, 1000)[number % 4] * 4096])
+        assert len([*pool._free, *pool._buffers_in_use()]) <= generations
+        del slots
+
+
+def test_a_much_larger_buffer_is_not_taken_for_a_small_request() -> None:
+    pool = make_pool()
+    slots = pool.acquire([10 * MIB])
+    del slots
+    assert pool.acquire([MIB])[0].buffer.size == MIB
+    assert pool.acquire([6 * MIB])[0].buffer.size == 10 * MIB
+
+
+@pytest.mark.parametrize("spills", [True, False])
+def test_many_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spills: bool) -> None:
+    # Without the search of the whole heap before each wait, which would take most of the time.
+    monkeypatch.setattr(pool_module.gc, "collect", lambda: 0)
+    limit = (20 if spills else 24) * 4096
+    pool = make_pool(limit=limit, generations=3, spill_dir=str(tmp_path) if spills else None)
+    most = 0
+
+    def work(number: int) -> None:
+        nonlocal most
+        generator = random.Random(number)
+        for _ in range(25):
+            slots = pool.acquire([generator.randrange(1, 8 * 4096) for _ in range(3)])
+            tensors = [torch.frombuffer(s.lease, dtype=torch.uint8, count=1, offset=s.offset) for s in slots]
+            del slots
+            for tensor in tensors:
+                tensor.fill_(number)
+            time.sleep(0)
+            assert all((tensor == number).all() for tensor in tensors), "another thread had the same memory"
+            most = max(most, len(pool._in_use))
+            del tensors, tensor
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(1, 9)))
+    assert most <= 3
+    assert pool.in_use == 0
+    assert _in_memory(pool) <= limit
+
+
+# --- limits ---------------------------------------------------------------------------------------------
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("limit", "available", "ranks", "expected"),
+    [
+        (None, 0, 1, None),
+        (None, 100 * GIB, 8, None),
+        (5 * GIB, GIB, 8, 5 * GIB),  # bytes are for each process, and taken as they are
+        (0.5, 100 * GIB, 1, 50 * GIB),
+        (0.5, 100 * GIB, 8, 50 * GIB // 8),
+        (1.0, 3 * GIB, 2, 3 * GIB // 2),
+    ],
+)
+def test_limits(limit: int | float | None, available: int, ranks: int, expected: int | None) -> None:
+    found = resolve_limit(limit, available, ranks)
+    assert found == expected
+    assert found is None or isinstance(found, int)
+
+
+_V1 = "memory/memory.{}"
+_CGROUPS: dict[str, tuple[dict[str, str], int]] = {
+    "none": ({}, 40),
+    "version 2 without a limit": ({"memory.max": "max", "memory.current": f"{3 * GIB}"}, 40),
+    "version 2": ({"memory.max": f"{10 * GIB}", "memory.current": f"{3 * GIB}"}, 7),
+    "more than the host has": ({"memory.max": f"{100 * GIB}", "memory.current": f"{3 * GIB}"}, 40),
+    "less than is used": ({"memory.max": f"{2 * GIB}", "memory.current": f"{3 * GIB}"}, 0),
+    "page cache": (
+        {"memory.max": f"{10 * GIB}", "memory.current": f"{9 * GIB}",
+         "memory.stat": f"anon {5 * GIB}\nactive_file {GIB}\ninactive_file {2 * GIB}"}, 3,
+    ),
+    "version 1": (
+        {_V1.format("limit_in_bytes"): f"{10 * GIB}", _V1.format("usage_in_bytes"): f"{9 * GIB}",
+         _V1.format("stat"): f"inactive_file {GIB}\ntotal_inactive_file {4 * GIB}"}, 5,
+    ),
+    "version 1 without a limit": (
+        {_V1.format("limit_in_bytes"): "9223372036854771712", _V1.format("usage_in_bytes"): f"{9 * GIB}"}, 40,
+    ),
+    "no usage": ({"memory.max": f"{GIB}"}, 40),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _CGROUPS)
+def test_memory_that_a_host_of_40_gib_and_its_container_leave(tmp_path: Path, name: str) -> None:
+    files, expected = _CGROUPS[name]
+    host = f"MemTotal:  {500 * 2**20} kB\nMemFree:   1 kB\nMemAvailable: {40 * 2**20} kB\nHugePages_Total: 0"
+    for path, text in {"proc/meminfo": host, **{f"cgroup/{path}": text for path, text in files.items()}}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f"{text}\n")
+    assert measure_available(tmp_path / "proc", tmp_path / "cgroup") == expected * GIB
+
+
+def test_a_system_that_does_not_tell(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="meminfo"):
+        measure_available(tmp_path, tmp_path)
+    (tmp_path / "meminfo").write_text("MemTotal: 5 kB\n")
+    with pytest.raises(OSError, match="MemAvailable"):
+        measure_available(tmp_path, tmp_path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
@@ -33,82 +31,43 @@ def _spans(draw: st.DrawFn) -> list[TensorSpan]:
     return found
 
 
-def _owner(regions: Sequence[Region]) -> dict[int, Region]:
-    return {number: region for region in regions for number in region.tensors}
-
-
 @given(_spans())
-def test_every_span_is_inside_of_one_region(spans: list[TensorSpan]) -> None:
+@example([TensorSpan("a", 0, 100, 100), TensorSpan("a", 299, 300, 1), TensorSpan("a", 0, 300, 3, 1)])
+def test_what_every_plan_promises(spans: list[TensorSpan]) -> None:
     regions = plan_regions(spans)
     numbers = [number for region in regions for number in region.tensors]
-    assert sorted(numbers) == [number for number, span in enumerate(spans) if span.nbytes]
+    assert sorted(numbers) == [number for number, span in enumerate(spans) if span.nbytes], "each in one region"
+    assert [region.tensors[0] for region in regions] == sorted(region.tensors[0] for region in regions)
     for region in regions:
-        assert len({spans[number].storage for number in region.tensors}) == 1
-        for number in region.tensors:
-            span = spans[number]
+        inside = [spans[number] for number in region.tensors]
+        assert list(region.tensors) == sorted(region.tensors)
+        assert len({span.storage for span in inside}) == 1
+        hull = max(span.stop for span in inside) - min(span.start for span in inside)
+        assert region.size < hull + _SLACK
+        for span in inside:
             if region.gathered:
                 assert (region.start, region.size) == (span.start, span.nbytes)
-                assert span == spans[region.tensors[0]]
+                assert span == inside[0]
             else:
                 assert region.start % _SLACK == 0
                 assert 0 <= region.start <= span.start
                 assert span.stop <= region.start + region.size
-
-
-@given(_spans())
-def test_regions_come_in_the_order_of_their_first_tensors(spans: list[TensorSpan]) -> None:
-    regions = plan_regions(spans)
-    assert [region.tensors[0] for region in regions] == sorted(region.tensors[0] for region in regions)
-    for region in regions:
-        assert list(region.tensors) == sorted(region.tensors)
-
-
-@given(_spans())
-def test_regions_of_a_storage_do_not_share_tensors_bytes(spans: list[TensorSpan]) -> None:
-    regions = [region for region in plan_regions(spans) if not region.gathered]
-    for a in regions:
-        for b in regions:
-            if a is b or spans[a.tensors[0]].storage != spans[b.tensors[0]].storage:
+    assert sum(region.size for region in regions) <= 2 * sum(span.nbytes for span in set(spans)) + _SLACK * len(regions)
+    # Regions of one storage share no tensor's bytes. What a start was rounded down by belongs to no tensor.
+    begins = [(min(spans[number].start for number in region.tensors), region) for region in regions]
+    for begin_a, a in begins:
+        for begin_b, b in begins:
+            if a is b or a.gathered or b.gathered or spans[a.tensors[0]].storage != spans[b.tensors[0]].storage:
                 continue
-            # What a start was rounded down by belongs to no tensor of the region.
-            begin_a, begin_b = (min(spans[number].start for number in region.tensors) for region in (a, b))
             assert a.start + a.size <= begin_b or b.start + b.size <= begin_a
-
-
-@given(_spans())
-@example([TensorSpan("a", 0, 100, 100), TensorSpan("a", 299, 300, 1), TensorSpan("a", 0, 300, 3, 1)])
-def test_staged_bytes_are_bounded_by_those_of_the_tensors(spans: list[TensorSpan]) -> None:
-    regions = plan_regions(spans)
-    distinct = set(spans)
-    assert sum(region.size for region in regions) <= 2 * sum(span.nbytes for span in distinct) + _SLACK * len(regions)
-
-
-@given(_spans())
-def test_a_region_is_no_larger_than_its_hull(spans: list[TensorSpan]) -> None:
-    for region in plan_regions(spans):
-        inside = [spans[number] for number in region.tensors]
-        hull = max(span.stop for span in inside) - min(span.start for span in inside)
-        assert region.size < hull + _SLACK
-
-
-@given(_spans())
-def test_dense_spans_that_overlap_share_a_region(spans: list[TensorSpan]) -> None:
-    owner = _owner(plan_regions(spans))
-    dense = [number for number, span in enumerate(spans) if span.nbytes and span.nbytes * 2 >= span.stop - span.start]
-    for a in dense:
-        for b in dense:
-            overlap = spans[a].start < spans[b].stop and spans[b].start < spans[a].stop
-            if spans[a].storage == spans[b].storage and overlap:
-                assert owner[a] is owner[b]
-
-
-@given(_spans())
-def test_alike_spans_share_a_region(spans: list[TensorSpan]) -> None:
-    owner = _owner(plan_regions(spans))
-    for a, region in owner.items():
-        for b in owner:
-            if spans[a] == spans[b]:
-                assert owner[b] is region
+    owner = {number: region for region in regions for number in region.tensors}
+    for one in owner:
+        for other in owner:
+            first, second = spans[one], spans[other]
+            dense = all(span.nbytes * 2 >= span.stop - span.start for span in (first, second))
+            overlap = first.storage == second.storage and first.start < second.stop and second.start < first.stop
+            if first == second or (dense and overlap):
+                assert owner[one] is owner[other], "views stay aliased"
 
 
 @given(_spans())
@@ -138,6 +97,8 @@ def test_a_small_view_of_a_huge_storage_costs_the_view_only() -> None:
 def test_views_with_small_gaps_are_one_region() -> None:
     spans = [TensorSpan("a", start, start + 60, 60) for start in range(0, 1000, 100)]
     assert plan_regions(spans) == [Region(tuple(range(10)), 0, 960)]
+    touching = [TensorSpan("a", 0, 16, 16), TensorSpan("a", 16, 32, 16), TensorSpan("a", 2**20, 2**20 + 16, 16)]
+    assert [region.tensors for region in plan_regions(touching)] == [(0, 1), (2,)]
 
 
 @pytest.mark.parametrize(

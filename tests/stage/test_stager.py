@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -19,14 +18,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from dcp_s3 import S3Stager, Settings
 from dcp_s3.errors import SettingsError, StagingError
 from dcp_s3.stage import stager as stager_module
-from dcp_s3.stage.copier import Copier
 from tests.end_to_end.states import assert_same, bits
 from tests.interpreter import Interpreter
 from tests.ranks import run_ranks
-from tests.stage.staging import Holder, stage_once
-
-_PATIENCE_SECONDS = 30
-
+from tests.s3.waiting import until
+from tests.stage.making import PATIENCE, HeldUp, Holder, stage_once
 
 # --- limits, and the end ---------------------------------------------------------------------------------
 
@@ -61,33 +57,13 @@ def test_a_closed_stager_stages_no_more() -> None:
 # --- in the background -----------------------------------------------------------------------------------
 
 
-class _HeldUp:
-    """The copy begins when `go` is set; `reached` tells that it is about to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go, self.reached = threading.Event(), threading.Event()
-        copy = Copier.copy
-
-        def wait(*arguments: Any) -> Any:
-            self.reached.set()
-            assert self.go.wait(_PATIENCE_SECONDS)
-            return copy(*arguments)
-
-        monkeypatch.setattr(Copier, "copy", wait)
-
-
-@pytest.fixture
-def held_up(monkeypatch: pytest.MonkeyPatch) -> _HeldUp:
-    return _HeldUp(monkeypatch)
-
-
 def _begin(stager: S3Stager, state: dict[str, Any]) -> Future[dict[str, Any]]:
     future = stager.stage(state)
     assert isinstance(future, Future)
     return future
 
 
-def test_values_changed_after_stage_returned_do_not_show(held_up: _HeldUp) -> None:
+def test_values_changed_after_stage_returned_do_not_show(held_up: HeldUp) -> None:
     state = {"w": torch.ones(3), "list": [1, {"a": 2}], "object": Holder(5)}
     with S3Stager(asynchronous=True) as stager:
         future = _begin(stager, state)
@@ -97,14 +73,14 @@ def test_values_changed_after_stage_returned_do_not_show(held_up: _HeldUp) -> No
         state["new"] = 1
         assert not future.done()
         held_up.go.set()
-        staged = future.result(_PATIENCE_SECONDS)
+        staged = future.result(PATIENCE)
     assert (staged["list"], staged["object"].value, sorted(staged)) == ([1, {"a": 2}], 5, ["list", "object", "w"])
 
 
 @pytest.mark.parametrize("change", [
     lambda w: w.add_(1), lambda w: w[3:5].zero_(), lambda w: w.detach().mul_(2), lambda w: w.copy_(w.clone()),
 ])  # fmt: skip
-def test_a_change_in_place_while_it_is_staged_is_detected(held_up: _HeldUp, change: Callable[[Any], Any]) -> None:
+def test_a_change_in_place_while_it_is_staged_is_detected(held_up: HeldUp, change: Callable[[Any], Any]) -> None:
     state = {"w": nn.Parameter(torch.ones(10)), "b": torch.ones(2)}
     with S3Stager(asynchronous=True) as stager:
         future = _begin(stager, state)
@@ -112,32 +88,32 @@ def test_a_change_in_place_while_it_is_staged_is_detected(held_up: _HeldUp, chan
             change(state["w"])
         held_up.go.set()
         with pytest.raises(StagingError, match=r"1 tensors were changed in place.*staging_completion"):
-            future.result(_PATIENCE_SECONDS)
-        assert _begin(stager, state).result(_PATIENCE_SECONDS)["b"].tolist() == [1, 1]
+            future.result(PATIENCE)
+        assert _begin(stager, state).result(PATIENCE)["b"].tolist() == [1, 1]
         assert stager._pool.in_use <= 1
 
 
 @pytest.mark.parametrize("count", [10, 1_000_000], ids=["small", "large"])
-def test_a_storage_that_is_freed_before_it_is_copied_fails_the_save(held_up: _HeldUp, count: int) -> None:
+def test_a_storage_that_is_freed_before_it_is_copied_fails_the_save(held_up: HeldUp, count: int) -> None:
     state = {"w": torch.ones(count)}
     with S3Stager(asynchronous=True) as stager:
         future = _begin(stager, state)
         state["w"].untyped_storage().resize_(0)
         held_up.go.set()
         with pytest.raises(StagingError, match="freed before it was staged"):
-            future.result(_PATIENCE_SECONDS)
+            future.result(PATIENCE)
 
 
-def test_close_waits_for_the_copy(held_up: _HeldUp) -> None:
+def test_close_waits_for_the_copy(held_up: HeldUp) -> None:
     stager = S3Stager(asynchronous=True)
     future = _begin(stager, {"w": torch.ones(3)})
-    assert held_up.reached.wait(_PATIENCE_SECONDS)
+    assert held_up.reached.wait(PATIENCE)
     closer = threading.Thread(target=stager.close)
     closer.start()
     assert not future.done()
     assert closer.is_alive()
     held_up.go.set()
-    closer.join(_PATIENCE_SECONDS)
+    closer.join(PATIENCE)
     assert future.done()
     assert future.result()["w"].tolist() == [1, 1, 1]
 
@@ -152,12 +128,9 @@ def test_synchronize_waits_for_the_latest() -> None:
 
 def test_an_idle_stager_has_no_thread() -> None:
     stager = S3Stager(asynchronous=True)
-    _begin(stager, {"w": torch.ones(3)}).result(_PATIENCE_SECONDS)
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while any(thread.name.startswith("dcp_s3-") for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert _begin(stager, {"w": torch.ones(3)}).result(_PATIENCE_SECONDS)["w"].tolist() == [1, 1, 1]
+    _begin(stager, {"w": torch.ones(3)}).result(PATIENCE)
+    until(lambda: not any(thread.name.startswith("dcp_s3-") for thread in threading.enumerate()))
+    assert _begin(stager, {"w": torch.ones(3)}).result(PATIENCE)["w"].tolist() == [1, 1, 1]
 
 
 def _run(interpreter: Interpreter, script: str) -> str:
@@ -214,59 +187,36 @@ def test_distributed_tensors(ranks: int) -> None:
 
 # --- settings -------------------------------------------------------------------------------------------
 
+LIMITS: list[tuple[Any, int | float | None]] = [
+    ("64GiB", 64 * 2**30), ("2GB", 2 * 10**9), ("5000000", 5_000_000), ("0.5", 0.5), (".25", 0.25), ("12.5 %", 0.125),
+    ("1.0", 1.0), ("100%", 1.0), ("", None), (2**30, 2**30), (0.5, 0.5), (1.0, 1.0), (4e9, 4 * 10**9), (None, None),
+]  # fmt: skip
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("64GiB", 64 * 2**30),
-        ("1MiB", 2**20),
-        ("2GB", 2 * 10**9),
-        ("5000000", 5_000_000),
-        ("0.5", 0.5),
-        (".25", 0.25),
-        ("50%", 0.5),
-        ("12.5 %", 0.125),
-        ("1.0", 1.0),
-        ("100%", 1.0),
-        ("", None),
-    ],
-)
-def test_forms_of_the_limit(monkeypatch: pytest.MonkeyPatch, text: str, expected: int | float | None) -> None:
-    monkeypatch.setenv("DCP_S3_STAGING_LIMIT", text)
-    found = Settings().staging_limit
+
+@pytest.mark.parametrize(("value", "expected"), LIMITS)
+def test_forms_of_the_limit(monkeypatch: pytest.MonkeyPatch, value: Any, expected: int | float | None) -> None:
+    if isinstance(value, str):
+        monkeypatch.setenv("DCP_S3_STAGING_LIMIT", value)
+        found = Settings().staging_limit
+    else:
+        found = Settings(staging_limit=value).staging_limit
     assert found == expected
     assert type(found) is type(expected)  # 1.0 is all of the memory, 1 would be a byte
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"), [(2**30, 2**30), (0.5, 0.5), (1.0, 1.0), (4e9, 4 * 10**9), ("50%", 0.5), (None, None)]
-)
-def test_the_limit_as_an_argument(value: Any, expected: int | float | None) -> None:
-    found = Settings(staging_limit=value).staging_limit
-    assert found == expected
-    assert type(found) is type(expected)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "150%", "abc", "1", "0.0", "0%", "1.5", "-0.5", "1e3", "64XB", "%"])
 def test_bad_limits_name_the_variable_and_what_is_allowed(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("DCP_S3_STAGING_LIMIT", text)
-    with pytest.raises(SettingsError) as failure:
+    with pytest.raises(SettingsError, match="expected") as failure:
         S3Stager()
-    message = str(failure.value)
-    assert "DCP_S3_STAGING_LIMIT" in message
-    assert repr(text) in message
-    assert "expected" in message
+    assert "DCP_S3_STAGING_LIMIT" in str(failure.value)
+    assert repr(text) in str(failure.value)
 
 
-@pytest.mark.parametrize("value", [0, 1, -1, -0.5, 0.0, 1.5, True, [1], float("nan")])
+@pytest.mark.parametrize("value", [0, 1, -1, -0.5, 0.0, 1.5, True, [1], float("nan"), float("inf")])
 def test_bad_limits_as_arguments(value: Any) -> None:
     with pytest.raises(SettingsError, match="staging_limit"):
         S3Stager({"staging_limit": value})
-
-
-def test_an_infinite_limit_is_refused() -> None:
-    with pytest.raises(SettingsError, match="staging_limit"):
-        S3Stager({"staging_limit": float("inf")})
 
 
 @pytest.mark.parametrize("value", [0, -1, "two", 1.5])
@@ -275,9 +225,7 @@ def test_bad_generations(value: Any) -> None:
         S3Stager(generations=value)
 
 
-def test_defaults_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Settings()
-    assert (settings.staging_limit, settings.spill_dir) == (None, None)
+def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DCP_S3_STAGING_LIMIT", "2MiB")
     monkeypatch.setenv("DCP_S3_SPILL_DIR", "/somewhere")
     pool = S3Stager()._pool
@@ -285,14 +233,11 @@ def test_defaults_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert S3Stager(generations=5)._pool.generations == 5
 
 
-def test_a_fraction_is_shared_by_the_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fraction_is_measured_and_shared_by_the_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stager_module, "measure_available", lambda: 80 * 2**20)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert S3Stager({"staging_limit": "50%"})._pool.limit == 10 * 2**20
-    assert S3Stager({"staging_limit": "8MiB"})._pool.limit == 8 * 2**20
 
-
-def test_the_memory_is_measured_only_for_a_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> int:
         raise OSError("not Linux")
 

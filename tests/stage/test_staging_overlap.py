@@ -32,19 +32,11 @@ from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter
 from tests.end_to_end.states import DTYPES, bits, random_tensor
 from tests.ranks import run_ranks
 from tests.servers import S3Server
+from tests.stage.making import PATIENCE, PROCESS, STAGERS, THREAD, Saver
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
-_PATIENCE_SECONDS = 60
 _SAVES = 3
-STAGERS = ["blocking", "asynchronous", "writer"]
-
-
-def _make_stager(name: str) -> S3Stager | None:
-    """None: the writer stages."""
-    return None if name == "writer" else S3Stager(asynchronous=name == "asynchronous")
-
-
 # --- what is saved ---------------------------------------------------------------------------------------
 
 
@@ -208,7 +200,7 @@ class _UntilFile:
         self._path = path
 
     def __call__(self) -> None:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + PATIENCE
         while not self._path.exists():
             assert time.monotonic() < deadline, f"{self._path} did not appear"
             time.sleep(0.01)
@@ -271,7 +263,7 @@ def _count_sent() -> Iterator[list[int]]:
 
 def _save_three(url: str, directory: str, stager_name: str, kind: AsyncCheckpointerType) -> None:
     """One after the other, all changed in between; the first two cannot go on before the third waits for them."""
-    job, stager = _Job(0), _make_stager(stager_name)
+    job, stager = _Job(0), Saver(stager_name).stager
     go = Path(directory, f"go-{dist.get_rank() if dist.is_initialized() else 0}")
     uploads: list[Future[Any]] = []
     done_then: list[list[bool]] = []
@@ -296,15 +288,15 @@ def _save_three(url: str, directory: str, stager_name: str, kind: AsyncCheckpoin
             if stager_name == "asynchronous":
                 assert isinstance(answer, AsyncSaveResponse)
                 uploads.append(answer.upload_completion)
-                answer.staging_completion.result(_PATIENCE_SECONDS)
+                answer.staging_completion.result(PATIENCE)
             else:
                 uploads.append(answer)
         job.change(_SAVES)
         assert done_then, "the third save did not wait for a staged copy"
         assert done_then[0][:2] == [False, False], done_then
         for upload in uploads:
-            upload.result(_PATIENCE_SECONDS)
-    if kind is AsyncCheckpointerType.PROCESS:
+            upload.result(PATIENCE)
+    if kind is PROCESS:
         # 6 MB and more in each of three states: none of them went through the pipe.
         assert 0 < sum(sent) < 2_000_000, sum(sent)
     for step in range(_SAVES):
@@ -314,7 +306,7 @@ def _save_three(url: str, directory: str, stager_name: str, kind: AsyncCheckpoin
 
 
 @pytest.mark.quick("blocking-1-PROCESS", "asynchronous-2-PROCESS", "writer-2-THREAD")
-@pytest.mark.parametrize("kind", list(AsyncCheckpointerType), ids=lambda kind: str(kind.name))
+@pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=lambda kind: str(kind.name))
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stager", STAGERS)
 def test_three_saves_in_a_row_are_each_the_state_at_their_call(
@@ -327,7 +319,7 @@ def test_three_saves_in_a_row_are_each_the_state_at_their_call(
 def test_three_saves_in_a_row_without_process_group(
     root: str, memory_server: S3Server, tmp_path: Path, stager: str
 ) -> None:
-    _save_three(root, str(tmp_path), stager, AsyncCheckpointerType.THREAD)
+    _save_three(root, str(tmp_path), stager, THREAD)
 
 
 # --- a script that ends ----------------------------------------------------------------------------------
@@ -415,11 +407,11 @@ def _stage_while_the_gpu_works(url: str, stager: S3Stager, devices: list[torch.d
         _change_on_the_gpu(state)  # still under way when it is staged
         answer: Any = dcp.async_save(state, storage_writer=S3StorageWriter(f"{url}/{step}"), async_stager=stager)
         if stager.asynchronous:
-            answer.staging_completion.result(_PATIENCE_SECONDS)
+            answer.staging_completion.result(PATIENCE)
             answer = answer.upload_completion
         _change_on_the_gpu(state)
         _change_on_the_gpu(state)
-        answer.result(_PATIENCE_SECONDS)
+        answer.result(PATIENCE)
         expected = _to_cpu(_cuda_state(devices))
         for name, tensors in expected.items():
             if name != "cpu":

@@ -20,11 +20,11 @@ from dcp_s3.stage import turns
 from dcp_s3.stage.turns import StagedDict, Turn, current_turn, take_turn
 from tests.interpreter import Interpreter
 from tests.ranks import run_ranks
+from tests.s3.waiting import until
 from tests.servers import S3Server
+from tests.stage.making import PATIENCE, PROCESS, THREAD
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
-_PATIENCE_SECONDS = 60
 
 
 def _state(value: float) -> dict[str, Any]:
@@ -34,11 +34,11 @@ def _state(value: float) -> dict[str, Any]:
 def _save_delayed_then_at_once(urls: list[str], kind: AsyncCheckpointerType, delayed_rank: int) -> list[float]:
     """On one rank the first save can only begin after the second one's thread is there."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    if kind is AsyncCheckpointerType.PROCESS:  # which must be there before saves overlap
+    if kind is PROCESS:  # which must be there before saves overlap
         begun: Any = dcp.async_save(
             _state(0.0), storage_writer=S3StorageWriter(urls[0], overwrite=True), async_checkpointer_type=kind
         )
-        begun.result(_PATIENCE_SECONDS)
+        begun.result(PATIENCE)
     first, second = (S3Stager(asynchronous=True, generations=1) for _ in range(2))
     held: Any = first.stage_now(_state(0.0)) if rank == delayed_rank else None
     uploads: list[Future[Any]] = []
@@ -51,12 +51,12 @@ def _save_delayed_then_at_once(urls: list[str], kind: AsyncCheckpointerType, del
         )
         uploads.append(answer.upload_completion)
         if value == 2.0:
-            answer.staging_completion.result(_PATIENCE_SECONDS)
+            answer.staging_completion.result(PATIENCE)
     with pytest.raises(TimeoutError):  # it has nothing to wait for but its turn
-        uploads[1].result(1)
+        uploads[1].result(0.2)
     del held
     for upload in uploads:
-        upload.result(_PATIENCE_SECONDS)
+        upload.result(PATIENCE)
     found = []
     for url in urls:
         state = _state(0.0)
@@ -67,10 +67,10 @@ def _save_delayed_then_at_once(urls: list[str], kind: AsyncCheckpointerType, del
 
 
 def test_of_two_saves_to_one_url_the_later_call_stands(root: str, memory_server: S3Server) -> None:
-    assert _save_delayed_then_at_once([root, root], AsyncCheckpointerType.THREAD, 0) == [2.0, 2.0]
+    assert _save_delayed_then_at_once([root, root], THREAD, 0) == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("kind", list(AsyncCheckpointerType), ids=lambda kind: str(kind.name))
+@pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=lambda kind: str(kind.name))
 def test_ranks_whose_threads_come_in_different_orders_save_in_one_order(
     root: str, memory_server: S3Server, kind: AsyncCheckpointerType
 ) -> None:
@@ -89,13 +89,13 @@ def _fail_to_start_then_save(url: str) -> None:
         raise RuntimeError("no process can be started")
 
     process.__init__ = fail
-    kind = AsyncCheckpointerType.PROCESS
+    kind = PROCESS
     options: dict[str, Any] = {"storage_writer": S3StorageWriter(url), "async_checkpointer_type": kind}
     kept: Any = dcp.async_save(_state(1.0), **options)
     with pytest.raises(RuntimeError, match="no process can be started") as error:
-        kept.result(_PATIENCE_SECONDS)
+        kept.result(PATIENCE)
     again: Any = dcp.async_save(_state(2.0), **options)
-    again.result(_PATIENCE_SECONDS)
+    again.result(PATIENCE)
     assert error.value is not None
     found = _state(0.0)
     dcp.load(found, storage_reader=S3StorageReader(url))
@@ -114,12 +114,12 @@ def test_a_state_that_is_dropped_gives_up_its_turn() -> None:
     turn.go_with(state)
     waiting = threading.Thread(target=take_turn, args=("key",))
     waiting.start()
-    waiting.join(0.1)
-    assert waiting.is_alive(), "nobody knows yet what the earlier one shares"
+    assert not turn.ended.done()
     del state
     gc.collect()
-    waiting.join(_PATIENCE_SECONDS)
+    waiting.join(PATIENCE)
     assert not waiting.is_alive()
+    assert turn.ended.done()
 
 
 def test_a_turn_of_another_key_is_not_waited_for() -> None:
@@ -147,11 +147,11 @@ def test_a_save_says_every_now_and_then_what_it_waits_for(
     turn = Turn()
     waiting = threading.Thread(target=take_turn, args=("key",))
     waiting.start()
-    waiting.join(0.3)
+    until(lambda: "an earlier one that shares key with it" in caplog.text)
     assert waiting.is_alive()
     turn.end()
-    waiting.join(_PATIENCE_SECONDS)
-    assert "an earlier one that shares key with it" in caplog.text
+    waiting.join(PATIENCE)
+    assert not waiting.is_alive()
 
 
 def test_a_turn_ends_with_the_thread_of_its_save() -> None:
@@ -175,9 +175,9 @@ def test_a_turn_ends_with_the_thread_of_its_save() -> None:
 def _save_in_a_pool_of_the_users(url: str) -> None:
     staged: Any = S3Stager().stage(_state(1.0))
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(dcp.save, staged, storage_writer=S3StorageWriter(f"{url}/1")).result(_PATIENCE_SECONDS)
+        pool.submit(dcp.save, staged, storage_writer=S3StorageWriter(f"{url}/1")).result(PATIENCE)
         dcp.save(_state(2.0), storage_writer=S3StorageWriter(f"{url}/2"))  # with that thread idle, and the state kept
-        dcp.async_save(_state(3.0), storage_writer=S3StorageWriter(f"{url}/3")).result(_PATIENCE_SECONDS)
+        dcp.async_save(_state(3.0), storage_writer=S3StorageWriter(f"{url}/3")).result(PATIENCE)
         assert len(staged) == len(_state(1.0))
 
 
@@ -204,7 +204,7 @@ def test_a_turn_that_outlasts_the_interpreter_ends_in_silence(interpreter: Inter
 def test_a_save_of_a_staged_state_in_a_thread_of_the_users_holds_no_other_up(
     root: str, memory_server: S3Server
 ) -> None:
-    run_ranks(2, _save_in_a_pool_of_the_users, root, timeout=_PATIENCE_SECONDS)
+    run_ranks(2, _save_in_a_pool_of_the_users, root, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

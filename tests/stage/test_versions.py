@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter, errors
 from dcp_s3.load.peers.shared_read import SharedRead
-from dcp_s3.stage.copier import Copier
 from tests.faulty import BUCKET, FaultyServer
 from tests.ranks import run_ranks
 from tests.servers import S3Server
+from tests.stage.making import PATIENCE, HeldUp
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"), pytest.mark.timeout(120)]
 
-_PATIENCE_SECONDS = 60
 _MODIFIED = "modified by an inplace operation"
 LARGE = (700, 300)  # more than what is received through a buffer, and than an item that is decoded at once
 SMALL = (5, 3)
@@ -165,25 +163,11 @@ def test_a_load_that_fails_counts(memory_server: S3Server, root: str, s3: Any, b
 # --- while the state is staged ---------------------------------------------------------------------------
 
 
-class _HeldUp:
-    """Staging copies when `go` is set."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go = threading.Event()
-        copy = Copier.copy
-
-        def wait(*arguments: Any) -> Any:
-            assert self.go.wait(_PATIENCE_SECONDS)
-            return copy(*arguments)
-
-        monkeypatch.setattr(Copier, "copy", wait)
-
-
 def _failure_of_save(
     state: dict[str, Any], monkeypatch: pytest.MonkeyPatch, run: str, change: Callable[[], object]
 ) -> BaseException:
     """Of a save to ``run``/new, of which staging is held up during ``change``."""
-    held_up = _HeldUp(monkeypatch)
+    held_up = HeldUp(monkeypatch)
     with S3Stager(asynchronous=True) as stager:
         saved = dcp.async_save(state, storage_writer=S3StorageWriter(f"{run}/new"), async_stager=stager)
         try:
@@ -192,7 +176,7 @@ def _failure_of_save(
         finally:
             held_up.go.set()
         with pytest.raises((CheckpointException, errors.StagingError)) as failure:
-            saved.upload_completion.result(_PATIENCE_SECONDS)
+            saved.upload_completion.result(PATIENCE)
     return failure.value
 
 

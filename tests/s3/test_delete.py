@@ -1,4 +1,4 @@
-"""Prune on real servers: names, versions, and stores that have no DeleteObjects."""
+"""Deletes on S3: a prune on every server, versions, batches, and stores that are different."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from dcp_s3 import CheckpointCatalog, errors, latest, prune, remove
-from dcp_s3.s3 import operations, retry
+from dcp_s3.s3 import operations
 from dcp_s3.s3.listing import StoredVersion, old_versions
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.store import DeleteTarget
-from dcp_s3.url import parse_url
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.retention.making import keys, put, save
 
 NAMES = ["step-1", "step 2", "step+3", "%20 step 4", "ü-step5", "step&<6>", "a\"b'step7", "step-10"]
+RUN = f"s3://{BUCKET}/run"
 
 
 def test_names_of_every_kind_and_only_these(s3: Any, root: str) -> None:
@@ -33,22 +33,6 @@ def test_names_of_every_kind_and_only_these(s3: Any, root: str) -> None:
     assert {each.name for each in report.deleted} == set(NAMES) - set(kept)
     assert keys(s3, run) == {f"{name}/{path}": size for name, found in kept.items() for path, size in found.items()}
     assert keys(s3, f"{run}x") == others
-
-
-def test_keys_of_every_kind_in_one_batch(s3: Any, bucket: str) -> None:
-    names = ["a b", "a+b", "a%20b", "ü/\U0001f600", "&<>\"'", "]]>", "a", "ab", "__0_0.distcp"]
-    for name in [*names, *(f"{name}x" for name in names)]:
-        s3.put_object(Bucket=bucket, Key=f"run/{name}", Body=b"1")
-    assert S3Store(bucket, Settings()).delete([DeleteTarget(f"run/{name}") for name in names]) == []
-    assert set(keys(s3, f"s3://{bucket}/run")) == {f"{name}x" for name in names}
-
-
-@pytest.mark.servers("memory")
-def test_newlines_in_the_name_of_a_checkpoint(s3: Any, root: str) -> None:
-    for name in ("step-1", "step\n-2\r", "step-3"):
-        save(f"{root}/{name}")
-    assert prune(root, "latest:1").ok
-    assert {path.split("/")[0] for path in keys(s3, root)} == {"step-3"}
 
 
 # --- versions ------------------------------------------------------------------------------------
@@ -100,13 +84,13 @@ def test_all_versions_leaves_nothing_of_what_goes_and_all_of_what_stays(s3: Any,
     assert not [each for each in versions(s3, bucket) if "/step-10/" in each["Key"]]
 
 
-def test_all_versions_needs_a_store_that_lists_them(s3: Any, root: str, memory_server: Any) -> None:
+def test_all_versions_needs_a_store_that_lists_them(faulty: FaultyServer) -> None:
     for step in (1, 2):
-        save(f"{root}/step-{step}")
-    before = keys(s3, root)
+        save(f"{RUN}/step-{step}")
+    before = faulty.s3.objects(BUCKET)
     with pytest.raises(errors.StorageError, match="ListObjectVersions"):
-        prune(root, "latest:1", all_versions=True)
-    assert keys(s3, root) == before
+        prune(RUN, "latest:1", all_versions=True)
+    assert faulty.s3.objects(BUCKET) == before
 
 
 def test_markers_go_last_and_what_is_current_stays() -> None:
@@ -114,91 +98,84 @@ def test_markers_go_last_and_what_is_current_stays() -> None:
         return StoredVersion(key, number, **({"is_current": False, "is_marker": False} | fields))
 
     found = [
-        version("m", "3", is_current=True),
-        version("m", "2", is_marker=True),
-        version("m", "1"),
-        version("d", "2", is_current=True, is_marker=True),
-        version("d", "1"),
-        version("other", "1"),
-    ]
+        version("m", "3", is_current=True), version("m", "2", is_marker=True), version("m", "1"),
+        version("d", "2", is_current=True, is_marker=True), version("d", "1"), version("other", "1"),
+    ]  # fmt: skip
     steps = old_versions(found, {"m"}, {"d"})
     assert [[(each.key, each.version_id) for each in step] for step in steps] == [
-        [("m", "1")],
-        [("d", "1")],
-        [("m", "2"), ("d", "2")],
-    ]
+        [("m", "1")], [("d", "1")], [("m", "2"), ("d", "2")],
+    ]  # fmt: skip
 
 
-# --- stores that are different -------------------------------------------------------------------
+# --- batches, and stores that are different ------------------------------------------------------
 
 
 @pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    monkeypatch.setattr(retry, "BACKOFF_BASE", 0.001)
+def store(faulty: FaultyServer) -> S3Store:
+    """With the objects a, b, c."""
     operations.forget()
-    with serve(monkeypatch) as server:
-        yield server
+    store = S3Store(BUCKET, Settings())
+    for key in "abc":
+        store.put(key, b"1")
+    return store
 
 
 @pytest.mark.parametrize("status", [501, 400])
-def test_without_deleteobjects_objects_go_one_by_one(faulty: FaultyServer, status: int) -> None:
-    run = f"s3://{BUCKET}/run"
-    for step in (1, 2, 3):
-        save(f"{run}/step-{step}")
+def test_without_deleteobjects_objects_go_one_by_one(store: S3Store, faulty: FaultyServer, status: int) -> None:
     faulty.s3.reset_counters()
     faulty.rule = lambda request: (
         Fault.error(status, "InvalidRequest") if request.operation == "DeleteObjects" else None
     )
-    assert prune(run, "latest:1", settings={"concurrency": 1}).ok
-    assert {key.split("/")[1] for key in faulty.s3.objects(BUCKET)} == {"step-3"}
-    before = faulty.s3.counters.requests["DeleteObjects"]
-    save(f"{run}/step-4")
-    assert prune(run, "latest:1").ok
-    assert faulty.s3.counters.requests["DeleteObjects"] - before == (status == 400)
+    assert store.delete(["a", "b"]) == []
+    assert faulty.s3.objects(BUCKET) == {"c": 1}
+    store.delete(["b", "c"])
+    assert faulty.s3.objects(BUCKET) == {}
+    assert faulty.s3.counters.requests["DeleteObjects"] == 1 + (status == 400)
 
 
-def test_a_store_that_refuses_conditions_that_hold_is_asked_without(faulty: FaultyServer) -> None:
-    run = f"s3://{BUCKET}/run"
-    for step in (1, 2):
-        save(f"{run}/step-{step}")
+@pytest.mark.parametrize("keys", [["a"], ["a", "b"]])
+def test_a_store_that_refuses_conditions_that_hold_is_asked_without(
+    store: S3Store, faulty: FaultyServer, keys: list[str]
+) -> None:
     faulty.rule = lambda request: Fault.error(412, "PreconditionFailed") if "if-match" in request.headers else None
-    assert [each.name for each in prune(run, "latest:1").deleted] == ["step-1"]
+    assert store.delete([DeleteTarget(key, store.head(key).etag) for key in keys]) == []
+    assert not set(keys) & faulty.s3.objects(BUCKET).keys()
 
 
-def test_a_batch_deletes_what_has_its_etag_and_says_what_has_not(faulty: FaultyServer) -> None:
-    bucket = S3Store(BUCKET, Settings())
-    for key in ("a", "b", "c"):
-        bucket.put(key, b"1")
-    etags = {key: bucket.get(key).etag for key in ("a", "b", "c")}
-    bucket.put("b", b"2")
-    targets = [
-        DeleteTarget("a", etags["a"]),
-        DeleteTarget("b", etags["b"]),
-        DeleteTarget("c"),
-        DeleteTarget("gone", '"x"'),
-    ]
-    assert bucket.delete(targets) == ["b"]
-    assert faulty.s3.objects(BUCKET) == {"b": 1}
-    assert parse_url(f"s3://{BUCKET}").bucket == BUCKET
-    assert bucket.delete([DeleteTarget("b", etags["b"])]) == ["b"]
+def test_throttled_keys_are_tried_again(store: S3Store, faulty: FaultyServer) -> None:
+    left = [6]
+
+    def throttle(request: Any) -> Fault | None:
+        if request.operation == "DeleteObjects" and left[0]:
+            left[0] -= 1
+            return Fault.delete_partly("SlowDown") if left[0] % 2 else Fault.error(503, "SlowDown")
+        return None
+
+    faulty.rule = throttle
+    assert store.delete(["a", "b"]) == []
+    assert (left, faulty.s3.objects(BUCKET)) == ([0], {"c": 1})
 
 
-def test_a_key_that_is_never_deleted_fails_and_the_others_go(faulty: FaultyServer) -> None:
-    bucket = S3Store(BUCKET, Settings())
-    for key in ("a", "b"):
-        bucket.put(key, b"1")
+def test_newlines_in_keys_of_a_batch(store: S3Store, faulty: FaultyServer) -> None:
+    """XML makes spaces of them unless they are escaped."""
+    for key in ("a\n-2\r", "a -2 "):
+        store.put(key, b"1")
+    assert store.delete(["a\n-2\r", "b"]) == []
+    assert faulty.s3.objects(BUCKET).keys() == {"a", "a -2 ", "c"}
+
+
+def test_a_key_that_is_never_deleted_fails_and_the_others_go(store: S3Store, faulty: FaultyServer) -> None:
     faulty.rule = lambda _: Fault.delete_partly("AccessDenied")
     with pytest.raises(errors.AccessDeniedError, match="'a' was not deleted"):
-        bucket.delete([DeleteTarget("a"), DeleteTarget("b")])
+        store.delete(["a", "b", "c"])
     assert faulty.s3.objects(BUCKET) == {"a": 1}
 
 
-def test_batches_have_a_thousand_keys(faulty: FaultyServer) -> None:
-    save(f"s3://{BUCKET}/run/step-2")
-    store: Any = faulty.s3._store
-    stored = store.get(BUCKET, "run/step-2/.metadata")
+def test_batches_have_a_thousand_keys(store: S3Store, faulty: FaultyServer) -> None:
+    memory: Any = faulty.s3._store
     for number in range(2100):
-        store.put(BUCKET, f"run/step-1/__{number}_0-abcdef.distcp", stored.body, headers={})
+        memory.put(BUCKET, f"run/{number}", b"", headers={})
     faulty.s3.reset_counters()
-    assert remove(f"s3://{BUCKET}/run/step-1", force=True).objects == 2100
+    assert store.delete([f"run/{number}" for number in range(2100)]) == []
     assert faulty.s3.counters.requests["DeleteObjects"] == 3
+    assert faulty.s3.objects(BUCKET).keys() == set("abc")

@@ -1,0 +1,134 @@
+"""Pools, stagers and saves of the tests of staging."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+
+from dcp_s3 import S3Stager, S3StorageWriter
+from dcp_s3.stage.copier import Copier
+from dcp_s3.stage.pool import BufferPool, Slot
+from tests.s3.waiting import until
+
+MIB = 2**20
+PATIENCE = 60.0  # seconds; less than the process group's: whoever fails because a collective timed out is too late
+THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
+STAGERS = ["blocking", "asynchronous", "writer"]
+
+
+def make_pool(**options: Any) -> BufferPool:
+    return BufferPool(**{"limit": None, "generations": 2, "spill_dir": None, **options})
+
+
+def stage_once(state: dict[str, Any], **options: Any) -> dict[str, Any]:
+    staged = S3Stager(options or None).stage(state)
+    assert isinstance(staged, dict)
+    return staged
+
+
+class Holder:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Saver:
+    """`dcp.async_save` by one way of staging."""
+
+    def __init__(
+        self,
+        staging: str,
+        kind: AsyncCheckpointerType = THREAD,
+        settings: dict[str, Any] | None = None,
+        generations: int = 2,
+    ) -> None:
+        self._settings, self._kind = settings or {}, kind
+        # The writer's own stager belongs to the process and its settings: the same one each time.
+        asynchronous = staging == "asynchronous"
+        self.stager = (
+            None
+            if staging == "writer"
+            else S3Stager(self._settings, asynchronous=asynchronous, generations=generations)
+        )
+
+    def save(self, url: str, state: dict[str, Any], **options: Any) -> Future[Any]:
+        """The future of the upload; it has been staged."""
+        answer: Any = dcp.async_save(
+            state,
+            storage_writer=S3StorageWriter(url, settings=self._settings, overwrite=options.pop("overwrite", False)),
+            async_stager=self.stager,
+            async_checkpointer_type=self._kind,
+            **options,
+        )
+        upload: Future[Any] = answer.upload_completion if isinstance(answer, AsyncSaveResponse) else answer
+        return upload
+
+
+class Waiter:
+    """A thread that asks the pool for memory; `waits` returns once it waits."""
+
+    def __init__(self, pool: BufferPool, sizes: list[int], caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+        caplog.set_level(logging.INFO, "dcp_s3.stage.pool")
+        self._before = self._reports()
+        self.slots: list[Slot] = []
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(pool, sizes), daemon=True)
+        self._thread.start()
+
+    def _reports(self) -> int:
+        return sum(record.getMessage().startswith("staging waits") for record in self._caplog.records)
+
+    def _run(self, pool: BufferPool, sizes: list[int]) -> None:
+        try:
+            self.slots = pool.acquire(sizes)
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            self.error = error
+
+    def waits(self) -> None:
+        until(lambda: self._reports() > self._before or not self._thread.is_alive())
+        assert self._thread.is_alive(), f"it did not wait: {self.error!r}"
+
+    def result(self) -> list[Slot]:
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive(), "it still waits"
+        if self.error is not None:
+            raise self.error
+        return self.slots
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+
+class HeldUp:
+    """The copy of a state begins when `go` is set; `reached` tells that it is about to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.reached = threading.Event(), threading.Event()
+        copy = Copier.copy
+
+        def wait(*arguments: Any) -> Any:
+            self.reached.set()
+            assert self.go.wait(PATIENCE)
+            return copy(*arguments)
+
+        monkeypatch.setattr(Copier, "copy", wait)
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
