@@ -22,11 +22,9 @@ from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import (
     CLAIM,
     data_object,
-    intent_object,
+    joint_object,
     new_nonce,
     new_save_id,
-    notice_object,
-    part_object,
     spread,
     step_of,
 )
@@ -257,7 +255,7 @@ def deleted(report: PruneReport) -> list[str]:
     return [each.name for each in report.deleted]
 
 
-COORDINATION = (CLAIM, part_object("ab", 1, 0, "ef"), intent_object("ab", 2, "ef"), notice_object("ab"))
+COORDINATION = (CLAIM, *(joint_object("ab", kind, name) for kind, name in (("part", 1), ("intent", 2), ("roll", "ef"))))
 """What a save without collectives writes beside its data."""
 BOARD = ".dcp_s3/board-ab-queue"
 

@@ -15,89 +15,9 @@ from dcp_s3 import KeepLatest, Plan, PruneReport
 from dcp_s3.checkpoint.deletion import still_there
 from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.errors import TransferError
-<<<<<<< HEAD
-from dcp_s3.format.layout import CLAIM, joint_object
-from dcp_s3.s3.client import close_clients
-from tests.killing import AtRequest, begin, kill_all, new_process, running, wait_until_quiet
-from tests.retention.catalogs import Catalog, serve_catalog
-from tests.retention.runs import DAY, HOUR, ROOT, Run
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
-    with pytest.MonkeyPatch.context() as patch, serve_catalog(patch, tmp_path_factory.mktemp("foreign")) as catalog:
-        yield catalog
-
-
-@pytest.fixture
-def catalog(made: Catalog, monkeypatch: pytest.MonkeyPatch) -> Catalog:
-    made.put_back()
-    made.server.rule = lambda _: None
-    monkeypatch.setenv("DCP_S3_ENDPOINT_URL", made.server.s3.endpoint_url)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "a")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    return made
-
-
-class Mixed:
-    """Something of everything that a prune deletes, put back as often as a test wants.
-
-    Committed: step-1 of ours with metrics, step-2 of another writer, step-9 to stay. Left over: step-5, objects in
-    step-9, an upload, a board.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.run = run = Run()
-        run.save("step-1")
-        run.annotate("step-1", {"loss": 1})
-        run.save_foreign("step-2", directory)
-        run.save("step-9")
-        self.commits: dict[str, set[str]] = {}
-        """Of each committed checkpoint, by the key of its ``.metadata``, the keys of what it needs."""
-        for key in run.objects():
-            if not key.endswith((".metadata", "metrics.json")):
-                self.commits.setdefault(f"run/{key.split('/')[1]}/.metadata", set()).add(key)
-        self.keep = {key for key in run.objects() if key.startswith("run/step-9/")}
-        run.save("step-5")
-        run.delete("step-5", ".metadata")
-        run.put("step-9", "__0_0-abcdef.distcp")
-        run.clock.now += 60  # a claim that is no newer than the commit is of the save that committed
-        for name in ("step-5", "step-9"):  # of saves without collectives
-            for path in (
-                CLAIM,
-                joint_object("ab", "part", 1),
-                joint_object("ab", "intent", 2),
-                joint_object("ab", "roll", "ef"),
-            ):
-                run.put(name, path)
-        run.memory.put("run/.dcp_s3/board-ab-queue", b"x")
-        run.open_upload("run/step-9/__0_1-abcdef.distcp")
-        run.clock.now += 2 * DAY
-        self.start = run.memory.snapshot()
-
-    def put_back(self) -> None:
-        self.run.rule = lambda method, key: None
-        self.run.memory.put_back(self.start)
-
-    @property
-    def keys(self) -> frozenset[str]:
-        return frozenset(self.run.objects())
-
-    def check_committed(self) -> None:
-        """No checkpoint that reads as committed has lost an object."""
-        there = self.keys
-        for metadata, needed in self.commits.items():
-            assert metadata not in there or needed <= there, f"{metadata} lost {needed - there}"
-
-    def check_done(self) -> None:
-        assert self.keys == self.keep
-        assert self.run.memory.uploads("") == []
-=======
 from dcp_s3.format.control_files import DeletionList
 from dcp_s3.store import ListedObject
 from tests.retention.runs import HOUR, Mixed, deleted, nothing
->>>>>>> ffb00f07c42c8af6fe825b53c61e077f1f941294
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def test_what_is_read_is_whole(faulty: FaultyServer, operation: str) -> None:
         "GetObject": (lambda: bucket.get("key").data, DATA[:1000]),
         "HeadObject": (lambda: bucket.head("key").size, 1000),
         "ListObjectsV2": (lambda: [(each.key, each.size) for each in bucket.list("k").objects], [("key", 1000)]),
-        "ListMultipartUploads": (lambda: bucket.run(uploads_of("upload")), [upload_id]),
+        "ListMultipartUploads": (lambda: bucket.run(uploads_of(bucket, "upload")), [upload_id]),
         "ListParts": (lambda: [part.size for part in bucket.run(list_parts("upload", upload_id)).values()], [4]),
     }[operation]
     for size in range(0, 260, 3):
@@ -121,7 +121,7 @@ def do(bucket: S3Store, operation: str, upload_id: str) -> Any:
         "GetObject": lambda: bucket.get("a").data,
         "HeadObject": lambda: bucket.head("a").size,
         "ListObjectsV2": lambda: [each.key for each in bucket.list("").objects],
-        "ListMultipartUploads": lambda: bucket.run(uploads_of("upload")),
+        "ListMultipartUploads": lambda: bucket.run(uploads_of(bucket, "upload")),
         "ListParts": lambda: [part.size for part in bucket.run(list_parts("upload", upload_id)).values()],
         "DeleteObject": lambda: bucket.delete(["a"]),
         "DeleteObjects": lambda: bucket.delete(KEYS),
@@ -167,7 +167,7 @@ def test_an_answer_that_s3_did_not_give_is_not_believed(faulty: FaultyServer, op
             continue
         for key in faulty.s3.objects(BUCKET):
             bucket.delete([key])
-        for each in bucket.run(uploads_of("upload")):
+        for each in bucket.run(uploads_of(bucket, "upload")):
             bucket.abort(Upload("upload", each))
         bucket, upload_id = prepare()
         assert state(faulty) == before

@@ -26,7 +26,7 @@ KEY = "run/ke y+ü%"
 
 
 def list_uploads(bucket: S3Store, key: str) -> list[str]:
-    return bucket.run(multipart.uploads_of(key))
+    return bucket.run(multipart.uploads_of(bucket, key))
 
 
 def list_parts(bucket: S3Store, key: str, upload_id: str) -> dict[int, KnownPart]:

@@ -167,23 +167,23 @@ def test_a_page_asks_for_the_next_one() -> None:
         "Contents": [{"Key": "a", "Size": 1, "LastModified": "2015-10-21T07:28:00.000Z"}],
         "CommonPrefixes": [{"Prefix": "a/"}], "IsTruncated": True, "NextContinuationToken": "t",
     }  # fmt: skip
-    page, [first] = carry_out(listing.page("", "/"), answer)
+    page, [first] = carry_out(listing.page(PLACE, "", "/"), answer)
     assert ([each.key for each in page.objects], page.prefixes, page.next_token) == (["a"], ("a/",), "t")
     assert "ContinuationToken" not in request_arguments(first)
-    _, [second] = carry_out(listing.page("", "/", token=page.next_token), {})
+    _, [second] = carry_out(listing.page(PLACE, "", "/", token=page.next_token), {})
     assert request_arguments(second)["ContinuationToken"] == "t"
 
 
 def test_a_marker_of_one_page_is_not_sent_for_the_page_after_the_next() -> None:
     cut_off = {"IsTruncated": True, "NextKeyMarker": "a", "NextVersionIdMarker": "1"}
-    _, asked = carry_out(listing.versions(""), cut_off, {"IsTruncated": True, "NextKeyMarker": "b"}, {})
+    _, asked = carry_out(listing.versions(PLACE, ""), cut_off, {"IsTruncated": True, "NextKeyMarker": "b"}, {})
     assert [request_arguments(each).get("VersionIdMarker") for each in asked] == [None, "1", None]
 
 
 @pytest.mark.parametrize("answers", [[{}], [{"NextKeyMarker": "a"}, {"NextKeyMarker": "a"}]])
 def test_a_listing_that_does_not_go_on_is_an_error(answers: list[dict[str, Any]]) -> None:
     with pytest.raises(errors.TransferError, match="does not say where to go on"):
-        carry_out(listing.versions(""), *({"IsTruncated": True} | each for each in answers))
+        carry_out(listing.versions(PLACE, ""), *({"IsTruncated": True} | each for each in answers))
 
 
 def test_the_start_of_an_object_is_one_request_but_where_there_are_no_ranges() -> None:
