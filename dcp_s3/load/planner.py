@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+import math
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -10,15 +12,18 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 
+from dcp_s3 import errors
 from dcp_s3.boundary import called_by_dcp
 from dcp_s3.collector import collector_paused
-from dcp_s3.load.aliases import without_tied
-from dcp_s3.load.names import find_mismatch, is_other_kind
+from dcp_s3.load.names import count_by_prefix, find_mismatch, is_other_kind
 from dcp_s3.load.overlaps import Box, find_overlaps
+from dcp_s3.tensor_memory import is_plain
 from dcp_s3.torch_private import ShardedTensor, create_chunk_list
+
+logger = logging.getLogger(__name__)
 
 _TENSOR = LoadItemType.TENSOR
 
@@ -95,20 +100,6 @@ _FAST = _is_exact()
 _Boxes = tuple[Box, ...]
 
 
-class FailureTeller:
-    """Metadata that a reader has read carries it, so that a planner can tell of a failure. Copies tell nobody."""
-
-    def __init__(self, tell: Callable[[BaseException], None] | None = None) -> None:
-        self._tell = tell
-
-    def __call__(self, error: BaseException) -> None:
-        if self._tell is not None:
-            self._tell(error)
-
-    def __reduce__(self) -> tuple[type[FailureTeller], tuple[()]]:
-        return FailureTeller, ()
-
-
 class S3LoadPlanner(DefaultLoadPlanner):
     """Makes the plan that torch's DefaultLoadPlanner makes, sooner; pass it to `dcp.load` as ``planner``.
 
@@ -171,6 +162,30 @@ class S3LoadPlanner(DefaultLoadPlanner):
         tensor: torch.Tensor = super().lookup_tensor(index)
         self._found = index, entry, tensor
         return tensor
+
+
+def without_tied(state: dict[str, Any], saved: Container[str]) -> dict[str, Any]:
+    """A flat state without the names that are not ``saved`` but are the same memory as one that is: files of Hugging
+    Face have one of the names of tied parameters."""
+    missing = [name for name in state if name not in saved]
+    if not missing:
+        return state
+    found = {_memory(entry) for name, entry in state.items() if name in saved} | {_NOTHING}
+    tied = {name for name in missing if _memory(state[name]) in found - {None}}
+    return {name: entry for name, entry in state.items() if name not in tied} if tied else state
+
+
+_NOTHING = "a shard without elements"
+
+
+def _memory(entry: Any) -> object:
+    """What two entries have in common if they are the same memory; None if that cannot be told."""
+    local = entry.to_local() if isinstance(entry, DTensor) else entry
+    if not isinstance(local, torch.Tensor) or not is_plain(local) or entry.numel() == 0:
+        return None
+    if local.numel() == 0:
+        return _NOTHING  # of this rank; the other ranks tell whether the name is missing
+    return local.data_ptr(), local.shape, local.stride(), local.dtype, local.device, entry.shape
 
 
 def create_load_plan(state_dict: dict[str, Any], metadata: Metadata, *, strict: bool) -> LoadPlan:
@@ -297,3 +312,45 @@ def _mismatch(state_dict: dict[str, Any], metadata: Metadata, strict: bool) -> E
     url = getattr(metadata.storage_meta, "checkpoint_id", None)
     found = find_mismatch(state_dict, metadata, str(url or ""), strict=strict)
     return AssertionError("the state fits the checkpoint") if found is None else found
+
+
+# --- what torch does not say ----------------------------------------------------------------------
+
+
+def log_unexpected(planner: LoadPlanner, metadata: Metadata, url: str) -> None:
+    """Log in one line which saved names are not loaded, if the planner is torch's or ours."""
+    state = getattr(planner, "state_dict", None)
+    if not isinstance(planner, DefaultLoadPlanner) or not isinstance(state, dict):
+        return
+    unexpected = [name for name in metadata.state_dict_metadata if name not in state]
+    if unexpected:
+        count, names = len(unexpected), count_by_prefix(unexpected)
+        logger.info("%d names in %s are not in the state and are not loaded: %s", count, url, names)
+
+
+def check_filled(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata, url: str) -> None:
+    """Check that a plan of torch's planner, or ours, fills the tensors of its state: torch itself leaves as it is what
+    no saved chunk covers.
+
+    Raises:
+        CorruptCheckpointError
+    """
+    state = getattr(planner, "state_dict", None)
+    if not isinstance(planner, DefaultLoadPlanner) or not isinstance(state, dict):
+        return
+    if type(planner).create_local_plan not in (DefaultLoadPlanner.create_local_plan, S3LoadPlanner.create_local_plan):
+        return
+    planned: dict[str, int] = {}
+    for item in plan.items:
+        fqn = item.dest_index.fqn
+        planned[fqn] = planned.get(fqn, 0) + math.prod(item.lengths)
+    for fqn, entry in state.items():
+        if not isinstance(metadata.state_dict_metadata.get(fqn), TensorStorageMetadata):
+            continue
+        local = entry.to_local() if isinstance(entry, DTensor) else entry
+        if type(local) in (torch.Tensor, torch.nn.Parameter) and local.numel() != planned.get(fqn, 0):
+            raise errors.CorruptCheckpointError(
+                f"the metadata of {url} has chunks with {planned.get(fqn, 0)} of the {local.numel()} elements of "
+                f"{fqn!r} that are to be loaded here. It is damaged, or was merged wrongly: load an earlier checkpoint",
+                url=url,
+            )

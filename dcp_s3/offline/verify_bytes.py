@@ -14,8 +14,8 @@ import torch
 from dcp_s3 import errors
 from dcp_s3.checksum import crc_hex
 from dcp_s3.format.blocks import Range
-from dcp_s3.load.archive_heads import ArchiveHeads, ItemKind
-from dcp_s3.load.engine import Engine, Receiver, Source
+from dcp_s3.load.archives import ArchiveHeads, ItemKind
+from dcp_s3.load.fetch import Fetcher, Receiver
 from dcp_s3.load.plan import ReadRequest, Segment
 from dcp_s3.load.transfer import Buffer, Reception, Transfer
 from dcp_s3.memory import ReadTarget
@@ -45,9 +45,6 @@ class _Checked(Transfer):
     def name_of(self, part: Range) -> str:
         return self.path
 
-    def put(self, offset: int, data: memoryview) -> None:
-        pass  # everything is received in place
-
     def give_up(self, error: errors.CorruptCheckpointError) -> None:
         if error.__cause__ is None:
             return  # the mismatch is noted already
@@ -70,8 +67,8 @@ class _StreamedObject(_Checked):
         self._scan = ObjectScan(data)
 
     def targets(self, start: int, length: int, buffer: Buffer) -> list[ReadTarget]:
-        buffer.reserve(BLOCK)
-        return [ReadTarget(buffer.view(0, size), checksum=True) for size in self._scan.segments(start, length, BLOCK)]
+        block = buffer.reserve(BLOCK)
+        return [ReadTarget(block[:size], checksum=True) for size in self._scan.segments(start, length, BLOCK)]
 
     def received(self, start: int, targets: Sequence[ReadTarget]) -> bool:
         runs = self._scan.join(start, ((target.crc or 0, target.view.nbytes) for target in targets))
@@ -190,7 +187,7 @@ class ByteCheck:
     """Reads data objects and compares their bytes. Progress does not count bytes that are read again."""
 
     def __init__(self, store: S3Store, url: CheckpointURL, on_progress: OnProgress | None) -> None:
-        self._engine = Engine(Source(store, url, store.settings), "dcp_s3-verify", _receiver)
+        self._fetcher = Fetcher(store, url, store.settings, "dcp_s3-verify", receiver=_receiver)
         self._settings = store.settings
         self._on_progress = on_progress
         self._changed: set[str] = set()
@@ -207,9 +204,7 @@ class ByteCheck:
         if not most:
             return
         self._left = {data.path: bytes_to_read(data) for data in objects}
-        with self._engine.fetch(
-            self._requests(objects), most=most, ahead=2 * self._settings.max_connections
-        ) as arrivals:
+        with self._fetcher.fetch(self._requests(objects), most=most) as arrivals:
             for request, finished in arrivals:
                 self._take(request, finished)
 

@@ -75,13 +75,13 @@ def test_what_is_converted_comes_through_bounded_memory(
         dcp.save(state, storage_writer=S3StorageWriter(root, settings={"part_size": "5MiB"}))
     sizes, reserve = [0], Buffer.reserve
 
-    def record(buffer: Buffer, size: int) -> None:
+    def record(buffer: Buffer, size: int) -> memoryview:
         sizes.append(size)
-        reserve(buffer, size)
+        return reserve(buffer, size)
 
     monkeypatch.setattr(Buffer, "reserve", record)
     target = {"w": torch.zeros(3_000_000, dtype=torch.bfloat16)}
-    monkeypatch.setattr("dcp_s3.load.engine.LOAD_BUFFERS", 4 * 2**20)
+    monkeypatch.setattr("dcp_s3.load.fetch.LOAD_BUFFERS", 4 * 2**20)
     dcp.load(target, storage_reader=S3StorageReader(root, settings={"concurrency": 4}))
     assert torch.equal(target["w"], state["w"].bfloat16())
     assert 2**19 < max(sizes) < 2**20 + 2**12, "a quarter of 4 MiB for each of 4 connections"

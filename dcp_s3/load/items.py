@@ -1,0 +1,292 @@
+"""The items of a load plan on their way: which bytes each needs, and how they come to their place.
+
+They come as ranges of the object (from S3), or as sections of the item's box (from another rank, `load/peers`).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch.distributed.checkpoint.planner import ReadItem
+
+from dcp_s3 import errors
+from dcp_s3.format.archive import ArchiveHead
+from dcp_s3.format.blocks import Range
+from dcp_s3.load.boxes import Box, Section, boxes_of_section, covering_run, find_section, row_major_strides
+from dcp_s3.load.transfer import Transfer
+from dcp_s3.tensor_memory import is_direct, view_bytes
+from dcp_s3.torch_private import narrow_tensor_by_index
+
+
+class ItemTransfer(Transfer):
+    """One read item.
+
+    Offsets of a `TensorTransfer` count from the beginning of the saved chunk; those of a `StreamTransfer`
+    count from the beginning of the stored item.
+
+    Attributes:
+        item: item of the load plan.
+        target: the tensor to load into, None for an item that is not a tensor.
+        loaded: the decoded value of an item that is not a tensor.
+        sizes: shape of the stored data that is read: of the chunk, or (bytes,) for a whole item.
+        dtype: dtype of the stored data; uint8 for a whole item.
+        box: the box of the stored data that the item needs.
+    """
+
+    __slots__ = ("box", "dtype", "item", "loaded", "sizes", "target")
+
+    def __init__(
+        self,
+        item: ReadItem,
+        path: str,
+        base: int,
+        ranges: Sequence[Range],
+        target: torch.Tensor | None,
+        owned: tuple[int, int] | None,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        box: Box,
+    ) -> None:
+        super().__init__(path, base, ranges, owned)
+        self.item, self.target = item, target
+        self.loaded: io.BytesIO | None = None
+        self.sizes, self.dtype, self.box = sizes, dtype, box
+
+    def name_of(self, part: Range) -> str:
+        return self.item.storage_index.fqn
+
+    # --- by sections ----------------------------------------------------------------------------------
+
+    def expect_sections(self) -> None:
+        """Let all of its box come by sections, not by ranges. Call it before anything arrives."""
+        self.missing = self.box.numel * self.dtype.itemsize
+
+    def section(self, start: int, stop: int) -> Section:
+        """The section that the item needs of stored bytes ``start`` to ``stop``."""
+        size = self.dtype.itemsize
+        return find_section(self.sizes, self.box, start // size, stop // size)
+
+    @abstractmethod
+    def section_memory(self, section: Section) -> memoryview | None:
+        """The place of a section; None if it is not one run of bytes as they are stored."""
+
+    @abstractmethod
+    def scatter(self, section: Section, packed: memoryview) -> None:
+        """Copy a section, its elements one after the other, to its place."""
+
+    def section_arrived(self, section: Section) -> bool:
+        """Count a section that is in place; True when it was the last."""
+        size = (section.stop - section.start) * self.dtype.itemsize
+        return self.arrived(0, size, 0) and size > 0
+
+
+class TensorTransfer(ItemTransfer):
+    """Loads a box of a saved chunk, whose raw bytes' place is known, into a tensor.
+
+    ``box`` is in the chunk; None: the one that the item names. ``into`` is ``target`` with its dimensions in the order
+    of the chunk's; None: they are.
+    """
+
+    __slots__ = ("_into",)
+
+    def __init__(
+        self,
+        item: ReadItem,
+        path: str,
+        raw_start: int,
+        ranges: Sequence[Range],
+        target: torch.Tensor,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        box: Box | None = None,
+        into: torch.Tensor | None = None,
+    ) -> None:
+        self._into = into = target if into is None else into
+        box = box or Box(item.storage_offsets, item.lengths)
+        owned = None
+        if dtype == into.dtype and ranges and is_direct(into):
+            if is_whole(box, sizes):
+                owned = 0, into.nbytes
+            else:
+                start, stop = covering_run(sizes, box)
+                start, stop = start * dtype.itemsize, stop * dtype.itemsize
+                owned = (start, stop) if stop - start == into.nbytes else None
+        super().__init__(item, path, raw_start, ranges, target, owned, sizes, dtype, box)
+
+    def memory(self, start: int, stop: int) -> memoryview:
+        first = self.owned[0] if self.owned else 0
+        return view_bytes(self._into)[start - first : stop - first]
+
+    def place(self, offset: int, data: memoryview) -> None:
+        if self.owned is not None or not data.nbytes:
+            super().place(offset, data)  # the other bytes are only for a checksum
+            return
+        elements, first = elements_of(data, self.dtype), offset // self.dtype.itemsize
+        section = find_section(self.sizes, self.box, first, first + elements.numel())
+        for part, source in cut_out(elements, first, self.sizes, self.box, section):
+            narrow_tensor_by_index(self._into, part.offsets, part.lengths).copy_(source)
+
+    def section_memory(self, section: Section) -> memoryview | None:
+        if self._into.dtype != self.dtype or not is_direct(self._into):
+            return None
+        size = self.dtype.itemsize
+        return view_bytes(self._into)[section.start * size : section.stop * size]
+
+    def scatter(self, section: Section, packed: memoryview) -> None:
+        elements, done = elements_of(packed, self.dtype), 0
+        for part, _ in boxes_of_section(self.sizes, self.box, section):
+            source = elements[done : done + part.numel].view(part.lengths)
+            narrow_tensor_by_index(self._into, part.offsets, part.lengths).copy_(source)
+            done += part.numel
+
+
+class HeadedTransfer(TensorTransfer):
+    """Loads a box of a chunk from the place where its bytes are expected; the head of its item must prove the place.
+
+    The head is fetched, too. It lies before byte 0 of the chunk, from ``-raw_offset`` on.
+
+    Args:
+        head: bytes of the head.
+        raw_offset: bytes from the beginning of the head to the chunk.
+        ranges: ranges of the chunk.
+        check: called with the head when all has arrived; returns the transfer to fetch instead, or raises.
+    """
+
+    __slots__ = ("_check", "_head", "_raw_offset")
+
+    def __init__(
+        self,
+        item: ReadItem,
+        path: str,
+        raw_start: int,
+        ranges: Sequence[Range],
+        target: torch.Tensor,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        head: int,
+        raw_offset: int,
+        check: Callable[[bytes], Transfer | None],
+        box: Box | None = None,
+        into: torch.Tensor | None = None,
+    ) -> None:
+        start, stop = -raw_offset, head - raw_offset
+        # Cuts fall on multiples of 64 bytes from where a range begins, and must not divide elements.
+        if ranges and ranges[0].start == stop and ranges[0].crc is None and head % 64 == 0:
+            ranges = [Range(start, ranges[0].stop, None), *ranges[1:]]
+        else:
+            ranges = [Range(start, stop, None), *ranges]
+        super().__init__(item, path, raw_start, ranges, target, sizes, dtype, box=box, into=into)
+        self._head, self._raw_offset, self._check = bytearray(head), raw_offset, check
+
+    def place(self, offset: int, data: memoryview) -> None:
+        if offset < 0:
+            start = offset + self._raw_offset
+            end = min(start + data.nbytes, len(self._head))
+            self._head[start:end] = data[: end - start]
+            offset, data = 0, data[-offset:]
+        super().place(offset, data)
+
+    def finish(self) -> Transfer | None:
+        return self._check(bytes(self._head))
+
+
+class StreamTransfer(ItemTransfer):
+    """A whole stored item, decoded when all of it has arrived: ``decode`` is called with its bytes (uint8).
+
+    What it returns, if anything, is ``loaded``.
+    """
+
+    __slots__ = ("_buffer", "_decode")
+
+    def __init__(
+        self,
+        item: ReadItem,
+        path: str,
+        start: int,
+        size: int,
+        crc: int | None,
+        target: torch.Tensor | None,
+        decode: Callable[[torch.Tensor], io.BytesIO | None],
+    ) -> None:
+        ranges = [Range(0, size, crc)] if size else []
+        super().__init__(item, path, start, ranges, target, (0, size), (size,), torch.uint8, Box((0,), (size,)))
+        self._decode = decode
+        self._buffer: torch.Tensor | None = None
+
+    def memory(self, start: int, stop: int) -> memoryview:
+        with self._lock:
+            if self._buffer is None:
+                self._buffer = allocate(self.sizes, torch.uint8, self.item.storage_index.fqn, self.path)
+            return view_bytes(self._buffer)[start:stop]
+
+    def section_memory(self, section: Section) -> memoryview | None:
+        return self.memory(*section)
+
+    def scatter(self, section: Section, packed: memoryview) -> None:
+        self.memory(*section)[:] = packed
+
+    def finish(self) -> None:
+        """Decode the item."""
+        buffer, self._buffer = self._buffer, None
+        self.loaded = self._decode(torch.empty(0, dtype=torch.uint8) if buffer is None else buffer)
+
+
+# --- elements of boxes ------------------------------------------------------------------------------
+
+
+def is_whole(box: Box, sizes: Sequence[int]) -> bool:
+    """Whether a box is all of a saved chunk of ``sizes``."""
+    return tuple(box.lengths) == tuple(sizes) and not any(box.offsets)
+
+
+def elements_of(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """View bytes as elements; copies them only if they are not aligned."""
+    found = torch.frombuffer(data, dtype=torch.uint8)
+    return (found.clone() if found.data_ptr() % dtype.itemsize else found).view(dtype)
+
+
+def cut_out(
+    elements: torch.Tensor, first: int, sizes: Sequence[int], box: Box, section: Section
+) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Cut a section of an array's box out of a run of that array, from element ``first`` on.
+
+    Yields:
+        The boxes, within ``box``, that the section consists of, in order, each with its elements.
+    """
+    strides = row_major_strides(sizes)
+    begin = elements.storage_offset() - first
+    for part, position in boxes_of_section(sizes, box, section):
+        yield part, elements.as_strided(part.lengths, strides, begin + position)
+
+
+def tensor_in(head: ArchiveHead, item: torch.Tensor) -> torch.Tensor:
+    """The tensor in a stored item (uint8) that has ``head``; mostly without a copy."""
+    raw = item[head.raw_offset : head.raw_offset + head.nbytes]
+    elements = (raw.clone() if raw.storage_offset() % head.dtype.itemsize else raw).view(head.dtype)
+    if head.is_row_major:
+        return elements.view(head.shape)
+    places = [head.order.index(dim) for dim in range(len(head.shape))]
+    return elements.view([head.shape[dim] for dim in head.order]).permute(places)
+
+
+def allocate(sizes: Sequence[int], dtype: torch.dtype, fqn: str, where: str) -> torch.Tensor:
+    """Memory for what metadata says that an item has.
+
+    Raises:
+        CorruptCheckpointError: there is not so much.
+    """
+    try:
+        return torch.empty(tuple(sizes), dtype=dtype)
+    except (RuntimeError, MemoryError) as error:
+        raise errors.CorruptCheckpointError(
+            f"{fqn!r} in {where} should have {math.prod(sizes) * dtype.itemsize} bytes according to the metadata: "
+            f"memory for that cannot be had ({str(error).partition('. ')[0][:200]}). If it cannot be that large, the "
+            "metadata is damaged: load an earlier checkpoint; else load it where there is more memory",
+            url=where,
+        ) from None
