@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -24,77 +24,6 @@ from dcp_s3.tensor_memory import is_plain
 from dcp_s3.torch_private import ShardedTensor, create_chunk_list
 
 logger = logging.getLogger(__name__)
-
-_TENSOR = LoadItemType.TENSOR
-
-
-class _PlainMetadataIndex:
-    def __init__(self, fqn: str, offset: torch.Size, index: int) -> None:
-        self.fqn = fqn
-        self.index = index
-        self.offset = offset
-
-
-class _PlainReadItem:
-    def __init__(
-        self,
-        dest_index: MetadataIndex,
-        dest_offsets: torch.Size,
-        storage_index: MetadataIndex,
-        storage_offsets: torch.Size,
-        lengths: torch.Size,
-    ) -> None:
-        self.type = _TENSOR
-        self.dest_index = dest_index
-        self.dest_offsets = dest_offsets
-        self.storage_index = storage_index
-        self.storage_offsets = storage_offsets
-        self.lengths = lengths
-
-
-def make_indices(fqn: str, places: Iterable[tuple[torch.Size, int]]) -> list[MetadataIndex]:
-    """Make the index of each chunk of a tensor."""
-    if not _FAST:
-        return [MetadataIndex(fqn, offset, index) for offset, index in places]
-    made = [_PlainMetadataIndex(fqn, offset, index) for offset, index in places]
-    for each in made:
-        each.__class__ = MetadataIndex  # type: ignore[assignment]
-    return made  # type: ignore[return-value]
-
-
-def make_tensor_items(
-    dest_indices: Iterable[MetadataIndex],
-    dest_offsets: Iterable[torch.Size],
-    storage_indices: Iterable[MetadataIndex],
-    storage_offsets: Iterable[torch.Size],
-    lengths: Iterable[torch.Size],
-) -> list[ReadItem]:
-    """Make the items of a tensor from their columns."""
-    columns = (dest_indices, dest_offsets, storage_indices, storage_offsets, lengths)
-    if not _FAST:
-        return [ReadItem(_TENSOR, *row) for row in zip(*columns, strict=True)]
-    made = list(map(_PlainReadItem, *columns))
-    for each in made:
-        each.__class__ = ReadItem  # type: ignore[assignment]
-    return made  # type: ignore[return-value]
-
-
-_FAST = True
-
-
-def _is_exact() -> bool:
-    """Whether this makes exactly what torch's constructors make."""
-    size = torch.Size((1, 2))
-    expected = MetadataIndex("x", size, 3)
-    try:
-        (index,) = make_indices("x", [(size, 3)])
-        (item,) = make_tensor_items([index], [size], [index], [size], [size])
-    except TypeError:  # another layout, for example __slots__
-        return False
-    return vars(index) == vars(expected) and vars(item) == vars(ReadItem(_TENSOR, expected, size, expected, size, size))
-
-
-_FAST = _is_exact()
 
 
 _Boxes = tuple[Box, ...]
@@ -238,11 +167,12 @@ class _Layout:
     lengths: list[torch.Size]
 
     def make_items(self, fqn: str) -> list[ReadItem]:
-        indices = make_indices(fqn, self.places)
-        get = indices.__getitem__
-        return make_tensor_items(
-            map(get, self.dest), self.dest_offsets, map(get, self.storage), self.storage_offsets, self.lengths
-        )
+        indices = [MetadataIndex(fqn, offset, index) for offset, index in self.places]
+        rows = zip(self.dest, self.dest_offsets, self.storage, self.storage_offsets, self.lengths, strict=True)
+        return [
+            ReadItem(LoadItemType.TENSOR, indices[i], dest_offsets, indices[j], storage_offsets, lengths)
+            for i, dest_offsets, j, storage_offsets, lengths in rows
+        ]
 
 
 class _Layouts:

@@ -311,29 +311,6 @@ def test_one_chunk_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 2
 
 
-# --- making of items --------------------------------------------------------------------------------------
-
-
-def test_items_are_made_the_fast_way_with_this_torch() -> None:
-    assert load_planner._FAST, "ReadItem or MetadataIndex changed: load_planner.py falls back to their constructors"
-
-
-def test_items_made_by_torchs_constructors_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_planner, "_FAST", False)
-    metadata = Metadata({"x": saved_as((40, 2), grid((40, 2), (20, 1)))})
-    state = {"x": in_pieces((40, 2), grid((40, 2), (7, 2)))}
-    assert len(assert_same_plan(state, metadata, flatten_sharded_tensors=False).items) > 20
-
-
-def test_items_are_frozen() -> None:
-    metadata = Metadata({"x": saved_as((4,), grid((4,), (2,)))})
-    item = make_plan(S3LoadPlanner(), {"x": torch.zeros(4)}, metadata).items[0]
-    for value, name in ((item, "lengths"), (item.dest_index, "fqn")):
-        with pytest.raises(AttributeError):
-            setattr(value, name, None)
-    assert hash(item) == hash(pickle.loads(pickle.dumps(item)))
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
     metadata = Metadata({"x": saved_as((4,), grid((4,), (2,)))})
