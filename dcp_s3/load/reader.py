@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import logging
 import os
-import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -29,9 +29,9 @@ from dcp_s3.load.attachments import AttachmentReader
 from dcp_s3.load.fetch import LOAD_BUFFERS, Fetcher
 from dcp_s3.load.metadata import FailureTeller, UnreadableMetadata, fetch
 from dcp_s3.load.peers.assign import MAX_PIECE, plan_sharing
-from dcp_s3.load.peers.assignment import Assignment, Offer, choose_group, hash_ranks, hash_text
+from dcp_s3.load.peers.assignment import Assignment, Offer, choose_group, make_offer
 from dcp_s3.load.peers.exchange import Exchange
-from dcp_s3.load.peers.messages import FIRST_TAG, TAGS
+from dcp_s3.load.peers.messages import new_tag
 from dcp_s3.load.plan import READ_GAP
 from dcp_s3.load.planner import check_filled, log_unexpected
 from dcp_s3.load.read import LoadExecutor
@@ -254,14 +254,9 @@ class S3StorageReader(AttachmentReader, StorageReader):
         """Say what this rank can share, unless the planner uses ``storage_data`` itself."""
         if not self._together or plan.storage_data is not None:
             return plan
-        given = self._process_group
-        offer = Offer(
-            rank=ranks.rank(),
-            shares=self.load_sharing and not self.include_uncommitted,
-            checkpoint=hash_text(f"{self.settings.endpoint_url or ''} {self._url}"),
-            version=self._version,
-            world_size=ranks.world_size() if _has_gloo(None) else 0,
-            given=hash_ranks(dist.get_process_group_ranks(given)) if given is not None and _has_gloo(given) else 0,
+        shares = self.load_sharing and not self.include_uncommitted
+        offer = make_offer(
+            f"{self.settings.endpoint_url or ''} {self._url}", self._version, self._process_group, shares=shares
         )
         return dataclasses.replace(plan, storage_data=offer)
 
@@ -273,41 +268,24 @@ class S3StorageReader(AttachmentReader, StorageReader):
             CorruptCheckpointError: the checkpoint was replaced between the ranks' reads of its metadata.
         """
         offers = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Offer)]
-        group = self._choose_group(offers) if len(offers) == len(plans) > 1 else ""
-        assignments = None
-        if group and self._metadata is not None:
-            with collector_paused():
-                assignments = plan_sharing(
-                    self._metadata,
-                    [plan.items for plan in plans],
-                    max_piece=min(MAX_PIECE, self.settings.max_part_size),
-                    max_gap=READ_GAP,
-                    max_objects=LOAD_BUFFERS,
-                )
-        if assignments is None:
-            return [
-                dataclasses.replace(plan, storage_data=None) if isinstance(plan.storage_data, Offer) else plan
-                for plan in plans
-            ]
-        tag = FIRST_TAG + TAGS * secrets.randbelow(FIRST_TAG // TAGS)
+        if not offers:
+            return plans
+        assignments: Sequence[Assignment | None] | None = None
+        if len(offers) == len(plans) and self._metadata is not None:
+            group, reason = choose_group(offers, str(self._url))
+            if group:
+                max_piece = min(MAX_PIECE, self.settings.max_part_size)
+                with collector_paused():
+                    assignments = plan_sharing(
+                        self._metadata, [plan.items for plan in plans], max_piece=max_piece, max_gap=READ_GAP,
+                        max_objects=LOAD_BUFFERS, group=group, tag=new_tag(),
+                    )  # fmt: skip
+            elif len(plans) > 1 and any(offer.shares for offer in offers):
+                logger.info("every rank reads %s by itself: %s", self._url, reason)
         return [
-            dataclasses.replace(plan, storage_data=assignment._replace(group=group, tag=tag))
-            for plan, assignment in zip(plans, assignments, strict=True)
+            dataclasses.replace(plan, storage_data=told) if isinstance(plan.storage_data, Offer) else plan
+            for plan, told in zip(plans, assignments or [None] * len(plans), strict=True)
         ]
-
-    def _choose_group(self, offers: list[Offer]) -> str:
-        first = offers[0]
-        for offer in offers:
-            if offer.checkpoint == first.checkpoint and offer.version != first.version:
-                raise errors.CorruptCheckpointError(
-                    f"{self._url} changed while it was read: ranks {first.rank} and {offer.rank} read different "
-                    "metadata. Remedy: load it again",
-                    url=str(self._url),
-                )
-        group, reason = choose_group(offers)
-        if not group and any(offer.shares for offer in offers):
-            logger.info("every rank reads %s by itself: %s", self._url, reason)
-        return group
 
     @called_by_dcp
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -401,8 +379,3 @@ class S3StorageReader(AttachmentReader, StorageReader):
     def _store(self) -> Store:
         limit = Limit(deadline=self._deadline, hang=self.settings.load_timeout)
         return store_of(self._require_url(), self.settings, limit)
-
-
-def _has_gloo(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group carries CPU tensors by gloo, the only backend that is supported here."""
-    return "cpu:gloo" in dist.get_backend_config(group).split(",")

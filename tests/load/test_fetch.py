@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -117,13 +116,6 @@ def test_what_does_not_match_twice_is_an_error_or_noted() -> None:
     assert "twice" in str(noting.noted)
 
 
-def test_one_alone_comes_in_one_request() -> None:
-    source, transfer = MemoryFetcher({"a": DATA}, damage=flip(5, times=1)), Bytes(0, SIZE)
-    source.fetch_alone(transfer)
-    assert transfer.data == DATA
-    assert source.asked == [("a", 0, SIZE)] * 2
-
-
 def test_what_is_to_be_fetched_instead_is_fetched_and_finished() -> None:
     class Elsewhere(Bytes):
         def finish(self) -> Transfer:
@@ -146,12 +138,6 @@ def test_an_object_that_changed_is_an_error_or_noted() -> None:
     (arrival,) = fetch(MemoryFetcher({"a": DATA}, damage=_lost), requests_for(noting))
     assert arrival.finished == [noting]
     assert str(noting.noted) == "it is gone"
-
-
-def test_requests_without_end_end_with_the_block() -> None:
-    source = MemoryFetcher({"a": DATA})
-    with source.fetch((requests_for(Bytes(0, 10))[0] for _ in itertools.count()), threads=2) as arrivals:
-        assert next(arrivals).finished
 
 
 def test_an_error_of_the_caller_cancels_what_is_under_way() -> None:

@@ -32,9 +32,6 @@ from dcp_s3.load.plan import StoredChunk, box_of, find_stored
 MAX_PIECE = 16 * 2**20
 """Maximum bytes of a piece, unless a block of its checksums is longer."""
 
-MAX_OBJECTS = 256 * 2**20
-"""Maximum bytes of shared items that are no tensors."""
-
 _MAX_BLOCK = 64 * 2**20  # a chunk with longer ones is not shared
 _MAX_GAP = 64 * 2**10  # gaps between two parts up to this many bytes are fetched and dropped: the framing of items
 _SMALL = 2**20  # parts up to here share a piece with their neighbours; no part is cut for less
@@ -76,9 +73,11 @@ def plan_sharing(
     metadata: Metadata,
     plans: Sequence[Sequence[ReadItem]],
     *,
-    max_piece: int = MAX_PIECE,
-    max_gap: int = 0,
-    max_objects: int = MAX_OBJECTS,
+    max_piece: int,
+    max_gap: int,
+    max_objects: int,
+    group: str = "default",
+    tag: int = 0,
 ) -> list[Assignment] | None:
     """Assign the bytes that several ranks need to the ranks that fetch them.
 
@@ -89,6 +88,7 @@ def plan_sharing(
         max_gap: longest gap (bytes) between two runs of a box that is fetched rather than skipped.
         max_objects: maximum bytes of shared items that are no tensors. They arrive in the order of the pieces, and each
             rank holds them back for those before them in its plan.
+        group, tag: see `Assignment`.
 
     Returns:
         An assignment for each rank, None if there is nothing to share. The same arguments give the same result.
@@ -118,7 +118,7 @@ def plan_sharing(
     pieces = _coalesce(parts, max_piece)
     ranks = list(teams.values())
     order = _choose_owners(pieces, ranks, direct)
-    return _tell(plans, pieces, ranks, order)
+    return [each._replace(group=group, tag=tag) for each in _tell(plans, pieces, ranks, order)]
 
 
 def _find_teams(plans: Sequence[Sequence[ReadItem]]) -> dict[tuple[_Need, ...], list[int]]:

@@ -6,7 +6,10 @@ import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.planner import ReadItem
+
+from dcp_s3 import errors, ranks
 
 
 class Offer(NamedTuple):
@@ -31,27 +34,56 @@ def hash_text(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1 | 1
 
 
-def hash_ranks(ranks: Sequence[int]) -> int:
+def hash_ranks(members: Sequence[int]) -> int:
     """63 bits that say which ranks, in this order."""
-    return hash_text(",".join(map(str, ranks)))
+    return hash_text(",".join(map(str, members)))
 
 
-def choose_group(offers: Sequence[Offer]) -> tuple[str, str]:
+def make_offer(checkpoint: str, version: int, given: dist.ProcessGroup | None, *, shares: bool) -> Offer:
+    """The offer of this rank, for a checkpoint and a reader's ``process_group``."""
+    return Offer(
+        rank=ranks.rank(),
+        shares=shares,
+        checkpoint=hash_text(checkpoint),
+        version=version,
+        world_size=ranks.world_size() if _has_gloo(None) else 0,
+        given=hash_ranks(dist.get_process_group_ranks(given)) if given is not None and _has_gloo(given) else 0,
+    )
+
+
+def _has_gloo(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group carries CPU tensors by gloo, the only backend that is supported here."""
+    return "cpu:gloo" in dist.get_backend_config(group).split(",")
+
+
+def choose_group(offers: Sequence[Offer], url: str) -> tuple[str, str]:
     """In which process group the ranks with these offers, in order, can exchange data.
 
     Returns:
         ``given`` (the readers' own) or ``default``, and nothing; or nothing, and the reason.
+
+    Raises:
+        CorruptCheckpointError: they have read different metadata of the checkpoint at ``url``.
     """
     first = offers[0]
+    for offer in offers:
+        if offer.checkpoint == first.checkpoint and offer.version != first.version:
+            raise errors.CorruptCheckpointError(
+                f"{url} changed while it was read: ranks {first.rank} and {offer.rank} read different metadata. "
+                "Remedy: load it again",
+                url=url,
+            )
+    if len(offers) == 1:
+        return "", "it loads alone"
     if not all(offer.shares for offer in offers):
         return "", "not all ranks share (load_sharing=)"
     if any(offer.checkpoint != first.checkpoint for offer in offers):
         return "", "not all ranks load it"
-    ranks = [offer.rank for offer in offers]
-    expected = hash_ranks(ranks)
+    members = [offer.rank for offer in offers]
+    expected = hash_ranks(members)
     if all(offer.given == expected for offer in offers):
         return "given", ""
-    if ranks == list(range(first.world_size)) and all(offer.world_size == len(ranks) for offer in offers):
+    if members == list(range(first.world_size)) and all(offer.world_size == len(members) for offer in offers):
         return "default", ""
     if not all(offer.world_size for offer in offers):
         return "", (
@@ -60,7 +92,7 @@ def choose_group(offers: Sequence[Offer]) -> tuple[str, str]:
             "process_group with gloo"
         )
     return "", (
-        f"{len(ranks)} ranks load it, which are not all ranks of the job. To read what several of them need once: "
+        f"{len(members)} ranks load it, which are not all ranks of the job. To read what several of them need once: "
         "S3StorageReader(process_group=...) with the group that dcp.load is given"
     )
 

@@ -7,7 +7,6 @@ sends the cause, and it drops what it still receives. So nobody waits for it.
 One thread sends the pieces that the rank owns, one receives the others, each within bounded memory of its own. There is
 no deadlock: consider the smallest piece that is not done. Its owner has sent all that it owns before it, so the memory
 to fetch it is free, and it is sent next; its receivers have received all before it, so they receive it next.
-
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
 
@@ -51,6 +50,9 @@ class _Prepared(NamedTuple):
     incoming: Mapping[int, ReceivedPiece]
     threads: int
     memory: int
+
+
+_NOTHING = _Prepared({}, {}, 0, 0)
 
 
 class _PendingSend(NamedTuple):
@@ -177,29 +179,30 @@ class Exchange(Messages):
 
     def _run(self) -> None:
         try:
-            self._guard(self.greet)
+            with self._reporting():
+                self.greet()
             if self.is_on:
-                self._send_and_receive(self._provided.get())
+                prepared = self._provided.get() or _NOTHING
+                receiver = threading.Thread(target=self._receive_all, args=(prepared,), name="dcp_s3-receive")
+                try:
+                    receiver.start()
+                except RuntimeError as error:  # no thread is left
+                    self.fail(error)
+                    self._send_all(_NOTHING)
+                    self._receive_all(_NOTHING)
+                else:
+                    self._send_all(prepared)
+                    receiver.join()
             self.end()
         finally:
             self._finished.put(None)
 
-    def _send_and_receive(self, prepared: _Prepared | None) -> None:
-        receiver = threading.Thread(target=self._guard, args=(self._receive_all, prepared), name="dcp_s3-receive")
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Fail with an error of the block, which goes no further: the schedule goes on, and the caller raises it."""
         try:
-            receiver.start()
-        except RuntimeError as error:  # no thread is left
-            self.fail(error)
-            self._guard(self._send_all, None)
-            self._guard(self._receive_all, None)
-        else:
-            self._guard(self._send_all, prepared)
-            receiver.join()
-
-    def _guard(self, function: Callable[..., None], *arguments: Any) -> None:
-        try:
-            function(*arguments)
-        except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
+            yield
+        except BaseException as error:  # noqa: BLE001
             self.fail(error)
 
     def _give_up(self) -> None:
@@ -209,43 +212,33 @@ class Exchange(Messages):
 
     # --- sending ----------------------------------------------------------------------------------------
 
-    def _send_all(self, prepared: _Prepared | None) -> None:
-        pool: Workers | None = None
-        if prepared is not None and self._owned:
-            try:
-                pool = Workers(min(prepared.threads, len(self._owned)), "dcp_s3-fetch")
-            except Exception as error:  # noqa: BLE001 - the schedule goes on
-                self.fail(error)
-        try:
-            if prepared is None or pool is None:
-                self._send_pieces([], pool, 0)
-            else:
-                pieces = [prepared.outgoing[number] for number, _ in self._owned]
-                self._send_pieces(pieces, pool, prepared.memory // 2)
-        finally:
-            if pool is not None:
-                pool.close()
-
-    def _send_pieces(self, pieces: Sequence[OwnedPiece], pool: Workers | None, limit: int) -> None:
+    def _send_all(self, prepared: _Prepared) -> None:
         posted: collections.deque[_PendingSend] = collections.deque()
         fetches: list[futures.Future[Any]] = []
-        held = 0
-        for index, (_, peers) in enumerate(self._owned):
-            while self.failure is None and len(fetches) < len(pieces) and pool is not None:
-                size = pieces[len(fetches)].nbytes
-                if held == 0 or held + size <= limit:
-                    fetches.append(pool.submit(pieces[len(fetches)].fetch))
-                    held += size
-                elif len(fetches) <= index:
-                    held -= self._retire(posted.popleft())  # everything held is posted, so this is not empty
-                else:
-                    break
-            fetched = index < len(fetches) and self._wait_for(fetches[index])
-            posted.append(self._send_piece(pieces[index] if fetched else None, peers))
-            while len(posted) > _POSTED or 2 * sum(sent.nbytes for sent in posted) > limit > 0:
-                held -= self._retire(posted.popleft())
-        while posted:
-            self._retire(posted.popleft())
+        pieces: list[OwnedPiece] = []
+        held, limit = 0, prepared.memory // 2
+        with self._reporting(), contextlib.ExitStack() as stack:
+            if prepared.outgoing:
+                with self._reporting():
+                    pool = Workers(min(prepared.threads, len(self._owned)), "dcp_s3-fetch")
+                    stack.callback(pool.close)
+                    pieces = [prepared.outgoing[number] for number, _ in self._owned]
+            for index, (_, peers) in enumerate(self._owned):
+                while self.failure is None and len(fetches) < len(pieces):
+                    size = pieces[len(fetches)].nbytes
+                    if held == 0 or held + size <= limit:
+                        fetches.append(pool.submit(pieces[len(fetches)].fetch))
+                        held += size
+                    elif len(fetches) <= index:
+                        held -= self._retire(posted.popleft())  # everything held is posted, so this is not empty
+                    else:
+                        break
+                fetched = index < len(fetches) and self._wait_for(fetches[index])
+                posted.append(self._send_piece(pieces[index] if fetched else None, peers))
+                while len(posted) > _POSTED or 2 * sum(sent.nbytes for sent in posted) > limit > 0:
+                    held -= self._retire(posted.popleft())
+            while posted:
+                self._retire(posted.popleft())
 
     def _wait_for(self, fetch: futures.Future[Any]) -> bool:
         """Whether a piece has been fetched; False when anything has failed."""
@@ -262,43 +255,42 @@ class Exchange(Messages):
         return self.failure is None
 
     def _send_piece(self, piece: OwnedPiece | None, peers: Sequence[int]) -> _PendingSend:
-        messages: list[tuple[int, torch.Tensor, int]] = []
+        messages: list[tuple[int, torch.Tensor, int]] | None = None
         if piece is not None:
-            try:
+            with self._reporting():
                 messages = [(peer, *piece.message(peer)) for peer in peers]
-            except BaseException as error:  # noqa: BLE001 - the peers are told
-                self.fail(error)
-                piece = None
+        if piece is None or messages is None:
+            refusal = self.refusal()
+            return _PendingSend(None, 0, [(peer, self.send(refusal, peer, HEADER)) for peer in peers], [refusal])
         works: list[tuple[int, Any]] = []
         kept: list[torch.Tensor] = []
-        if piece is None:
-            kept.append(self.refusal())
-            works = [(peer, self.send(kept[0], peer, HEADER)) for peer in peers]
-        for peer, message, crc in messages if piece is not None else ():
+        for peer, message, crc in messages:
             header = Header(FOLLOWS, self.rank, message.numel(), crc).pack()
             kept += [header, message]
             works.append((peer, self.send(header, peer, HEADER)))
             if message.numel():
                 works.append((peer, self.send(message, peer, PAYLOAD)))
-        return _PendingSend(piece, 0 if piece is None else piece.nbytes, works, kept)
+        return _PendingSend(piece, piece.nbytes, works, kept)
 
     def _retire(self, sent: _PendingSend) -> int:
         """Wait until a piece has been sent; returns its bytes."""
         done = [self.wait(work, peer) for peer, work in sent.works]
         if sent.piece is not None and all(done) and self.failure is None:
-            try:
+            with self._reporting():
                 sent.piece.sent()
-            except BaseException as error:  # noqa: BLE001 - the schedule goes on
-                self.fail(error)
         return sent.nbytes
 
     # --- receiving --------------------------------------------------------------------------------------
 
-    def _receive_all(self, prepared: _Prepared | None) -> None:
+    def _receive_all(self, prepared: _Prepared) -> None:
+        with self._reporting():
+            self._receive_pieces(prepared)
+
+    def _receive_pieces(self, prepared: _Prepared) -> None:
         upcoming = iter(self._received)
         headers: collections.deque[tuple[int, int, torch.Tensor, Any]] = collections.deque()
         pending: collections.deque[_PendingReceive] = collections.deque()
-        held, limit = 0, 0 if prepared is None else prepared.memory // 8
+        held, limit = 0, prepared.memory // 8
         while True:
             while len(headers) < _HEADERS_AHEAD and (piece := next(upcoming, None)) is not None:
                 number, owner = piece
@@ -315,7 +307,7 @@ class Exchange(Messages):
             elif told.nbytes:
                 while pending and (len(pending) >= _PAYLOADS_AHEAD or held + told.nbytes > limit):
                     held -= self._finish(pending.popleft())
-                incoming = None if prepared is None else prepared.incoming[number]
+                incoming = prepared.incoming.get(number)
                 buffer = self._buffer_for(incoming, told.nbytes, owner)
                 held += told.nbytes
                 work = self.receive(buffer, owner, PAYLOAD)
@@ -325,20 +317,16 @@ class Exchange(Messages):
 
     def _buffer_for(self, piece: ReceivedPiece | None, nbytes: int, owner: int) -> torch.Tensor:
         if piece is not None and self.failure is None:
-            try:
+            with self._reporting():
                 if piece.nbytes == nbytes:
                     return piece.buffer()
                 text = f"rank {owner} sends {nbytes} bytes where {piece.nbytes} of {self.url} are needed: report it"
                 raise errors.PeerReadError(text, url=self.url, rank=owner)
-            except BaseException as error:  # noqa: BLE001 - the schedule goes on
-                self.fail(error)
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # dropped
 
     def _finish(self, received: _PendingReceive) -> int:
         """Wait for a piece and put it in place; returns its bytes."""
         if self.wait(received.work, received.owner) and received.piece is not None and self.failure is None:
-            try:
+            with self._reporting():
                 received.piece.received(received.crc)
-            except BaseException as error:  # noqa: BLE001 - the schedule goes on
-                self.fail(error)
         return received.nbytes

@@ -9,6 +9,7 @@ locked.
 from __future__ import annotations
 
 import logging
+import secrets
 import struct
 import time
 from collections.abc import Collection, Iterable
@@ -26,12 +27,11 @@ logger = logging.getLogger(__name__)
 PATIENCE = 300.0
 """Seconds for which a rank waits for the others to begin to read."""
 
-FIRST_TAG = 1 << 29
-"""Tags of messages are this or greater: those of other users of a process group are small."""
-TAGS = 5
-"""Tags of one load. gloo tells messages apart by sender and tag, and keeps their order."""
-
-GREETING, VERDICT, HEADER, PAYLOAD, PROBE = range(TAGS)
+# Tags of messages are this or greater: those of other users of a process group are small.
+_FIRST_TAG = 1 << 29
+# Tags of one load. gloo tells messages apart by sender and tag, and keeps their order.
+_TAGS = 5
+GREETING, VERDICT, HEADER, PAYLOAD, PROBE = range(_TAGS)
 LOOKS_EVERY = 0.002
 _PROBES_EVERY = 2.0
 
@@ -40,6 +40,11 @@ _HEADER_STRUCT = struct.Struct("<BiQQH")  # outcome, rank that failed; bytes and
 FOLLOWS, FAILED = 1, 2  # never 0
 
 _unanswered: list[Any] = []  # messages to ranks that did not come: gloo may use their memory at any time
+
+
+def new_tag() -> int:
+    """The first tag of a load's messages, another one for each load."""
+    return _FIRST_TAG + _TAGS * secrets.randbelow(_FIRST_TAG // _TAGS)
 
 
 class Header(NamedTuple):

@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
-from dcp_s3.load.boxes import Box, Section, boxes_of_section, elements_before, find_section
+from dcp_s3.load.boxes import Box, boxes_of_section, elements_before, find_section
 from dcp_s3.load.items import ItemTransfer
 from dcp_s3.load.peers import assign as sharing
 from dcp_s3.load.peers.assign import plan_sharing
 from dcp_s3.load.peers.assignment import Assignment, Offer, SharedPart, SharedPiece, choose_group, hash_ranks
 from dcp_s3.load.peers.exchange import Exchange
-from dcp_s3.load.peers.pieces import OwnedPiece, ReceivedPiece, SharedItems, lay_out
+from dcp_s3.load.peers.pieces import OwnedPiece, ReceivedPiece, SharedItems
 from dcp_s3.load.plan import StoredChunk, box_of, find_stored
 from dcp_s3.load.prepare import TransferFactory
 from dcp_s3.torch_private import ReaderTransforms
@@ -44,7 +44,7 @@ def _small() -> Iterator[None]:
 
 
 def plan(case: Case) -> list[Assignment] | None:
-    return plan_sharing(case.metadata, case.plans, max_piece=PIECE)
+    return plan_sharing(case.metadata, case.plans, max_piece=PIECE, max_gap=0, max_objects=2**20)
 
 
 def stored_of(case: Case, item: ReadItem) -> StoredChunk:
@@ -80,11 +80,6 @@ def test_a_section_is_what_a_run_has_of_a_box(case: Case, data: st.DataObject) -
         found += array.as_strided(part.lengths, strides, position).flatten().tolist()
     assert found == expected
     assert name
-
-
-def test_sections_begin_at_multiples_of_64_bytes() -> None:
-    assert lay_out([1, 64, 65, 0, 2]) == ([0, 64, 128, 256, 256], 258)
-    assert lay_out([]) == ([], 0)
 
 
 # --- who fetches what --------------------------------------------------------------------------------
@@ -184,17 +179,6 @@ def test_owners_fetch_about_the_same(ranks: int) -> None:
     assert set(numbers[:ranks]) == set(range(ranks)), "the first pieces keep all owners busy"
 
 
-def test_neighbours_for_the_same_ranks_are_one_request() -> None:
-    tensors = {f"t{n}": _tensor(5) for n in range(4)}
-    wants = [[(name, whole(tensor)) for name, tensor in tensors.items()] for _ in range(3)]
-    wants[2].pop()
-    found = plan(make_case(tensors, wants))
-    assert found is not None
-    assert [[part.items for part in piece.parts] for piece in found[0].pieces] == [[(3,)], [(0,), (1,), (2,)]] or [
-        [part.items for part in piece.parts] for piece in found[0].pieces
-    ] == [[(0,), (1,), (2,)], [(3,)]]
-
-
 def test_replicas_are_told_the_same_whatever_lies_between_them() -> None:
     tensors = {f"t{n}": _tensor(n + 3, 50) for n in range(6)}
     replicas = [(name, whole(tensor)) for name, tensor in tensors.items()]
@@ -231,14 +215,20 @@ def _offers(*ranks: int, **fields: int) -> list[Offer]:
         (_offers(0, given=hash_ranks([0, 1])) + _offers(1), "", "not all ranks of the job"),
         (_offers(0, 1, 2, world_size=0), "", 'init_process_group("cpu:gloo,cuda:nccl")'),
         (_offers(0, 1) + _offers(2, shares=False), "", "load_sharing"),
-        (_offers(0, 1) + _offers(2, checkpoint=2), "", "not all ranks load it"),
+        (_offers(0, 1) + _offers(2, checkpoint=2, version=2), "", "not all ranks load it"),
+        (_offers(0), "", "alone"),
     ],
 )
 def test_ranks_exchange_in_a_group_of_exactly_these(offers: list[Offer], group: str, reason: str) -> None:
-    found, why = choose_group(offers)
+    found, why = choose_group(offers, URL)
     assert found == group
     assert reason in why
     assert bool(why) != bool(group)
+
+
+def test_ranks_that_read_different_metadata_do_not_load() -> None:
+    with pytest.raises(errors.CorruptCheckpointError, match="ranks 0 and 1 read different metadata"):
+        choose_group(_offers(0) + _offers(1, 2, version=2), URL)
 
 
 # --- the bytes themselves ----------------------------------------------------------------------------
@@ -346,11 +336,6 @@ def test_damage_between_ranks_is_found() -> None:
     ):
         exchange(case, [[torch.zeros(40)], [torch.zeros(40)]])
     assert caught.value.rank == 0
-
-
-def test_a_section_of_nothing() -> None:
-    assert find_section((4, 4), Box((0, 2), (4, 1)), 0, 2) == Section(0, 0)
-    assert boxes_of_section((4, 4), Box((0, 2), (4, 1)), Section(0, 0)) == []
 
 
 # --- the exchange ---------------------------------------------------------------------------------------
