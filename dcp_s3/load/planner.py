@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -179,53 +179,38 @@ class _Layouts:
     """The layouts of one plan, each computed once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[_Boxes, int], list[tuple[_Boxes, _Layout]]] = {}
+        self._known: dict[tuple[_Boxes, _Boxes], _Layout] = {}
         self._sizes: dict[tuple[int, ...], torch.Size] = {}
 
     def find(self, saved: TensorStorageMetadata, entry: torch.Tensor) -> _Layout | None:
         """The layout of a tensor's items; None if the chunks are so unusual that torch should plan them."""
         try:
-            saved_boxes, local_boxes = tuple(map(_BOX, saved.chunks)), _local_boxes(entry)
-            # Compared rather than hashed: boxes of a ShardedTensor are lists, and tuples of them would cost most.
-            known = self._known.setdefault((saved_boxes, len(local_boxes)), [])
-            for boxes, layout in known:
-                if boxes == local_boxes:
-                    return layout
-            layout = self._compute(saved_boxes, local_boxes)
+            boxes = tuple(map(_BOX, saved.chunks)), _local_boxes(entry)
+            found = self._known.get(boxes)
+            if found is None:
+                found = self._known[boxes] = self._compute(*boxes)
         except (TypeError, ValueError):  # not hashable, or other dimensions
             return None
-        if len(known) < _MAX_ALIKE:
-            known.append((local_boxes, layout))
-        return layout
+        return found
 
     def _compute(self, saved: _Boxes, local: _Boxes) -> _Layout:
         found = find_overlaps(saved, local)
         places: dict[tuple[torch.Size, int], int] = {}
-        dest = [places.setdefault((self._size(tuple(local[i][0])), i), len(places)) for i in found.local]
-        storage = [places.setdefault((self._size(tuple(saved[j][0])), j), len(places)) for j in found.saved]
-        return _Layout(
-            list(places),
-            dest,
-            storage,
-            list(map(self._size, found.local_offsets)),
-            list(map(self._size, found.saved_offsets)),
-            list(map(self._size, found.lengths)),
-        )
+        dest = [places.setdefault((self._size(local[i][0]), i), len(places)) for i in found.local]
+        storage = [places.setdefault((self._size(saved[j][0]), j), len(places)) for j in found.saved]
+        columns = (list(map(self._size, each)) for each in (found.local_offsets, found.saved_offsets, found.lengths))
+        return _Layout(list(places), dest, storage, *columns)
 
-    def _size(self, numbers: tuple[int, ...]) -> torch.Size:
+    def _size(self, numbers: Sequence[int]) -> torch.Size:
         """Return one object for equal sizes: a plan has few different ones."""
-        size = self._sizes.get(numbers)
+        key = tuple(numbers)
+        size = self._sizes.get(key)
         if size is None:
-            size = self._sizes[numbers] = torch.Size(numbers)
+            size = self._sizes[key] = torch.Size(key)
         return size
 
 
 _BOX = attrgetter("offsets", "sizes")
-
-
-_SHARD_BOX = attrgetter("metadata.shard_offsets", "metadata.shard_sizes")
-# Maximum layouts kept for tensors with equal saved chunks, so that a tensor is compared with few of them.
-_MAX_ALIKE = 16
 
 
 def _local_boxes(entry: torch.Tensor) -> _Boxes:
@@ -234,7 +219,8 @@ def _local_boxes(entry: torch.Tensor) -> _Boxes:
         size = entry.size()
         return (((0,) * len(size), size),)
     if kind is ShardedTensor:
-        return tuple(map(_SHARD_BOX, entry.local_shards()))  # type: ignore[attr-defined]
+        shards = [shard.metadata for shard in entry.local_shards()]  # type: ignore[attr-defined]
+        return tuple([(tuple(shard.shard_offsets), tuple(shard.shard_sizes)) for shard in shards])
     return tuple(map(_BOX, create_chunk_list(entry)))
 
 

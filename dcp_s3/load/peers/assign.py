@@ -103,7 +103,7 @@ def plan_sharing(
     cut = functools.cache(functools.partial(_cut, max_piece))
     for boxes in wanted.values():
         chunk, block, wants = _find_wants(metadata, boxes, sizes, covers, max_gap, max_piece)
-        if chunk is not None and _is_object(boxes):
+        if chunk is not None and chunk.whole and chunk.tensor is None:  # an object
             objects += chunk.nbytes
             chunk = chunk if objects <= max_objects else None
         found = _share(chunk, block, wants, cut) if chunk is not None else []
@@ -162,10 +162,6 @@ def _find_wanted(
             else:
                 found[1].append(team << _TEAM | number)
     return wanted, direct
-
-
-def _is_object(boxes: _Boxes) -> bool:
-    return next(iter(boxes.values()))[0].type == LoadItemType.BYTE_IO
 
 
 def _find_wants(
@@ -352,7 +348,9 @@ def _tell(
         for team in piece[0].users.teams:
             items = tuple([part.users.items[team] for part in piece])
             if items not in views:
-                views[items] = SharedPiece(number, owner, _parts_of(piece, items), ())
+                parts = zip(items, piece, strict=True)
+                seen = [SharedPart(own, part.first, part.first + part.stop - part.start) for own, part in parts]
+                views[items] = SharedPiece(number, owner, tuple(seen), ())
             told[team].append(views[items])
             needed = _needs_of(team, piece, needs)
             peers += [Peer(rank, needed) for rank in teams[team] if rank != owner]
@@ -365,15 +363,6 @@ def _tell(
             found[place] = found[place]._replace(peers=peers_of_piece)
         assignments.append(Assignment(tuple(items_of_rank), tuple(found)))
     return assignments
-
-
-def _parts_of(piece: list[_Part], items: tuple[tuple[int, ...], ...]) -> tuple[SharedPart, ...]:
-    return tuple(
-        [
-            SharedPart(own, part.first, part.first + part.stop - part.start)
-            for own, part in zip(items, piece, strict=True)
-        ]
-    )
 
 
 def _needs_of(
