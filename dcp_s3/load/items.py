@@ -1,13 +1,12 @@
 """The items of a load plan on their way: which bytes each needs, and how they come to their place.
 
-They come as ranges of the object (from S3), or as sections of the item's box (from another rank, `load/peers`).
+They come as ranges of the object (from S3), or as runs of the item's box (from another rank, `load/peers`).
 """
 
 from __future__ import annotations
 
 import io
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -17,6 +16,7 @@ from dcp_s3 import errors
 from dcp_s3.format.archive import ArchiveHead
 from dcp_s3.format.blocks import Range
 from dcp_s3.load.boxes import Box, Section, boxes_of_section, covering_run, find_section, row_major_strides
+from dcp_s3.load.plan import StoredChunk
 from dcp_s3.load.transfer import Transfer
 from dcp_s3.tensor_memory import is_direct, view_bytes
 from dcp_s3.torch_private import narrow_tensor_by_index
@@ -25,89 +25,61 @@ from dcp_s3.torch_private import narrow_tensor_by_index
 class ItemTransfer(Transfer):
     """One read item.
 
-    Offsets of a `TensorTransfer` count from the beginning of the saved chunk; those of a `StreamTransfer`
-    count from the beginning of the stored item.
-
     Attributes:
         item: item of the load plan.
+        stored: how it is stored.
         target: the tensor to load into, None for an item that is not a tensor.
         loaded: the decoded value of an item that is not a tensor.
-        sizes: shape of the stored data that is read: of the chunk, or (bytes,) for a whole item.
-        dtype: dtype of the stored data; uint8 for a whole item.
-        box: the box of the stored data that the item needs.
     """
 
-    __slots__ = ("box", "dtype", "item", "loaded", "sizes", "target")
+    __slots__ = ("item", "loaded", "stored", "target")
 
     def __init__(
         self,
         item: ReadItem,
-        path: str,
+        stored: StoredChunk,
         base: int,
         ranges: Sequence[Range],
         target: torch.Tensor | None,
         owned: tuple[int, int] | None,
-        sizes: Sequence[int],
-        dtype: torch.dtype,
-        box: Box,
     ) -> None:
-        super().__init__(path, base, ranges, owned)
-        self.item, self.target = item, target
+        super().__init__(stored.info.relative_path, base, ranges, owned)
+        self.item, self.stored, self.target = item, stored, target
         self.loaded: io.BytesIO | None = None
-        self.sizes, self.dtype, self.box = sizes, dtype, box
 
     def name_of(self, part: Range) -> str:
         return self.item.storage_index.fqn
 
-    # --- by sections ----------------------------------------------------------------------------------
-
-    def expect_sections(self) -> None:
-        """Let all of its box come by sections, not by ranges. Call it before anything arrives."""
-        self.missing = self.box.numel * self.dtype.itemsize
-
-    def section(self, start: int, stop: int) -> Section:
-        """The section that the item needs of stored bytes ``start`` to ``stop``."""
-        size = self.dtype.itemsize
-        return find_section(self.sizes, self.box, start // size, stop // size)
-
-    @abstractmethod
-    def section_memory(self, section: Section) -> memoryview | None:
-        """The place of a section; None if it is not one run of bytes as they are stored."""
-
-    @abstractmethod
-    def scatter(self, section: Section, packed: memoryview) -> None:
-        """Copy a section, its elements one after the other, to its place."""
-
-    def section_arrived(self, section: Section) -> bool:
-        """Count a section that is in place; True when it was the last."""
-        size = (section.stop - section.start) * self.dtype.itemsize
-        return self.arrived(0, size, 0) and size > 0
-
 
 class TensorTransfer(ItemTransfer):
-    """Loads a box of a saved chunk, whose raw bytes' place is known, into a tensor.
+    """Loads a box of an array of raw bytes, whose place is known, into a tensor.
 
-    ``box`` is in the chunk; None: the one that the item names. ``into`` is ``target`` with its dimensions in the order
-    of the chunk's; None: they are.
+    The array is the saved chunk; or the item's box of it, packed, as it comes from another rank.
+
+    Args:
+        base: position in the object of the array's first byte.
+        ranges: ranges of the array to fetch.
+        sizes, dtype: shape and dtype of the array.
+        box: the box of the array.
+        into: ``target`` with its dimensions in the order of the array's; None: they are.
     """
 
-    __slots__ = ("_into",)
+    __slots__ = ("_box", "_dtype", "_into", "_sizes")
 
     def __init__(
         self,
         item: ReadItem,
-        path: str,
-        raw_start: int,
+        stored: StoredChunk,
+        base: int,
         ranges: Sequence[Range],
         target: torch.Tensor,
         sizes: Sequence[int],
         dtype: torch.dtype,
-        *,
-        box: Box | None = None,
+        box: Box,
         into: torch.Tensor | None = None,
     ) -> None:
         self._into = into = target if into is None else into
-        box = box or Box(item.storage_offsets, item.lengths)
+        self._sizes, self._dtype, self._box = sizes, dtype, box
         owned = None
         if dtype == into.dtype and ranges and is_direct(into):
             if is_whole(box, sizes):
@@ -116,7 +88,7 @@ class TensorTransfer(ItemTransfer):
                 start, stop = covering_run(sizes, box)
                 start, stop = start * dtype.itemsize, stop * dtype.itemsize
                 owned = (start, stop) if stop - start == into.nbytes else None
-        super().__init__(item, path, raw_start, ranges, target, owned, sizes, dtype, box)
+        super().__init__(item, stored, base, ranges, target, owned)
 
     def memory(self, start: int, stop: int) -> memoryview:
         first = self.owned[0] if self.owned else 0
@@ -126,23 +98,10 @@ class TensorTransfer(ItemTransfer):
         if self.owned is not None or not data.nbytes:
             super().place(offset, data)  # the other bytes are only for a checksum
             return
-        elements, first = elements_of(data, self.dtype), offset // self.dtype.itemsize
-        section = find_section(self.sizes, self.box, first, first + elements.numel())
-        for part, source in cut_out(elements, first, self.sizes, self.box, section):
+        elements, first = elements_of(data, self._dtype), offset // self._dtype.itemsize
+        section = find_section(self._sizes, self._box, first, first + elements.numel())
+        for part, source in cut_out(elements, first, self._sizes, self._box, section):
             narrow_tensor_by_index(self._into, part.offsets, part.lengths).copy_(source)
-
-    def section_memory(self, section: Section) -> memoryview | None:
-        if self._into.dtype != self.dtype or not is_direct(self._into):
-            return None
-        size = self.dtype.itemsize
-        return view_bytes(self._into)[section.start * size : section.stop * size]
-
-    def scatter(self, section: Section, packed: memoryview) -> None:
-        elements, done = elements_of(packed, self.dtype), 0
-        for part, _ in boxes_of_section(self.sizes, self.box, section):
-            source = elements[done : done + part.numel].view(part.lengths)
-            narrow_tensor_by_index(self._into, part.offsets, part.lengths).copy_(source)
-            done += part.numel
 
 
 class HeadedTransfer(TensorTransfer):
@@ -162,18 +121,18 @@ class HeadedTransfer(TensorTransfer):
     def __init__(
         self,
         item: ReadItem,
-        path: str,
-        raw_start: int,
+        stored: StoredChunk,
+        base: int,
         ranges: Sequence[Range],
         target: torch.Tensor,
         sizes: Sequence[int],
         dtype: torch.dtype,
+        box: Box,
+        into: torch.Tensor | None = None,
         *,
         head: int,
         raw_offset: int,
         check: Callable[[bytes], Transfer | None],
-        box: Box | None = None,
-        into: torch.Tensor | None = None,
     ) -> None:
         start, stop = -raw_offset, head - raw_offset
         # Cuts fall on multiples of 64 bytes from where a range begins, and must not divide elements.
@@ -181,7 +140,7 @@ class HeadedTransfer(TensorTransfer):
             ranges = [Range(start, ranges[0].stop, None), *ranges[1:]]
         else:
             ranges = [Range(start, stop, None), *ranges]
-        super().__init__(item, path, raw_start, ranges, target, sizes, dtype, box=box, into=into)
+        super().__init__(item, stored, base, ranges, target, sizes, dtype, box, into)
         self._head, self._raw_offset, self._check = bytearray(head), raw_offset, check
 
     def place(self, offset: int, data: memoryview) -> None:
@@ -207,29 +166,20 @@ class StreamTransfer(ItemTransfer):
     def __init__(
         self,
         item: ReadItem,
-        path: str,
-        start: int,
-        size: int,
-        crc: int | None,
+        stored: StoredChunk,
         target: torch.Tensor | None,
         decode: Callable[[torch.Tensor], io.BytesIO | None],
     ) -> None:
-        ranges = [Range(0, size, crc)] if size else []
-        super().__init__(item, path, start, ranges, target, (0, size), (size,), torch.uint8, Box((0,), (size,)))
+        size = stored.nbytes
+        super().__init__(item, stored, stored.base, [Range(0, size, stored.crc)] if size else [], target, (0, size))
         self._decode = decode
         self._buffer: torch.Tensor | None = None
 
     def memory(self, start: int, stop: int) -> memoryview:
         with self._lock:
             if self._buffer is None:
-                self._buffer = allocate(self.sizes, torch.uint8, self.item.storage_index.fqn, self.path)
+                self._buffer = allocate((self.length,), torch.uint8, self.item.storage_index.fqn, self.path)
             return view_bytes(self._buffer)[start:stop]
-
-    def section_memory(self, section: Section) -> memoryview | None:
-        return self.memory(*section)
-
-    def scatter(self, section: Section, packed: memoryview) -> None:
-        self.memory(*section)[:] = packed
 
     def finish(self) -> None:
         """Decode the item."""

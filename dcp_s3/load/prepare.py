@@ -54,10 +54,9 @@ class TransferFactory:
         self.narrowed: dict[str, Conversion] = {}
 
     def prepare_all(
-        self, items: Sequence[ReadItem], planner: LoadPlanner, fetcher: Fetcher, whole: Collection[int] = ()
+        self, items: Sequence[ReadItem], planner: LoadPlanner, fetcher: Fetcher, shared: Collection[int] = ()
     ) -> list[ItemTransfer]:
-        """The transfer for each item. ``whole``: numbers of items to fetch whole, unless their raw bytes' place is
-        recorded.
+        """The transfer for each item. ``shared``: numbers of items that come from other ranks: whole, or a box, packed.
 
         Raises:
             TensorMismatchError: a destination does not match what was saved.
@@ -68,12 +67,16 @@ class TransferFactory:
         transfers: list[ItemTransfer | None] = []
         for number, item in enumerate(items):
             stored, target = self._find(item, planner)
-            if target is None or not stored.whole:
+            if target is not None and not stored.whole and number in shared:
+                lengths, ranges = item.lengths, [Range(0, item.lengths.numel() * stored.dtype.itemsize, None)]
+                box = Box((0,) * len(lengths), lengths)
+                transfers.append(TensorTransfer(item, stored, 0, ranges, target, lengths, stored.dtype, box))
+                continue
+            if target is None or not stored.whole or number in shared:
                 transfers.append(self._make(item, stored, target))
                 continue
-            kind = _kind_of(stored)
-            if number in whole or stored.nbytes <= SMALL_ITEM or stored.crc is not None:
-                kind = None  # a recorded checksum covers the whole item
+            # A recorded checksum covers the whole item.
+            kind = None if stored.nbytes <= SMALL_ITEM or stored.crc is not None else _kind_of(stored)
             if kind is not None and self._heads.expect(kind) is None:
                 unknown[number] = kind, stored, target
                 transfers.append(None)
@@ -127,19 +130,15 @@ class TransferFactory:
         return stored, target
 
     def _make(self, item: ReadItem, stored: StoredChunk, target: torch.Tensor | None) -> ItemTransfer:
-        path, sizes, dtype = stored.info.relative_path, stored.sizes, stored.dtype
         if target is None or stored.whole:
-            return StreamTransfer(
-                item, path, stored.base, stored.nbytes, stored.crc, target,
-                functools.partial(self._decode, item, stored, target),
-            )  # fmt: skip
-        box = Box(item.storage_offsets, item.lengths)
+            return StreamTransfer(item, stored, target, functools.partial(self._decode, item, stored, target))
+        sizes, dtype, box = stored.sizes, stored.dtype, Box(item.storage_offsets, item.lengths)
         if is_whole(box, sizes):
             ranges = [Range(0, stored.nbytes, stored.crc)] if stored.nbytes else []
         else:
             ranges = ranges_of_box(sizes, box, dtype.itemsize, blocks=stored.blocks, max_gap=READ_GAP)
         if not self._unproven:
-            return TensorTransfer(item, path, stored.base, ranges, target, sizes, dtype)
+            return TensorTransfer(item, stored, stored.base, ranges, target, sizes, dtype, box)
         raw_offset = stored.base - stored.info.offset
         if not 0 < raw_offset <= MAX_HEAD:
             raise errors.CorruptCheckpointError(
@@ -148,7 +147,7 @@ class TransferFactory:
                 url=self._url,
             )
         return HeadedTransfer(
-            item, path, stored.base, ranges, target, sizes, dtype, head=raw_offset, raw_offset=raw_offset,
+            item, stored, stored.base, ranges, target, sizes, dtype, box, head=raw_offset, raw_offset=raw_offset,
             check=functools.partial(self._check_recorded, item, ItemKind(dtype, sizes, stored.info.length), raw_offset),
         )  # fmt: skip
 
@@ -179,9 +178,9 @@ class TransferFactory:
         )
         box = Box(offsets, lengths)
         ranges = ranges_of_box(sizes, box, head.dtype.itemsize, blocks=None, max_gap=READ_GAP)
+        into = target if head.is_row_major else target.permute(head.order)
         return HeadedTransfer(
-            item, stored.info.relative_path, stored.base + head.raw_offset, ranges, target, sizes, head.dtype, box=box,
-            into=target if head.is_row_major else target.permute(head.order),
+            item, stored, stored.base + head.raw_offset, ranges, target, sizes, head.dtype, box, into,
             head=head.length, raw_offset=head.raw_offset,
             check=functools.partial(self._check_expected, item, stored, target, kind, head, last=found is not None),
         )  # fmt: skip

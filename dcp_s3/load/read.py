@@ -200,7 +200,7 @@ def read_in_turn(transfers: Sequence[ItemTransfer]) -> list[list[int]]:
     for together in _overlapping(sorted((device, *span, name) for (device, _, name), span in spans.items())):
         names = sorted(together, key=order.__getitem__)
         contents = {tuple([_content_of(transfers[number]) for number in by_name[name]]) for name in names}
-        known = all(part.crc is not None for number in by_name[names[0]] for part in transfers[number].ranges)
+        known = all(transfers[number].stored.crc is not None for number in by_name[names[0]])
         if len(contents) > 1 or not known:
             turns.update({name: turn for turn, name in enumerate(names)})
     rounds: list[list[int]] = [[] for _ in range(1 + max(turns.values(), default=0))]
@@ -225,7 +225,7 @@ def _overlapping(spans: Iterable[tuple[str, int, int, str]]) -> list[set[str]]:
 def _content_of(transfer: ItemTransfer) -> object:
     """A value that tells the saved contents of two items apart."""
     item = transfer.item
-    return item.dest_offsets, item.lengths, item.storage_offsets, tuple(transfer.ranges)
+    return item.dest_offsets, item.lengths, item.storage_offsets, transfer.stored.sizes, transfer.stored.crc
 
 
 def find_exclusive(transfers: Sequence[ItemTransfer]) -> list[bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -79,6 +80,12 @@ class Transfer(ABC):
             self._crcs.append((offset, crc, length))
             self.missing -= length
             return self.missing == 0
+
+    def is_damaged(self, offset: int, length: int, crc: int) -> bool:
+        """Whether these bytes are a whole range, with the wrong checksum."""
+        at = bisect.bisect_left(self.ranges, (offset,))
+        start, stop, expected = self.ranges[at] if at < len(self.ranges) else (0, 0, None)
+        return (start, stop) == (offset, offset + length) and expected is not None and expected != crc
 
     def mismatches(self) -> Sequence[tuple[Range, int]]:
         """The ranges whose bytes are not what was saved, with the CRC-64/NVME that was found. For when all are here."""
@@ -181,7 +188,10 @@ class Reception:
             self._received.append((segment, None, view))
 
     def deliver(self) -> list[Transfer]:
-        """Put what was received in place; returns the transfers that this completed."""
+        """Put what was received in place; returns the transfers that this completed.
+
+        A range that came into the buffer in one piece and is damaged is never put in place.
+        """
         complete = []
         for (start, stop, transfer), target, view in self._received:
             crc = 0
@@ -190,7 +200,7 @@ class Reception:
             elif view is not None and transfer.checked:
                 crc = crc64nvme(view)
             offset = start - transfer.base
-            if view is not None:
+            if view is not None and not (transfer.checked and transfer.is_damaged(offset, stop - start, crc)):
                 transfer.place(offset, view)
             if transfer.arrived(offset, stop - start, crc):
                 complete.append(transfer)

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3.checksum import crc64nvme
-from dcp_s3.format.blocks import Blocks, Range, cuts_between, pack_crcs
-from dcp_s3.load.boxes import Box, Section
+from dcp_s3.format.blocks import Blocks, Range, cuts_between, make_storage_info, pack_crcs
+from dcp_s3.load.boxes import Box
 from dcp_s3.load.items import ItemTransfer, StreamTransfer, TensorTransfer
-from dcp_s3.load.plan import ReadRequest, plan_requests, ranges_of_box
+from dcp_s3.load.plan import ReadRequest, StoredChunk, plan_requests, ranges_of_box
 from dcp_s3.load.transfer import Buffer, Reception, Transfer
 from dcp_s3.tensor_memory import view_bytes
 from tests.load.test_boxes import boxes_in
@@ -60,7 +60,10 @@ class Item:
         index = MetadataIndex("w", sizes)
         offsets, lengths = map(torch.Size, self.box)
         item = ReadItem(LoadItemType.TENSOR, index, offsets, index, offsets, lengths)
-        return TensorTransfer(item, _PATH, self.start, ranges, self.target, sizes, dtype)
+        stored = StoredChunk(
+            make_storage_info(_PATH, self.start, len(data)), self.start, len(data), sizes, dtype, False
+        )
+        return TensorTransfer(item, stored, self.start, ranges, self.target, sizes, dtype, self.box)
 
 
 @st.composite
@@ -140,27 +143,34 @@ def test_a_changed_byte_that_is_fetched_is_noticed_and_repaired(
         assert torch.equal(item.target, item.expected)
 
 
+def test_a_range_that_came_in_one_piece_and_is_damaged_never_gets_to_its_place() -> None:
+    item = Item(torch.arange(6, dtype=torch.float32), 0, Box((0,), (6,)), "strided")
+    transfer = item.transfer(checked=True, max_gap=0)
+    receive_all(bytes(24), [transfer], max_request=10**6, max_gap=0, seed=0)
+    assert len(transfer.mismatches()) == 1
+    assert not item.target.any()
+
+
 # --- items ----------------------------------------------------------------------------------------------
 
 
 INDEX, NOTHING = MetadataIndex("x"), torch.Size((0,))
 ITEM = ReadItem(LoadItemType.BYTE_IO, INDEX, NOTHING, INDEX, NOTHING, NOTHING)
+STORED = StoredChunk(make_storage_info(_PATH, 0, 8), 0, 8, torch.Size((8,)), torch.uint8, True)
 
 
 def test_the_buffer_of_an_item_is_let_go_when_it_is_decoded() -> None:
-    """It is as large as the item; here it comes by sections, as from another rank."""
+    """It is as large as the item."""
     buffers: list[weakref.ref[torch.Tensor]] = []
 
     def decode(buffer: torch.Tensor) -> None:
         assert bytes(buffer) == b"\1" * 8
         buffers.append(weakref.ref(buffer))
 
-    item = StreamTransfer(ITEM, "__0_0.distcp", 0, 8, None, None, decode)
-    item.expect_sections()
-    for section in (Section(0, 5), Section(5, 8)):
-        item.scatter(section, memoryview(b"\1" * (section.stop - section.start)))
-        arrived = item.section_arrived(section)
-    assert arrived
+    item = StreamTransfer(ITEM, STORED, None, decode)
+    for start, stop in ((0, 5), (5, 8)):
+        item.place(start, memoryview(b"\1" * (stop - start)))
+        assert item.arrived(start, stop - start, 0) == (stop == 8)
     item.finish()
     (buffer,) = buffers
     assert buffer() is None
@@ -168,10 +178,10 @@ def test_the_buffer_of_an_item_is_let_go_when_it_is_decoded() -> None:
 
 def test_planned_requests_keep_no_target_alive() -> None:
     """A load pauses the garbage collector: what it held in a cycle would stay."""
-    target = torch.zeros(4)
-    size = torch.Size((4,))
-    item = ReadItem(LoadItemType.TENSOR, INDEX, size, INDEX, NOTHING, size)
-    transfer = TensorTransfer(item, "a", 0, [Range(0, 16, None)], target, size, torch.float32)
+    target = torch.zeros(2)
+    transfer = TensorTransfer(
+        ITEM, STORED, 0, [Range(0, 8, None)], target, target.size(), target.dtype, Box((0,), (2,))
+    )
     gc.disable()
     try:
         requests = plan_requests(transfer.segments(), max_request=8, max_gap=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
@@ -34,6 +35,18 @@ def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
     return starts, end if any(sizes) else 0
 
 
+class ItemSection(NamedTuple):
+    """A run of bytes of an item's box, packed: what the item needs of a part."""
+
+    number: int
+    """Number of the item in the assignment."""
+    transfer: ItemTransfer | None
+    """Its transfer; None if the plan does not have the item any more."""
+    box: Box
+    start: int
+    stop: int
+
+
 class SharedItems:
     """The items of one rank that arrive in pieces, by their numbers in its assignment.
 
@@ -56,37 +69,40 @@ class SharedItems:
         self._items, self.stored = items, stored
         self._transfers, self._alone, self._finished = transfers, alone, finished
         self.inference = torch.is_inference_mode_enabled()  # a property of the thread
-        for transfer in transfers.values():
-            transfer.expect_sections()
 
     def name_of(self, number: int) -> str:
         return self._items[number].storage_index.fqn
 
-    def sections(self, part: SharedPart) -> Iterator[tuple[int, ItemTransfer | None, Section, int]]:
-        """The sections of a part that this rank's items need: number, transfer, section, bytes."""
+    def sections(self, part: SharedPart) -> Iterator[ItemSection]:
+        """What this rank's items need of a part."""
         for number in part.items:
             stored = self.stored[number]
-            section = section_of(stored, box_of(self._items[number], stored), part)
-            size = (section.stop - section.start) * stored.dtype.itemsize
-            yield number, self._transfers.get(number), section, size
+            box = box_of(self._items[number], stored)
+            start, stop = section_of(stored, box, part)
+            yield ItemSection(number, self._transfers.get(number), box, start, stop)
 
-    def memory(self, number: int, section: Section) -> memoryview | None:
+    def memory(self, section: ItemSection) -> memoryview | None:
         """The place of a section; None if it is not one run of bytes, or shared with another item."""
-        transfer = self._transfers.get(number)
-        if transfer is None or not (number in self._alone or isinstance(transfer, StreamTransfer)):
+        transfer = section.transfer
+        if transfer is None or transfer.owned is None:
             return None
-        return transfer.section_memory(section)
+        if section.number not in self._alone and not isinstance(transfer, StreamTransfer):
+            return None
+        return transfer.memory(section.start, section.stop)
 
-    def arrived(self, transfer: ItemTransfer, section: Section) -> None:
+    def arrived(self, section: ItemSection) -> None:
         """Count a section that is in place; the last one finishes the item."""
-        if transfer.section_arrived(section):
+        transfer, size = section.transfer, section.stop - section.start
+        if transfer is not None and size and transfer.arrived(section.start, size, 0):
             transfer.finish()
             self._finished(transfer)
 
 
-def section_of(stored: StoredChunk, box: Box, part: SharedPart) -> Section:
+def section_of(stored: StoredChunk, box: Box, part: SharedPart) -> tuple[int, int]:
+    """The bytes of a packed box that are in a part of its chunk."""
     size = stored.dtype.itemsize
-    return find_section(stored.sizes, box, part.start // size, part.stop // size)
+    start, stop = find_section(stored.sizes, box, part.start // size, part.stop // size)
+    return start * size, stop * size
 
 
 class OwnedPiece(Transfer):
@@ -115,9 +131,8 @@ class OwnedPiece(Transfer):
         """Fetch the piece from S3 and compare the checksums. Called on any thread."""
         memory = None  # that of this rank's own item, if that is the whole piece
         sections = list(self._items.sections(self._parts[0]))
-        if len(self._parts) == 1 and len(sections) == 1:
-            number, _, section, size = sections[0]
-            memory = self._items.memory(number, section) if size == self.nbytes else None
+        if len(self._parts) == 1 and len(sections) == 1 and sections[0].stop - sections[0].start == self.nbytes:
+            memory = self._items.memory(sections[0])
         self._own = memory is not None
         self._bytes = _new_memory(self.nbytes) if memory is None else memory
         self._fetcher.fetch_alone(self)
@@ -127,9 +142,20 @@ class OwnedPiece(Transfer):
         first = self._starts[number] + start - self.ranges[number].start
         return self._bytes[first : first + stop - start]
 
-    def _part(self, number: int) -> memoryview:
-        start, part = self._starts[number], self._parts[number]
-        return self._bytes[start : start + part.stop - part.start]
+    def _pack(self, number: int, box: Box, start: int, stop: int, into: torch.Tensor | None = None) -> memoryview:
+        """Bytes ``start`` to ``stop`` of a packed box, which are in this part, copied to ``into`` (uint8) if given."""
+        part, stored = self._parts[number], self._items.stored[self._parts[number].items[0]]
+        data = self._bytes[self._starts[number] :][: part.stop - part.start]
+        if into is None:
+            if stop - start == data.nbytes:
+                return data
+            into = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
+        packed, done, size = into.view(stored.dtype), 0, stored.dtype.itemsize
+        run, section = elements_of(data, stored.dtype), Section(start // size, stop // size)
+        for within, source in cut_out(run, part.start // size, stored.sizes, box, section):
+            packed[done : done + within.numel].view(within.lengths).copy_(source)
+            done += within.numel
+        return view_bytes(into)
 
     def finish(self) -> None:
         """Copy the sections that this rank needs."""
@@ -137,9 +163,9 @@ class OwnedPiece(Transfer):
             return
         with torch.inference_mode(self._items.inference):
             for number, part in enumerate(self._parts):
-                for _, transfer, _, _ in self._items.sections(part):
-                    if transfer is not None:
-                        transfer.place(part.start, self._part(number))
+                for _, transfer, box, start, stop in self._items.sections(part):
+                    if transfer is not None and start < stop:
+                        transfer.place(start, self._pack(number, box, start, stop))
 
     def message(self, peer: int) -> tuple[torch.Tensor, int]:
         """The message for ``peer``, and the CRC-64/NVME of its sections.
@@ -151,33 +177,25 @@ class OwnedPiece(Transfer):
             sizes = [part.stop - part.start for part in self._parts]
             whole = torch.frombuffer(self._bytes, dtype=torch.uint8)
             return whole, combine_crc64nvme(zip(self.checksums(), sizes, strict=True))
-        sections: list[tuple[int, StoredChunk, Box, Section]] = []
+        found: list[tuple[int, Box, int, int]] = []
         for number, (part, boxes) in enumerate(zip(self._parts, needs, strict=True)):
             stored = self._items.stored[part.items[0]]
             for offsets, lengths in boxes or [((0,) * len(stored.sizes), stored.sizes)]:
-                box = Box(offsets, lengths)
-                sections.append((number, stored, box, section_of(stored, box, part)))
-        sizes = [(section.stop - section.start) * stored.dtype.itemsize for _, stored, _, section in sections]
-        starts, length = lay_out(sizes)
-        packed, crc = torch.empty(length, dtype=torch.uint8, device="cpu"), 0
-        for (number, stored, box, section), at, size in zip(sections, starts, sizes, strict=True):
-            if size:
-                into, done = packed[at : at + size].view(stored.dtype), 0
-                run, first = elements_of(self._part(number), stored.dtype), self._parts[number].start
-                for within, source in cut_out(run, first // stored.dtype.itemsize, stored.sizes, box, section):
-                    into[done : done + within.numel].view(within.lengths).copy_(source)
-                    done += within.numel
-                crc = crc64nvme(view_bytes(packed[at : at + size]), crc)
-        return packed, crc
+                found.append((number, Box(offsets, lengths), *section_of(stored, Box(offsets, lengths), part)))
+        starts, length = lay_out([stop - start for *_, start, stop in found])
+        message, crc = torch.empty(length, dtype=torch.uint8, device="cpu"), 0
+        for (number, box, start, stop), at in zip(found, starts, strict=True):
+            if start < stop:
+                crc = crc64nvme(self._pack(number, box, start, stop, message[at : at + stop - start]), crc)
+        return message, crc
 
     def sent(self) -> None:
         """Note that nobody reads the piece's memory any more: this rank's own items may be handed on."""
         self._bytes = memoryview(b"")
         with torch.inference_mode(self._items.inference):
             for part in self._parts:
-                for _, transfer, section, _ in self._items.sections(part):
-                    if transfer is not None:
-                        self._items.arrived(transfer, section)
+                for section in self._items.sections(part):
+                    self._items.arrived(section)
 
 
 class ReceivedPiece:
@@ -186,16 +204,13 @@ class ReceivedPiece:
     def __init__(self, piece: SharedPiece, items: SharedItems, url: str) -> None:
         self.owner, self._url, self._items = piece.owner, url, items
         self._sections = [found for part in piece.parts for found in items.sections(part)]
-        self._starts, self.nbytes = lay_out([size for *_, size in self._sections])
+        self._starts, self.nbytes = lay_out([section.stop - section.start for section in self._sections])
         self._bytes = memoryview(b"")
         self._direct = False
 
     def buffer(self) -> torch.Tensor:
         """Memory to receive the piece in: the item's own, where that is one run."""
-        memory = None
-        if len(self._sections) == 1:
-            number, _, section, _ = self._sections[0]
-            memory = self._items.memory(number, section)
+        memory = self._items.memory(self._sections[0]) if len(self._sections) == 1 else None
         self._direct = memory is not None
         self._bytes = _new_memory(self.nbytes) if memory is None else memory
         return torch.frombuffer(self._bytes, dtype=torch.uint8)
@@ -207,12 +222,15 @@ class ReceivedPiece:
             PeerReadError: these are not the bytes that were sent.
         """
         received, self._bytes = self._bytes, memoryview(b"")
-        views = [received[at : at + size] for at, (*_, size) in zip(self._starts, self._sections, strict=True)]
+        views = [
+            received[at : at + section.stop - section.start]
+            for at, section in zip(self._starts, self._sections, strict=True)
+        ]
         found = 0
         for view in views:
             found = crc64nvme(view, found) if view.nbytes else found
         if found != crc:
-            name = self._items.name_of(self._sections[0][0])
+            name = self._items.name_of(self._sections[0].number)
             raise errors.PeerReadError(
                 f"{name!r} in {self._url} was damaged on its way from rank {self.owner}: its CRC-64/NVME is "
                 f"{crc_hex(found)}, sent was {crc_hex(crc)}. Remedy: load again",
@@ -220,12 +238,10 @@ class ReceivedPiece:
                 rank=self.owner,
             )
         with torch.inference_mode(self._items.inference):
-            for (_, transfer, section, _), view in zip(self._sections, views, strict=True):
-                if transfer is None:
-                    continue
-                if view.nbytes and not self._direct:
-                    transfer.scatter(section, view)
-                self._items.arrived(transfer, section)
+            for section, view in zip(self._sections, views, strict=True):
+                if section.transfer is not None and view.nbytes and not self._direct:
+                    section.transfer.place(section.start, view)
+                self._items.arrived(section)
 
 
 def _new_memory(size: int) -> memoryview:

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.load.boxes import Box, boxes_of_section, elements_before, find_section
-from dcp_s3.load.items import ItemTransfer
 from dcp_s3.load.peers import assign as sharing
 from dcp_s3.load.peers.assign import plan_sharing
 from dcp_s3.load.peers.assignment import Assignment, Offer, SharedPart, SharedPiece, choose_group, hash_ranks
@@ -252,13 +251,13 @@ def exchange(
     owned: dict[tuple[int, int], OwnedPiece] = {}
     received: dict[tuple[int, int], ReceivedPiece] = {}
     for rank, assignment in enumerate(assignments):
-        transfers: dict[int, ItemTransfer] = {}
-        for number in assignment.shared_items() - set(absent.get(rank, ())):
-            planner = mock.Mock(resolve_tensor=lambda _, rank=rank, number=number: targets[rank][number])
-            transfers[number] = factory.prepare(case.plans[rank][number], planner)
+        shared = assignment.shared_items()
+        planner = mock.Mock(resolve_tensor=mock.Mock(side_effect=targets[rank]))
+        made = factory.prepare_all(case.plans[rank], planner, fetcher, shared)
+        transfers = {number: made[number] for number in shared - set(absent.get(rank, ()))}
         numbers = {id(transfer): number for number, transfer in transfers.items()}
         items = SharedItems(
-            assignment.items, {n: stored_of(case, assignment.items[n]) for n in assignment.shared_items()}, transfers,
+            assignment.items, {n: stored_of(case, assignment.items[n]) for n in shared}, transfers,
             set(transfers),
             lambda item, rank=rank, numbers=numbers: finished[rank].__setitem__(numbers[id(item)], True),
         )  # fmt: skip

@@ -30,10 +30,9 @@ from torch.distributed.tensor import Shard
 from dcp_s3 import S3StorageWriter, errors
 from dcp_s3.limit import Cancelled
 from dcp_s3.load.fetch import Fetcher
-from dcp_s3.load.items import TensorTransfer
 from dcp_s3.load.peers.exchange import Exchange
 from dcp_s3.load.peers.messages import GREETING, VERDICT
-from dcp_s3.load.peers.pieces import OwnedPiece, ReceivedPiece
+from dcp_s3.load.peers.pieces import OwnedPiece, ReceivedPiece, SharedItems
 from tests.faulty import BUCKET
 from tests.interrupting import Interrupts
 from tests.load.peers.sharing import (
@@ -73,7 +72,7 @@ def _on_rank(rank: int, patch: Any) -> Iterator[None]:
 
 
 def _raising(error: BaseException, after: int = 0) -> Callable[..., Any]:
-    """A `TensorTransfer` or `OwnedPiece` method that raises from the call number ``after`` on."""
+    """A method that raises from the call number ``after`` on."""
     calls: list[None] = []
 
     def method(*_: Any, **__: Any) -> Any:
@@ -105,7 +104,7 @@ def _failures() -> dict[str, tuple[dict[int, tuple[str, str]], float]]:
         told["down"] = _failing(f"{RUN}/good")
     with _on_rank(2, mock.patch.object(OwnedPiece, "message", _raising(MemoryError("no memory")))):
         told["sending"] = _failing(f"{RUN}/good")
-    with _on_rank(0, mock.patch.object(TensorTransfer, "section_memory", _raising(KeyError("place")))):
+    with _on_rank(0, mock.patch.object(SharedItems, "memory", _raising(KeyError("place")))):
         told["receiving"] = _failing(f"{RUN}/good")
     with _on_rank(1, mock.patch.object(DefaultLoadPlanner, "commit_tensor", _raising(ValueError("mine"), 2))):
         told["planner"] = _failing(f"{RUN}/good")
