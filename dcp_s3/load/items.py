@@ -172,7 +172,7 @@ class StreamTransfer(ItemTransfer):
     ) -> None:
         size = stored.nbytes
         super().__init__(item, stored, stored.base, [Range(0, size, stored.crc)] if size else [], target, (0, size))
-        self._decode = decode
+        self._decode: Callable[[torch.Tensor], io.BytesIO | None] | None = decode
         self._buffer: torch.Tensor | None = None
 
     def memory(self, start: int, stop: int) -> memoryview:
@@ -181,10 +181,18 @@ class StreamTransfer(ItemTransfer):
                 self._buffer = allocate((self.length,), torch.uint8, self.item.storage_index.fqn, self.path)
             return view_bytes(self._buffer)[start:stop]
 
+    def place(self, offset: int, data: memoryview) -> None:
+        if data.nbytes == self.length and self._decode is not None:  # in one piece, with the right checksum
+            decode, self._decode = self._decode, None
+            self.loaded = decode(torch.frombuffer(data, dtype=torch.uint8))
+        else:
+            super().place(offset, data)
+
     def finish(self) -> None:
-        """Decode the item."""
+        """Decode the item, unless it came in one piece."""
         buffer, self._buffer = self._buffer, None
-        self.loaded = self._decode(torch.empty(0, dtype=torch.uint8) if buffer is None else buffer)
+        if self._decode is not None:
+            self.loaded = self._decode(torch.empty(0, dtype=torch.uint8) if buffer is None else buffer)
 
 
 # --- elements of boxes ------------------------------------------------------------------------------
@@ -218,7 +226,8 @@ def cut_out(
 def tensor_in(head: ArchiveHead, item: torch.Tensor) -> torch.Tensor:
     """The tensor in a stored item (uint8) that has ``head``; mostly without a copy."""
     raw = item[head.raw_offset : head.raw_offset + head.nbytes]
-    elements = (raw.clone() if raw.storage_offset() % head.dtype.itemsize else raw).view(head.dtype)
+    is_aligned = not (raw.storage_offset() % head.dtype.itemsize or raw.data_ptr() % head.dtype.itemsize)
+    elements = (raw if is_aligned else raw.clone()).view(head.dtype)
     if head.is_row_major:
         return elements.view(head.shape)
     places = [head.order.index(dim) for dim in range(len(head.shape))]

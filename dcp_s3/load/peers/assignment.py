@@ -1,4 +1,4 @@
-"""The coordinator's orders to each rank of a load about bytes that several ranks need. Pure."""
+"""What goes with the plans of a load: what each rank may share, and the coordinator's orders about it."""
 
 from __future__ import annotations
 
