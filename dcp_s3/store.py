@@ -94,6 +94,9 @@ class Expect:
 
     etag: str = ""
     """ETag of the object that must be there; empty if there must be none."""
+    required: bool = False
+    """Whether a store that is known to lack such conditions must refuse (PreconditionFailedError), instead of writing
+    without."""
 
 
 ABSENT = Expect()

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from dcp_s3 import errors
 from dcp_s3.format.archive import MAX_HEAD, ArchiveHead
 from dcp_s3.format.blocks import Range
-from dcp_s3.format.item_pickles import check_storages
 from dcp_s3.format.metadata import is_unproven
+from dcp_s3.format.safe_items import check_storages
 from dcp_s3.load.archives import SMALL_ITEM, ArchiveHeads, ItemKind
 from dcp_s3.load.boxes import Box
 from dcp_s3.load.fetch import Fetcher
