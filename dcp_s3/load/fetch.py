@@ -2,7 +2,7 @@
 
     requests -> threads -> bytes at their place -> checksums, once more if they do not match -> finished transfers
 
-Loads, sharing between ranks, verify and read_tensors use it.
+Loads, sharing between ranks, read_tensors, exports and diff use it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -57,25 +57,11 @@ class Arrival(NamedTuple):
     """Transfers that this request completed: in place, and verified."""
 
 
-class Receiver(Protocol):
-    """The memory of one request, and what to do when it is full. `Reception` implements it.
-
-    Attributes:
-        targets: memory to be filled, in order.
-    """
-
-    targets: list[ReadTarget]
-
-    def deliver(self) -> list[Transfer]:
-        """Put what was received in place; returns the transfers that this completed."""
-
-
 class Fetcher:
     """Fetches from one checkpoint's objects in a store, on threads of a ``name``.
 
     Args:
         buffers: bytes of memory for what cannot be received in place; None: `LOAD_BUFFERS`.
-        receiver: makes the memory of a request; by default, in place where that is possible.
 
     Attributes:
         pin: whether buffers are page-locked, for copies to a device.
@@ -89,7 +75,6 @@ class Fetcher:
         name: str,
         *,
         buffers: int | None = None,
-        receiver: Callable[[ReadRequest, Buffer], Receiver] = Reception,
     ) -> None:
         self._cancel = threading.Event()
         self.store = store.within(replace(store.limit, cancel=self._cancel))
@@ -100,7 +85,6 @@ class Fetcher:
         """Maximum bytes of a request that goes through a buffer."""
         self.max_buffers = max(1, self.buffers // self.max_buffered)
         """Maximum number of such requests at once."""
-        self._receiver = receiver
         self._local = threading.local()
         self._count = itertools.count(1)
         self._fetched: list[int] = []
@@ -202,19 +186,13 @@ class Fetcher:
         buffer = getattr(self._local, "buffer", None)
         if buffer is None:
             buffer = self._local.buffer = Buffer(pin=self.pin)
-        receiver = self._receiver(request, buffer)
-        try:
-            self.read(request.path, request.start, receiver.targets, moved=moved)
-            self._fetched.append(request.length)  # one operation: no lock
-        except errors.CorruptCheckpointError as error:
-            lost = list(dict.fromkeys(segment.item for segment in request.segments))
-            for transfer in lost:
-                transfer.give_up(error)
-            return lost, []
+        reception = Reception(request, buffer)
+        self.read(request.path, request.start, reception.targets, moved=moved)
+        self._fetched.append(request.length)  # one operation: no lock
         finished: list[Transfer] = []
         again: list[Segment] = []
-        complete = receiver.deliver()
-        del receiver  # it holds memory that is freed when an item is finished
+        complete = reception.deliver()
+        del reception  # it holds memory that is freed when an item is finished
         for transfer in complete:
             more = self._verify(transfer)
             if not more and (instead := transfer.finish()) is not None:
@@ -232,13 +210,12 @@ class Fetcher:
         part, found = wrong[0]
         if transfer.fetched_again:
             start = transfer.base + part.start
-            damage = (
+            raise errors.CorruptCheckpointError(
                 f"{transfer.name_of(part)!r} in {self.url}: bytes {start} to {transfer.base + part.stop - 1} of "
                 f"{transfer.path} have CRC-64/NVME {crc_hex(found)}, recorded was {crc_hex(part.crc or 0)}, twice. The "
-                "stored data is damaged: load an earlier checkpoint"
+                "stored data is damaged: load an earlier checkpoint",
+                url=str(self.url),
             )
-            transfer.give_up(errors.CorruptCheckpointError(damage, url=str(self.url)))
-            return []
         logger.warning("checksum of %r in %s does not match; fetching it again", transfer.name_of(part), self.url)
         transfer.fetched_again = True
         self.store.distrust(self.url.key(transfer.path))

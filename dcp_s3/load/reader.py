@@ -235,7 +235,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
         """Called by DCP on every rank before planning.
 
         Raises:
-            MissingKeysError, TensorMismatchError, CorruptCheckpointError: see `check_state`.
+            CorruptCheckpointError: it does not say where its items lie. Also what `read_metadata` could not raise.
         """
         if isinstance(metadata, UnreadableMetadata):
             metadata.fail()

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme
 from dcp_s3.format.blocks import Range
 from dcp_s3.load.plan import ReadRequest, Segment
@@ -120,13 +119,6 @@ class Transfer(ABC):
             A transfer to fetch instead, if the bytes are not where they were expected.
         """
         return None
-
-    def give_up(self, error: errors.CorruptCheckpointError) -> None:
-        """Raise ``error``, or note it: the object has changed, or a range was damaged twice."""
-        try:
-            raise error
-        finally:
-            del error  # its traceback has this frame: no cycle
 
 
 class Buffer:

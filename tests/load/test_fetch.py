@@ -37,15 +37,6 @@ class Bytes(Transfer):
         return memoryview(self.data)[start:stop]
 
 
-class Noting(Bytes):
-    """Takes note of what is wrong with it."""
-
-    noted: errors.CorruptCheckpointError | None = None
-
-    def give_up(self, error: errors.CorruptCheckpointError) -> None:
-        self.noted = error
-
-
 def requests_for(*transfers: Transfer, max_request: int = 2**17) -> list[ReadRequest]:
     return plan_requests([s for each in transfers for s in each.segments()], max_request=max_request, max_gap=0)
 
@@ -105,15 +96,10 @@ def test_what_does_not_match_is_fetched_once_more_and_not_from_the_disk(caplog: 
     assert f"checksum of 'at100000' in {URL} does not match; fetching it again" in caplog.text
 
 
-def test_what_does_not_match_twice_is_an_error_or_noted() -> None:
+def test_what_does_not_match_twice_is_an_error() -> None:
     source = MemoryFetcher({"a": DATA}, damage=flip(150_000, times=2))
     with pytest.raises(errors.CorruptCheckpointError, match=r"bytes 100000 to 199999 of a have CRC.*twice"):
         fetch(source, requests_for(Bytes(100_000, 100_000)))
-    source = MemoryFetcher({"a": DATA}, damage=flip(150_000, times=2))
-    noting, other = Noting(100_000, 100_000), Bytes(200_000, 100_000)
-    arrivals = fetch(source, requests_for(noting, other))
-    assert {id(transfer) for arrival in arrivals for transfer in arrival.finished} == {id(noting), id(other)}
-    assert "twice" in str(noting.noted)
 
 
 def test_what_is_to_be_fetched_instead_is_fetched_and_finished() -> None:
@@ -131,13 +117,9 @@ def _lost(_: str, __: int, ___: bytearray) -> None:
     raise errors.CorruptCheckpointError("it is gone", url=URL)
 
 
-def test_an_object_that_changed_is_an_error_or_noted() -> None:
+def test_an_object_that_changed_is_an_error() -> None:
     with pytest.raises(errors.CorruptCheckpointError, match="it is gone"):
         fetch(MemoryFetcher({"a": DATA}, damage=_lost), requests_for(Bytes(0, 10)))
-    noting = Noting(0, 10)
-    (arrival,) = fetch(MemoryFetcher({"a": DATA}, damage=_lost), requests_for(noting))
-    assert arrival.finished == [noting]
-    assert str(noting.noted) == "it is gone"
 
 
 def test_an_error_of_the_caller_cancels_what_is_under_way() -> None:
