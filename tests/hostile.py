@@ -33,7 +33,6 @@ from dcp_s3.format.safe_items import check_item
 from dcp_s3.format.unpickling import Allowed, Deferred, Mirror, Opaque, PlainDefaultDict
 from dcp_s3.load.prepare import TransferFactory
 from dcp_s3.torch_private import ReaderTransforms
-from dcp_s3.url import parse_url
 
 URL = "s3://bucket/step-1"
 MEMORY = 2**29
@@ -275,8 +274,8 @@ def decode_tensor(data: bytes, shape: tuple[int, ...] = (2, 2)) -> torch.Tensor:
         storage_data={index: make_storage_info("__0_0.distcp", 0, len(data))},
     )
     item = ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, size)
-    factory = TransferFactory(parse_url(URL), metadata, ReaderTransforms(None), allow_dtype_cast=False, max_gap=0)
-    transfer = factory.prepare(0, item, _Planner(target))  # type: ignore[arg-type]
+    factory = TransferFactory(URL, metadata, ReaderTransforms(None), allow_dtype_cast=False)
+    transfer = factory.prepare(item, _Planner(target))  # type: ignore[arg-type]
     if data:
         transfer.memory(0, len(data))[:] = data
     transfer.finish()

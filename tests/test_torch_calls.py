@@ -137,7 +137,7 @@ def test_the_loader_asks_for_the_ranks_metadata_if_there_is_none_of_all() -> Non
     )
     assert isinstance(caught.value.failures[0][0], AssertionError), moved(
         "dcp.load no longer replaces the error of read_metadata",
-        "UnreadableMetadata in load/check_state.py, which is then not needed",
+        "UnreadableMetadata in load/metadata.py, which is then not needed",
     )
 
 

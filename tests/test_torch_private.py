@@ -233,7 +233,7 @@ def test_the_writer_transforms_say_whether_there_are_any() -> None:
 def test_narrow_tensor_by_index_gives_a_view_of_the_box() -> None:
     tensor = torch.arange(20.0).view(4, 5)
     found = torch_private.narrow_tensor_by_index(tensor, (1, 2), (2, 3))
-    assert torch.equal(found, tensor[1:3, 2:5]), moved("narrow_tensor_by_index changed", "load/item_transfer.py")
+    assert torch.equal(found, tensor[1:3, 2:5]), moved("narrow_tensor_by_index changed", "load/items.py")
 
 
 # --- _StorageInfo ----------------------------------------------------------------------------------------

@@ -169,9 +169,3 @@ def boxes_of_section(sizes: Sequence[int], box: Box, section: Section) -> list[t
         (part, first + sum(offset * stride for offset, stride in zip(part.offsets, strides, strict=True)))
         for part in boxes_of_run(box.lengths, *section)
     ]
-
-
-def contains(sizes: Sequence[int], box: Box, start: int, stop: int) -> bool:
-    """Whether every one of elements ``start`` to ``stop`` of the array is in ``box``."""
-    first, last = covering_run(sizes, box)
-    return first <= start and stop <= last and last - first == box.numel

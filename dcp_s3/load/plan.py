@@ -1,7 +1,7 @@
 """Which bytes a load needs, and in which requests they are fetched. Pure: no I/O, no tensors.
 
-Items -> ranges of a chunk -> segments of an object -> requests. Neighbouring segments share a request, long ones are
-split over several, and overlapping ones are fetched once.
+Items -> stored chunks -> ranges of a chunk -> segments of an object -> requests. Neighbouring segments share a request,
+long ones are split over several, and overlapping ones are fetched once.
 """
 
 from __future__ import annotations
@@ -11,8 +11,15 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from dcp_s3.format.blocks import Blocks, Range, widen
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from dcp_s3 import errors
+from dcp_s3.format.blocks import Blocks, Range, get_blocks, get_crc, get_raw_offset, widen
+from dcp_s3.format.saved_entries import find_chunk
 from dcp_s3.load.boxes import Box, runs_of_box
+from dcp_s3.torch_private import StorageInfo
 
 READ_GAP = 256 * 2**10
 """Largest gap in bytes between two ranges of an object that a load fetches and throws away, rather than send two
@@ -20,6 +27,82 @@ requests: what S3 sends on one connection (90 MB/s) in a tenth of a request's la
 
 READ_WASTE = 0.0025
 """The most that a load fetches and throws away in gaps, as a fraction of the bytes that it needs."""
+
+
+class StoredChunk(NamedTuple):
+    """A stored item as bytes to be read: the raw bytes of a chunk, or the whole item if it has to be decoded."""
+
+    info: StorageInfo
+    """Where the item is stored."""
+    base: int
+    """First byte in the object."""
+    nbytes: int
+    """Length in bytes."""
+    sizes: torch.Size
+    """Shape in elements of ``dtype``; of a whole item, the number of bytes."""
+    dtype: torch.dtype
+    whole: bool
+    """Whether it is decoded once all of it has arrived; else it is the raw bytes of a tensor."""
+    tensor: tuple[torch.dtype, torch.Size] | None = None
+    """Dtype and shape of the tensor in a whole item; None for an object, or if its shape is not known."""
+
+    @property
+    def crc(self) -> int | None:
+        """Recorded CRC-64/NVME of all its bytes; None without. That of raw bytes does not cover a whole item."""
+        return None if self.whole and get_raw_offset(self.info) is not None else get_crc(self.info)
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """Recorded checksums; None without, or without bytes."""
+        if self.whole:
+            return None if self.crc is None else Blocks(self.nbytes, b"", self.crc)
+        return get_blocks(self.info, self.nbytes) if self.nbytes else None
+
+
+def find_stored(metadata: Metadata, index: MetadataIndex, kind: LoadItemType, url: str) -> StoredChunk:
+    """The stored item at ``index`` of the checkpoint at ``url``, to be loaded as ``kind``.
+
+    Raises:
+        CorruptCheckpointError: the metadata lacks it, or contradicts itself.
+    """
+    info = metadata.storage_data.get(index)
+    if info is None:
+        raise errors.CorruptCheckpointError(
+            f"the metadata of {url} does not say where {index.fqn!r} at {index.offset} lies: it is damaged or was "
+            "merged wrongly",
+            url=url,
+        )
+    raw_offset, whole = get_raw_offset(info), torch.Size((info.length,))
+    if kind == LoadItemType.BYTE_IO:
+        return StoredChunk(info, info.offset, info.length, whole, torch.uint8, True)
+    saved = metadata.state_dict_metadata.get(index.fqn)
+    if not isinstance(saved, TensorStorageMetadata):
+        raise errors.CorruptCheckpointError(
+            f"{index.fqn!r} in {url} is no tensor, but is to be loaded into one: the checkpoint was saved from another "
+            "kind of state",
+            url=url,
+        )
+    dtype, chunk = saved.properties.dtype, find_chunk(saved, index)
+    if raw_offset is None or info.transform_descriptors:
+        tensor = None if chunk is None else (dtype, chunk.sizes)
+        return StoredChunk(info, info.offset, info.length, whole, torch.uint8, True, tensor)
+    if chunk is None:
+        raise errors.CorruptCheckpointError(
+            f"the metadata of {url} has no chunk of {index.fqn!r} at {index.offset}", url=url
+        )
+    nbytes = chunk.sizes.numel() * dtype.itemsize
+    if raw_offset + nbytes > info.length:
+        raise errors.CorruptCheckpointError(
+            f"{index.fqn!r} in {url}: a chunk of {nbytes} bytes at {raw_offset} does not fit into its item of "
+            f"{info.length} bytes: the metadata is damaged",
+            url=url,
+        )
+    return StoredChunk(info, info.offset + raw_offset, nbytes, chunk.sizes, dtype, False)
+
+
+def box_of(item: ReadItem, stored: StoredChunk) -> Box:
+    """The box of its stored chunk that ``item`` needs."""
+    return Box((0,), (stored.nbytes,)) if stored.whole else Box(item.storage_offsets, item.lengths)
 
 
 class Segment(NamedTuple):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+import math
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -10,103 +12,21 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 
+from dcp_s3 import errors
 from dcp_s3.boundary import called_by_dcp
 from dcp_s3.collector import collector_paused
-from dcp_s3.load.aliases import without_tied
-from dcp_s3.load.names import find_mismatch, is_other_kind
+from dcp_s3.load.names import count_by_prefix, find_mismatch, is_other_kind
 from dcp_s3.load.overlaps import Box, find_overlaps
+from dcp_s3.tensor_memory import is_plain
 from dcp_s3.torch_private import ShardedTensor, create_chunk_list
 
-_TENSOR = LoadItemType.TENSOR
-
-
-class _PlainMetadataIndex:
-    def __init__(self, fqn: str, offset: torch.Size, index: int) -> None:
-        self.fqn = fqn
-        self.index = index
-        self.offset = offset
-
-
-class _PlainReadItem:
-    def __init__(
-        self,
-        dest_index: MetadataIndex,
-        dest_offsets: torch.Size,
-        storage_index: MetadataIndex,
-        storage_offsets: torch.Size,
-        lengths: torch.Size,
-    ) -> None:
-        self.type = _TENSOR
-        self.dest_index = dest_index
-        self.dest_offsets = dest_offsets
-        self.storage_index = storage_index
-        self.storage_offsets = storage_offsets
-        self.lengths = lengths
-
-
-def make_indices(fqn: str, places: Iterable[tuple[torch.Size, int]]) -> list[MetadataIndex]:
-    """Make the index of each chunk of a tensor."""
-    if not _FAST:
-        return [MetadataIndex(fqn, offset, index) for offset, index in places]
-    made = [_PlainMetadataIndex(fqn, offset, index) for offset, index in places]
-    for each in made:
-        each.__class__ = MetadataIndex  # type: ignore[assignment]
-    return made  # type: ignore[return-value]
-
-
-def make_tensor_items(
-    dest_indices: Iterable[MetadataIndex],
-    dest_offsets: Iterable[torch.Size],
-    storage_indices: Iterable[MetadataIndex],
-    storage_offsets: Iterable[torch.Size],
-    lengths: Iterable[torch.Size],
-) -> list[ReadItem]:
-    """Make the items of a tensor from their columns."""
-    columns = (dest_indices, dest_offsets, storage_indices, storage_offsets, lengths)
-    if not _FAST:
-        return [ReadItem(_TENSOR, *row) for row in zip(*columns, strict=True)]
-    made = list(map(_PlainReadItem, *columns))
-    for each in made:
-        each.__class__ = ReadItem  # type: ignore[assignment]
-    return made  # type: ignore[return-value]
-
-
-_FAST = True
-
-
-def _is_exact() -> bool:
-    """Whether this makes exactly what torch's constructors make."""
-    size = torch.Size((1, 2))
-    expected = MetadataIndex("x", size, 3)
-    try:
-        (index,) = make_indices("x", [(size, 3)])
-        (item,) = make_tensor_items([index], [size], [index], [size], [size])
-    except TypeError:  # another layout, for example __slots__
-        return False
-    return vars(index) == vars(expected) and vars(item) == vars(ReadItem(_TENSOR, expected, size, expected, size, size))
-
-
-_FAST = _is_exact()
+logger = logging.getLogger(__name__)
 
 
 _Boxes = tuple[Box, ...]
-
-
-class FailureTeller:
-    """Metadata that a reader has read carries it, so that a planner can tell of a failure. Copies tell nobody."""
-
-    def __init__(self, tell: Callable[[BaseException], None] | None = None) -> None:
-        self._tell = tell
-
-    def __call__(self, error: BaseException) -> None:
-        if self._tell is not None:
-            self._tell(error)
-
-    def __reduce__(self) -> tuple[type[FailureTeller], tuple[()]]:
-        return FailureTeller, ()
 
 
 class S3LoadPlanner(DefaultLoadPlanner):
@@ -173,6 +93,30 @@ class S3LoadPlanner(DefaultLoadPlanner):
         return tensor
 
 
+def without_tied(state: dict[str, Any], saved: Container[str]) -> dict[str, Any]:
+    """A flat state without the names that are not ``saved`` but are the same memory as one that is: files of Hugging
+    Face have one of the names of tied parameters."""
+    missing = [name for name in state if name not in saved]
+    if not missing:
+        return state
+    found = {_memory(entry) for name, entry in state.items() if name in saved} | {_NOTHING}
+    tied = {name for name in missing if _memory(state[name]) in found - {None}}
+    return {name: entry for name, entry in state.items() if name not in tied} if tied else state
+
+
+_NOTHING = "a shard without elements"
+
+
+def _memory(entry: Any) -> object:
+    """What two entries have in common if they are the same memory; None if that cannot be told."""
+    local = entry.to_local() if isinstance(entry, DTensor) else entry
+    if not isinstance(local, torch.Tensor) or not is_plain(local) or entry.numel() == 0:
+        return None
+    if local.numel() == 0:
+        return _NOTHING  # of this rank; the other ranks tell whether the name is missing
+    return local.data_ptr(), local.shape, local.stride(), local.dtype, local.device, entry.shape
+
+
 def create_load_plan(state_dict: dict[str, Any], metadata: Metadata, *, strict: bool) -> LoadPlan:
     """Make the plan that torch's `create_default_local_load_plan` makes.
 
@@ -223,64 +167,50 @@ class _Layout:
     lengths: list[torch.Size]
 
     def make_items(self, fqn: str) -> list[ReadItem]:
-        indices = make_indices(fqn, self.places)
-        get = indices.__getitem__
-        return make_tensor_items(
-            map(get, self.dest), self.dest_offsets, map(get, self.storage), self.storage_offsets, self.lengths
-        )
+        indices = [MetadataIndex(fqn, offset, index) for offset, index in self.places]
+        rows = zip(self.dest, self.dest_offsets, self.storage, self.storage_offsets, self.lengths, strict=True)
+        return [
+            ReadItem(LoadItemType.TENSOR, indices[i], dest_offsets, indices[j], storage_offsets, lengths)
+            for i, dest_offsets, j, storage_offsets, lengths in rows
+        ]
 
 
 class _Layouts:
     """The layouts of one plan, each computed once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[_Boxes, int], list[tuple[_Boxes, _Layout]]] = {}
+        self._known: dict[tuple[_Boxes, _Boxes], _Layout] = {}
         self._sizes: dict[tuple[int, ...], torch.Size] = {}
 
     def find(self, saved: TensorStorageMetadata, entry: torch.Tensor) -> _Layout | None:
         """The layout of a tensor's items; None if the chunks are so unusual that torch should plan them."""
         try:
-            saved_boxes, local_boxes = tuple(map(_BOX, saved.chunks)), _local_boxes(entry)
-            # Compared rather than hashed: boxes of a ShardedTensor are lists, and tuples of them would cost most.
-            known = self._known.setdefault((saved_boxes, len(local_boxes)), [])
-            for boxes, layout in known:
-                if boxes == local_boxes:
-                    return layout
-            layout = self._compute(saved_boxes, local_boxes)
+            boxes = tuple(map(_BOX, saved.chunks)), _local_boxes(entry)
+            found = self._known.get(boxes)
+            if found is None:
+                found = self._known[boxes] = self._compute(*boxes)
         except (TypeError, ValueError):  # not hashable, or other dimensions
             return None
-        if len(known) < _MAX_ALIKE:
-            known.append((local_boxes, layout))
-        return layout
+        return found
 
     def _compute(self, saved: _Boxes, local: _Boxes) -> _Layout:
         found = find_overlaps(saved, local)
         places: dict[tuple[torch.Size, int], int] = {}
-        dest = [places.setdefault((self._size(tuple(local[i][0])), i), len(places)) for i in found.local]
-        storage = [places.setdefault((self._size(tuple(saved[j][0])), j), len(places)) for j in found.saved]
-        return _Layout(
-            list(places),
-            dest,
-            storage,
-            list(map(self._size, found.local_offsets)),
-            list(map(self._size, found.saved_offsets)),
-            list(map(self._size, found.lengths)),
-        )
+        dest = [places.setdefault((self._size(local[i][0]), i), len(places)) for i in found.local]
+        storage = [places.setdefault((self._size(saved[j][0]), j), len(places)) for j in found.saved]
+        columns = (list(map(self._size, each)) for each in (found.local_offsets, found.saved_offsets, found.lengths))
+        return _Layout(list(places), dest, storage, *columns)
 
-    def _size(self, numbers: tuple[int, ...]) -> torch.Size:
+    def _size(self, numbers: Sequence[int]) -> torch.Size:
         """Return one object for equal sizes: a plan has few different ones."""
-        size = self._sizes.get(numbers)
+        key = tuple(numbers)
+        size = self._sizes.get(key)
         if size is None:
-            size = self._sizes[numbers] = torch.Size(numbers)
+            size = self._sizes[key] = torch.Size(key)
         return size
 
 
 _BOX = attrgetter("offsets", "sizes")
-
-
-_SHARD_BOX = attrgetter("metadata.shard_offsets", "metadata.shard_sizes")
-# Maximum layouts kept for tensors with equal saved chunks, so that a tensor is compared with few of them.
-_MAX_ALIKE = 16
 
 
 def _local_boxes(entry: torch.Tensor) -> _Boxes:
@@ -289,7 +219,8 @@ def _local_boxes(entry: torch.Tensor) -> _Boxes:
         size = entry.size()
         return (((0,) * len(size), size),)
     if kind is ShardedTensor:
-        return tuple(map(_SHARD_BOX, entry.local_shards()))  # type: ignore[attr-defined]
+        shards = [shard.metadata for shard in entry.local_shards()]  # type: ignore[attr-defined]
+        return tuple([(tuple(shard.shard_offsets), tuple(shard.shard_sizes)) for shard in shards])
     return tuple(map(_BOX, create_chunk_list(entry)))
 
 
@@ -297,3 +228,45 @@ def _mismatch(state_dict: dict[str, Any], metadata: Metadata, strict: bool) -> E
     url = getattr(metadata.storage_meta, "checkpoint_id", None)
     found = find_mismatch(state_dict, metadata, str(url or ""), strict=strict)
     return AssertionError("the state fits the checkpoint") if found is None else found
+
+
+# --- what torch does not say ----------------------------------------------------------------------
+
+
+def log_unexpected(planner: LoadPlanner, metadata: Metadata, url: str) -> None:
+    """Log in one line which saved names are not loaded, if the planner is torch's or ours."""
+    state = getattr(planner, "state_dict", None)
+    if not isinstance(planner, DefaultLoadPlanner) or not isinstance(state, dict):
+        return
+    unexpected = [name for name in metadata.state_dict_metadata if name not in state]
+    if unexpected:
+        count, names = len(unexpected), count_by_prefix(unexpected)
+        logger.info("%d names in %s are not in the state and are not loaded: %s", count, url, names)
+
+
+def check_filled(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata, url: str) -> None:
+    """Check that a plan of torch's planner, or ours, fills the tensors of its state: torch itself leaves as it is what
+    no saved chunk covers.
+
+    Raises:
+        CorruptCheckpointError
+    """
+    state = getattr(planner, "state_dict", None)
+    if not isinstance(planner, DefaultLoadPlanner) or not isinstance(state, dict):
+        return
+    if type(planner).create_local_plan not in (DefaultLoadPlanner.create_local_plan, S3LoadPlanner.create_local_plan):
+        return
+    planned: dict[str, int] = {}
+    for item in plan.items:
+        fqn = item.dest_index.fqn
+        planned[fqn] = planned.get(fqn, 0) + math.prod(item.lengths)
+    for fqn, entry in state.items():
+        if not isinstance(metadata.state_dict_metadata.get(fqn), TensorStorageMetadata):
+            continue
+        local = entry.to_local() if isinstance(entry, DTensor) else entry
+        if type(local) in (torch.Tensor, torch.nn.Parameter) and local.numel() != planned.get(fqn, 0):
+            raise errors.CorruptCheckpointError(
+                f"the metadata of {url} has chunks with {planned.get(fqn, 0)} of the {local.numel()} elements of "
+                f"{fqn!r} that are to be loaded here. It is damaged, or was merged wrongly: load an earlier checkpoint",
+                url=url,
+            )

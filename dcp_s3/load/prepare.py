@@ -1,4 +1,7 @@
-"""Makes the transfer for each item of a load plan: the bytes it needs, where they go, as which dtype. No I/O."""
+"""Makes the transfer for each item of a load plan: the bytes it needs, where they go, as which dtype.
+
+No I/O but a look at tensors of other writers, one of each kind.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import contextlib
 import functools
 import io
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from typing import IO, NamedTuple, cast
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import IO, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -15,24 +18,16 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from dcp_s3 import errors
 from dcp_s3.format.archive import MAX_HEAD, ArchiveHead
-from dcp_s3.format.blocks import Range, get_blocks, get_crc, get_raw_offset
+from dcp_s3.format.blocks import Range
 from dcp_s3.format.metadata import is_unproven
 from dcp_s3.format.safe_items import check_storages
-from dcp_s3.format.saved_entries import find_chunk
-from dcp_s3.load.archive_heads import SMALL_ITEM, ArchiveHeads, HeadProbe, HeadProof, ItemKind, read_tensor
+from dcp_s3.load.archives import SMALL_ITEM, ArchiveHeads, ItemKind
 from dcp_s3.load.boxes import Box
-from dcp_s3.load.item_transfer import (
-    ArchivedTransfer,
-    ItemTransfer,
-    ProvenTransfer,
-    StreamTransfer,
-    TensorTransfer,
-    is_whole,
-)
-from dcp_s3.load.plan import ranges_of_box
-from dcp_s3.tensor_memory import is_direct, view_bytes
-from dcp_s3.torch_private import ReaderTransforms, StorageInfo, narrow_tensor_by_index
-from dcp_s3.url import CheckpointURL
+from dcp_s3.load.fetch import Fetcher
+from dcp_s3.load.items import HeadedTransfer, ItemTransfer, StreamTransfer, TensorTransfer, is_whole, tensor_in
+from dcp_s3.load.plan import READ_GAP, StoredChunk, find_stored, ranges_of_box
+from dcp_s3.tensor_memory import view_bytes
+from dcp_s3.torch_private import ReaderTransforms, narrow_tensor_by_index
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +35,223 @@ _NAMED = 5  # names in a warning, for each conversion
 
 Conversion = tuple[torch.dtype, torch.dtype]
 """The saved dtype, and the dtype of the tensor to load into."""
+
+
+class TransferFactory:
+    """Decides for each read item which bytes it needs and where they go.
+
+    Attributes:
+        narrowed: prepared tensors, by name, that are converted to a dtype that does not hold all values.
+    """
+
+    def __init__(
+        self, url: str, metadata: Metadata, transforms: ReaderTransforms, *, allow_dtype_cast: bool = True
+    ) -> None:
+        self._url, self._metadata, self._transforms = url, metadata, transforms
+        self._allow_dtype_cast = allow_dtype_cast
+        self._unproven = is_unproven(metadata)
+        self._heads = ArchiveHeads()
+        self.narrowed: dict[str, Conversion] = {}
+
+    def prepare_all(
+        self, items: Sequence[ReadItem], planner: LoadPlanner, fetcher: Fetcher, shared: Collection[int] = ()
+    ) -> list[ItemTransfer]:
+        """The transfer for each item. ``shared``: numbers of items that come from other ranks: whole, or a box, packed.
+
+        Raises:
+            TensorMismatchError: a destination does not match what was saved.
+            CorruptCheckpointError: the metadata contradicts itself.
+        """
+        known = len(self.narrowed)  # from an earlier round of the same load
+        unknown: dict[int, tuple[ItemKind, StoredChunk, torch.Tensor]] = {}
+        transfers: list[ItemTransfer | None] = []
+        for number, item in enumerate(items):
+            stored, target = self._find(item, planner)
+            if target is not None and not stored.whole and number in shared:
+                lengths, ranges = item.lengths, [Range(0, item.lengths.numel() * stored.dtype.itemsize, None)]
+                box = Box((0,) * len(lengths), lengths)
+                transfers.append(TensorTransfer(item, stored, 0, ranges, target, lengths, stored.dtype, box))
+                continue
+            if target is None or not stored.whole or number in shared:
+                transfers.append(self._make(item, stored, target))
+                continue
+            # A recorded checksum covers the whole item.
+            kind = None if stored.nbytes <= SMALL_ITEM or stored.crc is not None else _kind_of(stored)
+            if kind is not None and self._heads.expect(kind) is None:
+                unknown[number] = kind, stored, target
+                transfers.append(None)
+            else:
+                transfers.append(self._archived(item, stored, target, kind))
+        one_each = {kind: stored.info for kind, stored, _ in reversed(unknown.values())}
+        if one_each:
+            fetcher.store.map(lambda _, each: self._heads.look(fetcher, *each), one_each.items())
+        for number, (kind, stored, target) in unknown.items():
+            transfers[number] = self._archived(items[number], stored, target, kind)
+        if len(self.narrowed) > known:
+            warn_of_narrowing(self.narrowed, self._url)
+        return cast(list[ItemTransfer], transfers)
+
+    def prepare(self, item: ReadItem, planner: LoadPlanner) -> ItemTransfer:
+        """The transfer for ``item``; a tensor of another writer is fetched with all of its item. No I/O.
+
+        Raises:
+            TensorMismatchError, CorruptCheckpointError: see `prepare_all`.
+        """
+        stored, target = self._find(item, planner)
+        return self._make(item, stored, target)
+
+    def _find(self, item: ReadItem, planner: LoadPlanner) -> tuple[StoredChunk, torch.Tensor | None]:
+        """How an item is stored, and the tensor to load it into; None for an item that is no tensor."""
+        fqn, url = item.storage_index.fqn, self._url
+        stored = find_stored(self._metadata, item.storage_index, item.type, url)
+        if item.type == LoadItemType.BYTE_IO:
+            if stored.nbytes == 0:
+                raise errors.CorruptCheckpointError(f"the metadata of {url} is damaged: {fqn!r} has no bytes", url=url)
+            return stored, None
+        target: torch.Tensor = planner.resolve_tensor(item)
+        if target.requires_grad:
+            target = target.detach()
+        if target.size() != item.lengths:
+            raise errors.TensorMismatchError(
+                f"{item.dest_index.fqn}: the planner gave a tensor of shape {tuple(target.size())} for "
+                f"{tuple(item.lengths)} of {url}", url=url, fqn=item.dest_index.fqn,
+            )  # fmt: skip
+        dtype = cast(TensorStorageMetadata, self._metadata.state_dict_metadata[fqn]).properties.dtype
+        if dtype != target.dtype and not self._allow_dtype_cast:
+            raise errors.TensorMismatchError(
+                f"{item.dest_index.fqn} has {dtype} in {url}, {target.dtype} in the state to load into, and "
+                "allow_dtype_cast is off. Remedy: build the state with the saved dtype, or convert on load with "
+                "S3StorageReader(allow_dtype_cast=True)",
+                url=url,
+                fqn=item.dest_index.fqn,
+            )
+        if not keeps_values(dtype, target.dtype):
+            self.narrowed[item.dest_index.fqn] = dtype, target.dtype
+        return stored, target
+
+    def _make(self, item: ReadItem, stored: StoredChunk, target: torch.Tensor | None) -> ItemTransfer:
+        if target is None or stored.whole:
+            return StreamTransfer(item, stored, target, functools.partial(self._decode, item, stored, target))
+        sizes, dtype, box = stored.sizes, stored.dtype, Box(item.storage_offsets, item.lengths)
+        if is_whole(box, sizes):
+            ranges = [Range(0, stored.nbytes, stored.crc)] if stored.nbytes else []
+        else:
+            ranges = ranges_of_box(sizes, box, dtype.itemsize, blocks=stored.blocks, max_gap=READ_GAP)
+        if not self._unproven:
+            return TensorTransfer(item, stored, stored.base, ranges, target, sizes, dtype, box)
+        raw_offset = stored.base - stored.info.offset
+        if not 0 < raw_offset <= MAX_HEAD:
+            raise errors.CorruptCheckpointError(
+                f"the metadata of {self._url} is damaged: {item.storage_index.fqn!r} has {raw_offset} bytes before its "
+                "own. Remedy: load an earlier checkpoint",
+                url=self._url,
+            )
+        return HeadedTransfer(
+            item, stored, stored.base, ranges, target, sizes, dtype, box, head=raw_offset, raw_offset=raw_offset,
+            check=functools.partial(self._check_recorded, item, ItemKind(dtype, sizes, stored.info.length), raw_offset),
+        )  # fmt: skip
+
+    def _check_recorded(self, item: ReadItem, kind: ItemKind, raw_offset: int, head: bytes) -> None:
+        """Check that an item is what metadata says that no checksum proves."""
+        fault = self._heads.find_fault(kind, raw_offset, head)
+        if fault is not None:
+            raise errors.CorruptCheckpointError(
+                f"the metadata of {self._url} is damaged: where it places {item.storage_index.fqn!r}, {fault}. "
+                "Remedy: load an earlier checkpoint",
+                url=self._url,
+            )
+
+    # --- tensors whose raw bytes' place is not recorded -----------------------------------------------
+
+    def _archived(
+        self, item: ReadItem, stored: StoredChunk, target: torch.Tensor, kind: ItemKind | None,
+        found: ArchiveHead | None = None,
+    ) -> ItemTransfer:  # fmt: skip
+        """The transfer from the place that the expected head gives, or the one that was ``found``; it must prove it."""
+        head = found or (None if kind is None else self._heads.expect(kind))
+        if kind is None or head is None:
+            return self._make(item, stored, target)
+        # Row-major, like everything else: the dimensions in stored order.
+        offsets, lengths, sizes = (
+            torch.Size([values[dim] for dim in head.order])
+            for values in (item.storage_offsets, item.lengths, head.shape)
+        )
+        box = Box(offsets, lengths)
+        ranges = ranges_of_box(sizes, box, head.dtype.itemsize, blocks=None, max_gap=READ_GAP)
+        into = target if head.is_row_major else target.permute(head.order)
+        return HeadedTransfer(
+            item, stored, stored.base + head.raw_offset, ranges, target, sizes, head.dtype, box, into,
+            head=head.length, raw_offset=head.raw_offset,
+            check=functools.partial(self._check_expected, item, stored, target, kind, head, last=found is not None),
+        )  # fmt: skip
+
+    def _check_expected(
+        self, item: ReadItem, stored: StoredChunk, target: torch.Tensor, kind: ItemKind, head: ArchiveHead,
+        data: bytes, *, last: bool,
+    ) -> ItemTransfer | None:  # fmt: skip
+        """What to fetch instead of an item that has another head: from the place that this gives, or all of it."""
+        found = self._heads.find(kind, data)
+        if found == head:
+            return None
+        return self._archived(item, stored, target, None if last or found is None else kind, found)
+
+    def _decode(
+        self, item: ReadItem, stored: StoredChunk, target: torch.Tensor | None, buffer: torch.Tensor
+    ) -> io.BytesIO | None:
+        """Decode a whole item: into ``target``, or to what is returned."""
+        with self._naming_damage(item):
+            if target is None:
+                return io.BytesIO(self._unwrap(item, stored, buffer).read(-1))
+            kind = _kind_of(stored)
+            head = None if kind is None else self._heads.find(kind, view_bytes(buffer))
+            if head is not None:
+                tensor = tensor_in(head, buffer)
+            else:
+                stream = self._unwrap(item, stored, buffer)
+                seekable = stream if isinstance(stream, io.BytesIO) else io.BytesIO(stream.read(-1))
+                check_storages(seekable)
+                seekable.seek(0)
+                tensor = cast(torch.Tensor, torch.load(seekable, map_location="cpu", weights_only=True))
+            target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+            return None
+
+    def _unwrap(self, item: ReadItem, stored: StoredChunk, buffer: torch.Tensor) -> IO[bytes]:
+        """The bytes of an item without its stream extensions."""
+        # Old checkpoints have no descriptor list.
+        descriptors = getattr(stored.info, "transform_descriptors", None) or ()
+        try:
+            self._transforms.extension_registry.from_descriptor_list(descriptors)
+        except ValueError as error:
+            raise errors.CheckpointError(
+                f"{item.storage_index.fqn!r} in {self._url} was saved through the stream extensions "
+                f"{list(descriptors)}: {error}. Remedy: pass an _extension_registry that knows them to S3StorageReader",
+                url=self._url,
+            ) from error
+        return self._transforms.transform_load_stream(item, descriptors, io.BytesIO(view_bytes(buffer)))
+
+    @contextlib.contextmanager
+    def _naming_damage(self, item: ReadItem) -> Iterator[None]:
+        """Report any error of decoding as damage to the stored item."""
+        try:
+            yield
+        except errors.DcpS3Error:
+            raise
+        except Exception as error:
+            raise errors.CorruptCheckpointError(
+                f"{item.storage_index.fqn!r} in {self._url} cannot be decoded: {type(error).__name__}: {error}. "
+                "The stored data is damaged: load an earlier checkpoint",
+                url=self._url,
+            ) from error
+
+
+def _kind_of(stored: StoredChunk) -> ItemKind | None:
+    """The kind of an archive of torch.save; None if the item is none, or if the shape of its tensor is not known."""
+    if stored.tensor is None or stored.info.transform_descriptors:
+        return None
+    return ItemKind(*stored.tensor, stored.nbytes)
+
+
+# --- dtypes -----------------------------------------------------------------------------------------
 
 
 def keeps_values(saved: torch.dtype, target: torch.dtype) -> bool:
@@ -89,256 +301,3 @@ def warn_of_narrowing(narrowed: Mapping[str, Conversion], url: str) -> None:
         len(narrowed),
         "; ".join(parts),
     )
-
-
-class UnknownItem(NamedTuple):
-    """An item of another writer, of an unknown kind."""
-
-    number: int
-    """Number of the item in the plan."""
-    probe: HeadProbe
-    """Probe that looks at the item."""
-    prepare: Callable[[], ItemTransfer]
-    """Makes the transfer after the look."""
-
-
-class TransferFactory:
-    """Decides for each read item which bytes it needs and where they go.
-
-    Attributes:
-        narrowed: prepared tensors, by name, that are converted to a dtype that does not hold all values.
-        heads: known heads of items of other writers.
-        unknown: items of unknown kinds: one of each kind should be looked at first. The transfers prepared for them
-            fetch and decode all of the item.
-    """
-
-    def __init__(
-        self,
-        url: CheckpointURL,
-        metadata: Metadata,
-        transforms: ReaderTransforms,
-        *,
-        allow_dtype_cast: bool,
-        max_gap: int,
-    ) -> None:
-        self._url = url
-        self._metadata = metadata
-        self._transforms = transforms
-        self._allow_dtype_cast = allow_dtype_cast
-        self._max_gap = max_gap
-        self._unproven = is_unproven(metadata)
-        self.narrowed: dict[str, Conversion] = {}
-        self.heads = ArchiveHeads()
-        self.unknown: list[UnknownItem] = []
-
-    def prepare(self, number: int, item: ReadItem, planner: LoadPlanner, *, whole: bool = False) -> ItemTransfer:
-        """The transfer for ``item``, number ``number`` of the plan. No I/O.
-
-        With ``whole`` it is a `StreamTransfer`, unless the raw bytes' place is recorded.
-
-        Raises:
-            TensorMismatchError: the destination does not match what was saved.
-            CorruptCheckpointError: the metadata contradicts itself.
-        """
-        info = self._storage_info(item)
-        if item.type == LoadItemType.BYTE_IO:
-            return self._prepare_bytes(item, info)
-        target = planner.resolve_tensor(item)
-        if target.requires_grad:
-            target = target.detach()
-        if target.size() != item.lengths:
-            raise errors.TensorMismatchError(
-                f"{item.dest_index.fqn}: the planner gave a tensor of shape {tuple(target.size())} for "
-                f"{tuple(item.lengths)} of {self._url}", url=str(self._url), fqn=item.dest_index.fqn,
-            )  # fmt: skip
-        saved = self._metadata.state_dict_metadata[item.storage_index.fqn]
-        if not isinstance(saved, TensorStorageMetadata):
-            raise errors.CorruptCheckpointError(
-                f"{item.storage_index.fqn!r} in {self._url} is no tensor, but is to be loaded into one: the "
-                "checkpoint was saved from another kind of state",
-                url=str(self._url),
-            )
-        dtype = saved.properties.dtype
-        if dtype != target.dtype and not self._allow_dtype_cast:
-            raise errors.TensorMismatchError(
-                f"{item.dest_index.fqn} has {dtype} in {self._url}, {target.dtype} in the state to load into, and "
-                "allow_dtype_cast is off. Remedy: build the state with the saved dtype, or convert on load with "
-                "S3StorageReader(allow_dtype_cast=True)",
-                url=str(self._url),
-                fqn=item.dest_index.fqn,
-            )
-        if not keeps_values(dtype, target.dtype):
-            self.narrowed[item.dest_index.fqn] = dtype, target.dtype
-        raw_offset = get_raw_offset(info)
-        if raw_offset is None or info.transform_descriptors:
-            return self._prepare_archived(number, item, info, target, saved, whole=whole)
-        return self._prepare_raw(item, info, target, saved, raw_offset)
-
-    def _prepare_raw(
-        self,
-        item: ReadItem,
-        info: StorageInfo,
-        target: torch.Tensor,
-        saved: TensorStorageMetadata,
-        raw_offset: int,
-    ) -> ItemTransfer:
-        dtype = saved.properties.dtype
-        sizes = self._chunk_sizes(item, saved)
-        nbytes = sizes.numel() * dtype.itemsize
-        if raw_offset + nbytes > info.length:
-            raise errors.CorruptCheckpointError(
-                f"{item.storage_index.fqn!r} in {self._url}: a chunk of {nbytes} bytes at {raw_offset} does "
-                f"not fit into its item of {info.length} bytes: the metadata is damaged",
-                url=str(self._url),
-            )
-        if is_whole(item, sizes):
-            ranges = [Range(0, nbytes, get_crc(info))] if nbytes else []
-        else:
-            blocks = get_blocks(info, nbytes) if nbytes else None
-            box = Box(item.storage_offsets, item.lengths)
-            ranges = ranges_of_box(sizes, box, dtype.itemsize, blocks=blocks, max_gap=self._max_gap)
-        if not self._unproven:
-            return TensorTransfer(item, info.relative_path, info.offset + raw_offset, ranges, target, sizes, dtype)
-        if not 0 < raw_offset <= MAX_HEAD:
-            raise errors.CorruptCheckpointError(
-                f"the metadata of {self._url} is damaged: {item.storage_index.fqn!r} has {raw_offset} bytes before its "
-                "own. Remedy: load an earlier checkpoint",
-                url=str(self._url),
-            )
-        find_fault = functools.partial(self.heads.find_fault, ItemKind(dtype, sizes, info.length), raw_offset)
-        return ProvenTransfer(
-            item, info, raw_offset, ranges, target, sizes, dtype, find_fault=find_fault, url=str(self._url)
-        )
-
-    def _prepare_archived(
-        self,
-        number: int,
-        item: ReadItem,
-        info: StorageInfo,
-        target: torch.Tensor,
-        saved: TensorStorageMetadata,
-        *,
-        whole: bool,
-    ) -> ItemTransfer:
-        """Prepare a tensor whose raw bytes' place is not recorded: from another writer, or through an extension."""
-        chunk = find_chunk(saved, item.storage_index)
-        if info.transform_descriptors or chunk is None:
-            return self._prepare_encoded(item, info, target, None)
-        kind = ItemKind(saved.properties.dtype, chunk.sizes, info.length)
-        # A recorded checksum covers the whole item.
-        if whole or info.length <= SMALL_ITEM or get_crc(info) is not None:
-            return self._prepare_encoded(item, info, target, kind)
-
-        def again(found: ArchiveHead | None) -> ItemTransfer:
-            return expected(found, lambda _: expected(None, again))
-
-        def expected(head: ArchiveHead | None, instead: Callable[[ArchiveHead | None], ItemTransfer]) -> ItemTransfer:
-            if head is None:
-                return self._prepare_encoded(item, info, target, kind)
-            proof = HeadProof(self.heads, kind, head)
-            return ArchivedTransfer(item, info, target, proof, max_gap=self._max_gap, instead=instead)
-
-        head = self.heads.expect(kind)
-        if head is None:
-            probe = HeadProbe(self.heads, kind, info.relative_path, info.offset)
-            self.unknown.append(UnknownItem(number, probe, lambda: expected(self.heads.expect(kind), again)))
-        return expected(head, again)
-
-    def _prepare_encoded(
-        self, item: ReadItem, info: StorageInfo, target: torch.Tensor, kind: ItemKind | None
-    ) -> ItemTransfer:
-        """Prepare a tensor that is fetched with all of its item; ``kind`` is for archives."""
-
-        def unpack(data: memoryview) -> bool:
-            head = None if kind is None else self.heads.find(kind, data)
-            if head is None or not head.is_row_major:
-                return False
-            if head.nbytes:
-                view_bytes(target)[:] = data[head.raw_offset : head.raw_offset + head.nbytes]
-            return True
-
-        def decode(_: StreamTransfer, buffer: torch.Tensor) -> None:
-            head = None if kind is None else self.heads.find(kind, view_bytes(buffer))
-            if head is not None:
-                tensor = read_tensor(head, buffer)
-                target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
-                return
-            with self._naming_damage(item):
-                stream = self._decode(item, info, buffer)
-                seekable = stream if isinstance(stream, io.BytesIO) else io.BytesIO(stream.read(-1))
-                check_storages(seekable)
-                seekable.seek(0)
-                tensor = cast(torch.Tensor, torch.load(seekable, map_location="cpu", weights_only=True))
-                target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
-
-        crc = get_crc(info) if get_raw_offset(info) is None else None
-        at_once = (
-            kind is not None
-            and crc is None
-            and info.length <= SMALL_ITEM
-            and kind.dtype == target.dtype
-            and is_whole(item, torch.Size(kind.shape))
-            and is_direct(target)
-        )
-        return StreamTransfer(item, info, crc, target, decode, unpack if at_once else None)
-
-    def _prepare_bytes(self, item: ReadItem, info: StorageInfo) -> ItemTransfer:
-        if info.length == 0:
-            raise errors.CorruptCheckpointError(
-                f"the metadata of {self._url} is damaged: {item.storage_index.fqn!r} has no bytes", url=str(self._url)
-            )
-
-        def decode(transfer: StreamTransfer, buffer: torch.Tensor) -> None:
-            with self._naming_damage(item):
-                transfer.loaded = io.BytesIO(self._decode(item, info, buffer).read(-1))
-
-        crc = get_crc(info) if get_raw_offset(info) is None else None  # else it covers only a part of the item
-        return StreamTransfer(item, info, crc, None, decode)
-
-    def _decode(self, item: ReadItem, info: StorageInfo, buffer: torch.Tensor) -> IO[bytes]:
-        # Old checkpoints have no descriptor list.
-        descriptors = getattr(info, "transform_descriptors", None) or ()
-        try:
-            self._transforms.extension_registry.from_descriptor_list(descriptors)
-        except ValueError as error:
-            raise errors.CheckpointError(
-                f"{item.storage_index.fqn!r} in {self._url} was saved through the stream extensions "
-                f"{list(descriptors)}: {error}. Remedy: pass an _extension_registry that knows them to S3StorageReader",
-                url=str(self._url),
-            ) from error
-        raw = io.BytesIO(view_bytes(buffer))
-        return self._transforms.transform_load_stream(item, descriptors, raw)
-
-    @contextlib.contextmanager
-    def _naming_damage(self, item: ReadItem) -> Iterator[None]:
-        """Report any error of decoding as damage to the stored item."""
-        try:
-            yield
-        except errors.DcpS3Error:
-            raise
-        except Exception as error:
-            raise errors.CorruptCheckpointError(
-                f"{item.storage_index.fqn!r} in {self._url} cannot be decoded: {type(error).__name__}: {error}. "
-                "The stored data is damaged: load an earlier checkpoint",
-                url=str(self._url),
-            ) from error
-
-    def _storage_info(self, item: ReadItem) -> StorageInfo:
-        try:
-            return cast(StorageInfo, self._metadata.storage_data[item.storage_index])
-        except KeyError:
-            raise errors.CorruptCheckpointError(
-                f"the metadata of {self._url} does not say where {item.storage_index.fqn!r} at "
-                f"{item.storage_index.offset} lies: it is damaged or was merged wrongly",
-                url=str(self._url),
-            ) from None
-
-    def _chunk_sizes(self, item: ReadItem, saved: TensorStorageMetadata) -> torch.Size:
-        """Shape of the saved chunk that ``item`` reads from."""
-        index = item.storage_index
-        chunk = find_chunk(saved, index)
-        if chunk is None:
-            raise errors.CorruptCheckpointError(
-                f"the metadata of {self._url} has no chunk of {index.fqn!r} at {index.offset}", url=str(self._url)
-            )
-        return chunk.sizes

@@ -2,12 +2,16 @@
 
 Items that are no tensors go to the planner in plan order, as with torch's readers. They arrive in any order, and those
 that come early are held back. To bound that memory, a load of many such items reads them in batches.
+
+Entries of a state that share memory (tied parameters) are received at the same time, and what was saved for them is
+usually the same. Where it is not (a checkpoint of untied parameters is loaded into tied ones), they are read one after
+the other, and the last one in the plan wins, as with torch's readers.
 """
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -16,28 +20,127 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from dcp_s3 import errors
 from dcp_s3.collector import collector_paused
 from dcp_s3.format.safe_items import check_item
-from dcp_s3.load.aliases import read_in_turn
-from dcp_s3.load.archive_heads import one_of_each_kind
-from dcp_s3.load.engine import Engine, Source
-from dcp_s3.load.item_transfer import ItemTransfer
-from dcp_s3.load.plan import READ_GAP, READ_WASTE, SMALL_HALF, ReadRequest, plan_requests
-from dcp_s3.load.prepare import TransferFactory, warn_of_narrowing
+from dcp_s3.load.fetch import Fetcher
+from dcp_s3.load.items import ItemTransfer
+from dcp_s3.load.peers.exchange import Exchange
+from dcp_s3.load.plan import READ_GAP, READ_WASTE, SMALL_HALF, plan_requests
+from dcp_s3.load.prepare import TransferFactory
 from dcp_s3.ranks import world_size
 from dcp_s3.s3.parts import GETS_PER_SECOND, plan_part_size
-from dcp_s3.tensor_memory import counted_as_change, synchronize_accelerator
+from dcp_s3.tensor_memory import counted_as_change, is_plain, synchronize_accelerator
 from dcp_s3.torch_private import ReaderTransforms
 
 
-class Turns:
-    """The queue of items that are no tensors, in plan order."""
+class LoadExecutor:
+    """Carries out one rank's load plan."""
 
-    def __init__(self, transfers: Sequence[ItemTransfer]) -> None:
-        self._waiting = collections.deque(transfer for transfer in transfers if transfer.target is None)
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        metadata: Metadata,
+        transforms: ReaderTransforms,
+        *,
+        weights_only: bool = True,
+        allow_dtype_cast: bool = True,
+    ) -> None:
+        self.fetcher = fetcher
+        self._url, self._metadata, self._weights_only = str(fetcher.url), metadata, weights_only
+        self._factory = TransferFactory(self._url, metadata, transforms, allow_dtype_cast=allow_dtype_cast)
+        self._waiting: deque[ItemTransfer] = deque()
+        """Items that are no tensors and that the planner has not got, in plan order."""
 
-    def take(self) -> Iterator[ItemTransfer]:
-        """Yield, once each, the items that have arrived with all before them."""
-        while self._waiting and self._waiting[0].loaded is not None:
-            yield self._waiting.popleft()
+    def run(self, plan: LoadPlan, planner: LoadPlanner, exchange: Exchange | None = None) -> None:
+        """Fetch every item of ``plan``, or get it from other ranks, and hand it to ``planner``.
+
+        The planner is called from this thread only.
+
+        Raises:
+            TensorMismatchError: before anything is fetched or changed; only without ``allow_dtype_cast``.
+            UnsafeItemError: before the planner sees the item.
+            CorruptCheckpointError: stored bytes are missing, cut short or not what was written.
+            DeadlineExceededError: the store's deadline has passed.
+            PeerReadError: another rank failed.
+            StorageError: S3 failed despite retries.
+        """
+        with collector_paused():
+            shared = {} if exchange is None else exchange.join(plan.items, self.fetcher)
+            transfers = self._factory.prepare_all(plan.items, planner, self.fetcher, shared)
+            devices = {each.target.device: each.target for each in transfers if each.target is not None}
+            synchronize_accelerator(devices.values())
+            self.fetcher.pin = any(device.type == "cuda" for device in devices)
+            self._waiting = deque(transfer for transfer in transfers if transfer.target is None)
+            first, *later = read_in_turn(transfers)
+            direct, *batches = in_batches([transfers[n] for n in first if n not in shared], self.fetcher.buffers)
+            with counted_as_change(find_changing(transfers, planner)):
+                threads = None
+                if exchange is not None:
+                    exclusive = find_exclusive(transfers)
+                    mine = {number: transfers[here] for here, number in shared.items()}
+                    alone = {number for here, number in shared.items() if exclusive[here]}
+                    threads = exchange.provide(self._metadata, mine, alone, sum([each.length for each in direct]))
+                self._read(direct, planner, threads)
+                if exchange is not None:
+                    for transfer in exchange.arrivals():
+                        self._commit(transfer, planner)
+                for batch in batches:
+                    self._read(batch, planner)
+                for numbers in later:
+                    self.run(LoadPlan([plan.items[number] for number in numbers]), planner)
+        synchronize_accelerator(devices.values())
+
+    def _read(self, transfers: Sequence[ItemTransfer], planner: LoadPlanner, threads: int | None = None) -> None:
+        """Fetch items, on so many threads or as many as fill the link, and hand them to the planner."""
+        for transfer in transfers:
+            if not transfer.ranges:
+                transfer.finish()
+                self._commit(transfer, planner)
+        segments = [segment for transfer in transfers for segment in transfer.segments()]
+        if not segments:
+            return
+        fetcher, settings = self.fetcher, self.fetcher.settings
+        total = sum([stop - start for start, stop, _ in segments])
+        largest = plan_part_size(
+            total, connections=fetcher.store.read_width(), ranks=world_size(), most=settings.max_part_size,
+            requests_per_second=GETS_PER_SECOND,
+        )  # fmt: skip
+        if settings.part_size != "auto":
+            largest = min(largest, settings.part_size)
+        buffered = min(largest, fetcher.max_buffered)
+        all_direct = all(transfer.owned is not None for transfer in transfers if transfer.ranges)
+        requests = plan_requests(
+            segments, max_request=largest if all_direct else buffered, max_gap=READ_GAP, max_waste=READ_WASTE,
+            max_shared=buffered,
+        )  # fmt: skip
+        fetched = sum([request.length for request in requests])
+        most = max(len(requests), fetched // SMALL_HALF)
+        most = most if all_direct else min(most, fetcher.max_buffers)
+        with fetcher.fetch(requests, threads=threads, most=most, total=fetched, divide=True) as arrivals:
+            for arrival in arrivals:
+                for finished in arrival.finished:
+                    if isinstance(finished, ItemTransfer):
+                        self._commit(finished, planner)
+
+    def _commit(self, transfer: ItemTransfer, planner: LoadPlanner) -> None:
+        """Hand a tensor that is in place to the planner; for another item, all items whose turn it is."""
+        if transfer.target is not None:
+            planner.commit_tensor(transfer.item, transfer.target)
+            return
+        while self._waiting and (loaded := self._waiting[0].loaded) is not None:
+            due = self._waiting.popleft()
+            due.loaded = None
+            fqn = due.item.storage_index.fqn
+            if self._weights_only:
+                check_item(loaded, fqn=fqn, url=self._url, verified=due.checked)
+            try:
+                planner.load_bytes(due.item, loaded)
+            except Exception as error:
+                if due.checked:
+                    raise  # the bytes are what was saved: only the caller can judge why they cannot be unpickled
+                raise errors.CorruptCheckpointError(
+                    f"{fqn!r} in {self._url} cannot be unpickled: {type(error).__name__}: {error}. It was saved "
+                    "without a checksum: either it is damaged, or a class is missing here",
+                    url=self._url,
+                ) from error
 
 
 def in_batches(transfers: Sequence[ItemTransfer], max_held: int) -> list[list[ItemTransfer]]:
@@ -51,185 +154,12 @@ def in_batches(transfers: Sequence[ItemTransfer], max_held: int) -> list[list[It
         if transfer.target is not None:
             batches[0].append(transfer)
             continue
-        size = transfer.length
-        if held and held + size > max_held:
+        if held and held + transfer.length > max_held:
             batches.append([])
             held = 0
         batches[-1].append(transfer)
-        held += size
+        held += transfer.length
     return batches
-
-
-class LoadExecutor:
-    """Carries out one rank's load plan."""
-
-    def __init__(
-        self,
-        source: Source,
-        metadata: Metadata,
-        transforms: ReaderTransforms,
-        *,
-        weights_only: bool = True,
-        allow_dtype_cast: bool = True,
-    ) -> None:
-        self.source = source
-        self.engine = Engine(source, "dcp_s3-download")
-        self._url = source.url
-        self._settings = source.settings
-        self._weights_only = weights_only
-        self._factory = TransferFactory(
-            source.url,
-            metadata,
-            transforms,
-            allow_dtype_cast=allow_dtype_cast,
-            max_gap=READ_GAP,
-        )
-        self._turns = Turns([])
-
-    def run(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Fetch every item of ``plan`` and hand it to ``planner``.
-
-        The planner is called from this thread only.
-
-        Raises:
-            TensorMismatchError: before anything is fetched or changed; only without ``allow_dtype_cast``.
-            UnsafeItemError: before the planner sees the item.
-            CorruptCheckpointError: stored bytes are missing, cut short or not what was written.
-            DeadlineExceededError: the source's deadline has passed.
-            StorageError: S3 failed despite retries.
-        """
-        with collector_paused():
-            transfers = self.prepare(plan, planner)
-            with counted_as_change(find_changing(transfers, planner)):
-                for numbers in read_in_turn(transfers):
-                    for batch in self.in_batches([transfers[number] for number in numbers]):
-                        self.read(batch, planner)
-        synchronize_accelerator(transfer.target for transfer in transfers)
-
-    def prepare(self, plan: LoadPlan, planner: LoadPlanner, whole: Collection[int] = ()) -> list[ItemTransfer]:
-        """Prepare the transfer for each item. Changes nothing, and fetches at most heads of items.
-
-        Args:
-            plan: plan of this rank.
-            planner: called from this thread only.
-            whole: numbers of items to fetch whole, unless their raw bytes' place is recorded.
-        """
-        known = len(self._factory.narrowed)  # from an earlier round of the same load
-        transfers = [
-            self._factory.prepare(number, item, planner, whole=number in whole)
-            for number, item in enumerate(plan.items)
-        ]
-        self._look(transfers)
-        if len(self._factory.narrowed) > known:
-            warn_of_narrowing(self._factory.narrowed, str(self._url))
-        by_device = {transfer.target.device: transfer.target for transfer in transfers if transfer.target is not None}
-        synchronize_accelerator(by_device.values())
-        self.engine.pin = any(device.type == "cuda" for device in by_device)
-        self._turns = Turns(transfers)
-        return transfers
-
-    def in_batches(self, transfers: Sequence[ItemTransfer]) -> list[list[ItemTransfer]]:
-        """Split into batches to `read` one after the other, so that items held back take bounded memory."""
-        return in_batches(transfers, self.source.buffers)
-
-    def read(
-        self,
-        transfers: Sequence[ItemTransfer],
-        planner: LoadPlanner,
-        *,
-        threads: int | None = None,
-        on_error: Callable[[BaseException], None] = lambda _: None,
-    ) -> None:
-        """Fetch items and hand them to the planner.
-
-        Args:
-            transfers: transfers of the items.
-            planner: called from this thread only.
-            threads: number of requests at once; None: as many as fill the link.
-            on_error: called with the error that will be raised, before it cancels what is in flight.
-        """
-        requests = self._plan(transfers)
-        for transfer in transfers:
-            if not transfer.ranges:
-                transfer.finish()
-                self.commit(transfer, planner)
-        if not requests:
-            return
-        buffered = any(transfer.owned is None for transfer in transfers if transfer.ranges)
-        total = sum([r.length for r in requests])
-        most = max(len(requests), total // SMALL_HALF)
-        if buffered:
-            most = min(most, self.engine.max_buffers)
-        with self.engine.fetch(requests, threads=threads, most=most, total=total, divide=True) as arrivals:
-            try:
-                for _, finished in arrivals:
-                    for arrived in finished:
-                        if isinstance(arrived, ItemTransfer):
-                            self.commit(arrived, planner)
-            except BaseException as error:
-                on_error(error)
-                raise
-
-    def _look(self, transfers: list[ItemTransfer]) -> None:
-        """Look at one item of each unknown kind of other writers, and prepare the items of these kinds again."""
-        unknown = self._factory.unknown
-        probes = one_of_each_kind(self._factory.heads, [item.probe for item in unknown])
-        if not probes:
-            return
-        segments = [segment for probe in probes for segment in probe.segments()]
-        requests = plan_requests(segments, max_request=self.engine.max_buffered, max_gap=0)
-        with self.engine.fetch(requests, most=len(requests)) as arrivals:
-            for _ in arrivals:
-                pass
-        for item in unknown:
-            transfers[item.number] = item.prepare()
-
-    def _plan(self, transfers: Sequence[ItemTransfer]) -> list[ReadRequest]:
-        settings = self._settings
-        segments = [segment for transfer in transfers for segment in transfer.segments()]
-        total = sum([stop - start for start, stop, _ in segments])
-        largest = plan_part_size(
-            total, connections=self.source.connections, ranks=world_size(), most=settings.max_part_size,
-            requests_per_second=GETS_PER_SECOND,
-        )  # fmt: skip
-        if settings.part_size != "auto":
-            largest = min(largest, settings.part_size)
-        buffered = min(largest, self.engine.max_buffered)
-        if any(transfer.owned is None for transfer in transfers if transfer.ranges):
-            largest = buffered
-        return plan_requests(
-            segments,
-            max_request=largest,
-            max_gap=READ_GAP,
-            max_waste=READ_WASTE,
-            max_shared=buffered,
-        )
-
-    def commit(self, transfer: ItemTransfer, planner: LoadPlanner) -> None:
-        """Hand a tensor that is in place to the planner; for another item, all items whose turn it is."""
-        if transfer.target is not None:
-            planner.commit_tensor(transfer.item, transfer.target)
-            return
-        for due in self._turns.take():
-            self._load_bytes(due, planner)
-
-    def _load_bytes(self, transfer: ItemTransfer, planner: LoadPlanner) -> None:
-        loaded, transfer.loaded = transfer.loaded, None
-        if loaded is None:
-            return
-        fqn, url = transfer.item.storage_index.fqn, str(self._url)
-        if self._weights_only:
-            check_item(loaded, fqn=fqn, url=url, verified=transfer.checked)
-        try:
-            planner.load_bytes(transfer.item, loaded)
-        except Exception as error:
-            if transfer.checked:
-                raise  # the bytes are what was saved: only the caller can judge why they cannot be unpickled
-            raise errors.CorruptCheckpointError(
-                f"{fqn!r} in {url} cannot be unpickled: {type(error).__name__}: {error}. It was saved without a "
-                "checksum: either it is damaged, or a class is missing here",
-                url=url,
-            ) from error
 
 
 def find_changing(transfers: Sequence[ItemTransfer], planner: LoadPlanner) -> list[torch.Tensor]:
@@ -244,3 +174,84 @@ def find_changing(transfers: Sequence[ItemTransfer], planner: LoadPlanner) -> li
         names = dict.fromkeys(transfer.item.dest_index.fqn for transfer in transfers)
         found += [entry for entry in map(state.get, names) if isinstance(entry, torch.Tensor)]
     return found
+
+
+# --- entries that share memory ----------------------------------------------------------------------
+
+
+def read_in_turn(transfers: Sequence[ItemTransfer]) -> list[list[int]]:
+    """Group the items' numbers in rounds, to be read one round after the other.
+
+    There is one round, unless entries with different or unknown contents share memory.
+    """
+    if all(find_exclusive(transfers)):
+        return [list(range(len(transfers)))]
+    by_name: dict[str, list[int]] = {}
+    spans: dict[tuple[str, int, str], tuple[int, int]] = {}  # parts of one tensor may interleave: its gaps are its own
+    for number, transfer in enumerate(transfers):
+        name, target, span = transfer.item.dest_index.fqn, transfer.target, _span(transfer.target)
+        by_name.setdefault(name, []).append(number)
+        if target is not None and span is not None:
+            where = str(target.device), target.untyped_storage().data_ptr(), name
+            low, high = spans.get(where, span)
+            spans[where] = min(low, span[0]), max(high, span[1])
+    order = {name: place for place, name in enumerate(by_name)}
+    turns = dict.fromkeys(by_name, 0)
+    for together in _overlapping(sorted((device, *span, name) for (device, _, name), span in spans.items())):
+        names = sorted(together, key=order.__getitem__)
+        contents = {tuple([_content_of(transfers[number]) for number in by_name[name]]) for name in names}
+        known = all(transfers[number].stored.crc is not None for number in by_name[names[0]])
+        if len(contents) > 1 or not known:
+            turns.update({name: turn for turn, name in enumerate(names)})
+    rounds: list[list[int]] = [[] for _ in range(1 + max(turns.values(), default=0))]
+    for name, numbers in by_name.items():
+        rounds[turns[name]] += numbers
+    return [sorted(numbers) for numbers in rounds]
+
+
+def _overlapping(spans: Iterable[tuple[str, int, int, str]]) -> list[set[str]]:
+    """Names of entries whose spans (device, first byte, end, name; sorted) overlap; only sets of several."""
+    found: list[set[str]] = []
+    device, end = "", 0
+    for where, start, stop, name in spans:
+        if where != device or start >= end or not found:
+            found.append(set())
+            device, end = where, stop
+        found[-1].add(name)
+        end = max(end, stop)
+    return [names for names in found if len(names) > 1]
+
+
+def _content_of(transfer: ItemTransfer) -> object:
+    """A value that tells the saved contents of two items apart."""
+    item = transfer.item
+    return item.dest_offsets, item.lengths, item.storage_offsets, transfer.stored.sizes, transfer.stored.crc
+
+
+def find_exclusive(transfers: Sequence[ItemTransfer]) -> list[bool]:
+    """Tell for each item whether it shares its memory with no other."""
+    spans = []
+    for number, transfer in enumerate(transfers):
+        span = _span(transfer.target)
+        if span is not None:
+            spans.append((*span, number))
+    spans.sort()
+    found = [True] * len(transfers)
+    end, last = -1, -1
+    for start, stop, number in spans:
+        if start < end:
+            found[number] = found[last] = False
+        if stop > end:
+            end, last = stop, number
+    return found
+
+
+def _span(target: torch.Tensor | None) -> tuple[int, int] | None:
+    """Addresses of a tensor's first byte and of the byte after its last; None if it has no memory of its own."""
+    if target is None or not is_plain(target) or target.numel() == 0:
+        return None
+    start = target.data_ptr()
+    if target.is_contiguous():
+        return start, start + target.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
+    return start, start + (last + 1) * target.element_size()

@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import logging
 import os
-import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -21,28 +21,25 @@ from dcp_s3.boundary import called_by_dcp
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.info import find_step
 from dcp_s3.checkpoint.lease import ReaderLease
-from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
-from dcp_s3.checksum import crc64nvme
 from dcp_s3.collector import collector_paused
 from dcp_s3.events import Listener, Loaded, LoadFailed, LoadStarted, emit
-from dcp_s3.format.layout import SAVE_ID_KEY, deletion_id, metadata_object, new_save_id
-from dcp_s3.format.metadata import load_metadata
+from dcp_s3.format.layout import metadata_object, new_save_id
 from dcp_s3.limit import Deadline, Limit
-from dcp_s3.load.attachments import AttachmentReader, find_uncommitted
-from dcp_s3.load.check_state import UnreadableMetadata, check_filled, log_unexpected
-from dcp_s3.load.engine import LOAD_BUFFERS, Source
+from dcp_s3.load.attachments import AttachmentReader
+from dcp_s3.load.fetch import LOAD_BUFFERS, Fetcher
+from dcp_s3.load.metadata import FailureTeller, UnreadableMetadata, fetch
 from dcp_s3.load.peers.assign import MAX_PIECE, plan_sharing
-from dcp_s3.load.peers.assignment import Assignment, Offer, choose_group, hash_ranks, hash_text
-from dcp_s3.load.peers.exchange import FIRST_TAG, TAGS
-from dcp_s3.load.peers.shared_read import SharedRead
+from dcp_s3.load.peers.assignment import Assignment, Offer, choose_group, make_offer
+from dcp_s3.load.peers.exchange import Exchange
+from dcp_s3.load.peers.messages import new_tag
 from dcp_s3.load.plan import READ_GAP
-from dcp_s3.load.planner import FailureTeller
+from dcp_s3.load.planner import check_filled, log_unexpected
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.reprs import one_line
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
 from dcp_s3.spill.local import with_copies
-from dcp_s3.store import Store
+from dcp_s3.store import Counters, Store
 from dcp_s3.stores.overlay import Overlay
 from dcp_s3.torch_private import ReaderTransforms
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
@@ -125,7 +122,8 @@ class S3StorageReader(AttachmentReader, StorageReader):
         self._saved_ranks: list[int] | None = None
         self._deadline: Deadline | None = None
         self._lease: ReaderLease | None = None
-        self._progress: LoadProgress | None = None
+        self._began: tuple[float, Counters] | None = None
+        """When it began, and what the store's counters were then."""
         self._is_coordinator = self._together = False
         self._asked_for_url = False
 
@@ -162,9 +160,9 @@ class S3StorageReader(AttachmentReader, StorageReader):
         rank: int | None = kwargs.get("rank")
         if rank is None:  # it begins a load; one before had its own
             self._deadline = self._saved_ranks = self._error = None
-        if self._url is not None and (rank is None or self._progress is None):
-            step = find_step(self._url.name, self.settings)
-            self._progress = LoadProgress(self._store(), self._url, step, self.on_event)
+        if self._url is not None and (rank is None or self._began is None):
+            self._began = time.monotonic(), self._store().counters()
+            emit(LoadStarted(url=str(self._url), step=self._step, rank=ranks.rank()), self.on_event)
         is_load, self._asked_for_url = self._asked_for_url, False
         if rank is None:
             try:
@@ -180,11 +178,10 @@ class S3StorageReader(AttachmentReader, StorageReader):
             try:
                 rank = self._own_rank(rank)
                 metadata = self._fetch_metadata(rank)
-            except errors.CheckpointDeletedError as error:
-                return UnreadableMetadata(error)
-            except errors.CheckpointNotFoundError as error:
-                return UnreadableMetadata(self._explain_missing(rank) or self._error or error)
             except errors.DcpS3Error as error:
+                missing = isinstance(error, errors.CheckpointNotFoundError)
+                if missing and not isinstance(error, errors.CheckpointDeletedError):
+                    return UnreadableMetadata(self._explain_missing(rank) or self._error or error)
                 return UnreadableMetadata(error)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
@@ -194,24 +191,12 @@ class S3StorageReader(AttachmentReader, StorageReader):
         return metadata
 
     def _fetch_metadata(self, rank: int | None) -> Metadata:
-        url, store = self._require_url(), self._store()
-        waiting = find_uncommitted(store, self.settings, url, rank) if self.include_uncommitted else None
-        if waiting is not None:
-            self._version = crc64nvme(waiting.metadata)
-            return load_metadata(waiting.metadata, url=str(url), of_rank=rank is not None)
-        lease = ReaderLease(store, url, self.settings.reader_lease)
-        lease.take()
-        try:
-            stored = fetch_metadata(store, url, rank)
-            metadata = check_metadata(stored, url, rank)
-            save_ids = stored.metadata.get(SAVE_ID_KEY), getattr(metadata.storage_meta, "save_id", None), None
-            deletions = {deletion_id(each, stored.etag) for each in save_ids} if rank is None else None
-            lease.check_not_deleted(deletions, rank=rank)
-        except BaseException:
-            lease.release()
-            raise
-        self._lease, self._version = lease, crc64nvme(stored.data)
-        return metadata
+        found = fetch(
+            self._store(), self._require_url(), self.settings, rank, include_uncommitted=self.include_uncommitted
+        )
+        self._version = found.version
+        self._lease = found.lease or self._lease
+        return found.metadata
 
     def _find_ranks(self) -> list[int] | None:
         """The ranks of a save without collectives that have metadata on S3; None if S3 does not answer."""
@@ -250,7 +235,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
         """Called by DCP on every rank before planning.
 
         Raises:
-            MissingKeysError, TensorMismatchError, CorruptCheckpointError: see `check_state`.
+            CorruptCheckpointError: it does not say where its items lie. Also what `read_metadata` could not raise.
         """
         if isinstance(metadata, UnreadableMetadata):
             metadata.fail()
@@ -269,14 +254,9 @@ class S3StorageReader(AttachmentReader, StorageReader):
         """Say what this rank can share, unless the planner uses ``storage_data`` itself."""
         if not self._together or plan.storage_data is not None:
             return plan
-        given = self._process_group
-        offer = Offer(
-            rank=ranks.rank(),
-            shares=self.load_sharing and not self.include_uncommitted,
-            checkpoint=hash_text(f"{self.settings.endpoint_url or ''} {self._url}"),
-            version=self._version,
-            world_size=ranks.world_size() if _has_gloo(None) else 0,
-            given=hash_ranks(dist.get_process_group_ranks(given)) if given is not None and _has_gloo(given) else 0,
+        shares = self.load_sharing and not self.include_uncommitted
+        offer = make_offer(
+            f"{self.settings.endpoint_url or ''} {self._url}", self._version, self._process_group, shares=shares
         )
         return dataclasses.replace(plan, storage_data=offer)
 
@@ -288,41 +268,24 @@ class S3StorageReader(AttachmentReader, StorageReader):
             CorruptCheckpointError: the checkpoint was replaced between the ranks' reads of its metadata.
         """
         offers = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Offer)]
-        group = self._choose_group(offers) if len(offers) == len(plans) > 1 else ""
-        assignments = None
-        if group and self._metadata is not None:
-            with collector_paused():
-                assignments = plan_sharing(
-                    self._metadata,
-                    [plan.items for plan in plans],
-                    max_piece=min(MAX_PIECE, self.settings.max_part_size),
-                    max_gap=READ_GAP,
-                    max_objects=LOAD_BUFFERS,
-                )
-        if assignments is None:
-            return [
-                dataclasses.replace(plan, storage_data=None) if isinstance(plan.storage_data, Offer) else plan
-                for plan in plans
-            ]
-        tag = FIRST_TAG + TAGS * secrets.randbelow(FIRST_TAG // TAGS)
+        if not offers:
+            return plans
+        assignments: Sequence[Assignment | None] | None = None
+        if len(offers) == len(plans) and self._metadata is not None:
+            group, reason = choose_group(offers, str(self._url))
+            if group:
+                max_piece = min(MAX_PIECE, self.settings.max_part_size)
+                with collector_paused():
+                    assignments = plan_sharing(
+                        self._metadata, [plan.items for plan in plans], max_piece=max_piece, max_gap=READ_GAP,
+                        max_objects=LOAD_BUFFERS, group=group, tag=new_tag(),
+                    )  # fmt: skip
+            elif len(plans) > 1 and any(offer.shares for offer in offers):
+                logger.info("every rank reads %s by itself: %s", self._url, reason)
         return [
-            dataclasses.replace(plan, storage_data=assignment._replace(group=group, tag=tag))
-            for plan, assignment in zip(plans, assignments, strict=True)
+            dataclasses.replace(plan, storage_data=told) if isinstance(plan.storage_data, Offer) else plan
+            for plan, told in zip(plans, assignments or [None] * len(plans), strict=True)
         ]
-
-    def _choose_group(self, offers: list[Offer]) -> str:
-        first = offers[0]
-        for offer in offers:
-            if offer.checkpoint == first.checkpoint and offer.version != first.version:
-                raise errors.CorruptCheckpointError(
-                    f"{self._url} changed while it was read: ranks {first.rank} and {offer.rank} read different "
-                    "metadata. Remedy: load it again",
-                    url=str(self._url),
-                )
-        group, reason = choose_group(offers)
-        if not group and any(offer.shares for offer in offers):
-            logger.info("every rank reads %s by itself: %s", self._url, reason)
-        return group
 
     @called_by_dcp
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -338,29 +301,24 @@ class S3StorageReader(AttachmentReader, StorageReader):
         if self._metadata is None:
             raise errors.SaveProtocolError("read_data was called before set_up_storage_reader")
         url, assignment = self._require_url(), plan.storage_data
-        sharing: contextlib.AbstractContextManager[SharedRead | None] = contextlib.nullcontext()
+        sharing: contextlib.AbstractContextManager[Exchange | None] = contextlib.nullcontext()
         if isinstance(assignment, Assignment):
             group: Any = self._process_group if assignment.group == "given" else dist.group.WORLD
-            sharing = SharedRead(group, assignment, str(url), self._deadline)
-        with sharing as shared, contextlib.ExitStack() as stack:
+            sharing = Exchange(group, assignment, url=str(url), deadline=self._deadline)
+        with sharing as exchange, contextlib.ExitStack() as stack:
             check_filled(plan, planner, self._metadata, str(url))
             if self._is_coordinator:
                 log_unexpected(planner, self._metadata, str(url))
             store = stack.enter_context(with_copies(self._store(), self.settings, url))
             if self._lease is not None:
                 stack.enter_context(self._lease.renewed())
-            source = Source(store, url, self.settings)
+            fetcher = Fetcher(store, url, self.settings, "dcp_s3-download")
             executor = LoadExecutor(
-                source, self._metadata, self._transforms,
+                fetcher, self._metadata, self._transforms,
                 weights_only=self.weights_only, allow_dtype_cast=self.allow_dtype_cast,
             )  # fmt: skip
-            if shared is None:
-                executor.run(plan, planner)
-            else:
-                shared.run(executor, self._metadata, plan, planner)
-            if self._progress is not None:
-                on_disk = store.near.read_bytes if isinstance(store, Overlay) else 0
-                self._progress.loaded(executor.engine.fetched_bytes, on_disk)
+            executor.run(plan, planner, exchange)
+            self._tell_loaded(fetcher.fetched_bytes, store.near.read_bytes if isinstance(store, Overlay) else 0)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -375,12 +333,28 @@ class S3StorageReader(AttachmentReader, StorageReader):
         self._asked_for_url = True
         return None if self._url is None else str(self._url)
 
+    @property
+    def _step(self) -> int | None:
+        """The step in the name of the checkpoint."""
+        return None if self._url is None else find_step(self._url.name, self.settings)
+
+    def _tell_loaded(self, size: int, disk_size: int) -> None:
+        """Tell subscribers that everything is in place: bytes that this rank fetched, and those of the local disk."""
+        if self._began is None:
+            return
+        (began, before), now = self._began, self._store().counters()
+        event = Loaded(
+            url=str(self._url), step=self._step, rank=ranks.rank(), ranks=ranks.world_size(), bytes=size,
+            disk_bytes=disk_size, seconds=time.monotonic() - began, hedged=now.hedged - before.hedged,
+            throttled=now.throttled - before.throttled,
+        )  # fmt: skip
+        logger.log(logging.INFO if event.rank == 0 else logging.DEBUG, "%s", event)
+        emit(event, self.on_event)
+
     def _tell_failed(self, error: BaseException) -> None:
         """Tell subscribers to events that a load failed on this rank."""
-        url = self._url
-        step = None if url is None else find_step(url.name, self.settings)
-        event = LoadFailed(url=None if url is None else str(url), step=step, rank=ranks.rank(), error=error)
-        emit(event, self.on_event)
+        url = None if self._url is None else str(self._url)
+        emit(LoadFailed(url=url, step=self._step, rank=ranks.rank(), error=error), self.on_event)
 
     @called_by_dcp
     def storage_meta(self) -> StorageMeta:
@@ -405,46 +379,3 @@ class S3StorageReader(AttachmentReader, StorageReader):
     def _store(self) -> Store:
         limit = Limit(deadline=self._deadline, hang=self.settings.load_timeout)
         return store_of(self._require_url(), self.settings, limit)
-
-
-def _has_gloo(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group carries CPU tensors by gloo, the only backend that is supported here."""
-    return "cpu:gloo" in dist.get_backend_config(group).split(",")
-
-
-class LoadProgress:
-    """Events of one rank's part in one load, which begins now.
-
-    Args:
-        store: the store.
-        url: URL of the checkpoint.
-        step: step in its name.
-        on_event: gets the events.
-    """
-
-    def __init__(self, store: Store, url: CheckpointURL, step: int | None, on_event: Listener | None) -> None:
-        self._store, self._url, self._step, self._on_event = store, str(url), step, on_event
-        self._began, self._before = time.monotonic(), store.counters()
-        emit(LoadStarted(url=self._url, step=self._step, rank=ranks.rank()), on_event)
-
-    def loaded(self, size: int, disk_size: int) -> None:
-        """Everything is in place.
-
-        Args:
-            size: bytes that this rank fetched.
-            disk_size: bytes of them that came from the local disk.
-        """
-        now = self._store.counters()
-        event = Loaded(
-            url=self._url,
-            step=self._step,
-            rank=ranks.rank(),
-            ranks=ranks.world_size(),
-            bytes=size,
-            disk_bytes=disk_size,
-            seconds=time.monotonic() - self._began,
-            hedged=now.hedged - self._before.hedged,
-            throttled=now.throttled - self._before.throttled,
-        )
-        logger.log(logging.INFO if event.rank == 0 else logging.DEBUG, "%s", event)
-        emit(event, self._on_event)

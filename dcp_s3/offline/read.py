@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from dcp_s3 import errors
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.limit import Deadline, Limit
-from dcp_s3.load.engine import Source
-from dcp_s3.load.item_transfer import allocate
+from dcp_s3.load.fetch import Fetcher
+from dcp_s3.load.items import allocate
 from dcp_s3.load.overlaps import find_overlaps
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.offline.boxes import Index, Piece, Selection, select
@@ -183,10 +183,10 @@ class OpenCheckpoint:
 
     @contextlib.contextmanager
     def reading(self, *, weights_only: bool = True, buffers: int | None = None) -> Iterator[Reading]:
-        """Reads that share an engine; ``buffers``: see `Source`."""
+        """Reads that share a fetcher; ``buffers``: see `Fetcher`."""
         with with_copies(self.store, self.settings, self.url) as store:
-            source = Source(store, self.url, self.settings, buffers=buffers)
-            executor = LoadExecutor(source, self._metadata, ReaderTransforms(None), weights_only=weights_only)
+            fetcher = Fetcher(store, self.url, self.settings, "dcp_s3-download", buffers=buffers)
+            executor = LoadExecutor(fetcher, self._metadata, ReaderTransforms(None), weights_only=weights_only)
             yield Reading(self, executor)
 
     def read_stored(self, fqn: str) -> bytes:

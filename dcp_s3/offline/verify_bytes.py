@@ -19,7 +19,7 @@ import torch
 
 from dcp_s3 import errors
 from dcp_s3.checksum import crc_hex
-from dcp_s3.load.archive_heads import ArchiveHeads, ItemKind
+from dcp_s3.load.archives import ArchiveHeads, ItemKind
 from dcp_s3.memory import ReadTarget
 from dcp_s3.offline.place import OnProgress, ahead
 from dcp_s3.offline.verify_plan import Mismatch, ObjectScan, Problem, StoredData, StoredItem, group_items

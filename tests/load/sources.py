@@ -1,4 +1,4 @@
-"""A checkpoint's objects in memory, for what stands on the engine."""
+"""A checkpoint's objects in memory, for what fetches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from dcp_s3.limit import Deadline, Limit
-from dcp_s3.load.engine import Source
+from dcp_s3.load.fetch import Fetcher
 from dcp_s3.memory import ReadTarget, targets_of
 from dcp_s3.settings import Settings
 from dcp_s3.store import Moved
@@ -60,14 +60,14 @@ class _Objects(MemoryStore):
             at += count
 
 
-class MemorySource(Source):
+class MemoryFetcher(Fetcher):
     """Reads from ``objects``, by path, and remembers what was asked for.
 
     Args:
         objects: bytes by path.
         damage: called with the path, the first byte, and the bytes that are about to be received; may change them.
         deadline: of all reads.
-        settings: of the engine.
+        settings: for the sizes of requests.
     """
 
     def __init__(
@@ -79,6 +79,6 @@ class MemorySource(Source):
         settings: Settings | None = None,
     ) -> None:
         store = _Objects(objects, damage)
-        super().__init__(store.within(Limit(deadline=deadline)), parse_url(URL), settings or Settings())
+        super().__init__(store.within(Limit(deadline=deadline)), parse_url(URL), settings or Settings(), "test")
         self.asked, self.distrusted = store.asked, store.distrusted
         """Path, first byte and length of each read; the paths that are to be read anew."""

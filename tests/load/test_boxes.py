@@ -70,11 +70,6 @@ def test_a_box_outside_of_its_chunk(sizes: list[int], offsets: tuple[int, ...], 
         covering_run(sizes, Box(offsets, lengths))
 
 
-def test_a_run_outside_of_its_array() -> None:
-    with pytest.raises(ValueError, match="not in an array"):
-        boxes_of_run([2, 3], 5, 7)
-
-
 @given(st.lists(st.integers(0, 5), max_size=4))
 def test_strides_are_those_of_torch(sizes: list[int]) -> None:
     assert row_major_strides(sizes) == torch.empty(sizes).stride()

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, errors
-from dcp_s3.load.names import closest, count_by_prefix, find_renaming
+from dcp_s3.load.names import closest, find_renaming
 
 _LAYERS = [f"layers.{i}.{part}" for i in range(12) for part in ("weight", "bias")]
 
@@ -50,20 +50,10 @@ def test_wrappers_are_named(part: str) -> None:
         assert "Remedy: " in told
 
 
-def test_both_prefixes_are_named() -> None:
-    told = find_renaming(_named("model."), _named("train.model."))
-    assert "begin with 'train.model.' where the state has 'model.'" in told
-
-
 def test_names_without_anything_in_common_give_no_advice() -> None:
     assert find_renaming(["a.b", "c.d"], ["x.y", "z"]) == ""
     assert find_renaming(["a.b"], []) == ""
     assert find_renaming(_named("model."), [*_named("train.model.")[:10]]) == ""
-
-
-def test_a_few_names_that_differ_otherwise_do_not_hide_the_prefix() -> None:
-    told = find_renaming([*_named("model."), "model.new"], _named("train.model."))
-    assert told.startswith("24 of the 25 saved names begin with 'train.model.'")
 
 
 def test_the_closest_of_very_many_names() -> None:
@@ -72,10 +62,6 @@ def test_the_closest_of_very_many_names() -> None:
     assert closest("model.layers.7.attention.3.weigth", names) != ""
     assert closest("qqqqq", ["a.b.c"]) == ""
     assert find_renaming([f"x.{name}" for name in names], names).endswith("state['x']")
-
-
-def test_names_are_counted_by_what_stands_first() -> None:
-    assert count_by_prefix(["o.a", "o.b", "rng"]) == "o (2), rng (1)"
 
 
 # --- through DCP ------------------------------------------------------------------------------------------

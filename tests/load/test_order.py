@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import random
 import threading
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,8 +17,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
-from dcp_s3.load.item_transfer import StreamTransfer
-from dcp_s3.load.peers.shared_read import SharedRead
+from dcp_s3.load.items import StreamTransfer
+from dcp_s3.load.peers.exchange import Exchange
 from tests.faulty import BUCKET, FaultyServer
 from tests.ranks import run_ranks
 from tests.servers import S3Server
@@ -73,16 +72,6 @@ def test_objects_come_in_the_order_of_the_plan(memory_server: S3Server, root: st
     _assert_loaded(state)
 
 
-def test_objects_of_another_writer(memory_server: S3Server, root: str, s3: Any, bucket: str, tmp_path: Path) -> None:
-    dcp.save(_state(), checkpoint_id=tmp_path)
-    for path in tmp_path.iterdir():
-        s3.upload_file(str(path), bucket, f"run/{path.name}")
-    planner, state = _Recording(), _state(blank=True)
-    dcp.load(state, storage_reader=S3StorageReader(root, settings=SMALL), planner=planner)
-    assert planner.found == planner.expected
-    _assert_loaded(state)
-
-
 class _Held:
     """How many bytes of objects are decoded and not yet with the planner, at most."""
 
@@ -115,7 +104,7 @@ def test_what_is_held_back_is_bounded(memory_server: S3Server, root: str, monkey
     names = [f"o{n:02}" for n in range(40)]
     dcp.save({name: bytes(2**20) for name in names} | {"w": torch.ones(9)}, storage_writer=S3StorageWriter(root))
     held, planner = _Held(monkeypatch), _Recording()
-    monkeypatch.setattr("dcp_s3.load.engine.LOAD_BUFFERS", 4 * 2**20)
+    monkeypatch.setattr("dcp_s3.load.fetch.LOAD_BUFFERS", 4 * 2**20)
     state = dict.fromkeys(names, b"") | {"w": torch.zeros(9)}
     dcp.load(state, storage_reader=S3StorageReader(root), planner=planner)
     assert planner.found == planner.expected
@@ -155,9 +144,9 @@ def _load_on_ranks() -> None:
             planner, state = _Recording(10 * rank + seed), {**_state(blank=True), **_own(rank, blank=True)}
             reader = S3StorageReader(url, settings=SMALL)
             with (
-                mock.patch("dcp_s3.load.engine.LOAD_BUFFERS", buffers),
+                mock.patch("dcp_s3.load.fetch.LOAD_BUFFERS", buffers),
                 mock.patch("dcp_s3.load.reader.LOAD_BUFFERS", buffers),
-                mock.patch.object(SharedRead, "run", autospec=True, side_effect=SharedRead.run) as shared,
+                mock.patch.object(Exchange, "provide", autospec=True, side_effect=Exchange.provide) as shared,
             ):
                 dcp.load(state, storage_reader=reader, planner=planner)
             assert shared.call_count == 1
@@ -177,7 +166,7 @@ def _load_large_on_ranks() -> None:
     with pytest.MonkeyPatch.context() as patch:
         held, planner = _Held(patch), _Recording(dist.get_rank())
         state = dict.fromkeys(names, b"") | {"w": torch.zeros(300, 300)}
-        for module in ("engine", "reader"):
+        for module in ("fetch", "reader"):
             patch.setattr(f"dcp_s3.load.{module}.LOAD_BUFFERS", 4 * 2**20)
         dcp.load(state, storage_reader=S3StorageReader(url), planner=planner)
     assert planner.found == planner.expected

@@ -99,12 +99,6 @@ def test_grids(shape: tuple[int, ...], saved: tuple[int, ...], local: tuple[int,
     assert _rows(find_overlaps(*both)) == _rows(by_torch(*both))
 
 
-def test_numbers_beyond_64_bits_together() -> None:
-    saved: list[Box] = [((2**62 + i,), (2**62,)) for i in range(20)]
-    local: list[Box] = [((2**61 + i,), (2**62,)) for i in range(20)]
-    assert find_overlaps(saved, local) == by_torch(saved, local)
-
-
 @pytest.mark.parametrize(
     ("shape", "saved", "local"),
     [

@@ -45,13 +45,6 @@ def test_the_ranges_of_a_box_cover_it_lie_apart_and_are_checked(
         assert all(b.start - a.stop > max_gap - element_size for a, b in itertools.pairwise(found))
 
 
-def test_rows_that_lie_far_apart_are_ranges_of_their_own() -> None:
-    box = Box((1, 100), (3, 10))
-    assert ranges_of_box((5, 1000), box, 4, blocks=None, max_gap=3959) == [(4400 + n * 4000, 4440 + n * 4000, None)
-                                                                          for n in range(3)]  # fmt: skip
-    assert ranges_of_box((5, 1000), box, 4, blocks=None, max_gap=3960) == [(4400, 12440, None)]
-
-
 class Item(NamedTuple):
     number: int
     path: str
@@ -98,24 +91,6 @@ def test_every_needed_byte_is_fetched_once_and_waste_is_bounded(
         spans = sorted((r.start, r.start + r.length) for r in requests if r.path == path)
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     assert [request.length for request in requests] == sorted((r.length for r in requests), reverse=True)
-
-
-def test_neighbours_share_a_request_and_far_ones_do_not() -> None:
-    near = [segment(0, "a", 0, 10), segment(1, "a", 15, 10), segment(2, "a", 200, 10)]
-    requests = plan_requests(near, max_request=1000, max_gap=20)
-    assert sorted((r.start, r.length, len(r.segments)) for r in requests) == [(0, 25, 2), (200, 10, 1)]
-
-
-def test_a_long_segment_is_cut_into_equal_aligned_pieces() -> None:
-    requests = plan_requests([segment(0, "a", 7, 1000)], max_request=400, max_gap=0)
-    lengths = sorted(request.length for request in requests)
-    assert sum(lengths) == 1000
-    assert all((request.start - 7) % 64 == 0 for request in requests)
-    assert lengths[-1] - lengths[0] <= 64 * 3
-
-
-def test_nothing_to_read() -> None:
-    assert plan_requests([], max_request=10, max_gap=0) == []
 
 
 @given(segments(), st.integers(0, 500), st.sampled_from([0.0, 0.01, 0.1, 1.0]))
@@ -169,8 +144,3 @@ def test_the_halves_of_a_request_have_its_segments(parts: list[tuple[int, int]],
     assert halves[0].start + halves[0].length <= halves[1].start
     middle = request.start + request.length // 2
     assert halves[0].start + halves[0].length <= middle + 64
-
-
-def test_what_several_items_need_is_not_halved() -> None:
-    segments = tuple(Segment(0, 64 * 2**20, object()) for _ in range(2))
-    assert halve(ReadRequest("a", 0, 64 * 2**20, segments, True)) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
 from typing import Any
 
@@ -29,7 +28,6 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, errors
-from dcp_s3.load import planner as load_planner
 from dcp_s3.load.overlaps import Box
 from tests.load.test_overlaps import chunkings, chunks, grid
 from tests.ranks import run_ranks
@@ -108,16 +106,6 @@ def test_random_chunks_and_objects(tensors: list[tuple[list[Box], list[Box]]], d
     assert details(make_plan(found, state, metadata).items) == details(make_plan(expected, state, metadata).items)
 
 
-def test_many_layouts_of_one_number_of_chunks() -> None:
-    """More than are remembered for one way of saving."""
-    saved, state = {}, {}
-    for i in range(load_planner._MAX_ALIKE + 3):
-        for again in ("a", "b"):
-            saved[f"{i}{again}"] = saved_as((40, 40), grid((40, 40), (20, 1)))
-            state[f"{i}{again}"] = in_pieces((40, 40), [((0, 0), (40, i)), ((0, i), (40, 40 - i))])
-    assert_same_plan(state, Metadata(saved), flatten_sharded_tensors=False)
-
-
 def test_equal_places_share_their_indices() -> None:
     """What makes plans small where they are sent to the coordinator and back."""
     metadata = Metadata({"x": saved_as((40, 2), grid((40, 2), (20, 1)))})
@@ -178,36 +166,7 @@ def test_dtensors_and_sharded_tensors() -> None:
     run_ranks(4, _plan_on_ranks)
 
 
-def _save_and_load(url: str) -> None:
-    full = torch.arange(96.0 * 80).view(96, 80)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    dcp.save(
-        {"w": distribute_tensor(full, mesh, [ShardPlacement(0)], src_data_rank=None), "step": 7},
-        storage_writer=S3StorageWriter(url),
-    )
-    state: dict[str, Any] = {
-        "w": distribute_tensor(torch.zeros(96, 80), mesh, [ShardPlacement(1)], src_data_rank=None),
-        "step": 0,
-    }
-    dcp.load(state, storage_reader=S3StorageReader(url), planner=S3LoadPlanner())
-    assert state["step"] == 7
-    assert torch.equal(state["w"].full_tensor(), full)
-
-
-def test_a_load_with_it(root: str, memory_server: S3Server) -> None:
-    run_ranks(2, _save_and_load, root)
-
-
 # --- what is wrong ----------------------------------------------------------------------------------------
-
-
-def test_shapes_that_differ() -> None:
-    metadata = Metadata({"a.b": saved_as((2, 3), grid((2, 3), (1, 1)))})
-    with pytest.raises(
-        errors.TensorMismatchError, match=r"^Size mismatch between saved \(2, 3\) and current \(3, 2\) for a\.b\."
-    ) as caught:
-        make_plan(S3LoadPlanner(), {"a.b": torch.zeros(3, 2)}, metadata)
-    assert caught.value.fqn == "a.b"
 
 
 @pytest.mark.parametrize("flatten", [True, False])
@@ -225,21 +184,6 @@ def test_the_first_error_is_torchs_first_error() -> None:
     metadata = Metadata({"x": saved_as((2,), grid((2,), (1,))), "other": BytesStorageMetadata()})
     with pytest.raises(errors.TensorMismatchError):
         make_plan(S3LoadPlanner(), {"x": torch.zeros(3), "missing": torch.zeros(1)}, metadata)
-
-
-def test_an_object_where_a_tensor_was_saved() -> None:
-    metadata = Metadata({"x": saved_as((2,), grid((2,), (1,)))})
-    with pytest.raises(ValueError, match="Invalid checkpoint metadata for x"):
-        make_plan(DefaultLoadPlanner(), {"x": 3}, metadata)
-    with pytest.raises(errors.TensorMismatchError, match=r"no tensors in the state to load into: x \(int\)"):
-        make_plan(S3LoadPlanner(), {"x": 3}, metadata)
-
-
-def test_no_metadata() -> None:
-    for planner in (DefaultLoadPlanner(), S3LoadPlanner()):
-        planner.set_up_planner({}, None, True)
-        with pytest.raises(AssertionError):
-            planner.create_local_plan()
 
 
 def test_chunks_that_are_not_of_the_usual_kind_are_left_to_torch() -> None:
@@ -309,37 +253,3 @@ def test_one_chunk_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [tuple(tensor.shape) for tensor in resolved] == [(2, 2)] * 20
     assert len({tensor.data_ptr() for tensor in resolved}) == 20
     assert len(calls) == 2
-
-
-# --- making of items --------------------------------------------------------------------------------------
-
-
-def test_items_are_made_the_fast_way_with_this_torch() -> None:
-    assert load_planner._FAST, "ReadItem or MetadataIndex changed: load_planner.py falls back to their constructors"
-
-
-def test_items_made_by_torchs_constructors_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_planner, "_FAST", False)
-    metadata = Metadata({"x": saved_as((40, 2), grid((40, 2), (20, 1)))})
-    state = {"x": in_pieces((40, 2), grid((40, 2), (7, 2)))}
-    assert len(assert_same_plan(state, metadata, flatten_sharded_tensors=False).items) > 20
-
-
-def test_items_are_frozen() -> None:
-    metadata = Metadata({"x": saved_as((4,), grid((4,), (2,)))})
-    item = make_plan(S3LoadPlanner(), {"x": torch.zeros(4)}, metadata).items[0]
-    for value, name in ((item, "lengths"), (item.dest_index, "fqn")):
-        with pytest.raises(AttributeError):
-            setattr(value, name, None)
-    assert hash(item) == hash(pickle.loads(pickle.dumps(item)))
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
-    metadata = Metadata({"x": saved_as((4,), grid((4,), (2,)))})
-    try:
-        (gc.enable if enabled else gc.disable)()
-        make_plan(S3LoadPlanner(), {"x": torch.zeros(4)}, metadata)
-        assert gc.isenabled() == enabled
-    finally:
-        gc.enable()

@@ -7,7 +7,6 @@ import math
 import random
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +17,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.blocks import Blocks, Range, cuts_between, make_storage_info, pack_crcs
-from dcp_s3.load.boxes import Box, Section
-from dcp_s3.load.item_transfer import ItemTransfer, StreamTransfer, TensorTransfer
-from dcp_s3.load.plan import ReadRequest, plan_requests, ranges_of_box
+from dcp_s3.load.boxes import Box
+from dcp_s3.load.items import ItemTransfer, StreamTransfer, TensorTransfer
+from dcp_s3.load.plan import ReadRequest, StoredChunk, plan_requests, ranges_of_box
 from dcp_s3.load.transfer import Buffer, Reception, Transfer
 from dcp_s3.tensor_memory import view_bytes
 from tests.load.test_boxes import boxes_in
@@ -61,7 +60,10 @@ class Item:
         index = MetadataIndex("w", sizes)
         offsets, lengths = map(torch.Size, self.box)
         item = ReadItem(LoadItemType.TENSOR, index, offsets, index, offsets, lengths)
-        return TensorTransfer(item, _PATH, self.start, ranges, self.target, sizes, dtype)
+        stored = StoredChunk(
+            make_storage_info(_PATH, self.start, len(data)), self.start, len(data), sizes, dtype, False
+        )
+        return TensorTransfer(item, stored, self.start, ranges, self.target, sizes, dtype, self.box)
 
 
 @st.composite
@@ -154,33 +156,32 @@ def test_a_range_that_came_in_one_piece_and_is_damaged_never_gets_to_its_place()
 
 INDEX, NOTHING = MetadataIndex("x"), torch.Size((0,))
 ITEM = ReadItem(LoadItemType.BYTE_IO, INDEX, NOTHING, INDEX, NOTHING, NOTHING)
+STORED = StoredChunk(make_storage_info(_PATH, 0, 8), 0, 8, torch.Size((8,)), torch.uint8, True)
 
 
 def test_the_buffer_of_an_item_is_let_go_when_it_is_decoded() -> None:
-    """It is as large as the item; here it comes by sections, as from another rank."""
+    """It is as large as the item."""
     buffers: list[weakref.ref[torch.Tensor]] = []
 
-    def decode(_: Any, buffer: torch.Tensor) -> None:
+    def decode(buffer: torch.Tensor) -> None:
         assert bytes(buffer) == b"\1" * 8
         buffers.append(weakref.ref(buffer))
 
-    item = StreamTransfer(ITEM, make_storage_info("__0_0.distcp", 0, 8), None, None, decode)
-    item.expect_sections(True)
-    for section in (Section(0, 5), Section(5, 8)):
-        item.scatter(section, memoryview(b"\1" * (section.stop - section.start)))
-        arrived = item.section_arrived(section)
-    assert arrived
-    assert item.finish() is None
+    item = StreamTransfer(ITEM, STORED, None, decode)
+    for start, stop in ((0, 5), (5, 8)):
+        item.place(start, memoryview(b"\1" * (stop - start)))
+        assert item.arrived(start, stop - start, 0) == (stop == 8)
+    item.finish()
     (buffer,) = buffers
     assert buffer() is None
 
 
 def test_planned_requests_keep_no_target_alive() -> None:
     """A load pauses the garbage collector: what it held in a cycle would stay."""
-    target = torch.zeros(4)
-    size = torch.Size((4,))
-    item = ReadItem(LoadItemType.TENSOR, INDEX, size, INDEX, NOTHING, size)
-    transfer = TensorTransfer(item, "a", 0, [Range(0, 16, None)], target, size, torch.float32)
+    target = torch.zeros(2)
+    transfer = TensorTransfer(
+        ITEM, STORED, 0, [Range(0, 8, None)], target, target.size(), target.dtype, Box((0,), (2,))
+    )
     gc.disable()
     try:
         requests = plan_requests(transfer.segments(), max_request=8, max_gap=0)

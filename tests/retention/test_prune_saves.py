@@ -22,13 +22,19 @@ from dcp_s3.errors import (
 from dcp_s3.format.control_files import DeletionList, Manifest
 from dcp_s3.format.layout import CLAIM, deletion_object, manifest_object
 from dcp_s3.format.metadata import load_metadata
-from dcp_s3.offline.copy_source import fetch_source
+from dcp_s3.offline.copy_source import CopySource, find_source
+from dcp_s3.offline.place import Place
 from dcp_s3.retention.plan import BOARDS_STAY
 from dcp_s3.retention.show import describe_on
 from tests.retention.making import is_manifest
 from tests.retention.runs import BOARD, COORDINATION, DAY, HOUR, Run, deleted
 
 SAVE = "0123456789abcdef"
+
+
+def _copied(run: Run) -> CopySource:
+    url = run.url("step-2")
+    return find_source(Place(str(url), run.store, url.key(""), url))
 
 
 def lists(run: Run, name: str) -> list[str]:
@@ -266,8 +272,7 @@ def test_of_several_mergers_manifests_the_one_that_the_commit_names_counts(run: 
     assert info is not None
     assert (info.save_id, info.damage) == (SAVE + "00000001", None)
     assert all(each.used for each in describe_on(run.store, run.url("step-2")).objects)
-    _, copied = fetch_source(run.store, run.url("step-2"))
-    assert [path for path in copied.files if is_manifest(path)] == [manifest_object(SAVE + "00000001")]
+    assert [path for path in _copied(run).files if is_manifest(path)] == [manifest_object(SAVE + "00000001")]
     run.clock.now += 2 * DAY
     [left] = run.prune().leftovers
     assert left.objects == 2
@@ -290,7 +295,7 @@ def test_a_copy_leaves_out_what_ranks_told_each_other(run: Run) -> None:
     before = run.objects("step-2")
     for path in (*COORDINATION, BOARD):
         run.put("step-2", path)
-    assert {*fetch_source(run.store, run.url("step-2"))[1].files, ".metadata"} == before.keys()
+    assert {*_copied(run).files, ".metadata"} == before.keys()
 
 
 def test_the_claim_of_a_checkpoint_stays_and_goes_with_it(run: Run) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter, errors
-from dcp_s3.load.peers.shared_read import SharedRead
+from dcp_s3.load.peers.exchange import Exchange
 from tests.faulty import BUCKET, FaultyServer
 from tests.ranks import run_ranks
 from tests.servers import S3Server
@@ -221,7 +221,7 @@ def _load_on_ranks() -> None:
         parameter = nn.Parameter(_shared(kind))
         reader = S3StorageReader(url, settings={"part_size": "5MiB"})
         loss = (parameter * parameter).sum()
-        with mock.patch.object(SharedRead, "run", autospec=True, side_effect=SharedRead.run) as shared:
+        with mock.patch.object(Exchange, "provide", autospec=True, side_effect=Exchange.provide) as shared:
             dcp.load({kind: parameter.detach()}, storage_reader=reader)
         assert shared.call_count == 1
         with pytest.raises(RuntimeError, match=_MODIFIED):

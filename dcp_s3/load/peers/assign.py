@@ -22,24 +22,15 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from dcp_s3.format.saved_entries import find_chunk
+from dcp_s3.errors import CorruptCheckpointError
+from dcp_s3.format.blocks import MIN_BLOCK
+from dcp_s3.format.metadata import is_unproven
 from dcp_s3.load.boxes import Box, covering_run, runs_of_box
-from dcp_s3.load.peers.assignment import (
-    Assignment,
-    Boxes,
-    Peer,
-    SharedPart,
-    SharedPiece,
-    StoredChunk,
-    box_of,
-    find_stored,
-)
+from dcp_s3.load.peers.assignment import Assignment, Boxes, Peer, SharedPart, SharedPiece
+from dcp_s3.load.plan import StoredChunk, box_of, find_stored
 
 MAX_PIECE = 16 * 2**20
 """Maximum bytes of a piece, unless a block of its checksums is longer."""
-
-MAX_OBJECTS = 256 * 2**20
-"""Maximum bytes of shared items that are no tensors."""
 
 _MAX_BLOCK = 64 * 2**20  # a chunk with longer ones is not shared
 _MAX_GAP = 64 * 2**10  # gaps between two parts up to this many bytes are fetched and dropped: the framing of items
@@ -82,9 +73,11 @@ def plan_sharing(
     metadata: Metadata,
     plans: Sequence[Sequence[ReadItem]],
     *,
-    max_piece: int = MAX_PIECE,
-    max_gap: int = 0,
-    max_objects: int = MAX_OBJECTS,
+    max_piece: int,
+    max_gap: int,
+    max_objects: int,
+    group: str = "default",
+    tag: int = 0,
 ) -> list[Assignment] | None:
     """Assign the bytes that several ranks need to the ranks that fetch them.
 
@@ -95,6 +88,7 @@ def plan_sharing(
         max_gap: longest gap (bytes) between two runs of a box that is fetched rather than skipped.
         max_objects: maximum bytes of shared items that are no tensors. They arrive in the order of the pieces, and each
             rank holds them back for those before them in its plan.
+        group, tag: see `Assignment`.
 
     Returns:
         An assignment for each rank, None if there is nothing to share. The same arguments give the same result.
@@ -108,11 +102,11 @@ def plan_sharing(
     covers: dict[tuple[object, ...], _Cover | None] = {}
     cut = functools.cache(functools.partial(_cut, max_piece))
     for boxes in wanted.values():
-        chunk, wants = _find_wants(metadata, boxes, sizes, covers, max_gap, max_piece)
-        if chunk is not None and _is_object(boxes):
+        chunk, block, wants = _find_wants(metadata, boxes, sizes, covers, max_gap, max_piece)
+        if chunk is not None and chunk.whole and chunk.tensor is None:  # an object
             objects += chunk.nbytes
             chunk = chunk if objects <= max_objects else None
-        found = _share(chunk, wants, cut) if chunk is not None else []
+        found = _share(chunk, block, wants, cut) if chunk is not None else []
         parts += found
         if not found:
             for want in wants:
@@ -124,7 +118,7 @@ def plan_sharing(
     pieces = _coalesce(parts, max_piece)
     ranks = list(teams.values())
     order = _choose_owners(pieces, ranks, direct)
-    return _tell(plans, pieces, ranks, order)
+    return [each._replace(group=group, tag=tag) for each in _tell(plans, pieces, ranks, order)]
 
 
 def _find_teams(plans: Sequence[Sequence[ReadItem]]) -> dict[tuple[_Need, ...], list[int]]:
@@ -170,10 +164,6 @@ def _find_wanted(
     return wanted, direct
 
 
-def _is_object(boxes: _Boxes) -> bool:
-    return next(iter(boxes.values()))[0].type == LoadItemType.BYTE_IO
-
-
 def _find_wants(
     metadata: Metadata,
     boxes: _Boxes,
@@ -181,43 +171,45 @@ def _find_wants(
     covers: dict[tuple[object, ...], _Cover | None],
     max_gap: int,
     max_piece: int,
-) -> tuple[StoredChunk | None, list[_Want]]:
-    """The chunk, and who needs what of it; None if it cannot be shared. ``sizes`` are those of the teams."""
-    kinds = {item.type for item, _ in boxes.values()}
-    index = next(iter(boxes.values()))[0].storage_index
-    stored = find_stored(metadata, index, kinds.pop()) if len(kinds) == 1 else None
-    if stored is None or (stored.whole and not _is_worth_decoding(metadata, stored, boxes, max_piece)):
-        return None, []
+) -> tuple[StoredChunk | None, int, list[_Want]]:
+    """The chunk, the bytes at whose multiples it can be cut, and who needs what of it; None if it cannot be shared.
+
+    ``sizes`` are those of the teams. An item that every rank has to decode is shared if it is small, and all of it is
+    needed.
+    """
+    items = [item for item, _ in boxes.values()]
+    try:
+        stored = find_stored(metadata, items[0].storage_index, items[0].type, "")
+    except CorruptCheckpointError:
+        return None, 0, []  # the rank that reads it reports what is wrong
+    if stored.nbytes <= 0 or any(item.type != items[0].type for item in items):
+        return None, 0, []
+    if stored.whole:
+        needed = stored.tensor is None or all(item.lengths == stored.tensor[1] for item in items)
+        block = stored.nbytes
+        if block > max_piece or not needed or (stored.tensor is None and items[0].type != LoadItemType.BYTE_IO):
+            return None, 0, []
+    elif is_unproven(metadata):
+        return None, 0, []  # each rank that needs it looks at its head
+    else:
+        block = MIN_BLOCK if (blocks := stored.blocks) is None else blocks.size
     wants = []
     for item, users in boxes.values():
-        shape = (stored.sizes, stored.itemsize, stored.block, item.storage_offsets, item.lengths)
+        shape = (stored.sizes, stored.dtype, block, item.storage_offsets, item.lengths)
         if shape not in covers:
-            covers[shape] = _cover(stored, box_of(item, stored), max_gap)
+            covers[shape] = _cover(stored, block, box_of(item, stored), max_gap)
         cover = covers[shape]
         if cover is not None:
             wants.append(_Want(*cover, users, sum([sizes[user >> _TEAM] for user in users])))
-    return stored, wants
+    return stored, block, wants
 
 
 _Cover = tuple[Box, tuple[int, int], tuple[tuple[int, int], ...]]
 
 
-def _is_worth_decoding(metadata: Metadata, stored: StoredChunk, boxes: _Boxes, max_piece: int) -> bool:
-    """Whether to share an item that every rank has to decode as a whole: it is small, and all of it is needed."""
-    if stored.nbytes > max_piece:
-        return False
-    for item, _ in boxes.values():
-        saved = metadata.state_dict_metadata.get(item.storage_index.fqn)
-        if isinstance(saved, TensorStorageMetadata):
-            chunk = find_chunk(saved, item.storage_index)
-            if chunk is None or chunk.sizes != item.lengths:
-                return False
-    return True
-
-
-def _cover(stored: StoredChunk, box: Box, max_gap: int) -> _Cover | None:
+def _cover(stored: StoredChunk, block: int, box: Box, max_gap: int) -> _Cover | None:
     """The first three fields of a `_Want`; None if the box is empty, or is not inside the chunk."""
-    size, block = stored.itemsize, stored.block
+    size = stored.dtype.itemsize
     try:
         first, last = covering_run(stored.sizes, box)
         runs = runs_of_box(stored.sizes, box, max(max_gap, block) // size)
@@ -232,11 +224,11 @@ def _cover(stored: StoredChunk, box: Box, max_gap: int) -> _Cover | None:
     return (box, (first, last) if last - first == box.numel else (0, 0), tuple(merged)) if merged else None
 
 
-def _share(chunk: StoredChunk, wants: list[_Want], cut: Callable[..., _Cuts]) -> list[_Part]:
+def _share(chunk: StoredChunk, block: int, wants: list[_Want], cut: Callable[..., _Cuts]) -> list[_Part]:
     """Cut a chunk into parts; returns none if sharing is not worth it."""
     known: dict[tuple[int, ...], _Users] = {}
     found = []
-    for begin, end, here in cut(chunk.block, tuple([(want.runs, want.total) for want in wants])):
+    for begin, end, here in cut(block, tuple([(want.runs, want.total) for want in wants])):
         if here not in known:
             known[here] = _sort_by_team(tuple([wants[i] for i in here]))
         found.append(_Part(chunk.base + begin, chunk.base + end, chunk, begin, known[here]))
@@ -303,11 +295,11 @@ def _coalesce(parts: list[_Part], max_piece: int) -> list[list[_Part]]:
     """Join neighbours that the same ranks need into one piece."""
     pieces: list[list[_Part]] = []
     begin = 0
-    for part in sorted(parts, key=lambda p: (p.chunk.path, p.start, p.stop)):
+    for part in sorted(parts, key=lambda p: (p.chunk.info.relative_path, p.start, p.stop)):
         last = pieces[-1][-1] if pieces else None
         if (
             last is not None
-            and part.chunk.path == last.chunk.path
+            and part.chunk.info.relative_path == last.chunk.info.relative_path
             and 0 <= part.start - last.stop <= _MAX_GAP
             and max(part.stop - part.start, last.stop - last.start) <= _SMALL
             and part.stop - begin <= max_piece
@@ -356,7 +348,9 @@ def _tell(
         for team in piece[0].users.teams:
             items = tuple([part.users.items[team] for part in piece])
             if items not in views:
-                views[items] = SharedPiece(number, owner, _parts_of(piece, items), ())
+                parts = zip(items, piece, strict=True)
+                seen = [SharedPart(own, part.first, part.first + part.stop - part.start) for own, part in parts]
+                views[items] = SharedPiece(number, owner, tuple(seen), ())
             told[team].append(views[items])
             needed = _needs_of(team, piece, needs)
             peers += [Peer(rank, needed) for rank in teams[team] if rank != owner]
@@ -369,15 +363,6 @@ def _tell(
             found[place] = found[place]._replace(peers=peers_of_piece)
         assignments.append(Assignment(tuple(items_of_rank), tuple(found)))
     return assignments
-
-
-def _parts_of(piece: list[_Part], items: tuple[tuple[int, ...], ...]) -> tuple[SharedPart, ...]:
-    return tuple(
-        [
-            SharedPart(own, part.first, part.first + part.stop - part.start)
-            for own, part in zip(items, piece, strict=True)
-        ]
-    )
 
 
 def _needs_of(
@@ -393,7 +378,7 @@ def _needs_of(
 
 
 def _find_need(part: _Part, wants: Sequence[_Want]) -> Boxes | None:
-    size = part.chunk.itemsize
+    size = part.chunk.dtype.itemsize
     start, stop = part.first // size, (part.first + part.stop - part.start) // size
     want = wants[0]
     if len(wants) == 1 and want.span[0] <= start and stop <= want.span[1]:

@@ -1,4 +1,4 @@
-"""The coordinator's orders to each rank of a load about bytes that several ranks need. Pure."""
+"""What goes with the plans of a load: what each rank may share, and the coordinator's orders about it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import ReadItem
 
-from dcp_s3.format.blocks import MIN_BLOCK, Blocks, get_blocks, get_crc, get_raw_offset
-from dcp_s3.format.metadata import is_unproven
-from dcp_s3.format.saved_entries import find_chunk
-from dcp_s3.load.boxes import Box
+from dcp_s3 import errors, ranks
 
 
 class Offer(NamedTuple):
@@ -37,27 +34,56 @@ def hash_text(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1 | 1
 
 
-def hash_ranks(ranks: Sequence[int]) -> int:
+def hash_ranks(members: Sequence[int]) -> int:
     """63 bits that say which ranks, in this order."""
-    return hash_text(",".join(map(str, ranks)))
+    return hash_text(",".join(map(str, members)))
 
 
-def choose_group(offers: Sequence[Offer]) -> tuple[str, str]:
+def make_offer(checkpoint: str, version: int, given: dist.ProcessGroup | None, *, shares: bool) -> Offer:
+    """The offer of this rank, for a checkpoint and a reader's ``process_group``."""
+    return Offer(
+        rank=ranks.rank(),
+        shares=shares,
+        checkpoint=hash_text(checkpoint),
+        version=version,
+        world_size=ranks.world_size() if _has_gloo(None) else 0,
+        given=hash_ranks(dist.get_process_group_ranks(given)) if given is not None and _has_gloo(given) else 0,
+    )
+
+
+def _has_gloo(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group carries CPU tensors by gloo, the only backend that is supported here."""
+    return "cpu:gloo" in dist.get_backend_config(group).split(",")
+
+
+def choose_group(offers: Sequence[Offer], url: str) -> tuple[str, str]:
     """In which process group the ranks with these offers, in order, can exchange data.
 
     Returns:
         ``given`` (the readers' own) or ``default``, and nothing; or nothing, and the reason.
+
+    Raises:
+        CorruptCheckpointError: they have read different metadata of the checkpoint at ``url``.
     """
     first = offers[0]
+    for offer in offers:
+        if offer.checkpoint == first.checkpoint and offer.version != first.version:
+            raise errors.CorruptCheckpointError(
+                f"{url} changed while it was read: ranks {first.rank} and {offer.rank} read different metadata. "
+                "Remedy: load it again",
+                url=url,
+            )
+    if len(offers) == 1:
+        return "", "it loads alone"
     if not all(offer.shares for offer in offers):
         return "", "not all ranks share (load_sharing=)"
     if any(offer.checkpoint != first.checkpoint for offer in offers):
         return "", "not all ranks load it"
-    ranks = [offer.rank for offer in offers]
-    expected = hash_ranks(ranks)
+    members = [offer.rank for offer in offers]
+    expected = hash_ranks(members)
     if all(offer.given == expected for offer in offers):
         return "given", ""
-    if ranks == list(range(first.world_size)) and all(offer.world_size == len(ranks) for offer in offers):
+    if members == list(range(first.world_size)) and all(offer.world_size == len(members) for offer in offers):
         return "default", ""
     if not all(offer.world_size for offer in offers):
         return "", (
@@ -66,35 +92,9 @@ def choose_group(offers: Sequence[Offer]) -> tuple[str, str]:
             "process_group with gloo"
         )
     return "", (
-        f"{len(ranks)} ranks load it, which are not all ranks of the job. To read what several of them need once: "
+        f"{len(members)} ranks load it, which are not all ranks of the job. To read what several of them need once: "
         "S3StorageReader(process_group=...) with the group that dcp.load is given"
     )
-
-
-class StoredChunk(NamedTuple):
-    """A stored item as bytes to be read."""
-
-    path: str
-    """Path of the object, relative to the checkpoint."""
-    base: int
-    """First byte of the chunk in the object."""
-    nbytes: int
-    """Length in bytes."""
-    blocks: Blocks | None
-    """Checksums of the chunk, None without."""
-    sizes: tuple[int, ...]
-    """Shape in elements; for items that are read as a whole, the number of bytes."""
-    itemsize: int
-    """Bytes of an element."""
-    whole: bool
-    """Whether it is decoded once all of it has arrived; else it is the raw bytes of a tensor."""
-
-    @property
-    def block(self) -> int:
-        """The chunk can be cut at every multiple of this many bytes."""
-        if self.whole:
-            return self.nbytes
-        return MIN_BLOCK if self.blocks is None else self.blocks.size
 
 
 class SharedPart(NamedTuple):
@@ -150,33 +150,3 @@ class Assignment(NamedTuple):
     def shared_items(self) -> set[int]:
         """Numbers of the items that arrive in pieces, and only so."""
         return {number for piece in self.pieces for part in piece.parts for number in part.items}
-
-
-def find_stored(metadata: Metadata, index: MetadataIndex, kind: LoadItemType) -> StoredChunk | None:
-    """The stored item at ``index``; None if it cannot be shared, or the metadata contradicts itself."""
-    info = metadata.storage_data.get(index)
-    if info is None or info.length <= 0:
-        return None
-    saved, raw_offset = metadata.state_dict_metadata.get(index.fqn), get_raw_offset(info)
-    if raw_offset is None or getattr(info, "transform_descriptors", None) or kind == LoadItemType.BYTE_IO:
-        crc = get_crc(info) if raw_offset is None else None  # else it covers only a part of the item
-        blocks = None if crc is None else Blocks(info.length, b"", crc)
-        return StoredChunk(info.relative_path, info.offset, info.length, blocks, (info.length,), 1, True)
-    if is_unproven(metadata):
-        return None  # each rank that needs it looks at its head
-    if not isinstance(saved, TensorStorageMetadata) or (chunk := find_chunk(saved, index)) is None:
-        return None
-    itemsize = saved.properties.dtype.itemsize
-    nbytes = chunk.sizes.numel() * itemsize
-    if nbytes == 0 or raw_offset + nbytes > info.length:
-        return None
-    blocks = get_blocks(info, nbytes)
-    base = info.offset + raw_offset
-    return StoredChunk(info.relative_path, base, nbytes, blocks, tuple(chunk.sizes), itemsize, False)
-
-
-def box_of(item: ReadItem, stored: StoredChunk) -> Box:
-    """The box of its stored chunk that ``item`` needs."""
-    if stored.whole:
-        return Box((0,), (stored.nbytes,))
-    return Box(tuple(item.storage_offsets), tuple(item.lengths))

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from dcp_s3 import S3StorageReader
-from dcp_s3.load.engine import LOAD_BUFFERS
+from dcp_s3.load.fetch import LOAD_BUFFERS
 from tests.faulty import BUCKET, FaultyServer
 
 RUN = f"s3://{BUCKET}"
@@ -62,7 +62,7 @@ def load_into(url: str, state: dict[str, Any], **options: Any) -> dict[str, Any]
     options["process_group"] = options.pop("readers_group", None)
     reader = S3StorageReader(url, settings={**SMALL, **options.pop("settings", {})}, **options)
     with (
-        mock.patch("dcp_s3.load.engine.LOAD_BUFFERS", buffers),
+        mock.patch("dcp_s3.load.fetch.LOAD_BUFFERS", buffers),
         mock.patch("dcp_s3.load.reader.LOAD_BUFFERS", buffers),
     ):
         dcp.load(state, storage_reader=reader, process_group=group, planner=planner)

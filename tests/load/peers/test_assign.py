@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -14,22 +13,22 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
-from dcp_s3.load.boxes import Box, Section, boxes_of_section, elements_before, find_section
-from dcp_s3.load.engine import Engine
-from dcp_s3.load.item_transfer import ItemTransfer
+from dcp_s3.load.boxes import Box, boxes_of_section, elements_before, find_section
 from dcp_s3.load.peers import assign as sharing
 from dcp_s3.load.peers.assign import plan_sharing
-from dcp_s3.load.peers.assignment import Assignment, Offer, SharedPiece, box_of, choose_group, find_stored, hash_ranks
+from dcp_s3.load.peers.assignment import Assignment, Offer, SharedPart, SharedPiece, choose_group, hash_ranks
 from dcp_s3.load.peers.exchange import Exchange
-from dcp_s3.load.peers.shared_pieces import OwnedPiece, ReceivedPiece, SharedItems, lay_out
-from dcp_s3.load.plan import READ_GAP
+from dcp_s3.load.peers.pieces import OwnedPiece, ReceivedPiece, SharedItems
+from dcp_s3.load.plan import StoredChunk, box_of, find_stored
 from dcp_s3.load.prepare import TransferFactory
 from dcp_s3.torch_private import ReaderTransforms
 from tests.load.peers.sharing_cases import BLOCK, PATH, Case, cases, make_case
-from tests.load.sources import URL, MemorySource
+from tests.load.sources import URL, MemoryFetcher
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -44,7 +43,11 @@ def _small() -> Iterator[None]:
 
 
 def plan(case: Case) -> list[Assignment] | None:
-    return plan_sharing(case.metadata, case.plans, max_piece=PIECE)
+    return plan_sharing(case.metadata, case.plans, max_piece=PIECE, max_gap=0, max_objects=2**20)
+
+
+def stored_of(case: Case, item: ReadItem) -> StoredChunk:
+    return find_stored(case.metadata, item.storage_index, item.type, URL)
 
 
 def whole(tensor: torch.Tensor) -> Box:
@@ -78,11 +81,6 @@ def test_a_section_is_what_a_run_has_of_a_box(case: Case, data: st.DataObject) -
     assert name
 
 
-def test_sections_begin_at_multiples_of_64_bytes() -> None:
-    assert lay_out([1, 64, 65, 0, 2]) == ([0, 64, 128, 256, 256], 258)
-    assert lay_out([]) == ([], 0)
-
-
 # --- who fetches what --------------------------------------------------------------------------------
 
 
@@ -104,12 +102,11 @@ def test_every_byte_comes_from_one_place(case: Case, replicas: int) -> None:
             seen.setdefault(piece.number, {})[rank] = piece
         shared = assignment.shared_items()
         for number, item in enumerate(case.plans[rank]):
-            stored = find_stored(case.metadata, item.storage_index, item.type)
-            assert stored is not None
+            stored = stored_of(case, item)
             box = box_of(item, stored)
             parts = [part for piece in assignment.pieces for part in piece.parts if number in part.items]
             sections = sorted(
-                find_section(stored.sizes, box, part.start // stored.itemsize, part.stop // stored.itemsize)
+                find_section(stored.sizes, box, part.start // stored.dtype.itemsize, part.stop // stored.dtype.itemsize)
                 for part in parts
             )
             if number in shared:
@@ -129,10 +126,9 @@ def test_every_byte_comes_from_one_place(case: Case, replicas: int) -> None:
         assert not any(piece.peers for rank, piece in views.items() if rank != owner)
         for part in views[owner].parts:
             item = case.plans[owner][part.items[0]]
-            stored = find_stored(case.metadata, item.storage_index, item.type)
-            assert stored is not None
-            assert part.start % stored.block == 0
-            assert part.stop % stored.block == 0 or part.stop == stored.nbytes
+            stored = stored_of(case, item)
+            assert part.start % BLOCK == 0
+            assert part.stop % BLOCK == 0 or part.stop == stored.nbytes
             fetched.append((item.storage_index.fqn, part.start, part.stop))
         assert sum(part.stop - part.start for part in views[owner].parts) <= PIECE
     fetched.sort()
@@ -182,17 +178,6 @@ def test_owners_fetch_about_the_same(ranks: int) -> None:
     assert set(numbers[:ranks]) == set(range(ranks)), "the first pieces keep all owners busy"
 
 
-def test_neighbours_for_the_same_ranks_are_one_request() -> None:
-    tensors = {f"t{n}": _tensor(5) for n in range(4)}
-    wants = [[(name, whole(tensor)) for name, tensor in tensors.items()] for _ in range(3)]
-    wants[2].pop()
-    found = plan(make_case(tensors, wants))
-    assert found is not None
-    assert [[part.items for part in piece.parts] for piece in found[0].pieces] == [[(3,)], [(0,), (1,), (2,)]] or [
-        [part.items for part in piece.parts] for piece in found[0].pieces
-    ] == [[(0,), (1,), (2,)], [(3,)]]
-
-
 def test_replicas_are_told_the_same_whatever_lies_between_them() -> None:
     tensors = {f"t{n}": _tensor(n + 3, 50) for n in range(6)}
     replicas = [(name, whole(tensor)) for name, tensor in tensors.items()]
@@ -229,49 +214,56 @@ def _offers(*ranks: int, **fields: int) -> list[Offer]:
         (_offers(0, given=hash_ranks([0, 1])) + _offers(1), "", "not all ranks of the job"),
         (_offers(0, 1, 2, world_size=0), "", 'init_process_group("cpu:gloo,cuda:nccl")'),
         (_offers(0, 1) + _offers(2, shares=False), "", "load_sharing"),
-        (_offers(0, 1) + _offers(2, checkpoint=2), "", "not all ranks load it"),
+        (_offers(0, 1) + _offers(2, checkpoint=2, version=2), "", "not all ranks load it"),
+        (_offers(0), "", "alone"),
     ],
 )
 def test_ranks_exchange_in_a_group_of_exactly_these(offers: list[Offer], group: str, reason: str) -> None:
-    found, why = choose_group(offers)
+    found, why = choose_group(offers, URL)
     assert found == group
     assert reason in why
     assert bool(why) != bool(group)
 
 
+def test_ranks_that_read_different_metadata_do_not_load() -> None:
+    with pytest.raises(errors.CorruptCheckpointError, match="ranks 0 and 1 read different metadata"):
+        choose_group(_offers(0) + _offers(1, 2, version=2), URL)
+
+
 # --- the bytes themselves ----------------------------------------------------------------------------
 
 
-def exchange(case: Case, targets: list[list[torch.Tensor]], stored: bytes | None = None) -> list[list[bool]]:
-    """Carry out the assignments: what each rank's shared items are loaded into. True where an item was finished."""
-    source = MemorySource({PATH: case.stored if stored is None else stored})
-    factory = TransferFactory(
-        source.url, case.metadata, ReaderTransforms(None), allow_dtype_cast=True, max_gap=READ_GAP
-    )
+def exchange(
+    case: Case,
+    targets: list[list[torch.Tensor]],
+    stored: bytes | None = None,
+    absent: Mapping[int, Collection[int]] = {},
+) -> list[list[bool]]:
+    """Carry out the assignments: what each rank's shared items are loaded into. True where an item was finished.
+
+    ``absent`` has items by rank that the rank's planner has dropped since.
+    """
+    fetcher = MemoryFetcher({PATH: case.stored if stored is None else stored})
+    factory = TransferFactory(URL, case.metadata, ReaderTransforms(None))
     assignments = plan(case)
     assert assignments is not None
     finished = [[False] * len(plan) for plan in case.plans]
     owned: dict[tuple[int, int], OwnedPiece] = {}
     received: dict[tuple[int, int], ReceivedPiece] = {}
     for rank, assignment in enumerate(assignments):
-        transfers: dict[int, ItemTransfer] = {}
-        chunks = {}
-        for number in assignment.shared_items():
-            item = case.plans[rank][number]
-            chunk = find_stored(case.metadata, item.storage_index, item.type)
-            assert chunk is not None
-            chunks[number] = chunk
-            planner = mock.Mock(resolve_tensor=lambda _, rank=rank, number=number: targets[rank][number])
-            transfers[number] = factory.prepare(number, item, planner)
-            transfers[number].expect_sections(True)
+        shared = assignment.shared_items()
+        planner = mock.Mock(resolve_tensor=mock.Mock(side_effect=targets[rank]))
+        made = factory.prepare_all(case.plans[rank], planner, fetcher, shared)
+        transfers = {number: made[number] for number in shared - set(absent.get(rank, ()))}
         numbers = {id(transfer): number for number, transfer in transfers.items()}
         items = SharedItems(
-            transfers, chunks, set(transfers),
+            assignment.items, {n: stored_of(case, assignment.items[n]) for n in shared}, transfers,
+            set(transfers),
             lambda item, rank=rank, numbers=numbers: finished[rank].__setitem__(numbers[id(item)], True),
         )  # fmt: skip
         for piece in assignment.pieces:
             if piece.owner == rank:
-                owned[rank, piece.number] = OwnedPiece(piece, items, Engine(source, "fetch"))
+                owned[rank, piece.number] = OwnedPiece(piece, items, fetcher)
             else:
                 received[rank, piece.number] = ReceivedPiece(piece, items, URL)
     for (owner, number), piece in owned.items():
@@ -289,11 +281,17 @@ def exchange(case: Case, targets: list[list[torch.Tensor]], stored: bytes | None
     return finished
 
 
-@given(cases(), st.sampled_from(["same", "strided", "cast"]))
-def test_every_rank_gets_its_boxes(case: Case, kind: str) -> None:
+@given(cases(), st.sampled_from(["same", "strided", "cast"]), st.data())
+def test_every_rank_gets_its_boxes(case: Case, kind: str, draw: st.DataObject) -> None:
+    """Except for those that its planner does not want any more."""
     assignments = plan(case)
     if assignments is None:
         return
+    absent = {
+        rank: draw.draw(st.sets(st.sampled_from(sorted(assignment.shared_items()))))
+        for rank, assignment in enumerate(assignments)
+        if assignment.shared_items() and draw.draw(st.booleans())
+    }
     targets: list[list[torch.Tensor]] = []
     for wants in case.wants:
         row = []
@@ -306,9 +304,9 @@ def test_every_rank_gets_its_boxes(case: Case, kind: str) -> None:
                 target = torch.zeros(box.lengths[::-1], dtype=dtype).permute(*reversed(range(target.dim())))
             row.append(target)
         targets.append(row)
-    finished = exchange(case, targets)
+    finished = exchange(case, targets, absent=absent)
     for rank, assignment in enumerate(assignments):
-        shared = assignment.shared_items()
+        shared = assignment.shared_items() - absent.get(rank, set())
         assert finished[rank] == [number in shared for number in range(len(case.wants[rank]))]
         for number in shared:
             name, box = case.wants[rank][number]
@@ -339,11 +337,6 @@ def test_damage_between_ranks_is_found() -> None:
     assert caught.value.rank == 0
 
 
-def test_a_section_of_nothing() -> None:
-    assert find_section((4, 4), Box((0, 2), (4, 1)), 0, 2) == Section(0, 0)
-    assert boxes_of_section((4, 4), Box((0, 2), (4, 1)), Section(0, 0)) == []
-
-
 # --- the exchange ---------------------------------------------------------------------------------------
 
 
@@ -352,31 +345,32 @@ class _Unsayable(BaseException):
         raise RuntimeError("no text")
 
 
-def _refuse() -> None:
-    raise RuntimeError("out of threads")
-
-
-def _exchange(ended: Callable[[], None], on_failure: Callable[[], None] = lambda: None) -> Exchange:
+def _exchange(assignment: Assignment) -> Exchange:
     group: Any = None  # nothing is sent
     with mock.patch.object(dist, "get_rank", return_value=0):
-        exchange = Exchange(group, Assignment((), ()), url="s3://bucket/run", on_failure=on_failure, on_end=ended)
-    exchange.start()
-    return exchange
+        return Exchange(group, assignment, url=URL)
 
 
-@pytest.mark.parametrize("on_failure", [lambda: None, _refuse])
-def test_an_interrupt_ends_it_though_nothing_can_be_said_or_cancelled(on_failure: Callable[[], None]) -> None:
-    ended: queue.SimpleQueue[None] = queue.SimpleQueue()
-    exchange, error = _exchange(lambda: ended.put(None), on_failure), _Unsayable()
-    exchange.fail(error)
-    ended.get(timeout=30)
-    assert exchange.error is error
+@pytest.mark.parametrize("error", [_Unsayable(), KeyboardInterrupt(), ValueError("first")])
+def test_the_first_failure_counts_though_nothing_can_be_said_of_it(error: BaseException) -> None:
+    exchange = _exchange(Assignment((), ()))
+
+    def take_part() -> None:
+        with exchange:
+            exchange.fail(error)
+            exchange.fail(ValueError("second"))
+            list(exchange.arrivals())
+
+    with pytest.raises(type(error)) as caught:
+        take_part()
+    assert caught.value is error is exchange.error
 
 
-def test_the_first_failure_counts() -> None:
-    ended: queue.SimpleQueue[None] = queue.SimpleQueue()
-    exchange, first = _exchange(lambda: ended.put(None)), ValueError("first")
-    exchange.fail(first)
-    exchange.fail(KeyboardInterrupt())
-    ended.get(timeout=30)
-    assert exchange.error is first
+def test_items_that_a_planner_moved_are_shared_and_others_are_not() -> None:
+    size = torch.Size((4,))
+    items = [ReadItem(LoadItemType.TENSOR, i, size, i, size, size) for i in map(MetadataIndex, "aabcd")]
+    piece = SharedPiece(0, 1, (SharedPart((0, 1, 2, 4), 0, 64),), ())
+    exchange, fetcher = _exchange(Assignment(tuple(items), (piece,))), MemoryFetcher({})
+    assert exchange.join(items, fetcher) == {0: 0, 1: 1, 2: 2, 4: 4}
+    found = exchange.join([items[3], items[2], items[0], items[1], items[0]], fetcher)
+    assert found in ({1: 2, 2: 0, 3: 1}, {1: 2, 2: 1, 3: 0}), "each once"

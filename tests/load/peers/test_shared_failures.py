@@ -29,11 +29,10 @@ from torch.distributed.tensor import Shard
 
 from dcp_s3 import S3StorageWriter, errors
 from dcp_s3.limit import Cancelled
-from dcp_s3.load.engine import Engine
-from dcp_s3.load.item_transfer import TensorTransfer
-from dcp_s3.load.peers.exchange import _GREETING, _VERDICT, Exchange
-from dcp_s3.load.peers.shared_pieces import OwnedPiece, ReceivedPiece
-from dcp_s3.workers import Workers
+from dcp_s3.load.fetch import Fetcher
+from dcp_s3.load.peers.exchange import Exchange
+from dcp_s3.load.peers.messages import GREETING, VERDICT
+from dcp_s3.load.peers.pieces import OwnedPiece, ReceivedPiece, SharedItems
 from tests.faulty import BUCKET
 from tests.interrupting import Interrupts
 from tests.load.peers.sharing import (
@@ -73,7 +72,7 @@ def _on_rank(rank: int, patch: Any) -> Iterator[None]:
 
 
 def _raising(error: BaseException, after: int = 0) -> Callable[..., Any]:
-    """A `TensorTransfer` or `OwnedPiece` method that raises from the call number ``after`` on."""
+    """A method that raises from the call number ``after`` on."""
     calls: list[None] = []
 
     def method(*_: Any, **__: Any) -> Any:
@@ -105,7 +104,7 @@ def _failures() -> dict[str, tuple[dict[int, tuple[str, str]], float]]:
         told["down"] = _failing(f"{RUN}/good")
     with _on_rank(2, mock.patch.object(OwnedPiece, "message", _raising(MemoryError("no memory")))):
         told["sending"] = _failing(f"{RUN}/good")
-    with _on_rank(0, mock.patch.object(TensorTransfer, "section_memory", _raising(KeyError("place")))):
+    with _on_rank(0, mock.patch.object(SharedItems, "memory", _raising(KeyError("place")))):
         told["receiving"] = _failing(f"{RUN}/good")
     with _on_rank(1, mock.patch.object(DefaultLoadPlanner, "commit_tensor", _raising(ValueError("mine"), 2))):
         told["planner"] = _failing(f"{RUN}/good")
@@ -117,7 +116,7 @@ def _failures() -> dict[str, tuple[dict[int, tuple[str, str]], float]]:
         told["threads"] = _failing(f"{RUN}/good")
     with _on_rank(2, mock.patch("dcp_s3.spill.local.open_store", _raising(OSError("no disk")))):
         told["disk"] = _failing(f"{RUN}/good")
-    with _on_rank(0, mock.patch("dcp_s3.load.reader.fetch_metadata", _raising(KeyboardInterrupt()))):
+    with _on_rank(0, mock.patch("dcp_s3.load.metadata.fetch_metadata", _raising(KeyboardInterrupt()))):
         told["metadata_interrupt"] = _failing(f"{RUN}/good")
     # After all that the group is as good as new.
     state = load_into(f"{RUN}/good", large_state(True))
@@ -221,7 +220,7 @@ def _interrupted() -> dict[str, dict[int, tuple[str, str]]]:
         return mock.patch.object(Exchange, "_exchange_greetings", method)
 
     for rank in (0, 1):
-        for kind, name in ((_GREETING, "greeting"), (_VERDICT, "verdict")):
+        for kind, name in ((GREETING, "greeting"), (VERDICT, "verdict")):
             with _on_rank(rank, interrupt_after(kind)):
                 told[f"{name}{rank}"], _ = _failing(url)
 
@@ -270,9 +269,9 @@ def _begin_badly() -> dict[str, dict[int, tuple[str, str]]]:
         "failed": mock.patch.object(DefaultLoadPlanner, "finish_plan", _raising(ValueError("no plan"))),
         "dropped": mock.patch.object(DefaultLoadPlanner, "finish_plan", lambda _, plan: LoadPlan(plan.items)),
         "late": mock.patch.object(DefaultLoadPlanner, "finish_plan", late),
-        "threads": mock.patch.object(Exchange, "start", _raising(RuntimeError("no threads"))),
+        "threads": mock.patch.object(Exchange, "__enter__", _raising(RuntimeError("no threads"))),
     }.items():
-        with mock.patch("dcp_s3.load.peers.exchange.PATIENCE", 1.0), _on_rank(1, patch):
+        with mock.patch("dcp_s3.load.peers.messages.PATIENCE", 1.0), _on_rank(1, patch):
             told[name], seconds = _failing(url)
             assert seconds < 15
     state = load_into(url, large_state(True))  # the group is as good as new
@@ -303,33 +302,20 @@ def _cancelled() -> dict[int, tuple[str, str]]:
     mesh = init_device_mesh("cpu", (2,))
     own = place_on(random_values(20, 400, 300), mesh, Shard(0))
     dcp.save({**large_state(False), "own": own}, storage_writer=S3StorageWriter(url, settings=SMALL))
-    fetching, failed = threading.Event(), threading.Event()
-    fail = Exchange._fail
+    fetching = threading.Event()
 
     def fetch(*_: Any) -> Any:
         assert fetching.wait(10)
         raise ValueError("the cause")
 
-    def fetch_alone(engine: Engine, *_: Any) -> None:
+    def fetch_alone(fetcher: Fetcher, *_: Any) -> None:
         fetching.set()
-        assert engine._source._cancel.wait(10)
+        assert fetcher._cancel.wait(10)
         raise Cancelled
-
-    def note(exchange: Exchange, failure: Any) -> None:
-        fail(exchange, failure)
-        failed.set()
-
-    class Slow(Workers):
-        """The requests that are still under way when the first has failed take a while."""
-
-        def close(self) -> None:
-            assert failed.wait(10)
-            super().close()
 
     with contextlib.ExitStack() as stack:
         for patch in (
-            mock.patch.object(Engine, "_carry_out", fetch), mock.patch.object(Engine, "fetch_alone", fetch_alone),
-            mock.patch.object(Exchange, "_fail", note), mock.patch("dcp_s3.load.engine.Workers", Slow),
+            mock.patch.object(Fetcher, "carry_out", fetch), mock.patch.object(Fetcher, "fetch_alone", fetch_alone),
         ):  # fmt: skip
             stack.enter_context(_on_rank(1, patch))
         try:

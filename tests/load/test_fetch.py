@@ -1,12 +1,11 @@
-"""The engine: what is fetched, what comes back, and when it gives up. Without a server."""
+"""What is fetched, what comes back, and when it gives up. Without a server."""
 
 from __future__ import annotations
 
 import gc
-import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -14,10 +13,10 @@ from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.blocks import Range
 from dcp_s3.limit import Cancelled, Deadline
-from dcp_s3.load.engine import Arrival, Engine
+from dcp_s3.load.fetch import Arrival
 from dcp_s3.load.plan import ReadRequest, plan_requests
 from dcp_s3.load.transfer import Transfer
-from tests.load.sources import URL, MemorySource
+from tests.load.sources import URL, MemoryFetcher
 
 DATA = bytes(range(256)) * 2048
 SIZE = len(DATA)
@@ -38,21 +37,12 @@ class Bytes(Transfer):
         return memoryview(self.data)[start:stop]
 
 
-class Noting(Bytes):
-    """Takes note of what is wrong with it."""
-
-    noted: errors.CorruptCheckpointError | None = None
-
-    def give_up(self, error: errors.CorruptCheckpointError) -> None:
-        self.noted = error
-
-
 def requests_for(*transfers: Transfer, max_request: int = 2**17) -> list[ReadRequest]:
     return plan_requests([s for each in transfers for s in each.segments()], max_request=max_request, max_gap=0)
 
 
-def fetch(source: MemorySource, requests: list[ReadRequest], *, threads: int = 3) -> list[Arrival]:
-    with Engine(source, "test").fetch(requests, threads=threads) as arrivals:
+def fetch(source: MemoryFetcher, requests: list[ReadRequest], *, threads: int = 3) -> list[Arrival]:
+    with source.fetch(requests, threads=threads) as arrivals:
         return list(arrivals)
 
 
@@ -72,7 +62,7 @@ def flip(*places: int, times: int) -> Callable[[str, int, bytearray], None]:
 def test_all_come_to_their_place_and_each_is_finished_once() -> None:
     transfers = [Bytes(start, 100_000) for start in range(0, 500_000, 100_000)]
     requests = requests_for(*transfers)
-    arrivals = fetch(MemorySource({"a": DATA}), requests)
+    arrivals = fetch(MemoryFetcher({"a": DATA}), requests)
     assert sorted(map(id, (arrival.request for arrival in arrivals))) == sorted(map(id, requests))
     finished = [transfer for arrival in arrivals for transfer in arrival.finished]
     assert sorted(map(id, finished)) == sorted(map(id, transfers))
@@ -85,8 +75,8 @@ def test_where_there_are_more_threads_than_requests_they_get_halves(
 ) -> None:
     monkeypatch.setattr("dcp_s3.load.plan.SMALL_HALF", 1000)
     transfers = [Bytes(start, 100_000) for start in (0, 200_000)]
-    source = MemorySource({"a": DATA})
-    with Engine(source, "test").fetch(requests_for(*transfers), threads=8, divide=divide) as arrivals:
+    source = MemoryFetcher({"a": DATA})
+    with source.fetch(requests_for(*transfers), threads=8, divide=divide) as arrivals:
         finished = [each for arrival in arrivals for each in arrival.finished]
     assert sorted(each.base for each in finished) == [0, 200_000]
     assert all(bytes(each.data) == DATA[each.base :][:100_000] for each in transfers)
@@ -96,7 +86,7 @@ def test_where_there_are_more_threads_than_requests_they_get_halves(
 
 
 def test_what_does_not_match_is_fetched_once_more_and_not_from_the_disk(caplog: pytest.LogCaptureFixture) -> None:
-    source = MemorySource({"a": DATA}, damage=flip(150_000, times=1))
+    source = MemoryFetcher({"a": DATA}, damage=flip(150_000, times=1))
     transfers = [Bytes(0, 100_000), Bytes(100_000, 100_000)]
     arrivals = fetch(source, requests_for(*transfers))
     assert [transfer for arrival in arrivals for transfer in arrival.finished].count(transfers[1]) == 1
@@ -106,22 +96,10 @@ def test_what_does_not_match_is_fetched_once_more_and_not_from_the_disk(caplog: 
     assert f"checksum of 'at100000' in {URL} does not match; fetching it again" in caplog.text
 
 
-def test_what_does_not_match_twice_is_an_error_or_noted() -> None:
-    source = MemorySource({"a": DATA}, damage=flip(150_000, times=2))
+def test_what_does_not_match_twice_is_an_error() -> None:
+    source = MemoryFetcher({"a": DATA}, damage=flip(150_000, times=2))
     with pytest.raises(errors.CorruptCheckpointError, match=r"bytes 100000 to 199999 of a have CRC.*twice"):
         fetch(source, requests_for(Bytes(100_000, 100_000)))
-    source = MemorySource({"a": DATA}, damage=flip(150_000, times=2))
-    noting, other = Noting(100_000, 100_000), Bytes(200_000, 100_000)
-    arrivals = fetch(source, requests_for(noting, other))
-    assert {id(transfer) for arrival in arrivals for transfer in arrival.finished} == {id(noting), id(other)}
-    assert "twice" in str(noting.noted)
-
-
-def test_one_alone_comes_in_one_request() -> None:
-    source, transfer = MemorySource({"a": DATA}, damage=flip(5, times=1)), Bytes(0, SIZE)
-    Engine(source, "test").fetch_alone(transfer)
-    assert transfer.data == DATA
-    assert source.asked == [("a", 0, SIZE)] * 2
 
 
 def test_what_is_to_be_fetched_instead_is_fetched_and_finished() -> None:
@@ -130,7 +108,7 @@ def test_what_is_to_be_fetched_instead_is_fetched_and_finished() -> None:
             return instead
 
     instead = Bytes(300_000, 10)
-    (arrival, other) = fetch(MemorySource({"a": DATA}), requests_for(Elsewhere(0, 10)), threads=1)
+    (arrival, other) = fetch(MemoryFetcher({"a": DATA}), requests_for(Elsewhere(0, 10)), threads=1)
     assert (arrival.finished, other.finished) == ([], [instead])
     assert instead.data == DATA[300_000:300_010]
 
@@ -139,55 +117,26 @@ def _lost(_: str, __: int, ___: bytearray) -> None:
     raise errors.CorruptCheckpointError("it is gone", url=URL)
 
 
-def test_an_object_that_changed_is_an_error_or_noted() -> None:
+def test_an_object_that_changed_is_an_error() -> None:
     with pytest.raises(errors.CorruptCheckpointError, match="it is gone"):
-        fetch(MemorySource({"a": DATA}, damage=_lost), requests_for(Bytes(0, 10)))
-    noting = Noting(0, 10)
-    (arrival,) = fetch(MemorySource({"a": DATA}, damage=_lost), requests_for(noting))
-    assert arrival.finished == [noting]
-    assert str(noting.noted) == "it is gone"
-
-
-def test_only_so_many_requests_are_ahead_of_what_is_taken() -> None:
-    """What is to be read may be more than there is memory for."""
-    made: list[int] = []
-
-    def endless() -> Iterator[ReadRequest]:
-        while True:
-            made.append(0)
-            yield requests_for(Bytes(0, 10))[0]
-
-    source = MemorySource({"a": DATA})
-    with Engine(source, "test").fetch(endless(), threads=2, ahead=4) as arrivals:
-        for taken in range(1, 50):
-            next(arrivals)
-            assert len(made) <= taken + 4
-    assert not source.cancelled
-
-
-def test_requests_without_end_end_with_the_block() -> None:
-    source = MemorySource({"a": DATA})
-    with Engine(source, "test").fetch(
-        (requests_for(Bytes(0, 10))[0] for _ in itertools.count()), threads=2
-    ) as arrivals:
-        assert next(arrivals).finished
+        fetch(MemoryFetcher({"a": DATA}, damage=_lost), requests_for(Bytes(0, 10)))
 
 
 def test_an_error_of_the_caller_cancels_what_is_under_way() -> None:
-    source = MemorySource({"a": DATA})
+    source = MemoryFetcher({"a": DATA})
 
     def take() -> None:
-        with Engine(source, "test").fetch(requests_for(Bytes(0, SIZE)), threads=1) as arrivals:
+        with source.fetch(requests_for(Bytes(0, SIZE)), threads=1) as arrivals:
             next(arrivals)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         take()
-    assert source.cancelled
+    assert source._cancel.is_set()
 
 
 def test_what_others_cancel_ends_with_an_error() -> None:
-    source = MemorySource({"a": DATA})
+    source = MemoryFetcher({"a": DATA})
     source.cancel()
     with pytest.raises(Cancelled):
         fetch(source, requests_for(Bytes(0, SIZE)))
@@ -200,11 +149,11 @@ def test_the_deadline_says_how_far_it_came() -> None:
         if start:
             gate.wait(10)
 
-    source = MemorySource({"a": DATA}, damage=wait, deadline=Deadline.start("DCP_S3_LOAD_TIMEOUT", 0.5))
+    source = MemoryFetcher({"a": DATA}, damage=wait, deadline=Deadline.start("DCP_S3_LOAD_TIMEOUT", 0.5))
     requests = sorted(requests_for(Bytes(0, SIZE)), key=lambda request: request.start)
 
     def take() -> None:
-        with Engine(source, "test").fetch(requests, threads=2, total=SIZE) as arrivals:
+        with source.fetch(requests, threads=2, total=SIZE) as arrivals:
             try:
                 list(arrivals)
             finally:
@@ -212,7 +161,7 @@ def test_the_deadline_says_how_far_it_came() -> None:
 
     with pytest.raises(errors.DeadlineExceededError, match=r"128\.0 KiB of the 512\.0 KiB of this rank had arrived"):
         take()
-    assert source.cancelled
+    assert source._cancel.is_set()
 
 
 def test_an_error_keeps_nothing_alive() -> None:
@@ -222,7 +171,7 @@ def test_an_error_keeps_nothing_alive() -> None:
     gc.disable()
     try:
         try:
-            fetch(MemorySource({"a": DATA}), requests_for(transfer))
+            fetch(MemoryFetcher({"a": DATA}), requests_for(transfer))
         except errors.CorruptCheckpointError as error:
             raised.append(str(error))
         del transfer

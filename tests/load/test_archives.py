@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from dcp_s3.format.archive import MAX_HEAD, HeadError, parse_head
-from dcp_s3.load import archive_heads
-from dcp_s3.load.archive_heads import PROBE_SIZE, ArchiveHeads, HeadProbe, HeadProof, ItemKind, one_of_each_kind
-from dcp_s3.load.engine import Engine
+from dcp_s3.format.blocks import make_storage_info
+from dcp_s3.load import archives
+from dcp_s3.load.archives import PROBE_SIZE, ArchiveHeads, ItemKind
 from tests.archives import old, rewritten, saved
-from tests.load.sources import MemorySource
+from tests.load.sources import MemoryFetcher
 
 VALUE = torch.arange(3000.0).view(30, 100)
 NEW, OLD, PAGES = saved(VALUE), old(saved(VALUE)), rewritten(saved(VALUE), alignment=4096)
@@ -37,7 +37,7 @@ def test_what_was_read_is_expected_of_its_kind_only() -> None:
 def test_a_known_head_is_not_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = ArchiveHeads()
     first = heads.read(kind_of(OLD), memoryview(OLD))
-    monkeypatch.setattr(archive_heads, "parse_head", lambda data: pytest.fail("parsed"))
+    monkeypatch.setattr(archives, "parse_head", lambda data: pytest.fail("parsed"))
     assert heads.read(kind_of(OLD), memoryview(bytearray(OLD))) is first
     assert heads.read(kind_of(OLD), OLD[: first.length]) is first
 
@@ -67,28 +67,13 @@ def test_heads_of_something_else(kind: ItemKind, message: str) -> None:
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive_heads, "_MAX_KNOWN", 5)
+    monkeypatch.setattr(archives, "_MAX_KNOWN", 5)
     heads = ArchiveHeads()
     for rows in range(1, 20):
         data = old(saved(torch.ones(rows)))
         for _ in range(2):
             assert heads.read(kind_of(data, (rows,)), data).shape == (rows,)
     assert sum(map(len, heads._known.values())) == 5
-
-
-def test_a_proof_comes_in_pieces() -> None:
-    heads = ArchiveHeads()
-    kind, expected = kind_of(OLD), parse_head(OLD)
-    proof = HeadProof(heads, kind, expected)
-    proof.put(100 - expected.raw_offset, memoryview(OLD)[100:])
-    assert not proof.holds()
-    proof.put(-expected.raw_offset, memoryview(OLD)[:100])
-    assert proof.holds()
-    assert proof.found() == expected
-    other = HeadProof(heads, kind_of(PAGES), expected)
-    other.put(-expected.raw_offset, memoryview(PAGES))
-    assert not other.holds()
-    assert other.found() is None  # it does not end there
 
 
 # --- looking --------------------------------------------------------------------------------------------
@@ -100,9 +85,9 @@ def test_a_proof_comes_in_pieces() -> None:
     ids=["usual", "aligned to pages", "no archive", "short"],
 )
 def test_a_look_takes_as_little_as_it_can(data: bytes, sizes: list[int]) -> None:
-    source, heads = MemorySource({"a": b"xyz" + data}), ArchiveHeads()
+    source, heads = MemoryFetcher({"a": b"xyz" + data}), ArchiveHeads()
     kind = kind_of(data) if len(data) != 1000 else ItemKind(torch.float32, (30, 100), 1000)
-    Engine(source, "look").fetch_alone(HeadProbe(heads, kind, "a", 3))
+    heads.look(source, kind, make_storage_info("a", 3, kind.length))
     assert source.asked == [("a", 3, size) for size in sizes]
     try:
         expected = heads.read(kind, data)
@@ -114,13 +99,6 @@ def test_a_look_takes_as_little_as_it_can(data: bytes, sizes: list[int]) -> None
 def test_a_look_has_an_end() -> None:
     data = bytearray(saved(torch.ones(100_000)))
     data[64:] = b"\x80\x02" + b"N0" * (len(data) // 2)  # a pickle without end
-    source, kind = MemorySource({"a": bytes(data)}), ItemKind(torch.float32, (100_000,), len(data))
-    Engine(source, "look").fetch_alone(HeadProbe(ArchiveHeads(), kind, "a", 0))
+    source, kind = MemoryFetcher({"a": bytes(data)}), ItemKind(torch.float32, (100_000,), len(data))
+    ArchiveHeads().look(source, kind, make_storage_info("a", 0, kind.length))
     assert [size for _, _, size in source.asked] == [PROBE_SIZE, MAX_HEAD]
-
-
-def test_one_look_for_each_unknown_kind() -> None:
-    heads = ArchiveHeads()
-    items = [OLD, NEW, PAGES, OLD, NEW, PAGES]
-    probes = [HeadProbe(heads, kind_of(data), "a", place) for place, data in enumerate(items)]
-    assert one_of_each_kind(heads, probes) == [probes[0], probes[2]]

@@ -1,0 +1,332 @@
+"""Fetches ranges of a checkpoint's objects in parallel, verifies them, and returns what has arrived.
+
+    requests -> threads -> bytes at their place -> checksums, once more if they do not match -> finished transfers
+
+Loads, sharing between ranks, read_tensors, exports and diff use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import queue
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from dcp_s3 import errors
+from dcp_s3.checksum import crc_hex
+from dcp_s3.collector import collect_young
+from dcp_s3.limit import Cancelled
+from dcp_s3.load.plan import READ_GAP, ReadRequest, Segment, halve, plan_requests
+from dcp_s3.load.transfer import Buffer, Reception, Transfer
+from dcp_s3.memory import ReadTarget
+from dcp_s3.settings import Settings
+from dcp_s3.store import Moved, Store
+from dcp_s3.units import format_size
+from dcp_s3.url import CheckpointURL
+
+logger = logging.getLogger(__name__)
+
+LOAD_BUFFERS = 512 * 2**20
+"""Bytes of host memory, per process, for loading what cannot be received in place: tensors on a device, strided ones,
+other dtypes, parts of rows. 32 buffers of 16 MiB keep a link of several GiB/s busy."""
+
+# Number of requests between collections of the reference cycles that botocore leaves.
+_COLLECT_EVERY = 100
+# Minimum bytes of a request that goes through a buffer.
+_SMALL_BUFFER = 2**20
+# Bytes of such a request where there are more connections than buffers of this size: it fills a connection to S3 for a
+# few times its latency.
+_BUFFER = 16 * 2**20
+_TOO_LATE = (queue.Empty, errors.DeadlineExceededError)
+
+
+class Arrival(NamedTuple):
+    """A request that has been carried out."""
+
+    request: ReadRequest
+    """The request as it was planned."""
+    finished: list[Transfer]
+    """Transfers that this request completed: in place, and verified."""
+
+
+class Fetcher:
+    """Fetches from one checkpoint's objects in a store, on threads of a ``name``.
+
+    Args:
+        buffers: bytes of memory for what cannot be received in place; None: `LOAD_BUFFERS`.
+
+    Attributes:
+        pin: whether buffers are page-locked, for copies to a device.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        url: CheckpointURL,
+        settings: Settings,
+        name: str,
+        *,
+        buffers: int | None = None,
+    ) -> None:
+        self._cancel = threading.Event()
+        self.store = store.within(replace(store.limit, cancel=self._cancel))
+        self.url, self.settings, self._name = url, settings, name
+        self.buffers = LOAD_BUFFERS if buffers is None else buffers
+        share = self.buffers // settings.max_connections
+        self.max_buffered = max(_SMALL_BUFFER, min(settings.max_part_size, max(share, min(_BUFFER, self.buffers // 8))))
+        """Maximum bytes of a request that goes through a buffer."""
+        self.max_buffers = max(1, self.buffers // self.max_buffered)
+        """Maximum number of such requests at once."""
+        self._local = threading.local()
+        self._count = itertools.count(1)
+        self._fetched: list[int] = []
+        self.pin = False
+
+    @property
+    def fetched_bytes(self) -> int:
+        return sum(self._fetched)
+
+    def cancel(self) -> None:
+        """Make all that is under way, and all later reads, fail soon. Safe to call from any thread."""
+        self._cancel.set()
+
+    @contextlib.contextmanager
+    def fetch(
+        self,
+        requests: Iterable[ReadRequest],
+        *,
+        threads: int | None = None,
+        most: int = sys.maxsize,
+        total: int = 0,
+        divide: bool = False,
+    ) -> Iterator[Iterator[Arrival]]:
+        """Carry out ``requests``, in order, several at once; iterate over what has arrived.
+
+        The iterator raises an error of any thread. An error that leaves the block cancels everything.
+
+        Args:
+            requests: requests, taken as threads become free.
+            threads: number of requests at once; None: as many as fill the link.
+            most: highest number of requests at once.
+            total: bytes of all requests, for the deadline's error message; 0 to leave them out.
+            divide: whether requests may be halved, so that connections that are added have some.
+
+        Raises:
+            CorruptCheckpointError: stored bytes are missing, cut short or not what was written.
+            DeadlineExceededError: the store's deadline has passed.
+            StorageError: S3 failed despite retries.
+        """
+        work = _Work(requests, self.carry_out, self._name, divide=divide)
+        try:
+            with contextlib.ExitStack() as stack:
+                if threads is None:
+                    width = self.store.adapt_reads(resize=work.resize, is_busy=lambda: not work.is_over, most=most)
+                    work.moved, threads = width.moved, width.connections
+                    work.resize(threads)
+                    stack.enter_context(width)
+                else:
+                    work.resize(min(threads, most))
+                yield self._arrivals(work, total)
+        except BaseException:
+            self.cancel()
+            raise
+        finally:
+            work.close()
+
+    def fetch_alone(self, transfer: Transfer) -> None:
+        """Fetch one transfer on this thread, in one request.
+
+        Raises:
+            Exception: the errors of `fetch`'s iterator.
+        """
+        segments = tuple(transfer.segments())
+        start, stop = segments[0].start, segments[-1].stop
+        left = [ReadRequest(transfer.path, start, stop - start, segments)]
+        while left:
+            left += self.carry_out(left.pop())[1]
+
+    def _arrivals(self, work: _Work, total: int) -> Iterator[Arrival]:
+        deadline, received, ended = self.store.limit.deadline, 0, 0
+        while ended < work.started:
+            try:
+                outcome = work.outcomes.get(timeout=None if deadline is None else deadline.left)
+            except queue.Empty as empty:
+                outcome = empty
+            if outcome is None:
+                ended += 1
+            elif isinstance(outcome, Arrival):
+                received += outcome.request.length
+                yield outcome
+            else:
+                try:
+                    if deadline is not None and deadline.passed and isinstance(outcome, _TOO_LATE):
+                        came = f"{format_size(received)} of the {format_size(total)}" if total else "nothing"
+                        what = f"the load of {self.url}"
+                        raise deadline.error(what, f"{came} of this rank had arrived") from outcome
+                    raise outcome
+                finally:
+                    del outcome  # its traceback has this frame: no cycle
+
+    # --- on any thread --------------------------------------------------------------------------------
+
+    def carry_out(self, request: ReadRequest, moved: Moved | None = None) -> tuple[list[Transfer], list[ReadRequest]]:
+        """Carry out a request; returns the finished transfers, and what to fetch in addition."""
+        if self._cancel.is_set():
+            raise Cancelled
+        if next(self._count) % _COLLECT_EVERY == 0:
+            collect_young()
+        buffer = getattr(self._local, "buffer", None)
+        if buffer is None:
+            buffer = self._local.buffer = Buffer(pin=self.pin)
+        reception = Reception(request, buffer)
+        self.read(request.path, request.start, reception.targets, moved=moved)
+        self._fetched.append(request.length)  # one operation: no lock
+        finished: list[Transfer] = []
+        again: list[Segment] = []
+        complete = reception.deliver()
+        del reception  # it holds memory that is freed when an item is finished
+        for transfer in complete:
+            more = self._verify(transfer)
+            if not more and (instead := transfer.finish()) is not None:
+                more = instead.segments()
+            again += more
+            if not more:
+                finished.append(transfer)
+        return finished, plan_requests(again, max_request=self.max_buffered, max_gap=READ_GAP) if again else []
+
+    def _verify(self, transfer: Transfer) -> list[Segment]:
+        """Compare the checksums: damage in transit gets one more try, damage at rest is an error."""
+        wrong = transfer.mismatches()
+        if not wrong:
+            return []
+        part, found = wrong[0]
+        if transfer.fetched_again:
+            start = transfer.base + part.start
+            raise errors.CorruptCheckpointError(
+                f"{transfer.name_of(part)!r} in {self.url}: bytes {start} to {transfer.base + part.stop - 1} of "
+                f"{transfer.path} have CRC-64/NVME {crc_hex(found)}, recorded was {crc_hex(part.crc or 0)}, twice. The "
+                "stored data is damaged: load an earlier checkpoint",
+                url=str(self.url),
+            )
+        logger.warning("checksum of %r in %s does not match; fetching it again", transfer.name_of(part), self.url)
+        transfer.fetched_again = True
+        self.store.distrust(self.url.key(transfer.path))
+        for part, _ in wrong:
+            transfer.forget(part)
+        return transfer.segments([part for part, _ in wrong])
+
+    def read(self, path: str, start: int, targets: Sequence[ReadTarget], *, moved: Moved | None = None) -> None:
+        """Fill ``targets`` with the bytes of object ``path`` from ``start`` on. Safe to call from any thread.
+
+        ``moved`` is called with the number of bytes that have arrived from S3.
+
+        Raises:
+            CorruptCheckpointError: the object differs from the metadata: deleted, replaced or too short.
+            StorageError: S3 failed despite retries.
+            Cancelled: `cancel` was called.
+        """
+        try:
+            self.store.read(self.url.key(path), start, targets, moved=moved)
+        except errors.StorageError as error:
+            if isinstance(error, errors.ObjectNotFoundError):
+                what = (
+                    f"is incomplete: its object {path} does not exist. It was deleted after the save: load an earlier "
+                    "checkpoint"
+                )
+            elif isinstance(error, errors.PreconditionFailedError):
+                what = f"changed while it was read: its object {path} was replaced. Remedy: load it again"
+            elif isinstance(error, errors.OutOfRangeError):
+                stop = start + sum(target.view.nbytes for target in targets)
+                what = f"is damaged: {path} ends before byte {stop}. Load an earlier checkpoint"
+            else:
+                raise
+            raise errors.CorruptCheckpointError(f"{self.url} {what}", url=str(self.url)) from error
+
+
+_CarryOut = Callable[[ReadRequest, "Moved | None"], tuple[list[Transfer], list[ReadRequest]]]
+
+
+class _Work:
+    """The threads of one fetch, their queue of requests, and the outcomes.
+
+    With ``divide`` requests are halved where there are fewer than threads that were added.
+    """
+
+    def __init__(self, requests: Iterable[ReadRequest], carry_out: _CarryOut, name: str, *, divide: bool) -> None:
+        self._requests = iter(() if divide else requests)
+        self._queue: deque[ReadRequest] = deque(requests if divide else ())
+        """Requests to be taken first: the largest, or what is fetched again."""
+        self._carry_out, self._name, self._divide = carry_out, name, divide
+        self._inference = torch.is_inference_mode_enabled()  # a property of the thread
+        self._changed = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._alive = self._wanted = self._starting = 0
+        self.outcomes: queue.SimpleQueue[Arrival | BaseException | None] = queue.SimpleQueue()
+        """Also None from each thread that has ended."""
+        self.started = 0
+        """Threads that were started, and therefore end."""
+        self.is_over = False
+        """Whether there is no more to do than the threads do now."""
+        self.moved: Moved | None = None
+
+    def resize(self, count: int) -> None:
+        """Have ``count`` threads from now on. Those too many end when they have done their request."""
+        with self._changed:
+            self._wanted = count
+            while self._alive < count and not self.is_over:
+                thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}")
+                self._threads.append(thread)  # before start(): an interrupt in it may leave the thread running
+                thread.start()
+                self._alive += 1
+                self._starting += 1
+                self.started += 1
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode(self._inference):
+                first = True
+                while (request := self._next(first)) is not None:
+                    first = False
+                    finished, again = self._carry_out(request, self.moved)
+                    if again:
+                        with self._changed:
+                            self._queue.extendleft(again)
+                    self.outcomes.put(Arrival(request, finished))
+        except BaseException as error:  # noqa: BLE001 - the iterator raises it
+            self.outcomes.put(error)
+        finally:
+            self.outcomes.put(None)
+
+    def _next(self, first: bool) -> ReadRequest | None:
+        """The next request to fetch; None for a thread that is to end."""
+        with self._changed:
+            self._starting -= first
+            if self._alive > self._wanted:
+                self._alive -= 1
+                return None
+            request = self._queue.popleft() if self._queue else next(self._requests, None)
+            if self._divide and request is not None and len(self._queue) < self._starting:
+                halves = halve(request)
+                if halves is not None:
+                    request = halves[0]
+                    self._queue.append(halves[1])
+            self.is_over = request is None
+            self._alive -= self.is_over
+            return request
+
+    def close(self) -> None:
+        """Begin no more requests, and wait for those under way."""
+        with self._changed:
+            self._requests, self.is_over = iter(()), True
+            self._queue.clear()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()

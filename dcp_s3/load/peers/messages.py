@@ -1,0 +1,228 @@
+"""Messages between the ranks of one load, by gloo: greetings, who is lost, and the first failure.
+
+The ranks greet each other first, with a time limit: a rank that failed before does not come. When a timeout of gloo
+runs out, it closes the group's connections, and the caller could not load anything else with the group. So greetings
+are looked for rather than waited for. The thread that handles signals takes no lock here, which a signal might leave
+locked.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import struct
+import time
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from dcp_s3 import errors
+from dcp_s3.limit import Deadline
+from dcp_s3.tensor_memory import view_bytes
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 300.0
+"""Seconds for which a rank waits for the others to begin to read."""
+
+# Tags of messages are this or greater: those of other users of a process group are small.
+_FIRST_TAG = 1 << 29
+# Tags of one load. gloo tells messages apart by sender and tag, and keeps their order.
+_TAGS = 5
+GREETING, VERDICT, HEADER, PAYLOAD, PROBE = range(_TAGS)
+LOOKS_EVERY = 0.002
+_PROBES_EVERY = 2.0
+
+HEADER_BYTES = 512
+_HEADER_STRUCT = struct.Struct("<BiQQH")  # outcome, rank that failed; bytes and CRC-64/NVME that follow; bytes of text
+FOLLOWS, FAILED = 1, 2  # never 0
+
+_unanswered: list[Any] = []  # messages to ranks that did not come: gloo may use their memory at any time
+
+
+def new_tag() -> int:
+    """The first tag of a load's messages, another one for each load."""
+    return _FIRST_TAG + _TAGS * secrets.randbelow(_FIRST_TAG // _TAGS)
+
+
+class Header(NamedTuple):
+    """What a rank says before it sends, or instead."""
+
+    outcome: int
+    """`FOLLOWS` or `FAILED`."""
+    rank: int
+    """The rank that failed first."""
+    nbytes: int = 0
+    """Bytes that follow."""
+    crc: int = 0
+    """CRC-64/NVME of them."""
+    text: str = ""
+    """Why it failed."""
+
+    def pack(self) -> torch.Tensor:
+        encoded = self.text.encode()[: HEADER_BYTES - _HEADER_STRUCT.size]
+        packed = _HEADER_STRUCT.pack(*self[:4], len(encoded)) + encoded
+        return torch.frombuffer(bytearray(packed.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
+
+    @classmethod
+    def unpack(cls, message: torch.Tensor) -> Header:
+        view = bytes(view_bytes(message))
+        outcome, rank, nbytes, crc, length = _HEADER_STRUCT.unpack_from(view)
+        return cls(outcome, rank, nbytes, crc, view[_HEADER_STRUCT.size :][:length].decode(errors="replace"))
+
+
+class Failure(NamedTuple):
+    """The first failure of a load: here, or on another rank."""
+
+    error: BaseException
+    rank: int
+    text: str
+
+
+class Messages:
+    """Messages between this rank and its ``peers`` in a group, with tags from ``tag`` on; and what failed first."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, peers: Collection[int], url: str, tag: int, deadline: Deadline | None
+    ) -> None:
+        self.group, self.rank, self.peers, self.url = group, dist.get_rank(group), peers, url
+        self._tag, self.deadline = tag, deadline
+        self.failure: Failure | None = None
+        self.is_on = False
+        self._lost: set[int] = set()
+        self._greetings: list[tuple[int, torch.Tensor, Any]] = []
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first failure."""
+        return None if self.failure is None else self.failure.error
+
+    def fail(self, error: BaseException) -> None:
+        """Send no more, and tell the peers why. Only the first failure counts. Safe to call at any time."""
+        try:
+            text = f"{type(error).__name__}: {error}"
+        except Exception:  # noqa: BLE001 - its __str__ raises
+            text = type(error).__name__
+        self._fail(Failure(error, self.rank, text))
+
+    def _fail(self, failure: Failure) -> None:
+        if self.failure is not None:
+            return
+        self.failure = failure
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Cancel what is under way: something has failed. Called once, on any thread."""
+
+    def _lose(self, peer: int, why: str, remedy: str) -> None:
+        if peer not in self._lost:
+            # DCP's own collective may fail next, and hide what is raised here.
+            logger.warning("rank %d, with which this one loads %s, is lost: %s", peer, self.url, why)
+        self._lost.add(peer)
+        lost = errors.PeerReadError(f"{self.url} was not loaded: {why}. Remedy: {remedy}", url=self.url, rank=peer)
+        self._fail(Failure(lost, peer, why))
+
+    def greet(self) -> None:
+        """Begin, if all peers are there: each says that it is, and then whether it has met all of its own.
+
+        A rank that has said yes twice goes through the schedule (`is_on`). Peers that said no are lost.
+        """
+        began = time.monotonic()
+        patience = PATIENCE if self.deadline is None else min(PATIENCE, self.deadline.left)
+        here = self._exchange_greetings(GREETING, began + patience)
+        for peer in self.peers:
+            if peer not in here and self.failure is None:
+                self._lose(
+                    peer,
+                    f"rank {peer} did not begin to read within {patience:.0f} s",
+                    "see what it says; or its planner's finish_plan dropped the plan's storage_data",
+                )
+        if self.failure is not None:
+            self._tell(self.refusal(), VERDICT)
+            return
+        self.is_on = True
+        verdicts = self._exchange_greetings(VERDICT, began + 2 * patience)
+        for peer in self.peers:
+            verdict = verdicts.get(peer, Header(FAILED, peer, text=f"no sign for {patience:.0f} s"))
+            if verdict.outcome != FOLLOWS:
+                self._lost.add(peer)
+                self.fail_as(verdict.rank, verdict.text)
+
+    def _exchange_greetings(self, kind: int, until: float) -> dict[int, Header]:
+        """Greet the peers; returns what each has answered by then, or until a failure of this rank's first greeting."""
+        answers = {peer: torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu") for peer in self.peers}
+        waiting = {peer: self.receive(answer, peer, kind) for peer, answer in answers.items()}
+        self._tell(Header(FOLLOWS, self.rank).pack(), kind)
+        found, probed = {}, time.monotonic()
+        while waiting.keys() - self._lost and time.monotonic() < until:
+            if self.failure is not None and kind == GREETING:
+                break
+            for peer, work in list(waiting.items()):
+                if int(answers[peer][0]):
+                    del waiting[peer]
+                    if self.wait(work, peer):
+                        found[peer] = Header.unpack(answers[peer])
+            if waiting and time.monotonic() - probed > _PROBES_EVERY:
+                probed = time.monotonic()  # one that was killed is found out by sending to it
+                self._tell(Header(FAILED, self.rank).pack(), PROBE, waiting)
+            if waiting:
+                time.sleep(LOOKS_EVERY)
+        _unanswered.extend((answers[peer], work) for peer, work in waiting.items())
+        return found
+
+    def _tell(self, message: torch.Tensor, kind: int, peers: Iterable[int] | None = None) -> None:
+        for peer in self.peers if peers is None else peers:
+            work = self.send(message, peer, kind)
+            (_unanswered if kind == PROBE else self._greetings).append((peer, message, work))
+
+    def fail_as(self, rank: int, text: str) -> None:
+        """Fail because ``rank`` did."""
+        told = f"rank {rank} of the load failed to read {self.url}: {text}"
+        self._fail(Failure(errors.PeerReadError(told, url=self.url, rank=rank), rank, text))
+
+    def refusal(self) -> torch.Tensor:
+        """What is sent instead of data."""
+        failure = self.failure
+        refusal = Header(FAILED, self.rank) if failure is None else Header(FAILED, failure.rank, text=failure.text)
+        return refusal.pack()
+
+    def end(self) -> None:
+        """Wait until the peers have got the greetings, unless something failed: then some may never come for them."""
+        if self.failure is None:
+            for peer, _, work in self._greetings:
+                self.wait(work, peer)
+        else:
+            _unanswered.extend(self._greetings)
+
+    # --- gloo -------------------------------------------------------------------------------------------
+
+    def wait(self, work: Any, peer: int) -> bool:
+        """Whether the transfer is done; False if ``peer`` is lost."""
+        if work is None:
+            return False
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._lose_connection(peer, error)
+            return False
+        return True
+
+    def send(self, tensor: torch.Tensor, peer: int, kind: int) -> Any:
+        return self._post(dist.isend, tensor, peer, self._tag + kind, group_dst=peer)
+
+    def receive(self, tensor: torch.Tensor, peer: int, kind: int) -> Any:
+        return self._post(dist.irecv, tensor, peer, self._tag + kind, group_src=peer)
+
+    def _post(self, operation: Any, tensor: torch.Tensor, peer: int, tag: int, **to: int) -> Any:
+        if peer in self._lost:
+            return None
+        try:
+            return operation(tensor, group=self.group, tag=tag, **to)
+        except RuntimeError as error:
+            self._lose_connection(peer, error)
+            return None
+
+    def _lose_connection(self, peer: int, error: Exception) -> None:
+        self._lose(peer, f"the connection to rank {peer} was lost: {error}", "see what ended that rank")
