@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dcp_s3.demo.surroundings import BucketView, DemoError, TrainingProcesses
+from dcp_s3.demo.run import DemoError, TrainingProcesses, look
 from tests.servers import S3Server
 
 
@@ -83,7 +83,7 @@ def test_storage_tells_committed_interrupted_and_open_uploads_apart(
     for key in ("step-00000008/__0_0-ab.distcp", "step-00000008/.metadata", "step-00000016/__0_0-cd.distcp"):
         put(key)
     upload = s3.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/step-00000024/__0_0-ef.distcp")
-    found = BucketView(root).look()
+    found = look(root)
     s3.abort_multipart_upload(**{name: upload[name] for name in ("Bucket", "Key", "UploadId")})
 
     assert [(d.name, d.committed, d.objects, d.size, len(d.uploads)) for d in found] == [
