@@ -244,20 +244,25 @@ def ended_like_ctrl_c() -> Iterator[None]:
 def _print_report(report: BenchReport) -> None:
     from dcp_s3.cli import tables
 
-    ranks, size = plural(report.ranks, "rank"), format_size(report.bytes_per_rank)
+    found = report.to_dict()
+    ranks, size = plural(report.ranks, "rank"), format_size(found["bytes_per_rank"])
     print_line(f"{ranks} with {size} each; what was loaded is what was saved, bit by bit")
     titles = (">round", "direction", ">seconds", ">GiB/s", ">CPU s/GiB", ">connections per rank", ">throttled")
     table = tables.make_table((*titles, ">hedged"))
-    for each in report.transfers:
-        cells = (each.round, each.direction, f"{each.seconds:.2f}", f"{each.bytes_per_second / 2**30:.2f}",
-                 f"{each.cpu_seconds_per_gib:.2f}", each.connections, each.throttled, each.hedged)  # fmt: skip
-        tables.add_row(table, cells)
+    for each in found["transfers"]:
+        rates = (
+            f"{each['seconds']:.2f}",
+            f"{each['bytes_per_second'] / 2**30:.2f}",
+            f"{each['cpu_seconds_per_gib']:.2f}",
+        )
+        counts = (each[name] for name in ("connections", "throttled", "hedged"))
+        tables.add_row(table, (each["round"], each["direction"], *rates, *counts))
     tables.make_console().print(table)
     print_line("what limits it")
     for limit in report.limits:
         print_line(f"  {limit.direction}: {limit.text}")
     print_line("suggested settings")
-    for text in report.suggestions or ["none: the settings fit"]:
+    for text in found["suggestions"] or ["none: the settings fit"]:
         print_line(f"  {text}")
 
 

@@ -8,8 +8,6 @@ import logging
 import os
 import shlex
 import shutil
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,10 +23,11 @@ from rich.padding import Padding
 from rich.table import Table
 
 import dcp_s3
+from dcp_s3.bench import RankProcesses
 from dcp_s3.errors import CheckpointNotFoundError, DcpS3Error
 from dcp_s3.retention.plan import Plan
 from dcp_s3.s3.client import get_client
-from dcp_s3.settings import Settings, child_environment
+from dcp_s3.settings import Settings
 from dcp_s3.units import format_size, plural
 from dcp_s3.url import parse_url
 
@@ -92,7 +91,7 @@ class Demo:
         self.root, self.folder, self.limit = "s3://demo/run", folder, limit
         self.console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
         self.checks: list[tuple[bool, str]] = []
-        self.acts = self.runs = 0
+        self.acts = self.runs = self.shown = 0
         self.began = time.monotonic()
 
     def run(self, plan_table: Callable[[Plan], Table]) -> bool:
@@ -257,17 +256,24 @@ class Demo:
         newest = dcp_s3.latest(self.root)
         return None if newest is None else newest.name
 
-    def train(self, ranks: int, *, steps: int, save_every: int) -> TrainingProcesses:
+    def train(self, ranks: int, *, steps: int, save_every: int) -> RankProcesses:
         self.runs += 1
+        self.shown = 0
         arguments = ["--url", self.root, "--steps", str(steps), "--save-every", str(save_every)]
         arguments += ["--digest-file", str(self.folder / "digests.jsonl")]
-        return TrainingProcesses(ranks, arguments, logs=self.folder / f"run{self.runs}")
+        # One thread: the ranks share few cores.
+        logs = self.folder / f"run{self.runs}"
+        return RankProcesses("dcp_s3.demo.train", arguments, ranks, logs, OMP_NUM_THREADS="1")
 
-    def watch(self, workers: TrainingProcesses, *, interval: float) -> Iterator[None]:
+    def watch(self, workers: RankProcesses, *, interval: float) -> Iterator[None]:
         """Print the workers' output every ``interval`` seconds until they end."""
-        deadline, running = time.monotonic() + self.limit, True
-        while running:
-            running = workers.running()
+        deadline = time.monotonic() + self.limit
+        statuses: list[int | None] = [None]
+        while None in statuses:
+            statuses = workers.statuses()
+            for rank, status in enumerate(statuses):
+                if status:
+                    raise DemoError(f"rank {rank} ended with exit status {status}:\n{workers.last_words(rank)}")
             self.show_training(workers)
             if time.monotonic() > deadline:
                 raise DemoError(f"the training on {workers.ranks} ranks took over {self.limit:.0f} s")
@@ -289,8 +295,10 @@ class Demo:
         for line in lines:
             self.console.print(line, style=style, markup=False, soft_wrap=True)
 
-    def show_training(self, workers: TrainingProcesses) -> None:
-        self.raw((f"     {workers.ranks} ranks | {line}" for line in workers.new_lines()), "dim")
+    def show_training(self, workers: RankProcesses) -> None:
+        lines = workers.lines(0)
+        self.raw((f"     {workers.ranks} ranks | {line}" for line in lines[self.shown :]), "dim")
+        self.shown = len(lines)
 
     def say_how_to_remove(self) -> None:
         """First what no checkpoint needs, open uploads too."""
@@ -372,70 +380,3 @@ def embedded_server(bucket: str) -> Iterator[str]:
         yield endpoint
     finally:
         server.stop()
-
-
-class TrainingProcesses:
-    """One `dcp_s3.demo.train` process per rank, as torchrun would start them.
-
-    They are not started by torchrun, so that one SIGKILL each takes all of them down at the same instant, with nobody
-    left to clean up. Leaving the context kills what still runs.
-    """
-
-    def __init__(self, ranks: int, arguments: Sequence[str], *, logs: Path) -> None:
-        self.ranks = ranks
-        logs.mkdir(parents=True)
-        self._logs = [logs / f"rank{rank}" for rank in range(ranks)]
-        self._read = 0
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = str(listener.getsockname()[1])
-        # One thread: the ranks share few cores. gloo would look up the host's name, which not every laptop knows.
-        environment = child_environment(WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        environment |= {"OMP_NUM_THREADS": "1"}
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        self._processes: list[subprocess.Popen[bytes]] = []
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.kill)
-            for rank, log in enumerate(self._logs):
-                with log.with_suffix(".out").open("wb") as out, log.with_suffix(".err").open("wb") as err:
-                    process = subprocess.Popen(
-                        [sys.executable, "-m", "dcp_s3.demo.train", *arguments],
-                        cwd=logs,  # Python finds modules there, too: a directory with nothing else in it
-                        env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        stdin=subprocess.DEVNULL,
-                        stdout=out,
-                        stderr=err,
-                        start_new_session=True,  # Ctrl-C reaches only the demo, which then kills them
-                    )
-                self._processes.append(process)
-            stack.pop_all()  # all run
-
-    def __enter__(self) -> TrainingProcesses:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    def kill(self) -> None:
-        """Send SIGKILL to all, then wait until they are gone."""
-        for process in self._processes:
-            process.kill()  # does nothing if it has ended
-        for process in self._processes:
-            process.wait()
-
-    def running(self) -> bool:
-        """Whether any process still runs. DemoError, with the end of its log, if one has failed."""
-        codes = [process.poll() for process in self._processes]
-        for rank, code in enumerate(codes):
-            if code:
-                log = self._logs[rank].with_suffix(".err").read_text(errors="replace")[-3000:].strip()
-                raise DemoError(f"rank {rank} ended with exit status {code}:\n{log or '(it printed nothing)'}")
-        return None in codes
-
-    def new_lines(self) -> list[str]:
-        """The complete lines that rank 0 printed since the last call."""
-        with self._logs[0].with_suffix(".out").open("rb") as file:
-            file.seek(self._read)
-            data = file.read()
-        complete = data[: data.rfind(b"\n") + 1]
-        self._read += len(complete)
-        return complete.decode(errors="replace").splitlines()
