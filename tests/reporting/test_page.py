@@ -157,10 +157,6 @@ def test_two_thousand_checkpoints_make_a_page_of_a_few_megabytes() -> None:
     assert Parsed(page).count("tr") == 2001
 
 
-def test_a_page_of_a_few_hundred_is_small() -> None:
-    assert len(render(data_of(hourly(200), POLICY))) < 1_600_000
-
-
 # --- in a browser --------------------------------------------------------------------------------
 
 
