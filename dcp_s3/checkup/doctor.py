@@ -17,9 +17,6 @@ from dcp_s3.settings import SettingsLike
 from dcp_s3.url import URLLike, parse_url
 
 WORDS: dict[Status, str] = {"ok": "ok", "warning": "warning", "failed": "FAIL", "skipped": "skipped"}
-"""For a pipe."""
-TICKS: dict[Status, str] = {"ok": "✓", "warning": "!", "failed": "✗", "skipped": "-"}
-"""For a terminal."""
 _NAME_WIDTH = 24
 
 # --- permissions; docs/security.md shows the same --------------------------------------------------------
@@ -262,10 +259,10 @@ class DoctorReport:
         return "\n".join([*map(format_result, self.checks), conclude(self)])
 
 
-def format_result(result: CheckResult, marks: dict[Status, str] = WORDS) -> str:
+def format_result(result: CheckResult) -> str:
     """One check: a line with what was found, and if there is one, a second with the remedy."""
-    width = max(map(len, marks.values())) + 2
-    line = f"{marks[result.status]:<{width}}{result.name:<{_NAME_WIDTH}}{result.found}"
+    width = max(map(len, WORDS.values())) + 2
+    line = f"{WORDS[result.status]:<{width}}{result.name:<{_NAME_WIDTH}}{result.found}"
     return f"{line}\n{'':<{width + _NAME_WIDTH}}Remedy: {result.remedy}" if result.remedy else line
 
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dcp_s3._version import __version__
-from dcp_s3.cli import exits
-from dcp_s3.cli.group import GIVEN, LAYOUT, Group, printable, show_log
+from dcp_s3.cli.group import FAILED, GIVEN, LAYOUT, Group, printable, show_log, statuses
 from dcp_s3.format.control_files import number_to_json
 from dcp_s3.url import is_s3_url
 
@@ -27,7 +26,7 @@ app = typer.Typer(
     name="dcp-s3",
     cls=Group,
     help="PyTorch distributed checkpoints on S3: list, copy, verify and prune them.",
-    epilog="\b\n" + exits.table(),
+    epilog="\b\n" + statuses(),
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -48,6 +47,12 @@ URL = Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix of t
 ROOT = Annotated[str, typer.Argument(metavar="ROOT", help="s3://bucket/prefix above the checkpoints.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done, and why.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+Grace = Annotated[
+    str | None,
+    typer.Option(
+        metavar="24h", help="How long an uncommitted save counts as in progress; the default is DCP_S3_RETENTION_GRACE."
+    ),
+]
 Yes = Annotated[bool, typer.Option("--yes", help="Delete without asking; required without a terminal.")]
 AllVersions = Annotated[
     bool,
@@ -236,7 +241,7 @@ def ask(question: str) -> None:
     """Ask, and end the command unless the answer is yes."""
     if not typer.confirm(question, err=True):
         note("nothing was deleted")
-        raise typer.Exit(exits.FAILED)
+        raise typer.Exit(FAILED)
 
 
 def local_directory(path: Path | None) -> Path | None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import signal
 import subprocess
@@ -108,29 +106,6 @@ def test_no_secret_is_shown(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatc
         output = run(*arguments).output
         assert "AKIA...MPLE" in output
         assert not any(each in output for each in (secret, token, "AKIAIOSFODNN7EXAMPLE"))
-
-
-def test_on_a_terminal_there_are_ticks(faulty: FaultyServer) -> None:
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
-    with subprocess.Popen(
-        [*_COMMAND, "--read-only"], stdout=theirs, stderr=theirs, stdin=theirs, env=environment
-    ) as process:
-        os.close(theirs)
-        output = b""
-        while True:
-            try:
-                block = os.read(ours, 65536)
-            except OSError:  # Linux says so at the end
-                break
-            if not block:
-                break
-            output += block
-    os.close(ours)
-    assert process.returncode == 0
-    text = re.sub(r"\x1b\[[0-9;?]*\w", "", output.decode())
-    assert re.search(r"^✓ +settings", text, re.MULTILINE)
-    assert re.search(r"^- +identity", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

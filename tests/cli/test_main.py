@@ -236,7 +236,7 @@ def test_a_download_that_was_cut_off_is_no_checkpoint_and_goes_on(root: str, s3:
     put(s3, url, second, data)
     result = run("download", url, tmp_path)
     assert (tmp_path / first).stat().st_mtime_ns == before
-    assert f"({len(data) / 1024:.1f} KiB moved)" in result.stderr
+    assert f"({len(data) / 1024:.1f} KiB copied)" in result.stderr
     assert _same(_stock_load(tmp_path))
     assert {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()} == keys(s3, url).keys()
 

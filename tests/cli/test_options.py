@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dcp_s3.cli import exits
+from dcp_s3.cli import group as exits
 from dcp_s3.cli.main import app
 from dcp_s3.s3 import diagnosis
 from tests.faulty import BUCKET, FaultyServer
