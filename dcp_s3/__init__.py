@@ -28,8 +28,8 @@ from typing import Any as _Any
 
 from dcp_s3 import errors as errors
 from dcp_s3 import events as events
-from dcp_s3._version import __version__ as __version__
-from dcp_s3.torch_version import require_torch as _require_torch
+from dcp_s3.versions import __version__ as __version__
+from dcp_s3.versions import require_torch as _require_torch
 
 if _TYPE_CHECKING:  # the table below again, for type checkers
     from dcp_s3.checkpoint.info import CheckpointInfo as CheckpointInfo
@@ -182,7 +182,7 @@ _PAGE = {
         "Stats": ("monitoring", "what `stats` returns"),
         "events": ("events", "what happens, as it happens: `events.subscribe`"),
         "errors": ("errors", "every error that is raised"),
-        "__version__": ("_version", "the version of dcp_s3"),
+        "__version__": ("versions", "the version of dcp_s3"),
     },
 }
 """The public names: where each is, and what the page of ``help(dcp_s3)`` says of it."""

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from dcp_s3.torch_version import release
+from dcp_s3.versions import release
 
 try:  # since torch 2.15, which warns of the other name
     _fsspec: Any = importlib.import_module("torch.distributed.checkpoint.fsspec_filesystem")

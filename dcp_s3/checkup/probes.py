@@ -16,12 +16,12 @@ from botocore.exceptions import ClientError
 
 from dcp_s3 import errors
 from dcp_s3.limit import Limit
-from dcp_s3.reprs import one_line
 from dcp_s3.s3.client import get_client
 from dcp_s3.s3.diagnosis import answered_status
 from dcp_s3.s3.operations import Request, creation_arguments, server_time
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
+from dcp_s3.units import one_line
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)

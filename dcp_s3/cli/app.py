@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dcp_s3._version import __version__
 from dcp_s3.cli.group import FAILED, GIVEN, LAYOUT, Group, printable, show_log, statuses
 from dcp_s3.format.control_files import number_to_json
 from dcp_s3.url import is_s3_url
+from dcp_s3.versions import __version__
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dcp_s3.collector import collector_paused
 from dcp_s3.coordination.merge_items import AddedPart, Tables, merge_items, some
 from dcp_s3.errors import SaveProtocolError
 from dcp_s3.format.control_files import ObjectEntry, attachments_of
 from dcp_s3.format.part import digest_of_bytes
 from dcp_s3.format.part_columns import HELD, unpack
+from dcp_s3.process import collector_paused
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from dcp_s3.checkpoint.commit_state import Beginning, SaveIdentity, check_absent
 from dcp_s3.coordination.claim import claim
 from dcp_s3.coordination.joint import Clock, JointSave, find_commit, sign_failed
 from dcp_s3.coordination.merger import READERS, Merger
+from dcp_s3.failures import without_tracebacks
 from dcp_s3.format.control_files import Manifest, Notice, attachments_of
 from dcp_s3.format.layout import intent_object, manifest_object, notice_object, part_object
 from dcp_s3.format.part import Part, digest_of, encode
 from dcp_s3.store import Store
-from dcp_s3.tracebacks import without_tracebacks
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
-from dcp_s3.boundary import called_by_dcp
-from dcp_s3.collector import collector_paused
+from dcp_s3.failures import called_by_dcp
 from dcp_s3.load.aliases import without_tied
 from dcp_s3.load.names import find_mismatch, is_other_kind
 from dcp_s3.load.overlaps import Box, find_overlaps
+from dcp_s3.process import collector_paused
 from dcp_s3.torch_private import ShardedTensor, create_chunk_list
 
 _TENSOR = LoadItemType.TENSOR

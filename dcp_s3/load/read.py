@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_s3 import errors
-from dcp_s3.collector import collector_paused
 from dcp_s3.format.safe_items import check_item
 from dcp_s3.load.aliases import read_in_turn
 from dcp_s3.load.archive_heads import one_of_each_kind
@@ -22,6 +21,7 @@ from dcp_s3.load.engine import Engine, Source
 from dcp_s3.load.item_transfer import ItemTransfer
 from dcp_s3.load.plan import READ_GAP, READ_WASTE, SMALL_HALF, ReadRequest, plan_requests
 from dcp_s3.load.prepare import TransferFactory, warn_of_narrowing
+from dcp_s3.process import collector_paused
 from dcp_s3.ranks import world_size
 from dcp_s3.s3.parts import GETS_PER_SECOND, plan_part_size
 from dcp_s3.tensor_memory import counted_as_change, synchronize_accelerator

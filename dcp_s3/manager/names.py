@@ -9,8 +9,7 @@ from typing import Any
 
 from dcp_s3.errors import SettingsError
 from dcp_s3.format.layout import is_attachment_name, step_by_patterns, step_of
-from dcp_s3.setting_values import compile_step_pattern
-from dcp_s3.settings import Settings
+from dcp_s3.settings import Settings, compile_step_pattern
 
 DEFAULT_FORMAT = "step-{step:08d}"
 

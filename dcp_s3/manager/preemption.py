@@ -23,12 +23,12 @@ from typing import NoReturn
 from dcp_s3.coordination.board import Board, open_board
 from dcp_s3.coordination.identity import current_attempt
 from dcp_s3.errors import SaveFailedError, SettingsError, StorageError
-from dcp_s3.forking import reset_in_child
 from dcp_s3.limit import Limit
 from dcp_s3.manager.deciding import SaveDecisions, SigtermWatch
 from dcp_s3.manager.ranks import Ranks
 from dcp_s3.manager.save_policy import SaveOnPreemption
 from dcp_s3.manager.saving import Saving
+from dcp_s3.process import reset_in_child
 from dcp_s3.settings import Settings
 from dcp_s3.url import CheckpointURL
 

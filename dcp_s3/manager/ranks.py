@@ -12,9 +12,9 @@ import torch.distributed as dist
 from dcp_s3.coordination.identity import CountedSave, current_attempt
 from dcp_s3.coordination.not_begun import enter_save, leave, take_back
 from dcp_s3.errors import CheckpointError, SaveProtocolError
+from dcp_s3.failures import portable
 from dcp_s3.ranks import is_initialized
 from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
-from dcp_s3.tracebacks import portable
 from dcp_s3.url import CheckpointURL, parse_url
 
 T = TypeVar("T")

@@ -25,9 +25,8 @@ from dcp_s3.format.layout import (
     metadata_object,
 )
 from dcp_s3.format.saved_entries import needed_objects
-from dcp_s3.reprs import one_line
 from dcp_s3.store import ABSENT, ListedObject, Store, StoredObject, same_etag
-from dcp_s3.units import format_size, plural
+from dcp_s3.units import format_size, one_line, plural
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)

@@ -14,15 +14,15 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import ReaderLease
-from dcp_s3.collector import collector_paused
 from dcp_s3.format.blocks import get_crc, get_raw_offset
 from dcp_s3.offline.boxes import BATCH, Piece, in_batches
 from dcp_s3.offline.inspect import SavedCheckpoint, fetch_saved
 from dcp_s3.offline.names import matches, no_match_error
 from dcp_s3.offline.read import SMALL_BUFFERS, OpenCheckpoint, Reading
-from dcp_s3.reprs import one_line
+from dcp_s3.process import collector_paused
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.torch_private import StorageInfo
+from dcp_s3.units import one_line
 from dcp_s3.url import URLLike
 from dcp_s3.workers import Workers
 

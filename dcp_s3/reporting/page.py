@@ -18,12 +18,12 @@ from bokeh.plotting import figure
 from bokeh.resources import Resources
 from bokeh.transform import factor_cmap, factor_mark
 
-from dcp_s3._version import __version__
 from dcp_s3.checkpoint.directory import LEASE_MARGIN
 from dcp_s3.checkpoint.info import CheckpointInfo, in_grace
 from dcp_s3.reporting.report import ReportData
 from dcp_s3.retention.policy import metric_value
 from dcp_s3.units import format_seconds, format_size, plural
+from dcp_s3.versions import __version__
 
 MOST_METRICS = 8
 _MOST_TEXT = 300  # characters of all metrics of a checkpoint

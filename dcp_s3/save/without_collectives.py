@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_s3.checkpoint.commit import Commit
 from dcp_s3.checkpoint.commit_state import SaveIdentity
 from dcp_s3.checkpoint.info import find_step
-from dcp_s3.collector import collector_paused
 from dcp_s3.coordination.claim import Claim, claim_of
 from dcp_s3.coordination.identity import CountedSave, count_save, current_attempt
 from dcp_s3.coordination.joint import History, JointSave, Last, find_commit, make_facts
@@ -29,6 +28,7 @@ from dcp_s3.failures import name_ranks
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import manifest_object, new_nonce
 from dcp_s3.format.part import Part, WrittenItem, digest_of, item_hash
+from dcp_s3.process import collector_paused
 from dcp_s3.s3.store import store_of
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, write_buckets
 from dcp_s3.save.plan import WriteBucket, plan_buckets

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dcp_s3 import torch_version
+from dcp_s3 import versions
 from dcp_s3.checkup import host
 from dcp_s3.checkup.doctor import doctor
 from dcp_s3.checkup.host import filesystem_of
@@ -106,7 +106,7 @@ def test_misspelled_settings_are_named_with_the_closest(monkeypatch: pytest.Monk
     found = host.check_settings(examination())
     assert found.status == "warning"
     assert "DCP_S3_PARTSIZE: did you mean DCP_S3_PART_SIZE?" in found.remedy
-    assert "unset DCP_S3_QQQQQQQQ" in found.remedy
+    assert "DCP_S3_QQQQQQQQ: unset it" in found.remedy
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_versions_are_named() -> None:
 
 def test_a_torch_newer_than_all_that_was_run_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "TESTED", ("2.9", "2.10"))
-    assert not torch_version.is_newer_than_tested(f"{torch_version.TESTED[-1]}.7+cu130")
-    assert torch_version.is_newer_than_tested("99.0.0")
+    assert not versions.is_newer_than_tested(f"{versions.TESTED[-1]}.7+cu130")
+    assert versions.is_newer_than_tested("99.0.0")
     monkeypatch.setattr(host, "is_newer_than_tested", lambda _: True)
     found = host.check_versions(Examination(parse_url("s3://bucket/run"), True, None))
     assert found.status == "warning"

@@ -21,8 +21,7 @@ from typer.testing import CliRunner
 from dcp_s3 import bench
 from dcp_s3.cli.main import app
 from dcp_s3.s3.store import S3Store
-from dcp_s3.setting_values import MIN_PART_SIZE
-from dcp_s3.settings import Settings
+from dcp_s3.settings import MIN_PART_SIZE, Settings
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.interpreter import Interpreter, Program
 from tests.memory_s3 import Fault

@@ -17,7 +17,7 @@ from dcp_s3.cli.main import app
 from dcp_s3.cli.tables import format_age
 from dcp_s3.format.layout import deletion_object, lease_object
 from dcp_s3.offline import copy
-from dcp_s3.setting_values import MIN_PART_SIZE
+from dcp_s3.settings import MIN_PART_SIZE
 from tests.retention.making import (
     delete,
     get,

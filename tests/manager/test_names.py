@@ -9,8 +9,7 @@ import pytest
 from dcp_s3.errors import SettingsError
 from dcp_s3.format.layout import step_by_patterns, step_of
 from dcp_s3.manager.names import DEFAULT_FORMAT, check_step_format, step_name
-from dcp_s3.setting_values import compile_step_pattern
-from dcp_s3.settings import Settings
+from dcp_s3.settings import Settings, compile_step_pattern
 
 
 def _found(name: str, settings: Settings) -> int | None:

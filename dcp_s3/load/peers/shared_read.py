@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_s3 import errors
-from dcp_s3.collector import collector_paused
 from dcp_s3.limit import Deadline
 from dcp_s3.load.aliases import find_exclusive, read_in_turn
 from dcp_s3.load.engine import Source
@@ -21,6 +20,7 @@ from dcp_s3.load.peers.assignment import Assignment, StoredChunk, find_stored
 from dcp_s3.load.peers.exchange import Exchange
 from dcp_s3.load.peers.shared_pieces import OwnedPiece, ReceivedPiece, SharedItems
 from dcp_s3.load.read import LoadExecutor, find_changing
+from dcp_s3.process import collector_paused
 from dcp_s3.tensor_memory import counted_as_change, synchronize_accelerator
 
 logger = logging.getLogger(__name__)
