@@ -6,6 +6,7 @@ import abc
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 from types import TracebackType
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -297,7 +298,8 @@ class Store(abc.ABC):
         pages = [self.page(prefix, delimiter)]
         while pages[-1].next_token is not None:
             pages.append(self.page(prefix, delimiter, token=pages[-1].next_token))
-        return join(pages)
+        objects, prefixes = zip(*((page.objects, page.prefixes) for page in pages), strict=True)
+        return Page(tuple(chain(*objects)), tuple(chain(*prefixes)), None, pages[0].server_time)
 
     @abc.abstractmethod
     def delete(self, targets: Iterable[str | DeleteTarget]) -> Sequence[str]:
@@ -391,15 +393,6 @@ class Batch(abc.ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None: ...
-
-
-def join(pages: Sequence[Page]) -> Page:
-    return Page(
-        tuple(each for page in pages for each in page.objects),
-        tuple(each for page in pages for each in page.prefixes),
-        None,
-        pages[0].server_time,
-    )
 
 
 def same_etag(one: str | None, other: str | None) -> bool:
