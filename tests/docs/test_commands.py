@@ -52,20 +52,19 @@ def test_commands_in_the_docs_parse(page: Path) -> None:
 
 
 def test_the_policy_for_jobs_is_the_one_that_is_tested() -> None:
-    (policy,) = (
-        block for kind, block in _FENCED.findall((_ROOT / "docs" / "retention.md").read_text()) if kind == "json"
-    )
+    (policy,) = (block for kind, block in _FENCED.findall((_ROOT / "docs" / "jobs.md").read_text()) if kind == "json")
     tested = [block for kind, block in _FENCED.findall((_ROOT / "docs" / "security.md").read_text()) if kind == "json"]
     assert json.loads(policy) in [json.loads(block) for block in tested]
 
 
 def test_the_examples_are_found() -> None:
     """Lest the test above looks at nothing."""
-    found = commands((_ROOT / "docs" / "retention.md").read_text())
+    pages = [(_ROOT / "docs" / page).read_text() for page in ("retention.md", "jobs.md")]
+    found = [arguments for page in pages for arguments in commands(page)]
     prunes = [arguments for arguments in found if arguments[0] == "prune"]
     assert len(prunes) >= 7, found  # four as typed, cron, Kubernetes, systemd
     assert sum("--json" in arguments for arguments in prunes) == 1
     assert {"pin", "unpin", "annotate", "rm", "ls"} <= {arguments[0] for arguments in found}
-    assert len(_POLICIES.findall((_ROOT / "docs" / "retention.md").read_text())) == 3
+    assert sum(len(_POLICIES.findall(page)) for page in pages) == 3
     with pytest.raises(Exception, match="No such option"):
         parse(["prune", "s3://bucket/run", "--no-such-option"])
