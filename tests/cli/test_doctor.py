@@ -21,7 +21,6 @@ from dcp_s3.settings import Settings
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.interpreter import Interpreter
 from tests.memory_s3 import Fault
-from tests.servers.process import free_port
 
 URL = f"s3://{BUCKET}/run"
 _DENIED = Fault.error(403, "AccessDenied")
@@ -78,18 +77,6 @@ def test_json_is_strict_and_whole(faulty: FaultyServer) -> None:
     assert (found["url"], found["ok"], found["read_only"]) == (URL, True, False)
     assert [each["name"] for each in found["checks"]] == [*(check.name for check in CHECKS), "clean-up"]
     assert set(found["checks"][0]) == {"name", "status", "found", "remedy", "seconds"}
-
-
-def test_json_of_a_dead_endpoint_is_status_1(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DCP_S3_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
-    found = json.loads(run(URL, "--json", status=1).stdout)
-    assert [each["name"] for each in found["checks"] if each["status"] == "failed"] == ["endpoint"]
-
-
-def test_read_only_writes_nothing_and_says_so(faulty: FaultyServer) -> None:
-    output = run(URL, "--read-only").stdout
-    assert "whether saves work was not tried (read-only)" in output
-    assert "PutObject" not in faulty.s3.counters.requests
 
 
 @pytest.mark.parametrize("url", ["file:///tmp", "s3://b//c", "s3:bucket"])

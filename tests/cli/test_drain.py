@@ -67,13 +67,6 @@ def test_drain_commits_what_lies_there(directory: Path) -> None:
     assert "0 committed" in run(directory).stderr  # nothing is left, and that is no failure
 
 
-def test_the_directory_may_come_from_the_environment(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(status=2)
-    monkeypatch.setenv("DCP_S3_SPILL_DIR", str(directory))
-    run()
-    assert_complete(URL, make_state(1))
-
-
 def test_drain_fails_while_s3_refuses_and_says_what_waits(directory: Path, faulty: FaultyServer) -> None:
     faulty.rule = refuse_all
     result = run(directory, "--json", status=1)
@@ -124,10 +117,6 @@ def test_a_directory_that_another_process_drains_is_left_to_it(directory: Path) 
     with store.drainer():
         assert "another process drains" in run(directory, status=1).stderr
     assert len(store.scan()) == 2
-
-
-def test_a_directory_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
-    assert "there is no directory" in run(tmp_path / "nothing", status=2).output.replace("\n", " ")
 
 
 def test_watch_waits_for_s3_and_ends_with_sigterm(

@@ -59,28 +59,6 @@ def test_damage_is_status_4_and_named(root: str, s3: Any) -> None:
     assert json.loads(run(url, "--json").stdout)["ok"] is True
 
 
-def test_what_can_not_be_told_has_the_status_of_its_reason(
-    root: str, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for arguments, status in (
-        ((f"{root}/none",), 3),
-        ((f"s3://{bucket}-not/run",), 1),
-        ((f"s3://{bucket}-not/run", "--root"), 1),
-        (("local",), 2),
-    ):
-        for more in ((), ("--json",), ("--full",)):
-            result = run(*arguments, *more, status=status)
-            if "--json" in more:
-                assert json.loads(result.stdout)["status"] == status
-            else:
-                assert result.stdout == ""
-            assert result.stderr.startswith("dcp-s3: ")
-            assert len(result.stderr.splitlines()) == 1
-    monkeypatch.setenv("DCP_S3_PART_SIZE", "much")
-    assert "DCP_S3_PART_SIZE" in run(root, status=2).stderr
-    run(status=2)
-
-
 def test_every_checkpoint_under_a_root(root: str, s3: Any) -> None:
     assert "no committed checkpoints" in run(root, "--root", status=3).stderr
     assert json.loads(run(root, "--root", "--json", status=3).stdout) == []
