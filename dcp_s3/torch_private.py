@@ -37,28 +37,11 @@ FsspecReader, FsspecWriter = _fsspec.FsspecReader, _fsspec.FsspecWriter
 FileReader = torch._C.PyTorchFileReader  # reads the archives that torch.save writes
 
 __all__ = [
-    "AsyncCheckpointExecutor",
-    "FileReader",
-    "FsspecReader",
-    "FsspecWriter",
-    "ReaderTransforms",
-    "ShardedTensor",
-    "StorageInfo",
-    "StoragePrefix",
-    "WriterTransforms",
-    "compute_offset",
-    "create_chunk_list",
-    "default_store",
-    "has_checkpoint_process",
-    "is_traceable_wrapper_subclass",
-    "make_wrapper",
-    "narrow_tensor_by_index",
-    "offset_in_archive",
-    "pin_memory",
-    "rebuild_sharded_tensor",
-    "record_size",
-    "unpin_memory",
-]
+    "AsyncCheckpointExecutor", "FileReader", "FsspecReader", "FsspecWriter", "ReaderTransforms", "ShardedTensor",
+    "StorageInfo", "StoragePrefix", "WriterTransforms", "compute_offset", "create_chunk_list", "default_store",
+    "has_checkpoint_process", "is_traceable_wrapper_subclass", "make_wrapper", "narrow_tensor_by_index",
+    "offset_in_archive", "pin_memory", "rebuild_sharded_tensor", "record_size", "unpin_memory",
+]  # fmt: skip
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 

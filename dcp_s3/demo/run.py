@@ -23,8 +23,8 @@ from rich.padding import Padding
 from rich.table import Table
 
 import dcp_s3
-from dcp_s3.bench import RankProcesses
 from dcp_s3.errors import CheckpointNotFoundError, DcpS3Error
+from dcp_s3.rank_processes import RankProcesses
 from dcp_s3.retention.plan import Plan
 from dcp_s3.s3.client import get_client
 from dcp_s3.settings import Settings

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dcp_s3.bench import RankProcesses
 from dcp_s3.demo.run import Demo, DemoError, look
+from dcp_s3.rank_processes import RankProcesses
 from tests.servers import S3Server
 
 
