@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -19,7 +19,7 @@ from dcp_s3.url import is_s3_url
 from dcp_s3.versions import __version__
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, ProgressColumn
+    from rich.progress import Progress
 
 
 app = typer.Typer(
@@ -122,12 +122,8 @@ def _main(
 def print_json(value: Any) -> None:
     """Print JSON, for programs."""
     Group.owes_json = False
-    sys.stdout.write(to_json(value, indent=1) + "\n")
-
-
-def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Strict JSON: NaN and infinities become text, as in the manifests."""
-    return json.dumps(_strict(value), indent=indent, allow_nan=False)
+    # Strict JSON: NaN and infinities become text, as in the manifests.
+    sys.stdout.write(json.dumps(_strict(value), indent=1, allow_nan=False) + "\n")
 
 
 def _strict(value: Any) -> Any:
@@ -151,9 +147,7 @@ def note(text: str) -> None:
 @contextlib.contextmanager
 def progress(label: str) -> Iterator[dict[str, Any]]:
     """A progress bar for bytes, on a terminal only. Yields the callbacks ``on_total`` and ``on_progress``."""
-    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    with _bar(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as bar:
+    with _bar("BarColumn", "DownloadColumn", "TransferSpeedColumn", "TimeRemainingColumn") as bar:
         task = bar.add_task(label, total=None)
         yield {
             "on_total": lambda total: bar.update(task, total=total),
@@ -164,21 +158,19 @@ def progress(label: str) -> Iterator[dict[str, Any]]:
 @contextlib.contextmanager
 def progress_of_steps(label: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar for steps, on a terminal only. Yields a function that takes the steps done and their total."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-
-    with _bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
+    with _bar("TextColumn", "BarColumn", "MofNCompleteColumn", "TimeElapsedColumn") as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _bar(*columns: ProgressColumn) -> Progress:
-    from rich.progress import Progress
+def _bar(*columns: str) -> Progress:
+    from rich import progress
 
     from dcp_s3.cli import tables
 
     console = tables.make_console(stderr=True)
-    return Progress(
-        *columns,
+    return progress.Progress(
+        *(getattr(progress, name)(*(["{task.description}"] if name == "TextColumn" else [])) for name in columns),
         console=console,
         disable=not console.is_terminal,
         transient=True,
@@ -187,18 +179,37 @@ def _bar(*columns: ProgressColumn) -> Progress:
 
 
 @contextlib.contextmanager
+def handling(handler: Callable[..., object], *numbers: signal.Signals) -> Iterator[None]:
+    """Handle signals during the body, in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextlib.contextmanager
 def stop_on_signals() -> Iterator[threading.Event]:
     """An event that SIGTERM and Ctrl-C set during the body, for commands that then end by themselves."""
     stop = threading.Event()
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    for number in before:
-        signal.signal(number, lambda *_: stop.set())
-    try:
-        yield stop
-    finally:
-        stop.set()  # for threads that wait for it, whatever has happened
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handling(lambda *_: stop.set(), signal.SIGTERM, signal.SIGINT):
+        try:
+            yield stop
+        finally:
+            stop.set()  # for threads that wait for it, whatever has happened
+
+
+def ended_like_ctrl_c() -> contextlib.AbstractContextManager[None]:
+    """Clean up after other signals as after Ctrl-C."""
+
+    def interrupt(*_: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    return handling(interrupt, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager

@@ -95,9 +95,8 @@ def _say_done(report: PruneReport) -> None:
     for finished in report.finished:
         cli.print_line(f"finished the deletion of {report.root}/{finished.name} ({format_size(finished.size)})")
     for left in report.leftovers:
-        cli.print_line(
-            f"deleted {left.objects} leftover objects of {report.root}/{left.name} ({format_size(left.size)})"
-        )
+        what = plural(left.objects, "leftover object")
+        cli.print_line(f"deleted {what} of {report.root}/{left.name} ({format_size(left.size)})")
     for alone in report.left_alone:
         cli.note(f"left alone: {report.root}/{alone.name}: {alone.reason}")
     for failure in report.failures:

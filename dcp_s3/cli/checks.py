@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import sys
-import threading
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -69,7 +66,7 @@ def doctor(
             text = group.printable(format_result(result), keep=group.LAYOUT)
             console.print(text, style=_STYLES[result.status], soft_wrap=True)
 
-    with ended_like_ctrl_c():
+    with cli.ended_like_ctrl_c():
         report = examine(url, None, read_only=read_only, on_result=show)
     if as_json:
         cli.print_json(report.to_dict())
@@ -150,16 +147,16 @@ def _verify_all(root: str, full: bool, callbacks: dict[str, Any], show: Any) -> 
         callbacks["on_total"](sum(totals))
 
     for info in list_checkpoints(root):
-        if info.committed:
-            try:
-                show(
-                    info.url,
-                    verifying.verify(info.url, full=full, on_total=add, on_progress=callbacks["on_progress"]),
-                )
-            except CheckpointNotFoundError:
-                continue
-            except (DcpS3Error, OSError) as error:
-                show(info.url, None, error)
+        if not info.committed:
+            continue
+        try:
+            report = verifying.verify(info.url, full=full, on_total=add, on_progress=callbacks["on_progress"])
+        except CheckpointNotFoundError:
+            continue
+        except (DcpS3Error, OSError) as error:
+            show(info.url, None, error)
+        else:
+            show(info.url, report)
 
 
 @cli.app.command()
@@ -183,7 +180,7 @@ def bench(
         count = parse_size(size)
         if not count:
             raise ValueError("expected at least one byte")
-    with cli.progress_of_steps("bench") as step, ended_like_ctrl_c():
+    with cli.progress_of_steps("bench") as step, cli.ended_like_ctrl_c():
         report = run_bench(url, size=count, ranks=ranks, rounds=rounds, note=cli.note, progress=step)
     if as_json:
         cli.print_json(report.to_dict())
@@ -191,24 +188,6 @@ def bench(
         _print_report(report)
     if not report.removed:
         raise typer.Exit(group.FAILED)
-
-
-@contextlib.contextmanager
-def ended_like_ctrl_c() -> Iterator[None]:
-    """Clean up after other signals as after Ctrl-C."""
-
-    def interrupt(*_: Any) -> NoReturn:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _print_report(report: BenchReport) -> None:
