@@ -12,15 +12,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from dcp_s3.cli.main import app
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import MIN_PART_SIZE, Settings
+from tests.cli import looking
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.interpreter import Interpreter, Program
 from tests.memory_s3 import Fault
@@ -43,12 +43,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
         yield server
 
 
-def run(*arguments: object, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, ["bench", *map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result
+run = partial(looking.run, "bench")
 
 
 def assert_as_before(server: FaultyServer) -> None:

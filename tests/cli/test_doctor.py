@@ -9,15 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from dcp_s3.checkup.doctor import CHECKS
-from dcp_s3.cli.main import app
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
+from tests.cli import looking
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.interpreter import Interpreter
 from tests.memory_s3 import Fault
@@ -39,12 +39,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
         assert not server.s3.open_uploads(BUCKET)
 
 
-def run(*arguments: str, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, ["doctor", *arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result
+run = partial(looking.run, "doctor")
 
 
 def test_a_line_for_each_check_and_a_summary(faulty: FaultyServer) -> None:

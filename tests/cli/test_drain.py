@@ -7,17 +7,17 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from typer.testing import CliRunner
 
 from dcp_s3 import S3StorageWriter
-from dcp_s3.cli.main import app
 from dcp_s3.spill.background import stop_draining
 from dcp_s3.spill.store import SpillStore
+from tests.cli import looking
 from tests.faulty import BUCKET, FaultyServer
 from tests.interpreter import Interpreter, Program
 from tests.spill.test_outage import allow_all, assert_complete, make_state, refuse_all
@@ -42,12 +42,7 @@ def directory(faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return path
 
 
-def run(*arguments: object, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, ["drain", *map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result
+run = partial(looking.run, "drain")
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import dcp_s3
 from dcp_s3.cli import group as exits
 from dcp_s3.cli.main import app
+from tests.cli.looking import run
 from tests.memory_s3 import Fault
 from tests.retention.making import delete, get, keys, put, save, save_locally
 from tests.servers import S3Server
@@ -53,14 +54,6 @@ def _somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "1")
     save_locally(tmp_path / "local")
-
-
-def run(*arguments: object, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result
 
 
 def _fails(arguments: list[str], status: int) -> str:

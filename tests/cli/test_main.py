@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from typer.testing import CliRunner
 
 import dcp_s3
 from dcp_s3 import annotate
-from dcp_s3.cli.main import app
 from dcp_s3.cli.tables import format_age
 from dcp_s3.format.layout import deletion_object, lease_object
 from dcp_s3.offline import copy
 from dcp_s3.settings import MIN_PART_SIZE
+from tests.cli.looking import run
 from tests.retention.making import (
     delete,
     get,
@@ -29,14 +28,6 @@ from tests.retention.making import (
     zeros,
 )
 from tests.spread import spread_out
-
-
-def run(*arguments: object, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result
 
 
 def _same(loaded: dict[str, Any]) -> bool:

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from dcp_s3.cli import group as exits
-from dcp_s3.cli.main import app
 from dcp_s3.s3 import diagnosis
+from tests.cli.looking import run
 from tests.faulty import BUCKET, FaultyServer
 from tests.interpreter import Interpreter
 from tests.memory_s3 import Fault
@@ -34,14 +33,6 @@ def _nothing_told() -> Iterator[None]:
     diagnosis._told.clear()
     yield
     diagnosis._told.clear()
-
-
-def run(*arguments: object, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result
 
 
 def rows(*arguments: str) -> dict[str, dict[str, Any]]:

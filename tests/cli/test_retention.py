@@ -12,11 +12,10 @@ from typing import Any
 
 import boto3
 import pytest
-from typer.testing import CliRunner
 
 import dcp_s3
 from dcp_s3.cli import app as shared
-from dcp_s3.cli.main import app
+from tests.cli.looking import run
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.interpreter import Interpreter
 from tests.memory_s3 import Fault, MemoryS3
@@ -66,14 +65,6 @@ def s3(faulty: FaultyServer) -> Iterator[Any]:
 @pytest.fixture
 def someone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "someone_is_there", lambda: True)
-
-
-def run(*arguments: object, status: int = 0, input: str | None = None) -> Any:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=input)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result
 
 
 def steps() -> list[int | None]:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from dcp_s3.cli.main import app
+from tests.cli import looking
 from tests.memory_s3 import Fault
 from tests.retention.making import delete, get, keys, put, save
 
 pytestmark = pytest.mark.servers("memory")
 
 
-def run(*arguments: object, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, ["verify", *map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result
+run = partial(looking.run, "verify")
 
 
 def damage(s3: Any, url: str) -> str:
