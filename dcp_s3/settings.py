@@ -145,7 +145,9 @@ class Settings(BaseSettings):
         SettingsError: names the variable, the value found and what is allowed.
     """
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True, validate_default=False
+    )
 
     endpoint_url: Annotated[str, AfterValidator(_parse_endpoint)] | None = None
     """S3 endpoint, for stores other than AWS. Unset: AWS's own chain."""
