@@ -4,11 +4,11 @@
 (`benchmarks.coordinator` says what they hold) and puts them into a store in memory, each of whose requests takes 30 ms
 more. Then one rank does what `dcp_s3.coordination` does once all have written:
 
-- ``list``: the names of the parts, a page of 1,000 after the other.
-- ``get and add``: 64 parts at a time, each added to the merge as it comes.
-- ``unwritten``: whether any rank holds what none has written.
+- ``list``: the names of intents and parts, a page of 1,000 after the other.
+- ``roll call``: all intents, and whether any rank holds what none will write.
+- ``get and add``: the parts, each added to the merge as it comes.
 - ``merge``: `.metadata`, from all parts.
-- ``commit``: the manifest, then `.metadata`.
+- ``commit``: what is to become `.metadata`, the manifest, then `.metadata`.
 
 Beside it stands what the coordinator does in a save with collectives, in this process and without any network: it
 unpickles plans, makes the global plan, unpickles results, and makes `.metadata` and the manifest of them. That the
@@ -29,15 +29,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks.coordinator import State, local_plan, results_of
@@ -45,11 +46,12 @@ from benchmarks.measure import Sample, measure
 from benchmarks.report import machine
 from benchmarks.save_load import RESULTS
 from benchmarks.units import MIB
-from dcp_s3.coordination.merge import MergedSave, Merging
+from dcp_s3.coordination.merge import MergedSave, Merging, assign
+from dcp_s3.coordination.values import Intent, Key, parse_intent
 from dcp_s3.format.control_files import Manifest
-from dcp_s3.format.layout import METADATA, PART_PREFIX, manifest_object, part_object
+from dcp_s3.format.layout import METADATA, joint_object, manifest_object
 from dcp_s3.format.metadata import dump_metadata
-from dcp_s3.format.part import Part, WrittenItem, digest_of, encode, item_hash
+from dcp_s3.format.part import Part, WrittenItem, encode, item_hash
 from dcp_s3.save.objects import ItemWriteResult
 from dcp_s3.store import Expect, Page, StoredObject
 from tests.memory_store import MemoryStore
@@ -107,8 +109,8 @@ class Run:
     """The coordinator's steps."""
 
 
-def parts_of(state: State, ranks: int) -> Iterator[bytes]:
-    """The part of each rank: what all have, each writes a share of."""
+def parts_of(state: State, ranks: int) -> Iterator[tuple[Intent, bytes]]:
+    """Intent and part of each rank: what all have, each writes a share of."""
     for rank in range(ranks):
         held = local_plan(state, ranks, rank)
         shared = {*state.replicated, *state.objects}
@@ -117,14 +119,22 @@ def parts_of(state: State, ranks: int) -> Iterator[bytes]:
         ]
         results = results_of(rank, SavePlan(written))
         items = tuple(
-            WrittenItem(item.index, item.tensor_data, result.storage_data)
+            WrittenItem(item.index, item.tensor_data, result.storage_data, item.type == WriteItemType.SHARD)
             for item, result in zip(written, results, strict=True)
         )
         objects = tuple(
             each.object_entry for each in results if isinstance(each, ItemWriteResult) and each.object_entry is not None
         )
         paths = {item.index.fqn: held.planner_data[item.index.fqn] for item in written}
-        yield encode(Part(SAVE, rank, ranks, items, objects, frozenset(map(item_hash, held.items)), paths))
+        common = [item for item in held.items if item.index.fqn in shared]
+        owned = [_owner(item.index.fqn, state, ranks) == rank for item in common]
+        writes, leaves = (
+            tuple(item_hash(item) for item, is_own in zip(common, owned, strict=True) if is_own == wanted)
+            for wanted in (True, False)
+        )
+        facts = {"started_at": 0.0, "by": rank}
+        intent = Intent(f"{rank:016x}", 0, SAVE, False, writes, leaves)
+        yield intent, encode(Part(SAVE, rank, ranks, items, objects, paths, facts))
 
 
 def _owner(fqn: str, state: State, ranks: int) -> int:
@@ -135,9 +145,10 @@ def simulate(ranks: int, items: int, latency: float, *, with_collectives: bool =
     """One save of so many ranks."""
     state, store = State.of(items), DistantStore(0)
     sizes = []
-    for rank, data in enumerate(parts_of(state, ranks)):
+    for rank, (intent, data) in enumerate(parts_of(state, ranks)):
         sizes.append(len(data))
-        store.put(part_object(SAVE, rank, 0, digest_of([rank])), data)
+        store.put(Key("part", SAVE, rank).path, data)
+        store.put(Key("intent", SAVE, rank).path, intent.to_json())
     store.latency, store.nbytes = latency, 0
     store.requests.clear()
     run = _Merge(store, ranks)
@@ -158,25 +169,36 @@ class _Merge:
         self.merged: MergedSave
 
     def __call__(self) -> None:
-        merging, names = Merging(SAVE, self._ranks), list[str]()
-        self._step("list", lambda: names.extend(each.key for each in self._store.list(PART_PREFIX + SAVE).objects))
-        self._step("get and add", lambda: self._get(names, merging))
-        self._step("unwritten", merging.unwritten)
+        merging = Merging(SAVE, self._ranks)
+        self._step("list", lambda: self._store.list(joint_object(SAVE, "")))
+        self._step("roll call", self._call_roll)
+        self._step("get and add", lambda: self._get(merging))
         self._step("merge", lambda: self._merge(merging))
         self._step("commit", self._commit)
 
-    def _get(self, names: Sequence[str], merging: Merging) -> None:
+    def _read(self, kind: str) -> Iterator[bytes]:
+        keys = [Key(kind, SAVE, rank).path for rank in range(self._ranks)]
         with ThreadPoolExecutor(_AT_A_TIME, "get") as pool:
-            waiting = {pool.submit(self._store.get, name) for name in names}
-            for each in as_completed(waiting):
-                merging.add(each.result().data)
-                waiting.discard(each)
+            for start in range(0, self._ranks, 256):
+                yield from pool.map(lambda key: self._store.get(key).data, keys[start : start + 256])
+
+    def _call_roll(self) -> None:
+        intents = [parse_intent(data) for data in self._read("intent")]
+        leaves = [np.array([] if each is None else each.leaves, np.uint64) for each in intents]
+        writes = [np.array([] if each is None else each.writes, np.uint64) for each in intents]
+        if assign(leaves, writes):
+            raise RuntimeError("something would be written by no rank")
+
+    def _get(self, merging: Merging) -> None:
+        for data in self._read("part"):
+            merging.add(data)
 
     def _merge(self, merging: Merging) -> None:
         self.merged = merging.merged(save_id=SAVE + "00000000", checkpoint_id=_URL)
 
     def _commit(self) -> None:
         merged = self.merged
+        self._store.put(Key("merged", SAVE + "00").path, merged.metadata)
         manifest = Manifest(SAVE + "00000000", time.time(), 1, self._ranks, merged.objects, merged.items)
         self._store.put(manifest_object(manifest.save_id), manifest.to_json())
         self._store.put(METADATA, merged.metadata, expect=Expect())

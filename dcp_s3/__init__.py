@@ -41,13 +41,12 @@ if _TYPE_CHECKING:  # the table below again, for type checkers
     from dcp_s3.load.planner import S3LoadPlanner as S3LoadPlanner
     from dcp_s3.load.reader import S3StorageReader as S3StorageReader
     from dcp_s3.manager.manager import CheckpointManager as CheckpointManager
-    from dcp_s3.manager.save_policy import (
+    from dcp_s3.manager.step_policy import (
         SaveContinuously as SaveContinuously, SaveEvery as SaveEvery, SaveFirst as SaveFirst, SaveMoment as SaveMoment,
         SaveOnPreemption as SaveOnPreemption, SavePolicy as SavePolicy,
     )
     from dcp_s3.monitoring import Stats as Stats, stats as stats
-    from dcp_s3.offline.copy import copy as copy
-    from dcp_s3.offline.copy_source import CopyResult as CopyResult
+    from dcp_s3.offline.copy import CopyResult as CopyResult, copy as copy
     from dcp_s3.offline.diff import CheckpointDiff as CheckpointDiff, EntryDiff as EntryDiff, diff as diff
     from dcp_s3.offline.export import ExportResult as ExportResult, export as export
     from dcp_s3.offline.import_weights import ImportResult as ImportResult, import_weights as import_weights
@@ -87,7 +86,7 @@ _NAMES = {
     },
     "A run of checkpoints": {
         "manager.manager": "CheckpointManager",
-        "manager.save_policy": "SaveEvery SaveContinuously SaveFirst SaveOnPreemption SavePolicy SaveMoment",
+        "manager.step_policy": "SaveEvery SaveContinuously SaveFirst SaveOnPreemption SavePolicy SaveMoment",
     },
     "Retention": {
         "retention.prune": "prune remove apply_plan PruneReport",
@@ -103,8 +102,7 @@ _NAMES = {
         "offline.verify_plan": "Problem",
         "offline.inspect": "inspect CheckpointEntries",
         "offline.diff": "diff CheckpointDiff EntryDiff",
-        "offline.copy": "copy",
-        "offline.copy_source": "CopyResult",
+        "offline.copy": "copy CopyResult",
         "offline.export": "export ExportResult",
         "offline.import_weights": "import_weights ImportResult",
         "reporting.report": "report ReportData",

@@ -30,8 +30,6 @@ class Launch:
     """Id of the run: no other start of a job has it. Empty: the launcher gives none."""
     restart: tuple[int, ...]
     """How often each launcher, the outermost first, has restarted the run."""
-    began: float | None
-    """When the run began, in seconds since the epoch, if the launcher says so: the same on all ranks."""
     rank: int
     world_size: int
     """Number of ranks."""
@@ -49,12 +47,9 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     """
     runs: list[str] = []
     restart: list[int] = []
-    began = None
     if job := environment.get("SLURM_JOB_ID"):
         runs.append(f"slurm-{job}.{environment.get('SLURM_STEP_ID') or 'batch'}")
         restart.append(_count(environment, "SLURM_RESTART_COUNT"))
-        started = environment.get("SLURM_JOB_START_TIME", "")
-        began = float(started) if started.isdecimal() else None
     if (jobset := environment.get("JOBSET_UID")) and environment.get("JOBSET_RESTART_ATTEMPT"):
         runs.append(f"jobset-{jobset}")
         restart.append(_count(environment, "JOBSET_RESTART_ATTEMPT"))
@@ -64,7 +59,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         if elastic != "none":
             runs.append(f"torchrun-{elastic}")
     rank, world_size = _read_rank(environment)
-    return Launch("+".join(runs), tuple(restart), began, rank, world_size)
+    return Launch("+".join(runs), tuple(restart), rank, world_size)
 
 
 def _read_rank(environment: Mapping[str, str]) -> tuple[int, int]:

@@ -213,8 +213,9 @@ class Settings(BaseSettings):
     run_id: str | None = Field(default=None, min_length=1, max_length=200)
     """Name of this start of the job, for saves without collectives: the same on all ranks, and never used again, unless
     torchrun or SLURM count the restart. Unset: what the process group and the launcher say (torchrun, SLURM)."""
-    rank_timeout: RequestSeconds = 60.0
-    """Seconds without progress after which a rank counts as dead in a save without collectives."""
+    rank_timeout: RequestSeconds = 300.0
+    """Seconds without progress (it has not joined, or no byte of it moves) after which a rank is given up in a save
+    without collectives. Longer than what one rank may do before it saves, for example an evaluation."""
 
     retention: str | None = None
     """Policies in one line, for example ``latest:3 best:2:val_loss:min every:10000 within:48h daily:7``: what prune

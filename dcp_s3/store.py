@@ -95,6 +95,9 @@ class Expect:
 
     etag: str = ""
     """ETag of the object that must be there; empty if there must be none."""
+    required: bool = False
+    """Whether a store that is known to lack such conditions must refuse (PreconditionFailedError), instead of writing
+    without."""
 
 
 ABSENT = Expect()
@@ -298,8 +301,7 @@ class Store(abc.ABC):
         pages = [self.page(prefix, delimiter)]
         while pages[-1].next_token is not None:
             pages.append(self.page(prefix, delimiter, token=pages[-1].next_token))
-        objects, prefixes = zip(*((page.objects, page.prefixes) for page in pages), strict=True)
-        return Page(tuple(chain(*objects)), tuple(chain(*prefixes)), None, pages[0].server_time)
+        return join(pages)
 
     @abc.abstractmethod
     def delete(self, targets: Iterable[str | DeleteTarget]) -> Sequence[str]:
@@ -393,6 +395,11 @@ class Batch(abc.ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None: ...
+
+
+def join(pages: Sequence[Page]) -> Page:
+    objects, prefixes = zip(*((page.objects, page.prefixes) for page in pages), strict=True)
+    return Page(tuple(chain(*objects)), tuple(chain(*prefixes)), None, pages[0].server_time)
 
 
 def same_etag(one: str | None, other: str | None) -> bool:

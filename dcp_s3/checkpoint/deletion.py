@@ -1,6 +1,7 @@
 """Deletes one checkpoint. May be interrupted anywhere, and may meet readers, saves and other prunes.
 
-1. Look: it is still what the plan saw.
+1. Look: it is still what the plan saw. A joint save to its URL that shows nothing new is aborted, so that it does not
+   commit what is deleted here.
 2. Write the list of what will be deleted (`DeletionList`), with ETags.
 3. Look again for new pins and readers' leases, and for commits of slow saves. Whoever writes one of these then looks
    for the list.
@@ -25,8 +26,10 @@ from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
 from dcp_s3.checkpoint.look import Inspected, find_manifest, inspect, save_id_of
 from dcp_s3.checkpoint.stored_metadata import check_metadata
+from dcp_s3.coordination.processes import settle_saves
 from dcp_s3.format.control_files import DeletionList
 from dcp_s3.format.layout import (
+    CLAIM,
     CONTROL_PREFIX,
     DELETION_PREFIX,
     METADATA,
@@ -121,7 +124,7 @@ class Deleter:
         if planned.etag is not None and (commit is None or not commit.has_etag(planned.etag)):
             raise LeftAloneError("it was overwritten")
         if not self.dry_run:
-            self._delete(url, planned, removal, newest)
+            self._delete(url, planned, self.settle_saves(url, removal), newest)
         return Deletion(url.name, removal.count, removal.size)
 
     def _delete(
@@ -271,6 +274,15 @@ class Deleter:
         """Raises LeftAloneError if a save is in progress."""
         if removal.being_saved and not self.force:
             raise LeftAloneError(f"a save is in progress: {removal.being_saved} was written")
+
+    def settle_saves(self, url: CheckpointURL, removal: Removal) -> Removal:
+        """Abort a joint save that was begun before this listing and is not committed: from here on nothing commits what
+        is listed. If it is decided already, it is committed."""
+        claim = removal.objects.get(CLAIM)
+        if claim is None:
+            return removal
+        etag = settle_saves(self.store, url, why="nothing was written for longer than the grace period of a prune")
+        return replace(removal, objects={**removal.objects, CLAIM: claim._replace(etag=etag or claim.etag)})
 
     def write_list(self, url: CheckpointURL, path: str, listed: DeletionList) -> None:
         """Write the list of what will be deleted."""

@@ -23,8 +23,9 @@ from dcp_s3.checkpoint.deletion import (
 from dcp_s3.checkpoint.directory import Directory, list_directory
 from dcp_s3.checkpoint.info import LeftoverObject
 from dcp_s3.checkpoint.look import inspect, look_deeper
+from dcp_s3.coordination.processes import settle_saves
 from dcp_s3.format.control_files import DeletionList, Manifest
-from dcp_s3.format.layout import DELETION_PREFIX, deletion_id, deletion_object, new_nonce
+from dcp_s3.format.layout import CLAIM, DELETION_PREFIX, deletion_id, deletion_object, new_nonce
 from dcp_s3.url import CheckpointURL
 
 
@@ -53,6 +54,7 @@ def delete_uncommitted(deleter: Deleter, url: CheckpointURL, *, since: float) ->
     deleter.check_not_saving(removal)
     if deleter.dry_run:
         return Deletion(url.name, removal.count, removal.size)
+    removal = deleter.settle_saves(url, removal)
     everything = removal.to_list(None, all_versions=deleter.all_versions)
     seen = {**everything.commits, **everything.objects}
     known = set(everything.commits)
@@ -112,7 +114,10 @@ def delete_leftovers(
     if not gone or found is None:
         return Deletion(url.name, 0, 0)
     before, skip = found.info, len(url.key(""))
-    seen = {each.path: each.etag for each in found.directory.other_saves({})}
+    # What is deleted was listed before this: nothing commits it after.
+    claim = settle_saves(deleter.store, url, why="nothing was written for longer than the grace period of a prune")
+    seen = {each.path: each.etag for each in found.directory.other_saves({})} | ({CLAIM: claim} if claim else {})
+    gone = [replace(each, etag=claim or "") if each.key == url.key(CLAIM) else each for each in gone]
 
     def look() -> None:
         now = inspect(deleter.store, url)

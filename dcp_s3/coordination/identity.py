@@ -1,8 +1,7 @@
-"""Who saves: the attempt that this process is part of, and the ids of its saves.
+"""Who saves: the attempt that this process is part of.
 
-All ranks of an attempt compute the same ids, and no other attempt computes one of them. With a process group, its first
-rank says once who they are, through the store by which the group was made. Without one, what the launcher says must
-suffice.
+All ranks of an attempt compute the same id, and no other attempt does. With a process group, its first rank says once
+who they are, through the store by which the group was made. Without one, what the launcher says must suffice.
 """
 
 from __future__ import annotations
@@ -15,25 +14,27 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dcp_s3 import ranks
 from dcp_s3.errors import SaveProtocolError, StorageError
+from dcp_s3.format.layout import CLAIM
 from dcp_s3.launcher import Launch
+from dcp_s3.limit import Limit
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, launch
 from dcp_s3.torch_private import default_store
+from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
 
 STORE_PREFIX = "dcp_s3/"
 """Begin of our keys in the store of a process group."""
 
-NOT_BEGUN = 10
-"""Rank timeouts for which a rank that was never heard of may still begin, if nobody can make up for it."""
-
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # seconds between two looks
+_CLOCK_SECONDS = 10.0
 _LINGER = 10.0  # seconds for which the first rank answers after the end of its group or its program
 
 
@@ -49,7 +50,8 @@ class Attempt:
     token: str
     """What no other attempt has; empty if ``run`` and ``restart`` must suffice."""
     began: float | None
-    """When the attempt began, in seconds since the epoch, on the clock of one of its ranks; None if it is unknown."""
+    """When the attempt began, in seconds since the epoch on the clock of the object store, which orders attempts; None
+    if it is unknown."""
     world_size: int
     rank: int
 
@@ -57,24 +59,6 @@ class Attempt:
     def id(self) -> str:
         """Id (16 hex digits) of the attempt: the same on all ranks, whatever the world size."""
         return _digest(self.run, list(self.restart), self.token)
-
-
-@dataclass(eq=False)
-class CountedSave:
-    """A save of an attempt, told apart from its others to that URL."""
-
-    attempt: Attempt
-    number: int
-    """How many saves to the URL the attempt has begun, this one included."""
-    order: int
-    """How many saves of the attempt to any URL this rank has counted, this one included."""
-    begun: bool = False
-    """Whether this rank may have told what it holds."""
-
-
-def save_of(attempt: Attempt, url: str, number: int) -> str:
-    """Id (16 hex digits) of the attempt's save number ``number`` to a URL: the same on all its ranks."""
-    return _digest(attempt.id, attempt.world_size, url, number)
 
 
 def _digest(*values: object) -> str:
@@ -89,9 +73,10 @@ def make_attempt(
     world_size: int,
     store: Any = None,
     members: Sequence[int] = (),
+    clock: Callable[[], float | None] = lambda: None,
 ) -> Attempt:
     """The attempt that a process is part of; ``store`` is one of torch that all ranks share, ``members`` the ranks that
-    save, if they are not all.
+    save, if they are not all, and ``clock`` that of the object store.
 
     Raises:
         SaveProtocolError: there are several ranks, and nothing tells this attempt from others; or rank 0 does not come.
@@ -103,37 +88,35 @@ def make_attempt(
             "run": run,
             "restart": found.restart,
             "token": secrets.token_hex(8),
-            "began": time.time(),
         }
         group = "" if not members else f"{','.join(map(str, members))}/"
         if rank == (members[0] if members else 0):
+            mine["began"] = clock()
             tell(store, json.dumps(mine), (len(members) or world_size) - 1, group)
             said = mine
         else:
-            said = json.loads(ask(store, NOT_BEGUN * settings.rank_timeout, group))
+            said = json.loads(ask(store, settings.rank_timeout, group))
         # Not what is in this rank's environment: it may differ, for example by the step of SLURM.
         return Attempt(said["run"], tuple(said["restart"]), said["token"], said["began"], world_size, rank)
     if world_size == 1:
-        return Attempt(run, found.restart, secrets.token_hex(8), time.time(), 1, rank)
+        return Attempt(run, found.restart, secrets.token_hex(8), None, 1, rank)
     if not run:
         raise SaveProtocolError(
             f"nothing tells this attempt of {world_size} ranks from earlier ones: there is no process group, and the "
             "launcher gives no id of the run. Remedy: set DCP_S3_RUN_ID on all ranks to the same text, a new one at "
             "each start of the job, or call torch.distributed.init_process_group"
         )
-    return Attempt(run, found.restart, "", found.began, world_size, rank)
+    return Attempt(run, found.restart, "", None, world_size, rank)
 
 
 _counting = threading.Lock()
 _attempts: dict[tuple[int, ...], tuple[tuple[Any, ...], Attempt]] = {}
 """By the ranks that save: what tells the group from others, and the attempt."""
-_saves: dict[bytes, int] = {}  # of all attempts: after a group has ended, that of the launcher is back
-_orders: dict[str, int] = {}  # by attempt
-_left: dict[bytes, CountedSave] = {}
 
 
-def current_attempt(settings: Settings, members: Sequence[int] = ()) -> Attempt:
-    """The attempt that this process is part of: the same one until its process group is another one.
+def current_attempt(where: CheckpointURL, settings: Settings, members: Sequence[int] = ()) -> Attempt:
+    """The attempt that this process is part of: the same one until its process group is another one. ``where`` is a URL
+    in the bucket whose clock orders attempts.
 
     Rank and world size are those of the default process group, without one those that the launcher says. ``members``
     are the ranks that save, if they are not all: only these need to come.
@@ -153,42 +136,23 @@ def current_attempt(settings: Settings, members: Sequence[int] = ()) -> Attempt:
     with _counting:
         known = _attempts.get(members)
         if known is None or known[0] != of:
-            made = make_attempt(settings, found, rank=rank, world_size=world_size, store=store, members=members)
+            made = make_attempt(
+                settings, found, rank=rank, world_size=world_size, store=store, members=members,
+                clock=lambda: _clock_of(where, settings),
+            )  # fmt: skip
             known = _attempts[members] = of, made
         return known[1]
 
 
-def count_save(attempt: Attempt, url: str) -> CountedSave:
-    """Count a save to a URL that this process begins."""
-    key = _key(attempt, url)
-    with _counting:
-        number = _saves[key] = _saves.get(key, 0) + 1
-        order = _orders[attempt.id] = _orders.get(attempt.id, 0) + 1
-        return CountedSave(attempt, number, order)
-
-
-def leave_save(save: CountedSave, url: str) -> None:
-    """Note that this rank has failed before it began a save: it may try again."""
-    with _counting:
-        _left[_key(save.attempt, url)] = save
-
-
-def take_left(attempt: Attempt, url: str) -> CountedSave | None:
-    """The save to a URL that was left last, once."""
-    with _counting:
-        return _left.pop(_key(attempt, url), None)
-
-
-def forget_left(save: CountedSave, url: str) -> None:
-    """Note that this rank does not try a save again that it may have left."""
-    key = _key(save.attempt, url)
-    with _counting:
-        if _left.get(key) is save:
-            del _left[key]
-
-
-def _key(attempt: Attempt, url: str) -> bytes:
-    return hashlib.blake2b(f"{attempt.id} {url}".encode(), digest_size=8).digest()
+def _clock_of(where: CheckpointURL, settings: Settings) -> float | None:
+    try:
+        store = store_of(where, settings, Limit(patience=_CLOCK_SECONDS, hang=_CLOCK_SECONDS))
+        return store.page(where.key(CLAIM)).server_time
+    except StorageError as error:
+        logger.warning(
+            "the clock of s3://%s cannot be read, so this attempt is not ordered by it: %s", where.bucket, error
+        )
+        return None
 
 
 # --- what the first rank tells the others -------------------------------------------------------------
@@ -223,9 +187,9 @@ def ask(store: Any, timeout: float, group: str = "") -> str:
         while not store.check([_answer_to(word)]):
             if time.monotonic() > deadline:
                 raise SaveProtocolError(
-                    f"rank 0 of the process group has not come to a save or a CheckpointManager for {timeout:g} s (ten "
-                    "times DCP_S3_RANK_TIMEOUT), so this rank does not know which attempt of the job it is part of. "
-                    "Remedy: see what rank 0 does; save, and make the CheckpointManager, on all ranks"
+                    f"rank 0 of the process group has not come to a save or a CheckpointManager for "
+                    f"DCP_S3_RANK_TIMEOUT = {timeout:g} s, so this rank does not know which attempt of the job it is "
+                    "part of. Remedy: see what rank 0 does; save, and make the CheckpointManager, on all ranks"
                 )
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE)

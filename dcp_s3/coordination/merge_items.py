@@ -16,8 +16,7 @@ from dcp_s3.errors import SaveProtocolError, ShardingError
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.cover import Shape, box_text, find_overlap
 from dcp_s3.format.metadata_columns import StoredItems, dump_items, group_starts, stable_order
-from dcp_s3.format.part import make_properties
-from dcp_s3.format.part_columns import (
+from dcp_s3.format.part import (
     CRCS,
     DESCRIPTORS,
     FLAGS,
@@ -30,6 +29,7 @@ from dcp_s3.format.part_columns import (
     SIZES,
     WHOLE,
     Columns,
+    make_properties,
     path_from,
 )
 
@@ -58,11 +58,8 @@ class AddedPart:
     """As in `Columns`, but names, shapes, properties and descriptors are those of `Tables`."""
     ranges: npt.NDArray[np.int64]
     crcs: memoryview
-    held: npt.NDArray[np.uint64]
     objects: tuple[ObjectEntry, ...]
     facts: Mapping[str, object]
-    crc: bytes
-    """The part's own."""
 
 
 class Tables:
@@ -79,7 +76,7 @@ class Tables:
         self.flattened = False
         """Whether any rank's planner flattens."""
 
-    def add(self, part: Columns, crc: bytes) -> AddedPart:
+    def add(self, part: Columns) -> AddedPart:
         """Keep what a part says; ValueError if its properties or paths are none."""
         for each in part.properties:
             if each not in self.properties:
@@ -96,7 +93,7 @@ class Tables:
             (DESCRIPTORS, self.descriptors.numbers(part.descriptors)),
         ):
             numbers[row] = np.concatenate((_NONE, table + 1))[part.numbers[row]]
-        return AddedPart(part.rank, numbers, part.ranges, part.crcs, part.held, part.objects, dict(part.facts), crc)
+        return AddedPart(part.rank, numbers, part.ranges, part.crcs, part.objects, dict(part.facts))
 
     def _add_paths(self, part: Columns, codes: Sequence[str | None], names: npt.NDArray[np.int32]) -> None:
         new = np.full(len(self.names) - len(self._said_by), _NOBODY)
@@ -124,7 +121,7 @@ def merge_items(
     filled: bool,
     number: Callable[[int], int] = int,
 ) -> tuple[bytes, int]:
-    """``.metadata`` of all parts, by rank and number, and its number of items."""
+    """``.metadata`` of all parts, by rank, and its number of items."""
     counts = [part.numbers.shape[1] for part in parts]
     numbers = np.concatenate([_NO_ITEMS, *(part.numbers for part in parts)], axis=1)
     numbers[OBJECT] += np.repeat(_sums([len(part.objects) for part in parts]), counts).astype(np.int32)
@@ -154,7 +151,7 @@ def merge_items(
     return dump_items(items, planner_data=_planner_data(tables, names, order), storage_meta=meta), len(chosen)
 
 
-_NO_ITEMS, _NO_RANGES = np.zeros((11, 0), np.int32), np.zeros((5, 0), np.int64)
+_NO_ITEMS, _NO_RANGES = np.zeros((10, 0), np.int32), np.zeros((5, 0), np.int64)
 
 
 def _in_order(numbers: npt.NDArray[np.int32], table: Collection[_Ordered]) -> list[_Ordered]:
@@ -309,7 +306,6 @@ class ChunkChecks:
         for dim in range(self._padded.shape[1]):
             column = self._padded[:, dim]
             wrong |= column[offsets] + column[sizes] > column[wholes]
-        wrong &= self._dims[wholes] > 0  # DCP does not look at scalars
         return int(wrong.argmax()) if wrong.any() else None
 
     def check(self, fqn: str, whole: int, offsets: Ints, sizes: Ints, ranks: Ints) -> None:

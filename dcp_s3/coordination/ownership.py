@@ -2,7 +2,8 @@
 
 An item has holders: the ranks that have the same chunk. They spread those that they hold together over each other. What
 a rank cannot know is no input, so all holders get the same answer. Where they do not, because their states differ in a
-way that no layout shows, the merge finds items twice, and keeps one, or missing, and has them written.
+way that no layout shows, the merge finds items twice, and keeps one; or the roll call finds them missing, and has them
+written.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -39,10 +40,20 @@ Lookup: TypeAlias = Callable[[MetadataIndex], Any]
 _SMALL_BYTES = 64 * 2**10
 
 
-def own_items(
+class OwnedItem(NamedTuple):
+    """An item that this rank holds. Ranks are global ones."""
+
+    item: WriteItem
+    holders: tuple[int, ...]
+    """The ranks that are supposed to hold it, ascending, this one among them."""
+    owner: int
+    """The one that is to write it."""
+
+
+def find_owners(
     items: Sequence[WriteItem], lookup: Lookup, *, world: Sequence[int], rank: int, replicas: Replicas = None
-) -> list[WriteItem]:
-    """The items of a rank's whole plan that it is to write, in the order of the plan. Ranks are global ones.
+) -> list[OwnedItem]:
+    """Who writes each item of a rank's whole plan, in the order of the plan.
 
     Raises:
         SaveProtocolError: ``replicas`` leaves this rank out, or names others than ranks of the save.
@@ -51,7 +62,7 @@ def own_items(
     meshes = {id(value.device_mesh): value.device_mesh for value in values if isinstance(value, DTensor)}
     holders = Holders(world, rank, replicas, meshes.values())
     held = [(item, holders.find(item, value)) for item, value in zip(items, values, strict=True)]
-    return [item for item, owner in zip(items, assign(held), strict=True) if owner == rank]
+    return [OwnedItem(item, found, owner) for (item, found), owner in zip(held, assign(held), strict=True)]
 
 
 def lookup_in(planner: Any) -> Lookup:

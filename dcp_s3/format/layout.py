@@ -20,10 +20,8 @@ CONTROL_PREFIX = ".dcp_s3/"
 METRICS = CONTROL_PREFIX + "metrics.json"
 PIN = CONTROL_PREFIX + "pin"
 CLAIM = CONTROL_PREFIX + "claim.json"
-"""Says which save without collectives the ranks write now."""
-PART_PREFIX = CONTROL_PREFIX + "part-"
-INTENT_PREFIX = CONTROL_PREFIX + "intent-"
-NOTICE_PREFIX = CONTROL_PREFIX + "notice-"
+"""Says which save without collectives the ranks write now, and decides what becomes of it."""
+JOINT_PREFIX = CONTROL_PREFIX + "joint-"
 BOARD_PREFIX = CONTROL_PREFIX + "board-"
 """Below the URL above the checkpoints: what ranks of a run tell each other through S3."""
 LEASE_PREFIX = CONTROL_PREFIX + "lease-"
@@ -81,24 +79,14 @@ def lease_object(lease_id: str, seconds: int) -> str:
     return f"{LEASE_PREFIX}{lease_id}.{seconds}"
 
 
-def part_object(save: str, rank: int, number: int, digest: str) -> str:
-    """Relative path of what one rank wrote in a save without collectives, the `part`:
-    ``.dcp_s3/part-{save}.{rank}.{number}.{digest}``.
+def joint_object(nonce: str, kind: str, name: object = "") -> str:
+    """Relative path of what the ranks of a save without collectives tell each other,
+    ``.dcp_s3/joint-{nonce}.{kind}.{name}``.
 
-    ``number`` is 0 for what the rank had to write, n for what it wrote because notice n asked for it; ``digest`` (16
-    hex digits) is of what the rank holds.
+    The nonce (hex) is the save's. Kinds: ``intent`` and ``part`` with a rank as name, ``roll`` and ``merged`` with hex
+    digits. Without a kind: what all of them begin with.
     """
-    return f"{PART_PREFIX}{save}.{rank}.{number}.{digest}"
-
-
-def intent_object(save: str, rank: int, digest: str) -> str:
-    """Relative path of an empty object that says what a rank holds before it has written it."""
-    return f"{INTENT_PREFIX}{save}.{rank}.{digest}"
-
-
-def notice_object(save: str) -> str:
-    """Relative path of what a merging rank tells the others: who writes what is missing, or why there is no commit."""
-    return f"{NOTICE_PREFIX}{save}.json"
+    return f"{JOINT_PREFIX}{nonce}.{kind}{'.' if kind else ''}{name}"
 
 
 def board_object(attempt: str, key: str) -> str:
@@ -133,7 +121,7 @@ class What(Enum):
     DELETION = "deletion"
     """The list of what a deletion removes."""
     COORDINATION = "coordination"
-    """Of a save without collectives: the claim, a part, an intent or the notice."""
+    """Of a save without collectives: the claim, or what has its nonce in its name."""
     BOARD = "board"
     """Something that ranks tell each other, below the URL above the checkpoints. Says nothing about a checkpoint."""
     CONTROL = "control"
@@ -151,15 +139,13 @@ class Kind(NamedTuple):
     what: What
     rank: int | None = None
     number: int | None = None
-    """Number of a data object, or of a part, among its rank's."""
+    """Number of a data object among its rank's."""
     nonce: str = ""
     """Nonce of a data object; empty if another library named it."""
     spread: int = 0
     """Number of hex digits of the hash in front of a data object's name (`spread`)."""
     save_id: str = ""
-    """Save id of a manifest; the id that the ranks have in common, of a part, an intent or a notice."""
-    digest: str = ""
-    """Digest of what the rank of a part or an intent holds."""
+    """Save id of a manifest; nonce of what the ranks of a save without collectives tell each other."""
     seconds: int = 0
     """Of a lease."""
     deletion: str = ""
@@ -177,9 +163,8 @@ _RANK_DATA = re.compile(f"__{_NUMBER}_{_NUMBER}[^0-9].*")
 _SPREAD = re.compile("[0-9a-f]{1,4}")
 _MANIFEST = re.compile(rf"{re.escape(CONTROL_PREFIX)}manifest-([0-9a-f]+)(?:\.{_NUMBER})?\.json")
 _LEASE = re.compile(rf"{re.escape(LEASE_PREFIX)}[0-9a-f]+\.(0|[1-9][0-9]{{0,8}})")
-_PART = re.compile(rf"{re.escape(PART_PREFIX)}([0-9a-f]+)\.{_NUMBER}\.{_NUMBER}\.([0-9a-f]+)")
-_INTENT = re.compile(rf"{re.escape(INTENT_PREFIX)}([0-9a-f]+)\.{_NUMBER}\.([0-9a-f]+)")
-_NOTICE = re.compile(rf"{re.escape(NOTICE_PREFIX)}([0-9a-f]+)\.json")
+_JOINT = re.compile(rf"{re.escape(JOINT_PREFIX)}([0-9a-f]+)\.(?:intent|part|roll|merged)\.[0-9a-f]+")
+_JOINT_BEFORE = re.compile(rf"{re.escape(CONTROL_PREFIX)}(?:part|intent|notice)-([0-9a-f]+)\.[0-9a-z.]+")  # version 0.1
 _DELETION = re.compile(rf"{re.escape(DELETION_PREFIX)}([0-9a-f]+)-([0-9a-f]+)\.json")
 
 
@@ -236,11 +221,7 @@ def _classify_control(path: str) -> Kind:
         return Kind(What.LEASE, seconds=int(match[1]))
     if match := _DELETION.fullmatch(path):
         return Kind(What.DELETION, deletion=match[1], attempt=match[2])
-    if match := _PART.fullmatch(path):
-        return Kind(What.COORDINATION, int(match[2]), int(match[3]), save_id=match[1], digest=match[4])
-    if match := _INTENT.fullmatch(path):
-        return Kind(What.COORDINATION, int(match[2]), save_id=match[1], digest=match[3])
-    if match := _NOTICE.fullmatch(path):
+    if match := _JOINT.fullmatch(path) or _JOINT_BEFORE.fullmatch(path):
         return Kind(What.COORDINATION, save_id=match[1])
     if path.startswith(BOARD_PREFIX) and is_inside(path):
         return Kind(What.BOARD)

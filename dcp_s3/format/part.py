@@ -1,39 +1,44 @@
 """A part: what one rank wrote in a save without collectives, and its bytes. Pure.
 
-All parts of a save together say as much as DCP's plan and its write results. Their bytes are compact, with a version
-and a CRC-64/NVME; nothing in them is pickled.
+All parts of a save together say as much as DCP's plan and its write results. Nothing in them is pickled. The bytes: 8
+that name the format and its version; the length of the head, 4 bytes; the head, JSON; `Columns.ranges`, `numbers` and
+`crcs`; the CRC-64/NVME of all that, 8 bytes, the most significant first. Other numbers are little-endian.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
+import json
+import math
+import struct
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 
-from dcp_s3.format.blocks import Blocks, make_storage_info
-from dcp_s3.format.control_files import ObjectEntry
-from dcp_s3.format.part_columns import (
-    CRC,
-    CRCS,
-    HAS_BLOCKS,
-    HAS_CRC,
-    HAS_RAW_OFFSET,
-    IS_SHARD,
-    Columns,
-    pack,
-    path_code,
-    path_from,
-    unpack,
-)
+from dcp_s3.checksum import crc64nvme
+from dcp_s3.format.control_files import AttachmentEntry, ObjectEntry
+from dcp_s3.format.layout import What, classify, is_inside
 from dcp_s3.torch_private import StorageInfo
+
+MAGIC = b"dcppart\x02"
+
+# Rows of `numbers`. Tables are counted from 0; those of properties, shapes and descriptors from 1: 0 is none.
+NAME, PROPERTIES, PLACE, OFFSETS, SIZES, WHOLE, DESCRIPTORS, OBJECT, FLAGS, CRCS = range(10)
+# Rows of `ranges`. CRC is unsigned, whatever the type of the rows says.
+OFFSET, LENGTH, RAW_OFFSET, BLOCK, CRC = range(5)
+HAS_RAW_OFFSET, HAS_CRC, HAS_BLOCKS, IS_SHARD = 1, 2, 4, 8
+"""Flags."""
+
+_HEAD = struct.Struct("<I")
+_MAX_DIM = 2**61  # so that the sum of an offset and a size is no overflow
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +51,52 @@ class WrittenItem:
     """Chunk, whole shape and properties of a tensor; None for anything else."""
     storage: StorageInfo
     """Where it lies, with our facts about it (`blocks`)."""
+    is_shard: bool
+    """Whether its name has other chunks, perhaps on other ranks."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank wrote, and what it holds."""
+    """What one rank wrote."""
 
     save: str
-    """Id that the ranks of the save have in common."""
+    """Nonce of the save."""
     rank: int
     world_size: int
     """Number of ranks of the save."""
     written: tuple[WrittenItem, ...]
     objects: tuple[ObjectEntry, ...]
     """The rank's data objects."""
-    held: frozenset[int]
-    """Hashes (`item_hash`) of all items that the rank holds, whoever writes them."""
     paths: Mapping[str, tuple[str | int, ...]] | None = None
     """Path in the nested state by name, of the items that it wrote; None if its planner does not flatten."""
-    number: int = 0
-    """See `layout.part_object`."""
     facts: Mapping[str, object] = field(default_factory=dict)
-    """Of the rank, as JSON has it: throttled requests and so on; metrics and extra of the first rank."""
+    """Of the rank, as JSON has it: when it began and so on; metrics and extra of the first rank."""
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """A part as columns. Tables hold each value once; the items refer to them by number."""
+
+    save: str
+    rank: int
+    world_size: int
+    facts: Mapping[str, object]
+    objects: tuple[ObjectEntry, ...]
+    names: Sequence[str]
+    paths: Sequence[str | None] | None
+    """By name: see `path_code`; None for a name without a path."""
+    properties: Sequence[tuple[Any, ...]]
+    """dtype, layout, requires_grad, memory format, pin_memory, and what later versions of torch add (2.15: strides);
+    torch's values as text."""
+    shapes: Sequence[tuple[int, ...]]
+    descriptors: Sequence[tuple[str, ...]]
+    numbers: npt.NDArray[np.uint32]
+    """Of shape (10, items). Rows: name; properties, 0 if it is no tensor; offsets in its index, offsets and sizes of
+    its chunk, size of the whole tensor, in `shapes`; descriptors; object; flags; bytes of its CRCs of blocks."""
+    ranges: npt.NDArray[np.int64]
+    """Of shape (5, items). Rows: offset and length in the object; raw offset; bytes of a block; CRC."""
+    crcs: memoryview
+    """CRCs of blocks of all items, end to end."""
 
 
 def item_hash(item: WriteItem) -> int:
@@ -86,41 +115,33 @@ def digest_of(held: Iterable[int], attached: Iterable[str] = ()) -> str:
 
     Names of attachments count, because no other rank can write what only a dead one has attached.
     """
-    return digest_of_bytes(b"".join(each.to_bytes(8, "big") for each in sorted(held)), attached)
-
-
-def digest_of_bytes(held: bytes, attached: Iterable[str]) -> str:
-    """`digest_of` hashes in ascending order, 8 bytes each, the most significant first."""
-    found = hashlib.blake2b(held, digest_size=8)
+    found = hashlib.blake2b(b"".join(each.to_bytes(8, "big") for each in sorted(held)), digest_size=8)
     for name in sorted(set(attached)):
         found.update(name.encode("utf-8", "surrogatepass") + b"\0")
     return found.hexdigest()
 
 
-# --- bytes ----------------------------------------------------------------------------------------
+# --- to bytes -------------------------------------------------------------------------------------
 
-_Key = TypeVar("_Key", bound=Hashable)
-
-_FIELDS = 5  # of a TensorProperties' state, in all versions of torch
-_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # the others cannot be pickled
-_VALUES: dict[str, dict[str, Any]] = {
-    "dtype": {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)},
-    "layout": {str(each): each for each in vars(torch).values() if isinstance(each, torch.layout)},
-    "memory format": {str(each): each for each in _FORMATS},
-}
 _STORAGE = {field.name for field in dataclasses.fields(StorageInfo)} | {
     "raw_offset", "crc64nvme", "crc64nvme_block", "crc64nvme_blocks",  # see format/blocks.py
 }  # fmt: skip
+
+
+class _Table(dict[_Key, int]):
+    """Numbers the different values that it is asked for."""
+
+    def __missing__(self, key: _Key) -> int:
+        self[key] = len(self)
+        return self[key]
 
 
 def encode(part: Part) -> bytes:
     """The bytes of a part.
 
     Raises:
-        ValueError: it cannot be told in a part: an item that is not among what the rank holds, or in no object of it.
+        ValueError: it cannot be told in a part: an item in no object of it, or something of another type.
     """
-    held = sorted(part.held)
-    positions = {each: number for number, each in enumerate(held)}
     objects = {each.path: number for number, each in enumerate(part.objects)}
     names, shapes = _Table[str](), _Table[tuple[int, ...]]()
     properties, descriptors = _Table[tuple[Any, ...]](), _Table[tuple[str, ...]]()
@@ -133,11 +154,10 @@ def encode(part: Part) -> bytes:
             raise ValueError(f"{item.index.fqn!r} has storage data that a part cannot hold: {min(unknown)}")
         if item.storage.relative_path not in objects:
             raise ValueError(f"{item.index.fqn!r} lies in {item.storage.relative_path!r}, no object of the part")
-        kind, hash_ = _kind_and_hash(item, positions)
         raw_offset, crc = facts.get("raw_offset"), facts.get("crc64nvme")
         block, transforms, place = facts.get("crc64nvme_block"), item.storage.transform_descriptors, item.index.offset
         flags = HAS_RAW_OFFSET * (raw_offset is not None) + HAS_CRC * (crc is not None)
-        flags += HAS_BLOCKS * (block is not None) + IS_SHARD * (kind is WriteItemType.SHARD)
+        flags += HAS_BLOCKS * (block is not None) + IS_SHARD * item.is_shard
         crcs.append(facts.get("crc64nvme_blocks") or b"")
         chunk = () if data is None else (data.chunk.offsets, data.chunk.sizes, data.size)
         numbers.append(
@@ -148,7 +168,6 @@ def encode(part: Part) -> bytes:
                 *((1 + shapes[tuple(each)] for each in chunk) if chunk else (0, 0, 0)),
                 0 if transforms is None else 1 + descriptors[tuple(transforms)],
                 objects[item.storage.relative_path],
-                positions[hash_],
                 flags,
                 len(crcs[-1]),
             )
@@ -159,53 +178,131 @@ def encode(part: Part) -> bytes:
         for name in part.paths:
             names[name]
         paths = [path_code(name, part.paths[name]) if name in part.paths else None for name in names]
-    packed = pack(
-        Columns(
-            save=part.save, rank=part.rank, world_size=part.world_size, number=part.number, facts=part.facts,
-            objects=part.objects, names=list(names), paths=paths, properties=list(properties), shapes=list(shapes),
-            descriptors=list(descriptors), numbers=np.array(numbers, np.uint32).reshape(-1, 11).T,
-            ranges=np.array(ranges, np.uint64).reshape(-1, 5).T.view(np.int64), held=np.array(held, np.uint64),
-            crcs=memoryview(b"".join(crcs)),
-        )
-    )  # fmt: skip
-    if _paths_of(unpack(packed)) != part.paths:  # what no other rank would take is found out here
-        raise ValueError("a path in the nested state has other elements than text and numbers")
+    head = {
+        "save": part.save, "rank": part.rank, "world_size": part.world_size, "facts": part.facts,
+        "objects": [_entry_fields(each) for each in part.objects], "names": list(names), "paths": paths,
+        "properties": list(properties), "shapes": list(shapes), "descriptors": list(descriptors), "items": len(numbers),
+    }  # fmt: skip
+    text = json.dumps(head, separators=(",", ":")).encode("ascii")
+    text += b" " * (-(len(MAGIC) + _HEAD.size + len(text)) % 8)  # what follows is aligned
+    columns = (
+        np.array(ranges, np.uint64).reshape(-1, 5).T.astype("<u8").tobytes(),
+        np.array(numbers, np.uint32).reshape(-1, 10).T.astype("<u4").tobytes(),
+    )
+    body = b"".join((MAGIC, _HEAD.pack(len(text)), text, *columns, *crcs))
+    packed = body + crc64nvme(body).to_bytes(8, "big")
+    unpack(packed)  # what no other rank would take is found out here
     return packed
 
 
-def decode(data: bytes) -> Part:
-    """The part that `encode` made these bytes of.
+def path_code(name: str, path: Sequence[str | int]) -> str:
+    """A path as text: the lengths of its elements, where their texts with dots between them are the name (``i`` after
+    that of a number); otherwise JSON."""
+    if not set(map(type, path)) <= {str, int}:
+        raise ValueError(f"the path of {name!r} has other elements than text and numbers")
+    if path and ".".join(map(str, path)) == name:
+        return " ".join(f"{len(str(each))}{'i' if isinstance(each, int) else ''}" for each in path)
+    return json.dumps(list(path), separators=(",", ":"))
+
+
+def path_from(name: str, code: str) -> tuple[str | int, ...]:
+    """The path with this `path_code`; ValueError if it is none."""
+    if code.startswith("["):
+        return tuple(json.loads(code))
+    found: list[str | int] = []
+    start = 0
+    for each in code.split(" "):
+        text = name[start : (start := start + int(each.removesuffix("i")))]
+        found.append(int(text) if each.endswith("i") else text)
+        start += 1
+    return tuple(found)
+
+
+def _entry_fields(entry: ObjectEntry) -> dict[str, Any]:
+    fields = {"path": entry.path, "size": entry.size, "crc64nvme": entry.crc64nvme}
+    return {**fields, "attachment": entry.attachment} if isinstance(entry, AttachmentEntry) else fields
+
+
+# --- from bytes -----------------------------------------------------------------------------------
+
+
+def unpack(data: bytes) -> Columns:
+    """The part of which these are the bytes; arrays and ``crcs`` are views of them.
 
     Raises:
-        ValueError: damaged, truncated, of another version, or not a part.
+        ValueError: damaged, truncated, of another version, no part at all, or one whose items cannot be where it says.
     """
-    columns = unpack(data)
-    shapes = list(map(torch.Size, columns.shapes))
-    properties = [make_properties(each) for each in columns.properties]
-    ends = itertools.accumulate(columns.numbers[CRCS].tolist(), initial=0)
-    rows = (columns.numbers.T.tolist(), columns.ranges.T.tolist(), columns.ranges[CRC].view(np.uint64).tolist())
-    written = tuple(
-        _item(columns, shapes, properties, numbers, [*ranges[:CRC], crc], bytes(columns.crcs[slice(*blocks)]))
-        for numbers, ranges, crc, blocks in zip(*rows, itertools.pairwise(ends), strict=True)
-    )
-    return Part(
-        save=columns.save,
-        rank=columns.rank,
-        world_size=columns.world_size,
-        written=written,
-        objects=columns.objects,
-        held=frozenset(columns.held.tolist()),
-        paths=_paths_of(columns),
-        number=columns.number,
-        facts=columns.facts,
-    )
+    if data[: len(MAGIC)] != MAGIC:
+        raise ValueError(f"not a part of a save that this dcp_s3 reads ({len(data)} bytes, {data[: len(MAGIC)]!r})")
+    start = len(MAGIC) + _HEAD.size
+    if len(data) < start + 8 or crc64nvme(memoryview(data)[:-8]) != int.from_bytes(data[-8:], "big"):
+        raise ValueError(f"part is truncated or damaged: its {len(data)} bytes do not have its CRC-64/NVME")
+    try:
+        (length,) = _HEAD.unpack_from(data, len(MAGIC))
+        head = json.loads(data[start : start + length])
+        body, count = memoryview(data)[start + length : -8], head.pop("items")
+        found = Columns(
+            **{
+                **head,
+                "objects": tuple(map(ObjectEntry.of, head["objects"])),
+                "properties": list(map(_frozen, head["properties"])),
+                "shapes": list(map(tuple, head["shapes"])),
+                "descriptors": list(map(tuple, head["descriptors"])),
+            },
+            ranges=np.frombuffer(body[: 40 * count], "<i8").reshape(5, count),
+            numbers=np.frombuffer(body[40 * count : 80 * count], "<u4").reshape(10, count),
+            crcs=body[80 * count :],
+        )
+        _check(found)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        raise ValueError(f"not a part that dcp_s3 writes: {error!r}") from None
+    return found
 
 
-def _paths_of(columns: Columns) -> dict[str, tuple[str | int, ...]] | None:
-    if columns.paths is None:
-        return None
-    pairs = zip(columns.names, columns.paths, strict=True)
-    return {name: path_from(name, code) for name, code in pairs if code is not None}
+def _check(part: Columns) -> None:
+    """Whoever can write to the bucket can write a part: what it says must at least be possible."""
+    for entry in part.objects:
+        if not is_inside(entry.path) or classify(entry.path).what is not What.DATA or entry.size < 0:
+            raise ValueError(f"{entry.path!r} is no data object of the checkpoint")
+    for shape in part.shapes:
+        if not all(type(size) is int and 0 <= size <= _MAX_DIM for size in shape) or math.prod(shape) > _MAX_DIM:
+            raise ValueError(f"{str(shape)[:80]} is no shape")
+    if not set(map(type, part.names)) <= {str} or not 0 <= part.rank < part.world_size:
+        raise ValueError("names that are no text, or no such rank")
+    if part.paths is not None and len(part.paths) != len(part.names):
+        raise ValueError("its paths are not those of its names")
+    numbers, ranges, shapes = part.numbers, part.ranges, len(part.shapes) + 1
+    if int(numbers[CRCS].sum(dtype=np.int64)) != len(part.crcs):
+        raise ValueError("CRCs of blocks are missing, or left over")
+    if not numbers.shape[1]:
+        return
+    bounds = (
+        len(part.names), len(part.properties) + 1, shapes, shapes, shapes, shapes, len(part.descriptors) + 1,
+        len(part.objects), 16, 2**32,
+    )  # fmt: skip
+    if (numbers.max(axis=1) >= np.array(bounds)).any():
+        raise ValueError("an item refers to what is not there")
+    if ((numbers[OFFSETS : WHOLE + 1] > 0) != (numbers[PROPERTIES] > 0)).any():
+        raise ValueError("a tensor without a chunk, or a chunk of what is no tensor")
+    sizes = np.array([each.size for each in part.objects], np.int64)
+    offsets, lengths = ranges[OFFSET], ranges[LENGTH]
+    if int(ranges[:CRC].min()) < 0 or (lengths > sizes[numbers[OBJECT]] - offsets).any():
+        raise ValueError("an item lies at no possible range of its object's bytes")
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+# --- properties of tensors ------------------------------------------------------------------------
+
+_FIELDS = 5  # of a TensorProperties' state, in all versions of torch
+_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # the others cannot be pickled
+_VALUES: dict[str, dict[str, Any]] = {
+    "dtype": {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)},
+    "layout": {str(each): each for each in vars(torch).values() if isinstance(each, torch.layout)},
+    "memory format": {str(each): each for each in _FORMATS},
+}
 
 
 def make_properties(text: Sequence[Any]) -> TensorProperties:
@@ -223,24 +320,6 @@ def make_properties(text: Sequence[Any]) -> TensorProperties:
     return cast(TensorProperties, made)
 
 
-class _Table(dict[_Key, int]):
-    """Numbers the different values that it is asked for."""
-
-    def __missing__(self, key: _Key) -> int:
-        self[key] = len(self)
-        return self[key]
-
-
-def _kind_and_hash(item: WrittenItem, held: dict[int, int]) -> tuple[WriteItemType, int]:
-    # A rank holds what it writes.
-    kinds = [WriteItemType.BYTE_IO] if item.tensor is None else [WriteItemType.SHARD, WriteItemType.TENSOR]
-    for kind in kinds:
-        found = item_hash(WriteItem(item.index, kind, tensor_data=item.tensor))
-        if found in held:
-            return kind, found
-    raise ValueError(f"{item.index.fqn!r} was written, but is not among what the rank holds")
-
-
 def _properties_text(properties: TensorProperties) -> tuple[Any, ...]:
     added = list(cast(Any, properties).__getstate__()[_FIELDS:])  # torch 2.15: strides
     while added and added[-1] is None:
@@ -251,29 +330,3 @@ def _properties_text(properties: TensorProperties) -> tuple[Any, ...]:
     )  # fmt: skip
     make_properties(text)
     return text
-
-
-def _item(
-    columns: Columns,
-    shapes: list[torch.Size],
-    properties: list[TensorProperties],
-    numbers: list[int],
-    ranges: list[int],
-    crcs: bytes,
-) -> WrittenItem:
-    name, kind, place, offsets, sizes, whole, transforms, object_, _, flags, _ = numbers
-    offset, length, raw_offset, block, crc = ranges
-    storage = make_storage_info(
-        columns.objects[object_].path,
-        offset,
-        length,
-        transform_descriptors=list(columns.descriptors[transforms - 1]) if transforms else None,
-        raw_offset=raw_offset if flags & HAS_RAW_OFFSET else None,
-        crc64nvme=crc if flags & HAS_CRC else None,
-        blocks=Blocks(block, crcs, crc) if flags & HAS_BLOCKS else None,
-    )
-    tensor = None
-    if kind:
-        chunk = ChunkStorageMetadata(shapes[offsets - 1], shapes[sizes - 1])
-        tensor = TensorWriteData(chunk, properties[kind - 1], shapes[whole - 1])
-    return WrittenItem(MetadataIndex(columns.names[name], shapes[place - 1] if place else None), tensor, storage)

@@ -370,6 +370,11 @@ def put(
         if meaning is _WriteRefusal.IS_DONE:
             return
         if meaning is _WriteRefusal.CONDITION_IS_UNKNOWN:
+            if expect is not None and expect.required:
+                raise errors.PreconditionFailedError(
+                    f"s3://{place.name} does not know conditional writes", bucket=place.name, key=key,
+                    operation="PutObject",
+                )  # fmt: skip
             learn(Quirk.NO_CONDITIONAL_WRITES, place)
             condition = {}
             continue

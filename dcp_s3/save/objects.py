@@ -67,6 +67,7 @@ def write_buckets(
     names: ObjectNames,
     *,
     ranks: int = 1,
+    watch: Callable[[Batch], object] = lambda _: None,
 ) -> list[WriteResult]:
     """Write every bucket as one object. A thread per bucket resolves its items; the store sends them.
 
@@ -80,6 +81,7 @@ def write_buckets(
         transforms: torch's stream extensions.
         names: names of the objects.
         ranks: number of ranks that write at the same time.
+        watch: called with what knows how many bytes were sent.
 
     Returns:
         One result per item, and one per attachment, without storage data.
@@ -97,6 +99,7 @@ def write_buckets(
         device = torch.accelerator.current_device_index()
     numbers = range(len(buckets))
     batch = store.batch(total=total, ranks=ranks, keys=[names.key(number) for number in numbers])
+    watch(batch)
     item_writer = ItemWriter(
         planner,
         transforms,

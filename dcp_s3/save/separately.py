@@ -6,35 +6,23 @@ That ends with a barrier, and `dcp.async_save` needs a process group with a CPU 
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_s3.coordination.not_begun import leave
-from dcp_s3.save.without_collectives import SaveWithoutCollectives
+from dcp_s3.coordination.processes import withdraw
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.stage.handover import FailedStaging, forget
 from dcp_s3.stage.stager import S3Stager
-from dcp_s3.url import parse_url
 from dcp_s3.workers import InTurn
 
 T = TypeVar("T")
-
-
-class SeparateSave(NamedTuple):
-    """A save under way on this rank."""
-
-    durable: threading.Event
-    """Set when all that this rank writes is on S3, or the save has failed."""
-    committed: Future[None]
-    """Done when the whole is committed, or the save has failed."""
 
 
 def stage_separately(state: dict[str, Any], writer: S3StorageWriter, stager: S3Stager) -> dict[str, Any]:
@@ -57,19 +45,10 @@ def stage_separately(state: dict[str, Any], writer: S3StorageWriter, stager: S3S
 
 def begin_separately(
     staged: dict[str, Any], writer: S3StorageWriter, *, rank: int, planner: SavePlanner | None = None
-) -> SeparateSave:
-    """Save this rank's part of a state in the background.
-
-    Args:
-        staged: its copy (`stage_separately`).
-        writer: writer of this save.
-        rank: rank of this process in the job.
-        planner: see `dcp.save`.
-    """
-    durable = threading.Event()
-    committed = InTurn("dcp_s3-save").submit(save_separately, staged, writer, rank, planner, durable)
-    committed.add_done_callback(lambda _: durable.set())
-    return SeparateSave(durable, committed)
+) -> Future[None]:
+    """Save this rank's part of a state (`stage_separately`) in the background. Done when the whole is committed, or has
+    failed. Arguments as for `save_separately`."""
+    return InTurn("dcp_s3-save").submit(save_separately, staged, writer, rank, planner)
 
 
 def _stage(stager: S3Stager, state: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +60,7 @@ def _stage(stager: S3Stager, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_separately(
-    state: dict[str, Any], writer: S3StorageWriter, rank: int, planner: SavePlanner | None, durable: threading.Event
+    state: dict[str, Any], writer: S3StorageWriter, rank: int, planner: SavePlanner | None = None
 ) -> None:
     """Save this rank's part of a state, and wait until the whole is committed.
 
@@ -90,31 +69,28 @@ def save_separately(
         writer: writer of this save.
         rank: rank of this process in the job.
         planner: see `dcp.save`.
-        durable: is set when all that this rank writes is on S3.
 
     Raises:
         CheckpointExistsError, DeadlineExceededError, SaveProtocolError, StorageError
     """
     counted = writer.counted
     try:
-        written, metadata = _write(state, writer, rank, DefaultSavePlanner() if planner is None else planner, durable)
+        written, metadata = _write(state, writer, rank, DefaultSavePlanner() if planner is None else planner)
+        writer.finish(metadata, [written])
     except BaseException as error:
         if counted is not None:
-            leave(parse_url(str(writer.checkpoint_id)), writer.settings, counted, error)
+            withdraw(counted, writer.settings, error)
         raise
-    writer.finish(metadata, [written])
 
 
 def _write(
-    state: dict[str, Any], writer: S3StorageWriter, rank: int, planner: SavePlanner, durable: threading.Event
+    state: dict[str, Any], writer: S3StorageWriter, rank: int, planner: SavePlanner
 ) -> tuple[list[WriteResult], Metadata]:
     ask = functools.partial(_told, writer)
     is_first = rank == 0
     writer.reset()
     ask(planner.set_up_planner, state_dict=state, storage_meta=writer.storage_meta(), is_coordinator=is_first)
     writer.set_up_storage_writer(is_first, rank=rank, use_collectives=False)
-    if isinstance(writer._save, SaveWithoutCollectives):  # not of a single rank, which is done with its commit
-        writer._save.durable = durable
     plan = writer.prepare_local_plan(ask(planner.create_local_plan))
     plans, metadata = ask(planner.create_global_plan, [plan])
     plan = ask(planner.finish_plan, writer.prepare_global_plan(plans)[0])

@@ -20,8 +20,8 @@ from dcp_s3 import ranks
 from dcp_s3.checkpoint.attachments import make_attachment
 from dcp_s3.checkpoint.commit import check_metrics
 from dcp_s3.checkpoint.info import find_step
-from dcp_s3.coordination.identity import CountedSave
 from dcp_s3.coordination.ownership import Replicas
+from dcp_s3.coordination.processes import CountedSave
 from dcp_s3.errors import CheckpointError, InvalidURLError, SaveProtocolError, SettingsError
 from dcp_s3.events import Listener, SaveFailed, emit
 from dcp_s3.failures import called_by_dcp, frames_of_others
@@ -29,10 +29,10 @@ from dcp_s3.format.control_files import check_extra
 from dcp_s3.format.layout import new_save_id
 from dcp_s3.save.attached import Attachments
 from dcp_s3.save.group import SaveGroup
+from dcp_s3.save.joint import begin_joint_save
 from dcp_s3.save.plan import OBJECTS_PER_RANK, check_shapes
 from dcp_s3.save.progress import StallSince, stall_of, unknown_stall
 from dcp_s3.save.save import Save, SaveOptions, wait_committed
-from dcp_s3.save.without_collectives import SaveWithoutCollectives, begin_without_collectives
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.stage.handover import raise_if_failed
 from dcp_s3.stage.stager import shared_stager
@@ -83,6 +83,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         replicas: for saves without collectives: ranks that hold the same plain tensors and objects as this one, or a
             function of the FQN that returns them, also for shards that are no DTensors (these know). None: all ranks of
             the save. What nobody wrote for it is written later than the rest, and nothing twice.
+        step: of its asynchronous saves without collectives, if the URL does not name one and is saved to again: tells
+            them apart. A writer for each step, then.
         separate: FQN prefixes that get their own objects, for example ``["model", "optimizer"]``. An entry may be a
             list of prefixes that share objects. Everything else shares the remaining objects. A prefix ends where a
             name in the FQN does; with a star at its end, ``"optim*"``, anywhere.
@@ -106,10 +108,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     stall_since: StallSince | None = None
     """How long a save has held the training up, if the caller knows better."""
     counted: CountedSave | None = None
-    """The next save, which is one without collectives, if the caller has counted it (`enter_save`)."""
+    """The next save, which is one without collectives, if the caller has counted it (`count_save`)."""
     _stages_here = True
-    _joint_save: type[SaveWithoutCollectives] = SaveWithoutCollectives
-    """Class of its saves without collectives."""
+    _was_sent = False
 
     def __init__(
         self,
@@ -121,6 +122,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         separate: Separate | None = None,
         max_objects: int | None = None,
         replicas: Replicas = None,
+        step: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         settings: SettingsLike = None,
         on_event: Listener | None = None,
@@ -137,7 +139,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self.max_objects = OBJECTS_PER_RANK if max_objects is None else max_objects
         if not isinstance(self.max_objects, int) or self.max_objects < 1:
             raise SettingsError(f"max_objects = {self.max_objects!r}, expected a whole number above 0")
-        self.replicas = replicas
+        self.replicas, self.step = replicas, step
         self._transforms = WriterTransforms(_extensions)
         self._url: CheckpointURL | None = None if url is None else parse_url(url)
         self._unused = set() if self._url is None else {self._url}
@@ -158,7 +160,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         # For AsyncCheckpointerType.PROCESS: from here on only DCP knows how the save ends.
         attached = self._attached.hand_over()
         group = SaveGroup(None)  # the default one of the checkpoint process
-        left = {"_home": None, "_here": None, "_last": None, "on_event": None, "_stages_here": False}
+        left = {"_home": None, "_here": None, "_last": None, "on_event": None, "_stages_here": False, "_was_sent": True}
         return {**self.__dict__, **left, "_attached": attached, "_group": group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -213,9 +215,11 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         if not use_collectives:
             if self.counted is None:
                 self._group.check_rank(url, int(rank))
-            save = begin_without_collectives(
-                url, save_id, options, self.replicas, self._group.members, self._joint_save, self.counted
-            )
+            is_elsewhere = threading.get_ident() != self._home or current_turn() is not None or self._was_sent
+            save = begin_joint_save(
+                url, save_id, options, self.replicas, ranks=self._group.members, counted=self.counted, step=self.step,
+                in_lockstep=not is_elsewhere,
+            )  # fmt: skip
             self.counted = None
         if save is None:
             save = Save(

@@ -6,23 +6,14 @@ import pytest
 
 from dcp_s3.checkpoint.directory import LEASE_MARGIN, Directory, spread_prefixes
 from dcp_s3.format.control_files import Manifest, ObjectEntry
-from dcp_s3.format.layout import (
-    CLAIM,
-    deletion_object,
-    intent_object,
-    lease_object,
-    manifest_object,
-    notice_object,
-    part_object,
-    spread,
-)
+from dcp_s3.format.layout import CLAIM, deletion_object, joint_object, lease_object, manifest_object, spread
 from dcp_s3.store import ListedObject
 from dcp_s3.url import CheckpointURL
 
 URL = CheckpointURL("bucket", "run/step-20")
 NOW = 1000.0
 MANIFEST = Manifest("ab", 100.0, 20, 2, (ObjectEntry("__0_0-ab.distcp", 10), ObjectEntry("__1_0-ab.distcp", 10)), 5)
-COORDINATION = [CLAIM, part_object("ab", 1, 0, "ef"), intent_object("ab", 1, "ef"), notice_object("ab")]
+COORDINATION = [CLAIM, joint_object("ab", "part", 1), joint_object("ab", "intent", 1), joint_object("ab", "roll", "ef")]
 BOARD = ".dcp_s3/board-ab-queue"
 NEEDED = {entry.path for entry in MANIFEST.objects} | {manifest_object("ab")}
 
@@ -62,7 +53,7 @@ def test_a_listing_is_classified() -> None:
     ("name", "shows"),
     [
         (".metadata", True), ("__12.metadata", True), ("__0_0.distcp", True), ("x.distcp", True), (".dcp_s3/x", True),
-        (CLAIM, True), (part_object("ab", 1, 0, "ef"), True), (BOARD, False), (f"step-1/{BOARD}", False),
+        (CLAIM, True), (joint_object("ab", "part", 1), True), (BOARD, False), (f"step-1/{BOARD}", False),
         ("step-1/.metadata", False), ("notes.metadata", False), ("model.pt", False), ("500/__0_0.distcp", False),
     ],
 )  # fmt: skip

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from dcp_s3.format.blocks import Blocks, make_storage_info
 from dcp_s3.format.control_files import AttachmentEntry, ObjectEntry
 from dcp_s3.format.layout import data_object
-from dcp_s3.format.part import Part, WrittenItem, item_hash
+from dcp_s3.format.part import Part, WrittenItem
 
 SAVE = "00c0ffee00c0ffee"
 FLOAT = TensorProperties(torch.float32)
@@ -44,22 +44,19 @@ def part_of(
     rank: int,
     ranks: int,
     written: Iterable[WriteItem],
-    held: Iterable[WriteItem] | None = None,
     *,
-    number: int = 0,
     paths: Mapping[str, tuple[str | int, ...]] | None = None,
 ) -> Part:
     """The part of a rank that wrote these items and holds others too, all in one object."""
     written = tuple(written)
-    path, items = data_object(rank, number, "0123456789ab"), []
+    path, items = data_object(rank, 0, "0123456789ab"), []
     for position, item in enumerate(written):
         blocks = None if item.tensor_data is None else Blocks(64, bytes(range(8)) * (position % 3), position)
         raw_offset = None if item.tensor_data is None else 448
         info = make_storage_info(path, 1000 * position, 900, raw_offset=raw_offset, crc64nvme=position, blocks=blocks)
-        items.append(WrittenItem(item.index, item.tensor_data, info))
-    hashes = frozenset(map(item_hash, (*written, *(held or ()))))
+        items.append(WrittenItem(item.index, item.tensor_data, info, item.type is WriteItemType.SHARD))
     objects = (ObjectEntry(path, 1000 * len(items), "0" * 16),)
-    return Part(SAVE, rank, ranks, tuple(items), objects, hashes, paths, number)
+    return Part(SAVE, rank, ranks, tuple(items), objects, paths)
 
 
 # --- random ones ----------------------------------------------------------------------------------
@@ -76,8 +73,8 @@ _U64 = st.integers(0, 2**64 - 1)
 
 
 @st.composite
-def written_items(draw: st.DrawFn, objects: Sequence[ObjectEntry]) -> tuple[WrittenItem, int]:
-    """An item in one of the objects, and its hash."""
+def written_items(draw: st.DrawFn, objects: Sequence[ObjectEntry]) -> WrittenItem:
+    """An item in one of the objects."""
     fqn, entry = draw(_NAMES), draw(st.sampled_from(objects))
     offset = draw(st.integers(0, entry.size))
     length = draw(st.integers(0, min(entry.size - offset, 2**44)))
@@ -97,8 +94,7 @@ def written_items(draw: st.DrawFn, objects: Sequence[ObjectEntry]) -> tuple[Writ
         chunk = ChunkStorageMetadata(torch.Size(draw(_SIZES)), torch.Size(draw(_SIZES)))
         data = TensorWriteData(chunk, draw(_PROPERTIES), torch.Size(draw(_SIZES)))
         index = MetadataIndex(fqn, draw(st.sampled_from([chunk.offsets, None])))
-    item = WrittenItem(index, data, info)
-    return item, item_hash(WriteItem(index, kind, tensor_data=data))
+    return WrittenItem(index, data, info, kind is WriteItemType.SHARD)
 
 
 @st.composite
@@ -111,7 +107,7 @@ def parts(draw: st.DrawFn) -> Part:
     objects = [ObjectEntry(data_object(rank, n, "abcdef"), size, draw(crcs)) for n, size in enumerate(sizes)]
     attached = AttachmentEntry(data_object(rank, len(sizes), "abcdef"), 3, draw(crcs), "tokenizer/vocab.json")
     items = draw(st.lists(written_items(objects), max_size=8))
-    names = [item.index.fqn for item, _ in items]
+    names = [item.index.fqn for item in items]
     path = st.lists(st.one_of(st.text(max_size=4), st.integers(-5, 10**12)), max_size=3).map(tuple)
     paths = draw(st.none() | st.dictionaries(st.sampled_from([*names, "more"]), path))
     if paths is not None and draw(st.booleans()):
@@ -120,10 +116,8 @@ def parts(draw: st.DrawFn) -> Part:
         save=SAVE,
         rank=rank,
         world_size=ranks,
-        written=tuple(item for item, _ in items),
+        written=tuple(items),
         objects=(*objects, attached) if draw(st.booleans()) else tuple(objects),
-        held=frozenset([hash_ for _, hash_ in items]) | draw(st.frozensets(_U64, max_size=5)),
         paths=paths,
-        number=draw(st.integers(0, 3)),
         facts=draw(st.dictionaries(st.text(max_size=3), st.none() | st.integers() | st.text(max_size=3), max_size=2)),
     )

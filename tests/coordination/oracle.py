@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -14,11 +14,10 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_s3.errors import SaveProtocolError, ShardingError
 from dcp_s3.format.layout import DCP_VERSION
-from dcp_s3.format.part import Part, WrittenItem, item_hash
+from dcp_s3.format.part import Part
 from dcp_s3.torch_private import StorageInfo
 
 
@@ -28,17 +27,14 @@ def merge(parts: Sequence[Part], *, save_id: str, checkpoint_id: str) -> Metadat
     Raises:
         ShardingError, SaveProtocolError: as `Merging.merged`.
     """
-    parts = sorted(parts, key=lambda part: (part.rank, part.number))
-    written = {_hash(part, item) for part in parts for item in part.written}
-    if {each for part in parts if part.number == 0 for each in part.held} - written:
-        raise SaveProtocolError("unwritten")
+    parts = sorted(parts, key=lambda part: part.rank)
     storage_data: dict[MetadataIndex, StorageInfo] = {}
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     wholes: dict[str, tuple[torch.Size, torch.dtype]] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
-    for part, item in _items(parts):
+    for item in (each for part in parts for each in part.written):
         fqn, data, index = item.index.fqn, item.tensor, item.index
-        if data is not None and _hash(part, item, WriteItemType.SHARD) in part.held:
+        if data is not None and item.is_shard:
             _check_whole(wholes, fqn, data.size, data.properties.dtype)
         if index in storage_data:
             continue
@@ -69,18 +65,6 @@ def merge(parts: Sequence[Part], *, save_id: str, checkpoint_id: str) -> Metadat
     )
 
 
-def _items(parts: Sequence[Part]) -> Iterator[tuple[Part, WrittenItem]]:
-    for part in parts:
-        for item in part.written:
-            yield part, item
-
-
-def _hash(part: Part, item: WrittenItem, *kinds: WriteItemType) -> int:
-    """Hash of an item that the rank holds, if it is of one of these kinds (default: any)."""
-    hashes = [item_hash(WriteItem(item.index, kind, tensor_data=item.tensor)) for kind in kinds or WriteItemType]
-    return next((each for each in hashes if each in part.held), 0)
-
-
 def _check_whole(
     wholes: dict[str, tuple[torch.Size, torch.dtype]], fqn: str, size: torch.Size, dtype: torch.dtype
 ) -> None:
@@ -89,11 +73,9 @@ def _check_whole(
 
 
 def _check_chunks(fqn: str, size: torch.Size, chunks: Sequence[ChunkStorageMetadata], *, filled: bool) -> None:
-    if not size:
-        return
-    for number, chunk in enumerate(chunks):
-        if not len(chunk.offsets) == len(chunk.sizes) == len(size):
-            raise ShardingError("dimensions", fqn=fqn)
+    if not all(len(chunk.offsets) == len(chunk.sizes) == len(size) for chunk in chunks):
+        raise ShardingError("dimensions", fqn=fqn)
+    for number, chunk in enumerate(chunks if size else []):
         if any(a + b > c for a, b, c in zip(chunk.offsets, chunk.sizes, size, strict=True)):
             raise ShardingError("outside", fqn=fqn)
         for other in chunks[:number]:

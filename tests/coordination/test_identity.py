@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+import secrets
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,20 +12,21 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dcp_s3.coordination.identity import Attempt, count_save, current_attempt, make_attempt, save_of
+from dcp_s3.coordination.identity import Attempt, make_attempt
+from dcp_s3.coordination.processes import count_save, current_attempt, end_era
 from dcp_s3.errors import SaveProtocolError, SettingsError, StorageError
 from dcp_s3.launcher import Launch, read_launch
 from dcp_s3.settings import Settings
+from dcp_s3.url import parse_url
 from tests.ranks import run_ranks
 
-_URL = "s3://bucket/run/step-1"
+_URL = parse_url("s3://bucket/run/step-1")
 _SRUN = {
     "SLURM_JOB_ID": "71",
     "SLURM_STEP_ID": "2",
     "SLURM_PROCID": "3",
     "SLURM_NTASKS": "16",
     "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_JOB_START_TIME": "1772160331",
 }
 _TORCHRUN = {"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "2", "RANK": "5", "WORLD_SIZE": "64"}
 _JOBSET = {"JOBSET_UID": "uid", "JOBSET_RESTART_ATTEMPT": "4"}
@@ -34,15 +35,15 @@ _JOBSET = {"JOBSET_UID": "uid", "JOBSET_RESTART_ATTEMPT": "4"}
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({}, Launch("", (), None, 0, 1)),
-        (_SRUN, Launch("slurm-71.2", (0,), 1772160331.0, 3, 8)),
-        ({**_SRUN, "SLURM_RESTART_COUNT": "3"}, Launch("slurm-71.2", (3,), 1772160331.0, 3, 8)),
-        (_TORCHRUN, Launch("torchrun-abc", (2,), None, 5, 64)),
-        ({**_SRUN, **_TORCHRUN}, Launch("slurm-71.2+torchrun-abc", (0, 2), 1772160331.0, 5, 64)),
-        ({**_TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, Launch("", (2,), None, 5, 64)),
-        ({**_JOBSET, "JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "4"}, Launch("jobset-uid", (4,), None, 1, 4)),
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Launch("", (), None, 1, 2)),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Launch("", (), None, 1, 2)),
+        ({}, Launch("", (), 0, 1)),
+        (_SRUN, Launch("slurm-71.2", (0,), 3, 8)),
+        ({**_SRUN, "SLURM_RESTART_COUNT": "3"}, Launch("slurm-71.2", (3,), 3, 8)),
+        (_TORCHRUN, Launch("torchrun-abc", (2,), 5, 64)),
+        ({**_SRUN, **_TORCHRUN}, Launch("slurm-71.2+torchrun-abc", (0, 2), 5, 64)),
+        ({**_TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, Launch("", (2,), 5, 64)),
+        ({**_JOBSET, "JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "4"}, Launch("jobset-uid", (4,), 1, 4)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Launch("", (), 1, 2)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Launch("", (), 1, 2)),
     ],
 )
 def test_what_launchers_say(environment: Mapping[str, str], expected: Launch) -> None:
@@ -51,7 +52,7 @@ def test_what_launchers_say(environment: Mapping[str, str], expected: Launch) ->
 
 def test_a_batch_script_is_one_process_and_a_pod_that_knows_only_its_index_too() -> None:
     batch = {"SLURM_JOB_ID": "71", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}
-    assert read_launch(batch) == Launch("slurm-71.batch", (0,), None, 0, 1)
+    assert read_launch(batch) == Launch("slurm-71.batch", (0,), 0, 1)
     assert read_launch({"JOB_COMPLETION_INDEX": "3"}).world_size == 1
     assert read_launch({"JOBSET_UID": "uid"}).run == "", "the same at every attempt"
 
@@ -70,24 +71,16 @@ def _attempt(environment: Mapping[str, str], **options: Any) -> Attempt:
 def test_without_a_group_the_launcher_tells_attempts_apart() -> None:
     ranks = [_attempt({**_SRUN, "SLURM_PROCID": str(rank)}) for rank in range(8)]
     assert {each.rank for each in ranks} == set(range(8))
-    assert len({save_of(each, _URL, 1) for each in ranks}) == 1
+    assert len({each.id for each in ranks}) == 1
     others = [
         {**_SRUN, "SLURM_JOB_ID": "72"},
         {**_SRUN, "SLURM_STEP_ID": "3"},
         {**_SRUN, "SLURM_RESTART_COUNT": "1"},
-        {**_SRUN, "SLURM_STEP_NUM_TASKS": "9"},
         {**_SRUN, **_TORCHRUN},
         {**_SRUN, **_TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "3"},
     ]
-    ids = {save_of(_attempt(each), _URL, 1) for each in [_SRUN, *others]}
+    ids = {_attempt(each).id for each in [_SRUN, *others]}
     assert len(ids) == 1 + len(others)
-
-
-def test_ids_differ_by_url_and_number_and_are_16_hex_digits() -> None:
-    attempt = _attempt(_TORCHRUN)
-    ids = [save_of(attempt, url, number) for url in (_URL, _URL + "0") for number in (1, 2)]
-    assert len(set(ids)) == 4
-    assert all(len(each) == 16 and set(each) <= set("0123456789abcdef") for each in ids)
 
 
 def test_nothing_unique_and_several_ranks_is_an_error_that_names_the_remedy() -> None:
@@ -111,31 +104,52 @@ def test_run_id_replaces_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch)
     assert _attempt(_TORCHRUN).run == "mine"
 
 
-def test_saves_are_counted_by_url_whatever_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "DCP_S3_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
-    attempt = current_attempt(Settings())
-    assert current_attempt(Settings()) is attempt
-    start = threading.Barrier(8)
-
-    def count(_: int) -> list[int]:
-        start.wait()
-        return [count_save(attempt, _URL).number for _ in range(50)]
-
-    with ThreadPoolExecutor(8) as threads:
-        numbers = [number for found in threads.map(count, range(8)) for number in found]
-    assert sorted(numbers) == list(range(1, 401))
-    others = [count_save(attempt, f"{_URL}{n}") for n in range(2)]
-    assert [save.number for save in others] == [1, 1]
-    assert others[1].order == others[0].order + 1
-
-
-def test_an_attempt_that_is_back_does_not_use_an_id_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """This process is one of two, whose number of saves no other test has counted."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    one, other = Settings(run_id="one"), Settings(run_id="other")
-    counted = [count_save(current_attempt(each), _URL) for each in (one, other, one)]
-    assert [save.number for save in counted] == [save.order for save in counted] == [1, 1, 2]
+    return Settings(run_id=secrets.token_hex(8))
+
+
+def test_saves_are_counted_by_url_and_step_whatever_the_thread(two: Settings) -> None:
+    assert current_attempt(_URL, two) is current_attempt(_URL, two)
+    with ThreadPoolExecutor(8) as threads:
+        numbers = list(threads.map(lambda _: count_save(_URL, two, step=7).number, range(400)))
+    assert sorted(numbers) == [(0, 7, count) for count in range(1, 401)]
+    assert [count_save(_URL, two, step=step).number for step in (8, None, 8)] == [(0, 8, 1), (0, 0, 1), (0, 8, 2)]
+    assert count_save(parse_url(f"{_URL}0"), two, step=7).number == (0, 7, 1)
+
+
+def test_an_attempt_that_is_back_goes_on_counting(two: Settings) -> None:
+    other = Settings(run_id="another")
+    counted = [count_save(_URL, each, step=3).number[2] for each in (two, other, two)]
+    assert counted[2] == counted[0] + 1
+
+
+def test_an_era_ends_with_each_call_of_restore_and_restarts_make_ranks_equal(two: Settings) -> None:
+    root = parse_url(f"s3://bucket/{two.run_id}")
+    url = root.child("step-1")
+    calls = (
+        lambda: None,
+        lambda: end_era(root, two),
+        lambda: end_era(root, two),
+        lambda: end_era(root, two, restart=True),
+    )
+    eras = []
+    for call in calls:
+        call()
+        counted = count_save(url, two, step=1)
+        eras.append(counted.number[0])
+        assert counted.number[2] == 1, "counts begin again"
+        counted.decided("aborted")
+        assert counted.is_decided
+    assert eras[:3] == [0, 1, 2]
+    end_era(root, two)
+    end_era(root, two, restart=True)
+    assert eras[3] < count_save(url, two, step=1).number[0]
+    assert count_save(url, two, step=1).number[0] % eras[3] == 0, "whatever came between"
+    assert count_save(_URL, two, step=1).number[0] == 0, "of another root"
 
 
 def test_a_store_that_does_not_answer_is_an_error_of_ours() -> None:
@@ -157,10 +171,10 @@ def _identify(directory: str) -> list[tuple[str, str, int, int, int]]:
     found = []
 
     def note() -> None:
-        attempt = current_attempt(Settings())
-        assert current_attempt(Settings()) is attempt
-        number = count_save(attempt, _URL).number
-        found.append((save_of(attempt, _URL, number), attempt.run, attempt.rank, attempt.world_size, number))
+        attempt = current_attempt(_URL, Settings())
+        assert current_attempt(_URL, Settings()) is attempt
+        number = count_save(_URL, Settings(), step=1).number[2]
+        found.append((attempt.id, attempt.run, attempt.rank, attempt.world_size, number))
 
     os.environ["SLURM_JOB_ID"], os.environ["SLURM_STEP_ID"] = "71", os.environ["RANK"]  # one step a host
     note()
@@ -193,7 +207,7 @@ def test_a_group_of_torch_has_a_token_even_if_the_ids_are_used_again() -> None:
 
 
 def _token() -> str:
-    attempt = current_attempt(Settings())
+    attempt = current_attempt(_URL, Settings())
     assert attempt.run == "mine"
     dist.barrier()  # the first rank has to be there for the others
-    return save_of(attempt, _URL, 1)
+    return attempt.id

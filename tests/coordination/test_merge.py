@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,14 +17,14 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from benchmarks.coordinator import State, local_plan, results_of
-from dcp_s3.coordination.merge import MergedSave, Merging
+from dcp_s3.coordination.merge import MergedSave, Merging, assign
 from dcp_s3.errors import DcpS3Error, SaveProtocolError, ShardingError
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.metadata import load_metadata
-from dcp_s3.format.part import Part, WrittenItem, digest_of, encode, item_hash
+from dcp_s3.format.part import Part, WrittenItem, encode
 from tests.coordination import oracle
 from tests.coordination.making_parts import SAVE, other, part_of, plain, tensor
 
@@ -64,12 +65,12 @@ def dcp_part(rank: int, ranks: int, held: SavePlan, written: SavePlan) -> Part:
     """The part of a rank with these plans before and after deduplication."""
     results = results_of(rank, written)
     items = tuple(
-        WrittenItem(item.index, item.tensor_data, result.storage_data)
+        WrittenItem(item.index, item.tensor_data, result.storage_data, item.type is WriteItemType.SHARD)
         for item, result in zip(written.items, results, strict=True)
     )
     objects = tuple(each.object_entry for each in results if each.object_entry is not None)
     paths = {item.index.fqn: held.planner_data[item.index.fqn] for item in written.items}
-    return Part(SAVE, rank, ranks, items, objects, frozenset(map(item_hash, held.items)), paths)
+    return Part(SAVE, rank, ranks, items, objects, paths)
 
 
 def test_the_metadata_is_that_of_dcp_s_coordinator(tmp_path: Path) -> None:
@@ -77,11 +78,7 @@ def test_the_metadata_is_that_of_dcp_s_coordinator(tmp_path: Path) -> None:
     held = [local_plan(state, 4, rank) for rank in range(4)]
     written, expected = DefaultSavePlanner().create_global_plan(held)
     parts = [dcp_part(rank, 4, *plans) for rank, plans in enumerate(zip(held, written, strict=True))]
-    merging = merging_of(parts[::-1])
-    assert merging.ranks == {0, 1, 2, 3}
-    assert merging.digests == {rank: digest_of(part.held) for rank, part in enumerate(parts)}
-    assert merging.unwritten() == {}
-    merged = merging.merged(save_id=SAVE_ID, checkpoint_id=URL)
+    merged = merge(parts[::-1])
     (tmp_path / ".metadata").write_bytes(merged.metadata)
     for found in (assert_same(merged, parts), FileSystemReader(tmp_path).read_metadata()):
         assert found.state_dict_metadata == expected.state_dict_metadata
@@ -104,8 +101,8 @@ def _cut(whole: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[tuple[list
 
 @st.composite
 def saves(draw: st.DrawFn) -> list[Part]:
-    """Parts of ranks that wrote the boxes of some tensors, and other things; some of them more than once, or in a
-    second part, and some of them wrong."""
+    """Parts of ranks that wrote the boxes of some tensors, and other things; some of them more than once, and some
+    wrong."""
     ranks = draw(st.integers(1, 4))
     items: list[WriteItem] = []
     for fqn in draw(st.lists(st.sampled_from(["a", "b.c", "d", "e\ud800", "f"]), unique=True, max_size=4)):
@@ -127,12 +124,8 @@ def saves(draw: st.DrawFn) -> list[Part]:
     for rank in range(ranks):
         mine = [item for item, owner in zip(items, owners, strict=True) if owner == rank]
         mine += draw(st.lists(st.sampled_from(items), max_size=2)) if items else []
-        held = draw(st.lists(st.sampled_from(items), max_size=3)) if items else []
-        half = draw(st.integers(0, len(mine)))
         paths = draw(st.none() | st.just({item.index.fqn: (item.index.fqn, rank) for item in mine}))
-        parts.append(part_of(rank, ranks, mine[half:], [*mine, *held], paths=paths))
-        if half:
-            parts.append(part_of(rank, ranks, mine[:half], [*mine, *held], number=1, paths=paths))
+        parts.append(part_of(rank, ranks, mine, paths=paths))
     return parts
 
 
@@ -148,7 +141,7 @@ def test_the_columns_say_what_the_items_say_one_by_one(parts: list[Part], random
         return
     merged = merge(parts)
     assert_same(merged, parts)
-    random.shuffle(shuffled := [*parts, *parts])  # type: ignore[attr-defined]
+    random.shuffle(shuffled := [*parts])  # type: ignore[attr-defined]
     assert merge(shuffled) == merged
 
 
@@ -197,13 +190,11 @@ def test_parts_of_another_save_are_refused() -> None:
     for merging, match in ((Merging("cd34", 1), "expected cd34 of 1"), (Merging(SAVE, 2), f"expected {SAVE} of 2")):
         with pytest.raises(ValueError, match=match):
             merging.add(data)
-        assert merging.parts == frozenset()
 
 
-def test_two_different_parts_of_one_rank_are_refused() -> None:
+def test_two_parts_of_one_rank_are_refused() -> None:
     merging = merging_of([part_of(0, 1, [other("step")])])
-    merging.add(encode(part_of(0, 1, [other("step")])))
-    with pytest.raises(ValueError, match="rank 0 wrote two different parts with number 0"):
+    with pytest.raises(ValueError, match="or it is there twice"):
         merging.add(encode(part_of(0, 1, [other("lr")])))
 
 
@@ -249,14 +240,6 @@ def test_chunks_that_do_not_fit_are_named_with_their_ranks(what: str, members: S
     assert caught.value.fqn == W
 
 
-def test_ranks_whose_items_are_missing_are_named_as_in_the_job() -> None:
-    merging = merging_of([part_of(rank, 2, [], [plain(f"t{rank}", [4])]) for rank in range(2)], (4, 6))
-    with pytest.raises(SaveProtocolError, match="2 items that ranks 4, 6 hold"):
-        merging.merged(save_id=SAVE_ID, checkpoint_id=URL)
-    with pytest.raises(SaveProtocolError, match="items that only ranks 6 hold"):
-        merging.unwritten(excluded={1})
-
-
 def test_one_rank_may_save_a_part_of_a_tensor() -> None:
     parts = [part_of(0, 1, [tensor(W, [4], [0], [1])])]
     assert_same(merge(parts), parts)
@@ -274,38 +257,19 @@ def test_many_ranks_are_not_all_named() -> None:
         merge(parts)
 
 
-# --- what is missing ------------------------------------------------------------------------------
+# --- what no rank would write ---------------------------------------------------------------------
 
 
-def test_what_no_rank_wrote_is_spread_over_its_holders() -> None:
-    items = [plain(f"t{n}", [4]) for n in range(9)]
-    lonely = other("loader.rank_2")
-    parts = [part_of(0, 3, items[:3], items), part_of(1, 3, items[3:5], items), part_of(2, 3, [], [lonely, *items[5:]])]
-    merging = merging_of(parts)
-    unwritten = merging.unwritten()
-    assert sorted(itertools.chain(*unwritten.values())) == sorted(map(item_hash, [*items[5:], lonely]))
-    assert item_hash(lonely) in unwritten[2]
-    assert sorted(map(len, unwritten.values())) == [1, 2, 2]
-    assert merging_of(parts[::-1]).unwritten() == unwritten
-    with pytest.raises(SaveProtocolError, match="5 items that ranks 0, 1, 2 hold were written by no rank"):
-        merging.merged(save_id=SAVE_ID, checkpoint_id=URL)
-
-    without = merging.unwritten(excluded={1})
-    assert set(without) == {0, 2}
-    with pytest.raises(SaveProtocolError, match="items that only ranks 2 hold"):
-        merging.unwritten(excluded={2})
-
-    by_hash = {item_hash(item): item for item in (*items, lonely)}
-    for rank, hashes in unwritten.items():
-        held = [[*items], [*items], [lonely, *items[5:]]][rank]
-        parts.append(part_of(rank, 3, [by_hash[each] for each in hashes], held, number=1))
-        merging.add(encode(parts[-1]))
-    assert merging.unwritten() == {}
-    assert merging.ranks == {0, 1, 2}
-    assert merging.parts == {(rank, number) for rank in range(3) for number in range(2)}
-    assert_same(merging.merged(save_id=SAVE_ID, checkpoint_id=URL), parts)
+def test_what_all_leave_to_others_is_spread_over_its_holders() -> None:
+    leaves = [np.array(each, np.uint64) for each in ([3, 7, 8], [3, 7, 9], [7, 8, 2**64 - 1])]
+    writes = [np.array(each, np.uint64) for each in ([1], [3], [])]
+    found = assign(leaves, writes)
+    assert sorted(itertools.chain(*found.values())) == [7, 8, 9, 2**64 - 1]
+    assert found == {0: [7], 1: [9], 2: [8, 2**64 - 1]}
+    assert assign(leaves[:1], [np.array([3, 7, 8], np.uint64)]) == {}
+    assert assign([], []) == {}
 
 
 def test_facts_are_those_of_each_part() -> None:
-    parts = [dataclasses.replace(part_of(0, 2, [], number=number), facts={"throttled": number}) for number in (0, 1)]
-    assert merging_of(parts).facts == [{"throttled": 0}, {"throttled": 1}]
+    parts = [dataclasses.replace(part_of(rank, 2, []), facts={"by": rank}) for rank in (1, 0)]
+    assert merging_of(parts).facts == [{"by": 0}, {"by": 1}]

@@ -35,13 +35,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dcp_s3 import errors, shard
 from dcp_s3.coordination import ownership
-from dcp_s3.coordination.ownership import Holders, assign, lookup_in, own_items
+from dcp_s3.coordination.ownership import Holders, assign, find_owners, lookup_in
 from tests.ranks import run_ranks
 from tests.relying import BEFORE_2_10
 
 State = dict[str, Any]
 Key = tuple[str, tuple[int, ...] | None]
 KIB = 2**10
+
+
+def _own_items(items: Any, lookup: Any, *, rank: int, **options: Any) -> list[WriteItem]:
+    """What a rank is to write."""
+    return [each.item for each in find_owners(items, lookup, rank=rank, **options) if each.owner == rank]
 
 
 # --- simulated ranks -------------------------------------------------------------------------------------
@@ -252,7 +257,7 @@ def test_the_ranks_write_what_dcp_would_have_them_write(make: Callable[[int, int
             state = make(rank, world_size)
             planner, plan = _plan(state)
             plans.append(plan)
-            ours.append(own_items(plan.items, lookup_in(planner), world=range(world_size), rank=rank))
+            ours.append(_own_items(plan.items, lookup_in(planner), world=range(world_size), rank=rank))
     theirs = [plan.items for plan in DefaultSavePlanner().create_global_plan(plans)[0]]
     _check(ours, theirs)
 
@@ -261,7 +266,7 @@ def test_replicas_of_shards_made_by_hand_share_the_work_if_a_function_says_who_t
     def plan(rank: int) -> tuple[list[WriteItem], SavePlan]:
         planner, plan = _plan(_by_hand_twice(rank, 6))
         lookup, same = lookup_in(planner), range(rank % 3, 6, 3)
-        told = own_items(
+        told = _own_items(
             plan.items, lookup, world=range(6), rank=rank, replicas=lambda n: same if n == "weight" else range(6)
         )
         return told, plan
@@ -407,7 +412,7 @@ def test_replicas_says_who_holds_plain_values(replicas: Any, expected: tuple[int
 )
 def test_replicas_that_cannot_be_right_are_an_error(replicas: Any, message: str) -> None:
     with pytest.raises(errors.SaveProtocolError, match=message):
-        own_items([_tensor_item("plain", 8)], {}.__getitem__, world=range(4), rank=1, replicas=replicas)
+        _own_items([_tensor_item("plain", 8)], {}.__getitem__, world=range(4), rank=1, replicas=replicas)
 
 
 # --- owners ----------------------------------------------------------------------------------------------
@@ -516,7 +521,7 @@ def _plan_together() -> tuple[list[WriteItem], SavePlan]:
         fully_shard(layer, mesh=mesh["fsdp"])
     fully_shard(model, mesh=mesh["fsdp"])
     planner, plan = _plan(_training(model))
-    return own_items(plan.items, lookup_in(planner), world=range(4), rank=dist.get_rank()), plan
+    return _own_items(plan.items, lookup_in(planner), world=range(4), rank=dist.get_rank()), plan
 
 
 def test_real_ranks_agree() -> None:

@@ -39,14 +39,9 @@ _names = st.one_of(
         lambda x, y: (layout.deletion_object(x, y), Kind(What.DELETION, deletion=x, attempt=y)), _hex, _hex
     ),
     st.builds(
-        lambda x, r, n, y: (layout.part_object(x, r, n, y), Kind(What.COORDINATION, r, n, save_id=x, digest=y)),
-        _hex, _ranks, _ranks, _hex,
+        lambda x, kind, r: (layout.joint_object(x, kind, r), Kind(What.COORDINATION, save_id=x)),
+        _hex, st.sampled_from(["intent", "part", "roll", "merged"]), _ranks,
     ),
-    st.builds(
-        lambda x, r, y: (layout.intent_object(x, r, y), Kind(What.COORDINATION, r, save_id=x, digest=y)),
-        _hex, _ranks, _hex,
-    ),
-    st.builds(lambda x: (layout.notice_object(x), Kind(What.COORDINATION, save_id=x)), _hex),
     st.sampled_from(
         [
             (layout.METRICS, Kind(What.METRICS)),
@@ -68,12 +63,8 @@ def _make(kind: Kind) -> str | None:
     if kind.what is What.DATA and kind.rank is not None and kind.number is not None and kind.nonce:
         name = layout.data_object(kind.rank, kind.number, kind.nonce)
         return layout.spread(name, kind.spread) if kind.spread else name
-    if kind.what is What.COORDINATION:
-        if kind.rank is None:
-            return layout.notice_object(kind.save_id) if kind.save_id else layout.CLAIM
-        if kind.number is None:
-            return layout.intent_object(kind.save_id, kind.rank, kind.digest)
-        return layout.part_object(kind.save_id, kind.rank, kind.number, kind.digest)
+    if kind.what is What.COORDINATION and not kind.save_id:
+        return layout.CLAIM
     made = {
         What.COMMIT: layout.metadata_object(kind.rank),
         What.MANIFEST: layout.manifest_object(kind.save_id, kind.rank),
@@ -108,7 +99,8 @@ def test_nothing_else_is_told_for_it(made: tuple[str, Kind], edits: list[tuple[i
         ("__3_1.distcp", Kind(What.DATA, 3, 1)),  # torch's
         ("x.distcp", Kind(What.DATA)),
         (".dcp_s3/other", Kind(What.CONTROL)),
-        (".dcp_s3/part-ab.1.0", Kind(What.CONTROL)),
+        (".dcp_s3/part-ab.1.0.ef", Kind(What.COORDINATION, save_id="ab")),  # version 0.1
+        (".dcp_s3/joint-ab.other.1", Kind(What.CONTROL)),
         (".dcp_s3/claim.json.1", Kind(What.CONTROL)),
         (".dcp_s3/board-ab-queue", Kind(What.BOARD)),
         (".dcp_s3/board-ab/../x", Kind(What.OTHER)),

@@ -12,25 +12,8 @@ from hypothesis import strategies as st
 
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.control_files import AttachmentEntry
-from dcp_s3.format.part import Part, decode, encode
-from dcp_s3.format.part_columns import MAGIC, path_code, path_from
+from dcp_s3.format.part import MAGIC, Part, encode, path_code, path_from, unpack
 from tests.coordination.making_parts import other, part_of, parts, tensor
-
-
-def _facts(part: Part) -> list[Any]:
-    """What equality does not look at."""
-    return [(vars(item.storage), vars(item.tensor.properties) if item.tensor else None) for item in part.written]
-
-
-@settings(max_examples=40)
-@given(parts())
-def test_every_fact_survives(part: Part) -> None:
-    data = encode(part)
-    found = decode(data)
-    assert found == part
-    assert _facts(found) == _facts(part)
-    assert [type(each) for each in found.objects] == [type(each) for each in part.objects]
-    assert encode(found) == data
 
 
 @settings(max_examples=40)
@@ -39,7 +22,7 @@ def test_a_damaged_part_is_refused(part: Part, data: st.DataObject) -> None:
     packed = bytearray(encode(part))
     packed[data.draw(st.integers(0, len(packed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(ValueError, match="part"):
-        decode(bytes(packed))
+        unpack(bytes(packed))
 
 
 @settings(max_examples=40)
@@ -47,39 +30,33 @@ def test_a_damaged_part_is_refused(part: Part, data: st.DataObject) -> None:
 def test_a_truncated_part_is_refused(part: Part, data: st.DataObject) -> None:
     packed = encode(part)
     with pytest.raises(ValueError, match="part"):
-        decode(packed[: data.draw(st.integers(0, len(packed) - 1))])
+        unpack(packed[: data.draw(st.integers(0, len(packed) - 1))])
 
 
 @given(st.binary(max_size=200))
 def test_what_is_no_part_is_refused_even_with_its_magic_and_crc(body: bytes) -> None:
     for data in (body, MAGIC + body):
         with pytest.raises(ValueError, match="part"):
-            decode(data + crc64nvme(data).to_bytes(8, "big"))
+            unpack(data + crc64nvme(data).to_bytes(8, "big"))
 
 
 def test_a_later_version_is_named() -> None:
     data = bytearray(encode(part_of(0, 1, [])))
     data[len(MAGIC) - 1] = 9
-    with pytest.raises(ValueError, match="version 9, this dcp_s3 reads 1"):
-        decode(bytes(data))
+    with pytest.raises(ValueError, match=r"not a part of a save that this dcp_s3 reads"):
+        unpack(bytes(data))
 
 
 PART = part_of(1, 2, [tensor("w", [4], [2], [2]), other("step")], paths={"w": ("w",), "step": ("step",)})
 WRONG: dict[str, Any] = {
-    "save": "../../other",
     "rank": 2,
     "world_size": -1,
-    "number": True,
-    "facts": [],
-    "objects": [["../__0_0-ab.distcp", 2000, None]],
     "names": ["w"],
     "paths": ["1"],
     "properties": [],
     "shapes": [[4], [-2]],
-    "descriptors": {},
+    "descriptors": 7,
     "items": 1,
-    "held": 3,
-    "crcs": 1,
 }
 
 
@@ -96,39 +73,26 @@ def _with(field: str, value: Any) -> bytes:
 
 
 def test_the_head_can_be_changed_at_all() -> None:
-    assert decode(_with("facts", {"throttled": 3})) == dataclasses.replace(PART, facts={"throttled": 3})
+    assert unpack(_with("facts", {"throttled": 3})).facts == {"throttled": 3}
 
 
 @pytest.mark.parametrize("field", WRONG)
 def test_a_wrong_head_is_refused(field: str) -> None:
     with pytest.raises(ValueError, match="not a part that dcp_s3 writes"):
-        decode(_with(field, WRONG[field]))
+        unpack(_with(field, WRONG[field]))
 
 
 @pytest.mark.parametrize(
-    "objects",
-    [
-        [["s3://other/__0_0-ab.distcp", 2000, None]],
-        [[".metadata", 2000, None]],
-        [["__1_0-0123456789ab.distcp", 1999, None]][:0],
-        [["__1_0-0123456789ab.distcp", 1899, None]],
-        [["__1_0-0123456789ab.distcp", 2000, "xyz"]],
-        [["__1_0-0123456789ab.distcp", 2000, None, "../evil"]],
-    ],
+    ("path", "size"),
+    [("s3://other/__0_0-ab.distcp", 2000), ("../__1_0-ab.distcp", 2000), (".metadata", 2000)]
+    + [("__1_0-0123456789ab.distcp", size) for size in (1899, -1)],
 )
-def test_objects_lie_in_the_checkpoint_and_hold_their_items(objects: list[Any]) -> None:
+def test_objects_lie_in_the_checkpoint_and_hold_their_items(path: str, size: int) -> None:
     with pytest.raises(ValueError, match="not a part that dcp_s3 writes"):
-        decode(_with("objects", objects))
-
-
-def test_properties_that_torch_does_not_know_are_refused() -> None:
-    with pytest.raises(ValueError, match="does not know"):
-        decode(_with("properties", [["torch.load", "torch.strided", False, "torch.contiguous_format", False]]))
+        unpack(_with("objects", [{"path": path, "size": size, "crc64nvme": None}]))
 
 
 def test_what_a_part_cannot_hold_is_refused_where_it_is_made() -> None:
-    with pytest.raises(ValueError, match="not among what the rank holds"):
-        encode(dataclasses.replace(PART, held=frozenset()))
     with pytest.raises(ValueError, match="no object of the part"):
         encode(dataclasses.replace(PART, objects=()))
     attached = AttachmentEntry(PART.objects[0].path, 2000, None, "/etc/passwd")
@@ -143,5 +107,3 @@ def test_a_path_is_short_where_the_name_says_it(path: list[str | int]) -> None:
     name = ".".join(map(str, path))
     for each in (name, "another"):
         assert path_from(each, path_code(each, path)) == tuple(path)
-    with pytest.raises(ValueError, match="is no path of"):
-        path_from(name, "99")

@@ -12,7 +12,7 @@ import boto3
 import pytest
 
 from dcp_s3 import annotate
-from dcp_s3.format.layout import CLAIM, intent_object, notice_object, part_object
+from dcp_s3.format.layout import CLAIM, joint_object
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import MemoryS3
 from tests.retention.making import delete, put, save, save_foreign
@@ -83,7 +83,12 @@ def serve_catalog(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Iterator[
         put(client, f"{ROOT}/step-9", "__0_0-abcdef.distcp")
         clock.now += 60  # a claim that is no newer than the commit is of the save that committed
         for name in ("step-5", "step-9"):  # of saves without collectives
-            for path in (CLAIM, part_object("ab", 1, 0, "ef"), intent_object("ab", 2, "ef"), notice_object("ab")):
+            for path in (
+                CLAIM,
+                joint_object("ab", "part", 1),
+                joint_object("ab", "intent", 2),
+                joint_object("ab", "roll", "ef"),
+            ):
                 put(client, f"{ROOT}/{name}", path)
         put(client, ROOT, ".dcp_s3/board-ab-queue")
         client.create_multipart_upload(Bucket=BUCKET, Key="run/step-9/__0_1-abcdef.distcp")

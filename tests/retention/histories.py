@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from dcp_s3.checkpoint.info import CheckpointInfo
-from dcp_s3.format.layout import CLAIM, part_object
+from dcp_s3.format.layout import CLAIM, joint_object
 from dcp_s3.retention.plan import LeftoverObject, OpenUpload
 from dcp_s3.retention.policy import (
     AnyOf,
@@ -103,7 +103,7 @@ leftovers = st.lists(
         st.sampled_from(
             [
                 lambda number: f"__{number}_0-ab.distcp",
-                lambda number: part_object("ab", number, 0, "ef"),
+                lambda number: joint_object("ab", "part", number),
                 lambda _: CLAIM,
             ]
         ),

@@ -19,7 +19,7 @@ from dcp_s3.errors import (
     CheckpointProtectedError,
 )
 from dcp_s3.format.control_files import Manifest
-from dcp_s3.format.layout import CLAIM, intent_object, manifest_object, notice_object, part_object
+from dcp_s3.format.layout import CLAIM, joint_object, manifest_object
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.retention.show import describe
 from dcp_s3.s3.store import S3Store
@@ -30,7 +30,7 @@ from tests.retention.making import delete, get, is_manifest, keys, put, save, ze
 from tests.retention.runs import DAY, ROOT, Clock
 
 SAVE = "0123456789abcdef"
-COORDINATION = {CLAIM, part_object(SAVE, 1, 0, "ef"), intent_object(SAVE, 2, "ef"), notice_object(SAVE)}
+COORDINATION = {CLAIM, joint_object(SAVE, "part", 1), joint_object(SAVE, "intent", 2), joint_object(SAVE, "roll", "ef")}
 BOARD = ".dcp_s3/board-ab-queue"
 URL = f"{ROOT}/step-2"
 

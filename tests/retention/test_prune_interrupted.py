@@ -15,7 +15,7 @@ import pytest
 
 from dcp_s3 import KeepLatest, Plan, prune
 from dcp_s3.errors import TransferError
-from dcp_s3.format.layout import CLAIM, intent_object, notice_object, part_object
+from dcp_s3.format.layout import CLAIM, joint_object
 from dcp_s3.s3.client import close_clients
 from tests.killing import AtRequest, begin, kill_all, new_process, running, wait_until_quiet
 from tests.retention.catalogs import Catalog, serve_catalog
@@ -63,7 +63,12 @@ class Mixed:
         run.put("step-9", "__0_0-abcdef.distcp")
         run.clock.now += 60  # a claim that is no newer than the commit is of the save that committed
         for name in ("step-5", "step-9"):  # of saves without collectives
-            for path in (CLAIM, part_object("ab", 1, 0, "ef"), intent_object("ab", 2, "ef"), notice_object("ab")):
+            for path in (
+                CLAIM,
+                joint_object("ab", "part", 1),
+                joint_object("ab", "intent", 2),
+                joint_object("ab", "roll", "ef"),
+            ):
                 run.put(name, path)
         run.memory.put("run/.dcp_s3/board-ab-queue", b"x")
         run.open_upload("run/step-9/__0_1-abcdef.distcp")

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_s3 import S3StorageWriter, errors, latest
-from dcp_s3.save import without_collectives
+from dcp_s3 import S3StorageWriter, errors, latest, list_checkpoints
+from dcp_s3.save import joint
 from tests.ranks import run_ranks
 
 
@@ -26,15 +26,12 @@ def _save(url: str) -> S3StorageWriter:
 
 
 def _again_and_again(root: str) -> None:
-    asked = []
+    learned = []
     for number in range(1, 4):
         _save(f"{root}/{number}")
-        [history] = without_collectives._histories.values()
-        last = history.before(number + 1)
-        assert last is not None
-        asked.append(last.asked)
-    assert asked[0]
-    assert asked[0] == asked[1] == asked[2]
+        learned.append(set(joint._learned))
+    assert learned[0]
+    assert learned[0] == learned[1] == learned[2]
 
 
 @pytest.mark.servers("memory")
@@ -61,12 +58,25 @@ def _over_another(root: str) -> None:
         first.wait_committed(60)
 
 
+@pytest.mark.servers("memory", "moto")
 def test_a_save_that_was_replaced_is_not_waited_for(root: str) -> None:
     run_ranks(2, _over_another, root)
 
 
+def _on_such_a_store(root: str) -> str:
+    with pytest.raises(errors.SaveProtocolError) as refused:
+        dcp.save(_names(), storage_writer=S3StorageWriter(root), use_collectives=False)
+    return str(refused.value)
+
+
+@pytest.mark.servers("rclone", "rgw")
+def test_a_store_without_conditional_writes_is_refused(root: str) -> None:
+    assert all("conditional writes" in told for told in run_ranks(2, _on_such_a_store, root))
+    assert list_checkpoints(root) == []
+
+
 def _in_turn(root: str) -> None:
-    """Two groups of ranks save by turns."""
+    """Two groups of ranks save by turns, and one of them asynchronously."""
     groups = [[0, 1], [0, 1, 2]]
     made = [dist.new_group(members) for members in groups]
     for number in range(1, 4):
@@ -74,17 +84,31 @@ def _in_turn(root: str) -> None:
             if dist.get_rank() in members:
                 writer = S3StorageWriter(f"{root}/{len(members)}-{number}", process_group=group)
                 dcp.save(_names(), storage_writer=writer, process_group=group, use_collectives=False)
-                [history] = [
-                    each for key, each in without_collectives._histories.items() if len(key[1]) == len(members)
-                ]
-                last = history.before(number + 1)
-                assert last is not None, "they do not forget each other"
-                assert last.url.name == f"{len(members)}-{number}"
 
 
 @pytest.mark.servers("memory")
-def test_groups_that_save_in_turn_remember_their_last_saves(root: str) -> None:
+def test_groups_save_in_turn(root: str) -> None:
     run_ranks(3, _in_turn, root)
+    assert len([info for info in list_checkpoints(root) if info.committed]) == 6
+
+
+def _again_without_a_step(root: str) -> str:
+    for step in (1, 2):
+        writer = S3StorageWriter(f"{root}/last", overwrite=True, step=step)
+        dcp.async_save(_names(), storage_writer=writer, use_collectives=False).result()  # type: ignore[union-attr]
+    writer = S3StorageWriter(f"{root}/best", overwrite=True)
+    dcp.async_save(_names(), storage_writer=writer, use_collectives=False).result()  # type: ignore[union-attr]
+    with pytest.raises(BaseException, match=r"Remedy: S3StorageWriter\(url, step=...\)"):
+        dcp.async_save(_names(), storage_writer=writer, use_collectives=False).result()  # type: ignore[union-attr]
+    for _ in range(2):  # in lockstep nothing is needed
+        dcp.save(_names(), storage_writer=S3StorageWriter(f"{root}/best", overwrite=True), use_collectives=False)
+    return "done"
+
+
+@pytest.mark.servers("memory")
+def test_an_asynchronous_save_to_a_url_that_was_saved_to_needs_a_step(root: str) -> None:
+    assert run_ranks(2, _again_without_a_step, root) == ["done", "done"]
+    assert [info.step for info in list_checkpoints(root) if info.committed] == [None, 2]
 
 
 def _without_its_group(root: str, use_collectives: bool) -> str:

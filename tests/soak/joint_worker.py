@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -179,6 +178,6 @@ def _driver(job: Job) -> Any:
         if job.by == "dcp":
             dcp.save(state, storage_writer=writer, use_collectives=False)
         else:  # torch's own ends with a barrier where there is a group
-            save_separately(state, writer, job.rank, None, threading.Event())
+            save_separately(state, writer, job.rank)
 
     return save

@@ -31,7 +31,7 @@ from tests.soak.joint_worker import save_when_told
 pytestmark = [
     pytest.mark.counted,
     pytest.mark.soak,
-    pytest.mark.servers("moto", "rclone", "rgw"),
+    pytest.mark.servers("moto"),
     pytest.mark.skipif(sys.platform != "linux", reason="relies on Linux's signals"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]

@@ -1,4 +1,4 @@
-"""A board on which the ranks of one attempt leave each other small notes, without a collective."""
+"""Small values that the ranks of one attempt leave for each other, by key, without a collective."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from dcp_s3.torch_private import default_store
 from dcp_s3.url import CheckpointURL
 
 
-class Board(ABC):
-    """Notes by key (letters, digits, hyphens), each written once. Thread safe."""
+class ControlKeys(ABC):
+    """Values by key (letters, digits, hyphens), each written once. Thread safe."""
 
     nearby = False
     """Whether a look takes a message between hosts (some 0.1 ms), rather than a request to S3 (some 30 ms)."""
 
     @abstractmethod
     def offer(self, key: str, value: str) -> str:
-        """Leave a note, unless there is one. Returns the one that stands there.
+        """Set a value, unless there is one. Returns the one that stands.
 
         Raises:
-            StorageError: the note may or may not be there.
+            StorageError: it may or may not be set.
         """
 
     @abstractmethod
     def look(self, key: str) -> str | None:
-        """The note, or None."""
+        """The value, or None."""
 
     @abstractmethod
     def remove(self, *keys: str) -> None:
-        """Remove notes that nobody needs any more. A failure leaves a few bytes behind."""
+        """Remove values that nobody needs any more. A failure leaves a few bytes behind."""
 
 
-class GroupBoard(Board):
-    """A board in the store of the process group."""
+class _InGroup(ControlKeys):
+    """In the store of the process group."""
 
     nearby = True
 
@@ -72,14 +72,14 @@ class GroupBoard(Board):
                 self._store.delete_key(STORE_PREFIX + self._prefix + key)
 
 
-class StoredBoard(Board):
-    """A board of objects below the root of a run."""
+class _OnStore(ControlKeys):
+    """Objects below the root of a run."""
 
     def __init__(self, store: Store, root: CheckpointURL, attempt: Attempt) -> None:
         self._store, self._root, self._attempt = store, root, attempt
 
     def offer(self, key: str, value: str) -> str:
-        # First a look, for stores that ignore the condition. There, of notes left at once the last one stands.
+        # First a look, for stores that ignore the condition. There, of values set at once the last one stands.
         if (found := self.look(key)) is not None:
             return found
         with contextlib.suppress(errors.PreconditionFailedError):
@@ -101,10 +101,12 @@ class StoredBoard(Board):
         return self._root.key(board_object(self._attempt.id, key))
 
 
-def open_board(root: CheckpointURL, attempt: Attempt, settings: Settings, *, limit: Limit = UNLIMITED) -> Board:
-    """The board of an attempt: in the store of the default process group, without one below ``root``."""
+def open_control_keys(
+    root: CheckpointURL, attempt: Attempt, settings: Settings, *, limit: Limit = UNLIMITED
+) -> ControlKeys:
+    """Those of an attempt: in the store of the default process group, without one below ``root``."""
     store = default_store()
-    return StoredBoard(store_of(root, settings, limit), root, attempt) if store is None else GroupBoard(store, attempt)
+    return _OnStore(store_of(root, settings, limit), root, attempt) if store is None else _InGroup(store, attempt)
 
 
 def _pack(value: str) -> bytes:
@@ -112,7 +114,7 @@ def _pack(value: str) -> bytes:
 
 
 def _unpack(data: bytes) -> str | None:
-    """The note; None if it is damaged."""
+    """The value; None if it is damaged."""
     try:
         found = json.loads(data)
         note: str = found["note"]

@@ -1,0 +1,191 @@
+"""What a process remembers of its joint saves, for as long as it lives, whatever writers and managers it makes."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dcp_s3.coordination.driving import Driver
+from dcp_s3.coordination.identity import Attempt, current_attempt
+from dcp_s3.coordination.protocol import settle
+from dcp_s3.coordination.protocol import withdraw as withdraw_from
+from dcp_s3.coordination.values import UNKNOWN, Member, Number
+from dcp_s3.errors import DcpS3Error, StorageError
+from dcp_s3.format.layout import METADATA
+from dcp_s3.process import reset_in_child
+from dcp_s3.s3.store import store_of
+from dcp_s3.settings import Settings
+from dcp_s3.store import Store
+from dcp_s3.url import CheckpointURL
+from dcp_s3.workers import InTurn
+
+__all__ = ["CountedSave", "count_save", "current_attempt", "end_era", "finish_decided", "withdraw"]
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE = 20.0
+"""Seconds for which the store may refuse what is no part of a save."""
+_RESTART = 2**20
+"""Restores in the same process between two calls of `end_era` with ``restart``."""
+
+
+@dataclass
+class _Memory:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    process: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Random: no other process has it."""
+    eras: dict[str, int] = field(default_factory=dict)
+    """Restores so far, by root."""
+    counts: dict[bytes, int] = field(default_factory=dict)
+    left: defaultdict[bytes, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """See `Member.left`, by attempt and URL."""
+    undecided: list[CountedSave] = field(default_factory=list)
+
+
+_memory = _Memory()
+
+
+@reset_in_child
+def _forget() -> None:
+    global _memory
+    _memory = _Memory()
+
+
+@dataclass(eq=False)
+class CountedSave:
+    """A save that this process has counted, told apart from all others of its attempt to that URL."""
+
+    attempt: Attempt
+    url: CheckpointURL
+    number: Number
+    step: int | None
+    is_new: bool = True
+    """Whether no other save to the URL was counted in this era."""
+
+    def decided(self, verdict: str) -> None:
+        """Note what has become of it."""
+        with _memory.lock:
+            if verdict != UNKNOWN and self in _memory.undecided:
+                _memory.undecided.remove(self)
+
+    @property
+    def is_decided(self) -> bool:
+        with _memory.lock:
+            return self not in _memory.undecided
+
+
+def count_save(url: CheckpointURL, settings: Settings, *, step: int | None, members: Sequence[int] = ()) -> CountedSave:
+    """Count a save of all ranks, or of ``members``: before anything of it can fail on this rank alone.
+
+    Raises:
+        SaveProtocolError, StorageError, SettingsError: see `current_attempt`.
+    """
+    return count_of(current_attempt(url, settings, members), url, step)
+
+
+def count_of(attempt: Attempt, url: CheckpointURL, step: int | None) -> CountedSave:
+    """See `count_save`."""
+    with _memory.lock:
+        era = _memory.eras.get(str(_root_of(url)), 0)
+        key = _digest(attempt.id, url, era, step)
+        count = _memory.counts[key] = _memory.counts.get(key, 0) + 1
+        save = CountedSave(attempt, url, (era, step or 0, count), step, count == 1)
+        _memory.undecided.append(save)
+        return save
+
+
+def make_member(attempt: Attempt, url: CheckpointURL, *, overwrite: bool) -> Member:
+    """This process in its saves to a URL."""
+    left = _memory.left[_digest(attempt.id, url)]
+    return Member(attempt.rank, attempt, _memory.process, overwrite, left)
+
+
+def withdraw(counted: CountedSave, settings: Settings, error: BaseException) -> None:
+    """Abort a save that this rank has counted and does not begin, with that reason, in the background. Nothing is done
+    if it is decided already."""
+    if counted.is_decided:
+        return
+    if counted.attempt.world_size == 1:
+        counted.decided("")
+        return
+    why = f"rank {counted.attempt.rank}: {type(error).__name__}: {error}"[:2000]  # not the error: it holds the state
+
+    def tell() -> None:
+        try:
+            _abort(counted, settings, why, is_new=True)
+        except DcpS3Error as failed:
+            logger.warning("the other ranks are not told that this one has failed: %s", failed)
+
+    _telling.submit(tell)
+
+
+_telling = InTurn("dcp_s3-withdraw")
+
+
+def end_era(root: CheckpointURL, settings: Settings, *, restart: bool = False) -> None:
+    """What is saved below ``root`` from here on has nothing to do with what was saved before: a checkpoint is restored,
+    or, with ``restart``, this process begins anew, however often it has restored. Every rank calls it equally often.
+
+    Aborts what this process has counted before and what is not decided.
+
+    Raises:
+        StorageError: that is not certain.
+    """
+    with _memory.lock:
+        era = _memory.eras.get(str(root), 0)
+        _memory.eras[str(root)] = (era // _RESTART + 1) * _RESTART if restart else era + 1
+        before = [each for each in _memory.undecided if str(_root_of(each.url)) == str(root)]
+    failure = None
+    for counted in before:
+        try:
+            _abort(counted, settings, f"rank {counted.attempt.rank} has restored a checkpoint since", is_new=False)
+        except StorageError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+def _abort(counted: CountedSave, settings: Settings, why: str, *, is_new: bool) -> None:
+    verdict = ""
+    if counted.attempt.world_size > 1:
+        member = make_member(counted.attempt, counted.url, overwrite=True)
+        driver = Driver(store_of(counted.url, settings), counted.url, member, settings.rank_timeout)
+        verdict = driver.run(withdraw_from(member, counted.number, counted.step, why, is_new=is_new))
+    counted.decided(verdict)
+
+
+def finish_decided(url: CheckpointURL, settings: Settings) -> bool:
+    """Write ``.metadata`` of a joint save that was decided, and whose merger has died. Returns whether a checkpoint is
+    there.
+
+    Raises:
+        StorageError
+    """
+    store = store_of(url, settings)
+    settle_saves(store, url)
+    return store.exists(url.key(METADATA))
+
+
+def settle_saves(store: Store, url: CheckpointURL, *, why: str = "") -> str | None:
+    """Write ``.metadata`` of a joint save that was decided; with ``why`` also abort one that is not: from then on it
+    cannot commit. Returns the claim's ETag; None if there is none.
+
+    Raises:
+        StorageError
+    """
+    nobody = Member(0, Attempt("", (), "", None, 1, 0), "", overwrite=True)
+    found = Driver(store, url, nobody, _PATIENCE).run(settle(why=why))
+    return None if found is None else found.etag
+
+
+def _root_of(url: CheckpointURL) -> CheckpointURL:
+    return CheckpointURL(url.bucket, url.prefix.rpartition("/")[0])
+
+
+def _digest(*values: object) -> bytes:
+    return hashlib.blake2b(" ".join(map(str, values)).encode(), digest_size=8).digest()

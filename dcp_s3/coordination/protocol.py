@@ -1,0 +1,336 @@
+"""A joint save: several ranks save one checkpoint through an object store, without collectives. Pure.
+
+One object, the claim, decides. It moves only by conditional writes::
+
+    open(nonce) -> full -> committing(save id) or aborted; what is decided -> open(another nonce)
+
+All else that a save writes has the nonce in its name, so nothing of one save is read by another. Ranks join an open
+claim with an intent. When all have, one of them says so in the claim (the roll call), and only then ranks write their
+parts: all who wrote a part of a commit were inside that save at one instant. ``.metadata`` follows from the decision:
+anybody may write it, on the condition that the checkpoint to be replaced is still there.
+
+The functions are generators, which yield operations and get their answers; `driving` carries them out on a Store, and
+tests explore their interleavings. docs/design.md says which failure each rule is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from dcp_s3.coordination.values import (
+    ABORTED,
+    BEHIND,
+    CLAIM,
+    COMMITTED,
+    COMMITTING,
+    DONE,
+    EXISTS,
+    FULL,
+    LOST,
+    METADATA,
+    OPEN,
+    REFUSED,
+    SUPERSEDED,
+    UNKNOWN,
+    CallRoll,
+    Claim,
+    Clean,
+    Failed,
+    Found,
+    Get,
+    Join,
+    Key,
+    Look,
+    Member,
+    Merge,
+    Merged,
+    Number,
+    Put,
+    UnreachableError,
+    Wait,
+    Write,
+    is_newer,
+    open_claim,
+)
+
+T = TypeVar("T")
+Steps = Generator[Any, Any, T]
+
+
+# --- a save -------------------------------------------------------------------------------------------
+
+
+def save(me: Member, number: Number | None, step: int | None) -> Steps[tuple[str, str | None]]:
+    """Take part in a save. Returns the verdict, and the nonce if this rank has joined.
+
+    ``number`` was counted; or it is None, if no rank is here while another one is at an earlier save.
+    """
+    while True:
+        try:
+            claim = yield from begin(me, number, step)
+        except UnreachableError:
+            return UNKNOWN, None
+        if not isinstance(claim, Claim):
+            return claim, None
+        try:
+            verdict = yield from take_part(me, claim)
+        except UnreachableError as error:
+            me.left.add(claim.nonce)
+            verdict = yield from _leave(me, claim, str(error))
+        if verdict != _AGAIN:
+            return verdict, claim.nonce
+        me.left.add(claim.nonce)
+
+
+_AGAIN, _JOIN = "again", "join"
+
+
+def judge(found: Claim | None, me: Member, number: Number | None, step: int | None) -> str:
+    """What a rank that begins a save does about the claim that it finds: join it, open another one, or end. Pure."""
+    if found is None:
+        return OPEN
+    if found.attempt != me.attempt.id:
+        return SUPERSEDED if is_newer(found, me.attempt) else OPEN
+    if found.world_size != me.attempt.world_size:
+        return REFUSED
+    if number is None or found.number is None:  # of two kinds, it is another save
+        is_this = found.number == number and found.is_undecided and found.nonce not in me.left and found.step == step
+        return _JOIN if is_this else OPEN
+    if found.number != number:
+        return OPEN if found.number < number else BEHIND
+    if found.state == COMMITTING:
+        return REFUSED  # without this process: another one was in its place
+    return _JOIN if found.is_undecided and found.nonce not in me.left else ABORTED
+
+
+def begin(me: Member, number: Number | None, step: int | None) -> Steps[Claim | str]:
+    """Returns the open claim of the save, or the verdict."""
+    while True:
+        claim, found = yield from _get_claim()
+        what = judge(claim, me, number, step)
+        if claim is not None and what == _JOIN:
+            return claim
+        if what != OPEN:
+            return what
+        replaces, last = yield from _look_at_checkpoint(claim)
+        if replaces and not me.overwrite:
+            return EXISTS
+        claim = open_claim(me.attempt, me.draw(), number, step, replaces, last)
+        if (yield from put(CLAIM, claim, found)):
+            return claim
+
+
+def _look_at_checkpoint(claim: Claim | None) -> Steps[tuple[str, str]]:
+    """ETag and nonce of the ``.metadata`` that is there, after what was decided has been done."""
+    if claim is not None and claim.state == COMMITTING:
+        yield from finish(claim)
+    there = yield Get(METADATA)
+    return ("", "") if there is None else (there.etag, there.body)
+
+
+def put(key: Key, body: Any, found: Found | None) -> Steps[bool]:
+    """Write in the place of what was found, again if answers are lost. Returns whether that was done; if not, it may be
+    there all the same: whoever needs to know looks."""
+    while (answer := (yield Put(key, body, "" if found is None else found.etag))) == LOST:
+        pass
+    return bool(answer == DONE)
+
+
+def _get_claim() -> Steps[tuple[Claim | None, Found | None]]:
+    found: Found | None = yield Get(CLAIM)
+    return (None if found is None else found.body), found
+
+
+def take_part(me: Member, claim: Claim) -> Steps[str]:
+    """Write, and see the save through to its decision. Returns the verdict."""
+    nonce, everybody = claim.nonce, frozenset(range(claim.world_size))
+    merger = merger_of(claim)
+    place = (me.rank - merger) % claim.world_size
+    patience = 1 + min(place, 8) / 16  # so that not all of them do the same
+    me.intent = (yield Join(claim))._replace(process=me.process)
+    key = Key("intent", nonce, me.rank)
+    if not (yield from put(key, me.intent, None)):
+        found = yield Get(key)  # it may be this one's, whose answer was lost
+        if found is not None and (found.body is None or found.body.process != me.process):
+            yield from abort(me, claim, f"two processes are rank {me.rank} of it")
+            return REFUSED
+    written = yield Write(claim, me.rank)
+    if isinstance(written, Failed):
+        return (yield from abort(me, claim, written.why))
+    has_part = False
+    while True:
+        now, found = yield from _get_claim()
+        if now is None or now.nonce != nonce or not now.is_undecided:
+            return (yield from decided(me, claim, now))
+        if now.state == FULL and not has_part:
+            part = yield Write(now, me.rank)
+            if isinstance(part, Failed):
+                return (yield from abort(me, claim, part.why))
+            # If the key is taken, another rank has written this one's share.
+            yield from put(Key("part", nonce, me.rank), part, None)
+            has_part = True
+            continue
+        present = yield Look(now)
+        if now.state == OPEN and may_close(present.intents, everybody):
+            roll = yield CallRoll(now)
+            if isinstance(roll, Failed):
+                return (yield from abort(me, claim, roll.why))
+            if roll is not None:
+                yield from put(CLAIM, replace(now, state=FULL, roll=roll), found)
+            continue
+        missing = everybody - (present.intents if now.state == OPEN else present.parts | {me.rank})
+        if missing or me.rank != merger:
+            silent = yield Wait(missing or frozenset({merger}), patience)
+            if silent is None:
+                continue
+            if missing:
+                failed = yield from _make_up_for(me, now, silent)
+                if failed:
+                    return (yield from abort(me, claim, failed))
+                continue
+        verdict = yield from _merge(me, now, found)
+        if verdict is not None:
+            return verdict
+
+
+def may_close(intents: frozenset[int], everybody: frozenset[int]) -> bool:
+    """The roll call."""
+    return intents == everybody
+
+
+def merger_of(claim: Claim) -> int:
+    """The rank that merges; any other does if it does not."""
+    return int(claim.nonce, 16) % claim.world_size
+
+
+def _make_up_for(me: Member, now: Claim, silent: int) -> Steps[str]:
+    """Write what a silent rank was to write, if this one holds the same. Returns why the save cannot go on."""
+    key = Key("intent", now.nonce, silent)
+    if now.state == OPEN:
+        return f"rank {silent} has not begun it"
+    found = yield Get(key)
+    if found is None:
+        return ""  # decided, and removed
+    intent = found.body
+    if intent.digest != me.intent.digest:
+        if intent.has_copies and (yield Wait(frozenset({silent}), 2.0)) is None:
+            return ""  # others may
+        return f"rank {silent} has stopped"
+    # Says to others who hold the same that one of them writes.
+    marked = intent._replace(stand_in=me.process, moved=intent.moved + 1)
+    if (yield from put(key, marked, found)):
+        part = yield Write(now, silent, marked)
+        if isinstance(part, Failed):
+            return part.why
+        yield from put(Key("part", now.nonce, silent), part, None)
+    return ""
+
+
+def _merge(me: Member, claim: Claim, found: Found | None) -> Steps[str | None]:
+    """Commit: all parts are there. Returns the verdict; None if it was decided meanwhile."""
+    merged = yield Merge(claim)
+    if isinstance(merged, Failed):
+        return (yield from abort(me, claim, merged.why))
+    if merged is None:
+        return None  # decided, and removed
+    committing = replace(claim, state=COMMITTING, save_id=merged.save_id)
+    if not (yield from put(CLAIM, committing, found)):
+        return None
+    yield from finish(committing, merged)
+    yield Clean(committing)
+    return COMMITTED
+
+
+def abort(me: Member, claim: Claim, why: str) -> Steps[str]:
+    """End a save without success, unless it is decided already. Returns the verdict."""
+    while True:
+        now, found = yield from _get_claim()
+        if now is None or now.nonce != claim.nonce or not now.is_undecided:
+            break
+        yield from put(CLAIM, replace(now, state=ABORTED, why=why), found)
+    verdict = yield from decided(me, claim, now)
+    return ABORTED if verdict == _AGAIN else verdict
+
+
+def _leave(me: Member, claim: Claim, why: str) -> Steps[str]:
+    try:
+        return (yield from abort(me, claim, why or f"rank {me.rank} could not reach the store, or its time was over"))
+    except UnreachableError:
+        return UNKNOWN
+
+
+def decided(me: Member, claim: Claim, now: Claim | None) -> Steps[str]:
+    """The verdict on a save that the claim (as it is now) does not leave open any more."""
+    if now is None:
+        return SUPERSEDED
+    if now.nonce == claim.nonce:
+        if now.state == ABORTED:
+            return ABORTED
+        yield from finish(now)
+        return COMMITTED
+    if now.last == claim.nonce:
+        return COMMITTED
+    is_next = now.is_undecided and now.attempt == me.attempt.id and now.nonce not in me.left
+    if is_next and claim.number is None and now.number is None and now.step == claim.step:
+        return _AGAIN
+    return ABORTED if now.replaces == claim.replaces else SUPERSEDED
+
+
+def finish(claim: Claim, merged: Merged | None = None) -> Steps[None]:
+    """Do what was decided: after it ``.metadata`` is that of this save, or of a later one."""
+    there = yield Get(METADATA)
+    if there is not None and there.body == claim.nonce:
+        return
+    if merged is None:
+        found = yield Get(Key("merged", claim.save_id))
+        if found is None:
+            return  # it was done, replaced and removed
+        merged = found.body
+    expect = claim.replaces
+    if there is None and expect:  # a prune has deleted what was to be replaced; or all of this, long ago
+        found = yield Get(CLAIM)
+        if found is None or found.body != claim:
+            return
+        expect = ""
+    while (yield Put(METADATA, merged, expect)) == LOST:
+        pass
+
+
+# --- beside a save ------------------------------------------------------------------------------------
+
+
+def withdraw(me: Member, number: Number, step: int | None, why: str, *, is_new: bool = True) -> Steps[str]:
+    """Abort a save that this rank has counted and cannot begin, or has restored since. Returns the verdict.
+
+    Args:
+        is_new: whether the others are to find that out, also if none of them has begun it.
+    """
+    while True:
+        claim, found = yield from _get_claim()
+        what = judge(claim, me, number, step)
+        if claim is not None and claim.number == number and claim.is_undecided and claim.nonce in me.left:
+            what = _JOIN
+        if what not in (_JOIN, OPEN) or (what == OPEN and not is_new):
+            return what
+        if claim is not None and what == _JOIN:
+            claim = replace(claim, state=ABORTED, why=why)
+        else:
+            replaces, last = yield from _look_at_checkpoint(claim)
+            claim = open_claim(me.attempt, me.draw(), number, step, replaces, last, why=why)
+        if (yield from put(CLAIM, claim, found)):
+            return ABORTED
+
+
+def settle(*, why: str = "") -> Steps[Found | None]:
+    """Do what was decided, and abort what is not, if there is a reason. Returns the claim as it is then."""
+    while True:
+        claim, found = yield from _get_claim()
+        if claim is None:
+            return found
+        if claim.state == COMMITTING:
+            yield from finish(claim)
+        if not why or not claim.is_undecided:
+            return found
+        yield from put(CLAIM, replace(claim, state=ABORTED, why=why), found)

@@ -1,0 +1,312 @@
+"""Values of joint saves, those of several ranks without collectives: the objects by which the ranks meet, with their
+names and their JSON, and what `protocol`, which says who writes what and when, yields and gets. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.coordination.identity import Attempt
+from dcp_s3.format import layout
+
+OPEN, FULL, COMMITTING, ABORTED = "open", "full", "committing", "aborted"
+"""States of a claim: ranks may join; all have joined; decided, one way or the other."""
+
+Number = tuple[int, int, int]
+"""Tells a save from the others of its attempt: restores so far, step (0: none), saves of that step since."""
+
+
+class Key(NamedTuple):
+    """An object of the checkpoint."""
+
+    kind: str
+    """``claim``, ``metadata``, ``intent``, ``part``, ``roll`` or ``merged``."""
+    id: str = ""
+    """Nonce of the save; the save id, for ``merged``."""
+    rank: int = 0
+
+    @property
+    def path(self) -> str:
+        """Relative to the checkpoint."""
+        if self.kind == "claim":
+            return layout.CLAIM
+        if self.kind == "metadata":
+            return layout.METADATA
+        name = self.rank if self.kind in ("intent", "part") else self.id[NONCE_DIGITS:]
+        return layout.joint_object(self.id[:NONCE_DIGITS], self.kind, name)
+
+
+NONCE_DIGITS = 16
+"""Of a save's nonce, with which its save id begins, too."""
+CLAIM, METADATA = Key("claim"), Key("metadata")
+
+
+class Found(NamedTuple):
+    """An object that is there."""
+
+    body: Any
+    """What it says. Of ``.metadata``: nonce of the save that wrote it, empty if no joint save did. Of a claim that
+    another version wrote, or that is damaged: None."""
+    etag: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Decides what becomes of the saves to one URL, and says which is the last one."""
+
+    state: str
+    nonce: str
+    """16 hex digits, drawn by the rank that opened it. All that the save writes has it in its name."""
+    attempt: str
+    """`Attempt.id`."""
+    run: str
+    restart: tuple[int, ...]
+    began: float | None
+    world_size: int
+    number: Number | None
+    """None: of ranks that save in lockstep (synchronous saves): the ranks of one are at no other save."""
+    step: int | None
+    replaces: str
+    """ETag of the ``.metadata`` that is there before; empty: none is."""
+    last: str
+    """Nonce of the save that wrote it."""
+    roll: str = ""
+    """Id of the roll, if all have joined, and ranks have to write more than they were going to."""
+    save_id: str = ""
+    """Of what is to be committed."""
+    why: str = ""
+    """Why it was aborted."""
+
+    @property
+    def is_undecided(self) -> bool:
+        return self.state in (OPEN, FULL)
+
+    def to_json(self) -> bytes:
+        body = json.dumps(asdict(self), sort_keys=True)
+        return (json.dumps({"claim": body, "crc64nvme": crc_hex(crc64nvme(body.encode()))}) + "\n").encode()
+
+
+def open_claim(
+    attempt: Attempt, nonce: str, number: Number | None, step: int | None, replaces: str, last: str, *, why: str = ""
+) -> Claim:
+    """A claim for a new save; with ``why``, one that is aborted from the beginning."""
+    return Claim(
+        ABORTED if why else OPEN, nonce, attempt.id, attempt.run, attempt.restart, attempt.began, attempt.world_size,
+        number, step, replaces, last, why=why,
+    )  # fmt: skip
+
+
+def parse_claim(data: bytes) -> Claim | None:
+    """The claim from its bytes; None if they are damaged, or of another version."""
+    try:
+        outer = json.loads(data)
+        body = outer["claim"]
+        if outer["crc64nvme"] != crc_hex(crc64nvme(body.encode())):
+            return None
+        found = json.loads(body)
+        number = found["number"]
+        claim = Claim(**{**found, "restart": tuple(found["restart"]), "number": number and tuple(number)})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return claim if _is_sound(claim) else None
+
+
+def _is_sound(claim: Claim) -> bool:
+    texts = (
+        claim.state, claim.nonce, claim.attempt, claim.run, claim.replaces, claim.last, claim.roll, claim.save_id,
+        claim.why,
+    )  # fmt: skip
+    whole: tuple[Any, ...] = (claim.world_size, *claim.restart, *(claim.number or (0, 0, 0)))
+    return (
+        all(isinstance(each, str) for each in texts)
+        and all(type(each) is int for each in whole)
+        and claim.world_size > 0
+        and len(claim.number or (0, 0, 0)) == 3
+        and claim.state in (OPEN, FULL, COMMITTING, ABORTED)
+        and all(set(each) <= set("0123456789abcdef") for each in (claim.nonce, claim.roll, claim.save_id))
+        and len(claim.nonce) == NONCE_DIGITS
+        and claim.save_id[:NONCE_DIGITS] in ("", claim.nonce)
+        and claim.roll[:NONCE_DIGITS] in ("", claim.nonce)
+        and (claim.step is None or type(claim.step) is int)
+        and (claim.began is None or (type(claim.began) in (int, float) and math.isfinite(claim.began)))
+    )
+
+
+def is_newer(claim: Claim, attempt: Attempt) -> bool:
+    """Whether a claim is of an attempt that began after this one.
+
+    By the store's clock, if both know it; else by restarts of one run. Otherwise of two attempts the one that comes
+    later counts as the newer one.
+    """
+    if claim.attempt == attempt.id:
+        return False
+    if claim.began is not None and attempt.began is not None and claim.began != attempt.began:
+        return claim.began > attempt.began
+    return bool(claim.run) and claim.run == attempt.run and claim.restart > attempt.restart
+
+
+class Intent(NamedTuple):
+    """A rank has joined. It writes that again while it moves bytes."""
+
+    process: str
+    """Random: no other process has it."""
+    moved: int
+    """Bytes so far, or other signs of progress."""
+    digest: str
+    """Of all that the rank holds, see `part.digest_of`."""
+    has_copies: bool
+    """Whether other ranks are supposed to hold all of that, too."""
+    writes: tuple[int, ...] = ()
+    """Hashes of the items that it writes and others are supposed to hold, too."""
+    leaves: tuple[int, ...] = ()
+    """Hashes of the items that it holds, and leaves to others."""
+    stand_in: str = ""
+    """Process that writes in its place, as it was silent."""
+
+    def to_json(self) -> bytes:
+        hashes = {name: "".join(map("{:016x}".format, getattr(self, name))) for name in ("writes", "leaves")}
+        return json.dumps({**self._asdict(), **hashes}).encode()
+
+
+def parse_intent(data: bytes) -> Intent | None:
+    """The intent from its bytes; None if it is none."""
+    try:
+        found = json.loads(data)
+        return Intent(
+            str(found["process"]), int(found["moved"]), str(found["digest"]), bool(found["has_copies"]),
+            _hashes(found["writes"]), _hashes(found["leaves"]), str(found["stand_in"]),
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _hashes(text: str) -> tuple[int, ...]:
+    return tuple(int(text[start : start + 16], 16) for start in range(0, len(text), 16))
+
+
+class Merged(NamedTuple):
+    """What a save commits: the bytes of ``.metadata``."""
+
+    save_id: str
+    data: bytes | memoryview
+
+
+# --- what `protocol` yields and gets, and its verdicts ---------------------------------------------------
+
+# Verdicts on a save; ABORTED is one, too.
+COMMITTED = "committed"
+EXISTS = "exists"  # there is a checkpoint, which is not to be overwritten
+BEHIND = "behind"  # other ranks of the attempt are at a later save, or have restored more often
+REFUSED = "refused"  # another process is in this rank's place, or the ranks disagree on their number
+SUPERSEDED = "superseded"  # others save there since; if this rank had joined: not known whether it was committed
+UNKNOWN = "unknown"  # the store could not be reached: it may or may not be committed
+
+# Answers to a Put
+DONE = "done"
+TAKEN = "taken"  # its condition did not hold
+LOST = "lost"  # no answer: perhaps applied, now or later
+
+
+class Get(NamedTuple):
+    """Answer: `Found`, or None."""
+
+    key: Key
+
+
+class Put(NamedTuple):
+    """Answer: DONE, TAKEN or LOST."""
+
+    key: Key
+    body: Any
+    expect: str
+    """The ETag of what is there; empty: nothing is."""
+
+
+class Look(NamedTuple):
+    """Lists a save's intents and parts, now or as they were shortly ago. Answer: `Present`."""
+
+    claim: Claim
+
+
+class Wait(NamedTuple):
+    """Pause, then answer the lowest of these ranks that has shown nothing new (an object, or progress in its intent)
+    for so many rank timeouts of this process's monotonic clock; None if none."""
+
+    ranks: frozenset[int]
+    patience: float
+
+
+class Join(NamedTuple):
+    """Answer: this rank's `Intent`, but for the process."""
+
+    claim: Claim
+
+
+class Write(NamedTuple):
+    """Upload the data of a rank: what it is to write by itself while the claim is open, and what the roll adds once it
+    is full; or all of it, for another one. Answer: the bytes of its part, once the claim is full; or `Failed`."""
+
+    claim: Claim
+    rank: int
+    intent: Intent | None = None
+    """That of another rank."""
+
+
+class CallRoll(NamedTuple):
+    """Read all intents, and write down what ranks have to write that all others have left to ones that lack it. Answer:
+    id of that, empty if there is nothing; `Failed`; or None if an intent is gone."""
+
+    claim: Claim
+
+
+class Merge(NamedTuple):
+    """Read all parts, and write the manifest, and what is to become ``.metadata``. Answer: `Merged`; `Failed`; or None
+    if a part is gone."""
+
+    claim: Claim
+
+
+class Clean(NamedTuple):
+    """Remove what the committed save does not need any more, and what it has replaced. No answer."""
+
+    claim: Claim
+
+
+class Failed(NamedTuple):
+    why: str
+
+
+class Present(NamedTuple):
+    """The ranks whose intents and parts are there."""
+
+    intents: frozenset[int]
+    parts: frozenset[int]
+
+
+class UnreachableError(Exception):
+    """This rank cannot go on, because the store did not answer until the time of the save was over, or for the reason
+    given. Thrown into the generator, which then has only a little time left."""
+
+
+@dataclass
+class Member:
+    """A rank in its saves to one URL."""
+
+    rank: int
+    attempt: Attempt
+    process: str
+    """Random: no other process has it."""
+    overwrite: bool = False
+    left: set[str] = field(default_factory=set)
+    """Nonces of the saves that this process has left undecided: it never joins them again."""
+    intent: Intent = field(default_factory=lambda: Intent("", 0, "", False))
+    """In the save that is under way."""
+
+    def draw(self) -> str:
+        """A new nonce."""
+        return secrets.token_hex(8)

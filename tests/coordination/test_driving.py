@@ -1,0 +1,413 @@
+"""Ranks as threads over a store in memory: who is given up, who makes up for whom, and what everybody hears."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from dcp_s3 import errors
+from dcp_s3.coordination import driving, protocol
+from dcp_s3.coordination.driving import Driver
+from dcp_s3.coordination.identity import Attempt
+from dcp_s3.coordination.processes import settle_saves
+from dcp_s3.coordination.values import (
+    ABORTED,
+    CLAIM,
+    COMMITTED,
+    COMMITTING,
+    OPEN,
+    SUPERSEDED,
+    Claim,
+    Intent,
+    Join,
+    Key,
+    Member,
+    Merged,
+    is_newer,
+    open_claim,
+    parse_claim,
+    parse_intent,
+)
+from dcp_s3.format.layout import METADATA, data_object
+from dcp_s3.retention.prune import prune
+from dcp_s3.store import Expect
+from dcp_s3.url import CheckpointURL, parse_url
+from tests.memory_store import MemoryStore
+
+URL = parse_url("s3://bucket/run/step-1")
+ATTEMPT = Attempt("run", (0,), "token", 10.0, 2, 0)
+
+
+@dataclass
+class Work:
+    """What one rank writes: one object, whose bytes are those of its items."""
+
+    store: MemoryStore
+    rank: int
+    digest: str = ""
+    has_copies: bool = False
+    writes: tuple[int, ...] = ()
+    leaves: tuple[int, ...] = ()
+    before: Callable[[Work], object] = lambda _: None
+    """Called before it has written."""
+    moved: int = 0
+    driver: Driver | None = None
+    asked: list[int] = field(default_factory=list)
+
+    def join(self, _: Claim) -> Intent:
+        return Intent("", 0, self.digest or str(self.rank), self.has_copies, self.writes, self.leaves)
+
+    def write(self, claim: Claim, rank: int, intent: Intent | None) -> bytes:
+        if claim.state == OPEN:
+            self.before(self)
+        assert self.driver is not None
+        if claim.state != OPEN:
+            self.asked = self.driver.read_roll(claim, rank)
+        path = data_object(rank, 0, claim.nonce + f"{self.rank:02x}")
+        self.store.put(URL.key(path), b"data")
+        return json.dumps({"rank": rank, "by": self.rank, "path": path}).encode()
+
+    def merge(self, claim: Claim, parts: Iterator[bytes]) -> Merged:
+        merged = Merged(claim.nonce + f"{self.rank:02x}", json.dumps([json.loads(each) for each in parts]).encode())
+        self.store.put(URL.key(Key("merged", merged.save_id).path), merged.data)
+        return merged
+
+    def clean(self, claim: Claim) -> None:
+        """Nothing."""
+
+
+class _DeadError(BaseException):
+    """A thread that is gone, without a word."""
+
+
+def die(_: Work) -> None:
+    raise _DeadError
+
+
+def save(
+    works: Sequence[Work], *, rank_timeout: float = 0.4, number: int | None = 1, attempt: Attempt = ATTEMPT,
+    overwrite: bool = False,
+) -> dict[int, str]:  # fmt: skip
+    """One save of all ranks; the verdict of each that lives."""
+    told: dict[int, str] = {}
+
+    def run(work: Work) -> None:
+        place = dataclasses.replace(attempt, rank=work.rank, world_size=len(works))
+        me = Member(work.rank, place, f"process-{work.rank}", overwrite)
+        work.driver, ended = Driver(work.store, URL, me, rank_timeout, work), threading.Event()
+        threading.Thread(target=work.driver.show_progress, args=(ended,), daemon=True).start()
+        try:
+            told[work.rank] = work.driver.run(protocol.save(me, None if number is None else (0, 1, number), 1))[0]
+        except _DeadError:
+            pass
+        finally:
+            ended.set()
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+        assert not each.is_alive(), "a save does not end"
+    return told
+
+
+def works_of(count: int, **options: Any) -> list[Work]:
+    store = MemoryStore()
+    return [Work(store, rank, **options) for rank in range(count)]
+
+
+def committed(store: MemoryStore) -> list[dict[str, Any]] | None:
+    """The parts of the checkpoint that is there."""
+    try:
+        found: list[dict[str, Any]] = json.loads(store.get(URL.key(METADATA)).data)
+    except errors.ObjectNotFoundError:
+        return None
+    assert all(store.exists(URL.key(part["path"])) for part in found)
+    return found
+
+
+def claim_of(store: MemoryStore) -> Claim:
+    claim = parse_claim(store.get(URL.key(CLAIM.path)).data)
+    assert claim is not None
+    return claim
+
+
+# --- whole saves -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [1, None])
+@pytest.mark.parametrize("count", [2, 5, 20])
+def test_all_ranks_commit_one_checkpoint(count: int, number: int | None) -> None:
+    works = works_of(count)
+    assert save(works, rank_timeout=20.0, number=number) == dict.fromkeys(range(count), COMMITTED)
+    found = committed(works[0].store)
+    assert found is not None
+    assert [part["rank"] for part in found] == [part["by"] for part in found] == list(range(count))
+    assert claim_of(works[0].store).state == COMMITTING
+
+
+def test_a_failure_of_one_rank_is_told_to_all() -> None:
+    def fail(_: Work) -> None:
+        raise errors.AccessDeniedError("no right")
+
+    works = works_of(3)
+    works[1].before = fail
+    assert save(works, rank_timeout=20.0) == dict.fromkeys(range(3), ABORTED)
+    assert committed(works[0].store) is None
+    assert claim_of(works[0].store).why == "rank 1: AccessDeniedError: no right"
+
+
+def test_d5_a_rank_whose_write_hangs_is_given_up_however_alive_its_thread() -> None:
+    others_ended = threading.Event()
+    works = works_of(2)
+    works[1].before = lambda _: others_ended.wait(30)
+    told: dict[int, str] = {}
+
+    def run() -> None:
+        told.update(save(works))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not works[0].store.exists(URL.key(CLAIM.path)) or claim_of(works[0].store).state != ABORTED:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    others_ended.set()
+    thread.join()
+    assert told == {0: ABORTED, 1: ABORTED}
+    assert "rank 1 " in claim_of(works[0].store).why
+
+
+def test_a_rank_that_moves_bytes_is_waited_for() -> None:
+    def slowly(work: Work) -> None:
+        for _ in range(20):
+            time.sleep(0.1)
+            work.moved += 1
+
+    works = works_of(2)
+    works[0].before = slowly
+    assert save(works, rank_timeout=0.6) == {0: COMMITTED, 1: COMMITTED}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_who_holds_the_same_writes_for_a_rank_that_is_gone(count: int) -> None:
+    works = works_of(count, digest="same", has_copies=True)
+    works[1].before = die
+    told = save(works)
+    assert told == {rank: COMMITTED for rank in range(count) if rank != 1}
+    found = committed(works[0].store)
+    assert found is not None
+    assert found[1]["rank"] == 1
+    assert found[1]["by"] != 1
+
+
+def test_who_holds_something_of_its_own_is_not_made_up_for() -> None:
+    works = works_of(3, digest="same", has_copies=True)
+    works[2] = Work(works[0].store, 2, digest="other", has_copies=True, before=die)
+    assert save(works) == {0: ABORTED, 1: ABORTED}
+    assert "rank 2 has stopped" in claim_of(works[0].store).why
+
+
+def test_a_rank_that_never_comes_ends_the_save_for_all() -> None:
+    works = works_of(2)
+    place = dataclasses.replace(ATTEMPT, world_size=3)
+    told = {}
+    for work in works:
+        me = Member(work.rank, dataclasses.replace(place, rank=work.rank), str(work.rank))
+        work.driver = Driver(work.store, URL, me, 0.3, work)
+        told[work.rank] = work.driver.run(protocol.save(me, (0, 1, 1), 1))[0]
+    assert told == {0: ABORTED, 1: ABORTED}
+    assert "has not begun it" in claim_of(works[0].store).why
+
+
+def test_what_all_leave_to_others_is_written_before_the_parts() -> None:
+    works = works_of(3)
+    works[0].writes, works[0].leaves = (1,), (2,)
+    works[1].leaves = (1, 2)
+    works[2].leaves = (1, 3)
+    assert set(save(works, rank_timeout=20.0).values()) == {COMMITTED}
+    assert [work.asked for work in works] == [[2], [], [3]]
+
+
+# --- attempts --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("claimed", "mine", "expected"),
+    [
+        ({"began": 10.0}, {"began": 9.0}, True),
+        ({"began": 9.0}, {"began": 10.0}, False),
+        ({"began": 9.0, "restart": (1,)}, {"began": 10.0, "restart": (0,)}, False),  # restarts count anew in each start
+        ({"began": None, "restart": (1,)}, {"restart": (0,)}, True),
+        ({"began": None, "restart": (0,)}, {"restart": (1,)}, False),
+        ({"began": None, "run": "other", "restart": (9,)}, {"restart": (1,)}, False),  # who comes later is newer
+    ],
+)
+def test_d7_attempts_are_ordered_by_the_store_s_clock_or_by_restarts(
+    claimed: Mapping[str, Any], mine: Mapping[str, Any], expected: bool
+) -> None:
+    theirs = dataclasses.replace(ATTEMPT, token="other", **claimed)
+    claim = open_claim(theirs, "0" * 16, (0, 1, 1), 1, "", "")
+    assert is_newer(claim, dataclasses.replace(ATTEMPT, **mine)) is expected
+    assert not is_newer(claim, theirs)
+
+
+def test_a_newer_attempt_takes_over_what_a_dead_one_left_open() -> None:
+    works = works_of(2)
+    works[0].before = works[1].before = die
+    assert save(works) == {}
+    newer = dataclasses.replace(ATTEMPT, token="newer", began=11.0)
+    again = [Work(works[0].store, rank) for rank in range(3)]
+    assert save(again, attempt=newer, rank_timeout=20.0) == dict.fromkeys(range(3), COMMITTED)
+    late = [Work(works[0].store, rank) for rank in range(2)]
+    assert set(save(late, number=2, overwrite=True).values()) == {SUPERSEDED}
+
+
+# --- stores ----------------------------------------------------------------------------------------------------
+
+
+class _Unconditional(MemoryStore):
+    """Ignores some conditions."""
+
+    ignores: Callable[[Expect], bool] = staticmethod(lambda _: True)
+    refuses_all = False
+
+    def put(self, key: str, data: bytes | memoryview, *, expect: Expect | None = None, **options: Any) -> None:
+        if expect is not None and expect.etag and self.refuses_all and expect.required:
+            raise errors.PreconditionFailedError("refused, whatever is there")
+        super().put(key, data, expect=None if expect is None or self.ignores(expect) else expect, **options)
+
+
+@pytest.mark.parametrize("lacks", ["all", "If-Match", "If-Match, which it refuses"])
+def test_a_store_without_conditional_writes_is_refused_before_a_byte_moves(lacks: str) -> None:
+    store = _Unconditional(f"bucket without {lacks}")
+    if lacks != "all":
+        store.ignores = (lambda expect: bool(expect.etag)) if lacks == "If-Match" else (lambda _: False)
+        store.refuses_all = lacks != "If-Match"
+    work = Work(store, 0)
+    me = Member(0, ATTEMPT, "process")
+    work.driver = Driver(store, URL, me, 1.0, work)
+    with pytest.raises(errors.SaveProtocolError, match=r"conditional writes .* Remedy: save with collectives"):
+        work.driver.run(protocol.save(me, (0, 1, 1), 1))
+    assert store.list("").objects == ()
+
+
+def test_a_store_is_asked_once_what_it_can() -> None:
+    driving._checked.discard("asked once")
+    store, puts = MemoryStore("asked once"), []
+    put = store.put
+    store.put = lambda key, *args, **options: (puts.append(key), put(key, *args, **options))[1]  # type: ignore[method-assign,func-returns-value]
+    for number in (1, 2):
+        save([Work(store, rank) for rank in range(2)], number=number, overwrite=True, rank_timeout=20.0)
+    assert sum(".roll.00" in key for key in puts) in (4, 8)  # by one rank, or two at a time
+
+
+def test_a_store_that_does_not_answer_for_a_rank_timeout_ends_the_save_of_this_rank() -> None:
+    class Away(MemoryStore):
+        def get(self, key: str) -> Any:
+            raise errors.TransferError("away")
+
+    work = Work(Away(), 0)
+    me = Member(0, ATTEMPT, "process")
+    work.driver = Driver(work.store, URL, me, 0.2, work)
+    assert work.driver.run(protocol.save(me, (0, 1, 1), 1)) == ("unknown", None)
+    assert isinstance(work.driver.error, errors.TransferError)
+    assert me.left == set()
+
+
+# --- prunes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decided", [False, True])
+def test_a_save_that_wakes_up_after_the_grace_period_does_not_commit_what_a_prune_deletes(decided: bool) -> None:
+    """Rank 1 sleeps with all parts written but its own; or rank 0 died between the decision and .metadata."""
+    now = [1e9]
+    store = MemoryStore(clock=lambda: now[0])
+    works = [Work(store, rank) for rank in range(2)]
+
+    def sleep(_: Work) -> None:
+        while not decided and not store.exists(URL.key(Key("part", claim_of(store).nonce, 0).path)):
+            time.sleep(0.01)  # then rank 0 only waits
+        now[0] += 3 * 86400
+        prune("s3://bucket/run", store=store, grace=86400)
+
+    if decided:
+        died = [Work(store, rank) for rank in range(2)]
+        put = store.put
+
+        def lose(key: str, *args: Any, **options: Any) -> None:
+            if key == URL.key(METADATA):
+                raise _DeadError
+            put(key, *args, **options)
+
+        store.put = lose  # type: ignore[method-assign]
+        save(died, rank_timeout=20.0)
+        store.put = put  # type: ignore[method-assign]
+        assert claim_of(store).state == COMMITTING
+        sleep(works[0])
+        found = committed(store)
+        assert found is not None
+        assert len(found) == 2
+        return
+    works[1].before = sleep
+    told = save(works, rank_timeout=20.0)
+    assert set(told.values()) <= {ABORTED, SUPERSEDED}, told
+    assert not store.exists(URL.key(METADATA))
+
+
+def test_an_open_save_is_not_touched_by_a_prune_in_time() -> None:
+    store = MemoryStore()
+    works = [Work(store, rank) for rank in range(2)]
+    works[1].before = lambda _: prune("s3://bucket/run", store=store, grace=86400)
+    assert set(save(works, rank_timeout=20.0).values()) == {COMMITTED}
+
+
+def test_settling_says_what_there_is() -> None:
+    store = MemoryStore()
+    assert settle_saves(store, URL, why="none") is None
+    store.put(URL.key(CLAIM.path), b"of an earlier version")
+    assert settle_saves(store, URL, why="none") is not None
+    assert set(save([Work(store, rank) for rank in range(2)], rank_timeout=20.0).values()) == {COMMITTED}
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------
+
+
+def test_claims_and_intents_survive_their_way_and_damage_is_seen() -> None:
+    claim = open_claim(ATTEMPT, "0123456789abcdef", (1, 2, 3), None, '"etag"', "", why="because")
+    assert parse_claim(claim.to_json()) == claim
+    lockstep = dataclasses.replace(claim, number=None, state=COMMITTING, save_id=claim.nonce + "ab")
+    assert parse_claim(lockstep.to_json()) == lockstep
+    for wrong in (
+        {"nonce": "../evil"}, {"state": "other"}, {"save_id": "ab"}, {"roll": "f" * 20}, {"world_size": 0},
+        {"step": "1"}, {"number": (1, 2)}, {"began": float("nan")},
+    ):  # fmt: skip
+        assert parse_claim(dataclasses.replace(claim, **wrong).to_json()) is None, wrong
+    data = bytearray(claim.to_json())
+    data[30] ^= 1
+    assert parse_claim(bytes(data)) is None
+    assert parse_claim(b"[]") is parse_claim(b'{"save": 1}') is None
+    intent = Intent("process", 7, "digest", True, (1, 2**64 - 1), (3,), "other")
+    assert parse_intent(intent.to_json()) == intent
+    assert parse_intent(b"{}") is None
+
+
+def test_no_url_or_rank_is_needed_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator can wait between DCP's calls."""
+    store = MemoryStore()
+    works = [Work(store, rank) for rank in range(2)]
+    me = Member(0, ATTEMPT, "process-0")
+    works[0].driver = Driver(store, CheckpointURL("bucket", "run/step-1"), me, 20.0, works[0])
+    steps = protocol.save(me, (0, 1, 1), 1)
+    asked = works[0].driver.go_on(steps, until=Join)
+    assert isinstance(asked, Join)
+    assert works[0].driver.leave(steps, "it was given up") == (ABORTED, asked.claim.nonce)
+    assert claim_of(store).why == "it was given up"
+    assert me.left == {asked.claim.nonce}

@@ -1,0 +1,299 @@
+"""Joint saves hold in every interleaving of a few ranks with a few faults; and broken protocols are found out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dcp_s3.coordination import protocol
+from dcp_s3.coordination.values import (
+    ABORTED,
+    CLAIM,
+    COMMITTED,
+    COMMITTING,
+    DONE,
+    EXISTS,
+    LOST,
+    METADATA,
+    REFUSED,
+    SUPERSEDED,
+    UNKNOWN,
+    Claim,
+    Get,
+    Key,
+    Put,
+)
+from tests.coordination import explorer
+from tests.coordination.explorer import ANY, BrokenError, Config, Play, Start, World
+
+
+def calls(*kinds: str, step: int | None = None) -> tuple[tuple[str, int, int | None], ...]:
+    """Calls at moments 1, 2, ...; a kind may be followed by its step."""
+    found = []
+    for moment, kind in enumerate(kinds, 1):
+        name, _, number = kind.partition(":")
+        found.append((name, moment, int(number) if number else step))
+    return tuple(found)
+
+
+def both(script: Any, token: int = 1, name: str = "a") -> Start:
+    return Start(name, token, (script, script))
+
+
+ALL = {"crash": 2, "lost": 2, "cut": 2, "fail": 1, "suspect": 2}
+ONE, TWO = calls("save"), calls("save", "save")
+STEPS = calls("save:20", "save:30")
+BACK = (calls("save", "restore", "save", step=20), calls("fail", "restore", "save", step=20))
+REDO = (calls("save", "save", step=20), calls("fail", "save", step=20))
+UNCOUNTED = (calls("save", "save"), calls("skip", "save"))
+OLD, NEW = both(ONE), both(ONE, 2, "b")
+
+CONFIGS = [
+    Config("single", (OLD,), 2, ALL),
+    Config("single-3-faults", (OLD,), 3, {"crash": 1, "lost": 1, "cut": 1, "fail": 1, "suspect": 2}),
+    Config("overwrite", (OLD,), 2, ALL, there="done"),
+    Config("overwrite-decided", (OLD,), 2, ALL, there="decided"),
+    Config("no-overwrite", (OLD,), 2, ALL, there="decided", overwrite=False),
+    Config("replicas", (OLD,), 2, ALL, replicas=True),
+    Config(
+        "replicas-lockstep", (Start("a", 1, UNCOUNTED),), 3, {"cut": 1, "suspect": 2}, numbered=False, lockstep=True,
+        replicas=True,
+    ),
+    Config("two-saves", (both(TWO),), 1, ALL),
+    Config("two-saves-lockstep", (both(TWO),), 1, ALL, numbered=False, lockstep=True),
+    Config("rollback", (Start("a", 1, BACK),), 1, ALL),
+    Config("redo-from-memory", (Start("a", 1, REDO),), 1, ALL),
+    Config("uncounted-lockstep", (Start("a", 1, UNCOUNTED),), 2, ALL, numbered=False, lockstep=True),
+    Config("uncounted-steps", (Start("a", 1, (STEPS, calls("skip:20", "save:30"))),), 1, ALL),
+    Config("attempt-of-1", (OLD, Start("b", 2, (ONE,))), 1, {"crash": 1, "lost": 1}, sample=200),
+    Config("attempt-of-1-suspect", (OLD, Start("b", 2, (ONE,))), 1, {"cut": 1, "suspect": 1}, sample=200),
+    Config("attempt-apart", (OLD, NEW), 2, {"crash": 2, "lost": 1}, apart=True, sample=200),
+    Config("attempt-overlapping", (OLD, NEW), 0, sample=400, limit=900_000),
+    Config("attempt-overwrites", (OLD, Start("b", 2, (ONE,))), 0, there="decided", sample=100),
+    Config("world-disagrees", (Start("a", 1, (ONE, ONE)), Start("b", 1, (ONE,))), 0),
+    Config("twins-apart", (OLD, both(ONE, 1, "b")), 2, {"crash": 2}, apart=True, sample=400),
+    Config("attempt-saves-twice", (OLD, Start("b", 2, (TWO,))), 0, sample=100),
+    Config("prune", (OLD,), 1, {"crash": 1, "lost": 1, "suspect": 1}, prune=True, there="done", sample=400),
+    Config("prune-two-saves", (both(TWO),), 0, prune=True, sample=400),
+]  # fmt: skip
+THREE = [
+    Config("3 ranks", (Start("a", 1, (TWO,) * 3),), 3, ALL, there="done"),
+    Config("3 ranks, prune", (Start("a", 1, (TWO,) * 3),), 3, ALL, there="done", prune=True),
+    Config("3 ranks, replicas", (Start("a", 1, (TWO,) * 3),), 3, ALL, replicas=True, there="done"),
+    Config("3 ranks, rollback", (Start("a", 1, (BACK[0], *BACK)),), 3, ALL),
+    Config("3 ranks, lockstep", (Start("a", 1, (UNCOUNTED[0], *UNCOUNTED)),), 3, ALL, numbered=False, lockstep=True),
+    Config("3 ranks, then 2", (Start("a", 1, (TWO,) * 3), both(TWO, 2, "b")), 3, ALL, prune=True),
+    Config("3 ranks, then 2, then 1", (Start("a", 1, (ONE,) * 3), both(ONE, 2, "b"), Start("c", 3, (TWO,))), 3, ALL),
+]
+LATE = Config("late-metadata", (both(TWO),), 1, {"lost": 1})
+NOT_TOLD_APART = [
+    Config("twins-alive", (OLD, both(ONE, 1, "b")), 0),
+    Config("uncounted-overlapping", (Start("a", 1, UNCOUNTED),), 0),
+    Config("lockstep-broken", (Start("a", 1, UNCOUNTED),), 0, numbered=False),
+]
+"""What no protocol can tell apart with these means, see docs/design.md."""
+
+_SPLIT = {f"{COMMITTED}+{UNKNOWN}", f"{COMMITTED}+{SUPERSEDED}", f"{COMMITTED}+{SUPERSEDED}+{UNKNOWN}"}
+"""The verdicts on one save that may differ: of ranks that cannot know."""
+
+
+def find(name: str) -> Config:
+    return next(config for config in [*CONFIGS, LATE, *NOT_TOLD_APART] if config.name == name)
+
+
+@pytest.mark.parametrize("name", ["single", "two-saves-lockstep", "replicas", "prune-two-saves"])
+def test_it_holds_whatever_comes_first(name: str) -> None:
+    """With one fault, or as many states as there is time for; the rest is in the soak."""
+    world = World(replace(find(name), faults=1 if name == "single" else find(name).faults))
+    states, _ = world.explore(15_000)
+    assert states > 500
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_it_holds_in_every_interleaving(config: Config) -> None:
+    world = World(config)
+    states, _ = world.explore()
+    assert states > 100
+    if not config.replicas:
+        assert {verdicts for verdicts, _ in world.splits} <= _SPLIT
+
+
+@pytest.mark.parametrize("runs", [10, pytest.param(700, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("config", THREE, ids=lambda config: config.name)
+def test_it_holds_in_random_walks(config: Config, runs: int) -> None:
+    assert World(config).wander(1, runs) > runs
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("config", NOT_TOLD_APART, ids=lambda config: config.name)
+def test_what_cannot_be_told_apart_is_known(config: Config) -> None:
+    with pytest.raises(BrokenError, match="TORN"):
+        World(config).wander(1, 5000)
+
+
+# --- broken protocols ----------------------------------------------------------------------------------------
+
+Patches = dict[tuple[Any, str], Any]
+
+
+def _without_condition(matches: Callable[[Key, Any], bool]) -> Patches:
+    def put(key: Key, body: Any, expect: str) -> Put:
+        return Put(key, body, ANY if matches(key, body) else expect)
+
+    return {(protocol, "Put"): put}
+
+
+def _parts_without_nonce() -> Patches:
+    def key(kind: str, nonce: str, rank: int = 0) -> Key:
+        return Key(kind, "0" * 16 if kind == "part" else nonce, rank)
+
+    return {(protocol, "Key"): key, (World, "part_id"): staticmethod(lambda _: "0" * 16)}
+
+
+def _no_roll_call() -> Patches:
+    return {(protocol, "may_close"): lambda intents, everybody: True, (World, "reads_intents"): False}
+
+
+def _no_abort() -> Patches:
+    def abort(me: Any, claim: Claim, why: str) -> protocol.Steps[Any]:
+        yield from ()
+        return ABORTED
+
+    return {(protocol, "abort"): abort}
+
+
+def _no_finish_before_opening() -> Patches:
+    def look(claim: Claim | None) -> protocol.Steps[Any]:
+        there = yield Get(METADATA)
+        return ("", "") if there is None else (there.etag, there.body)
+
+    return {(protocol, "_look_at_checkpoint"): look}
+
+
+def _told_before_metadata() -> Patches:
+    def finish(claim: Claim, merged: Any = None) -> protocol.Steps[Any]:
+        yield from ()
+
+    return {(protocol, "finish"): finish}
+
+
+def _lost_is_done() -> Patches:
+    def put(key: Key, body: Any, found: Any) -> protocol.Steps[Any]:
+        return (yield Put(key, body, "" if found is None else found.etag)) in (DONE, LOST)
+
+    return {(protocol, "put"): put}
+
+
+def _any_number() -> Patches:
+    old = protocol.judge
+
+    def judge(found: Claim | None, me: Any, number: Any, step: Any) -> str:
+        is_ours = found is not None and found.attempt == me.attempt.id and found.is_undecided
+        return "join" if is_ours else old(found, me, number, step)
+
+    return {(protocol, "judge"): judge}
+
+
+def _claim_before_list() -> Patches:
+    def prune(everybody: frozenset[int]) -> protocol.Steps[Any]:
+        found = yield from protocol.settle()
+        there = yield Get(Key("checkpoint"))
+        names = yield explorer.ListAll()
+        leftovers = [
+            name for name in names
+            if found and name.kind in explorer.JOINT and explorer.is_leftover(name, found.body, there)
+        ]  # fmt: skip
+        if leftovers:
+            yield explorer.Delete(tuple(leftovers))
+
+    return {(explorer, "prune"): prune}
+
+
+def _is_state(state: str) -> Callable[[Key, Any], bool]:
+    return lambda key, body: key == CLAIM and body.state == state
+
+
+MUTATIONS: dict[str, tuple[Callable[[], Patches], str]] = {
+    "parts without the nonce": (_parts_without_nonce, "two-saves"),
+    "unconditional commit of the claim": (lambda: _without_condition(_is_state(COMMITTING)), "single"),
+    "unconditional .metadata": (lambda: _without_condition(lambda key, _: key == METADATA), "late-metadata"),
+    "unconditional abort": (lambda: _without_condition(_is_state(ABORTED)), "single"),
+    "unconditional intent": (lambda: _without_condition(lambda key, _: key.kind == "intent"), "twins-apart"),
+    "no roll call": (_no_roll_call, "uncounted-lockstep"),
+    "no abort after a failure": (_no_abort, "single"),
+    "a decided commit is not done before the next claim": (_no_finish_before_opening, "overwrite-decided"),
+    "committed is told before .metadata is there": (_told_before_metadata, "single"),
+    "a lost answer counts as done": (_lost_is_done, "single"),
+    "a claim of another number is joined": (_any_number, "redo-from-memory"),
+    "an older attempt takes the claim of a newer one": (
+        lambda: {(protocol, "is_newer"): lambda claim, attempt: False}, "attempt-of-1",
+    ),
+    "a prune reads the claim before it lists": (_claim_before_list, "prune"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("title", MUTATIONS)
+def test_a_broken_protocol_is_found_out(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    patches, where = MUTATIONS[title]
+    for (place, name), value in patches().items():
+        monkeypatch.setattr(place, name, value)
+    with pytest.raises(BrokenError):
+        World(replace(find(where), sample=10)).explore(250_000)
+
+
+# --- named schedules -----------------------------------------------------------------------------------------
+
+
+def test_d1_a_rank_fails_all_restore_and_save_the_step_again() -> None:
+    told, held = (
+        Play(find("rollback")).until("a0", "WAIT").until("a1", "GET claim", fault="cut").until("a1", "WAIT").end()
+    )
+    assert held == {("a", 3)}, "rows of the second time only"
+    assert set(told["a3"].values()) == {COMMITTED}
+    assert told["a1"][0] == ABORTED
+
+
+def test_d2_a_second_start_with_the_same_token_is_refused() -> None:
+    killed = replace(find("twins-apart"), name="D2")
+    play = Play(killed).until("a0", "WAIT").until("a0", "WAIT", fault="crash").until("a1", "GET", fault="crash")
+    play.world.advance(play.state)
+    told, held = play.until("b1", "WAIT").end()
+    assert held is None
+    assert REFUSED in told["b1"].values()
+
+
+def test_d3_in_lockstep_a_rank_fails_uncounted_and_the_other_one_cannot_abort() -> None:
+    told, held = Play(find("uncounted-lockstep")).until("a0", "WAIT").until("a0", "WAIT", fault="cut").end()
+    assert held == {("a", 2)}
+    assert set(told["a2"].values()) == {COMMITTED}
+
+
+def test_d4_a_step_is_done_again_from_memory() -> None:
+    play = Play(find("redo-from-memory")).until("a0", "WAIT").until("a1", "GET claim", fault="cut").until("a1", "WAIT")
+    told, held = play.end()
+    assert held == {("a", 2)}
+    assert set(told["a2"].values()) == {COMMITTED}
+
+
+def test_d5_d6_one_rank_timeout_without_progress_ends_the_save() -> None:
+    play = Play(find("single")).until("a1", "WRITE").until("a1", "WRITE", fault="crash")
+    told, held = play.until("a0", "PUT claim aborted", over=True).end()
+    assert held is None
+    assert told["a1"] == {0: ABORTED}
+
+
+def test_d7_the_newer_attempt_takes_over_and_the_older_one_ends() -> None:
+    told, held = Play(find("attempt-of-1")).until("a0", "WAIT").until("a1", "WRITE").until("b0").end()
+    assert held == {("b", 1)}
+    assert set(told["a1"].values()) <= {ABORTED, SUPERSEDED}
+    assert told["b1"] == {0: COMMITTED}
+
+
+def test_what_was_decided_is_finished_before_it_is_refused_to_overwrite() -> None:
+    told, held = Play(find("no-overwrite")).end()
+    assert held == {("f" * 16, 0)}
+    assert set(told["a1"].values()) == {EXISTS}
