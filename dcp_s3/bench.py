@@ -1,6 +1,6 @@
 """`dcp-s3 bench`: ranks save and load below a user's URL; what limits them is said, what they wrote is removed.
 
-Each rank is a process of its own that runs this module, and writes what it measures to a file, a line of JSON each.
+Each rank is a process of its own that runs this module, and prints what it measures, a line of JSON each.
 """
 
 from __future__ import annotations
@@ -8,15 +8,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-import traceback
 import uuid
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -25,10 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcp_s3 import errors
+from dcp_s3.rank_processes import RankProcesses
 from dcp_s3.s3 import listing
 from dcp_s3.s3.connections import cores
 from dcp_s3.s3.store import S3Store, store_of
-from dcp_s3.settings import child_environment, resolve_settings
+from dcp_s3.settings import launch, resolve_settings
 from dcp_s3.stage.buffers import measure_available
 from dcp_s3.store import DeleteTarget
 from dcp_s3.units import format_size, plural
@@ -43,8 +41,7 @@ _SHARE_OF_MEMORY = 4
 _OTHERS_SECONDS = 5.0  # for which the other ranks go on after one has failed: they may know better why
 _LATE_SECONDS = 2.0  # after ranks were killed, until requests that they had sent have been carried out
 _PASSES = 6
-
-_SHORT_SECONDS = 1.0  # below that, connections have not been compared (`s3.width`): a few windows of 0.2 s
+_SHORT_SECONDS = 1.0  # below that, connections have not been compared: a few windows of 0.2 s
 _BUSY = 0.8  # share of the host's CPU time from which on it is what limits
 
 
@@ -67,13 +64,10 @@ class Transfer:
     hedged: int
     """Second GETs of ranges that straggled."""
 
-    @property
-    def bytes_per_second(self) -> float:
-        return self.bytes / self.seconds
-
-    @property
-    def cpu_seconds_per_gib(self) -> float:
-        return self.cpu_seconds * 2**30 / self.bytes
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, with what follows from it."""
+        rates = (self.bytes / self.seconds, self.cpu_seconds * 2**30 / self.bytes)
+        return asdict(self) | dict(zip(("bytes_per_second", "cpu_seconds_per_gib"), rates, strict=True))
 
 
 def join(ranks: Sequence[Transfer]) -> Transfer:
@@ -109,21 +103,12 @@ class BenchReport:
     """Whether nothing of it is left in the bucket."""
 
     @property
-    def bytes_per_rank(self) -> int:
-        return self.transfers[0].bytes // self.ranks
-
-    @property
     def limits(self) -> tuple[Finding, ...]:
         """What limits saves, and loads, of a process that has found its number of connections."""
         return tuple(map(self._find_limit, self.transfers[-2:]))
 
-    @property
-    def suggestions(self) -> list[str]:
-        """What to change, each thing once; empty if nothing would help."""
-        return list(dict.fromkeys(each.suggestion for each in self.limits if each.suggestion is not None))
-
     def _find_limit(self, last: Transfer) -> Finding:
-        each = f"{format_size(last.bytes_per_second / (self.ranks * max(1, last.connections)))}/s"
+        each = f"{format_size(last.bytes / last.seconds / (self.ranks * max(1, last.connections)))}/s"
         share = last.cpu_seconds / last.seconds / self.cores
         advice = None
         if last.throttled:
@@ -154,13 +139,13 @@ class BenchReport:
         return Finding(last.direction, cause, text, advice)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        rates = ("bytes_per_second", "cpu_seconds_per_gib")
+        """For JSON: with what limits it, and what to change, each thing once; empty if nothing would help."""
+        found = self.limits
         return asdict(self) | {
-            "bytes_per_rank": self.bytes_per_rank,
-            "transfers": [asdict(each) | {name: getattr(each, name) for name in rates} for each in self.transfers],
-            "limits": [asdict(each) for each in self.limits],
-            "suggestions": self.suggestions,
+            "bytes_per_rank": self.transfers[0].bytes // self.ranks,
+            "transfers": [each.to_dict() for each in self.transfers],
+            "limits": [asdict(each) for each in found],
+            "suggestions": list(dict.fromkeys(each.suggestion for each in found if each.suggestion is not None)),
         }
 
 
@@ -211,68 +196,6 @@ def bench(
     return BenchReport(str(where), ranks, cores(), settings.max_connections, transfers, removed)
 
 
-def _run_ranks(order: dict[str, Any], progress: Callable[[int, int], None]) -> list[list[Transfer]]:
-    """Run a process for each rank; none is left in the end. Returns the transfers of each."""
-    numbers = range(order["ranks"])
-    processes: list[subprocess.Popen[bytes]] = []
-    failed_at: float | None = None
-    with tempfile.TemporaryDirectory(prefix="dcp_s3-bench-") as directory:
-        try:
-            for number in numbers:
-                processes.append(_start(order | {"rank": number, "directory": directory}))  # noqa: PERF401
-            while None in (statuses := [process.poll() for process in processes]):
-                if failed_at is None and any(statuses):
-                    failed_at = time.monotonic()
-                if failed_at is not None and time.monotonic() > failed_at + _OTHERS_SECONDS:
-                    break
-                progress(len(_answers(directory, 0)), 2 * order["rounds"])
-                time.sleep(0.1)
-        finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.communicate()
-        answers = [_answers(directory, number) for number in numbers]
-    if any(statuses):
-        raise _failure(answers, statuses)
-    return [[Transfer(**answer) for answer in each] for each in answers]
-
-
-def _start(order: dict[str, Any]) -> subprocess.Popen[bytes]:
-    this, count = str(order["rank"]), str(order["ranks"])
-    return subprocess.Popen(
-        [sys.executable, "-m", "dcp_s3.bench", json.dumps(order)],
-        stdin=subprocess.PIPE,  # the rank ends when it does, so with this process
-        stdout=2,
-        env=child_environment(
-            RANK=this,
-            LOCAL_RANK=this,
-            WORLD_SIZE=count,
-            LOCAL_WORLD_SIZE=count,
-            GLOO_SOCKET_IFNAME="lo" if sys.platform == "linux" else "lo0",  # otherwise it looks for this host's name
-        ),
-        start_new_session=True,  # Ctrl-C reaches only this process, which then ends them
-    )
-
-
-def _answers(directory: str, number: int) -> list[dict[str, Any]]:
-    path = Path(directory, str(number))
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def _failure(answers: Sequence[Sequence[dict[str, Any]]], statuses: Sequence[int | None]) -> errors.DcpS3Error:
-    failed = []
-    for number, (found, status) in enumerate(zip(answers, statuses, strict=True)):
-        last = found[-1] if found and "error" in found[-1] else {}
-        if last or status:
-            kind = getattr(errors, last.get("kind", "DcpS3Error"), None)
-            failed.append((kind, f"rank {number}: {last.get('error', f'its process ended with status {status}')}"))
-    # What is not dcp_s3's, such as a lost connection to another rank, is likely a consequence.
-    kind, text = min(failed, key=lambda each: each[0] is None)
-    return (kind or errors.DcpS3Error)(text)
-
-
 def _remove(store: S3Store, url: CheckpointURL, *, late: float = 0.0) -> errors.AccessDeniedError | None:
     """Remove objects, open uploads and old versions below a URL, until a listing, ``late`` seconds later, shows none.
 
@@ -314,40 +237,56 @@ def _clean_up(store: S3Store, url: CheckpointURL, note: Callable[[str], None], *
     return True
 
 
+def _run_ranks(order: dict[str, Any], progress: Callable[[int, int], None]) -> list[list[Transfer]]:
+    """Run a process for each rank; none is left in the end. Returns the transfers of each."""
+    failed_at, numbers = float("inf"), range(order["ranks"])
+    with tempfile.TemporaryDirectory(prefix="dcp_s3-bench-") as directory:
+        with RankProcesses("dcp_s3.bench", [json.dumps(order)], order["ranks"], Path(directory)) as ranks:
+            while None in (statuses := ranks.statuses()) and time.monotonic() < failed_at + _OTHERS_SECONDS:
+                if any(statuses):
+                    failed_at = min(failed_at, time.monotonic())
+                progress(len(ranks.lines(0)), 2 * order["rounds"])
+                time.sleep(0.1)
+        answers = [[json.loads(line) for line in ranks.lines(number)] for number in numbers]
+        failed = []
+        for number, (found, status) in enumerate(zip(answers, statuses, strict=True)):
+            last = found[-1] if found and "error" in found[-1] else {}
+            if last or status:
+                said = last.get("error") or f"its process ended with status {status}: {ranks.last_words(number)}"
+                failed.append((getattr(errors, last.get("kind", "DcpS3Error"), None), f"rank {number}: {said}"))
+    if failed:
+        # What is not dcp_s3's, such as a lost connection to another rank, is likely a consequence.
+        kind, text = min(failed, key=lambda each: each[0] is None)
+        raise (kind or errors.DcpS3Error)(text)
+    return [[Transfer(**answer) for answer in each] for each in answers]
+
+
 # --- one rank ----------------------------------------------------------------------------------------------
 
 
-def make_state(rank: int, size: int) -> dict[str, Tensor]:
-    """Tensors of about ``size`` bytes in all, of one rank only, as shards are."""
+def make_state(rank: int, size: int, number: int) -> dict[str, Tensor]:
+    """Tensors of about ``size`` bytes in all, of one rank only, as shards are. Each rank, tensor and round has other
+    values: random ones, which no link can compress."""
     import torch
 
     count, most = max(1, size // 8), _TENSOR_BYTES // 8
+    generator = torch.Generator().manual_seed(2**20 * number + rank)
     return {
-        f"rank-{rank}/tensor-{start // most}": torch.zeros(min(most, count - start), dtype=torch.int64)
+        f"rank-{rank}/tensor-{start // most}": torch.empty(min(most, count - start), dtype=torch.int64).random_(
+            generator=generator
+        )
         for start in range(0, count, most)
     }
 
 
-def fill(state: Mapping[str, Tensor], number: int) -> None:
-    """Set all values to those of a round: random ones, which no link can compress; each tensor has others."""
-    for name, tensor in state.items():
-        tensor.random_(generator=_generator(name, number))
-
-
-def check(state: Mapping[str, Tensor], number: int) -> None:
-    """Check that all bits are those of a round: otherwise CorruptCheckpointError."""
-    for name, tensor in state.items():
-        if not tensor.equal(tensor.clone().random_(generator=_generator(name, number))):
+def check(saved: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> None:
+    """Check that all bits are the same: otherwise CorruptCheckpointError."""
+    for name, tensor in saved.items():
+        if not tensor.equal(loaded[name]):
             raise errors.CorruptCheckpointError(f"what was loaded as {name!r} is not what was saved")
 
 
-def _generator(name: str, number: int) -> Any:
-    import torch
-
-    return torch.Generator().manual_seed(zlib.crc32(name.encode(), number))
-
-
-def _rounds(order: Mapping[str, Any]) -> Iterator[Transfer]:
+def _rounds(order: Mapping[str, Any], rank: int) -> Iterator[Transfer]:
     import torch
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -356,27 +295,24 @@ def _rounds(order: Mapping[str, Any]) -> Iterator[Transfer]:
     from dcp_s3.load.reader import S3StorageReader
     from dcp_s3.save.writer import S3StorageWriter
 
-    rank, ranks = order["rank"], order["ranks"]
-    torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
-    if ranks > 1:
+    torch.set_num_threads(max(1, torch.get_num_threads() // order["ranks"]))
+    barrier: Any = lambda: None  # noqa: E731
+    if order["ranks"] > 1:
         # The parent ends all ranks if one ends: no rank waits for another for long.
-        dist.init_process_group("gloo", init_method=f"file://{order['directory']}/rendezvous", rank=rank,
-                                world_size=ranks, timeout=timedelta(days=1))  # fmt: skip
-    barrier: Any = dist.barrier if ranks > 1 else lambda: None
-    state = make_state(rank, order["size"])
+        dist.init_process_group("gloo", timeout=timedelta(days=1))
+        barrier = dist.barrier
+    loaded = make_state(rank, order["size"], 0)
     for number in range(1, order["rounds"] + 1):
         url = parse_url(f"{order['url']}/round-{number}")
-        fill(state, number)
+        state = make_state(rank, order["size"], number)
         barrier()
         writer = S3StorageWriter(str(url), settings=_NOT_SPILLING)
         yield _measure("save", number, state, partial(save, dict(state), storage_writer=writer))
-        for tensor in state.values():
-            tensor.zero_()
         barrier()
         reader = S3StorageReader(str(url), settings=_NOT_SPILLING)
-        loaded = _measure("load", number, state, partial(load, dict(state), storage_reader=reader))
-        check(state, number)
-        yield loaded
+        found = _measure("load", number, loaded, partial(load, dict(loaded), storage_reader=reader))
+        check(state, loaded)
+        yield found
         barrier()
         if rank == 0:
             _remove(store_of(url, resolve_settings(_NOT_SPILLING)), url)  # makes room for the next
@@ -417,20 +353,19 @@ def main() -> int:
 
     threading.Thread(target=_end_with_parent, name="dcp_s3-bench", daemon=True).start()
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-    order = json.loads(sys.argv[1])
-    with Path(order["directory"], str(order["rank"])).open("w", buffering=1) as answers:
-        try:
-            answers.writelines(json.dumps(asdict(transfer)) + "\n" for transfer in _rounds(order))
-        except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
-            cause = error
-            if isinstance(error, CheckpointException):
-                causes = real_causes({number: each for number, (each, _) in error.failures.items()})
-                cause = causes[min(causes)]
-            elif not isinstance(error, errors.DcpS3Error):
-                traceback.print_exc()
-            kind = type(cause).__name__
-            answers.write(json.dumps({"kind": kind, "error": str(cause) or kind}) + "\n")
-            return 1
+    try:
+        for transfer in _rounds(json.loads(sys.argv[1]), launch().rank):
+            sys.stdout.write(json.dumps(asdict(transfer)) + "\n")
+            sys.stdout.flush()
+    except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
+        causes = {0: error}
+        if isinstance(error, CheckpointException):
+            causes = real_causes({number: each for number, (each, _) in error.failures.items()})
+        cause = causes[min(causes)]
+        kind = type(cause).__name__
+        sys.stdout.write(json.dumps({"kind": kind, "error": str(cause) or kind}) + "\n")
+        sys.stdout.flush()
+        return 1
     return 0
 
 

@@ -25,10 +25,17 @@ _TRACEBACK: Any = BaseException.__dict__["__traceback__"]
 
 
 class DcpS3Error(Exception):
-    """Base of every error of this package."""
+    """Base of every error of this package. Keyword arguments set the attributes that the class declares."""
 
     _without_frames = False
     """Whether it leaves through DCP, which sends the text of each rank's traceback to all ranks."""
+
+    def __init__(self, message: str = "", **attributes: Any) -> None:
+        super().__init__(message)
+        for name, value in attributes.items():
+            if not hasattr(type(self), name):
+                raise TypeError(f"{type(self).__name__} has no attribute {name!r}")
+            setattr(self, name, value)
 
     @property
     def __traceback__(self) -> TracebackType | None:
@@ -40,8 +47,12 @@ class DcpS3Error(Exception):
         _TRACEBACK.__set__(self, trace)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Subclasses take keyword arguments; the default would replay ``args`` into ``__init__`` and fail.
-        return _rebuild, (type(self), self.args, self.__dict__)
+        # With the attributes; the default would replay ``args`` only.
+        return _rebuild, (type(self), self.args, self._sent())
+
+    def _sent(self) -> dict[str, Any]:
+        """The attributes, as other ranks get them."""
+        return self.__dict__
 
 
 def _rebuild(cls: type[DcpS3Error], args: tuple[Any, ...], state: dict[str, Any]) -> DcpS3Error:
@@ -64,29 +75,16 @@ class InvalidURLError(DcpS3Error, ValueError):
 
 
 class StorageError(DcpS3Error):
-    """A request to S3 failed, and retrying did not help or would not.
+    """A request to S3 failed, and retrying did not help or would not."""
 
-    Attributes:
-        bucket: the bucket.
-        key: the object key or prefix; empty for requests to the bucket itself.
-        operation: the S3 operation, for example ``UploadPart``.
-        attempts: number of attempts.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        bucket: str = "",
-        key: str = "",
-        operation: str = "",
-        attempts: int = 1,
-    ) -> None:
-        super().__init__(message)
-        self.bucket = bucket
-        self.key = key
-        self.operation = operation
-        self.attempts = attempts
+    bucket: str = ""
+    """The bucket."""
+    key: str = ""
+    """The object key or prefix; empty for requests to the bucket itself."""
+    operation: str = ""
+    """The S3 operation, for example ``UploadPart``."""
+    attempts: int = 1
+    """Number of attempts."""
 
 
 class TransferError(StorageError):
@@ -94,17 +92,12 @@ class TransferError(StorageError):
 
 
 class DeadlineExceededError(StorageError):
-    """A save or load did not finish within ``DCP_S3_SAVE_TIMEOUT`` or ``DCP_S3_LOAD_TIMEOUT``, and was given up.
+    """A save or load did not finish within ``DCP_S3_SAVE_TIMEOUT`` or ``DCP_S3_LOAD_TIMEOUT``, and was given up."""
 
-    Attributes:
-        setting: name of the environment variable.
-        seconds: its value.
-    """
-
-    def __init__(self, message: str, *, setting: str = "", seconds: float = 0.0, **request: Any) -> None:
-        super().__init__(message, **request)
-        self.setting = setting
-        self.seconds = seconds
+    setting: str = ""
+    """Name of the environment variable."""
+    seconds: float = 0.0
+    """Its value."""
 
 
 class BucketNotFoundError(StorageError):
@@ -131,30 +124,19 @@ class PreconditionFailedError(StorageError):
     """A conditional request (If-None-Match, If-Match) was refused: the object is not in the expected state."""
 
 
-# --- sharding ------------------------------------------------------------------------------------
+# --- copies of the state, on this host -------------------------------------------------------------
 
 
 class ShardingError(DcpS3Error, ValueError):
-    """Shards that a caller describes do not fit their tensor, each other, or those of the other ranks.
+    """Shards that a caller describes do not fit their tensor, each other, or those of the other ranks."""
 
-    Attributes:
-        fqn: the tensor's fully qualified name; empty where it has none yet.
-    """
-
-    def __init__(self, message: str, *, fqn: str = "") -> None:
-        super().__init__(message)
-        self.fqn = fqn
-
-
-# --- staging -------------------------------------------------------------------------------------
+    fqn: str = ""
+    """The tensor's fully qualified name; empty where it has none yet."""
 
 
 class StagingError(DcpS3Error):
     """A state could not be copied for an asynchronous save: there is no room, ``DCP_S3_STAGING_LIMIT`` is exceeded, or
     something in it cannot be copied."""
-
-
-# --- spilling ------------------------------------------------------------------------------------
 
 
 class SpillError(DcpS3Error):
@@ -165,15 +147,10 @@ class SpillError(DcpS3Error):
 
 
 class CheckpointError(DcpS3Error):
-    """Base of errors about a checkpoint as a whole.
+    """Base of errors about a checkpoint as a whole."""
 
-    Attributes:
-        url: the checkpoint's URL.
-    """
-
-    def __init__(self, message: str, *, url: str = "") -> None:
-        super().__init__(message)
-        self.url = url
+    url: str = ""
+    """The checkpoint's URL."""
 
 
 class CheckpointNotFoundError(CheckpointError):
@@ -196,137 +173,96 @@ class UnsafeMetadataError(CheckpointError):
     """``.metadata`` names a global outside the allow-list, or an object outside the checkpoint."""
 
 
+class UnsafeItemError(CheckpointError):
+    """A non-tensor item contains something that could run code, or that no pickler writes."""
+
+    fqn: str = ""
+    """The item's fully qualified name."""
+
+
 class CorruptCheckpointError(CheckpointError):
     """Stored bytes are not what was saved: a checksum or a length differs, an object is missing, or ``.metadata`` is no
     metadata of DCP."""
-
-
-class PeerReadError(CheckpointError):
-    """Another rank of the load failed to read or send what this rank needs, or did not begin to in time.
-
-    Attributes:
-        rank: the failing rank, in the load's process group.
-    """
-
-    def __init__(self, message: str, *, url: str = "", rank: int = -1) -> None:
-        super().__init__(message, url=url)
-        self.rank = rank
-
-
-class UnsafeItemError(CheckpointError):
-    """A non-tensor item contains something that could run code, or that no pickler writes.
-
-    Attributes:
-        fqn: the item's fully qualified name.
-    """
-
-    def __init__(self, message: str, *, url: str = "", fqn: str = "") -> None:
-        super().__init__(message, url=url)
-        self.fqn = fqn
 
 
 class SaveProtocolError(CheckpointError):
     """DCP's calls came out of order, or a planner returned something that cannot be stored."""
 
 
-class _StepFailedError(CheckpointError):
-    def __init__(
-        self,
-        message: str,
-        *,
-        url: str = "",
-        step: int | None = None,
-        failures: dict[int, BaseException] | None = None,
-        rank: int | None = None,
-    ) -> None:
-        super().__init__(message, url=url)
-        self.step = step
-        self.failures = failures or {}
-        self.rank = rank
+class StepFailedError(CheckpointError):
+    """Base of what a `CheckpointManager` raises."""
+
+    step: int | None = None
+    """The step."""
+    failures: Mapping[int, BaseException] = {}
+    """The causes by rank."""
+    rank: int | None = None
+    """The rank of this process among those that save or restore together; None if it is unknown."""
 
 
-class SaveFailedError(_StepFailedError):
-    """A save by a `CheckpointManager` failed. What was committed before is untouched.
-
-    Attributes:
-        step: the step.
-        failures: the causes by rank.
-        rank: the rank of this process among those that save together; None if it is unknown.
-    """
+class SaveFailedError(StepFailedError):
+    """A save by a `CheckpointManager` failed. What was committed before is untouched."""
 
 
-class RestoreFailedError(_StepFailedError):
-    """A `CheckpointManager` could not load a checkpoint. The state may be partly loaded.
-
-    Attributes:
-        step: the step.
-        failures: the causes by rank.
-        rank: the rank of this process among those that restore together; None if it is unknown.
-    """
+class RestoreFailedError(StepFailedError):
+    """A `CheckpointManager` could not load a checkpoint. The state may be partly loaded."""
 
 
 # --- loading -------------------------------------------------------------------------------------
 
 
+class PeerReadError(CheckpointError):
+    """Another rank of the load failed to read or send what this rank needs, or did not begin to in time."""
+
+    rank: int = -1
+    """The failing rank, in the load's process group."""
+
+
 class EntryNotFoundError(CheckpointError, IndexError):
-    """A checkpoint has no entry, tensor or attachment of the given name, or the tensor has no such index.
+    """A checkpoint has no entry, tensor or attachment of the given name, or the tensor has no such index."""
 
-    Attributes:
-        fqn: the name or pattern; ``name`` is the same.
-    """
+    fqn: str = ""
+    """The name or pattern; ``name`` is the same."""
 
-    def __init__(self, message: str, *, url: str = "", fqn: str = "", name: str = "") -> None:
-        super().__init__(message, url=url)
-        self.fqn = self.name = fqn or name
+    @property
+    def name(self) -> str:
+        return self.fqn
 
 
 class MissingKeysError(EntryNotFoundError, RuntimeError):
     """Names of the state to load are not in the checkpoint. The message has the closest ones, or how all names differ.
 
-    Attributes:
-        missing: names of the state that are not saved.
-        unexpected: saved names that are not in the state. Of both, other ranks get the first thousand.
+    Of both lists, other ranks get the first thousand.
     """
 
-    def __init__(
-        self, message: str, *, url: str = "", missing: Sequence[str] = (), unexpected: Sequence[str] = ()
-    ) -> None:
-        super().__init__(message, url=url, fqn=missing[0] if missing else "")
-        self.missing = list(missing)
-        self.unexpected = list(unexpected)
+    missing: Sequence[str] = ()
+    """Names of the state that are not saved."""
+    unexpected: Sequence[str] = ()
+    """Saved names that are not in the state."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __init__(self, message: str = "", *, missing: Sequence[str] = (), **attributes: Any) -> None:
+        super().__init__(message, missing=list(missing), fqn=missing[0] if missing else "", **attributes)
+
+    def _sent(self) -> dict[str, Any]:
         first = {"missing": self.missing[:_SENT_NAMES], "unexpected": self.unexpected[:_SENT_NAMES]}
-        return _rebuild, (type(self), self.args, {**self.__dict__, **first})
+        return self.__dict__ | first
+
+
+class TensorMismatchError(CheckpointError, ValueError):
+    """Tensors to load into have another shape than the saved ones, or another kind or dtype that is not converted."""
+
+    fqn: str = ""
+    """Name of the first one."""
+    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    """Where shapes differ: the saved and the current one of each, by name. Other ranks get the first thousand."""
+
+    def _sent(self) -> dict[str, Any]:
+        first = dict(itertools.islice(self.shapes.items(), _SENT_NAMES))
+        return self.__dict__ | ({"shapes": first} if first else {})
 
 
 class WeightsError(CheckpointError, ValueError):
     """Weights cannot be exported or imported: a dtype, names, an argument, the files, or what is at the destination."""
-
-
-class TensorMismatchError(CheckpointError, ValueError):
-    """Tensors to load into have another shape than the saved ones, or another kind or dtype that is not converted.
-
-    Attributes:
-        fqn: name of the first one.
-        shapes: where shapes differ: the saved and the current one of each, by name. Other ranks get the first thousand.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        url: str = "",
-        fqn: str = "",
-        shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
-    ) -> None:
-        super().__init__(message, url=url)
-        self.fqn = fqn
-        self.shapes = dict(shapes or {})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        first = dict(itertools.islice(self.shapes.items(), _SENT_NAMES))
-        return _rebuild, (type(self), self.args, {**self.__dict__, "shapes": first})
 
 
 # --- names of earlier versions, for one release --------------------------------------------------
@@ -344,5 +280,4 @@ PolicyError = SettingsError
 SaveSupersededError = SaveFailedError
 ShapeMismatchError = TensorMismatchError
 StagingLimitError = StagingError
-StepFailedError = _StepFailedError
 TensorIndexError = EntryNotFoundError

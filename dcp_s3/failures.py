@@ -1,15 +1,29 @@
-"""What failed on which ranks: in a few words, and as a panel for people. Pure."""
+"""Failures: how errors leave dcp_s3 for DCP and for other processes, and what failed on which ranks, for people.
+
+DCP sends the traceback of each rank's error to all ranks, and each prints all of them. The message of a dcp_s3 error
+says what happened and what to do about it. So the error leaves without frames, and without the errors of botocore and
+urllib3 that caused it. Those are in the log, at level DEBUG. Any other exception keeps its frames.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
+import pickle
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from dcp_s3 import errors
-from dcp_s3.errors import PeerReadError
 
+logger = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MOST_FRAMES = 8
 _MOST_CAUSES = 3
 _MOST_TEXT = 1000
 _MOST_SHORT = 160
@@ -119,7 +133,7 @@ def _causes(failures: Mapping[int, BaseException]) -> list[tuple[str, str]]:
 
 def real_causes(failures: Mapping[int, BaseException]) -> dict[int, BaseException]:
     """Leave out the ranks that failed only because another one did, unless all of them say so."""
-    causes = {rank: error for rank, error in failures.items() if not isinstance(error, PeerReadError)}
+    causes = {rank: error for rank, error in failures.items() if not isinstance(error, errors.PeerReadError)}
     return causes or dict(failures)
 
 
@@ -151,3 +165,76 @@ def left_by_save(causes: Iterable[BaseException]) -> str:
 def left_by_load(causes: Iterable[BaseException]) -> str:
     """What a load that failed has left behind; empty: nothing."""
     return "" if all(isinstance(cause, _BEFORE_READING) for cause in causes) else "the state may be partly loaded"
+
+
+# --- errors on their way out -----------------------------------------------------------------------------
+
+
+def called_by_dcp(method: F) -> F:
+    """Decorate a method of a writer, reader or planner that DCP calls: its errors leave without their frames.
+
+    The object's ``_tell_failed``, if it has one, is told of each.
+    """
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except errors.DcpS3Error as error:
+            logger.debug("%s failed:", method.__qualname__, exc_info=True)
+            without_tracebacks(error)
+            error.__cause__ = error.__context__ = None
+            error._without_frames = True
+            failure = error
+            _tell_failed(self, method, error)
+        except Exception as error:
+            _tell_failed(self, method, error)
+            raise
+        try:
+            raise failure
+        finally:
+            del failure, self, args, kwargs  # no cycle, and no state kept: the traceback has this frame
+
+    return call  # type: ignore[return-value]
+
+
+def _tell_failed(called: Any, method: Callable[..., Any], error: Exception) -> None:
+    tell = getattr(called, "_tell_failed", None)
+    # DCP asks for global metadata first, and for that of the rank if there is none: no failure yet.
+    if tell is not None and method.__name__ != "read_metadata":
+        tell(error)
+
+
+def _of_ranks(error: BaseException) -> list[tuple[BaseException, traceback.StackSummary]]:
+    """What torch's CheckpointException has of each rank: its error, and where that was raised."""
+    failures: Any = getattr(error, "failures", None)
+    return [each for each in failures.values() if type(each) is tuple] if type(failures) is dict else []
+
+
+def frames_of_others(error: BaseException) -> str:
+    """Where an error that is none of dcp_s3's was raised, as text for the log; empty if all causes are of dcp_s3."""
+    for cause, frames in _of_ranks(error) or [(error, traceback.extract_tb(error.__traceback__))]:
+        if not isinstance(cause, errors.DcpS3Error) and frames:
+            return "\nTraceback (most recent call last):\n" + "".join(traceback.format_list(frames[-_MOST_FRAMES:]))
+    return ""
+
+
+def without_tracebacks(error: BaseException) -> None:
+    """Make an error safe to keep. Its tracebacks hold every caller's variables, and so the state being saved."""
+    links, seen = [error], set()
+    while links:
+        link = links.pop()
+        if id(link) not in seen:
+            seen.add(id(link))
+            link.__traceback__ = None
+            causes = (link.__cause__, link.__context__, *(cause for cause, _ in _of_ranks(link)))
+            links += [each for each in causes if isinstance(each, BaseException)]
+
+
+def portable(error: BaseException) -> BaseException | None:
+    """A copy of the error without its traceback and cause, as another process gets it; None if it does not pickle."""
+    try:
+        copied: BaseException = pickle.loads(pickle.dumps(error))  # noqa: S301 - what was just pickled
+    except Exception:  # noqa: BLE001 - whatever its class does
+        return None
+    return copied

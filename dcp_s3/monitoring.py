@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dcp_s3.s3 import connections, hedge, throttle
 from dcp_s3.s3.hedge import HedgeState
 from dcp_s3.s3.throttle import GateState
-from dcp_s3.totals import LoadTotals, PruneTotals, SaveTotals, SpillTotals, totals
+from dcp_s3.totals import Totals, totals
 
 
 @dataclass(frozen=True)
-class Stats:
+class Stats(Totals):
     """What this process has done since it began.
 
     Keys of the mappings are ``{endpoint}/{bucket}``.
@@ -21,19 +21,11 @@ class Stats:
     ['connections', 'hedges', 'loads', 'prunes', 'saves', 'spill', 'throttle']
     """
 
-    saves: SaveTotals
-    """``done``, ``failed``, ``committed``, ``bytes``, ``seconds``, ``stall_seconds``, ``last_step`` and so on."""
-    loads: LoadTotals
-    """``done``, ``failed``, ``bytes`` and ``seconds``."""
-    spill: SpillTotals
-    """``objects``, ``bytes``, ``refused_bytes`` and ``drained_bytes``."""
-    prunes: PruneTotals
-    """``runs``, ``failed``, ``deleted``, ``freed_bytes`` and ``last_success``."""
-    throttle: dict[str, GateState]
+    throttle: dict[str, GateState] = field(default_factory=dict)
     """``throttled`` requests, the ``limit`` of those in flight that follows, and so on."""
-    hedges: dict[str, HedgeState]
+    hedges: dict[str, HedgeState] = field(default_factory=dict)
     """Second GETs of ranges whose first GET straggled: ``started``, ``won``, ``bytes`` and ``wasted``."""
-    connections: dict[str, dict[str, float]]
+    connections: dict[str, dict[str, float]] = field(default_factory=dict)
     """By ``{endpoint}/{bucket} {direction}`` (``upload``, ``download``): ``connections`` that a transfer begins with,
     as found by earlier ones, and ``bytes_per_second`` when that was last measured."""
 

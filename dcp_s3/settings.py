@@ -11,27 +11,17 @@ import contextlib
 import difflib
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dcp_s3.errors import SettingsError
 from dcp_s3.launcher import Launch, read_launch
-from dcp_s3.reprs import one_line
-from dcp_s3.setting_values import (
-    Connections,
-    Directory,
-    PartSize,
-    RequestSeconds,
-    Seconds,
-    Size,
-    SizeOrFraction,
-    check_endpoint,
-    compile_step_pattern,
-)
+from dcp_s3.units import one_line, parse_duration, parse_size, parse_size_or_fraction
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +46,91 @@ _REMOVED = {
 """Settings of earlier versions, and what holds instead."""
 
 
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
+MIN_PART_SIZE = 5 * 2**20
+MAX_PART_SIZE = 5 * 2**30
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+Seconds = Annotated[float, BeforeValidator(parse_duration)]
+# For one request. Sockets wait in poll(2), which counts milliseconds in 31 bits: 24 days at most.
+RequestSeconds = Annotated[Seconds, Field(gt=0, le=86400)]
+
+
+def _parse_directory(value: object) -> object:
+    path = os.path.expanduser(value) if isinstance(value, (str, os.PathLike)) else value
+    if isinstance(path, str) and not os.path.isabs(path):
+        raise ValueError(
+            "expected an absolute path like /nvme/spill (or ~/spill): after a restart from elsewhere, a relative one "
+            "is another directory, and what waits in the old one is not found"
+        )
+    return path
+
+
+def _parse_part_size(value: object) -> object:
+    if value != "auto" and not MIN_PART_SIZE <= (value := parse_size(value)) <= MAX_PART_SIZE:
+        raise ValueError("expected auto, or a size from 5MiB to 5GiB (S3's limits)")
+    return value
+
+
+def _parse_connections(value: object) -> object:
+    number = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+    if value != "auto" and (isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= 512):
+        raise ValueError("expected auto, or a whole number from 1 to 512")
+    return number
+
+
+def _parse_staging_limit(value: object) -> object:
+    found = parse_size_or_fraction(value)
+    if isinstance(found, int) and found < 2**20:
+        raise ValueError("expected at least 1MiB, or a fraction like 0.5 or 50%")
+    return found
+
+
+def _parse_step_pattern(value: str) -> str:
+    compile_step_pattern(value)
+    return value
+
+
+def _parse_endpoint(value: str) -> str:
+    check_endpoint(value)
+    parts = urlsplit(value)
+    if parts.username or parts.password:
+        raise ValueError("expected a URL without credentials: those belong to AWS's own chain")
+    return value.rstrip("/")
+
+
+def check_endpoint(url: str) -> None:
+    """Check that S3 requests can be sent to a URL.
+
+    Raises:
+        ValueError: the URL has no scheme, a scheme other than http and https, no host, or an invalid port.
+    """
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        guess = f"http://{url}" if re.fullmatch(r"[\w.-]+(:\d{1,5})?", url) else "http://localhost:9000"
+        raise ValueError(f"expected http://host[:port] or https://host[:port], for example {guess}")
+
+
+def compile_step_pattern(pattern: str) -> re.Pattern[str]:
+    """Compile a `step_pattern`.
+
+    Raises:
+        ValueError: the pattern is not a regular expression, or does not have exactly one group.
+    """
+    example = r"expected a regular expression with one group around the digits, for example step-(\d+)"
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{example} ({error})") from None
+    if compiled.groups != 1:
+        raise ValueError(f"{example}; this one has {compiled.groups} groups (others: (?:...))")
+    return compiled
+
+
 class Settings(BaseSettings):
     """The configuration of one writer or reader. Immutable, hashable, and safe to pickle and to print.
 
@@ -71,14 +146,10 @@ class Settings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX,
-        frozen=True,
-        extra="forbid",
-        env_ignore_empty=True,
-        validate_default=False,
+        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True, validate_default=False
     )
 
-    endpoint_url: str | None = None
+    endpoint_url: Annotated[str, AfterValidator(_parse_endpoint)] | None = None
     """S3 endpoint, for stores other than AWS. Unset: AWS's own chain."""
     region: str | None = None
     """Region name. Unset: AWS's own chain."""
@@ -89,10 +160,10 @@ class Settings(BaseSettings):
     """Where the bucket goes in the request's URL. Most stores other than AWS need ``path``. ``auto`` lets botocore
     choose (path style for IP addresses and bucket names with dots)."""
 
-    part_size: PartSize = "auto"
+    part_size: Annotated[int | Literal["auto"], BeforeValidator(_parse_part_size)] = "auto"
     """Bytes in one part of a multipart upload, and the most that one ranged GET fetches. ``auto``: 8 to 64 MiB, so that
     every connection has parts to send; more where very many ranks would exceed S3's limit on requests."""
-    concurrency: Connections = "auto"
+    concurrency: Annotated[int | Literal["auto"], BeforeValidator(_parse_connections)] = "auto"
     """Most requests in flight per process in each direction. Below that, connections grow for as long as more of them
     move more bytes, and what was found is kept for the next save or load. ``auto``: 64, which carry 5 GiB/s from S3."""
     checksum: Literal["auto", "crc64nvme", "crc32c", "none"] = "auto"
@@ -120,11 +191,11 @@ class Settings(BaseSettings):
     load_timeout: Seconds | None = Field(default=None, gt=0)
     """Seconds in which a rank must load, counted from when it has the metadata. Unset: no limit."""
 
-    staging_limit: SizeOrFraction | None = None
+    staging_limit: Annotated[int | float, BeforeValidator(_parse_staging_limit)] | None = None
     """Host memory per process for the staged copies of asynchronous saves: bytes (``64GiB``), or a fraction (``0.5``,
     ``50%``) of the memory available when the stager is made, divided by the ranks on the host (``LOCAL_WORLD_SIZE``).
     Unset: no limit."""
-    spill_dir: Directory | None = None
+    spill_dir: Annotated[str, BeforeValidator(_parse_directory)] | None = None
     """Local directory (NVMe) for staged copies beyond ``staging_limit``, and for objects that wait for S3: an absolute
     path, or one with ``~``. Unset: no spilling. Processes of one host may share it; those of different hosts must
     not."""
@@ -154,7 +225,7 @@ class Settings(BaseSettings):
     After that they are leftovers."""
     reader_lease: Seconds | None = Field(default=None, ge=10, le=30 * 86400)
     """Seconds for which a load keeps prune from deleting the checkpoint, renewed while it runs. Unset: no lease."""
-    step_pattern: str | None = None
+    step_pattern: Annotated[str, AfterValidator(_parse_step_pattern)] | None = None
     """Regular expression with one group of digits that finds the step in a checkpoint's name, for example
     ``step-(\\d+)``. Unset: the number after ``step``, ``iter``, ``checkpoint`` or ``epoch``, or the whole name."""
 
@@ -167,17 +238,11 @@ class Settings(BaseSettings):
                 )
         except ValidationError as error:
             raise SettingsError(_explain(error, values)) from None
-        _warn_of_unknown_variables(type(self))
-
-    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
-        """Only what differs from the defaults."""
-        for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
-            if value != field.default:
-                yield name, value
+        _warn_of_unknown_variables()
 
     def __repr__(self) -> str:
-        return one_line("Settings", **dict(self.__repr_args__()))
+        values = {name: (getattr(self, name), field.default) for name, field in type(self).model_fields.items()}
+        return one_line("Settings", **{name: value for name, (value, default) in values.items() if value != default})
 
     __str__ = __repr__
 
@@ -191,31 +256,6 @@ class Settings(BaseSettings):
         """Most bytes of a part or a ranged GET, unless S3's limits require more."""
         return _LARGE_PART if self.part_size == "auto" else self.part_size
 
-    @field_validator("staging_limit")
-    @classmethod
-    def _some_memory(cls, value: int | float | None) -> int | float | None:
-        if isinstance(value, int) and value < 2**20:
-            raise ValueError("expected at least 1MiB, or a fraction like 0.5 or 50%")
-        return value
-
-    @field_validator("step_pattern")
-    @classmethod
-    def _one_group(cls, value: str | None) -> str | None:
-        if value is not None:
-            compile_step_pattern(value)
-        return value
-
-    @field_validator("endpoint_url")
-    @classmethod
-    def _plain_http_url(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
-        check_endpoint(value)
-        parts = urlsplit(value)
-        if parts.username or parts.password:
-            raise ValueError("expected a URL without credentials: those belong to AWS's own chain")
-        return value.rstrip("/")
-
 
 def aws_variable(*names: str) -> tuple[str, str] | None:
     """The first of these environment variables that is set: its name and value."""
@@ -223,22 +263,11 @@ def aws_variable(*names: str) -> tuple[str, str] | None:
 
 
 _AWS_CHAIN = (
-    "AWS_ENDPOINT_URL_S3",
-    "AWS_ENDPOINT_URL",
-    "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS",
-    "AWS_DEFAULT_REGION",
-    "AWS_PROFILE",
-    "AWS_CONFIG_FILE",
-    "AWS_SHARED_CREDENTIALS_FILE",
-    "AWS_CA_BUNDLE",
-    "AWS_ACCESS_KEY_ID",
-    "AWS_SECRET_ACCESS_KEY",
-    "AWS_SESSION_TOKEN",
-    "AWS_ROLE_ARN",
-    "AWS_WEB_IDENTITY_TOKEN_FILE",
-    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-)
+    "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "AWS_DEFAULT_REGION",
+    "AWS_PROFILE", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CA_BUNDLE", "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)  # fmt: skip
 
 
 def aws_environment() -> int:
@@ -315,41 +344,30 @@ _warned: set[str] = set()
 
 
 def unknown_variables() -> dict[str, str]:
-    """The variables with the prefix that are not settings, each with the closest setting; empty if none is close, or
-    if it was a setting of an earlier version."""
+    """The variables with the prefix that are not settings, each with what to do about it."""
     known = [ENV_PREFIX + name.upper() for name in Settings.model_fields]
-    ours = [name for name in os.environ if name.upper().startswith(ENV_PREFIX)]
-    return {
-        name: next(iter(difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.75)), "")
-        if _removed_setting(name) is None
-        else ""
-        for name in ours
-        if name.upper() not in known and not name.upper().startswith(ENV_PREFIX + "TEST_")
-    }
+    found = {}
+    for variable in os.environ:
+        name = variable.upper()
+        if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(ENV_PREFIX + "TEST_"):
+            instead = _REMOVED.get(name.removeprefix(ENV_PREFIX).lower())
+            found[variable] = f"unset it; {instead}" if instead is not None else _suggest(name, known)
+    return found
 
 
-def _removed_setting(variable: str) -> str | None:
-    return _REMOVED.get(variable.upper().removeprefix(ENV_PREFIX).lower())
-
-
-def _warn_of_unknown_variables(cls: type[Settings]) -> None:
+def _warn_of_unknown_variables() -> None:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return  # the first rank of each host says so
-    known = [ENV_PREFIX + name.upper() for name in cls.model_fields]
-    for name in unknown_variables():
-        if name not in _warned:
-            _warned.add(name)
-            if (instead := _removed_setting(name)) is not None:
-                logger.warning("%s has no effect any more. Remedy: unset it; %s", name, instead)
-            else:
-                remedy = _suggest(name.upper(), known)
-                logger.warning("%s is set but is not a setting of dcp_s3. Remedy: %s", name, remedy)
+    for variable, remedy in unknown_variables().items():
+        if variable not in _warned:
+            _warned.add(variable)
+            logger.warning("%s is set but is not a setting of dcp_s3. Remedy: %s", variable, remedy)
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, 1)
-    return f"did you mean {close[0]}?" if close else f"there are: {', '.join(names)}"
+    close = difflib.get_close_matches(name, names, 1, cutoff=0.75)
+    return f"did you mean {close[0]}?" if close else f"unset it; there are: {', '.join(names)}"
 
 
 SettingsLike = Settings | Mapping[str, Any] | None

@@ -6,8 +6,9 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,13 +45,13 @@ class LocalShards(torch.Tensor):
         made = make_wrapper(cls, shape, boxes[0])
         made.offsets = offsets
         for number, box in enumerate(boxes):  # each an attribute: torch's stagers copy attributes
-            setattr(made, _name(number), box)
+            setattr(made, f"box{number}", box)
         return made
 
     @property
     def boxes(self) -> list[torch.Tensor]:
         """The tensors of this rank, one for each of `offsets`."""
-        return [getattr(self, _name(number)) for number in range(len(self.offsets))]
+        return [getattr(self, f"box{number}") for number in range(len(self.offsets))]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         chunks = self.__create_chunk_list__()
@@ -91,21 +92,21 @@ class LocalShards(torch.Tensor):
             if box.numel() and index.offset == offsets:
                 return box
         for chunk in self.__create_chunk_list__():
-            if index.offset == chunk.offsets:  # an empty one
+            if index.offset == chunk.offsets:
                 return torch.empty(chunk.sizes, dtype=self.dtype, device=self.device)
         raise ShardingError(
             f"{index.fqn!r} has no box at {index.offset} on this rank, but at {self.offsets}", fqn=index.fqn
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return [_name(number) for number in range(len(self.offsets))], (self.offsets, tuple(self.shape))
+        return [f"box{number}" for number in range(len(self.offsets))], (self.offsets, tuple(self.shape))
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, torch.Tensor], context: Any, _size: Any, _stride: Any
     ) -> LocalShards:
         offsets, shape = context
-        return cls([inner[_name(number)] for number in range(len(offsets))], offsets, shape)
+        return cls([inner[f"box{number}"] for number in range(len(offsets))], offsets, shape)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -155,9 +156,7 @@ def shard(
         ShardingError: a box is outside of the whole, has other dimensions, or overlaps another one of this rank. When
             it is saved: without other ranks, a part of the whole is in no box.
     """
-    single = isinstance(tensor, torch.Tensor)
-    boxes: list[Any] = [tensor] if single else list(tensor)
-    places: list[Any] = [offsets] if single else list(offsets)
+    boxes, places = ([tensor], [offsets]) if isinstance(tensor, torch.Tensor) else (list(tensor), list(offsets))
     shape = _numbers(global_shape, "global_shape")
     if not boxes or len(boxes) != len(places):
         raise ShardingError(
@@ -166,8 +165,23 @@ def shard(
         )
     starts = tuple(_numbers(place, "offsets") for place in places)
     for box, start in zip(boxes, starts, strict=True):
-        _check_tensor(box, boxes[0])
-        _check_place(tuple(box.shape), start, shape)
+        if not isinstance(box, torch.Tensor) or not _is_local(box):
+            raise ShardingError(
+                f"a {type(box).__name__} cannot be a shard, expected a dense local tensor. Remedy: put DTensors into "
+                "the state as they are; DCP knows where they lie"
+            )
+        if (box.dtype, box.device) != (boxes[0].dtype, boxes[0].device):
+            raise ShardingError(
+                f"the boxes of a tensor are {boxes[0].dtype} on {boxes[0].device} and {box.dtype} on {box.device}, "
+                "expected one dtype and device"
+            )
+        if not box.dim() == len(start) == len(shape):
+            raise ShardingError(
+                f"a tensor of shape {tuple(box.shape)} at {start} in {shape}: expected as many offsets, and as many "
+                "dimensions of global_shape, as the tensor has dimensions"
+            )
+        if any(o + n > g for o, n, g in zip(start, box.shape, shape, strict=True)):
+            raise ShardingError(f"the box {_box(start, box.shape)} is not inside global_shape {shape}")
     for (a, at), (b, bt) in itertools.combinations(zip(boxes, starts, strict=True), 2):
         if all(max(i, j) < min(i + m, j + n) for i, m, j, n in zip(at, a.shape, bt, b.shape, strict=True)):
             raise ShardingError(f"the boxes {_box(at, a.shape)} and {_box(bt, b.shape)} of this rank overlap")
@@ -185,10 +199,6 @@ def _is_local(tensor: torch.Tensor) -> bool:
     return not _is_sharded(tensor) and tensor.layout == torch.strided
 
 
-def _name(number: int) -> str:
-    return f"box{number}"
-
-
 def _numbers(values: Any, what: str) -> tuple[int, ...]:
     try:
         found = tuple(map(operator.index, values))
@@ -197,29 +207,6 @@ def _numbers(values: Any, what: str) -> tuple[int, ...]:
     if min(found, default=0) < 0:
         raise ShardingError(f"{what} is {found}, expected no negative number")
     return found
-
-
-def _check_tensor(box: Any, first: Any) -> None:
-    if not isinstance(box, torch.Tensor) or not _is_local(box):
-        raise ShardingError(
-            f"a {type(box).__name__} cannot be a shard, expected a dense local tensor. Remedy: put DTensors into the "
-            "state as they are; DCP knows where they lie"
-        )
-    if (box.dtype, box.device) != (first.dtype, first.device):
-        raise ShardingError(
-            f"the boxes of a tensor are {first.dtype} on {first.device} and {box.dtype} on {box.device}, expected one "
-            "dtype and device"
-        )
-
-
-def _check_place(size: tuple[int, ...], start: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    if not len(size) == len(start) == len(shape):
-        raise ShardingError(
-            f"a tensor of shape {size} at {start} in {shape}: expected as many offsets, and as many dimensions of "
-            "global_shape, as the tensor has dimensions"
-        )
-    if any(o + n > g for o, n, g in zip(start, size, shape, strict=True)):
-        raise ShardingError(f"the box {_box(start, size)} is not inside global_shape {shape}")
 
 
 def _box(start: Sequence[int], size: Sequence[int]) -> str:
@@ -254,19 +241,14 @@ Plan = Mapping[str, int | Fused | None]
 
 
 @dataclass(frozen=True)
-class _Part:
-    length: int
-    copies: int
-
-
-@dataclass(frozen=True)
 class _Local:
     """A split tensor on one rank."""
 
+    lengths: tuple[int, ...]
     dim: int
-    parts: tuple[_Part, ...]
+    copies: tuple[int, ...]
     others: tuple[int, ...]
-    """Its shape without ``dim``: the same on all ranks."""
+    """Its shape without ``dim``."""
     dtype: torch.dtype
 
 
@@ -302,29 +284,6 @@ def shard_state(
         ShardingError: a tensor is in no entry of ``plan``, or cannot be split as it says; the ranks' shapes do not fit
             each other; neither ``group`` nor ``rank`` and ``world_size`` are given. With ``group``, on all its ranks.
     """
-    number, size = _place(group, rank, world_size)
-    try:
-        found: dict[str, _Local] | ShardingError = _find_split(state, plan)
-    except ShardingError as error:
-        if group is None:
-            raise
-        found = error  # raised below: the others wait for this rank
-    everyone: list[Any] = [found] * size
-    if group is not None:
-        dist.all_gather_object(everyone, found, group=group)
-    for failed in everyone:
-        if isinstance(failed, ShardingError):
-            raise failed
-    _check_alike(everyone)
-
-    def place(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return _shard(tensor, name, [each[name] for each in everyone], number) if name in everyone[0] else tensor
-
-    sharded: dict[str, Any] = _map_tensors(state, place)
-    return sharded
-
-
-def _place(group: dist.ProcessGroup | None, rank: int | None, world_size: int | None) -> tuple[int, int]:
     if group is not None and rank is None and world_size is None:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     elif group is not None or rank is None or world_size is None:
@@ -333,38 +292,39 @@ def _place(group: dist.ProcessGroup | None, rank: int | None, world_size: int | 
         raise ShardingError(
             f"rank {rank} is none of {world_size} ranks. Remedy: call it on the ranks of the group only"
         )
-    return rank, world_size
+    mine: dict[str, _Local] = {}
+    everyone: list[Any] = [mine] * world_size
+    try:
+        _map_tensors(state, lambda name, tensor: _note_split(name, tensor, plan, mine))
+        failure = None
+    except ShardingError as error:
+        failure = error  # raised below: the others wait for this rank
+    if group is not None:
+        dist.all_gather_object(everyone, failure or mine, group=group)
+    for failed in [failure, *everyone]:
+        if isinstance(failed, ShardingError):
+            raise failed
+    _check_alike(everyone)
+
+    sharded: dict[str, Any] = _map_tensors(state, partial(_shard, everyone=everyone, rank=rank))
+    return sharded
 
 
-def _find_split(state: Mapping[str, Any], plan: Plan) -> dict[str, _Local]:
-    found: dict[str, _Local] = {}
-
-    def note(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if not _is_sharded(tensor) and tensor.dim():
-            split = _find_rule(name, plan)
-            if split is not None:
-                found[name] = _split(name, tensor, split if isinstance(split, Fused) else None, split)
-        return tensor
-
-    _map_tensors(state, note)
-    return found
-
-
-def _find_rule(name: str, plan: Plan) -> int | Fused | None:
-    if name in plan:
-        return plan[name]
-    for pattern, split in plan.items():
-        if fnmatchcase(name, pattern):
-            return split
-    raise ShardingError(
-        f"the plan does not say how {name!r} is split. Remedy: give its dimension, or None if each rank has all of it",
-        fqn=name,
-    )
-
-
-def _split(name: str, tensor: torch.Tensor, fused: Fused | None, split: Any) -> _Local:
-    dim = split if fused is None else fused.dim
-    shape = tuple(tensor.shape)
+def _note_split(name: str, tensor: torch.Tensor, plan: Plan, found: dict[str, _Local]) -> None:
+    """Add how the plan splits a tensor, if it does."""
+    if _is_sharded(tensor) or not tensor.dim():
+        return
+    pattern = name if name in plan else next((each for each in plan if fnmatchcase(name, each)), None)
+    if pattern is None:
+        raise ShardingError(
+            f"the plan does not say how {name!r} is split. Remedy: give its dimension, or None if each rank has all of "
+            "it",
+            fqn=name,
+        )
+    split = plan[pattern]
+    if split is None:
+        return
+    dim, shape = split.dim if isinstance(split, Fused) else split, tuple(tensor.shape)
     if not _is_local(tensor):
         raise ShardingError(
             f"{name!r} is {tensor.layout}, expected a dense tensor. Remedy: {{{name!r}: None}}", fqn=name
@@ -372,59 +332,57 @@ def _split(name: str, tensor: torch.Tensor, fused: Fused | None, split: Any) -> 
     if isinstance(dim, bool) or not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
         raise ShardingError(f"the plan splits {name!r} along {dim!r}, which is no dimension of {shape}", fqn=name)
     dim %= len(shape)
-    lengths = (shape[dim],) if fused is None else tuple(fused.lengths)
-    copies = (1,) * len(lengths) if fused is None or fused.copies is None else tuple(fused.copies)
+    lengths = tuple(split.lengths) if isinstance(split, Fused) else (shape[dim],)
+    copies = tuple(getattr(split, "copies", None) or (1,) * len(lengths))
     if sum(lengths) != shape[dim] or min(lengths, default=-1) < 0 or len(copies) != len(lengths) or min(copies) < 1:
         raise ShardingError(
             f"{name!r} has length {shape[dim]} along {dim}, but the plan has parts of {lengths} with {copies} copies. "
             "Remedy: lengths are those of this rank, and add up to that of its tensor",
             fqn=name,
         )
-    parts = tuple(map(_Part, lengths, copies))
-    return _Local(dim, parts, (*shape[:dim], *shape[dim + 1 :]), tensor.dtype)
+    found[name] = _Local(lengths, dim, copies, (*shape[:dim], *shape[dim + 1 :]), tensor.dtype)
 
 
 def _check_alike(everyone: Sequence[dict[str, _Local]]) -> None:
     for rank, each in enumerate(everyone):
         for name in everyone[0].keys() ^ each.keys():
+            has, lacks = (0, rank) if name in everyone[0] else (rank, 0)
             raise ShardingError(
-                f"{name!r} is split on rank {0 if name in everyone[0] else rank}, but not on rank "
-                f"{rank if name in everyone[0] else 0}. Remedy: split the same tensors on all ranks of the group",
+                f"{name!r} is split on rank {has}, but not on rank {lacks}. Remedy: split the same tensors on all "
+                "ranks of the group",
                 fqn=name,
             )
         for name, local in each.items():
             first = everyone[0][name]
-            if _kind(local) != _kind(first):
+            if replace(local, lengths=()) != replace(first, lengths=()):
                 raise ShardingError(
                     f"{name!r} differs on ranks 0 and {rank} in more than its length along {first.dim}: {first}, "
                     f"{local}. Remedy: check the plan and the shapes on both",
                     fqn=name,
                 )
-            for number, part in enumerate(local.parts):
-                owner = rank - rank % part.copies
-                if len(everyone) % part.copies or everyone[owner][name].parts[number].length != part.length:
+            for number, (length, copies) in enumerate(zip(local.lengths, local.copies, strict=True)):
+                owner = rank - rank % copies
+                wanted = everyone[owner][name].lengths[number]
+                if len(everyone) % copies or wanted != length:
                     raise ShardingError(
-                        f"part {number} of {name!r} cannot have {part.copies} copies on {len(everyone)} ranks: "
-                        f"{everyone[owner][name].parts[number].length} on rank {owner}, {part.length} on rank {rank}",
+                        f"part {number} of {name!r} cannot have {copies} copies on {len(everyone)} ranks: {wanted} on "
+                        f"rank {owner}, {length} on rank {rank}",
                         fqn=name,
                     )
 
 
-def _kind(local: _Local) -> object:
-    return local.dim, tuple(part.copies for part in local.parts), local.others, local.dtype
-
-
-def _shard(tensor: torch.Tensor, name: str, everyone: Sequence[_Local], rank: int) -> torch.Tensor:
-    own, starts, base = everyone[rank], [], 0
-    for number, part in enumerate(own.parts):
-        lengths = [each.parts[number].length for each in everyone[:: part.copies]]
-        starts.append(base + sum(lengths[: rank // part.copies]))
+def _shard(name: str, tensor: torch.Tensor, everyone: Sequence[dict[str, _Local]], rank: int) -> torch.Tensor:
+    if name not in everyone[rank]:
+        return tensor
+    own, starts, base = everyone[rank][name], [], 0
+    for number, copies in enumerate(own.copies):
+        lengths = [each[name].lengths[number] for each in everyone[::copies]]
+        starts.append(base + sum(lengths[: rank // copies]))
         base += sum(lengths)
     dims = range(tensor.dim())
     whole = [base if d == own.dim else tensor.shape[d] for d in dims]
     offsets = [[start if d == own.dim else 0 for d in dims] for start in starts]
-    boxes = torch.split(tensor.detach(), [part.length for part in own.parts], own.dim)
-    return shard(boxes, global_shape=whole, offsets=offsets)
+    return shard(torch.split(tensor.detach(), [*own.lengths], own.dim), global_shape=whole, offsets=offsets)
 
 
 def _map_tensors(value: Any, change: Callable[[str, torch.Tensor], Any], name: str = "") -> Any:

@@ -6,6 +6,7 @@ import abc
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 from types import TracebackType
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -397,12 +398,8 @@ class Batch(abc.ABC):
 
 
 def join(pages: Sequence[Page]) -> Page:
-    return Page(
-        tuple(each for page in pages for each in page.objects),
-        tuple(each for page in pages for each in page.prefixes),
-        None,
-        pages[0].server_time,
-    )
+    objects, prefixes = zip(*((page.objects, page.prefixes) for page in pages), strict=True)
+    return Page(tuple(chain(*objects)), tuple(chain(*prefixes)), None, pages[0].server_time)
 
 
 def same_etag(one: str | None, other: str | None) -> bool:

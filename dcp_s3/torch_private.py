@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from dcp_s3.torch_version import release
+from dcp_s3.versions import release
 
 try:  # since torch 2.15, which warns of the other name
     _fsspec: Any = importlib.import_module("torch.distributed.checkpoint.fsspec_filesystem")
@@ -37,28 +37,11 @@ FsspecReader, FsspecWriter = _fsspec.FsspecReader, _fsspec.FsspecWriter
 FileReader = torch._C.PyTorchFileReader  # reads the archives that torch.save writes
 
 __all__ = [
-    "AsyncCheckpointExecutor",
-    "FileReader",
-    "FsspecReader",
-    "FsspecWriter",
-    "ReaderTransforms",
-    "ShardedTensor",
-    "StorageInfo",
-    "StoragePrefix",
-    "WriterTransforms",
-    "compute_offset",
-    "create_chunk_list",
-    "default_store",
-    "has_checkpoint_process",
-    "is_traceable_wrapper_subclass",
-    "make_wrapper",
-    "narrow_tensor_by_index",
-    "offset_in_archive",
-    "pin_memory",
-    "rebuild_sharded_tensor",
-    "record_size",
-    "unpin_memory",
-]
+    "AsyncCheckpointExecutor", "FileReader", "FsspecReader", "FsspecWriter", "ReaderTransforms", "ShardedTensor",
+    "StorageInfo", "StoragePrefix", "WriterTransforms", "compute_offset", "create_chunk_list", "default_store",
+    "has_checkpoint_process", "is_traceable_wrapper_subclass", "make_wrapper", "narrow_tensor_by_index",
+    "offset_in_archive", "pin_memory", "rebuild_sharded_tensor", "record_size", "unpin_memory",
+]  # fmt: skip
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dcp_s3.forking import reset_in_child
+from dcp_s3.process import reset_in_child
 
 
 @dataclass(frozen=True)

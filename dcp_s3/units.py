@@ -1,8 +1,9 @@
-"""Sizes and durations as people write them: ``64MiB``, ``30s``. Pure functions."""
+"""Sizes and durations as people write them (``64MiB``, ``30s``), and reprs of one line. Pure functions."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 _SIZE_UNITS = {
     "": 1, "b": 1,
@@ -115,3 +116,27 @@ def plural(count: int, what: str) -> str:
     if count == 1:
         return f"1 {what}"
     return f"{count} {what[:-1]}ies" if what.endswith("y") else f"{count} {what}s"
+
+
+_LONGEST, _LONGEST_VALUE = 120, 64
+
+
+def one_line(name: str, *values: str, **fields: Any) -> str:
+    """``Name(value, field=...)`` in at most 120 characters; fields that are None are not shown. Long values are cut in
+    their middle, and what does not fit is left out and counted."""
+    shown = [_cut(value) for value in values]
+    shown += [f"{field}={_cut(repr(value))}" for field, value in fields.items() if value is not None]
+    for count in range(len(shown), -1, -1):
+        left = len(shown) - count
+        text = f"{name}({', '.join([*shown[:count], *([f'... {left} more'] if left else [])])})"
+        if len(text) <= _LONGEST:
+            break
+    return text
+
+
+def _cut(text: str) -> str:
+    text = " ".join(text.split())
+    if len(text) <= _LONGEST_VALUE:
+        return text
+    half = (_LONGEST_VALUE - 3) // 2
+    return f"{text[:half]}...{text[-half:]}"

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_s3 import CheckpointManager
-from dcp_s3.demo.model import standard_library_text
-from dcp_s3.demo.train import record, say
+from dcp_s3.demo.train import record, say, standard_library_text
 from examples.training import make_state, train_step
 
 

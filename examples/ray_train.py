@@ -21,8 +21,7 @@ from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from dcp_s3 import CheckpointManager
-from dcp_s3.demo.model import standard_library_text
-from dcp_s3.demo.train import mean, record, say
+from dcp_s3.demo.train import mean, record, say, standard_library_text
 from examples.training import make_state, train_step
 
 POINTER = "pointer.json"

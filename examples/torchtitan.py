@@ -26,7 +26,7 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.metrics import BaseLogger
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 
-from dcp_s3.demo.model import ModelConfig, Transformer, batch, standard_library_text, state_digest
+from dcp_s3.demo.train import ModelConfig, Transformer, batch, standard_library_text, state_digest
 from dcp_s3.integrations.torchtitan import S3CheckpointManager
 
 SEQUENCES = 4  # per step

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from dcp_s3.demo.model import ModelConfig, Transformer, batch
-from dcp_s3.demo.train import BATCH, TrainState
+from dcp_s3.demo.train import BATCH, ModelConfig, TrainState, Transformer, batch
 
 #: 0.3 million parameters: a step takes milliseconds, also where several ranks share a core.
 CONFIG = ModelConfig(width=96, layers=2, heads=4, hidden=192)

@@ -13,7 +13,7 @@ import argparse
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from dcp_s3.demo.model import standard_library_text
+from dcp_s3.demo.train import standard_library_text
 from dcp_s3.integrations.transformers import S3Trainer
 
 #: Sequences per step over all processes: divisible by 1, 2, 3, 4 and 6 of them.

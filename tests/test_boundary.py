@@ -371,10 +371,10 @@ def test_the_frames_are_in_the_log_at_level_debug(
     faulty: FaultyServer, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     _deny(faulty, "GetObject", ".metadata")
-    with caplog.at_level(logging.DEBUG, "dcp_s3.boundary"), pytest.raises(errors.DcpS3Error) as caught:
+    with caplog.at_level(logging.DEBUG, "dcp_s3.failures"), pytest.raises(errors.DcpS3Error) as caught:
         _calls(faulty)[name]()
     assert caught.value.__cause__ is caught.value.__context__ is None
-    assert [Path(entry.path).name for entry in caught.traceback][-1] == "boundary.py"
+    assert [Path(entry.path).name for entry in caught.traceback][-1] == "failures.py"
     (record,) = caplog.records
     assert name in record.getMessage()
     assert record.exc_info is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 
-from dcp_s3.collector import collector_paused
+from dcp_s3.process import collector_paused
 
 
 def test_pauses_overlap() -> None:

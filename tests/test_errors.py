@@ -27,6 +27,11 @@ def test_pickle_round_trip(error: errors.DcpS3Error) -> None:
     assert vars(copy) == vars(error)
 
 
+def test_an_attribute_that_the_class_has_not_is_a_mistake() -> None:
+    with pytest.raises(TypeError, match="SettingsError has no attribute 'url'"):
+        errors.SettingsError("text", url="s3://b/x")
+
+
 def test_one_hierarchy() -> None:
     public = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
     assert all(issubclass(value, errors.DcpS3Error) for value in public)
@@ -60,6 +65,5 @@ def test_what_catches_a_name_of_an_earlier_version_still_does(name: str, bases: 
 
 
 def test_what_an_error_knew_under_another_name_it_knows() -> None:
-    assert errors.EntryNotFoundError("text", name="common.pt").fqn == "common.pt"
     assert errors.EntryNotFoundError("text", fqn="model.w").name == "model.w"
     assert errors.DtypeMismatchError("text", fqn="model.w").shapes == {}

@@ -44,7 +44,7 @@ from dcp_s3 import (
     VerifyReport,
     stats,
 )
-from dcp_s3.reprs import one_line
+from dcp_s3.units import one_line
 
 URL = "s3://bucket/run/step-00000100"
 INFO = CheckpointInfo(URL, URL.rpartition("/")[2], "committed", 100, 1.0, 8, 32, 3 * 2**30, {"val_loss": 1.25})

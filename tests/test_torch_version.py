@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import dcp_s3
-from dcp_s3 import torch_version
-from dcp_s3.torch_version import TESTED, TORCH, release, require_torch
+from dcp_s3 import versions
+from dcp_s3.versions import TESTED, TORCH, release, require_torch
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -75,7 +75,7 @@ def test_importing_dcp_s3_imports_neither_torch_nor_what_the_check_needs() -> No
 
 def test_pyproject_and_readme_say_the_same() -> None:
     (declared,) = re.findall(r'^    "torch>=([\d.]+)"', (_ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert declared == torch_version.TORCH
+    assert declared == versions.TORCH
     readme = (_ROOT / "README.md").read_text()
     assert f"torch >= {TORCH}" in readme
     rows = re.findall(r"^\| ((?:2\.\d+(?:, )?)+) \|", readme, re.MULTILINE)

@@ -198,7 +198,7 @@ def read_attachment(store: Store, url: CheckpointURL, name: str) -> bytes:
 def missing_error(url: CheckpointURL, name: str, known: Collection[str]) -> errors.EntryNotFoundError:
     """The error for an attachment that is not there, where ``known`` ones are."""
     has = f"it has {', '.join(sorted(known))}" if known else "it has none"
-    return errors.EntryNotFoundError(f"{url} has no attachment {name!r}: {has}", url=str(url), name=name)
+    return errors.EntryNotFoundError(f"{url} has no attachment {name!r}: {has}", url=str(url), fqn=name)
 
 
 def _find_manifests(store: Store, url: CheckpointURL) -> list[Manifest]:

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dcp_s3 import errors
-from dcp_s3._version import __version__
 from dcp_s3.checkpoint.attachments import copy_after_commit, copy_before_commit, remove_copies
 from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, exists_error, find_loss, is_committed, save_id_in
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import Manifest, ObjectEntry, attachments_of
 from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, SAVE_ID_KEY
 from dcp_s3.store import DeleteTarget, Expect, Store, StoredObject
+from dcp_s3.versions import __version__
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

@@ -11,10 +11,8 @@ from typing import Any, Literal
 from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.format.control_files import AddedMetrics, Manifest
 from dcp_s3.format.layout import deletion_id, step_by_patterns, step_of
-from dcp_s3.reprs import one_line
-from dcp_s3.setting_values import compile_step_pattern
-from dcp_s3.settings import Settings
-from dcp_s3.units import format_size
+from dcp_s3.settings import Settings, compile_step_pattern
+from dcp_s3.units import format_size, one_line
 from dcp_s3.url import CheckpointURL
 
 State = Literal["committed", "incomplete", "in_progress", "leftover", "local"]

@@ -26,7 +26,6 @@ from dcp_s3.checkpoint.info import (
     with_step,
 )
 from dcp_s3.checkpoint.stored_metadata import check_metadata, find_crc_mismatch
-from dcp_s3.forking import reset_in_child
 from dcp_s3.format.control_files import AddedMetrics, Manifest
 from dcp_s3.format.layout import (
     CONTROL_PREFIX,
@@ -40,9 +39,10 @@ from dcp_s3.format.layout import (
     metadata_object,
 )
 from dcp_s3.format.saved_entries import needed_objects
+from dcp_s3.process import reset_in_child
 from dcp_s3.store import ObjectHead, Store, StoredObject, same_etag
-from dcp_s3.torch_version import is_newer_than_installed
 from dcp_s3.url import CheckpointURL
+from dcp_s3.versions import is_newer_than_installed
 
 logger = logging.getLogger(__name__)
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from dcp_s3 import errors
-from dcp_s3.checkup.probes import CONFIGURATION, PROBE, CheckResult, Examination, fail, from_error, ok, skip, warn
+from dcp_s3.checkup.probes import CONFIGURATION, DATA, PROBE, CheckResult, Examination, fail, from_error, ok, skip, warn
 from dcp_s3.format.layout import METADATA, deletion_object, manifest_object
 from dcp_s3.s3.diagnosis import answered_code, answered_status
 from dcp_s3.s3.operations import checksum_arguments, wire_checksum
 
 # --- permissions: None says that it is allowed ---------------------------------------------------------
 
-DATA, _OTHER = bytes(range(256)), bytes(256)
+_OTHER = bytes(256)
 
 
 def check_bucket(exam: Examination) -> CheckResult:
@@ -47,7 +47,7 @@ def do_get(exam: Examination) -> CheckResult | None:
 
 
 def do_multipart(exam: Examination) -> CheckResult | None:
-    exam.complete_upload(exam.key(PROBE), exam.begin_upload(), DATA)
+    exam.complete_upload(exam.key(PROBE), exam.begin_upload())
     size = exam.ask("HeadObject", PROBE)["ContentLength"]
     return None if size == len(DATA) else fail(f"of {len(DATA)} bytes {size} are there", "is the endpoint an S3?")
 
@@ -59,9 +59,8 @@ def do_list_uploads(exam: Examination) -> CheckResult | None:
     try:
         answer = exam.ask("ListMultipartUploads", Prefix=exam.key(PROBE))
     except errors.StorageError as error:
-        code = _code_if(error, 404, 405, 501)
-        return warn(f"the store does not list multipart uploads ({code}): those that were left open may cost storage",
-                    remedy)  # fmt: skip
+        found = f"the store does not list multipart uploads ({_code_if(error, 404, 405, 501)})"
+        return warn(f"{found}: those that were left open may cost storage", remedy)
     if upload in [str(each.get("UploadId")) for each in answer.get("Uploads", ())]:
         return None
     return warn("allowed, but it does not show an open upload: prune will not find what killed processes leave", remedy)
@@ -81,21 +80,15 @@ def do_abort(exam: Examination) -> None:
     exam.uploads.pop()
 
 
-def do_delete(exam: Examination) -> None:
-    exam.ask("DeleteObject", PROBE)
-
-
 def do_delete_batch(exam: Examination) -> CheckResult | None:
     names = (PROBE, "__0_1-probe.distcp")
     for name in names:
         exam.put(name, DATA)
-    objects = [{"Key": exam.key(name)} for name in names]
     try:
-        answer = exam.ask("DeleteObjects", Delete={"Objects": objects, "Quiet": True})
+        answer = exam.ask("DeleteObjects", Delete={"Objects": [{"Key": exam.key(name)} for name in names]})
     except errors.StorageError as error:
-        code = _code_if(error, 400, 405, 411, 501)
-        return warn(f"the store has none ({code}): objects are deleted one by one",
-                    "nothing; prune takes a request for each object instead of one for a thousand")  # fmt: skip
+        found = f"the store has none ({_code_if(error, 400, 405, 411, 501)}): objects are deleted one by one"
+        return warn(found, "nothing; prune takes a request for each object instead of one for a thousand")
     for entry in answer.get("Errors", ()):
         return warn(f"{entry.get('Code')} for {entry.get('Key')!r}", "the credentials need s3:DeleteObject")
     return None
@@ -137,8 +130,6 @@ def check_commit(exam: Examination) -> CheckResult:
 _REFUSED = (412, 409)  # 409: another conditional write is under way
 _OTHER_ETAG = '"00000000000000000000000000000000"'
 _ONE_WRITER = "save to each URL from one job only, and to a URL of its own for each save"
-# https://docs.aws.amazon.com/AmazonS3/latest/userguide/storage-class-intro.html: to be restored before they can be read
-_ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
 
 
 def _code_if(error: errors.StorageError, *statuses: int) -> str:
@@ -206,8 +197,8 @@ def check_checksums(exam: Examination) -> CheckResult:
         found = f"the store does not know {shown} ({_code_if(error, 400, 501)})"
         if exam.settings.checksum == "auto":
             return warn(f"{found}: objects are sent without; {ignored}", remedy)
-        return fail(f"{found}, but DCP_S3_CHECKSUM={exam.settings.checksum} insists on it",
-                    "DCP_S3_CHECKSUM=auto, which does without where it is not known")  # fmt: skip
+        wanted = "DCP_S3_CHECKSUM=auto, which does without where it is not known"
+        return fail(f"{found}, but DCP_S3_CHECKSUM={exam.settings.checksum} insists on it", wanted)
     try:
         # A save would send it again, and say so. Here the refusal is what is asked for.
         exam.ask("PutObject", PROBE, attempts=1, Body=DATA, **checksum_arguments(exam.settings, _OTHER))
@@ -242,10 +233,17 @@ def find_harm(rule: Mapping[str, Any], prefix: str) -> str:
         return ""
     if not (prefix.startswith(filtered) or filtered.startswith(prefix)):
         return ""
-    expiration = rule.get("Expiration", {})
-    harm = [f"deletes objects after {expiration['Days']} days"] if "Days" in expiration else []
-    harm += [f"deletes objects from {expiration['Date']} on"] if "Date" in expiration else []
-    for each in rule.get("Transitions", ()):
-        if each.get("StorageClass") in _ARCHIVES:
-            harm.append(f"moves objects to {each['StorageClass']}, to be restored before they can be read")
+    when, expiration = {"Days": "deletes objects after {} days", "Date": "deletes objects from {} on"}, "Expiration"
+    harm = [text.format(rule[expiration][key]) for key, text in when.items() if key in rule.get(expiration, ())]
+    # https://docs.aws.amazon.com/AmazonS3/latest/userguide/storage-class-intro.html
+    moves = [each.get("StorageClass") for each in rule.get("Transitions", ())]
+    archives = [name for name in moves if name in ("GLACIER", "DEEP_ARCHIVE")]
+    harm += [f"moves objects to {name}, to be restored before they can be read" for name in archives]
     return f"rule {rule.get('ID', 'without an ID')!r} {' and '.join(harm)}" if harm else ""
+
+
+def clean_up(exam: Examination) -> CheckResult:
+    left = exam.remove()
+    if left:
+        return warn(f"not removed: {'; '.join(left)}", f"have somebody delete what is below {exam.probes}")
+    return ok(f"nothing is left below {exam.probes}")

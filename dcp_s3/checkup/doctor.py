@@ -5,28 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import botocore.exceptions as boto
 
 from dcp_s3 import errors
 from dcp_s3.checkup import bucket, host
-from dcp_s3.checkup.probes import PROBE, CheckResult, Examination, Status, from_error, ok, skip, warn
+from dcp_s3.checkup.probes import DATA, PROBE, CheckResult, Examination, Status, from_error, ok, skip
 from dcp_s3.s3.diagnosis import permission_of
 from dcp_s3.settings import SettingsLike
 from dcp_s3.url import URLLike, parse_url
 
 WORDS: dict[Status, str] = {"ok": "ok", "warning": "warning", "failed": "FAIL", "skipped": "skipped"}
-"""For a pipe."""
-TICKS: dict[Status, str] = {"ok": "✓", "warning": "!", "failed": "✗", "skipped": "-"}
-"""For a terminal."""
 _NAME_WIDTH = 24
 
 # --- permissions; docs/security.md shows the same --------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Permission:
+class Permission(NamedTuple):
     operations: tuple[str, ...]
     """S3's operations that the IAM action allows."""
     used_by: str
@@ -79,27 +75,23 @@ def permission_for(operation: str) -> Permission:
 # --- the checks ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     name: str
     make: Callable[[Examination], CheckResult | None]
+    """None: the operation is allowed."""
     needs: str = ""
     """The check that must not have failed. A check that was skipped passes its own reason on."""
+    operation: str = ""
+    """The operation that it tries to be allowed. What it returns is another fault than a refusal."""
     writes: bool = False
     """Whether it writes to the bucket."""
     deletes: bool = False
     """Whether what it writes must be deleted again."""
-    permission: str = ""
-    """The operation that it tries. What it returns is another fault than a refusal."""
 
     @property
     def online(self) -> bool:
         """Whether it needs the endpoint."""
         return self.needs not in ("", "settings")
-
-
-def _try(operation: str, make: Callable[[Examination], CheckResult | None], needs: str, **more: bool) -> Check:
-    return Check(operation, make, needs, permission=operation, **more)
 
 
 CHECKS = (
@@ -110,22 +102,22 @@ CHECKS = (
     Check("clock", host.check_clock, "endpoint"),
     Check("identity", host.check_identity, "endpoint"),
     Check("bucket", bucket.check_bucket, "endpoint"),
-    _try("ListObjectsV2", bucket.do_list, "bucket"),
-    _try("PutObject", lambda exam: exam.put(PROBE, bucket.DATA), "bucket", writes=True),
-    _try("GetObject", bucket.do_get, "PutObject", writes=True),
-    _try("DeleteObject", bucket.do_delete, "PutObject", writes=True),
-    _try("DeleteObjects", bucket.do_delete_batch, "PutObject", writes=True, deletes=True),
-    Check("multipart upload", bucket.do_multipart, "PutObject", writes=True, permission="UploadPart"),
-    _try("ListMultipartUploads", bucket.do_list_uploads, "multipart upload", writes=True),
-    _try("ListParts", bucket.do_list_parts, "multipart upload", writes=True),
-    _try("AbortMultipartUpload", bucket.do_abort, "multipart upload", writes=True),
+    Check("ListObjectsV2", bucket.do_list, "bucket", "ListObjectsV2"),
+    Check("PutObject", lambda exam: exam.put(PROBE, DATA), "bucket", "PutObject", writes=True),
+    Check("GetObject", bucket.do_get, "PutObject", "GetObject", writes=True),
+    Check("DeleteObject", lambda exam: exam.do("DeleteObject", PROBE), "PutObject", "DeleteObject", writes=True),
+    Check("DeleteObjects", bucket.do_delete_batch, "PutObject", "DeleteObjects", writes=True, deletes=True),
+    Check("multipart upload", bucket.do_multipart, "PutObject", "UploadPart", writes=True),
+    Check("ListMultipartUploads", bucket.do_list_uploads, "multipart upload", "ListMultipartUploads", writes=True),
+    Check("ListParts", bucket.do_list_parts, "multipart upload", "ListParts", writes=True),
+    Check("AbortMultipartUpload", bucket.do_abort, "multipart upload", "AbortMultipartUpload", writes=True),
     Check("If-None-Match", bucket.check_if_none_match, "PutObject", writes=True),
     Check("If-Match", bucket.check_if_match, "PutObject", writes=True),
     Check("conditional delete", bucket.check_conditional_delete, "PutObject", writes=True, deletes=True),
     Check("commit", bucket.check_commit, "PutObject", writes=True, deletes=True),
     Check("checksums", bucket.check_checksums, "PutObject", writes=True),
     Check("lifecycle", bucket.check_lifecycle, "bucket"),
-    _try("ListObjectVersions", bucket.do_list_versions, "bucket"),
+    Check("ListObjectVersions", bucket.do_list_versions, "bucket", "ListObjectVersions"),
     Check("spill disk", host.check_spill, "settings"),
 )
 
@@ -143,11 +135,15 @@ def doctor(url: URLLike, settings: SettingsLike = None, read_only: bool = False)
     >>> doctor("s3://bucket/run").ok
     True
     """
-    return examine(url, settings, read_only=read_only, on_result=lambda _: None)
+    return examine(url, settings, read_only=read_only)
 
 
 def examine(
-    url: URLLike, settings: SettingsLike, *, read_only: bool, on_result: Callable[[CheckResult], None]
+    url: URLLike,
+    settings: SettingsLike,
+    *,
+    read_only: bool,
+    on_result: Callable[[CheckResult], object] = lambda _: None,
 ) -> DoctorReport:
     exam = Examination(parse_url(url), read_only, settings)
     parse_url(str(exam.probes))
@@ -158,19 +154,20 @@ def examine(
         started = time.monotonic()
         found = _find_reason_to_skip(check, exam, results) or _make(check, exam)
         results[check.name] = replace(found, name=check.name, seconds=time.monotonic() - started)
-        on_result(results[check.name])
+        if on_result is not None:
+            on_result(results[check.name])
 
     with exam.removing():
         for check in CHECKS:
             if not (check.writes and read_only):
                 make(check)
         if exam.keys or exam.uploads:
-            make(Check("clean-up", _clean_up))
+            make(Check("clean-up", bucket.clean_up))
     return DoctorReport(str(exam.url), read_only, tuple(results.values()), time.monotonic() - began)
 
 
 def _make(check: Check, exam: Examination) -> CheckResult:
-    needed = permission_for(check.permission) if check.permission else None
+    needed = permission_for(check.operation) if check.operation else None
     try:
         found = check.make(exam)
     except (errors.DcpS3Error, boto.BotoCoreError, boto.ClientError, OSError, ValueError) as error:
@@ -191,13 +188,6 @@ def _find_reason_to_skip(check: Check, exam: Examination, results: Mapping[str, 
     if check.deletes and results["DeleteObject"].status != "ok":
         return skip("the probe object could not be deleted again: see DeleteObject")
     return None
-
-
-def _clean_up(exam: Examination) -> CheckResult:
-    left = exam.remove()
-    if left:
-        return warn(f"not removed: {'; '.join(left)}", f"have somebody delete what is below {exam.probes}")
-    return ok(f"nothing is left below {exam.probes}")
 
 
 # --- the report ----------------------------------------------------------------------------------------
@@ -262,18 +252,18 @@ class DoctorReport:
         return "\n".join([*map(format_result, self.checks), conclude(self)])
 
 
-def format_result(result: CheckResult, marks: dict[Status, str] = WORDS) -> str:
+def format_result(result: CheckResult) -> str:
     """One check: a line with what was found, and if there is one, a second with the remedy."""
-    width = max(map(len, marks.values())) + 2
-    line = f"{marks[result.status]:<{width}}{result.name:<{_NAME_WIDTH}}{result.found}"
+    width = max(map(len, WORDS.values())) + 2
+    line = f"{WORDS[result.status]:<{width}}{result.name:<{_NAME_WIDTH}}{result.found}"
     return f"{line}\n{'':<{width + _NAME_WIDTH}}Remedy: {result.remedy}" if result.remedy else line
 
 
 def conclude(report: DoctorReport) -> str:
     """What follows the checks: the summary, and what failed once more."""
-    warnings = "warning" if len(report.warnings) == 1 else "warnings"
-    words: dict[Status, str] = {"ok": "ok", "warning": warnings, "failed": "failed", "skipped": "skipped"}
-    told = ", ".join(f"{len(found)} {word}" for status, word in words.items() if (found := report.having(status)))
+    warnings = "warnings" if len(report.warnings) > 1 else "warning"
+    counts: dict[Status, str] = {"ok": "ok", "warning": warnings, "failed": "failed", "skipped": "skipped"}
+    told = ", ".join(f"{len(found)} {word}" for status, word in counts.items() if (found := report.having(status)))
     verdict = "saves and loads will work" if report.ok else "saves or loads will not work"
     if report.ok and report.read_only:
         verdict = "nothing failed; whether saves work was not tried (read-only)"

@@ -17,7 +17,6 @@ import botocore.session
 from botocore.config import Config
 
 from dcp_s3 import errors
-from dcp_s3._version import __version__
 from dcp_s3.checkup.probes import CheckResult, Examination, fail, from_error, ok, skip, warn
 from dcp_s3.retention.parse import policy_from_settings
 from dcp_s3.s3.botocore_private import expiry_of
@@ -25,8 +24,8 @@ from dcp_s3.s3.client import find_chain
 from dcp_s3.s3.diagnosis import REQUEST_ERRORS, describe, status_code, to_storage_error
 from dcp_s3.settings import ENV_PREFIX, resolve_settings, unknown_variables
 from dcp_s3.spill.store import SpillStore, as_spill_error
-from dcp_s3.torch_version import TESTED, is_newer_than_tested
 from dcp_s3.units import format_size, plural
+from dcp_s3.versions import TESTED, __version__, is_newer_than_tested
 
 # --- this host -----------------------------------------------------------------------------------------
 
@@ -40,8 +39,8 @@ def check_settings(exam: Examination) -> CheckResult:
     chain = find_chain(settings)
     unknown = unknown_variables()
     if unknown:
-        guesses = [f"{found}: did you mean {near}?" if near else f"unset {found}" for found, near in unknown.items()]
-        return warn(f"not a setting of dcp_s3, so without effect: {', '.join(unknown)}", "; ".join(guesses))
+        remedies = "; ".join(f"{variable}: {remedy}" for variable, remedy in unknown.items())
+        return warn(f"not a setting of dcp_s3, so without effect: {', '.join(unknown)}", remedies)
     shown = [f"{ENV_PREFIX}{each.upper()}={getattr(settings, each)}" for each in sorted(settings.model_fields_set)]
     shown += [f"{each} {value.value} ({value.source})" for each, value in chain.items()]
     return ok(f"valid; set are {', '.join(shown)}" if shown else "valid; none is set")

@@ -16,12 +16,12 @@ from botocore.exceptions import ClientError
 
 from dcp_s3 import errors
 from dcp_s3.limit import Limit
-from dcp_s3.reprs import one_line
 from dcp_s3.s3.client import get_client
 from dcp_s3.s3.diagnosis import answered_status
 from dcp_s3.s3.operations import Request, creation_arguments, server_time
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
+from dcp_s3.units import one_line
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _LIMIT = Limit(hang=5.0, attempts=3)
 _LATE_SECONDS = 1.0
 """After Ctrl-C, until a request that was under way has been carried out."""
+DATA = bytes(range(256))
 PROBE = "__0_0-probe.distcp"
 """Name of the object that most checks write, like one of a checkpoint's."""
 CONFIGURATION = {
@@ -71,12 +72,8 @@ class CheckResult:
 
 
 # Whoever makes a check adds its name and its seconds.
-
-
-ok = partial(CheckResult, "", "ok")
-skip = partial(CheckResult, "", "skipped")
-warn = partial(CheckResult, "", "warning")
-fail = partial(CheckResult, "", "failed")
+ok, skip = partial(CheckResult, "", "ok"), partial(CheckResult, "", "skipped")
+warn, fail = partial(CheckResult, "", "warning"), partial(CheckResult, "", "failed")
 
 
 def from_error(error: Exception, *, status: Status = "failed", consequence: str = "") -> CheckResult:
@@ -138,6 +135,9 @@ class Examination:
                 self.dead = f"the endpoint stopped answering at {operation}"
             raise
 
+    def do(self, operation: str, name: str, **arguments: Any) -> None:
+        self.ask(operation, name, **arguments)
+
     def put(self, name: str, data: bytes, **arguments: Any) -> None:
         is_new = self.key(name) not in self.keys
         if is_new:
@@ -154,12 +154,12 @@ class Examination:
         self.uploads.append((self.key(PROBE), str(answer["UploadId"])))
         return str(answer["UploadId"])
 
-    def complete_upload(self, key: str, upload: str, data: bytes) -> None:
+    def complete_upload(self, key: str, upload: str) -> None:
         """Make an object of an upload, by one part."""
         where: dict[str, Any] = {"Key": key, "UploadId": upload}
-        etag = self.ask("UploadPart", Body=data, PartNumber=1, **where)["ETag"]
+        part = {"ETag": self.ask("UploadPart", Body=DATA, PartNumber=1, **where)["ETag"], "PartNumber": 1}
         self.keys.append(key)
-        self.ask("CompleteMultipartUpload", MultipartUpload={"Parts": [{"ETag": etag, "PartNumber": 1}]}, **where)
+        self.ask("CompleteMultipartUpload", MultipartUpload={"Parts": [part]}, **where)
         self.uploads = [each for each in self.uploads if each != (key, upload)]
 
     def greet(self) -> float:
@@ -204,7 +204,7 @@ class Examination:
             refused = self._refused("AbortMultipartUpload", key, UploadId=upload)
             if refused:
                 try:  # whoever may not abort it can still make an object of it, and delete that
-                    self.complete_upload(key, upload, b"probe")
+                    self.complete_upload(key, upload)
                 except errors.StorageError:
                     left += refused
         for key in {*self.keys, *(key for key, _ in self._list("ListObjectsV2", "Key", "Contents") or ())}:

@@ -9,25 +9,24 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from dcp_s3._version import __version__
-from dcp_s3.cli import exits
-from dcp_s3.cli.group import GIVEN, LAYOUT, Group, printable, show_log
+from dcp_s3.cli.group import FAILED, GIVEN, LAYOUT, Group, printable, show_log, statuses
 from dcp_s3.format.control_files import number_to_json
 from dcp_s3.url import is_s3_url
+from dcp_s3.versions import __version__
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, ProgressColumn
+    from rich.progress import Progress
 
 
 app = typer.Typer(
     name="dcp-s3",
     cls=Group,
     help="PyTorch distributed checkpoints on S3: list, copy, verify and prune them.",
-    epilog="\b\n" + exits.table(),
+    epilog="\b\n" + statuses(),
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -48,6 +47,12 @@ URL = Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix of t
 ROOT = Annotated[str, typer.Argument(metavar="ROOT", help="s3://bucket/prefix above the checkpoints.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done, and why.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+Grace = Annotated[
+    str | None,
+    typer.Option(
+        metavar="24h", help="How long an uncommitted save counts as in progress; the default is DCP_S3_RETENTION_GRACE."
+    ),
+]
 Yes = Annotated[bool, typer.Option("--yes", help="Delete without asking; required without a terminal.")]
 AllVersions = Annotated[
     bool,
@@ -117,12 +122,8 @@ def _main(
 def print_json(value: Any) -> None:
     """Print JSON, for programs."""
     Group.owes_json = False
-    sys.stdout.write(to_json(value, indent=1) + "\n")
-
-
-def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Strict JSON: NaN and infinities become text, as in the manifests."""
-    return json.dumps(_strict(value), indent=indent, allow_nan=False)
+    # Strict JSON: NaN and infinities become text, as in the manifests.
+    sys.stdout.write(json.dumps(_strict(value), indent=1, allow_nan=False) + "\n")
 
 
 def _strict(value: Any) -> Any:
@@ -146,9 +147,7 @@ def note(text: str) -> None:
 @contextlib.contextmanager
 def progress(label: str) -> Iterator[dict[str, Any]]:
     """A progress bar for bytes, on a terminal only. Yields the callbacks ``on_total`` and ``on_progress``."""
-    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    with _bar(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as bar:
+    with _bar("BarColumn", "DownloadColumn", "TransferSpeedColumn", "TimeRemainingColumn") as bar:
         task = bar.add_task(label, total=None)
         yield {
             "on_total": lambda total: bar.update(task, total=total),
@@ -159,21 +158,19 @@ def progress(label: str) -> Iterator[dict[str, Any]]:
 @contextlib.contextmanager
 def progress_of_steps(label: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar for steps, on a terminal only. Yields a function that takes the steps done and their total."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-
-    with _bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
+    with _bar("TextColumn", "BarColumn", "MofNCompleteColumn", "TimeElapsedColumn") as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _bar(*columns: ProgressColumn) -> Progress:
-    from rich.progress import Progress
+def _bar(*columns: str) -> Progress:
+    from rich import progress
 
     from dcp_s3.cli import tables
 
     console = tables.make_console(stderr=True)
-    return Progress(
-        *columns,
+    return progress.Progress(
+        *(getattr(progress, name)(*(["{task.description}"] if name == "TextColumn" else [])) for name in columns),
         console=console,
         disable=not console.is_terminal,
         transient=True,
@@ -182,18 +179,37 @@ def _bar(*columns: ProgressColumn) -> Progress:
 
 
 @contextlib.contextmanager
+def handling(handler: Callable[..., object], *numbers: signal.Signals) -> Iterator[None]:
+    """Handle signals during the body, in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextlib.contextmanager
 def stop_on_signals() -> Iterator[threading.Event]:
     """An event that SIGTERM and Ctrl-C set during the body, for commands that then end by themselves."""
     stop = threading.Event()
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    for number in before:
-        signal.signal(number, lambda *_: stop.set())
-    try:
-        yield stop
-    finally:
-        stop.set()  # for threads that wait for it, whatever has happened
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handling(lambda *_: stop.set(), signal.SIGTERM, signal.SIGINT):
+        try:
+            yield stop
+        finally:
+            stop.set()  # for threads that wait for it, whatever has happened
+
+
+def ended_like_ctrl_c() -> contextlib.AbstractContextManager[None]:
+    """Clean up after other signals as after Ctrl-C."""
+
+    def interrupt(*_: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    return handling(interrupt, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
@@ -236,7 +252,7 @@ def ask(question: str) -> None:
     """Ask, and end the command unless the answer is yes."""
     if not typer.confirm(question, err=True):
         note("nothing was deleted")
-        raise typer.Exit(exits.FAILED)
+        raise typer.Exit(FAILED)
 
 
 def local_directory(path: Path | None) -> Path | None:

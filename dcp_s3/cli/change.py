@@ -7,35 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dcp_s3.cli import exits
-from dcp_s3.cli.app import (
-    ROOT,
-    URL,
-    AllVersions,
-    AsJSON,
-    DryRun,
-    Yes,
-    app,
-    ask,
-    note,
-    print_json,
-    print_line,
-    progress_of_steps,
-    require_yes,
-    wrong_usage,
-)
+from dcp_s3.cli import app as cli
+from dcp_s3.cli import group
 from dcp_s3.errors import CorruptCheckpointError, SettingsError, UnsafeMetadataError
 from dcp_s3.units import format_size, plural
 from dcp_s3.url import parse_url
 
 if TYPE_CHECKING:
-    from dcp_s3.retention.plan import Plan
     from dcp_s3.retention.prune import PruneReport
 
 
-@app.command()
+@cli.app.command()
 def prune(
-    root: ROOT,
+    root: cli.ROOT,
     policies: Annotated[
         list[str] | None,
         typer.Argument(
@@ -44,17 +28,11 @@ def prune(
             "daily:N, weekly:N. The default is DCP_S3_RETENTION; without that only leftovers are deleted.",
         ),
     ] = None,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    as_json: AsJSON = False,
-    grace: Annotated[
-        str | None,
-        typer.Option(
-            metavar="24h",
-            help="How long an uncommitted save counts as in progress; the default is DCP_S3_RETENTION_GRACE.",
-        ),
-    ] = None,
-    all_versions: AllVersions = False,
+    dry_run: cli.DryRun = False,
+    yes: cli.Yes = False,
+    as_json: cli.AsJSON = False,
+    grace: cli.Grace = None,
+    all_versions: cli.AllVersions = False,
     force: Annotated[
         bool, typer.Option("--force", help="Allow a --grace under an hour: saves in progress may lose their objects.")
     ] = False,
@@ -63,79 +41,67 @@ def prune(
 
     Never deleted: the newest checkpoint, pinned ones, and those being saved or loaded with a lease.
     """
+    from dcp_s3.cli import tables
     from dcp_s3.retention import prune as pruning
     from dcp_s3.retention.parse import parse_policy, policy_from_settings
     from dcp_s3.settings import resolve_settings
 
     parse_url(root)
     settings = resolve_settings(None)
-    with wrong_usage(SettingsError, hint="POLICY"):
+    with cli.wrong_usage(SettingsError, hint="POLICY"):
         policy = parse_policy(" ".join(policies or ()))
     if policy is None:
         policy = policy_from_settings(settings)
-    with wrong_usage(SettingsError, hint="--grace"):
+    with cli.wrong_usage(SettingsError, hint="--grace"):
         seconds = pruning.check_grace(settings.retention_grace if grace is None else grace, force=force)
     if not dry_run:
-        require_yes(yes)
+        cli.require_yes(yes)
     if policy is None:
-        note(
+        cli.note(
             "no policy (none is given, DCP_S3_RETENTION is not set): every committed checkpoint stays, only the "
             "leftovers of failed saves are deleted"
         )
-    with progress_of_steps("plan"):  # without a total: a pulsing bar
+    with cli.progress_of_steps("plan"):  # without a total: a pulsing bar
         # Empty text keeps all; None would mean the policy of the settings.
         report = pruning.prune(root, policy or "", grace=seconds, dry_run=True, force=force, settings=settings)
-    report = _show_and_prune(report, yes=yes, dry_run=dry_run, all_versions=all_versions, as_json=as_json)
-    if _is_empty(report.plan):
-        note(f"no checkpoints under {root}")
-        raise typer.Exit(exits.NOTHING_THERE)
-    if not report.ok:
-        raise typer.Exit(exits.FAILED)
-
-
-def _is_empty(plan: Plan) -> bool:
-    """Whether there is nothing under the root."""
-    return not (plan.decisions or plan.uploads or plan.leftovers or plan.unfinished or plan.boards)
-
-
-def _show_and_prune(report: PruneReport, *, yes: bool, dry_run: bool, all_versions: bool, as_json: bool) -> PruneReport:
-    """Show the plan, ask (unless ``yes``), act, and report."""
-    from dcp_s3.cli import tables
-    from dcp_s3.retention import prune as pruning
-
     plan = report.plan
-    shown = dry_run or not yes or tables.make_console().is_terminal
-    if shown and not as_json and not _is_empty(plan):
+    nothing = not (plan.decisions or plan.uploads or plan.leftovers or plan.unfinished or plan.boards)
+    if not as_json and not nothing and (dry_run or not yes or tables.make_console().is_terminal):
         tables.make_console().print(tables.plan(plan))
-        note(tables.plan_summary(plan))
-    if not dry_run and not plan.empty:
-        if not yes:
-            ask(f"{tables.plan_summary(plan)}. Delete?" if as_json else "Delete?")
-        with progress_of_steps("prune") as progress:
-            report = pruning.apply_plan(report.root, plan, all_versions=all_versions, progress=progress)
-    else:
+        cli.note(tables.plan_summary(plan))
+    if dry_run or plan.empty:
         report = dataclasses.replace(report, dry_run=dry_run)
+    else:
+        if not yes:
+            cli.ask(f"{tables.plan_summary(plan)}. Delete?" if as_json else "Delete?")
+        with cli.progress_of_steps("prune") as step:
+            report = pruning.apply_plan(report.root, plan, all_versions=all_versions, progress=step)
     if as_json:
-        print_json(report.to_dict())
+        cli.print_json(report.to_dict())
     elif not dry_run:
         _say_done(report)
-    return report
+    if nothing:
+        cli.note(f"no checkpoints under {root}")
+        raise typer.Exit(group.NOTHING_THERE)
+    if not report.ok:
+        raise typer.Exit(group.FAILED)
 
 
 def _say_done(report: PruneReport) -> None:
     """Report what was deleted, one line per checkpoint, and what was not."""
     reasons = {decision.checkpoint.name: "; ".join(decision.reasons) for decision in report.plan.decisions}
     for each in report.deleted:
-        print_line(f"deleted {report.root}/{each.name} ({format_size(each.size)}): {reasons.get(each.name, '')}")
+        cli.print_line(f"deleted {report.root}/{each.name} ({format_size(each.size)}): {reasons.get(each.name, '')}")
     for finished in report.finished:
-        print_line(f"finished the deletion of {report.root}/{finished.name} ({format_size(finished.size)})")
+        cli.print_line(f"finished the deletion of {report.root}/{finished.name} ({format_size(finished.size)})")
     for left in report.leftovers:
-        print_line(f"deleted {left.objects} leftover objects of {report.root}/{left.name} ({format_size(left.size)})")
+        what = plural(left.objects, "leftover object")
+        cli.print_line(f"deleted {what} of {report.root}/{left.name} ({format_size(left.size)})")
     for alone in report.left_alone:
-        note(f"left alone: {report.root}/{alone.name}: {alone.reason}")
+        cli.note(f"left alone: {report.root}/{alone.name}: {alone.reason}")
     for failure in report.failures:
-        note(f"failed: {report.root}/{failure.name}: {failure.error}")
-    note(
+        cli.note(f"failed: {report.root}/{failure.name}: {failure.error}")
+    cli.note(
         f"{report.root}: {plural(len(report.deleted), 'checkpoint')} deleted, {len(report.plan.kept)} kept, "
         f"{plural(report.objects, 'object')} ({format_size(report.size)}), "
         f"{plural(len(report.aborted), 'upload')} aborted, "
@@ -143,16 +109,16 @@ def _say_done(report: PruneReport) -> None:
     )
 
 
-@app.command()
+@cli.app.command()
 def rm(
-    url: URL,
-    dry_run: DryRun = False,
-    yes: Yes = False,
+    url: cli.URL,
+    dry_run: cli.DryRun = False,
+    yes: cli.Yes = False,
     force: Annotated[
         bool,
         typer.Option("--force", help="Even if it is pinned, being loaded or being saved; that load or save fails."),
     ] = False,
-    all_versions: AllVersions = False,
+    all_versions: cli.AllVersions = False,
 ) -> None:
     """Delete one checkpoint, committed or not."""
     from dcp_s3.cli import tables
@@ -160,45 +126,45 @@ def rm(
     from dcp_s3.retention.show import describe
 
     if not dry_run:
-        require_yes(yes)
+        cli.require_yes(yes)
     if dry_run or not yes:
         try:
             tables.make_console().print(tables.facts(describe(url)))
         except (CorruptCheckpointError, UnsafeMetadataError) as error:
-            note(str(error))
+            cli.note(str(error))
     if not dry_run and not yes:
-        ask("Delete it?")
+        cli.ask("Delete it?")
     done = remove(url, force=force, all_versions=all_versions, dry_run=dry_run)
     what = "would be deleted" if dry_run else "is deleted"
-    note(f"{url} {what}: {plural(done.objects, 'object')}, {format_size(done.size)}")
+    cli.note(f"{url} {what}: {plural(done.objects, 'object')}, {format_size(done.size)}")
 
 
-@app.command()
+@cli.app.command()
 def pin(
-    url: URL,
+    url: cli.URL,
     reason: Annotated[str | None, typer.Option(help="Why it is pinned; shown later.")] = None,
 ) -> None:
     """Protect a checkpoint from every policy, until `unpin`."""
     from dcp_s3.retention import marks
 
     marks.pin(url, reason)
-    note(f"{url} is pinned")
+    cli.note(f"{url} is pinned")
 
 
-@app.command()
-def unpin(url: URL) -> None:
+@cli.app.command()
+def unpin(url: cli.URL) -> None:
     """Remove the pin of a checkpoint."""
     from dcp_s3.retention import marks
 
     if not marks.unpin(url):
-        note(f"{url} is not pinned")
-        raise typer.Exit(exits.NOTHING_THERE)
-    note(f"{url} is no longer pinned")
+        cli.note(f"{url} is not pinned")
+        raise typer.Exit(group.NOTHING_THERE)
+    cli.note(f"{url} is no longer pinned")
 
 
-@app.command()
+@cli.app.command()
 def annotate(
-    url: URL,
+    url: cli.URL,
     metrics: Annotated[
         list[str],
         typer.Argument(metavar="NAME=VALUE...", help="Numbers, true, false or text; for example val_loss=1.23."),
@@ -209,11 +175,11 @@ def annotate(
     from dcp_s3.format.control_files import check_added
     from dcp_s3.retention import marks
 
-    with wrong_usage(ValueError, hint="NAME=VALUE"):
+    with cli.wrong_usage(ValueError, hint="NAME=VALUE"):
         given = dict(_metric(text) for text in metrics)
-    with wrong_usage(SettingsError, hint="NAME=VALUE"):
+    with cli.wrong_usage(SettingsError, hint="NAME=VALUE"):
         check_added(given, url=url)
-    print_line(tables.format_metrics(marks.annotate(url, given)))
+    cli.print_line(tables.format_metrics(marks.annotate(url, given)))
 
 
 def _metric(text: str) -> tuple[str, float | int | bool | str]:

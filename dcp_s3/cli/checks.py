@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import sys
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dcp_s3.cli import exits
-from dcp_s3.cli.app import URL, AsJSON, app, note, print_json, print_line, progress, progress_of_steps, wrong_usage
-from dcp_s3.cli.group import GIVEN
+from dcp_s3.cli import app as cli
+from dcp_s3.cli import group
 from dcp_s3.errors import CheckpointNotFoundError, DcpS3Error
 from dcp_s3.units import format_size, parse_size, plural
 
@@ -23,68 +18,70 @@ if TYPE_CHECKING:
     from dcp_s3.offline.verify import VerifyReport
 
 
-@app.command()
-def config(ctx: typer.Context, as_json: AsJSON = False) -> None:
+@cli.app.command()
+def config(ctx: typer.Context, as_json: cli.AsJSON = False) -> None:
     """Show the settings in effect, and the environment variable or AWS profile that each comes from."""
     from dcp_s3.cli import tables
     from dcp_s3.retention.parse import policy_from_settings
     from dcp_s3.s3.client import find_chain
-    from dcp_s3.settings import resolve_settings
+    from dcp_s3.settings import ENV_PREFIX, resolve_settings
 
     settings = resolve_settings(None)
     policy_from_settings(settings)  # raises if it is not a valid policy
-    rows = tables.settings_rows(settings, find_chain(settings))
-    given = ctx.meta.get(GIVEN, {})
-    rows = [row | {"source": given.get(row["name"], row["source"])} for row in rows]
+    chain, given, rows = find_chain(settings), ctx.meta.get(group.GIVEN, {}), []
+    for name in type(settings).model_fields:  # no secret is among them
+        value, source = getattr(settings, name), "default"
+        if name in settings.model_fields_set:
+            source = f"{ENV_PREFIX}{name.upper()}"
+        elif name in chain:
+            value, source = chain[name].value, chain[name].source
+        rows.append({"name": name, "value": value, "source": given.get(name, source)})
     if as_json:
-        print_json(rows)
+        cli.print_json(rows)
     else:
-        tables.make_console().print(tables.settings_table(rows))
+        tables.make_console().print(tables.settings(rows))
 
 
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
 
 
-@app.command()
+@cli.app.command()
 def doctor(
     url: Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix below which checkpoints are to lie.")],
     read_only: Annotated[bool, typer.Option("--read-only", help="Leave out everything that writes.")] = False,
-    as_json: AsJSON = False,
+    as_json: cli.AsJSON = False,
 ) -> None:
     """Check settings, credentials, endpoint, permissions and what the store can do, before a run starts.
 
     Small probe objects are written below URL and removed again.
     """
-    from dcp_s3.checkup.doctor import TICKS, conclude, examine, format_result
+    from dcp_s3.checkup.doctor import conclude, examine, format_result
     from dcp_s3.checkup.probes import CheckResult
     from dcp_s3.cli import tables
 
     console = tables.make_console()
 
     def show(result: CheckResult) -> None:
-        if as_json:
-            return
-        if console.is_terminal:
-            console.print(format_result(result, TICKS), style=_STYLES[result.status], soft_wrap=True)
-        else:
-            print_line(format_result(result))
+        if not as_json:
+            text = group.printable(format_result(result), keep=group.LAYOUT)
+            console.print(text, style=_STYLES[result.status], soft_wrap=True)
 
-    with ended_like_ctrl_c():
+    with cli.ended_like_ctrl_c():
         report = examine(url, None, read_only=read_only, on_result=show)
     if as_json:
-        print_json(report.to_dict())
+        cli.print_json(report.to_dict())
     else:
-        print_line(conclude(report))
+        cli.print_line(conclude(report))
     if not report.ok:
-        raise typer.Exit(exits.FAILED)
+        raise typer.Exit(group.FAILED)
 
 
-@app.command()
+@cli.app.command()
 def verify(
-    url: URL,
+    url: cli.URL,
     full: Annotated[bool, typer.Option("--full", help="Read all data and compare checksums.")] = False,
     root: Annotated[bool, typer.Option("--root", help="Verify every committed checkpoint under URL.")] = False,
-    as_json: AsJSON = False,
+    as_json: cli.AsJSON = False,
 ) -> None:
     """Check whether a checkpoint is still what was saved.
 
@@ -92,68 +89,54 @@ def verify(
     """
     from dcp_s3.offline import verify as verifying
 
-    results: list[_Verified] = []
-    with progress("verify") as callbacks:
-        one = () if root else (_Verified(url, verifying.verify(url, full=full, **callbacks)),)
-        for found in _verify_all(url, full, callbacks) if root else one:
-            results.append(found)
-            if root and not as_json:
-                print_line(found.line)
+    documents: list[Any] = []
+    statuses: list[int] = []
+
+    def show(url: str, report: VerifyReport | None, error: Exception | None = None) -> None:
+        if report is None:
+            documents.append({"url": url, "ok": None, "error": str(error)})
+            statuses.append(group.status_of(error) if error is not None else group.DONE)
+            lines = [f"{url}: could not be verified: {error}"]
+        else:
+            documents.append(report.to_dict())
+            statuses.append(group.DONE if report.ok else group.DAMAGED)
+            lines = _lines(report, one_line=root)
+        for line in () if as_json else lines:
+            cli.print_line(line)
+
+    with cli.progress("verify") as callbacks:
+        if root:
+            _verify_all(url, full, callbacks, show)
+        else:
+            show(url, verifying.verify(url, full=full, **callbacks))
     if as_json:
-        documents = [found.to_dict() for found in results]
-        print_json(documents if root else documents[0])
-    elif not root:
-        for text in results[0].lines:
-            print_line(text)
-    if not results:
-        note(f"no committed checkpoints under {url}")
-    status = max((found.status for found in results), default=exits.NOTHING_THERE)  # damage counts most
+        cli.print_json(documents if root else documents[0])
+    if not documents:
+        cli.note(f"no committed checkpoints under {url}")
+    status = max(statuses, default=group.NOTHING_THERE)  # damage counts most
     if status:
         raise typer.Exit(status)
 
 
-@dataclass(frozen=True)
-class _Verified:
-    """The result of verifying one checkpoint: a report, or why it could not be verified."""
-
-    url: str
-    report: VerifyReport | None = None
-    error: Exception | None = None
-
-    @property
-    def status(self) -> int:
-        if self.error is not None:
-            return exits.status_of(self.error)
-        return exits.DONE if self.report is None or self.report.ok else exits.DAMAGED
-
-    def to_dict(self) -> dict[str, Any]:
-        if self.report is None:
-            return {"url": self.url, "ok": None, "error": str(self.error)}
-        return self.report.to_dict()
-
-    @property
-    def line(self) -> str:
-        """One line for people."""
-        report = self.report
-        if report is None:
-            return f"{self.url}: could not be verified: {self.error}"
-        if report.ok:
-            return f"{self.url}: good ({_counts(report)}{_unchecked(report)})"
-        more = f", the first of {len(report.problems)}" if len(report.problems) > 1 else ""
-        return f"{self.url}: damaged: {report.problems[0]} ({_counts(report)}{more})"
-
-    @property
-    def lines(self) -> list[str]:
-        """Everything, for people."""
-        report = self.report
-        if report is None or report.ok:
-            return [self.line]
-        last = f"{_counts(report)}, {plural(len(report.problems), 'problem')}{_unchecked(report)}"
-        return [f"{self.url}: damaged", *(f"  {problem}" for problem in report.problems), last]
+def _lines(report: VerifyReport, *, one_line: bool) -> list[str]:
+    objects, problems = plural(report.objects, "object"), report.problems
+    counts = f"{report.mode}: {objects}, {plural(report.items, 'item')}, {format_size(report.bytes_read)} read"
+    unchecked = ""
+    if report.objects_without_checksum or report.items_without_checksum:
+        unchecked = f"; without checksum: {plural(report.objects_without_checksum, 'object')}"
+        unchecked += f", {plural(report.items_without_checksum, 'item')}"
+        unchecked += f", {report.items_not_decoded} of them not decoded" if report.items_not_decoded else ""
+    if report.ok:
+        return [f"{report.url}: good ({counts}{unchecked})"]
+    if one_line:
+        more = f", the first of {len(problems)}" if len(problems) > 1 else ""
+        return [f"{report.url}: damaged: {problems[0]} ({counts}{more})"]
+    last = f"{counts}, {plural(len(problems), 'problem')}{unchecked}"
+    return [f"{report.url}: damaged", *(f"  {problem}" for problem in problems), last]
 
 
-def _verify_all(root: str, full: bool, callbacks: dict[str, Any]) -> Iterator[_Verified]:
-    """Every committed checkpoint under a root, oldest first. Those deleted meanwhile are left out."""
+def _verify_all(root: str, full: bool, callbacks: dict[str, Any], show: Any) -> None:
+    """Verify every committed checkpoint under a root, oldest first. Those deleted meanwhile are left out."""
     from dcp_s3.offline import verify as verifying
     from dcp_s3.retention.catalog import list_checkpoints
 
@@ -168,31 +151,15 @@ def _verify_all(root: str, full: bool, callbacks: dict[str, Any]) -> Iterator[_V
             continue
         try:
             report = verifying.verify(info.url, full=full, on_total=add, on_progress=callbacks["on_progress"])
-            yield _Verified(info.url, report)
         except CheckpointNotFoundError:
             continue
         except (DcpS3Error, OSError) as error:
-            yield _Verified(info.url, error=error)
+            show(info.url, None, error)
+        else:
+            show(info.url, report)
 
 
-def _counts(report: VerifyReport) -> str:
-    objects, items = plural(report.objects, "object"), plural(report.items, "item")
-    return f"{report.mode}: {objects}, {items}, {format_size(report.bytes_read)} read"
-
-
-def _unchecked(report: VerifyReport) -> str:
-    """How much has no checksum; empty if everything has one."""
-    if not report.objects_without_checksum and not report.items_without_checksum:
-        return ""
-    objects = plural(report.objects_without_checksum, "object")
-    text = f"; without checksum: {objects}, {plural(report.items_without_checksum, 'item')}"
-    return text + (f", {report.items_not_decoded} of them not decoded" if report.items_not_decoded else "")
-
-
-_ENDING = ("SIGTERM", "SIGHUP")
-
-
-@app.command()
+@cli.app.command()
 def bench(
     url: Annotated[
         str, typer.Argument(metavar="URL", help="s3://bucket/prefix to write below; what is there is not touched.")
@@ -204,64 +171,47 @@ def bench(
     rounds: Annotated[
         int, typer.Option(min=1, max=1000, help="Saves and loads; the first has connections to find.")
     ] = 2,
-    as_json: AsJSON = False,
+    as_json: cli.AsJSON = False,
 ) -> None:
     """Measure saves and loads below URL with these settings, say what limits them, and remove everything again."""
     from dcp_s3.bench import bench as run_bench
 
-    with wrong_usage(ValueError, hint="--size"):
+    with cli.wrong_usage(ValueError, hint="--size"):
         count = parse_size(size)
         if not count:
             raise ValueError("expected at least one byte")
-    with progress_of_steps("bench") as progress, ended_like_ctrl_c():
-        report = run_bench(url, size=count, ranks=ranks, rounds=rounds, note=note, progress=progress)
+    with cli.progress_of_steps("bench") as step, cli.ended_like_ctrl_c():
+        report = run_bench(url, size=count, ranks=ranks, rounds=rounds, note=cli.note, progress=step)
     if as_json:
-        print_json(report.to_dict())
+        cli.print_json(report.to_dict())
     else:
         _print_report(report)
     if not report.removed:
-        raise typer.Exit(exits.FAILED)
-
-
-@contextlib.contextmanager
-def ended_like_ctrl_c() -> Iterator[None]:
-    """Clean up after other signals as after Ctrl-C."""
-
-    def interrupt(*_: Any) -> NoReturn:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, interrupt) for name in _ENDING if (number := getattr(signal, name, None))}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        raise typer.Exit(group.FAILED)
 
 
 def _print_report(report: BenchReport) -> None:
     from dcp_s3.cli import tables
 
-    ranks, size = plural(report.ranks, "rank"), format_size(report.bytes_per_rank)
-    print_line(f"{ranks} with {size} each; what was loaded is what was saved, bit by bit")
+    found = report.to_dict()
+    ranks, size = plural(report.ranks, "rank"), format_size(found["bytes_per_rank"])
+    cli.print_line(f"{ranks} with {size} each; what was loaded is what was saved, bit by bit")
     titles = (">round", "direction", ">seconds", ">GiB/s", ">CPU s/GiB", ">connections per rank", ">throttled")
     table = tables.make_table((*titles, ">hedged"))
-    for each in report.transfers:
-        cells = (each.round, each.direction, f"{each.seconds:.2f}", f"{each.bytes_per_second / 2**30:.2f}",
-                 f"{each.cpu_seconds_per_gib:.2f}", each.connections, each.throttled, each.hedged)  # fmt: skip
-        tables.add_row(table, cells)
+    for each in found["transfers"]:
+        rates = (each["seconds"], each["bytes_per_second"] / 2**30, each["cpu_seconds_per_gib"])
+        counts = (each[name] for name in ("connections", "throttled", "hedged"))
+        tables.add_row(table, (each["round"], each["direction"], *(f"{rate:.2f}" for rate in rates), *counts))
     tables.make_console().print(table)
-    print_line("what limits it")
+    cli.print_line("what limits it")
     for limit in report.limits:
-        print_line(f"  {limit.direction}: {limit.text}")
-    print_line("suggested settings")
-    for text in report.suggestions or ["none: the settings fit"]:
-        print_line(f"  {text}")
+        cli.print_line(f"  {limit.direction}: {limit.text}")
+    cli.print_line("suggested settings")
+    for text in found["suggestions"] or ["none: the settings fit"]:
+        cli.print_line(f"  {text}")
 
 
-@app.command()
+@cli.app.command()
 def demo(
     url: Annotated[
         str | None,
@@ -278,4 +228,4 @@ def demo(
     # As with Ctrl-C, the training processes must not be left behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if not run_demo(url, keep=keep, plan_table=tables.plan):
-        raise typer.Exit(exits.FAILED)
+        raise typer.Exit(group.FAILED)

@@ -1,4 +1,4 @@
-"""What happens around every command: options that may stand anywhere, errors, Ctrl-C, readers that leave, the log."""
+"""Around every command: exit statuses, options that may stand anywhere, errors, Ctrl-C, readers that leave, the log."""
 
 from __future__ import annotations
 
@@ -14,12 +14,48 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from dcp_s3.cli import exits
-from dcp_s3.errors import DcpS3Error
+from dcp_s3 import errors
+
+DONE = 0
+FAILED = 1
+USAGE = 2
+NOTHING_THERE = 3
+DAMAGED = 4
+DIFFERENT = 5
+INTERRUPTED = 130
+NOBODY_READS = 141
+"""The reader of the output has gone: what a shell makes of SIGPIPE. No mistake, so the table leaves it out."""
+
+MEANINGS = {
+    DONE: "done; of verify: good",
+    FAILED: "failed: S3 or the disk refused, or something is protected, exists already, or waits",
+    USAGE: "wrong usage: an argument, an option, a URL or a setting",
+    NOTHING_THERE: "nothing is there",
+    DAMAGED: "damaged: a checkpoint is not what was saved",
+    DIFFERENT: "different: of diff, or not known to be the same",
+    INTERRUPTED: "ended by Ctrl-C",
+}
+
+_STATUSES: dict[int, tuple[type[Exception], ...]] = {
+    USAGE: (errors.SettingsError, errors.InvalidURLError),
+    NOTHING_THERE: (errors.CheckpointNotFoundError,),
+    DAMAGED: (errors.CorruptCheckpointError, errors.UnsafeMetadataError),
+}
+
+
+def status_of(error: Exception) -> int:
+    """The exit status for an error."""
+    return next((status for status, kinds in _STATUSES.items() if isinstance(error, kinds)), FAILED)
+
+
+def statuses() -> str:
+    """The statuses and what they mean, a line each, for ``--help``."""
+    return "\n".join(["Exit status:", *(f"  {status:3} {meaning}" for status, meaning in MEANINGS.items())])
+
 
 ORDER = (
-    "ls", "latest", "show", "inspect", "diff", "verify", "report",
-    "cp", "download", "upload", "export", "import", "drain",
+    "ls", "latest", "show", "diff", "verify", "report",
+    "cp", "export", "import", "drain",
     "prune", "pin", "unpin", "annotate", "rm",
     "config", "doctor", "bench",
 )  # fmt: skip
@@ -95,19 +131,19 @@ class Group(TyperGroup):
                 sys.stdout.flush()  # rather than at exit, where a reader that has gone would be a traceback
         except BrokenPipeError:
             _write_no_more()
-            raise typer.Exit(exits.NOBODY_READS) from None
+            raise typer.Exit(NOBODY_READS) from None
         except KeyboardInterrupt:
             sys.stderr.write("dcp-s3: interrupted\n")
-            raise typer.Exit(exits.INTERRUPTED) from None
+            raise typer.Exit(INTERRUPTED) from None
         except typer.BadParameter as error:
             error.message = _in_options(ctx, error.message, error.ctx.command if error.ctx is not None else None)
-            _print_error(error, error.message, exits.USAGE)
+            _print_error(error, error.message, USAGE)
             raise
-        except (DcpS3Error, OSError) as error:
+        except (errors.DcpS3Error, OSError) as error:
             message = _in_options(ctx, str(error), self.get_command(ctx, ctx.invoked_subcommand or ""))
-            _print_error(error, message, exits.status_of(error))
+            _print_error(error, message, status_of(error))
             sys.stderr.write(f"dcp-s3: {printable(message, keep=LAYOUT)}\n")
-            raise typer.Exit(exits.status_of(error)) from None
+            raise typer.Exit(status_of(error)) from None
 
 
 def _in_options(ctx: Any, message: str, command: Any) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -17,13 +16,16 @@ from dcp_s3.checkpoint.directory import LEASE_MARGIN
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.cli.group import printable
 from dcp_s3.format.saved_entries import SavedEntry
+from dcp_s3.offline.names import group_alike
 from dcp_s3.retention.plan import Plan
 from dcp_s3.retention.show import CheckpointDetails, ObjectDetails
-from dcp_s3.s3.client import ChainValue
-from dcp_s3.settings import ENV_PREFIX, Settings
-from dcp_s3.units import format_size, plural
+from dcp_s3.units import format_count, format_size, plural
+
+if TYPE_CHECKING:
+    from dcp_s3.offline.diff import CheckpointDiff
 
 _PIPED_WIDTH = 100_000
+_DIFFERENCES = 40  # lines of `diff`
 _OTHER_COLUMNS = 75
 """Characters of all columns of checkpoints but their names and metrics, with what divides them."""
 
@@ -60,13 +62,11 @@ def plain_lines(table: Table) -> list[str]:
 
 def format_age(seconds: float) -> str:
     """``90000`` -> ``1d 1h``: the two largest units, whole minutes below an hour, seconds below a minute."""
-    seconds = max(0, int(seconds))
-    days, hours, minutes = seconds // 86400, seconds // 3600 % 24, seconds // 60 % 60
-    if days:
-        return f"{days}d {hours}h"
-    if hours:
-        return f"{hours}h {minutes}m"
-    return f"{minutes}m" if minutes else f"{seconds}s"
+    whole = max(0, int(seconds))
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    if days or hours:
+        return f"{days}d {hours}h" if days else f"{hours}h {minutes}m"
+    return f"{minutes}m" if minutes else f"{whole}s"
 
 
 def checkpoints(infos: Sequence[CheckpointInfo], *, now: float, width: int | None = None) -> Table:
@@ -102,11 +102,17 @@ def facts(details: CheckpointDetails) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    created = ""
+    created, holds = "", []
     if info.created_at is not None:
         when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(info.created_at))
         created = f"{when} ({format_age(time.time() - info.created_at)} ago)"
-    writer = "something other than dcp_s3" if info.foreign else ""
+    tensors = sum(entry.shape is not None for entry in details.entries)
+    if tensors:
+        parameters = format_count(sum(entry.parameters for entry in details.entries))
+        holds.append(f"{plural(tensors, 'tensor')} with {parameters} parameters")
+    if others := len(details.entries) - tensors:
+        holds.append(plural(others, "other entry"))
+    attached = [each.attachment for each in details.objects if each.attachment]
     rows: Mapping[str, Any] = {
         "url": info.url,
         "state": format_state(info, now=time.time()),
@@ -114,11 +120,14 @@ def facts(details: CheckpointDetails) -> Table:
         "ranks": info.world_size,
         "size": None if info.size is None else f"{format_size(info.size)} in {plural(info.objects or 0, 'object')}",
         "items": details.items or None,
+        "holds": "; ".join(holds),
+        "attachments": ", ".join(attached),
         "created": created,
         "metrics": format_metrics(info.metrics),
         "extra": json.dumps(info.extra, ensure_ascii=False) if info.extra else None,
         "pinned": info.pin_reason,
-        "written by": ", ".join(f"{name} {version}" for name, version in details.writer.items()) or writer,
+        "written by": ", ".join(f"{name} {version}" for name, version in details.writer.items())
+        or ("something other than dcp_s3" if info.foreign else ""),
     }
     for name, value in rows.items():
         if value not in (None, ""):
@@ -129,39 +138,30 @@ def facts(details: CheckpointDetails) -> Table:
 def plan(found: Plan) -> Table:
     """One line per checkpoint, and one for each kind of leftover. Red: to be deleted."""
     table = make_table(("checkpoint", "action", ">step", ">size", ">age", "reasons"))
+    delete = "delete"
+    rows: list[tuple[Any, ...]] = []
     for decision in found.decisions:
         info = decision.checkpoint
         created = info.modified_at if info.created_at is None else info.created_at
         age = "" if created is None else format_age(found.now - created)
-        _plan_row(table, info.name, decision.action, decision.reasons, info.step, _size(info.size), age)
-    objects = Counter((each.leftover.checkpoint, each.action, each.reasons) for each in found.leftovers)
-    sizes: Counter[tuple[Any, ...]] = Counter()
-    for left in found.leftovers:
-        sizes[left.leftover.checkpoint, left.action, left.reasons] += left.leftover.size
-    for (name, action, reasons), count in objects.items():
-        size = _size(sizes[name, action, reasons])
-        _plan_row(table, f"{name}: {plural(count, 'leftover object')}", action, reasons, size=size)
-    uploads = Counter((each.upload.checkpoint, each.action, each.reasons) for each in found.uploads)
-    for (name, action, reasons), count in uploads.items():
-        _plan_row(table, f"{name}: {plural(count, 'open upload')}", action, reasons)
+        rows.append((info.name, decision.action, info.step, _size(info.size), age, decision.reasons))
+    sizes: dict[tuple[Any, ...], list[int]] = {}
+    for each in found.leftovers:
+        key = (each.leftover.checkpoint, "leftover object", each.action, each.reasons)
+        sizes.setdefault(key, []).append(each.leftover.size)
+    for open_upload in found.uploads:
+        key = (open_upload.upload.checkpoint, "open upload", open_upload.action, open_upload.reasons)
+        sizes.setdefault(key, []).append(0)
+    for (name, what, action, reasons), parts in sizes.items():
+        rows.append((f"{name}: {plural(len(parts), what)}", action, None, _size(sum(parts) or None), None, reasons))
     if found.boards:
         what, size = plural(len(found.boards), "old board object"), _size(sum(each.size for each in found.boards))
-        _plan_row(table, what, "delete", ("ranks looked at them long ago",), size=size)
-    for unfinished in found.unfinished:
-        _plan_row(table, unfinished.checkpoint, "delete", ("its deletion was begun and not finished",))
+        rows.append((what, delete, None, size, None, ("ranks looked at them long ago",)))
+    unfinished = ("its deletion was begun and not finished",)
+    rows += [(left.checkpoint, delete, None, None, None, unfinished) for left in found.unfinished]
+    for *cells, reasons in rows:
+        add_row(table, (*cells, "; ".join(reasons)), style="red" if cells[1] == delete else "")
     return table
-
-
-def _plan_row(
-    table: Table,
-    name: str,
-    action: str,
-    reasons: Sequence[str],
-    step: int | None = None,
-    size: str | None = None,
-    age: str | None = None,
-) -> None:
-    add_row(table, (name, action, step, size, age, "; ".join(reasons)), style="red" if action == "delete" else "")
 
 
 def plan_summary(found: Plan) -> str:
@@ -189,29 +189,39 @@ def objects(stored: Iterable[ObjectDetails]) -> Table:
     return table
 
 
-def entries(saved: Iterable[SavedEntry]) -> Table:
-    """One line per saved entry."""
-    table = make_table(("entry", "kind", "dtype", "shape", ">chunks", ">size"))
-    for entry in saved:
-        shape = None if entry.shape is None else "x".join(map(str, entry.shape)) or "scalar"
-        add_row(table, (entry.fqn, entry.kind, entry.dtype, shape, entry.chunks, _size(entry.size)))
+def entries(saved: Sequence[SavedEntry], *, alone: bool) -> Table:
+    """One line per saved entry; unless ``alone``, one for those of which only numbers in the names differ."""
+    table = make_table(("name", ">entries", ">parameters", ">size", "dtype", "shape", ">chunks"))
+    by_name = {entry.fqn: entry for entry in saved}
+    for group in group_alike((name, name if alone else (each.dtype, each.shape)) for name, each in by_name.items()):
+        found = [by_name[name] for name in group.names]
+        shape = None if found[0].shape is None else "x".join(map(str, found[0].shape)) or "scalar"
+        parameters = None if shape is None else format_count(sum(each.parameters for each in found))
+        count, size = len(found) if len(found) > 1 else None, format_size(sum(each.size for each in found))
+        chunks = sum(each.chunks for each in found)
+        add_row(table, (group.label, count, parameters, size, found[0].dtype, shape, chunks))
     return table
 
 
-def settings_rows(settings: Settings, chain: Mapping[str, ChainValue]) -> list[dict[str, Any]]:
-    """Name, value and source of every setting: itself, AWS's own ``chain``, or the default. No secret is among them."""
-    rows = []
-    for name in type(settings).model_fields:
-        value, source = getattr(settings, name), "default"
-        if name in settings.model_fields_set:
-            source = f"{ENV_PREFIX}{name.upper()}"
-        elif name in chain:
-            value, source = chain[name].value, chain[name].source
-        rows.append({"name": name, "value": value, "source": source})
-    return rows
+def differences(found: CheckpointDiff, *, everything: bool) -> tuple[Table, int]:
+    """One line per difference, those alike together, and how many of them do not fit; or one line per entry."""
+    by_name = {each.fqn: each for each in found.entries if everything or each.status != "same"}
+    common = ((each.fqn, each.fqn if everything else (each.status, each.what)) for each in by_name.values())
+    rows: list[tuple[Any, ...]] = []
+    for group in group_alike(common):
+        alike = [by_name[name] for name in group.names]
+        count, size = len(alike) if len(alike) > 1 else None, format_size(sum(each.size for each in alike))
+        rows.append((group.label, count, alike[0].status, alike[0].what, size))
+    attached = found.attachments.items()
+    rows += [(name, None, how, "attachment", None) for name, how in attached if everything or how != "same"]
+    table = make_table(("name", ">entries", "status", "what", ">size"))
+    shown = rows if everything else rows[:_DIFFERENCES]
+    for row in shown:
+        add_row(table, row)
+    return table, len(rows) - len(shown)
 
 
-def settings_table(rows: Iterable[Mapping[str, Any]]) -> Table:
+def settings(rows: Iterable[Mapping[str, Any]]) -> Table:
     """One line per setting."""
     table = make_table(("setting", "value", "from"))
     for row in rows:

@@ -46,9 +46,9 @@ from dcp_s3.coordination.values import (
     parse_intent,
 )
 from dcp_s3.coordination.watch import LOOKS, Watch
+from dcp_s3.failures import without_tracebacks
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, joint_object, metadata_object, new_nonce
 from dcp_s3.store import ABSENT, Expect, Store
-from dcp_s3.tracebacks import without_tracebacks
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)

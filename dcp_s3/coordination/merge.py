@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dcp_s3.collector import collector_paused
 from dcp_s3.coordination.merge_items import AddedPart, Tables, merge_items
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.part import unpack
+from dcp_s3.process import collector_paused
 
 
 @dataclass(frozen=True)

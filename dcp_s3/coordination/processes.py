@@ -16,8 +16,8 @@ from dcp_s3.coordination.protocol import settle
 from dcp_s3.coordination.protocol import withdraw as withdraw_from
 from dcp_s3.coordination.values import UNKNOWN, Member, Number
 from dcp_s3.errors import DcpS3Error, StorageError
-from dcp_s3.forking import reset_in_child
 from dcp_s3.format.layout import METADATA
+from dcp_s3.process import reset_in_child
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings
 from dcp_s3.store import Store

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import shlex
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
 from rich import box
@@ -19,21 +23,29 @@ from rich.padding import Padding
 from rich.table import Table
 
 import dcp_s3
-from dcp_s3.demo.surroundings import BucketView, DemoError, StepDirectory, TrainingProcesses, embedded_server
 from dcp_s3.errors import CheckpointNotFoundError, DcpS3Error
+from dcp_s3.rank_processes import RankProcesses
 from dcp_s3.retention.plan import Plan
+from dcp_s3.s3.client import get_client
+from dcp_s3.settings import Settings
 from dcp_s3.units import format_size, plural
+from dcp_s3.url import parse_url
 
-RANKS_BEFORE, RANKS_AFTER = 2, 3
+BEFORE, AFTER = 2, 3  # ranks
 SAVE_EVERY = 8
 COMPLETE_BEFORE_KILL = 2  # checkpoints, so that there is more than one to choose from
 MAX_KILLS = 5  # a save may commit between the look and the kill; then the next one is killed
 SETTLE = 1.0  # seconds until S3 serves no more requests of a killed process
-LIMIT_EMBEDDED, LIMIT_URL = 150.0, 1800.0  # seconds for one run of the training; to a real bucket it may be slow
 
 #: Small parts, few at a time: a state of 60 MB is then uploaded like one of many gigabytes, in several multipart
 #: uploads at once, and takes long enough to be interrupted.
 _SLOW_UPLOADS = {"DCP_S3_PART_SIZE": "5MiB", "DCP_S3_CONCURRENCY": "1"}
+# A store may not list open uploads, or may not permit it. The demo then shows none.
+_UPLOADS_UNKNOWN = ("AccessDenied", "MethodNotAllowed", "NoSuchUpload", "NotImplemented")
+
+
+class DemoError(Exception):
+    """The demo cannot go on."""
 
 
 def run_demo(url: str | None, *, keep: bool, plan_table: Callable[[Plan], Table]) -> bool:
@@ -43,267 +55,328 @@ def run_demo(url: str | None, *, keep: bool, plan_table: Callable[[Plan], Table]
     that of a real bucket, by AWS's own chain; the demo makes a new directory below it. ``keep`` keeps the local
     directory with the workers' logs and digests. ``plan_table`` draws what retention keeps and deletes.
     """
-    folder = Path(tempfile.mkdtemp(prefix="dcp-s3-demo-"))
-    screen = Screen()
-    started = time.monotonic()
+    demo = Demo(Path(tempfile.mkdtemp(prefix="dcp-s3-demo-")), limit=150.0 if url is None else 1800.0)
     try:
         with contextlib.ExitStack() as stack:
             if url is None:
-                screen.act("An S3 server", "moto, inside this process: nothing to install, nothing is left.")
-                root = "s3://demo/run"
-                screen.say(f"{root} at {stack.enter_context(embedded_server('demo'))}")
+                demo.act("An S3 server", "moto, inside this process: nothing to install, nothing is left.")
+                demo.say(f"{demo.root} at {stack.enter_context(embedded_server('demo'))}")
             else:
-                root = f"{url.rstrip('/')}/demo-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
-                screen.act("Your bucket", f"Everything goes below {root}")
-            for name, value in _SLOW_UPLOADS.items():
-                os.environ.setdefault(name, value)
-            dcp_s3.latest(root)  # fails here, with a clear message, if the bucket cannot be reached
-            demo = Demo(root, folder, LIMIT_EMBEDDED if url is None else LIMIT_URL, screen)
+                demo.root = f"{url.rstrip('/')}/demo-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+                demo.act("Your bucket", f"Everything goes below {demo.root}")
+            os.environ.update({name: value for name, value in _SLOW_UPLOADS.items() if name not in os.environ})
+            dcp_s3.latest(demo.root)  # fails here, with a clear message, if the bucket cannot be reached
             if url is not None:
-                stack.callback(lambda: screen.commands("To remove what the demo has left on S3", demo.bucket.removal()))
-            interrupted = demo.train_and_kill()
-            newest = demo.look_at(interrupted)
-            demo.restart(newest, interrupted)
-            demo.compare(newest)
-            demo.list_all(interrupted)
-            demo.retain(interrupted, plan_table)
-        screen.summary(demo.checks, time.monotonic() - started)
-        return all(holds for holds, _ in demo.checks)
-    except (DemoError, DcpS3Error, BotoCoreError, ClientError) as error:
-        screen.error(f"The demo has failed: {error}")
-        return False
+                stack.callback(demo.say_how_to_remove)
+            return demo.run(plan_table)
     except ModuleNotFoundError as error:
-        screen.error(f"{error}. Remedy: pip install 'moto[server]>=5.1'")
-        return False
+        demo.raw([f"{error}. Remedy: pip install 'moto[server]>=5.1'"], "bold red")
+    except (DemoError, DcpS3Error, BotoCoreError, ClientError) as error:
+        demo.raw([f"The demo has failed: {error}"], "bold red")
     except KeyboardInterrupt:
-        screen.error("Interrupted; nothing is left running.")
+        demo.raw(["Interrupted; nothing is left running."], "bold red")
         raise
     finally:
         if keep:
-            screen.commands("Logs and digests", [str(folder)])
+            demo.raw(["", "Logs and digests", f"   {demo.folder}"])
         else:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _interrupted(found: Sequence[StepDirectory]) -> list[StepDirectory]:
-    return [each for each in found if not each.committed and each.objects]
+            shutil.rmtree(demo.folder, ignore_errors=True)
+    return False
 
 
 class Demo:
-    """The acts. Call each once, in this order. ``limit`` is in seconds, for one run of the training."""
+    """The acts, and what they print. ``limit`` is in seconds, for one run of the training."""
 
-    def __init__(self, root: str, folder: Path, limit: float, screen: Screen) -> None:
-        self.root, self.folder, self.limit, self.screen = root, folder, limit, screen
-        self.bucket = BucketView(root)
+    def __init__(self, folder: Path, limit: float) -> None:
+        self.root, self.folder, self.limit = "s3://demo/run", folder, limit
+        self.console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
         self.checks: list[tuple[bool, str]] = []
-        """What the demo promises, and whether it held."""
-        self._digests = folder / "digests.jsonl"
-        self._runs = 0
+        self.acts = self.runs = self.shown = 0
+        self.began = time.monotonic()
+
+    def run(self, plan_table: Callable[[Plan], Table]) -> bool:
+        """All acts in their order, then what held."""
+        killed = self.train_and_kill()
+        newest = self.look_at(killed)
+        self.restart(newest, killed)
+        self.compare(newest)
+        self.list_all(killed)
+        self.retain(killed, plan_table)
+        self.console.print(f"\n[bold]What you saw[/]  [dim]({time.monotonic() - self.began:.0f} s)[/]")
+        table = Table.grid(padding=(0, 1))
+        for holds, text in self.checks:
+            table.add_row("[bold green]PASS[/]" if holds else "[bold red]FAIL[/]", text)
+        self.console.print(Padding(table, (0, 0, 0, 2), expand=False))
+        return all(holds for holds, _ in self.checks)
 
     def train_and_kill(self) -> StepDirectory:
         """Train, and kill all ranks in the middle of a save. Returns what is left of that save."""
-        self.screen.act(
-            f"Training on {RANKS_BEFORE} ranks",
+        self.act(
+            f"Training on {BEFORE} ranks",
             f"A transformer sharded with FSDP2 learns Python's standard library. Every {SAVE_EVERY} steps, "
             "async_save: the steps go on while the checkpoint is on its way to S3.",
         )
         for _ in range(MAX_KILLS):
-            with self._train(RANKS_BEFORE, steps=100 * SAVE_EVERY, save_every=SAVE_EVERY) as workers:
-                for _ in self._watch(workers, interval=0.02):
-                    found = self.bucket.look()
+            with self.train(BEFORE, steps=100 * SAVE_EVERY, save_every=SAVE_EVERY) as workers:
+                for _ in self.watch(workers, interval=0.02):
+                    found = look(self.root)
                     if sum(each.committed for each in found) >= COMPLETE_BEFORE_KILL and _interrupted(found):
                         break
                 else:
                     raise DemoError("the training ended before a save could be interrupted")
                 workers.kill()
-                self.screen.training(RANKS_BEFORE, workers.new_lines())
+                self.show_training(workers)
             time.sleep(SETTLE)
-            if interrupted := _interrupted(self.bucket.look()):
-                return interrupted[-1]
-            self.screen.say("That save was complete before the kill came. The next one, then.")
+            if left := _interrupted(look(self.root)):
+                return left[-1]
+            self.say("That save was complete before the kill came. The next one, then.")
         raise DemoError(f"{MAX_KILLS} saves in a row were complete before they could be interrupted")
 
-    def look_at(self, interrupted: StepDirectory) -> dcp_s3.CheckpointInfo:
+    def look_at(self, killed: StepDirectory) -> dcp_s3.CheckpointInfo:
         """Look at what the kill left. Returns the checkpoint to restart from."""
-        left, uploads = plural(interrupted.objects, "data object"), plural(len(interrupted.uploads), "multipart upload")
-        self.screen.act(
+        left, uploads = plural(killed.objects, "data object"), plural(len(killed.uploads), "multipart upload")
+        self.act(
             "SIGKILL in the middle of a save",
-            f"Every rank is dead, at once: no handler ran, nothing was cleaned up. Of [bold]{interrupted.name}[/] "
-            f"S3 has {left} ({format_size(interrupted.size)}), {uploads} still open, and no .metadata, which is "
+            f"Every rank is dead, at once: no handler ran, nothing was cleaned up. Of [bold]{killed.name}[/] "
+            f"S3 has {left} ({format_size(killed.size)}), {uploads} still open, and no .metadata, which is "
             "written last and makes a checkpoint.",
         )
-        self._check(
-            not interrupted.committed and interrupted.objects > 0,
-            f"the kill interrupted a save: {interrupted.name} has {left} and {uploads}, and no .metadata",
+        self.check(
+            not killed.committed and killed.objects > 0,
+            f"the kill interrupted a save: {killed.name} has {left} and {uploads}, and no .metadata",
         )
         try:
-            dcp_s3.S3StorageReader(f"{self.root}/{interrupted.name}").read_metadata()
-            refused = False
+            dcp_s3.S3StorageReader(f"{self.root}/{killed.name}").read_metadata()
+            refused, answer = False, "[bold red]it was loaded[/]"
         except CheckpointNotFoundError:
-            refused = True
-        answer = "[bold]CheckpointNotFoundError[/]" if refused else "[bold red]it was loaded[/]"
-        self.screen.say(f"Loading it anyway: {answer}")
+            refused, answer = True, "[bold]CheckpointNotFoundError[/]"
+        self.say(f"Loading it anyway: {answer}")
         newest = dcp_s3.latest(self.root)
         if newest is None:
             raise DemoError(f"dcp_s3.latest found no complete checkpoint at {self.root}")
-        self.screen.say(f"dcp_s3.latest(root): [bold]{newest.name}[/]")
-        self._check(
-            refused and newest.name == self._complete()[-1] and newest.name != interrupted.name,
-            f"it is invisible: latest() is {newest.name}, loading {interrupted.name} is refused",
+        self.say(f"dcp_s3.latest(root): [bold]{newest.name}[/]")
+        self.check(
+            refused and newest.name == self.complete()[-1] and newest.name != killed.name,
+            f"it is invisible: latest() is {newest.name}, loading {killed.name} is refused",
         )
         return newest
 
-    def restart(self, newest: dcp_s3.CheckpointInfo, interrupted: StepDirectory) -> None:
+    def restart(self, newest: dcp_s3.CheckpointInfo, killed: StepDirectory) -> None:
         """Go on with other ranks, up to the step before the interrupted one, whose leftovers stay visible."""
-        self.screen.act(
-            f"Restart on {RANKS_AFTER} ranks",
+        self.act(
+            f"Restart on {AFTER} ranks",
             "Another number of ranks than those that saved: every rank reads from S3 the byte ranges that it "
             f"now needs. Then the training goes on from {newest.name} and saves again. The losses are those that "
             "you have seen at these steps before the kill, up to rounding.",
         )
         answers: list[str | None] = [newest.name]
-        last = int(interrupted.name.rpartition("-")[2]) - 1
-        with self._train(RANKS_AFTER, steps=last, save_every=SAVE_EVERY // 2) as workers:
-            answers.extend(self._latest_name() for _ in self._watch(workers, interval=0.5))
-        answers.append(self._latest_name())
-        complete = [name for name in self._complete() if name > newest.name]
-        self._check(
-            len(complete) > 0 and answers[-1] == complete[-1] and interrupted.name not in answers,
-            f"training went on: {', '.join(complete) or 'nothing'} saved by {RANKS_AFTER} ranks; "
-            f"latest(), asked {len(answers)} times, never named {interrupted.name}",
+        with self.train(AFTER, steps=int(killed.name.rpartition("-")[2]) - 1, save_every=SAVE_EVERY // 2) as workers:
+            answers += [self.latest_name() for _ in self.watch(workers, interval=0.5)]
+        answers.append(self.latest_name())
+        complete = [name for name in self.complete() if name > newest.name]
+        self.check(
+            len(complete) > 0 and answers[-1] == complete[-1] and killed.name not in answers,
+            f"training went on: {', '.join(complete) or 'nothing'} saved by {AFTER} ranks; "
+            f"latest(), asked {len(answers)} times, never named {killed.name}",
         )
 
     def compare(self, newest: dcp_s3.CheckpointInfo) -> None:
         """Compare the restored state with the saved one."""
-        self.screen.act(
+        self.act(
             "The same bits?",
             "SHA-256 over the whole state, gathered from the ranks (weights, AdamW's moments, step): before the "
             "save, and again after the restore.",
         )
-        events = [json.loads(line) for line in self._digests.read_text().splitlines()]
-        restored = [each for each in events if each["event"] == "restored"]
-        saved = [each for each in events if each["event"] == "saved" and each["step"] == newest.step]
-        if not saved or not restored:
-            raise DemoError(f"the training has not recorded its state in {self._digests}")
-        before, after = saved[-1], restored[-1]
-        for event in (before, after):
-            self.screen.say(f"{event['event']:8}  step {event['step']}  on {event['ranks']} ranks  {event['sha256']}")
-        same = (before["step"], before["sha256"]) == (after["step"], after["sha256"])
-        self._check(
-            same and (before["ranks"], after["ranks"]) == (RANKS_BEFORE, RANKS_AFTER),
-            f"the state restored on {after['ranks']} ranks is {'' if same else 'NOT '}bit-identical to "
-            f"the one saved on {before['ranks']} (step {after['step']})",
+        events = [json.loads(line) for line in (self.folder / "digests.jsonl").read_text().splitlines()]
+        wanted = [("saved", newest.step, BEFORE), ("restored", newest.step, AFTER)]
+        found = [[each for each in events if (each["event"], each["step"], each["ranks"]) == want] for want in wanted]
+        if not all(found):
+            raise DemoError(f"the training has not recorded that it saved and restored step {newest.step}")
+        for event in (each[-1] for each in found):
+            self.say(f"{event['event']:8}  step {event['step']}  on {event['ranks']} ranks  {event['sha256']}")
+        same = found[0][-1]["sha256"] == found[1][-1]["sha256"]
+        self.check(
+            same,
+            f"the state restored on {AFTER} ranks is {'' if same else 'NOT '}bit-identical to "
+            f"the one saved on {BEFORE} (step {newest.step})",
         )
 
-    def list_all(self, interrupted: StepDirectory) -> None:
+    def list_all(self, killed: StepDirectory) -> None:
         """Show what is on S3 in a table."""
-        self.screen.act(
-            "What lies on S3", "Seen by plain boto3; state and ranks are what dcp_s3.list_checkpoints says."
-        )
-        found, latest = self.bucket.look(), self._latest_name()
+        self.act("What lies on S3", "Seen by plain boto3; state and ranks are what dcp_s3.list_checkpoints says.")
+        found, latest = look(self.root), self.latest_name()
         infos = {info.name: info for info in dcp_s3.list_checkpoints(self.root) if info.committed}
         table = Table(title=self.root, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
-        for name in ("checkpoint", "state", "ranks", "objects", "size", "open uploads", "age"):
+        for name in ("checkpoint", "state", "ranks", "objects", "size", "open uploads"):
             table.add_column(name, justify="left" if name in ("checkpoint", "state") else "right", no_wrap=True)
         for each in found:
             state, ranks = "[red]incomplete (invisible)[/]", "-"
             if info := infos.get(each.name):
                 state = f"[green]committed{', latest' if info.name == latest else ''}[/]"
                 ranks = str(info.world_size or "-")
-            uploads = str(len(each.uploads) or "-")
-            table.add_row(each.name, state, ranks, str(each.objects), format_size(each.size), uploads, each.age)
-        self.screen.table(table)
-        self._check(
-            set(infos) == {each.name for each in found if each.committed} and interrupted.name not in infos,
+            cells = (str(each.objects), format_size(each.size), str(len(each.uploads) or "-"))
+            table.add_row(each.name, state, ranks, *cells)
+        self.console.print(Padding(table, (1, 0, 0, 2), expand=False))
+        self.check(
+            set(infos) == {each.name for each in found if each.committed} and killed.name not in infos,
             "list_checkpoints() calls committed exactly what has a .metadata",
         )
 
-    def retain(self, interrupted: StepDirectory, plan_table: Callable[[Plan], Table]) -> None:
+    def retain(self, killed: StepDirectory, plan_table: Callable[[Plan], Table]) -> None:
         """Delete what no policy keeps, and what the kill left."""
         policy = dcp_s3.KeepLatest(1)
-        self.screen.act(
+        self.act(
             "Retention",
             f"The first checkpoint is pinned. The policy [bold]{policy}[/] keeps one more. "
-            f"The leftovers of {interrupted.name} would be safe for 24 hours, as a save that may still go on. Here the "
+            f"The leftovers of {killed.name} would be safe for 24 hours, as a save that may still go on. Here the "
             "grace period is 0, because nothing is being saved any more.",
         )
-        first, *_, last = self._complete()
+        first, *_, last = self.complete()
         dcp_s3.pin(f"{self.root}/{first}", "shown in the demo")
         report = dcp_s3.prune(self.root, policy, grace=0, force=True)
-        self.screen.table(plan_table(report.plan))
-        left = self.bucket.look()
-        self._check(
+        self.console.print(Padding(plan_table(report.plan), (1, 0, 0, 2), expand=False))
+        left = look(self.root)
+        self.check(
             report.ok
             and {each.name for each in left if each.objects or each.uploads} == {first, last}
             and not any(each.uploads for each in left)
             and dcp_s3.verify(f"{self.root}/{last}").ok
-            and self._latest_name() == last,
+            and self.latest_name() == last,
             f"retention left {first} and {last}, whole; the others and the leftovers of "
-            f"{interrupted.name} are gone ({format_size(report.size)})",
+            f"{killed.name} are gone ({format_size(report.size)})",
         )
 
-    def _check(self, holds: bool, text: str) -> None:
+    def check(self, holds: bool, text: str) -> None:
         self.checks.append((holds, text))
 
-    def _complete(self) -> list[str]:
-        return [each.name for each in self.bucket.look() if each.committed]
+    def complete(self) -> list[str]:
+        return [each.name for each in look(self.root) if each.committed]
 
-    def _latest_name(self) -> str | None:
+    def latest_name(self) -> str | None:
         newest = dcp_s3.latest(self.root)
         return None if newest is None else newest.name
 
-    def _train(self, ranks: int, *, steps: int, save_every: int) -> TrainingProcesses:
-        self._runs += 1
-        arguments = ["--url", self.root, "--steps", str(steps)]
-        arguments += ["--save-every", str(save_every), "--digest-file", str(self._digests)]
-        return TrainingProcesses(ranks, arguments, logs=self.folder / f"run{self._runs}")
+    def train(self, ranks: int, *, steps: int, save_every: int) -> RankProcesses:
+        self.runs += 1
+        self.shown = 0
+        arguments = ["--url", self.root, "--steps", str(steps), "--save-every", str(save_every)]
+        arguments += ["--digest-file", str(self.folder / "digests.jsonl")]
+        # One thread: the ranks share few cores.
+        logs = self.folder / f"run{self.runs}"
+        return RankProcesses("dcp_s3.demo.train", arguments, ranks, logs, OMP_NUM_THREADS="1")
 
-    def _watch(self, workers: TrainingProcesses, *, interval: float) -> Iterator[None]:
+    def watch(self, workers: RankProcesses, *, interval: float) -> Iterator[None]:
         """Print the workers' output every ``interval`` seconds until they end."""
         deadline = time.monotonic() + self.limit
-        running = True
-        while running:
-            running = workers.running()
-            self.screen.training(workers.ranks, workers.new_lines())
+        statuses: list[int | None] = [None]
+        while None in statuses:
+            statuses = workers.statuses()
+            for rank, status in enumerate(statuses):
+                if status:
+                    raise DemoError(f"rank {rank} ended with exit status {status}:\n{workers.last_words(rank)}")
+            self.show_training(workers)
             if time.monotonic() > deadline:
                 raise DemoError(f"the training on {workers.ranks} ranks took over {self.limit:.0f} s")
             yield
             time.sleep(interval)
 
-
-class Screen:
-    """Prints numbered acts, the training's output, tables, and what held."""
-
-    def __init__(self) -> None:
-        self._console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
-        self._number = 0
+    # --- printing ---
 
     def act(self, title: str, why: str) -> None:
-        self._number += 1
-        self._console.print(f"\n[bold cyan]{self._number}  {title}[/]")
+        self.acts += 1
+        self.console.print(f"\n[bold cyan]{self.acts}  {title}[/]")
         self.say(why)
 
     def say(self, text: str) -> None:
-        self._console.print(Padding(text, (0, 0, 0, 3), expand=False))
+        self.console.print(Padding(text, (0, 0, 0, 3), expand=False))
 
-    def table(self, table: Table) -> None:
-        self._console.print(Padding(table, (1, 0, 0, 2), expand=False))
-
-    def training(self, ranks: int, lines: Sequence[str]) -> None:
+    def raw(self, lines: Iterable[str], style: str = "") -> None:
+        """Lines as they are, to be copied: no markup, not wrapped."""
         for line in lines:
-            self._console.print(f"     {ranks} ranks | {line}", style="dim", markup=False, soft_wrap=True)
+            self.console.print(line, style=style, markup=False, soft_wrap=True)
 
-    def commands(self, title: str, lines: Sequence[str]) -> None:
-        self._console.print(f"\n[bold]{title}[/]")
-        for line in lines:
-            self._console.print(f"   {line}", markup=False, soft_wrap=True)
+    def show_training(self, workers: RankProcesses) -> None:
+        lines = workers.lines(0)
+        self.raw((f"     {workers.ranks} ranks | {line}" for line in lines[self.shown :]), "dim")
+        self.shown = len(lines)
 
-    def error(self, text: str) -> None:
-        self._console.print(f"\n{text}", style="bold red", markup=False, soft_wrap=True)
+    def say_how_to_remove(self) -> None:
+        """First what no checkpoint needs, open uploads too."""
+        endpoint, url = Settings().endpoint_url, shlex.quote(f"{self.root}/")
+        aws = f"aws --endpoint-url {shlex.quote(endpoint)}" if endpoint else "aws"
+        commands = (f"dcp-s3 prune {url} --grace 0 --force --yes", f"{aws} s3 rm --recursive {url}")
+        self.raw(["", "To remove what the demo has left on S3", *(f"   {command}" for command in commands)])
 
-    def summary(self, checks: Sequence[tuple[bool, str]], seconds: float) -> None:
-        self._console.print(f"\n[bold]What you saw[/]  [dim]({seconds:.0f} s)[/]")
-        table = Table.grid(padding=(0, 1))
-        for holds, text in checks:
-            table.add_row("[bold green]PASS[/]" if holds else "[bold red]FAIL[/]", text)
-        self._console.print(Padding(table, (0, 0, 0, 2), expand=False))
+
+# --- what lies on S3, by plain boto3: the demo does not rely on what dcp_s3 says ---------------------------
+
+
+@dataclass
+class StepDirectory:
+    """What is below one step's URL: data objects, bytes of all objects, key and id of each open multipart upload."""
+
+    name: str
+    committed: bool = False
+    objects: int = 0
+    size: int = 0
+    uploads: list[tuple[str, str]] = field(default_factory=list)
+
+
+def look(root: str) -> list[StepDirectory]:
+    """All directories below a URL, by name."""
+    url = parse_url(root)
+    found: dict[str, StepDirectory] = {}
+
+    def entries(operation: str, kind: str) -> Iterator[tuple[StepDirectory, str, dict[str, Any]]]:
+        for page in get_client(Settings()).get_paginator(operation).paginate(Bucket=url.bucket, Prefix=url.key("")):
+            for entry in page.get(kind, []):
+                name, _, path = entry["Key"].removeprefix(url.key("")).partition("/")
+                yield found.setdefault(name, StepDirectory(name)), path, entry
+
+    for directory, path, entry in entries("list_objects_v2", "Contents"):
+        directory.committed |= path == ".metadata"
+        directory.objects += path.endswith(".distcp")
+        directory.size += entry["Size"]
+    try:
+        for directory, _, upload in entries("list_multipart_uploads", "Uploads"):
+            directory.uploads.append((upload["Key"], upload["UploadId"]))
+    except ClientError as error:
+        if error.response["Error"]["Code"] not in _UPLOADS_UNKNOWN:
+            raise
+    return [found[name] for name in sorted(found)]
+
+
+def _interrupted(found: Sequence[StepDirectory]) -> list[StepDirectory]:
+    return [each for each in found if not each.committed and each.objects]
+
+
+@contextlib.contextmanager
+def embedded_server(bucket: str) -> Iterator[str]:
+    """Run moto's S3 in this process, make a bucket, and yield the endpoint's URL.
+
+    Replaces everything in the environment that leads to a real S3: the demo must not go there unasked.
+    """
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)  # otherwise it logs a line per request
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        endpoint = f"http://{host}:{port}"
+        for name in list(os.environ):
+            if name.startswith(("AWS_", "DCP_S3_")) or name.lower() in ("http_proxy", "https_proxy", "all_proxy"):
+                del os.environ[name]
+        os.environ |= {
+            "DCP_S3_ENDPOINT_URL": endpoint,
+            "AWS_ACCESS_KEY_ID": "demo",
+            "AWS_SECRET_ACCESS_KEY": "demo",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+        get_client(Settings()).create_bucket(Bucket=bucket)
+        yield endpoint
+    finally:
+        server.stop()

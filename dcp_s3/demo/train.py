@@ -9,9 +9,13 @@ checkpoint below ``--url``. It runs on CPUs. On GPUs only the backend differs, n
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import sysconfig
 import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +27,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import dcp_s3
-from dcp_s3.demo.model import ModelConfig, Transformer, batch, standard_library_text, state_digest
 
 #: Sequences per step over all ranks: divisible by 1, 2, 3, 4, 6 and 12 of them.
 BATCH = 12
@@ -46,12 +50,8 @@ class TrainState(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Put a loaded state into the model and the optimizer."""
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optimizer"],
-        )
+        model, optimizer = state_dict["model"], state_dict["optimizer"]
+        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
         self.step = state_dict["step"]
 
 
@@ -71,8 +71,7 @@ def main() -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    state = TrainState(model, optimizer)
+    state = TrainState(model, optimizer := torch.optim.AdamW(model.parameters(), lr=1e-3))
 
     if newest := find_newest(options.url):
         dcp.load({"train": state}, storage_reader=dcp_s3.S3StorageReader(newest))
@@ -119,9 +118,8 @@ def find_newest(url: str) -> str | None:
     them load different checkpoints.
     """
     found: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        newest = dcp_s3.latest(url)
-        found = [None if newest is None else str(newest.url)]
+    if dist.get_rank() == 0 and (newest := dcp_s3.latest(url)):
+        found = [str(newest.url)]
     dist.broadcast_object_list(found)
     return found[0]
 
@@ -130,9 +128,9 @@ def record(event: str, state: TrainState, path: Path | None) -> None:
     """Append the digest of the whole state to a file, if ``path`` is given. Slow; the demo compares the digests."""
     if path is None:
         return
-    digest = state_digest(state.state_dict())
+    line = {"event": event, "step": state.step, "ranks": dist.get_world_size()}
+    line["sha256"] = state_digest(state.state_dict())
     if dist.get_rank() == 0:
-        line = {"event": event, "step": state.step, "ranks": dist.get_world_size(), "sha256": digest}
         with path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -158,6 +156,100 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=10, help="steps; default: %(default)s")
     parser.add_argument("--digest-file", type=Path, help="append a hash of what is saved and restored")
     return parser.parse_args()
+
+
+# --- the model, its text, and a hash of a training state; nothing here knows of checkpoints ---------------
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The sizes of the model. The defaults give 5.1 million parameters: with AdamW's moments, 58 MiB of state."""
+
+    width: int = 384
+    layers: int = 3
+    heads: int = 6
+    hidden: int = 1344
+    context: int = 64
+
+
+class Transformer(nn.Module):
+    """Predicts each byte from those before it: (batch, time) int64 -> (batch, time, 256) logits."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(256, config.width), nn.Embedding(config.context, config.width)
+        sizes = (config.width, config.heads, config.hidden)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(*sizes, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(config.layers)
+        )
+        self.norm, self.head = nn.LayerNorm(config.width), nn.Linear(config.width, 256, bias=False)
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        x = self.tokens(tokens) + self.positions(torch.arange(length))
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        for block in self.blocks:
+            x = block(x, src_mask=mask, is_causal=True)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def standard_library_text() -> Tensor:
+    """Text that every Python has: the top-level modules of its standard library (uint8, some megabytes).
+
+    Raises:
+        FileNotFoundError: this Python comes without sources.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    sources = b"\n".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    if not sources:
+        raise FileNotFoundError(f"this Python has no sources in {folder}: there is no text to train on")
+    return torch.frombuffer(bytearray(sources), dtype=torch.uint8)
+
+
+def batch(
+    text: Tensor, *, step: int, sequences: int, length: int, rank: int = 0, ranks: int = 1
+) -> tuple[Tensor, Tensor]:
+    """This rank's share of the batch of ``step``: inputs, and the bytes that follow them.
+
+    The whole batch depends only on the step. So a run that continues on another number of ranks sees the same text in
+    the same order. Returns two (sequences of this rank, length) int64 tensors.
+    """
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(len(text) - length, (sequences,), generator=generator)[rank::ranks]
+    windows = text[starts[:, None] + torch.arange(length + 1)].long()
+    return windows[:, :-1], windows[:, 1:]
+
+
+def state_digest(state: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) over the names, dtypes, shapes and bits of everything in a state dict, however it is sharded.
+
+    A sharded tensor is hashed as the whole tensor, which is gathered for that. So every rank must call this, and all
+    get the same answer.
+    """
+    digest = hashlib.sha256()
+    for name, value in sorted(_leaves(state)):
+        digest.update(f"{name}\0".encode())
+        if isinstance(value, Tensor):
+            tensor = value.full_tensor() if isinstance(value, DTensor) else value
+            tensor = tensor.detach().cpu().contiguous()
+            digest.update(f"{tensor.dtype} {list(tensor.shape)}\0".encode())
+            # As bytes: 0.0 and -0.0 compare equal as floats but differ here; equal NaNs do not.
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        else:
+            digest.update(f"{value!r}\0".encode())
+    return digest.hexdigest()
+
+
+def _leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(state, (Mapping, list, tuple)):
+        for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+            yield from _leaves(value, f"{name}/{key}")
+    else:
+        yield name, state
 
 
 if __name__ == "__main__":

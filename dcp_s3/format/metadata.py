@@ -31,9 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_s3._version import __version__
 from dcp_s3.checksum import crc64nvme, crc_hex
-from dcp_s3.collector import collector_paused
 from dcp_s3.errors import CorruptCheckpointError, UnsafeMetadataError
 from dcp_s3.format.allow_list import MIRRORS, find_in_metadata
 from dcp_s3.format.cover import find_contradiction
@@ -46,7 +44,9 @@ from dcp_s3.format.unpickling import (
     check_opcodes,
     unpickle,
 )
+from dcp_s3.process import collector_paused
 from dcp_s3.torch_private import StorageInfo
+from dcp_s3.versions import __version__
 
 # Limit of one item. S3's largest object is 50 TiB, but pickled or encoded items go through memory.
 _MAX_ITEM_BYTES = 2**44

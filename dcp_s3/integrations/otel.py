@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dcp_s3 import events
-from dcp_s3._version import __version__
 from dcp_s3.integrations.requirement import require
+from dcp_s3.versions import __version__
 
 require("otel", "opentelemetry-api", "1.25", "2")
 

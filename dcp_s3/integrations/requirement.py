@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-from dcp_s3.torch_version import release, require_torch
+from dcp_s3.versions import release, require_torch
 
 
 def require(adapter: str, package: str, at_least: str, below: str) -> None:

@@ -22,11 +22,11 @@ import torch
 
 from dcp_s3 import errors
 from dcp_s3.checksum import crc_hex
-from dcp_s3.collector import collect_young
 from dcp_s3.limit import Cancelled
 from dcp_s3.load.plan import READ_GAP, ReadRequest, Segment, halve, plan_requests
 from dcp_s3.load.transfer import Buffer, Reception, Transfer
 from dcp_s3.memory import ReadTarget
+from dcp_s3.process import collect_young
 from dcp_s3.settings import Settings
 from dcp_s3.store import Moved, Store
 from dcp_s3.units import format_size

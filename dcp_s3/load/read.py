@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_s3 import errors
-from dcp_s3.collector import collector_paused
 from dcp_s3.format.safe_items import check_item
 from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import ItemTransfer
 from dcp_s3.load.peers.exchange import Exchange
 from dcp_s3.load.plan import READ_GAP, READ_WASTE, SMALL_HALF, plan_requests
 from dcp_s3.load.prepare import TransferFactory
+from dcp_s3.process import collector_paused
 from dcp_s3.ranks import world_size
 from dcp_s3.s3.parts import GETS_PER_SECOND, plan_part_size
 from dcp_s3.tensor_memory import counted_as_change, is_plain, synchronize_accelerator

@@ -17,12 +17,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_s3 import errors, ranks
-from dcp_s3.boundary import called_by_dcp
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.info import find_step
 from dcp_s3.checkpoint.lease import ReaderLease
-from dcp_s3.collector import collector_paused
 from dcp_s3.events import Listener, Loaded, LoadFailed, LoadStarted, emit
+from dcp_s3.failures import called_by_dcp
 from dcp_s3.format.layout import metadata_object, new_save_id
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.load.attachments import AttachmentReader
@@ -35,13 +34,14 @@ from dcp_s3.load.peers.messages import new_tag
 from dcp_s3.load.plan import READ_GAP
 from dcp_s3.load.planner import check_filled, log_unexpected
 from dcp_s3.load.read import LoadExecutor
-from dcp_s3.reprs import one_line
+from dcp_s3.process import collector_paused
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
 from dcp_s3.spill.local import with_copies
 from dcp_s3.store import Counters, Store
 from dcp_s3.stores.overlay import Overlay
 from dcp_s3.torch_private import ReaderTransforms
+from dcp_s3.units import one_line
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ from dcp_s3.format.layout import is_attachment_name, step_by_patterns, step_of
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.retention.prune import check_grace
-from dcp_s3.setting_values import compile_step_pattern
-from dcp_s3.settings import Settings
+from dcp_s3.settings import Settings, compile_step_pattern
 
 
 def check_step(step: object) -> int:

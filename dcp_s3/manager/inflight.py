@@ -21,16 +21,14 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from dcp_s3.boundary import frames_of_others
 from dcp_s3.errors import SaveFailedError, SaveProtocolError, SettingsError
-from dcp_s3.failures import Failed, first_cause, left_by_save, panel
+from dcp_s3.failures import Failed, first_cause, frames_of_others, left_by_save, panel, without_tracebacks
 from dcp_s3.manager.agree import Ranks, for_others
 from dcp_s3.save.separately import begin_separately, stage_separately
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.stage.handover import FailedStaging
 from dcp_s3.stage.pool import GENERATIONS
 from dcp_s3.stage.stager import S3Stager, StagedBefore
-from dcp_s3.tracebacks import without_tracebacks
 
 logger = logging.getLogger(__name__)
 

@@ -27,13 +27,13 @@ from dcp_s3.manager.inflight import BeginUpload, Overlap, SavesInFlight, queue_l
 from dcp_s3.manager.restore import RunReader
 from dcp_s3.manager.select_checkpoint import look_at_disk
 from dcp_s3.manager.step_policy import SavePolicyFunction, StepDecisions, asks_ranks, check_policy
-from dcp_s3.reprs import one_line
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.marks import annotate
 from dcp_s3.retention.policy import PolicyFunction, policy_name
 from dcp_s3.save.writer import S3StorageWriter, Separate
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.stage.stager import S3Stager
+from dcp_s3.units import one_line
 from dcp_s3.url import parse_url
 
 logger = logging.getLogger(__name__)

@@ -23,12 +23,11 @@ from dcp_s3.format.layout import CONTROL_PREFIX, METADATA, METADATA_CRC_KEY, SAV
 from dcp_s3.memory import Piece
 from dcp_s3.offline.copy_source import DOWNLOAD_MARKER, CopySource, find_source
 from dcp_s3.offline.place import BLOCK, OnProgress, OnTotal, Place, read_ahead
-from dcp_s3.reprs import one_line
 from dcp_s3.s3.parts import MAX_PARTS
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import ABSENT, ListedObject, Store
 from dcp_s3.stores.directory import HIDDEN, DirectoryStore
-from dcp_s3.units import format_size, plural
+from dcp_s3.units import format_size, one_line, plural
 from dcp_s3.url import URLLike, is_s3_url, parse_url
 
 logger = logging.getLogger(__name__)

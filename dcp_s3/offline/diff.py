@@ -14,19 +14,22 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import ReaderLease
-from dcp_s3.collector import collector_paused
 from dcp_s3.format.blocks import get_crc, get_raw_offset
 from dcp_s3.offline.boxes import BATCH, Piece, in_batches
 from dcp_s3.offline.inspect import SavedCheckpoint, fetch_saved
 from dcp_s3.offline.names import matches, no_match_error
 from dcp_s3.offline.read import SMALL_BUFFERS, OpenCheckpoint, Reading
-from dcp_s3.reprs import one_line
+from dcp_s3.process import collector_paused
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.torch_private import StorageInfo
+from dcp_s3.units import one_line
 from dcp_s3.url import URLLike
 from dcp_s3.workers import Workers
 
 Status = Literal["same", "changed", "unknown", "only in A", "only in B"]
+
+_DIFFERENT: tuple[Status, ...] = ("changed", "only in A", "only in B")
+_ALIKE: tuple[Status, ...] = ("unknown", "same")
 
 _ENCODED = "it was encoded before it was stored"
 _GAPS = "its chunks do not cover it"
@@ -104,16 +107,12 @@ class CheckpointDiff:
     def summary(self) -> str:
         """``3 of 312 entries differ (2 changed, 1 only in A), 309 same``."""
         counts = self.counts
-        shown: tuple[Status, ...] = ("changed", "only in A", "only in B")
-        different = {status: counts[status] for status in shown if status in counts}
+        different = {status: counts[status] for status in _DIFFERENT if status in counts}
         how = ", ".join(f"{count} {status}" for status, count in different.items())
         parts = [f"{sum(different.values())} of {len(self.entries)} entries differ" + (f" ({how})" if how else "")]
-        others: tuple[Status, ...] = ("unknown", "same")
-        parts += [f"{counts[status]} {status}" for status in others if status in counts]
-        attached = sum(status not in ("same", "unknown") for status in self.attachments.values())
-        if attached:
-            parts.append(f"{attached} of {len(self.attachments)} attachments differ")
-        return ", ".join(parts)
+        parts += [f"{counts[status]} {status}" for status in _ALIKE if status in counts]
+        attached = sum(status not in _ALIKE for status in self.attachments.values())
+        return ", ".join(parts + ([f"{attached} of {len(self.attachments)} attachments differ"] if attached else []))
 
     def to_dict(self, *, everything: bool = False) -> dict[str, Any]:
         """The differences, for JSON; with ``everything`` also the entries and attachments that are the same."""
@@ -190,17 +189,15 @@ def diff(
 
 
 def _compare_attachments(a: SavedCheckpoint, b: SavedCheckpoint) -> dict[str, Status]:
-    ours, theirs = a.attachments, b.attachments
     found: dict[str, Status] = {}
-    for name in sorted({*ours, *theirs}):
-        if name not in theirs or name not in ours:
-            found[name] = "only in B" if name in theirs else "only in A"
-        elif ours[name].size != theirs[name].size:
-            found[name] = "changed"
-        elif None in (ours[name].crc64nvme, theirs[name].crc64nvme):
+    for name in sorted({*a.attachments, *b.attachments}):
+        one, two = a.attachments.get(name), b.attachments.get(name)
+        if one is None or two is None:
+            found[name] = "only in B" if one is None else "only in A"
+        elif one.size == two.size and None in (one.crc64nvme, two.crc64nvme):
             found[name] = "unknown"
         else:
-            found[name] = "same" if ours[name].crc64nvme == theirs[name].crc64nvme else "changed"
+            found[name] = "same" if (one.size, one.crc64nvme) == (two.size, two.crc64nvme) else "changed"
     return found
 
 
@@ -369,10 +366,8 @@ def _compare_values(
         workers = stack.enter_context(contextlib.closing(Workers(2, "dcp_s3-diff")))
         buffers = [torch.empty(BATCH, dtype=torch.uint8) for _ in readings]
         for batch in in_batches(pieces(), lambda piece: piece.room):
-            jobs = [
-                workers.submit(reading.fill_pieces, batch, buffer)
-                for reading, buffer in zip(readings, buffers, strict=True)
-            ]
+            pairs = zip(readings, buffers, strict=True)
+            jobs = [workers.submit(reading.fill_pieces, batch, buffer) for reading, buffer in pairs]
             for piece, one, two in zip(batch, jobs[0].result(), jobs[1].result(), strict=True):
                 bytes_read += 2 * piece.size
                 on_progress(2 * piece.size)

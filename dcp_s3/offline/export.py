@@ -38,13 +38,12 @@ from dcp_s3.offline.boxes import BATCH, Piece, in_batches
 from dcp_s3.offline.names import new_names
 from dcp_s3.offline.place import Place, ahead
 from dcp_s3.offline.read import SMALL_BUFFERS, OpenCheckpoint, Reading
-from dcp_s3.reprs import one_line
 from dcp_s3.s3.parts import MAX_PARTS
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.stores.directory import HIDDEN
 from dcp_s3.tensor_memory import view_bytes
-from dcp_s3.units import format_size, parse_size, plural
+from dcp_s3.units import format_size, one_line, parse_size, plural
 from dcp_s3.url import parse_url
 
 logger = logging.getLogger(__name__)

@@ -23,11 +23,10 @@ from dcp_s3.format.archive import find_order
 from dcp_s3.offline.boxes import Box, cut, in_batches
 from dcp_s3.offline.names import new_names
 from dcp_s3.offline.weight_files import FoundTensor, FoundWeights, find_weights
-from dcp_s3.reprs import one_line
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.tensor_memory import view_bytes
-from dcp_s3.units import format_size, plural
+from dcp_s3.units import format_size, one_line, plural
 
 PIECE = 8 * 2**20
 """Most bytes of a chunk: larger tensors become several, as if they had been sharded."""

@@ -17,11 +17,10 @@ from dcp_s3.format.layout import metadata_object
 from dcp_s3.format.metadata import is_unproven, mark_unproven
 from dcp_s3.format.saved_entries import SavedEntry, saved_entries
 from dcp_s3.offline.names import matches, no_match_error
-from dcp_s3.reprs import one_line
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import Store, same_etag
-from dcp_s3.units import format_count, format_size, plural
+from dcp_s3.units import format_count, format_size, one_line, plural
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 _ROUNDS = 3

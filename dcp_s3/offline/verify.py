@@ -15,11 +15,10 @@ from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
 from dcp_s3.offline.place import OnProgress
 from dcp_s3.offline.verify_bytes import ByteCheck, bytes_to_read
 from dcp_s3.offline.verify_plan import Problem, StoredItem, check_manifest, find_items, is_crc, place_items
-from dcp_s3.reprs import one_line
 from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import StoredObject
-from dcp_s3.units import plural
+from dcp_s3.units import one_line, plural
 from dcp_s3.url import CheckpointURL, parse_url
 
 _ROUNDS = 3

@@ -22,8 +22,8 @@ from dcp_s3.format.cover import find_flaws
 from dcp_s3.format.layout import is_inside
 from dcp_s3.format.metadata import is_unproven
 from dcp_s3.format.saved_entries import find_chunk
-from dcp_s3.reprs import one_line
 from dcp_s3.torch_private import StorageInfo
+from dcp_s3.units import one_line
 
 _CRC = re.compile("[0-9a-f]{16}")
 

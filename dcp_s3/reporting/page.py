@@ -1,9 +1,4 @@
-"""The report as one HTML page that needs no network, with charts by bokeh.
-
-Names and metrics come from a bucket, so from anybody who may write there. They are put in as text: jinja2 escapes them,
-and so does bokeh. The page's Content-Security-Policy lets only its own scripts run, named by their hashes, and lets
-nothing be fetched.
-"""
+"""The HTML page of a report: one file that needs no network, with charts that bokeh draws."""
 
 from __future__ import annotations
 
@@ -18,20 +13,19 @@ from typing import Any
 import jinja2
 import numpy as np
 from bokeh.embed import file_html
-from bokeh.models import AdaptiveTicker, ColumnDataSource, HoverTool, NumeralTickFormatter
+from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 from bokeh.transform import factor_cmap, factor_mark
 
-from dcp_s3._version import __version__
 from dcp_s3.checkpoint.directory import LEASE_MARGIN
 from dcp_s3.checkpoint.info import CheckpointInfo, in_grace
 from dcp_s3.reporting.report import ReportData
 from dcp_s3.retention.policy import metric_value
 from dcp_s3.units import format_seconds, format_size, plural
+from dcp_s3.versions import __version__
 
 MOST_METRICS = 8
-_MOST_PROBLEMS = 50
 _MOST_TEXT = 300  # characters of all metrics of a checkpoint
 _LONGEST_SAVE = 30 * 86400.0  # seconds; what took longer, a clock was set
 
@@ -57,88 +51,62 @@ _PAGE = """\
 <title>{{ title }}</title>
 <style>
 * { box-sizing: border-box; }
-body { margin: 0; background: #f4f5f7; color: #1b1f24; font: 15px/1.5 system-ui, "Segoe UI", "Noto Sans", sans-serif; }
-main { max-width: 1360px; margin: 0 auto; padding: 28px 24px 48px; }
-h1 { font-size: 1.5rem; line-height: 1.25; margin: 0; }
-h2 { font-size: 1.1rem; margin: 32px 0 12px; }
+body { max-width: 1360px; margin: 0 auto; padding: 24px; color: #1b1f24; font: 15px/1.5 system-ui, sans-serif; }
 h1, li, .wide { overflow-wrap: anywhere; }
-p { margin: 6px 0; }
-.muted { color: #59636e; font-size: 0.88rem; }
-.card { background: white; border: 1px solid #dfe3e8; border-radius: 10px; padding: 12px 16px; min-width: 0; }
-.tiles, .charts { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); }
-.charts { grid-template-columns: minmax(0, 1fr); }
-.charts .card { overflow: hidden; }
+.muted { color: #59636e; }
+.charts { display: grid; gap: 12px; grid-template-columns: minmax(0, 1fr); }
 @media (min-width: 900px) { .charts { grid-template-columns: repeat(2, minmax(0, 1fr)); } }
-.tiles b { display: block; font-size: 1.5rem; line-height: 1.3; overflow-wrap: anywhere; }
-.problems { list-style: none; margin: 0; padding: 0; display: grid; gap: 8px; }
-.problems li { border-radius: 8px; padding: 10px 14px; border-left: 4px solid #b85c00; background: #fff3e0; }
-.problems .bad { background: #fdecea; border-color: #b3261e; }
-.problems code { padding: 1px 7px; border-radius: 5px; background: white; border: 1px solid #dfe3e8; }
-.table { overflow-x: auto; padding: 0; }
+.charts div { overflow: hidden; }
+.bad { color: #b3261e; }
+.table { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 0.88rem; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: 7px 12px; border-bottom: 1px solid #dfe3e8; }
-th, td { vertical-align: top; white-space: nowrap; }
-th { color: #59636e; }
+th, td { text-align: left; vertical-align: top; white-space: nowrap; padding: 7px 12px; border-bottom: 1px solid #ddd; }
 .wide { white-space: normal; min-width: 9rem; }
-.wide:nth-last-child(2) { min-width: 14rem; }
 .wide:last-child { min-width: 18rem; }
-.state { display: inline-block; margin-right: 14px; }
-.delete { color: #b85c00; font-weight: 600; }
 </style>
 </head>
 <body>
-<main>
 <h1>{{ data.root }}</h1>
 <p class="muted">Checkpoints as of {{ now }}, written by dcp-s3 {{ version }}</p>
-<div class="tiles">
-{% for label, value, more in tiles %}
-<div class="card muted">{{ label }}<b style="color: #1b1f24">{{ value }}</b>{{ more }}</div>
-{% endfor %}
-</div>
+<p>{{ summary }}</p>
 
 <h2>What is broken</h2>
-<ul class="problems">
-{% for problem in data.problems[:most_problems] %}
-<li class="{{ problem.severity }}"><b>{{ problem.kind }}</b> {{ problem.text }}
-{% if problem.remedy %}<br><code>{{ problem.remedy }}</code>{% endif %}</li>
+<ul>
+{% for problem in data.problems %}
+<li class="{{ problem.severity }}"><b>{{ problem.kind }}</b> {{ problem.text }} <code>{{ problem.remedy }}</code></li>
 {% else %}
 <li>Nothing: no save failed, no deletion is unfinished, nothing is damaged.</li>
 {% endfor %}
 </ul>
-{% if data.problems | length > most_problems %}
-<p class="muted">and {{ data.problems | length - most_problems }} more, which the table shows</p>
-{% endif %}
 
 <h2>Over the steps</h2>
 <p class="muted">Filled: stays. Hollow: would be deleted. Point at one for its name and reasons.<br>
 {% for state, colour, sign in legend %}
-<span class="state"><span style="color: {{ colour }}">{{ sign }}</span> {{ state }}</span>
+<span style="color: {{ colour }}">{{ sign }}</span> {{ state }}&emsp;
 {% endfor %}</p>
-<noscript><p class="card">The charts need JavaScript, which is part of this page. The rest does not.</p></noscript>
+<noscript><p>The charts need JavaScript, which is part of this page. The rest does not.</p></noscript>
 <div class="charts">
 {% for root in roots %}
-<div class="card"><div id="{{ root.elementid }}" data-root-id="{{ root.id }}"></div></div>
+<div><div id="{{ root.elementid }}" data-root-id="{{ root.id }}"></div></div>
 {% else %}
-<p class="card">Nothing to draw: no checkpoint has a step.</p>
+<p>Nothing to draw: no checkpoint has a step.</p>
 {% endfor %}
 </div>
 
 <h2>What is kept, and why</h2>
 <p class="muted">{{ policy }}</p>
-<div class="card table">
+<div class="table">
 <table>
 <thead><tr>{% for title in titles %}<th>{{ title }}</th>{% endfor %}</tr></thead>
 <tbody>
-{% for name, row, metrics, action, reasons in rows %}
+{% for name, row, metrics, reasons in rows %}
 <tr><td class="wide">{{ name }}</td>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}
-<td class="wide">{{ metrics }}</td>
-<td class="wide"><span class="{{ action }}">{{ action }}</span>: {{ reasons }}</td></tr>
+<td class="wide">{{ metrics }}</td><td class="wide">{{ reasons }}</td></tr>
 {% endfor %}
 </tbody>
 </table>
 </div>
 <p class="muted">Sizes are of data objects. Times are UTC, by the clocks of the saving jobs and of S3.</p>
-</main>
 {{ bokeh_js | safe }}
 {{ plot_script | safe }}
 </body>
@@ -161,12 +129,11 @@ def render(data: ReportData) -> str:
     variables: dict[str, Any] = {
         "data": data,
         "legend": [(state, *look) for state, (_, *look) in STATES.items() if state in states],
-        "most_problems": _MOST_PROBLEMS,
         "now": _time(data.plan.now) + " UTC",
         "policy": policy,
         "rows": list(_rows(data)),
         "roots": [],
-        "tiles": list(_tiles(data)),
+        "summary": _summary(data),
         "titles": ("checkpoint", "state", "step", "size", "committed", "saved in", "ranks", "metrics", "retention"),
         "version": __version__,
     }
@@ -200,6 +167,18 @@ def state_of(data: ReportData, info: CheckpointInfo) -> str:
     return "foreign" if info.foreign else "committed"
 
 
+def _summary(data: ReportData) -> str:
+    decisions, newest = data.plan.decisions, data.newest
+    committed = sum(each.checkpoint.committed for each in decisions)
+    latest = "nothing to resume from" if newest is None else f"the latest committed is {newest.name}"
+    if newest is not None and newest.created_at is not None:
+        latest += f", {format_seconds(max(0.0, data.plan.now - newest.created_at))} ago"
+    return (
+        f"{plural(committed, 'checkpoint')} committed, {len(decisions) - committed} not; {format_size(data.stored)} in "
+        f"data objects; {latest}."
+    )
+
+
 def _took(info: CheckpointInfo) -> float | None:
     """Seconds from the beginning of a save to its commit; None if not recorded."""
     if not info.committed or info.started_at is None or info.created_at is None:
@@ -208,97 +187,8 @@ def _took(info: CheckpointInfo) -> float | None:
     return seconds if 0 <= seconds <= _LONGEST_SAVE else None
 
 
-# --- charts ------------------------------------------------------------------------------------------------
-
-
-def _charts(data: ReportData) -> list[Any]:
-    """Charts over the step: size, seconds, and each metric."""
-    drawn = [each for each in data.plan.decisions if each.checkpoint.step is not None]
-    if not drawn:
-        return []
-    infos = [each.checkpoint for each in drawn]
-    states = [state_of(data, info) for info in infos]
-    names = sorted({name for info in infos for name in info.metrics if metric_value(info, name) is not None})
-    shown = names[:MOST_METRICS]
-    columns: dict[str, Any] = {
-        "step": _numbers(info.step for info in infos),
-        "size": _numbers(info.size for info in infos),
-        "seconds": _numbers(map(_took, infos)),
-        "name": [info.name for info in infos],
-        "state": states,
-        "committed": [_time(info.created_at) for info in infos],
-        "bytes": ["" if info.size is None else format_size(info.size) for info in infos],
-        "saved in": ["" if (seconds := _took(info)) is None else format_seconds(seconds) for info in infos],
-        "retention": [f"{each.action}: {'; '.join(each.reasons)}" for each in drawn],
-        "alpha": [0.85 if each.action == "keep" else 0.0 for each in drawn],
-    }
-    for number, name in enumerate(shown):
-        columns[f"metric{number}"] = _numbers(metric_value(info, name) for info in infos)
-    source = ColumnDataSource(columns)
-    titles = {"size": "Size", "seconds": "Seconds from the beginning of a save to its commit"}
-    titles |= {f"metric{number}": name for number, name in enumerate(shown)}
-    charts = [_chart(title, name, source) for name, title in titles.items() if np.isfinite(columns[name]).any()]
-    for chart in charts[1:]:
-        chart.x_range = charts[0].x_range
-    return charts
-
-
-def _numbers(values: Any) -> Any:
-    return np.array([math.nan if value is None else float(value) for value in values], dtype=np.float64)
-
-
-def _chart(title: str, column: str, source: ColumnDataSource) -> Any:
-    plot = figure(title=title, height=260, sizing_mode="stretch_width", tools="xbox_zoom,xwheel_pan,reset",
-                  active_drag="xbox_zoom", active_scroll=None, toolbar_location="above")  # fmt: skip
-    markers, colours, _ = zip(*STATES.values(), strict=True)
-    colour = factor_cmap("state", colours, [*STATES])
-    plot.line("step", column, source=source, line_color="#8b95a1", line_alpha=0.6)
-    dots = plot.scatter("step", column, source=source, size=9, line_width=1.5, line_color=colour, fill_color=colour,
-                        fill_alpha="alpha", marker=factor_mark("state", markers, [*STATES]))  # fmt: skip
-    # Values are put in as text, never as HTML: bokeh does so for all but `{safe}` and templates of HTML.
-    shown = ("name", "state", "committed", "bytes", "saved in", "retention")
-    facts = [(name, f"@{{{name}}}") for name in shown]
-    if column.startswith("metric"):
-        facts.insert(1, ("value", f"@{column}{{0.[000000]}}"))
-    plot.add_tools(HoverTool(renderers=[dots], tooltips=facts, limit=3))
-    plot.toolbar.logo = None
-    plot.toolbar.autohide = True
-    plot.outline_line_color = None
-    plot.xaxis.axis_label = "step"
-    plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
-    plot.yaxis.ticker.desired_num_ticks = 5
-    if column == "size":
-        plot.yaxis.formatter = NumeralTickFormatter(format="0.[0] ib")
-        plot.yaxis.ticker = AdaptiveTicker(base=2, mantissas=[1], desired_num_ticks=5)
-    if column in ("size", "seconds"):
-        plot.y_range.start = 0
-    return plot
-
-
-# --- texts -------------------------------------------------------------------------------------------------
-
-
-def _tiles(data: ReportData) -> Iterator[tuple[str, str, str]]:
-    decisions = data.plan.decisions
-    committed = sum(each.checkpoint.committed for each in decisions)
-    others = len(decisions) - committed
-    yield "Checkpoints", f"{committed:,}", f"and {others} not committed" if others else "all committed"
-    yield "Stored", format_size(data.stored), "in data objects"
-    newest = data.newest
-    if newest is None:
-        yield "Latest committed", "none", "nothing to resume from"
-    else:
-        age = "" if newest.created_at is None else f"{format_seconds(max(0.0, data.plan.now - newest.created_at))} ago"
-        yield "Latest committed", newest.name if newest.step is None else f"step {newest.step:,}", age
-    bad = sum(problem.severity == "bad" for problem in data.problems)
-    yield "Problems", str(len(data.problems)), f"{bad} to act on now" if bad else "none to act on now"
-    if data.policy is not None:
-        deleted = plural(len(data.plan.deleted), "checkpoint")
-        yield "Retention would free", format_size(data.plan.freed), f"{deleted} to delete"
-
-
-def _rows(data: ReportData) -> Iterator[tuple[str, list[str], str, str, str]]:
-    """Name, figures, metrics, action and reasons of each checkpoint, the newest first."""
+def _rows(data: ReportData) -> Iterator[tuple[str, list[str], str, str]]:
+    """Name, figures, metrics, and action with reasons of each checkpoint, the newest first."""
     for decision in reversed(data.plan.decisions):
         info, seconds = decision.checkpoint, _took(decision.checkpoint)
         leased = info.leased_until is not None and data.plan.now < info.leased_until + LEASE_MARGIN
@@ -310,21 +200,72 @@ def _rows(data: ReportData) -> Iterator[tuple[str, list[str], str, str, str]]:
             "" if seconds is None else format_seconds(seconds),
             "" if info.world_size is None else f"{info.world_size:,}",
         ]
-        yield info.name, cells, _metrics_text(info.metrics), decision.action, "; ".join(decision.reasons)
-
-
-def _metrics_text(metrics: Mapping[str, Any]) -> str:
-    text = " ".join(
-        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}" for name, value in metrics.items()
-    )
-    return text if len(text) <= _MOST_TEXT else text[: _MOST_TEXT - 1] + "…"
+        metrics = " ".join(f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in info.metrics.items())
+        metrics = metrics if len(metrics) <= _MOST_TEXT else metrics[: _MOST_TEXT - 1] + "…"
+        yield info.name, cells, metrics, f"{decision.action}: {'; '.join(decision.reasons)}"
 
 
 def _time(seconds: float | None) -> str:
     """``2026-01-31 23:59``, UTC; empty without a time."""
-    if seconds is None:
-        return ""
     try:
-        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M")
+        return datetime.fromtimestamp(math.nan if seconds is None else seconds, timezone.utc).strftime("%Y-%m-%d %H:%M")
     except (OverflowError, ValueError, OSError):
         return ""
+
+
+# --- charts ------------------------------------------------------------------------------------------------
+
+
+def _charts(data: ReportData) -> list[Any]:
+    """Charts over the step: size, seconds, and each metric."""
+    drawn = [each for each in data.plan.decisions if each.checkpoint.step is not None]
+    infos = [each.checkpoint for each in drawn]
+    names = sorted({name for info in infos for name in info.metrics if metric_value(info, name) is not None})
+    titles = {"size": "Size", "seconds": "Seconds from the beginning of a save to its commit"}
+    titles |= {f"metric{number}": name for number, name in enumerate(names[:MOST_METRICS])}
+    values: dict[str, list[float | None]] = {
+        "size": [info.size for info in infos],
+        "seconds": [_took(info) for info in infos],
+    }
+    values |= {name: [metric_value(info, titles[name]) for info in infos] for name in titles if name not in values}
+    numbers = {
+        name: np.array([math.nan if each is None else float(each) for each in found]) for name, found in values.items()
+    }
+    source = ColumnDataSource(
+        {
+            **numbers,
+            "step": np.array([float(info.step or 0) for info in infos]),
+            "name": [info.name for info in infos],
+            "state": [state_of(data, info) for info in infos],
+            "committed": [_time(info.created_at) for info in infos],
+            "bytes": ["" if info.size is None else format_size(info.size) for info in infos],
+            "retention": [f"{each.action}: {'; '.join(each.reasons)}" for each in drawn],
+            "alpha": [0.85 if each.action == "keep" else 0.0 for each in drawn],
+        }
+    )
+    charts = [_chart(title, name, source) for name, title in titles.items() if np.isfinite(numbers[name]).any()]
+    for chart in charts[1:]:
+        chart.x_range = charts[0].x_range
+    return charts
+
+
+def _chart(title: str, column: str, source: ColumnDataSource) -> Any:
+    plot = figure(title=title, height=260, sizing_mode="stretch_width", tools="xbox_zoom,xwheel_pan,reset",
+                  active_drag="xbox_zoom", active_scroll=None, toolbar_location="above")  # fmt: skip
+    markers, colours, _ = zip(*STATES.values(), strict=True)
+    colour = factor_cmap("state", colours, [*STATES])
+    plot.line("step", column, source=source, line_color="#8b95a1", line_alpha=0.6)
+    dots = plot.scatter("step", column, source=source, size=9, line_width=1.5, line_color=colour, fill_color=colour,
+                        fill_alpha="alpha", marker=factor_mark("state", markers, [*STATES]))  # fmt: skip
+    # Values are put in as text, never as HTML: bokeh does so for all but `{safe}` and templates of HTML.
+    shown = ("name", "state", "committed", "bytes", "retention")
+    facts = [(name, f"@{{{name}}}") for name in shown] + [("value", f"@{column}{{0.[000000]}}")]
+    plot.add_tools(HoverTool(renderers=[dots], tooltips=facts, limit=3))
+    plot.toolbar.logo = None
+    plot.xaxis.axis_label = "step"
+    plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
+    if column == "size":
+        plot.yaxis.formatter = NumeralTickFormatter(format="0.[0] ib")
+    if column in ("size", "seconds"):
+        plot.y_range.start = 0
+    return plot

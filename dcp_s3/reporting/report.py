@@ -16,13 +16,12 @@ from typing import Any, Literal
 
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.errors import CheckpointNotFoundError
-from dcp_s3.reprs import one_line
 from dcp_s3.retention.catalog import CatalogSnapshot, CheckpointCatalog
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.plan import Plan
 from dcp_s3.retention.policy import PolicyFunction, policy_name
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.units import format_seconds, format_size, parse_duration, plural
+from dcp_s3.units import format_seconds, format_size, one_line, parse_duration, plural
 from dcp_s3.url import URLLike
 
 _FAR_LONGER = 3.0  # than the usual interval between saves: then something is wrong
@@ -131,11 +130,10 @@ def gather(snapshot: CatalogSnapshot, policy: PolicyFunction | None, *, grace: f
     """Everything that a report says about the contents of a root, from a deep scan. Pure."""
     plan = snapshot.plan(policy, grace=grace)
     infos = [decision.checkpoint for decision in plan.decisions]
-    problems = (
-        *_not_loadable(infos), *_silence(infos, plan.now, snapshot.root), *_left_over(plan, snapshot.root)
-    )  # fmt: skip
+    root = snapshot.root
+    problems = (*_not_loadable(infos), *_silence(infos, plan.now, root), *_left_over(plan, root))
     stored = sum(info.size or 0 for info in infos) + sum(each.size for each in snapshot.leftovers)
-    return ReportData(snapshot.root, plan, None if policy is None else policy_name(policy), problems, stored)
+    return ReportData(root, plan, None if policy is None else policy_name(policy), problems, stored)
 
 
 # --- problems ----------------------------------------------------------------------------------------------
@@ -156,11 +154,8 @@ def _not_loadable(infos: Iterable[CheckpointInfo]) -> Iterable[Problem]:
 
 
 def _silence(infos: Iterable[CheckpointInfo], now: float, root: str) -> Iterable[Problem]:
-    timed = sorted(
-        (info.created_at, info.name)
-        for info in infos
-        if info.committed and info.created_at is not None and math.isfinite(info.created_at)
-    )
+    committed = [(info.created_at, info.name) for info in infos if info.committed and info.created_at is not None]
+    timed = sorted(each for each in committed if math.isfinite(each[0]))
     intervals = [after - before for (before, _), (after, _) in pairwise(timed[-_NEWEST:])]
     if len(intervals) < 3 or not median(intervals):
         return
@@ -174,24 +169,26 @@ def _silence(infos: Iterable[CheckpointInfo], now: float, root: str) -> Iterable
 
 
 def _left_over(plan: Plan, root: str) -> Iterable[Problem]:
-    prune = _command("prune", root, "--dry-run")
-    for decision in plan.decisions:
-        info = decision.checkpoint
-        if not info.committed and decision.action == "delete":
-            what = f"{plural(info.objects or 0, 'object')}, {format_size(info.size or 0)} of a save that failed"
-            yield Problem("warning", "incomplete save", f"{info.name} was never committed: {what}", prune)
+    found = [
+        (
+            "incomplete save",
+            f"{info.name} was never committed: {plural(info.objects or 0, 'object')}, {format_size(info.size or 0)} of "
+            "a save that failed",
+        )
+        for info in (each.checkpoint for each in plan.decisions if each.action == "delete")
+        if not info.committed
+    ]
     left = [each.leftover for each in plan.leftovers if each.action == "delete"]
     for name, count in Counter(each.checkpoint for each in left).items():
         size = format_size(sum(each.size for each in left if each.checkpoint == name))
         text = f"{name}: {plural(count, 'object')} of a save that failed or was replaced, {size}"
-        yield Problem("warning", "leftover objects", text, prune)
-    for unfinished in plan.unfinished:
-        text = f"{unfinished.checkpoint}: its deletion was begun and not finished"
-        yield Problem("warning", "unfinished deletion", text, _command("prune", root, "--yes"))
+        found.append(("leftover objects", text))
+    found += [
+        ("unfinished deletion", f"{each.checkpoint}: its deletion was begun and not finished")
+        for each in plan.unfinished
+    ]
     uploads = Counter(each.upload.checkpoint for each in plan.uploads if each.action == "delete")
     for name, count in uploads.items():
-        text = (
-            f"{name}: {plural(count, 'multipart upload')} that nobody finishes; the parts cost storage and no listing "
-            "shows them"
-        )
-        yield Problem("warning", "open uploads", text, prune)
+        text = f"{name}: {plural(count, 'multipart upload')} that nobody finishes; the parts cost storage"
+        found.append(("open uploads", f"{text} and no listing shows them"))
+    return [Problem("warning", kind, text, _command("prune", root, "--dry-run")) for kind, text in found]

@@ -27,16 +27,14 @@ from dcp_s3.checkpoint.info import (
 from dcp_s3.checkpoint.look import find_damage, inspect, inspect_checkpoint, look_deeper, tell_unreadable
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import BOARD_PREFIX, CONTROL_PREFIX, What, classify
-from dcp_s3.reprs import one_line
 from dcp_s3.retention.plan import OpenUpload, Plan, make_plan
 from dcp_s3.retention.policy import Mode, PolicyFunction, best_first
 from dcp_s3.s3.store import store_of
-from dcp_s3.setting_values import compile_step_pattern
-from dcp_s3.settings import Settings, SettingsLike, resolve_settings
+from dcp_s3.settings import Settings, SettingsLike, compile_step_pattern, resolve_settings
 from dcp_s3.spill.local import find_commits
 from dcp_s3.spill.store import open_store
 from dcp_s3.store import ListedObject, Store, Upload
-from dcp_s3.units import plural
+from dcp_s3.units import one_line, plural
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 logger = logging.getLogger(__name__)

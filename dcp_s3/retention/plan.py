@@ -23,10 +23,9 @@ from typing import Any, Literal
 
 from dcp_s3.checkpoint.directory import LEASE_MARGIN
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order
-from dcp_s3.reprs import one_line
 from dcp_s3.retention.policy import PolicyFunction, run_policy
 from dcp_s3.store import ListedObject
-from dcp_s3.units import format_size
+from dcp_s3.units import format_size, one_line
 
 Action = Literal["keep", "delete"]
 

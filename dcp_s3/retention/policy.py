@@ -18,8 +18,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.errors import SettingsError
-from dcp_s3.reprs import one_line
-from dcp_s3.units import parse_duration
+from dcp_s3.units import one_line, parse_duration
 
 Reasons = Mapping[str, Sequence[str]]
 Mode = Literal["min", "max"]

@@ -19,7 +19,6 @@ from dcp_s3.checkpoint.look import inspect_checkpoint
 from dcp_s3.checkpoint.stored_metadata import not_found_error
 from dcp_s3.events import Listener, Pruned, PruneFailed, emit
 from dcp_s3.format.layout import CONTROL_PREFIX
-from dcp_s3.reprs import one_line
 from dcp_s3.retention.catalog import CheckpointCatalog, find_local, open_upload
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.plan import OpenUpload, Plan, UnfinishedDeletion
@@ -27,7 +26,7 @@ from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.store import DeleteTarget, ListedObject, Store, Upload, Versioned
-from dcp_s3.units import format_size, parse_duration, plural
+from dcp_s3.units import format_size, one_line, parse_duration, plural
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 logger = logging.getLogger(__name__)

@@ -22,12 +22,12 @@ import botocore.loaders
 import botocore.session
 from botocore.config import Config
 
-from dcp_s3._version import __version__
 from dcp_s3.errors import SettingsError
-from dcp_s3.forking import reset_in_child
+from dcp_s3.process import reset_in_child
 from dcp_s3.s3.answers import check_answers
 from dcp_s3.s3.botocore_private import look_once, make_abortable, send_without_copy
 from dcp_s3.settings import Settings, aws_endpoint_variable, aws_environment, aws_variable, require_endpoint
+from dcp_s3.versions import __version__
 
 # A fixed text: botocore builds its own for each request, which takes a sixth of a request's CPU.
 _USER_AGENT = f"dcp_s3/{__version__} Boto3/{boto3.__version__} Python/{platform.python_version()}"

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from dcp_s3.forking import reset_in_child
+from dcp_s3.process import reset_in_child
 from dcp_s3.s3.operations import Bucket, Place
 from dcp_s3.settings import local_world_size
 from dcp_s3.store import ReadWidth

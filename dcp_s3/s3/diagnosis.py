@@ -14,7 +14,7 @@ import botocore.exceptions as boto
 import urllib3.exceptions
 
 from dcp_s3 import errors
-from dcp_s3.forking import reset_in_child
+from dcp_s3.process import reset_in_child
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from dcp_s3 import errors
+from dcp_s3.failures import without_tracebacks
 from dcp_s3.limit import Cancelled
 from dcp_s3.memory import ReadTarget
 from dcp_s3.s3.botocore_private import Flight
 from dcp_s3.s3.hedge import INTERVAL, hedges_of
 from dcp_s3.s3.operations import Bucket
 from dcp_s3.s3.ranged import Cursor, Timing, get_range
-from dcp_s3.tracebacks import without_tracebacks
 
 logger = logging.getLogger(__name__)
 

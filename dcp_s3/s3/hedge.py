@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from dcp_s3.forking import reset_in_child
+from dcp_s3.process import reset_in_child
 from dcp_s3.s3.connections import connections_of
 from dcp_s3.s3.operations import Bucket
 from dcp_s3.s3.ranged import Timing

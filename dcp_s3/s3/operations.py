@@ -21,8 +21,8 @@ import botocore.utils
 
 from dcp_s3 import errors
 from dcp_s3.checksum import ChecksumAlgorithm, crc32c, crc64nvme, encode_crc
-from dcp_s3.forking import reset_in_child
 from dcp_s3.limit import Limit
+from dcp_s3.process import reset_in_child
 from dcp_s3.s3.diagnosis import answered_code, answered_status
 from dcp_s3.s3.throttle import Gate
 from dcp_s3.settings import Settings

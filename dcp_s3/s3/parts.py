@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from dcp_s3 import errors
-from dcp_s3.setting_values import MAX_PART_SIZE
+from dcp_s3.settings import MAX_PART_SIZE
 
 MAX_PARTS = 10_000
 # Sizes of objects are estimates until the last item is framed: leave room for a tenth of the parts.

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from dcp_s3 import errors
+from dcp_s3.failures import without_tracebacks
 from dcp_s3.limit import Cancelled, Deadline, Limit
 from dcp_s3.s3.diagnosis import REQUEST_ERRORS, describe, is_retryable, tell_retry, to_storage_error
 from dcp_s3.s3.throttle import Gate
-from dcp_s3.tracebacks import without_tracebacks
 
 logger = logging.getLogger(__name__)
 

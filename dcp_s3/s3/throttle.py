@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dcp_s3.events import Throttled, emit
-from dcp_s3.forking import reset_in_child
+from dcp_s3.process import reset_in_child
 from dcp_s3.s3.diagnosis import is_throttling
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,6 @@ from dcp_s3.checkpoint.commit import Commit, delete_quietly, versions
 from dcp_s3.checkpoint.commit_state import SaveIdentity, find_previous, save_id_in
 from dcp_s3.checkpoint.info import find_step
 from dcp_s3.checkpoint.readback import check_readable
-from dcp_s3.collector import collector_paused
 from dcp_s3.coordination import protocol, values
 from dcp_s3.coordination.driving import Driver
 from dcp_s3.coordination.identity import Attempt, current_attempt
@@ -33,6 +32,7 @@ from dcp_s3.failures import name_ranks
 from dcp_s3.format.control_files import Manifest, attachments_of
 from dcp_s3.format.layout import joint_object, manifest_object, new_nonce
 from dcp_s3.format.part import Part, WrittenItem, digest_of, encode, item_hash
+from dcp_s3.process import collector_paused
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, write_buckets
 from dcp_s3.save.plan import WriteBucket, plan_buckets
 from dcp_s3.save.save import Save, SaveOptions

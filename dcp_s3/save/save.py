@@ -17,11 +17,11 @@ from dcp_s3.checkpoint.attachments import Attachment, check_distinct
 from dcp_s3.checkpoint.commit import make_commit
 from dcp_s3.checkpoint.commit_state import Beginning, CommitState, SaveIdentity, find_state
 from dcp_s3.checkpoint.info import find_step
-from dcp_s3.collector import collector_paused
 from dcp_s3.errors import CheckpointError, SaveProtocolError, TransferError
 from dcp_s3.events import Listener
 from dcp_s3.format.layout import DCP_VERSION, metadata_object, new_nonce
 from dcp_s3.limit import Deadline, Limit
+from dcp_s3.process import collector_paused
 from dcp_s3.ranks import world_size
 from dcp_s3.s3.store import store_of
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, write_buckets

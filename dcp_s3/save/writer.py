@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_s3 import ranks
-from dcp_s3.boundary import called_by_dcp, frames_of_others
 from dcp_s3.checkpoint.attachments import make_attachment
 from dcp_s3.checkpoint.commit import check_metrics
 from dcp_s3.checkpoint.info import find_step
@@ -25,9 +24,9 @@ from dcp_s3.coordination.ownership import Replicas
 from dcp_s3.coordination.processes import CountedSave
 from dcp_s3.errors import CheckpointError, InvalidURLError, SaveProtocolError, SettingsError
 from dcp_s3.events import Listener, SaveFailed, emit
+from dcp_s3.failures import called_by_dcp, frames_of_others
 from dcp_s3.format.control_files import check_extra
 from dcp_s3.format.layout import new_save_id
-from dcp_s3.reprs import one_line
 from dcp_s3.save.attached import Attachments
 from dcp_s3.save.group import SaveGroup
 from dcp_s3.save.joint import begin_joint_save
@@ -39,6 +38,7 @@ from dcp_s3.stage.handover import raise_if_failed
 from dcp_s3.stage.stager import shared_stager
 from dcp_s3.stage.turns import current_turn, take_turn
 from dcp_s3.torch_private import WriterTransforms
+from dcp_s3.units import one_line
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
 logger = logging.getLogger(__name__)

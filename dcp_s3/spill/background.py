@@ -10,7 +10,7 @@ import threading
 import time
 
 from dcp_s3.errors import CheckpointError, SpillError
-from dcp_s3.forking import reset_in_child
+from dcp_s3.process import reset_in_child
 from dcp_s3.spill.drain import Drainer
 from dcp_s3.spill.store import SpilledSave, SpillStore
 

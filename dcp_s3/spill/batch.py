@@ -13,6 +13,7 @@ from types import TracebackType
 from dcp_s3.checksum import combine_crc64nvme, crc_hex
 from dcp_s3.errors import SpillError, TransferError
 from dcp_s3.events import Listener, Spilled, emit
+from dcp_s3.failures import without_tracebacks
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.limit import Cancelled
 from dcp_s3.memory import Piece
@@ -21,7 +22,6 @@ from dcp_s3.s3.upload import Uploader
 from dcp_s3.spill.journal import SpilledObject, file_name
 from dcp_s3.spill.store import SaveWriter, as_spill_error
 from dcp_s3.store import Batch, StreamedObject
-from dcp_s3.tracebacks import without_tracebacks
 from dcp_s3.units import format_size
 from dcp_s3.url import parse_url
 

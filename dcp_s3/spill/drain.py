@@ -31,6 +31,7 @@ from dcp_s3.checkpoint.commit_state import (
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checksum import crc_hex
 from dcp_s3.events import Committed, Drained, emit
+from dcp_s3.failures import without_tracebacks
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.limit import Limit
 from dcp_s3.memory import Piece
@@ -41,7 +42,6 @@ from dcp_s3.spill.journal import SpilledCommit, SpilledObject, State
 from dcp_s3.spill.local import ReadCache
 from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore, crc_of_file, read_blocks
 from dcp_s3.store import ObjectHead, Store, Upload
-from dcp_s3.tracebacks import without_tracebacks
 from dcp_s3.units import format_seconds, format_size
 from dcp_s3.url import CheckpointURL, parse_url
 

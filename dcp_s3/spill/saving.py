@@ -22,6 +22,7 @@ from dcp_s3.checkpoint.committer import Committer
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import CheckpointExistsError, SpillError, TransferError
 from dcp_s3.events import Listener
+from dcp_s3.failures import without_tracebacks
 from dcp_s3.limit import Limit
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader
@@ -33,7 +34,6 @@ from dcp_s3.spill.journal import MANIFEST, METADATA, Journal, SpilledCommit
 from dcp_s3.spill.store import SpilledSave, SpillStore, open_store
 from dcp_s3.store import Batch, Store
 from dcp_s3.stores.around import StoreAround
-from dcp_s3.tracebacks import without_tracebacks
 
 logger = logging.getLogger(__name__)
 

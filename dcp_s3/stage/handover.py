@@ -23,11 +23,11 @@ from uuid import uuid4
 import torch
 
 from dcp_s3.errors import StagingError
+from dcp_s3.failures import portable, without_tracebacks
 from dcp_s3.stage.buffers import HostBuffer, map_shared
 from dcp_s3.stage.copier import MemoryCopy, StagedTensors, run_copies
 from dcp_s3.stage.pool import BufferPool
 from dcp_s3.stage.turns import StagedDict, Turn, take_turn_at_pipe
-from dcp_s3.tracebacks import portable, without_tracebacks
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from dcp_s3 import torch_private
-from dcp_s3.collector import collector_paused
 from dcp_s3.errors import StagingError
+from dcp_s3.process import collector_paused
 from dcp_s3.stage.regions import TensorSpan, plan_regions
 
 _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from dcp_s3.errors import SettingsError, StagingError
 from dcp_s3.events import Listener, SaveFailed, Staged, emit
+from dcp_s3.failures import without_tracebacks
 from dcp_s3.ranks import world_size
-from dcp_s3.reprs import one_line
 from dcp_s3.settings import Settings, SettingsLike, local_world_size, resolve_settings
 from dcp_s3.stage.buffers import measure_available, resolve_limit
 from dcp_s3.stage.copier import Copier, Versions
@@ -25,8 +25,7 @@ from dcp_s3.stage.handover import FailedStaging, StagedState
 from dcp_s3.stage.pool import GENERATIONS, BufferPool
 from dcp_s3.stage.snapshot import Snapshot
 from dcp_s3.stage.turns import StagedDict, Turn, draw_turn
-from dcp_s3.tracebacks import without_tracebacks
-from dcp_s3.units import format_size
+from dcp_s3.units import format_size, one_line
 from dcp_s3.workers import InTurn
 
 logger = logging.getLogger(__name__)

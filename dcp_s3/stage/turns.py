@@ -23,9 +23,9 @@ from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any
 
 from dcp_s3 import ranks
-from dcp_s3.forking import reset_in_child
+from dcp_s3.failures import without_tracebacks
+from dcp_s3.process import reset_in_child
 from dcp_s3.torch_private import has_checkpoint_process
-from dcp_s3.tracebacks import without_tracebacks
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ API = {
     "Catalog and retention": ("retention", "reporting"),
     "Without a process group": ("offline",),
     "Local shards": ("sharding",),
-    "Settings and counters": ("settings", "monitoring", "checkup", "_version"),
+    "Settings and counters": ("settings", "monitoring", "checkup", "versions"),
 }
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import typer.main
 
 from dcp_s3 import settings
-from dcp_s3.cli import exits
+from dcp_s3.cli import group as exits
 from dcp_s3.cli.main import app
 from dcp_s3.settings import ENV_PREFIX, Settings
 from dcp_s3.units import format_size

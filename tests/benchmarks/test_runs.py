@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from benchmarks import coordinator, decentralized, export, foreign, lost_work, planning, reshard, small_tensors, stall
 from benchmarks import ranks as of_ranks
@@ -18,8 +16,7 @@ from benchmarks.cases import CASES, Target, reason_to_skip
 from benchmarks.llama import llama_bytes
 from benchmarks.loopback import measure_loopback
 from benchmarks.reshard_report import Load, find_misses
-from benchmarks.stall_report import Stall
-from benchmarks.stall_worker import WAYS, Save, Way, change, make_state, measure_stalls
+from benchmarks.stall_worker import WAYS, Save, change, make_state
 from benchmarks.units import MIB
 from benchmarks.worker import run_case
 from tests.memory_s3 import MemoryS3
@@ -179,16 +176,3 @@ def test_a_save_that_is_not_what_the_state_was_is_noticed(target: Target) -> Non
     wrong.wait()
     with pytest.raises(RuntimeError, match=r"was saved with \[3.0\] instead of 4"):
         wrong.check()
-
-
-def test_a_way_that_fails_does_not_stop_the_others(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Failing(BlockingAsyncStager):
-        def stage(self, state_dict):
-            raise OSError("no room")
-
-    monkeypatch.setitem(WAYS, "failing", Way("dcp_s3", Failing))
-    targets = {name: replace(target, prefix=name) for name in ("failing", "dcp_s3-blocking")}
-    measured = list(measure_stalls(targets, MIB, 1))
-    assert [name for name, _ in measured] == ["failing", "dcp_s3-blocking", "dcp_s3-blocking"]
-    assert "OSError: no room" in str(measured[0][1])
-    assert isinstance(measured[1][1], Stall)

@@ -37,19 +37,6 @@ def test_a_store_that_ignores_conditions(faulty: FaultyServer, monkeypatch: pyte
     assert "one job only" in report["If-None-Match"].remedy
 
 
-def test_a_store_that_does_not_implement_conditions(faulty: FaultyServer) -> None:
-    faulty.rule = lambda request: (
-        Fault.error(501, "NotImplemented")
-        if request.method in ("PUT", "DELETE") and {"if-match", "if-none-match"} & set(request.headers)
-        else None
-    )
-    report = doctor(URL)
-    assert report.ok
-    for name in ("If-None-Match", "If-Match", "conditional delete"):
-        assert "not implemented (501)" in report[name].found
-    assert report["commit"].status == "ok"
-
-
 def test_a_store_that_ignores_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
     server = FaultyServer()
     server.s3 = MemoryS3(verify_checksums=False)

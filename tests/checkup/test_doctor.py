@@ -12,7 +12,6 @@ import pytest
 from dcp_s3 import errors
 from dcp_s3.checkup import probes
 from dcp_s3.checkup.doctor import CHECKS, doctor
-from dcp_s3.s3.client import close_clients
 from dcp_s3.s3.diagnosis import permission_of
 from tests.checkup.examining import DENIED, URL, deny, statuses
 from tests.faulty import BUCKET, FaultyServer, serve
@@ -171,15 +170,6 @@ def test_credentials_that_s3_does_not_accept(faulty: FaultyServer) -> None:
     assert [each.name for each in report.failed] == ["credentials"]
     assert "InvalidAccessKeyId" in report["credentials"].found
     assert "check the credentials" in report["credentials"].remedy
-
-
-def test_no_credentials(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    close_clients()
-    report = doctor(URL)
-    assert [each.name for each in report.failed] == ["credentials"]
-    assert report["endpoint"].status == report["bucket"].status == "skipped"
 
 
 def test_a_setting_that_is_not_valid(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from dcp_s3.checkup.probes import Examination
 from dcp_s3.s3.client import close_clients
 from dcp_s3.settings import Settings
 from dcp_s3.url import parse_url
-from tests.servers.process import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -58,16 +57,6 @@ def tls(context: ssl.SSLContext) -> Iterator[int]:
     thread.join(30)
 
 
-def test_a_port_that_nobody_listens_on() -> None:
-    port = free_port()
-    exam = examine(f"http://127.0.0.1:{port}")
-    found = check_endpoint(exam)
-    assert found.status == "failed"
-    assert f"127.0.0.1:{port}" in found.found
-    assert "DCP_S3_ENDPOINT_URL" in found.remedy
-    assert exam.dead
-
-
 def test_a_name_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
@@ -89,23 +78,6 @@ def test_a_certificate_that_is_not_trusted() -> None:
         found = check_endpoint(examine(f"https://127.0.0.1:{port}"))
     assert found.status == "failed"
     assert "AWS_CA_BUNDLE" in found.remedy
-
-
-def test_tls_to_a_port_that_speaks_none() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def answer() -> None:
-            connection, _ = listener.accept()
-            connection.recv(1)
-            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            connection.close()
-
-        thread = threading.Thread(target=answer, daemon=True)
-        thread.start()
-        found = check_endpoint(examine(f"https://127.0.0.1:{listener.getsockname()[1]}"))
-        thread.join(30)
-    assert found.status == "failed"
-    assert "DCP_S3_ENDPOINT_URL" in found.remedy
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dcp_s3 import torch_version
+from dcp_s3 import versions
 from dcp_s3.checkup import host
 from dcp_s3.checkup.doctor import doctor
 from dcp_s3.checkup.host import filesystem_of
@@ -70,13 +70,6 @@ def test_a_spill_disk_in_memory_is_a_warning(tmp_path: Path, monkeypatch: pytest
     assert "DCP_S3_SPILL_DIR" in found.remedy
 
 
-def test_a_spill_disk_on_the_network_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mounts = tmp_path / "mounts"
-    mounts.write_text("server:/home / nfs4 rw 0 0\n")
-    monkeypatch.setattr(host, "_MOUNTS", mounts)
-    assert "nfs4 is not a local disk" in spill(tmp_path / "spill").found
-
-
 def test_a_spill_disk_that_cannot_be_written_fails_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     found = doctor("s3://bucket/run", {"spill_dir": str(tmp_path / "file" / "spill")})["spill disk"]
@@ -96,41 +89,19 @@ def test_a_disk_that_does_not_flush_fails(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_spill_disk_that_is_said(tmp_path: Path) -> None:
-    assert host.check_spill(examination()).status == "skipped"
-
-
 def test_misspelled_settings_are_named_with_the_closest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DCP_S3_PARTSIZE", "64MiB")
     monkeypatch.setenv("DCP_S3_QQQQQQQQ", "1")
     found = host.check_settings(examination())
     assert found.status == "warning"
     assert "DCP_S3_PARTSIZE: did you mean DCP_S3_PART_SIZE?" in found.remedy
-    assert "unset DCP_S3_QQQQQQQQ" in found.remedy
-
-
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [("DCP_S3_PART_SIZE", "1MiB"), ("DCP_S3_RETENTION", "latest:"), ("AWS_PROFILE", "nobody")],
-)
-def test_settings_that_are_not_valid_fail(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
-    monkeypatch.setenv(variable, value)
-    found = doctor("s3://bucket/run")["settings"]
-    assert found.status == "failed"
-    assert (value.rstrip(":") in found.found) or (variable in found.found)
-    assert found.remedy
-
-
-def test_versions_are_named() -> None:
-    found = host.check_versions(examination())
-    assert found.status == "ok"
-    assert all(f"{name} " in found.found for name in ("dcp_s3", "torch", "awscrt", "boto3"))
+    assert "DCP_S3_QQQQQQQQ: unset it" in found.remedy
 
 
 def test_a_torch_newer_than_all_that_was_run_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "TESTED", ("2.9", "2.10"))
-    assert not torch_version.is_newer_than_tested(f"{torch_version.TESTED[-1]}.7+cu130")
-    assert torch_version.is_newer_than_tested("99.0.0")
+    assert not versions.is_newer_than_tested(f"{versions.TESTED[-1]}.7+cu130")
+    assert versions.is_newer_than_tested("99.0.0")
     monkeypatch.setattr(host, "is_newer_than_tested", lambda _: True)
     found = host.check_versions(Examination(parse_url("s3://bucket/run"), True, None))
     assert found.status == "warning"

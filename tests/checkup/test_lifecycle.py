@@ -50,9 +50,3 @@ def test_rules_that_harm_checkpoints(found: dict[str, Any]) -> None:
 )
 def test_rules_that_do_not(found: dict[str, Any]) -> None:
     assert find_harm(found, PREFIX) == ""
-
-
-def test_what_it_does_is_said() -> None:
-    assert find_harm(rule(**EXPIRE), PREFIX) == "rule 'r' deletes objects after 30 days"
-    moved = find_harm(rule(Transitions=[{"Days": 1, "StorageClass": "GLACIER"}]), "")
-    assert moved == "rule 'r' moves objects to GLACIER, to be restored before they can be read"

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
-from typing import Any
-
-import pytest
-from typer.testing import CliRunner
 
 from dcp_s3.checkup.doctor import CHECKS, WORDS
-from dcp_s3.cli.main import app
-from dcp_s3.s3.client import close_clients
 from tests.checkup.test_servers import FOUND, HONOURED, IGNORED, NOT_COMPARED, REFUSED
-from tests.faulty import BUCKET, serve
 
 PAGE = (Path(__file__).parents[2] / "docs" / "stores.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -22,18 +14,6 @@ ROWS = {"moto 5.2": "moto", "`rclone serve s3` 1.75": "rclone", "Ceph RGW 16.2":
         "Ceph RGW 16.2, bucket with versions": "rgw with versions", "Ceph RGW 16.2 behind nginx 1.22, TLS": "rgw",
 }  # fmt: skip
 WORDING = {HONOURED: "honoured", IGNORED: "ignored", REFUSED: "refused always", NOT_COMPARED: "not compared"}
-
-
-def test_every_command_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert BUCKET == "bucket"
-    assert {language for language, _ in BLOCKS} == {"sh", "text"}
-    lines = [line for language, block in BLOCKS if language == "sh" for line in block.splitlines()]
-    assert lines
-    with serve(monkeypatch):
-        for line in lines:
-            result: Any = CliRunner().invoke(app, shlex.split(line)[1:])
-            assert result.exit_code == 0, result.output
-    close_clients()
 
 
 def test_the_table_is_what_the_tests_find_on_real_servers() -> None:

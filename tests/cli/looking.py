@@ -12,8 +12,8 @@ from dcp_s3 import S3StorageWriter
 from dcp_s3.cli.main import app
 
 
-def run(*arguments: object, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+def run(*arguments: object, status: int = 0, input: str | None = None) -> Any:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=input)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == status, result.output

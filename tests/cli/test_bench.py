@@ -12,17 +12,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from dcp_s3 import bench
-from dcp_s3.cli.main import app
 from dcp_s3.s3.store import S3Store
-from dcp_s3.setting_values import MIN_PART_SIZE
-from dcp_s3.settings import Settings
+from dcp_s3.settings import MIN_PART_SIZE, Settings
+from tests.cli import looking
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.interpreter import Interpreter, Program
 from tests.memory_s3 import Fault
@@ -45,12 +43,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
         yield server
 
 
-def run(*arguments: object, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, ["bench", *map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result
+run = partial(looking.run, "bench")
 
 
 def assert_as_before(server: FaultyServer) -> None:
@@ -86,13 +79,6 @@ def test_two_ranks_and_json(faulty: FaultyServer) -> None:
     assert_as_before(faulty)
 
 
-def test_no_more_than_a_quarter_of_the_free_memory(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "measure_available", lambda: 4 * 2**20)
-    result = run(URL, "--rounds", "1", "--json")
-    assert "1.0 MiB per rank instead of 4.0 GiB: a quarter of the free memory" in result.stderr
-    assert json.loads(result.stdout)["bytes_per_rank"] == 2**20
-
-
 def test_the_disk_is_left_aside(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DCP_S3_SPILL_DIR", str(tmp_path / "spill"))
     monkeypatch.setenv("DCP_S3_DURABILITY", "local")
@@ -101,25 +87,9 @@ def test_the_disk_is_left_aside(faulty: FaultyServer, monkeypatch: pytest.Monkey
     assert_as_before(faulty)
 
 
-def test_a_bucket_that_is_not_there_is_a_message(faulty: FaultyServer) -> None:
-    result = run(f"s3://{BUCKET}-not/run", "--size", "1MiB", status=1)
-    assert result.stdout == ""
-    assert result.stderr.startswith("dcp-s3: ")
-    assert f"{BUCKET}-not" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-
-
 @pytest.mark.parametrize("arguments", [("file:///tmp",), ("s3://b//c",), (URL, "--size", "much"), (URL, "--size", "0")])
 def test_wrong_usage_is_status_2(arguments: tuple[str, ...]) -> None:
     run(*arguments, status=2)
-
-
-def test_without_permission_to_write_nothing_is_left(faulty: FaultyServer) -> None:
-    faulty.rule = lambda request: _DENIED if request.operation == "PutObject" else None
-    result = run(URL, status=1)
-    assert "PutObject" in result.stderr
-    assert "not removed" not in result.stderr
-    assert_as_before(faulty)
 
 
 def test_without_permission_to_delete_nothing_large_is_written_and_the_prefix_is_named(faulty: FaultyServer) -> None:

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from dcp_s3.checkup.doctor import CHECKS
-from dcp_s3.cli.main import app
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
+from tests.cli import looking
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.interpreter import Interpreter
 from tests.memory_s3 import Fault
-from tests.servers.process import free_port
 
 URL = f"s3://{BUCKET}/run"
 _DENIED = Fault.error(403, "AccessDenied")
@@ -42,12 +39,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
         assert not server.s3.open_uploads(BUCKET)
 
 
-def run(*arguments: str, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, ["doctor", *arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result
+run = partial(looking.run, "doctor")
 
 
 def test_a_line_for_each_check_and_a_summary(faulty: FaultyServer) -> None:
@@ -82,18 +74,6 @@ def test_json_is_strict_and_whole(faulty: FaultyServer) -> None:
     assert set(found["checks"][0]) == {"name", "status", "found", "remedy", "seconds"}
 
 
-def test_json_of_a_dead_endpoint_is_status_1(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DCP_S3_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
-    found = json.loads(run(URL, "--json", status=1).stdout)
-    assert [each["name"] for each in found["checks"] if each["status"] == "failed"] == ["endpoint"]
-
-
-def test_read_only_writes_nothing_and_says_so(faulty: FaultyServer) -> None:
-    output = run(URL, "--read-only").stdout
-    assert "whether saves work was not tried (read-only)" in output
-    assert "PutObject" not in faulty.s3.counters.requests
-
-
 @pytest.mark.parametrize("url", ["file:///tmp", "s3://b//c", "s3:bucket"])
 def test_wrong_usage_is_status_2(url: str) -> None:
     run(url, status=2)
@@ -108,29 +88,6 @@ def test_no_secret_is_shown(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatc
         output = run(*arguments).output
         assert "AKIA...MPLE" in output
         assert not any(each in output for each in (secret, token, "AKIAIOSFODNN7EXAMPLE"))
-
-
-def test_on_a_terminal_there_are_ticks(faulty: FaultyServer) -> None:
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
-    with subprocess.Popen(
-        [*_COMMAND, "--read-only"], stdout=theirs, stderr=theirs, stdin=theirs, env=environment
-    ) as process:
-        os.close(theirs)
-        output = b""
-        while True:
-            try:
-                block = os.read(ours, 65536)
-            except OSError:  # Linux says so at the end
-                break
-            if not block:
-                break
-            output += block
-    os.close(ours)
-    assert process.returncode == 0
-    text = re.sub(r"\x1b\[[0-9;?]*\w", "", output.decode())
-    assert re.search(r"^✓ +settings", text, re.MULTILINE)
-    assert re.search(r"^- +identity", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -7,17 +7,17 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from typer.testing import CliRunner
 
 from dcp_s3 import S3StorageWriter
-from dcp_s3.cli.main import app
 from dcp_s3.spill.background import stop_draining
 from dcp_s3.spill.store import SpillStore
+from tests.cli import looking
 from tests.faulty import BUCKET, FaultyServer
 from tests.interpreter import Interpreter, Program
 from tests.spill.making import allow_all, assert_complete, make_state, refuse_all
@@ -42,12 +42,7 @@ def directory(faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return path
 
 
-def run(*arguments: object, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, ["drain", *map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result
+run = partial(looking.run, "drain")
 
 
 @pytest.fixture(autouse=True)
@@ -65,13 +60,6 @@ def test_drain_commits_what_lies_there(directory: Path) -> None:
     assert "1 committed, 0 given up, 0 waiting, 0 set aside" in result.stderr
     assert_complete(URL, make_state(1))
     assert "0 committed" in run(directory).stderr  # nothing is left, and that is no failure
-
-
-def test_the_directory_may_come_from_the_environment(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(status=2)
-    monkeypatch.setenv("DCP_S3_SPILL_DIR", str(directory))
-    run()
-    assert_complete(URL, make_state(1))
 
 
 def test_drain_fails_while_s3_refuses_and_says_what_waits(directory: Path, faulty: FaultyServer) -> None:
@@ -124,10 +112,6 @@ def test_a_directory_that_another_process_drains_is_left_to_it(directory: Path) 
     with store.drainer():
         assert "another process drains" in run(directory, status=1).stderr
     assert len(store.scan()) == 2
-
-
-def test_a_directory_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
-    assert "there is no directory" in run(tmp_path / "nothing", status=2).output.replace("\n", " ")
 
 
 def test_watch_waits_for_s3_and_ends_with_sigterm(

@@ -15,8 +15,9 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import dcp_s3
-from dcp_s3.cli import exits
+from dcp_s3.cli import group as exits
 from dcp_s3.cli.main import app
+from tests.cli.looking import run
 from tests.memory_s3 import Fault
 from tests.retention.making import delete, get, keys, put, save, save_locally
 from tests.servers import S3Server
@@ -53,14 +54,6 @@ def _somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "1")
     save_locally(tmp_path / "local")
-
-
-def run(*arguments: object, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result
 
 
 def _fails(arguments: list[str], status: int) -> str:
@@ -176,15 +169,6 @@ def test_a_best_without_a_metric_says_so() -> None:
         with pytest.raises(dcp_s3.errors.SettingsError, match="metric is missing"):
             dcp_s3.parse_policy(word)
     assert str(dcp_s3.parse_policy("best:2:a:b:min")) == "best:2:a:b:min"
-
-
-def test_a_download_does_not_go_into_a_directory_called_s3(root: str, tmp_path: Path) -> None:
-    url = save(f"{root}/step-1")
-    before = sorted(tmp_path.iterdir())
-    assert "local directory" in run("download", url, f"{root}/copy", status=exits.USAGE).stderr
-    assert "local directory" in run("upload", url, f"{root}/copy", status=exits.USAGE).stderr
-    assert sorted(tmp_path.iterdir()) == before
-    run("show", url.replace("s3://", "s3:/"))
 
 
 # --- rm --dry-run, pins, numbers -------------------------------------------------------------------------

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import dcp_s3
-from dcp_s3.cli.main import app
+from tests.cli.looking import run
 from tests.end_to_end.states import assert_same
 from tests.offline.weights import read, save
 
 pytestmark = pytest.mark.servers("memory")
 
 STATE = {"model": {"a": torch.arange(4.0), "b": torch.arange(5.0)}, "optim": {"a": torch.zeros(2)}, "step": 7}
-
-
-def run(*arguments: object, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result
 
 
 def test_export_and_import(root: str, tmp_path: Path) -> None:

@@ -9,23 +9,14 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.cli import tables
-from dcp_s3.cli.main import app
+from tests.cli.looking import run
 from tests.faulty import BUCKET, serve
 from tests.retention.making import delete, keys, put, save
 
 pytestmark = pytest.mark.servers("memory")
-
-
-def run(*arguments: object, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result
 
 
 # --- ls --------------------------------------------------------------------------------------------------

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from dcp_s3.cli import exits
-from dcp_s3.cli.main import app
+from dcp_s3.cli import group as exits
 from dcp_s3.s3 import diagnosis
+from tests.cli.looking import run
 from tests.faulty import BUCKET, FaultyServer
 from tests.interpreter import Interpreter
 from tests.memory_s3 import Fault
@@ -34,14 +33,6 @@ def _nothing_told() -> Iterator[None]:
     diagnosis._told.clear()
     yield
     diagnosis._told.clear()
-
-
-def run(*arguments: object, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result
 
 
 def rows(*arguments: str) -> dict[str, dict[str, Any]]:
@@ -121,12 +112,6 @@ def test_verbose_logs_to_stderr(faulty: FaultyServer) -> None:
     assert run("ls", ROOT, "--json").stderr == ""
 
 
-def test_h_is_help_everywhere() -> None:
-    assert run("-h").stdout == run("--help").stdout
-    assert run("ls", "-h").stdout == run("ls", "--help").stdout
-    assert "--endpoint-url" in run("ls", "-h").stdout
-
-
 def test_completion(interpreter: Interpreter) -> None:
     words = {"_DCP_S3_COMPLETE": "complete_bash", "COMP_WORDS": "dcp-s3 ver", "COMP_CWORD": "1"}
     program = "import sys; sys.argv = ['dcp-s3']; from dcp_s3.cli.main import app; app()"
@@ -162,12 +147,6 @@ def test_what_s3_answers_is_said_once_while_it_recovers(faulty: FaultyServer) ->
     lines = run("ls", ROOT, status=3).stderr.splitlines()
     assert lines[0].startswith(f"S3 answers 503 SlowDown (bucket '{BUCKET}'): attempt 2 of 8, waiting ")
     assert len([line for line in lines if "SlowDown" in line]) == 1
-
-
-def test_retries_of_whole_files_are_told_too(faulty: FaultyServer, tmp_path: Path) -> None:
-    url = save(f"{ROOT}/step-1")
-    faulty.once("GetObject", Fault.error(500, "InternalError"), key=".distcp")
-    assert "S3 answers 500 InternalError" in run("download", url, tmp_path / "copy").stderr
 
 
 # --- pipes and Ctrl-C --------------------------------------------------------------------------------------

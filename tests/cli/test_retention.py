@@ -12,11 +12,10 @@ from typing import Any
 
 import boto3
 import pytest
-from typer.testing import CliRunner
 
 import dcp_s3
 from dcp_s3.cli import app as shared
-from dcp_s3.cli.main import app
+from tests.cli.looking import run
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.interpreter import Interpreter
 from tests.memory_s3 import Fault, MemoryS3
@@ -66,14 +65,6 @@ def s3(faulty: FaultyServer) -> Iterator[Any]:
 @pytest.fixture
 def someone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "someone_is_there", lambda: True)
-
-
-def run(*arguments: object, status: int = 0, input: str | None = None) -> Any:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=input)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result
 
 
 def steps() -> list[int | None]:
@@ -152,7 +143,7 @@ def test_leftovers_are_shown_and_collected(run_of_four: str, s3: Any, clock: Clo
     clock.ahead = 120
     result = run("prune", ROOT, "--grace", "1m", "--force", "--yes")
     assert "step-2 " in result.stdout
-    assert f"deleted 1 leftover objects of {ROOT}/step-3" in result.stdout
+    assert f"deleted 1 leftover object of {ROOT}/step-3" in result.stdout
     assert keys(s3, f"{ROOT}/step-2") == {}
     assert steps() == [1, 3, 4]
 
@@ -256,20 +247,3 @@ def test_annotate_adds_metrics(run_of_four: str) -> None:
     assert info.metrics["good"] is True
     for bad in ("val_loss", "=1", "val_loss=inf"):
         run("annotate", f"{ROOT}/step-1", bad, status=2)
-
-
-@pytest.mark.parametrize("command", [["pin"], ["annotate", "loss=1"], ["rm", "--yes"]])
-def test_nothing_there_is_status_3_and_no_url_is_2(faulty: FaultyServer, command: list[str]) -> None:
-    name, *rest = command
-    assert "step-9" in run(name, f"{ROOT}/step-9", *rest, status=3).stderr
-    run(name, "step-9", *rest, status=2)
-
-
-def test_ls_shows_leases_and_saves_in_progress(run_of_four: str, s3: Any, clock: Clock) -> None:
-    put(s3, f"{ROOT}/step-1", ".dcp_s3/lease-0123456789abcdef.600")
-    delete(s3, f"{ROOT}/step-2", ".metadata")
-    found = rows(run("ls", ROOT, "--all").stdout)
-    assert found["step-1"][:2] == ["committed", "(leased)"]
-    assert found["step-2"][0] == "in_progress"
-    clock.ahead = 2 * 86400
-    assert rows(run("ls", ROOT, "--all").stdout)["step-2"][0] == "leftover"

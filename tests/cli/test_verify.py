@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from dcp_s3.cli.main import app
+from tests.cli import looking
 from tests.memory_s3 import Fault
 from tests.retention.making import delete, get, keys, put, save
 
 pytestmark = pytest.mark.servers("memory")
 
 
-def run(*arguments: object, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, ["verify", *map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result
+run = partial(looking.run, "verify")
 
 
 def damage(s3: Any, url: str) -> str:
@@ -57,28 +52,6 @@ def test_damage_is_status_4_and_named(root: str, s3: Any) -> None:
     assert (report["ok"], report["url"], report["mode"]) == (False, url, "full")
     assert [(found["path"], found["fqn"]) for found in report["problems"]] == [(path, "weight")]
     assert json.loads(run(url, "--json").stdout)["ok"] is True
-
-
-def test_what_can_not_be_told_has_the_status_of_its_reason(
-    root: str, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for arguments, status in (
-        ((f"{root}/none",), 3),
-        ((f"s3://{bucket}-not/run",), 1),
-        ((f"s3://{bucket}-not/run", "--root"), 1),
-        (("local",), 2),
-    ):
-        for more in ((), ("--json",), ("--full",)):
-            result = run(*arguments, *more, status=status)
-            if "--json" in more:
-                assert json.loads(result.stdout)["status"] == status
-            else:
-                assert result.stdout == ""
-            assert result.stderr.startswith("dcp-s3: ")
-            assert len(result.stderr.splitlines()) == 1
-    monkeypatch.setenv("DCP_S3_PART_SIZE", "much")
-    assert "DCP_S3_PART_SIZE" in run(root, status=2).stderr
-    run(status=2)
 
 
 def test_every_checkpoint_under_a_root(root: str, s3: Any) -> None:

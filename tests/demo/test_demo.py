@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dcp_s3.demo.surroundings import BucketView, DemoError, TrainingProcesses
+from dcp_s3.demo.run import Demo, DemoError, look
+from dcp_s3.rank_processes import RankProcesses
 from tests.servers import S3Server
 
 
@@ -52,23 +52,14 @@ def test_a_url_that_is_none_ends_the_demo_with_a_message_and_status_1() -> None:
     assert "Traceback" not in output
 
 
-@pytest.mark.soak
-def test_a_worker_that_fails_is_reported_with_its_log(tmp_path: Path) -> None:
-    failing = TrainingProcesses(1, ["--no-such-option"], logs=tmp_path / "logs")
+def test_a_worker_that_fails_is_reported_with_its_log_and_leaving_kills_the_others(tmp_path: Path) -> None:
+    demo = Demo(tmp_path, limit=60.0)
+    failing = RankProcesses("dcp_s3.demo.train", ["--no-such-option"], 1, tmp_path / "logs")
     with failing as workers, pytest.raises(DemoError, match=r"(?s)rank 0 .* status 2.*--url"):
-        _wait(workers)
-
-
-def _wait(workers: TrainingProcesses) -> None:
-    while workers.running():
-        time.sleep(0.05)
-
-
-def test_leaving_the_workers_kills_them(tmp_path: Path) -> None:
-    with TrainingProcesses(2, ["--url", "s3://bucket/run"], logs=tmp_path / "logs") as workers:
-        assert workers.running()
-    with pytest.raises(DemoError, match="status -9"):
-        workers.running()
+        list(demo.watch(workers, interval=0.05))
+    with RankProcesses("dcp_s3.demo.train", ["--url", "s3://bucket/run"], 2, tmp_path / "more") as workers:
+        assert workers.statuses() == [None, None]
+    assert workers.statuses() == [-9, -9]
 
 
 @pytest.mark.servers("memory")
@@ -83,7 +74,7 @@ def test_storage_tells_committed_interrupted_and_open_uploads_apart(
     for key in ("step-00000008/__0_0-ab.distcp", "step-00000008/.metadata", "step-00000016/__0_0-cd.distcp"):
         put(key)
     upload = s3.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/step-00000024/__0_0-ef.distcp")
-    found = BucketView(root).look()
+    found = look(root)
     s3.abort_multipart_upload(**{name: upload[name] for name in ("Bucket", "Key", "UploadId")})
 
     assert [(d.name, d.committed, d.objects, d.size, len(d.uploads)) for d in found] == [

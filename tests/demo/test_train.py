@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from dcp_s3.demo.model import ModelConfig, Transformer, batch, standard_library_text
-from dcp_s3.demo.train import BATCH
+from dcp_s3.demo.train import BATCH, ModelConfig, Transformer, batch, state_digest
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -23,12 +24,6 @@ def test_targets_are_the_inputs_one_byte_later_and_steps_differ() -> None:
     assert not torch.equal(inputs, batch(text, step=6, sequences=BATCH, length=8)[0])
 
 
-def test_there_is_text_in_the_standard_library() -> None:
-    text = standard_library_text()
-    assert text.dtype == torch.uint8
-    assert len(text) > 1_000_000
-
-
 def test_the_model_does_not_look_ahead() -> None:
     torch.manual_seed(0)
     model = Transformer(ModelConfig(width=32, layers=2, heads=2, hidden=48, context=16))
@@ -38,3 +33,47 @@ def test_the_model_does_not_look_ahead() -> None:
     before, after = model(tokens), model(changed)
     assert torch.equal(before[:, :10], after[:, :10])
     assert not torch.equal(before[:, 10:], after[:, 10:])
+
+
+def _state() -> dict[str, Any]:
+    return {
+        "model": {"weight": torch.arange(6.0).reshape(2, 3), "scale": torch.tensor(1.0)},
+        "groups": [{"lr": 1e-3, "betas": (0.9, 0.95)}],
+        "step": 7,
+    }
+
+
+def test_the_order_of_names_and_the_layout_in_memory_do_not_matter() -> None:
+    state = _state()
+    other = {name: state[name] for name in reversed(state)}
+    other["model"] = {"scale": state["model"]["scale"], "weight": state["model"]["weight"].t().contiguous().t()}
+    other["groups"] = [{"lr": 1e-3, "betas": [0.9, 0.95]}]  # a tuple may come back as a list
+    assert state_digest(other) == state_digest(state)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.arange(6.0).reshape(3, 2),
+        torch.arange(6.0, dtype=torch.float64).reshape(2, 3),
+        torch.arange(6).reshape(2, 3),
+        torch.tensor([[-0.0, 1, 2], [3, 4, 5]]),
+        torch.tensor([[0.0, 1, 2], [3, 4, 5.0000005]]),
+    ],
+    ids=["shape", "precision", "dtype", "sign of zero", "last bit"],
+)
+def test_every_bit_of_a_tensor_matters(weight: torch.Tensor) -> None:
+    state = _state()
+    before = state_digest(state)
+    state["model"]["weight"] = weight
+    assert state_digest(state) != before
+
+
+def test_nans_equal_themselves_and_empty_tensors_count() -> None:
+    state = {
+        "nan": torch.tensor([float("nan")]),
+        "none": torch.empty(0, 3),
+        "bf16": torch.ones(3, dtype=torch.bfloat16),
+    }
+    assert state_digest(state) == state_digest({name: value.clone() for name, value in state.items()})
+    assert state_digest(state) != state_digest(state | {"none": torch.empty(3, 0)})

@@ -18,7 +18,7 @@ from tests.memory_s3 import MemoryS3
 _ROOT = Path(__file__).resolve().parents[2]
 _BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", (_ROOT / "docs" / "inspect.md").read_text(), re.MULTILINE | re.DOTALL)
 # What depends on the clock, and on the versions that frame an item.
-_VARIES = re.compile(r"\b(\S+ )?\S+ old\b|[0-9.]+ [KMG]?i?B\b")
+_VARIES = re.compile(r"^(created|written by)\s.*|[0-9.]+ [KMG]?i?B\b")
 
 
 def _words(output: str) -> list[list[str]]:

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with
 
 import dcp_s3
 from dcp_s3 import CheckpointManager
-from dcp_s3.demo.model import state_digest
+from dcp_s3.demo.train import state_digest
 from dcp_s3.integrations.accelerate import load_state, save_state, training_state
 from examples import accelerate as example
 from tests.frameworks.accelerate_ranks import files_in, pretend_devices

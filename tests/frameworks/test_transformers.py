@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from dcp_s3 import KeepLatest, export, list_checkpoints, read_tensor, remove
 from dcp_s3.checkpoint.info import CheckpointInfo
-from dcp_s3.demo.model import state_digest
+from dcp_s3.demo.train import state_digest
 from dcp_s3.errors import CheckpointError, CheckpointNotFoundError
 from dcp_s3.integrations.transformers import PRIVATE, S3Trainer, _KeepBestModel
 from tests.faulty import BUCKET, FaultyServer

@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 
-from dcp_s3.demo.model import state_digest
+from dcp_s3.demo.train import state_digest
 from dcp_s3.errors import CheckpointError
 from dcp_s3.integrations.accelerate import model_part, optimizer_part
 from dcp_s3.integrations.transformers import S3Trainer

@@ -11,8 +11,7 @@ import torch
 from dcp_s3 import CheckpointManager, errors
 from dcp_s3.format.layout import step_by_patterns, step_of
 from dcp_s3.manager.arguments import DEFAULT_FORMAT, check_settings, step_name
-from dcp_s3.setting_values import compile_step_pattern
-from dcp_s3.settings import Settings
+from dcp_s3.settings import Settings, compile_step_pattern
 
 ROOT = "s3://bucket/run"
 

@@ -20,7 +20,7 @@ from dcp_s3.offline.copy import copy
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.client import close_clients
 from dcp_s3.s3.store import S3Store
-from dcp_s3.setting_values import MIN_PART_SIZE
+from dcp_s3.settings import MIN_PART_SIZE
 from tests.faulty import BUCKET, FaultyServer
 from tests.killing import AtRequest, begin, kill_all, new_process, running, wait_until_quiet
 from tests.memory_s3 import Fault

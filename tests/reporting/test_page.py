@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 import re
 from html.parser import HTMLParser
@@ -151,16 +150,6 @@ def test_every_state_is_shown_with_a_marker_of_its_own() -> None:
     assert all(f"{sign} {state}" in text for state, (_, _, sign) in STATES.items())
 
 
-def test_two_thousand_checkpoints_make_a_page_of_a_few_megabytes() -> None:
-    page = render(data_of(hourly(2000), POLICY))
-    assert len(page) < 5_000_000
-    assert Parsed(page).count("tr") == 2001
-
-
-def test_a_page_of_a_few_hundred_is_small() -> None:
-    assert len(render(data_of(hourly(200), POLICY))) < 1_600_000
-
-
 # --- in a browser --------------------------------------------------------------------------------
 
 
@@ -217,68 +206,3 @@ def test_every_chart_is_drawn_without_a_complaint(tmp_path: Path) -> None:
         assert drawn == len(charts_of(paths[case].read_text())), case
         assert hacked is None, case
         assert requests == [f"file://{paths[case]}"], case  # no network, nothing else
-
-
-@in_a_browser
-def test_nothing_is_wider_than_the_window(tmp_path: Path) -> None:
-    path = write(eventful(), tmp_path)
-
-    async def look(page: Page) -> list[Any]:
-        widths = []
-        for width in (400, 1400):
-            await page.show(path, width=width)
-            widths.append(await page.evaluate("document.documentElement.scrollWidth"))
-        return widths
-
-    assert visit(look) == [400, 1400]
-
-
-@in_a_browser
-def test_hovering_shows_names_as_text(tmp_path: Path) -> None:
-    path = write(hostile(), tmp_path)
-    # Where the dots of the first chart lie on the screen.
-    places = """JSON.stringify((() => {
-        const view = [...Bokeh.index.roots].find(each => each.model.type === "Figure");
-        const source = view.model.renderers[1].data_source;
-        const frame = view.frame, box = view.canvas_view.el.getBoundingClientRect();
-        return Array.from(source.data.step).map((step, i) => ({
-            x: box.x + frame.x_scale.compute(step), y: box.y + frame.y_scale.compute(source.data.size[i]),
-        }));
-    })())"""
-    shown = """(() => {
-        const found = [];
-        const walk = node => {
-            if (node.nodeType === 3) found.push(node.data);
-            for (const child of node.childNodes) walk(child);
-            if (node.shadowRoot) walk(node.shadowRoot);
-        };
-        document.querySelectorAll("[data-root-id]").forEach(walk);
-        document.querySelectorAll(".bk-Tooltip").forEach(walk);
-        return found.join(" ");
-    })()"""
-
-    async def look(page: Page) -> tuple[str, Any, list[str]]:
-        await page.show(path, width=1400)
-        last = json.loads(await page.evaluate(places))[-1]
-        await page.point(last["x"] - 3, last["y"])
-        await page.point(last["x"], last["y"])
-        await page.until(f"{shown}.includes('step-501')")
-        return await page.evaluate(shown), await page.evaluate("window.hacked"), page.complaints
-
-    text, hacked, complaints = visit(look)
-    assert "<script>window.hacked=1</script>" in text
-    assert hacked is None
-    assert complaints == []
-
-
-@in_a_browser
-def test_without_javascript_the_table_is_there(tmp_path: Path) -> None:
-    path = write(eventful(), tmp_path)
-
-    async def look(page: Page) -> tuple[str, bytes]:
-        await page.show(path, width=1400, scripts=False)
-        return await page.document_text(), await page.screenshot(height=800)
-
-    text, picture = visit(look)
-    assert "step-4000" in text
-    assert picture.startswith(b"\x89PNG")

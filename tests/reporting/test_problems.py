@@ -3,7 +3,6 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from dcp_s3 import KeepLatest
 from dcp_s3.checkpoint.info import LeftoverObject
 from dcp_s3.reporting.report import Problem
 from dcp_s3.retention.plan import OpenUpload
@@ -50,12 +49,6 @@ def test_every_kind_of_leftover_names_its_command() -> None:
     assert "step-60" in found["unfinished deletion"].text
 
 
-def test_a_save_in_progress_is_no_problem() -> None:
-    upload = OpenUpload("run/step-9999/__0_0-abcdef012345.distcp", "1", NOW - 10, "step-9999")
-    young = saved(9999, 0.1, state="incomplete")
-    assert problems(*hourly(30), young, uploads=(upload,)) == {}
-
-
 def test_what_cannot_be_loaded_from_s3_is_bad() -> None:
     infos = hourly(30)
     infos[3] = saved(400, 27, damage="its object x is not there")
@@ -71,7 +64,3 @@ def test_a_remedy_can_be_pasted_into_a_shell_whatever_the_name_is() -> None:
     infos = [*hourly(5), saved(9, 1, name=name, damage="gone")]
     remedy = problems(*infos)["damaged"].remedy
     assert shlex.split(remedy) == ["dcp-s3", "verify", f"{ROOT}/{name}"]
-
-
-def test_the_policy_does_not_make_problems() -> None:
-    assert data_of(hourly(30), KeepLatest(2)).problems == ()

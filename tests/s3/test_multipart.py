@@ -15,8 +15,7 @@ from dcp_s3.s3 import multipart
 from dcp_s3.s3.multipart import KnownPart
 from dcp_s3.s3.operations import checksum_arguments
 from dcp_s3.s3.store import S3Store
-from dcp_s3.setting_values import MIN_PART_SIZE
-from dcp_s3.settings import Settings
+from dcp_s3.settings import MIN_PART_SIZE, Settings
 from dcp_s3.store import Upload
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault

@@ -20,8 +20,7 @@ from dcp_s3.s3 import operations
 from dcp_s3.s3.parts import MAX_PARTS, choose_part_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader
-from dcp_s3.setting_values import MAX_PART_SIZE, MIN_PART_SIZE
-from dcp_s3.settings import Settings
+from dcp_s3.settings import MAX_PART_SIZE, MIN_PART_SIZE, Settings
 from tests.faulty import FaultyServer
 from tests.memory_s3 import Fault
 

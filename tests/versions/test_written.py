@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
-from dcp_s3.torch_version import release
+from dcp_s3.versions import release
 from tests.end_to_end.states import assert_same, blank
 from tests.ranks import run_ranks
 from tests.servers import S3Server

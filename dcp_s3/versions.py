@@ -1,10 +1,12 @@
-"""The check that torch is there and recent enough, before anything imports it."""
+"""Versions: of dcp_s3, and of torch, which is checked before anything imports it."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import re
+
+__version__ = "0.1.0"
 
 TORCH = "2.9"
 """The oldest torch that the tests have run on; pyproject.toml says the same."""
