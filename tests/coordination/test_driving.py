@@ -208,6 +208,23 @@ def test_who_holds_the_same_writes_for_a_rank_that_is_gone(count: int) -> None:
     assert found[1]["by"] != 1
 
 
+def test_another_rank_merges_if_the_one_in_turn_dies() -> None:
+    works = works_of(3)
+
+    def merge_or_die(work: Work) -> Callable[[Claim, Iterator[bytes]], Merged]:
+        def merge(claim: Claim, parts: Iterator[bytes]) -> Merged:
+            if work.rank == protocol.merger_of(claim):
+                raise _DeadError
+            return Work.merge(work, claim, parts)
+
+        return merge
+
+    for work in works:
+        work.merge = merge_or_die(work)  # type: ignore[method-assign]
+    told = save(works)
+    assert list(told.values()) == [COMMITTED, COMMITTED]
+
+
 def test_who_holds_something_of_its_own_is_not_made_up_for() -> None:
     works = works_of(3, digest="same", has_copies=True)
     works[2] = Work(works[0].store, 2, digest="other", has_copies=True, before=die)
