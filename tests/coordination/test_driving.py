@@ -221,7 +221,7 @@ def test_another_rank_merges_if_the_one_in_turn_dies() -> None:
 
     for work in works:
         work.merge = merge_or_die(work)  # type: ignore[method-assign]
-    told = save(works)
+    told = save(works, rank_timeout=1.0)  # longer than the pause between two looks
     assert list(told.values()) == [COMMITTED, COMMITTED]
 
 
