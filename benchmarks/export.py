@@ -28,7 +28,7 @@ import dcp_s3
 from benchmarks.measure import Sample, measure
 from benchmarks.units import GIB, MIB, parse_size
 from dcp_s3.format.safetensors import PREFIX, header_length, parse_header
-from dcp_s3.offline.copy import download
+from dcp_s3.offline.copy import copy as download
 from dcp_s3.tensor_memory import view_bytes
 from tests.memory_s3 import MemoryS3Process
 

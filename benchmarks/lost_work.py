@@ -28,7 +28,7 @@ import boto3
 
 from benchmarks.units import parse_size
 from dcp_s3 import CheckpointManager, SaveContinuously, SaveEvery, SavePolicy
-from dcp_s3.manager.line import Overlap
+from dcp_s3.manager.inflight import Overlap
 from tests.memory_s3 import Link, MemoryS3Process
 
 _BUCKET = "benchmark"

@@ -41,16 +41,16 @@ if _TYPE_CHECKING:  # the table below again, for type checkers
     from dcp_s3.load.planner import S3LoadPlanner as S3LoadPlanner
     from dcp_s3.load.reader import S3StorageReader as S3StorageReader
     from dcp_s3.manager.manager import CheckpointManager as CheckpointManager
-    from dcp_s3.manager.save_policy import SaveContinuously as SaveContinuously
-    from dcp_s3.manager.save_policy import SaveEvery as SaveEvery
-    from dcp_s3.manager.save_policy import SaveFirst as SaveFirst
-    from dcp_s3.manager.save_policy import SaveMoment as SaveMoment
-    from dcp_s3.manager.save_policy import SaveOnPreemption as SaveOnPreemption
-    from dcp_s3.manager.save_policy import SavePolicy as SavePolicy
+    from dcp_s3.manager.step_policy import SaveContinuously as SaveContinuously
+    from dcp_s3.manager.step_policy import SaveEvery as SaveEvery
+    from dcp_s3.manager.step_policy import SaveFirst as SaveFirst
+    from dcp_s3.manager.step_policy import SaveMoment as SaveMoment
+    from dcp_s3.manager.step_policy import SaveOnPreemption as SaveOnPreemption
+    from dcp_s3.manager.step_policy import SavePolicy as SavePolicy
     from dcp_s3.monitoring import Stats as Stats
     from dcp_s3.monitoring import stats as stats
+    from dcp_s3.offline.copy import CopyResult as CopyResult
     from dcp_s3.offline.copy import copy as copy
-    from dcp_s3.offline.copy_source import CopyResult as CopyResult
     from dcp_s3.offline.diff import CheckpointDiff as CheckpointDiff
     from dcp_s3.offline.diff import EntryDiff as EntryDiff
     from dcp_s3.offline.diff import diff as diff
@@ -114,12 +114,12 @@ _PAGE = {
     },
     "A run of checkpoints": {
         "CheckpointManager": ("manager.manager", "saves, restores and prunes the checkpoints of a run"),
-        "SaveEvery": ("manager.save_policy", "saves every N steps, or every T seconds"),
-        "SaveContinuously": ("manager.save_policy", "saves as soon as the last save is committed"),
-        "SaveFirst": ("manager.save_policy", "saves the first step of a new run"),
-        "SaveOnPreemption": ("manager.save_policy", "saves when SIGTERM comes"),
-        "SavePolicy": ("manager.save_policy", "what these are; ``|`` joins them"),
-        "SaveMoment": ("manager.save_policy", "what a policy of your own decides on"),
+        "SaveEvery": ("manager.step_policy", "saves every N steps, or every T seconds"),
+        "SaveContinuously": ("manager.step_policy", "saves as soon as the last save is committed"),
+        "SaveFirst": ("manager.step_policy", "saves the first step of a new run"),
+        "SaveOnPreemption": ("manager.step_policy", "saves when SIGTERM comes"),
+        "SavePolicy": ("manager.step_policy", "what these are; ``|`` joins them"),
+        "SaveMoment": ("manager.step_policy", "what a policy of your own decides on"),
     },
     "Retention": {
         "prune": ("retention.prune", "deletes what no policy keeps, and what failed saves have left"),
@@ -169,7 +169,7 @@ _PAGE = {
         "CheckResult": ("checkup.probes", "what one of its checks has found"),
         "ExportResult": ("offline.export", "what `export` has written"),
         "ReportData": ("reporting.report", "what `report` shows"),
-        "CopyResult": ("offline.copy_source", "what `copy` has done"),
+        "CopyResult": ("offline.copy", "what `copy` has done"),
         "ImportResult": ("offline.import_weights", "what `import_weights` has written"),
     },
     "Frameworks": {

@@ -293,7 +293,7 @@ def _remove(store: S3Store, url: CheckpointURL, *, late: float = 0.0) -> errors.
     else:
         raise errors.StorageError(f"objects were still written to {url} while they were deleted", bucket=url.bucket)
     try:
-        versions = store.run(listing.versions(prefix))
+        versions = store.run(listing.versions(store, prefix))
         store.delete(DeleteTarget(each.key, version_id=each.version_id) for each in versions)
     except errors.AccessDeniedError as error:
         return error

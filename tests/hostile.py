@@ -28,10 +28,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3.format import allow_list, item_values
 from dcp_s3.format.blocks import make_storage_info
-from dcp_s3.format.item_pickles import UNUSUAL_TENSORS, Opaque
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.safe_items import check_item
-from dcp_s3.format.unpickling import Allowed, Deferred
+from dcp_s3.format.unpickling import Allowed, Deferred, Mirror, Opaque, PlainDefaultDict
 from dcp_s3.load.prepare import TransferFactory
 from dcp_s3.torch_private import ReaderTransforms
 from dcp_s3.url import parse_url
@@ -59,7 +58,7 @@ def was_tripped() -> bool:
 def classes() -> dict[str, Any]:
     """The attributes of all that a pickle may name, and of what stands for it, to be compared."""
     found: dict[str, Any] = {}
-    for table in (allow_list.GLOBALS, allow_list.PLAIN, item_values._GLOBALS, UNUSUAL_TENSORS):
+    for table in (allow_list.METADATA, allow_list.PLAIN, item_values.VALUES, allow_list.UNUSUAL_TENSORS):
         for (module, qualified), stand_in in table.items():
             with contextlib.suppress(ImportError, AttributeError):
                 value = getattr(importlib.import_module(module), qualified)
@@ -68,14 +67,14 @@ def classes() -> dict[str, Any]:
                     found |= {f"{module}.{qualified}.{each.name}": _attributes(each) for each in value}
             found[f"for {module}.{qualified}"] = _attributes(stand_in)
     others: list[Any] = [
-        *allow_list.MIRRORS, *allow_list.MIRRORS.values(), allow_list.Mirror, Opaque, Allowed,
-        Deferred, allow_list.PlainDefaultDict, list, dict, set, collections.OrderedDict, torch.dtype, torch.float32,
+        *allow_list.MIRRORS, *allow_list.MIRRORS.values(), Mirror, Opaque, Allowed,
+        Deferred, PlainDefaultDict, list, dict, set, collections.OrderedDict, torch.dtype, torch.float32,
     ]  # fmt: skip
     return found | {f"{value}": _attributes(value) for value in others}
 
 
 def _attributes(value: Any) -> Any:
-    slots = [getattr(value, slot) for slot in ("name", "_call", "_fits") if isinstance(value, Allowed)]
+    slots = [getattr(value, slot) for slot in ("name", "_call", "_signatures") if isinstance(value, Allowed)]
     attributes = {key: id(item) for key, item in getattr(value, "__dict__", {}).items()}
     attributes.pop("__slotnames__", None)  # which pickle.dumps leaves there
     return type(value), slots, attributes

@@ -15,7 +15,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest, list_checkpoints, prune, remove
-from dcp_s3.offline.copy import download, upload
+from dcp_s3.offline.copy import copy as download
+from dcp_s3.offline.copy import copy as upload
 from dcp_s3.s3 import operations, retry
 from dcp_s3.s3.diagnosis import permission_of
 from dcp_s3.s3.store import S3Store

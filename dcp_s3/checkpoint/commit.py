@@ -253,8 +253,8 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
     for name, value in metrics.items():
         if not isinstance(name, str) or not isinstance(value, (int, float, str, bool, type(None))):
             raise errors.SaveProtocolError(
-                f"metric {name!r} = {value!r} cannot be stored: names are text, values numbers, text, bools or None "
-                "(a tensor: pass tensor.item())"
+                f"metric {name!r} is a {type(value).__name__} and cannot be stored: names are text, values numbers, "
+                "text, bools or None (a tensor: pass tensor.item())"
             )
 
 

@@ -70,10 +70,10 @@ def download(
     as_json: AsJSON = False,
 ) -> None:
     """Copy a checkpoint into DIR, where torch's FileSystemReader reads it."""
-    from dcp_s3.offline import copy as copying
+    from dcp_s3.offline.copy import copy
 
     with progress("download") as callbacks:
-        result = copying.download(url, directory, overwrite=overwrite, **callbacks)
+        result = copy(url, directory, overwrite, **callbacks)
     if as_json:
         print_json(asdict(result))
     note(f"{directory}: {plural(result.files, 'file')}, {format_size(result.size)} ({format_size(result.moved)} moved)")
@@ -90,10 +90,10 @@ def upload(
     as_json: AsJSON = False,
 ) -> None:
     """Copy the checkpoint in DIR to S3."""
-    from dcp_s3.offline import copy as copying
+    from dcp_s3.offline.copy import copy
 
     with progress("upload") as callbacks:
-        result = copying.upload(directory, url, overwrite=overwrite, **callbacks)
+        result = copy(directory, url, overwrite, **callbacks)
     if as_json:
         print_json(asdict(result))
     note(f"{url}: {plural(result.files, 'object')}, {format_size(result.size)}")

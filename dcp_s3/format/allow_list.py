@@ -1,56 +1,49 @@
-"""The allow-list: what pickles of metadata may name, what stands for it while they are read, and what that becomes.
+"""The allow-list: each global that a pickle of metadata or of an item may name, and what is made of which arguments.
 
-A pickle may set attributes of the classes that it names, and call what they define. So for each global there is a
-stand-in with neither: plain values are made from checked arguments, and instances of DCP's classes are mirrors, with
-whatever attributes a pickle gives them, compared by identity. Once all is checked, a `Settler` makes torch's instances
-of mirrors, in place, and values of what is deferred: harmless to look at, copy or send on.
+Metadata has DCP's classes and plain values. Items have plain values, ordinary tensors, and what `item_values` adds.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 import pathlib
 import sys
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable
-from dataclasses import MISSING, fields
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    BytesIOWriteData,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint import planner
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_s3.format.unpickling import (
     Allowed,
     Deferred,
     MalformedPickleError,
-    Sealed,
+    Mirror,
+    PlainDefaultDict,
     UnknownToTorchError,
     UnsafeGlobalError,
-    deferred,
+    expect,
 )
 from dcp_s3.torch_private import StorageInfo, StoragePrefix
 
 # S3's keys have at most 1024 bytes, local paths 4096.
 _MAX_PATH = 4096
-_MAX_SLICE_INT = 2**63
-_MAX_DEPTH = 50  # a plan of a nested state is flat
+_MAX_INT = 2**63
+Names: TypeAlias = tuple[str, str]
+
+
+def table(*rules: tuple[Any, ...], module: str = "") -> dict[Names, Allowed]:
+    """Stand-ins by module and name, from names, calls and signatures (see `Allowed`)."""
+    found = {}
+    for name, *rule in rules:
+        of, _, last = f"{module}.{name}".lstrip(".").rpartition(".")
+        found[of, last] = Allowed(f"{of}.{last}", *rule)
+    return found
+
 
 # --- plain values ---------------------------------------------------------------------------------
 
@@ -59,18 +52,8 @@ _FACTORIES = {f"builtins.{cls.__name__}": cls for cls in (bool, dict, float, int
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
-class PlainDefaultDict(dict[Any, Any]):
-    """Stands for a defaultdict, whose factory could be set to anything."""
-
-    __slots__ = ("factory",)
-
-    factory: type | None
-
-    def __setstate__(self, state: Any) -> None:
-        raise MalformedPickleError("the state of a defaultdict is set")
-
-
 def _make_default_dict(factory: Allowed | None = None) -> PlainDefaultDict:
+    expect(factory is None or factory.name in _FACTORIES, "collections.defaultdict")
     made = PlainDefaultDict()
     made.factory = None if factory is None else _FACTORIES[factory.name]
     return made
@@ -82,70 +65,57 @@ def _make_layout(name: str) -> torch.layout:
     return _LAYOUTS[name]
 
 
-def _fits_default_dict(factory: Any = None) -> bool:
-    return factory is None or (isinstance(factory, Allowed) and factory.name in _FACTORIES)
-
-
-def _fits_device(kind: Any, *index: Any) -> bool:
-    return type(kind) is str and len(kind) < 100 and len(index) <= 1 and all(type(each) is int for each in index)
-
-
-def _fits_bytearray(data: Any = b"", *encoding: Any) -> bool:
-    return _fits_encode(data, *encoding) if encoding else type(data) is bytes
-
-
-def _fits_encode(characters: Any, encoding: Any) -> bool:
-    return type(characters) is str and encoding in ("latin1", "latin-1")
-
-
-def _fits_interval(*bounds: Any) -> bool:
-    return len(bounds) == 3 and all(
-        bound is None or (type(bound) is int and abs(bound) < _MAX_SLICE_INT) for bound in bounds
-    )
-
-
-def _fits_path(*parts: Any) -> bool:
-    return all(type(part) is str for part in parts) and sum(len(part) + 1 for part in parts) <= _MAX_PATH
-
-
-def _fits_set(*items: Any) -> bool:
-    return len(items) <= 1 and all(type(each) is list for each in items)
-
-
-def _nothing(*arguments: Any) -> bool:
-    return not arguments
-
-
-_RULES: dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., bool]]] = {
-    ("torch", "device"): (torch.device, _fits_device),
-    ("torch.serialization", "_get_layout"): (_make_layout, lambda name: type(name) is str),
-    ("collections", "OrderedDict"): (OrderedDict, _nothing),
-    ("collections", "defaultdict"): (_make_default_dict, _fits_default_dict),
+def _encode(characters: str, encoding: str) -> bytes:
     # Protocol 2 has no opcode for bytes: they are a text in Latin-1.
-    ("_codecs", "encode"): (lambda characters, _: characters.encode("latin-1"), _fits_encode),
-    ("builtins", "bytes"): (bytes, _nothing),
-    ("builtins", "bytearray"): (bytearray, _fits_bytearray),
-    ("builtins", "complex"): (complex, lambda real, imag: type(real) is type(imag) is float),
-    ("builtins", "frozenset"): (frozenset, _fits_set),
-    # With a range or a slice, a pickle could double a list again and again.
-    ("builtins", "range"): (deferred(range), _fits_interval),
-    ("builtins", "slice"): (deferred(slice), _fits_interval),
-    **{("builtins", cls.__name__): (cls, _nothing) for cls in _FACTORIES.values()},
-    ("builtins", "set"): (set, _fits_set),
-    # StorageMeta.checkpoint_id of torch's FileSystemWriter. Paths of another system stay what they are.
-    **{(module, name): (deferred(cls), _fits_path) for module in ("pathlib", "pathlib._local") for name, cls in (
-        ("PosixPath", pathlib.Path if isinstance(pathlib.Path(), pathlib.PosixPath) else pathlib.PurePosixPath),
-        ("WindowsPath", pathlib.PureWindowsPath),
-        ("PurePosixPath", pathlib.PurePosixPath),
-        ("PureWindowsPath", pathlib.PureWindowsPath),
-    )},
-}  # fmt: skip
-"""What makes a value of each global, and whether it is made of these arguments."""
+    expect(encoding in ("latin1", "latin-1"), "_codecs.encode")
+    return characters.encode("latin-1")
 
-PLAIN: dict[tuple[str, str], Any] = {
+
+def _make_bytearray(data: Any = b"", *encoding: str) -> bytearray:
+    return bytearray(_encode(data, *encoding) if encoding else data)
+
+
+def _defer_interval(kind: type, *bounds: Any) -> Deferred:
+    # With a range or a slice itself, a pickle could double a list again and again.
+    small = all(bound is None or (type(bound) is int and abs(bound) < _MAX_INT) for bound in bounds)
+    expect(len(bounds) == 3 and small, f"builtins.{kind.__name__}")
+    return Deferred(kind, bounds)
+
+
+def _defer_path(kind: type, *parts: Any) -> Deferred:
+    expect(all(type(part) is str for part in parts) and sum(len(part) + 1 for part in parts) <= _MAX_PATH, "a path")
+    return Deferred(kind, parts)
+
+
+PLAIN: dict[Names, Any] = {
     ("torch", "Size"): torch.Size,  # checks its arguments, and has no attributes to set
-    **{(module, name): Allowed(f"{module}.{name}", *rule) for (module, name), rule in _RULES.items()},
-}
+    **table(
+        ("torch.device", torch.device, (str,), (str, int)),
+        ("torch.serialization._get_layout", _make_layout, (str,)),
+        ("collections.OrderedDict", OrderedDict, ()),
+        ("collections.defaultdict", _make_default_dict, (), (type(None),), (Allowed,)),
+        ("_codecs.encode", _encode, (str, str)),
+        ("builtins.bytes", bytes, ()),
+        ("builtins.bytearray", _make_bytearray, (), (bytes,), (str, str)),
+        ("builtins.complex", complex, (float, float)),
+        ("builtins.frozenset", frozenset, (), (list,)),
+        ("builtins.range", functools.partial(_defer_interval, range)),
+        ("builtins.slice", functools.partial(_defer_interval, slice)),
+        *((name, cls, ()) for name, cls in _FACTORIES.items()),
+        ("builtins.set", set, (), (list,)),
+    ),
+    # StorageMeta.checkpoint_id of torch's FileSystemWriter. Paths of another system stay what they are.
+    **{names: made for module in ("pathlib", "pathlib._local") for names, made in table(
+        ("PosixPath", functools.partial(
+            _defer_path, pathlib.Path if isinstance(pathlib.Path(), pathlib.PosixPath) else pathlib.PurePosixPath
+        )),
+        ("WindowsPath", functools.partial(_defer_path, pathlib.PureWindowsPath)),
+        ("PurePosixPath", functools.partial(_defer_path, pathlib.PurePosixPath)),
+        ("PureWindowsPath", functools.partial(_defer_path, pathlib.PureWindowsPath)),
+        module=module,
+    ).items()},
+}  # fmt: skip
+"""Stand-ins for the globals of plain values."""
 _RENAMED = {"unicode": "str", "xrange": "range", "long": "int"}
 
 
@@ -159,48 +129,28 @@ def find_plain(module: str, name: str) -> Any:
     return found
 
 
-# --- DCP's classes --------------------------------------------------------------------------------
+# --- metadata: DCP's classes ----------------------------------------------------------------------
 
-_DCP = "torch.distributed.checkpoint."
-_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-# Where torch 2.1 and 2.2 had the properties of a tensor. Later releases have other classes of this name.
-_TORCH_2_1 = "torch.distributed._shard.sharded_tensor.metadata"
-
-
-class Mirror(metaclass=Sealed):
-    """Stands for an instance of a class of DCP, as a pickle describes it."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Called by Python's unpickler for slots. It puts other attributes into ``__dict__``.
-        raise MalformedPickleError(f"the slots of a {type(self).__name__} are set")
-
-    def settled(self) -> None:
-        """Called when its attributes have become what they stand for."""
-
-
-class PropertiesMirror(Mirror):
-    """Of `TensorProperties`, whose state is a tuple; what torch adds to it waits until it is known to be harmless."""
-
-    def __setstate__(self, state: Any) -> None:
-        if type(state) is not tuple or len(state) < _FIELDS or type(state[3]) is not Deferred:
-            raise MalformedPickleError("the state of a TensorProperties is no tuple of properties")
-        added = [value for value in state[_FIELDS:] if value is not None]
-        if all(type(value) is tuple and {int}.issuperset(map(type, value)) for value in added):
-            self.__dict__.update(_read_properties(state))
-        else:
-            self.__dict__["state"] = state
-
-    def settled(self) -> None:
-        """See `Mirror`."""
-        if "state" in self.__dict__:
-            self.__dict__.update(_read_properties.__wrapped__(self.__dict__.pop("state")))
-
-
-_FIELDS = 5  # what all versions of torch write; 2.15 adds strides
+_FIELDS = 5  # of the state of a TensorProperties, in all versions of torch; 2.15 adds strides
 _STATE = cast(Any, TensorProperties()).__getstate__()
-_KNOWN_FIELDS = len(_STATE)
 _MEMORY_FORMAT = type(_STATE[3])
 """torch's enumeration in the place of a memory format."""
+
+
+def _set_properties(mirror: Mirror, state: Any) -> None:
+    """The state is a tuple. What torch adds to it waits until it is known to be harmless."""
+    if type(state) is not tuple or len(state) < _FIELDS or type(state[3]) is not Deferred:
+        raise MalformedPickleError("the state of a TensorProperties is no tuple of properties")
+    added = [value for value in state[_FIELDS:] if value is not None]
+    if all(type(value) is tuple and {int}.issuperset(map(type, value)) for value in added):
+        vars(mirror).update(_read_properties(state))
+    else:
+        vars(mirror)["state"] = state
+
+
+def _complete_properties(attributes: dict[str, Any]) -> None:
+    if "state" in attributes:
+        attributes.update(_read_properties.__wrapped__(attributes.pop("state")))
 
 
 @functools.lru_cache(maxsize=256)
@@ -214,36 +164,35 @@ def _read_properties(state: Any) -> dict[str, Any]:
     if not right or type(requires_grad) is not bool or type(pin_memory) is not bool:
         raise MalformedPickleError("the properties of a tensor are not dtype, layout, flags and memory format")
     properties: Any = TensorProperties.__new__(TensorProperties)
-    known = (dtype, layout, requires_grad, memory_format, pin_memory, *added)[:_KNOWN_FIELDS]
     try:
-        properties.__setstate__(known)
+        properties.__setstate__((dtype, layout, requires_grad, memory_format, pin_memory, *added)[: len(_STATE)])
     except Exception:  # noqa: BLE001 - whatever a later torch raises
         raise UnknownToTorchError(f"a TensorProperties of {len(state)} values") from None
     return dict(vars(properties))
 
 
-_CLASSES = (
-    BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties,
-    TensorStorageMetadata, StorageInfo, StoragePrefix,
+_DCP = "torch.distributed.checkpoint."
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+# Where torch 2.1 and 2.2 had the properties of a tensor. Later releases have other classes of this name.
+_TORCH_2_1 = "torch.distributed._shard.sharded_tensor.metadata"
+_CLASSES = {
+    "metadata": (
+        dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata, dcp.Metadata, dcp.MetadataIndex, dcp.StorageMeta,
+        dcp.TensorStorageMetadata,
+    ),
+    "filesystem": (StorageInfo, StoragePrefix),
     # The plans of all ranks, which Megatron-Core keeps in ``Metadata.all_local_plans``.
-    BytesIOWriteData, SavePlan, TensorWriteData, WriteItem,
-)  # fmt: skip
-MIRRORS: dict[type, Any] = {
-    cls: Sealed(cls.__name__, (PropertiesMirror if cls is TensorProperties else Mirror,), {}) for cls in _CLASSES
+    "planner": (planner.BytesIOWriteData, planner.SavePlan, planner.TensorWriteData, planner.WriteItem),
+}  # fmt: skip
+MIRRORS: dict[type, Any] = {cls: Mirror.of(cls) for classes in _CLASSES.values() for cls in classes} | {
+    TensorProperties: Mirror.of(
+        TensorProperties, __setstate__=_set_properties, complete=staticmethod(_complete_properties)
+    )
 }
-_MIRRORED: dict[type, type] = {mirror: cls for cls, mirror in MIRRORS.items()}
-
-
-@functools.cache
-def _required(cls: type) -> frozenset[str]:
-    """Names of the attributes that an instance itself must have."""
-    return frozenset(field.name for field in fields(cls) if field.default is MISSING)
-
-
 _ENUMS: dict[str, type[Enum]] = {
     f"{_DCP}metadata._MEM_FORMAT_ENCODING": _MEMORY_FORMAT,
     f"{_TORCH_2_1}.MEM_FORMAT_ENCODING": _MEMORY_FORMAT,
-    f"{_DCP}planner.WriteItemType": WriteItemType,
+    f"{_DCP}planner.WriteItemType": planner.WriteItemType,
 }
 _MEMORY_FORMATS = {
     str(value): value
@@ -251,15 +200,11 @@ _MEMORY_FORMATS = {
 }
 
 
-def _enum(name: str) -> Allowed:
-    """A stand-in for an enumeration. Its members are deferred: they have attributes."""
-
-    def make(value: int) -> Deferred:
-        if value not in _ENUMS[name]._value2member_map_:
-            raise UnknownToTorchError(f"{name}({value})")
-        return Deferred(_ENUMS[name], (value,))
-
-    return Allowed(name, make, lambda value: type(value) is int)
+def _defer_member(enum: str, value: int) -> Deferred:
+    """Members of an enumeration have attributes."""
+    if value not in _ENUMS[enum]._value2member_map_:
+        raise UnknownToTorchError(f"{enum}({value})")
+    return Deferred(_ENUMS[enum], (value,))
 
 
 def _get_member(*arguments: Any) -> Deferred:
@@ -272,29 +217,26 @@ def _get_member(*arguments: Any) -> Deferred:
     return Deferred(_ENUMS[of].__getitem__, arguments[1:])
 
 
-GLOBALS: dict[tuple[str, str], Any] = {
-    **{(_DCP + module, cls.__name__): MIRRORS[cls] for module, classes in {
-        "metadata": _CLASSES[:7], "filesystem": _CLASSES[7:9], "planner": _CLASSES[9:],
-    }.items() for cls in classes},
+METADATA: dict[Names, Any] = {
+    **{(_DCP + name, cls.__name__): MIRRORS[cls] for name, classes in _CLASSES.items() for cls in classes},
+    (_DCP + "metadata", "TensorProperties"): MIRRORS[TensorProperties],
     (_TORCH_2_1, "TensorProperties"): MIRRORS[TensorProperties],
     # Up to 0.15, Megatron's names of its subclasses of torch's classes; now its classes of these names are empty.
-    (_MEGATRON, "MCoreSavePlan"): MIRRORS[SavePlan],
-    (_MEGATRON, "MCoreMetadata"): MIRRORS[Metadata],
-    **{(name.rpartition(".")[0], name.rpartition(".")[2]): _enum(name) for name in _ENUMS},
-    ("builtins", "getattr"): Allowed("builtins.getattr", _get_member),
-}  # fmt: skip
+    (_MEGATRON, "MCoreSavePlan"): MIRRORS[planner.SavePlan],
+    (_MEGATRON, "MCoreMetadata"): MIRRORS[dcp.Metadata],
+    **table(*((enum, functools.partial(_defer_member, enum), (int,)) for enum in _ENUMS)),
+    **table(("builtins.getattr", _get_member)),
+}
 """Stand-ins for the globals of metadata, beyond those of plain values."""
 
 
-def find_global(module: str, name: str) -> Any:
+def find_in_metadata(module: str, name: str) -> Any:
     """The stand-in for a global in a pickle of metadata.
 
     Raises:
         UnsafeGlobalError: metadata never needs it.
     """
-    found = GLOBALS.get((module if module != "__builtin__" else "builtins", name))
-    if found is None:
-        found = find_plain(module, name)
+    found = METADATA.get((module if module != "__builtin__" else "builtins", name)) or find_plain(module, name)
     if found is not None:
         return found
     # torch gives memory formats no module; pickle names the first one that has them.
@@ -305,134 +247,113 @@ def find_global(module: str, name: str) -> Any:
     raise UnsafeGlobalError(module, name)
 
 
-# --- what they become -----------------------------------------------------------------------------
+# --- items: tensors -------------------------------------------------------------------------------
 
-_LEAVES = frozenset((
-    str, int, float, bool, type(None), bytes, complex, bytearray, range, slice, torch.Size, torch.dtype, torch.layout,
-    torch.device, torch.memory_format,
-))  # fmt: skip
+_MAX_COUNT = 2**62  # elements
 
 
-class Settler:
-    """Turns the values of one pickle into what they stand for; they may share parts.
+class _StorageType(NamedTuple):
+    """The type of a storage, like ``torch.FloatStorage``: its dtype, or None if it holds mere bytes."""
 
-    It is for values that planners add and nothing here relies on: they must have no class or function in them, not
-    contain themselves, and not be nested deeply.
-    """
-
-    def __init__(self) -> None:
-        # id -> the value (kept so that its id is not reused), what it has become, and how deeply that is nested.
-        self._known: dict[int, tuple[Any, Any, int]] = {}
-
-    def settle(self, value: Any) -> Any:
-        """Turn ``value`` into what it stands for. Mirrors, lists and dicts are changed in place.
-
-        Raises:
-            MalformedPickleError: it has a class or a function in it, is nested too deeply, contains itself, or stands
-                for something that cannot be made.
-        """
-        try:
-            return self._settle(value, 1)[0]
-        except (MalformedPickleError, UnsafeGlobalError):
-            raise
-        except Exception as error:  # an enumeration has no such member, or a hash fails
-            raise MalformedPickleError(f"{type(error).__name__}: {str(error)[:200]}") from error
-
-    def settle_others(self, mirror: Mirror, known: frozenset[str]) -> None:
-        """Settle the attributes of ``mirror`` that are not ``known``."""
-        attributes = vars(mirror)
-        for name in attributes.keys() - known:
-            _check_name(mirror, name)
-            attributes[name] = self.settle(attributes[name])
-        mirror.settled()
-
-    def _settle(self, value: Any, depth: int) -> tuple[Any, int]:
-        kind = type(value)
-        if kind in _LEAVES:
-            return value, 0
-        found = self._known.get(id(value))
-        if found is not None:
-            _check_depth(depth + found[2] - 1)
-            return found[1], found[2]
-        _check_depth(depth)
-        if kind is tuple:
-            items, height = self._settle_all(value, depth)
-            settled = value if all(map(operator.is_, items, value)) else tuple(items)
-        else:
-            settled, height = self._settle_other(value, kind, depth)
-        self._known[id(value)] = value, settled, height
-        return settled, height
-
-    def _settle_all(self, values: Any, depth: int) -> tuple[list[Any], int]:
-        settled, height = [], 0
-        for value in values:
-            kind = type(value)
-            if kind in _LEAVES:
-                settled.append(value)
-            elif kind is tuple and _LEAVES.issuperset(map(type, value)):  # a path; plans have many
-                settled.append(value)
-                height = max(height, 1)
-            else:
-                item, below = self._settle(value, depth + 1)
-                settled.append(item)
-                height = max(height, below)
-        _check_depth(depth + height)
-        return settled, height + 1
-
-    def _settle_other(self, value: Any, kind: type, depth: int) -> tuple[Any, int]:
-        if kind in (dict, OrderedDict, PlainDefaultDict):
-            return self._settle_dict(value, kind, depth)
-        if kind in (list, set, frozenset):
-            items, height = self._settle_all(value, depth)
-            if kind is not list:
-                return kind(items), height
-            value[:] = items
-            return value, height
-        if kind is Deferred:
-            return value.make(*value.arguments), 0
-        if isinstance(value, Mirror):
-            height = self._settle_attributes(value, depth)
-            value.settled()
-            cls = _MIRRORED[type(value)]
-            missing = _required(cls) - vars(value).keys()
-            if missing:
-                raise MalformedPickleError(f"a {cls.__name__} has no {min(missing)}")
-            object.__setattr__(value, "__class__", cls)
-            return value, height
-        if kind in MIRRORS:  # settled before
-            return value, 1
-        raise MalformedPickleError(f"it has a {kind.__name__} where a value belongs")
-
-    def _settle_dict(self, value: Any, kind: type, depth: int) -> tuple[Any, int]:
-        items, height = self._settle_all(value.values(), depth)
-        keys: Any = value
-        if not _LEAVES.issuperset(map(type, value)):
-            keys, below = self._settle_all(list(value), depth)
-            height = max(height, below)
-        if kind is OrderedDict:
-            height = max(height, self._settle_attributes(value, depth))
-        pairs = list(zip(keys, items, strict=True))
-        if kind is PlainDefaultDict:
-            return defaultdict(value.factory, pairs), height
-        if keys is not value:
-            value.clear()
-        value.update(pairs)
-        return value, height
-
-    def _settle_attributes(self, owner: Any, depth: int) -> int:
-        attributes = vars(owner)
-        for name in attributes:
-            _check_name(owner, name)
-        items, height = self._settle_all(attributes.values(), depth)
-        attributes.update(zip(list(attributes), items, strict=True))
-        return height
+    dtype: torch.dtype | None
 
 
-def _check_depth(depth: int) -> None:
-    if depth > _MAX_DEPTH:
-        raise MalformedPickleError(f"it is nested more than {_MAX_DEPTH} levels deep, or contains itself")
+class PickledStorage(NamedTuple):
+    """A storage, whose bytes are elsewhere."""
+
+    key: str
+    """Name of the storage in its archive."""
+    nbytes: int
+    """Size in bytes."""
+    dtype: torch.dtype | None
+    """Dtype of its elements; None if it consists of mere bytes."""
 
 
-def _check_name(owner: object, name: Any) -> None:
-    if type(name) is not str or name.startswith("__"):
-        raise MalformedPickleError(f"a {type(owner).__name__} has an attribute {str(name)[:50]!r}")
+class PickledTensor(NamedTuple):
+    """A tensor, or a parameter. It lies within its storage."""
+
+    storage: PickledStorage
+    dtype: torch.dtype
+    offset: int
+    """Offset of the first element, in elements."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Strides in elements."""
+    is_unusual: bool
+    """Whether something must still be done with it: it is a conjugate, for example."""
+
+
+def load_storage(found: Any) -> PickledStorage:
+    """The storage that a persistent id describes; MalformedPickleError if it does not."""
+    # ("storage", type, key, location, number of elements), and a view's place in the format before archives.
+    right = type(found) is tuple and len(found) in (5, 6) and found[0] == "storage" and type(found[1]) is _StorageType
+    if not right or not (type(found[2]) is type(found[3]) is str) or not _is_count(found[4]):
+        raise MalformedPickleError("a storage is not described as torch does")
+    _, kind, key, _, numel = found[:5]
+    return PickledStorage(key, numel * (kind.dtype.itemsize if kind.dtype else 1), kind.dtype)
+
+
+def _describe(arguments: Sequence[Any], dtype: Any, *, is_unusual: bool) -> PickledTensor:
+    """The tensor of a storage, offset, shape, strides, requires_grad and hooks."""
+    storage, offset, shape, strides, requires_grad, hooks = arguments
+    if not _is_count(offset) or not _are_counts(shape) or not _are_counts(strides) or len(shape) != len(strides):
+        raise MalformedPickleError("a tensor without a shape")
+    if type(requires_grad) is not bool or type(hooks) is not OrderedDict:
+        raise MalformedPickleError("a tensor that is not an ordinary one")
+    last = sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+    end = offset if 0 in shape else offset + last + 1
+    if end * dtype.itemsize > storage.nbytes:
+        raise MalformedPickleError("a tensor that is larger than its storage")
+    return PickledTensor(storage, dtype, offset, tuple(shape), tuple(strides), is_unusual)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MAX_COUNT
+
+
+def _are_counts(values: object) -> bool:
+    return type(values) in (tuple, torch.Size) and all(map(_is_count, values))  # type: ignore[call-overload]
+
+
+def _rebuild(
+    name: str, make: Callable[..., PickledTensor], *lengths: int, in_bytes: bool = False
+) -> tuple[str, Callable[..., PickledTensor]]:
+    """A function that makes a tensor of so many arguments, the first of which is a storage (of elements, or bytes)."""
+
+    def call(*arguments: Any) -> PickledTensor:
+        right = len(arguments) in lengths and type(arguments[0]) is PickledStorage
+        right = right and (arguments[0].dtype is None) == in_bytes
+        expect(right and (not in_bytes or isinstance(arguments[6], torch.dtype)), f"torch._utils.{name}")
+        return make(*arguments)
+
+    return name, call
+
+
+_STORAGES = {
+    "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
+    "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
+    "Bool": torch.bool, "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64,
+    "QUInt8": torch.quint8, "QInt8": torch.qint8, "QInt32": torch.qint32, "QUInt4x2": torch.quint4x2,
+    "QUInt2x4": torch.quint2x4,
+}  # fmt: skip
+TENSORS: dict[Names, Any] = {
+    **{(module, f"{name}Storage"): _StorageType(dtype)
+       for module in ("torch", "torch.cuda") for name, dtype in _STORAGES.items()},
+    ("torch.storage", "UntypedStorage"): _StorageType(None),
+    **table(
+        # After the hooks may come something unusual; in v3, whose storage holds bytes, a dtype before that.
+        _rebuild("_rebuild_tensor_v2", lambda *a: _describe(a[:6], a[0].dtype, is_unusual=len(a) > 6), 6, 7),
+        _rebuild("_rebuild_tensor_v3", lambda *a: _describe(a[:6], a[6], is_unusual=len(a) > 7), 7, 8, in_bytes=True),
+        ("_rebuild_parameter", lambda tensor, *_: tensor, (PickledTensor, bool, OrderedDict)),
+        module="torch._utils",
+    ),
+}  # fmt: skip
+"""Stand-ins for what makes ordinary tensors: types of storages, and functions."""
+
+UNUSUAL_TENSORS = table(
+    # Without requires_grad and hooks; with a quantizer's parameters before them.
+    _rebuild("_rebuild_tensor", lambda *a: _describe((*a, False, OrderedDict()), a[0].dtype, is_unusual=True), 4),
+    _rebuild("_rebuild_qtensor", lambda *a: _describe((*a[:4], *a[5:]), a[0].dtype, is_unusual=True), 7),
+    module="torch._utils",
+)
+"""Stand-ins for further functions, which only torch itself may judge."""

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dcp_s3.format.allow_list import find_plain
-from dcp_s3.format.item_pickles import STORAGE_TYPES, TENSORS, PickledTensor, load_storage
+from dcp_s3.format.allow_list import TENSORS, PickledTensor, find_plain, load_storage
 from dcp_s3.format.unpickling import MalformedPickleError, UnsafeGlobalError, unpickle
 
 MAX_HEAD = 64 * 2**10
@@ -203,7 +202,7 @@ def _read_pickle(data: bytes, start: int, more: bool) -> tuple[PickledTensor, in
 
 
 def _find_global(module: str, name: str) -> Any:
-    found = TENSORS.get((module, name)) or STORAGE_TYPES.get((module, name))
+    found = TENSORS.get((module, name))
     if found is None and (name == "OrderedDict" or module == "torch"):
         found = find_plain(module, name)
     if found is None:

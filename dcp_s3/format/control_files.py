@@ -128,18 +128,14 @@ class Manifest:
         Raises:
             ValueError: not a manifest, or of a version that this one cannot read.
         """
-        try:
-            fields: dict[str, Any] = json.loads(data)
-            version = fields["format_version"]
-            if version != FORMAT_VERSION:
-                raise ValueError(f"manifest has format version {version}, this dcp_s3 reads {FORMAT_VERSION}")
-            objects = tuple(ObjectEntry.of(entry) for entry in fields["objects"])
+
+        def make(fields: dict[str, Any]) -> Manifest:
             return cls(
                 save_id=str(fields["save_id"]),
                 created_at=float(fields["created_at"]),
                 step=None if fields["step"] is None else int(fields["step"]),
                 world_size=int(fields["world_size"]),
-                objects=objects,
+                objects=tuple(map(ObjectEntry.of, fields["objects"])),
                 items=int(fields["items"]),
                 metrics={name: number_from_json(value) for name, value in (fields.get("metrics") or {}).items()},
                 extra=dict(fields.get("extra") or {}),
@@ -148,15 +144,8 @@ class Manifest:
                 started_at=None if fields.get("started_at") is None else float(fields["started_at"]),
                 coordination=dict(fields.get("coordination") or {}),
             )
-        except (
-            KeyError,
-            TypeError,
-            AttributeError,
-            UnicodeDecodeError,
-            RecursionError,
-            json.JSONDecodeError,
-        ) as error:
-            raise ValueError(f"not a dcp_s3 manifest: {error!r}") from error
+
+        return _parse(data, "a dcp_s3 manifest", make)
 
 
 def attachments_of(objects: Iterable[ObjectEntry]) -> dict[str, AttachmentEntry]:
@@ -208,42 +197,34 @@ def _copy(value: Any, path: str, depth: int) -> Any:
         raise SettingsError(f"extra is nested more than {_MAX_EXTRA_DEPTH} levels deep, at {path[:80]}...")
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, str):
-        return _text(value, path)
-    if isinstance(value, int):
-        if not -_MAX_EXTRA_INT <= value < _MAX_EXTRA_INT:
-            raise _refuse(path, "a whole number of more than 64 bits", "store it as text")
-        return int(value)
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise _refuse(path, repr(float(value)), "JSON has no such number: store it as text, or leave it out")
-        return float(value)
-    if isinstance(value, list):
-        return [_copy(each, f"{path}[{index}]", depth + 1) for index, each in enumerate(value)]
-    if isinstance(value, Mapping):
-        for name in value:
-            if not isinstance(name, str):
-                raise _refuse(path, f"a mapping with the key {_short(name)}", "keys are text")
-        return {_text(name, path): _copy(each, f"{path}[{name!r}]", depth + 1) for name, each in value.items()}
-    if isinstance(value, (tuple, set, frozenset)):
-        raise _refuse(path, f"a {type(value).__name__}", "JSON has only lists: list(...)")
-    raise _refuse(
-        path,
-        f"a {type(value).__name__}",
-        "values are text, numbers, bools, None, lists and dicts of these (a tensor: tensor.item() or tensor.tolist())",
+    found = f"a {type(value).__name__}"
+    remedy = (
+        "values are text, numbers, bools, None, lists and dicts of these (a tensor: tensor.item() or tensor.tolist())"
     )
-
-
-def _text(value: str, path: str) -> str:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise _refuse(path, f"text that is not Unicode, {_short(value)}", "decode it as it was encoded") from None
-    return str(value)
-
-
-def _refuse(path: str, found: str, remedy: str) -> SettingsError:
-    return SettingsError(f"{path} is {found} and cannot be stored with a checkpoint. Remedy: {remedy}")
+    if isinstance(value, str):
+        if value.encode("utf-8", "ignore").decode() == value:  # not with half of a pair
+            return str(value)
+        found, remedy = f"text that is not Unicode, {_short(value)}", "decode it as it was encoded"
+    elif isinstance(value, int):
+        if -_MAX_EXTRA_INT <= value < _MAX_EXTRA_INT:
+            return int(value)
+        found, remedy = "a whole number of more than 64 bits", "store it as text"
+    elif isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        found, remedy = repr(float(value)), "JSON has no such number: store it as text, or leave it out"
+    elif isinstance(value, list):
+        return [_copy(each, f"{path}[{index}]", depth + 1) for index, each in enumerate(value)]
+    elif isinstance(value, Mapping):
+        others = [name for name in value if not isinstance(name, str)]
+        if not others:
+            return {
+                _copy(name, path, depth): _copy(each, f"{path}[{name!r}]", depth + 1) for name, each in value.items()
+            }
+        found, remedy = f"a mapping with the key {_short(others[0])}", "keys are text"
+    elif isinstance(value, (tuple, set, frozenset)):
+        remedy = "JSON has only lists: list(...)"
+    raise SettingsError(f"{path} is {found} and cannot be stored with a checkpoint. Remedy: {remedy}")
 
 
 def _short(value: object) -> str:
@@ -316,14 +297,7 @@ class DeletionList:
 
     def to_json(self) -> bytes:
         """UTF-8 JSON."""
-        fields = {
-            "format_version": FORMAT_VERSION,
-            "save_id": self.save_id,
-            "all_versions": self.all_versions,
-            "commits": dict(self.commits),
-            "objects": dict(self.objects),
-        }
-        return (json.dumps(fields, indent=1) + "\n").encode()
+        return (json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}, indent=1) + "\n").encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> DeletionList:

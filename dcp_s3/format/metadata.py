@@ -35,11 +35,12 @@ from dcp_s3._version import __version__
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.collector import collector_paused
 from dcp_s3.errors import CorruptCheckpointError, UnsafeMetadataError
-from dcp_s3.format.allow_list import MIRRORS, Settler, find_global
+from dcp_s3.format.allow_list import MIRRORS, find_in_metadata
 from dcp_s3.format.cover import find_contradiction
 from dcp_s3.format.layout import is_inside
 from dcp_s3.format.unpickling import (
     MalformedPickleError,
+    Settler,
     UnknownToTorchError,
     UnsafeGlobalError,
     check_opcodes,
@@ -178,20 +179,7 @@ def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: boo
         )
     with collector_paused():
         try:
-            if damage is not None:
-                check_opcodes(data)
-            stream = io.BytesIO(data)
-            loaded = unpickle(stream, find_global)
-            try:
-                metadata = _Checks(url).check(loaded)
-            except (TypeError, KeyError) as error:  # names of attributes that have no hash, and the like
-                raise MalformedPickleError(f"{type(error).__name__}: {str(error)[:200]}") from error
-            if damage is not None:
-                if stream.tell() != len(data):
-                    raise MalformedPickleError("something follows its end")
-                contradiction = find_contradiction(metadata, filled=not of_rank)
-                if contradiction is not None:
-                    raise MalformedPickleError(f"it contradicts itself: {contradiction}")
+            metadata = _load(data, url, proven=damage is None, filled=not of_rank)
         except UnknownToTorchError as error:
             writer = find_writer(data) or "an unknown version of torch"
             raise UnsafeMetadataError(
@@ -203,19 +191,36 @@ def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: boo
         except UnsafeGlobalError as error:
             raise UnsafeMetadataError(
                 f"the metadata of {url} names the global {error}, which DCP's metadata never needs: loading it could "
-                "run code. Nothing was loaded. If the checkpoint should be trusted, find out who wrote it and with "
-                "what",
+                "run code. Nothing was loaded. If the checkpoint should be trusted, find out who wrote it, with what",
                 url=url,
             ) from None
         except MalformedPickleError as error:
             raise CorruptCheckpointError(
-                f"the metadata of {url} ({len(data)} bytes) cannot be read: {error}. "
-                "It is truncated or damaged: load an earlier checkpoint, or restore the object from a backup",
+                f"the metadata of {url} ({len(data)} bytes) cannot be read: {error}. It is truncated or damaged: load "
+                "an earlier checkpoint, or restore the object from a backup",
                 url=url,
             ) from None
     vars(metadata).pop(_UNPROVEN, None)
     if damage is not None:
         mark_unproven(metadata)
+    return metadata
+
+
+def _load(data: bytes, url: str, *, proven: bool, filled: bool) -> Metadata:
+    if not proven:
+        check_opcodes(data)
+    stream = io.BytesIO(data)
+    loaded = unpickle(stream, find_in_metadata)
+    try:
+        metadata = _Checks(url).check(loaded)
+    except (TypeError, KeyError) as error:  # names of attributes that have no hash, and the like
+        raise MalformedPickleError(f"{type(error).__name__}: {str(error)[:200]}") from error
+    if not proven:
+        if stream.tell() != len(data):
+            raise MalformedPickleError("something follows its end")
+        contradiction = find_contradiction(metadata, filled=filled)
+        if contradiction is not None:
+            raise MalformedPickleError(f"it contradicts itself: {contradiction}")
     return metadata
 
 

@@ -1,24 +1,30 @@
 """Finds items that could run code before they are loaded: items other than tensors are pickles.
 
-Accepts what torch's weights-only unpickler accepts, and also items that consist of `item_values`.
+Accepts what torch's weights-only unpickler accepts, and also items of the allow-list. Storages must be as large as they
+say, and tensors lie within them: torch believes a pickle, and would read beyond what is stored.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import pickle
+import pickletools
 import re
 import threading
-from typing import NamedTuple
+import zipfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint
 
 from dcp_s3.errors import CheckpointError, CorruptCheckpointError, UnsafeItemError
-from dcp_s3.format.item_pickles import BadArchiveError, check_storages, is_archive
-from dcp_s3.format.item_values import KNOWN, check_values
-from dcp_s3.format.unpickling import MalformedPickleError, UnsafeGlobalError
+from dcp_s3.format.allow_list import TENSORS, UNUSUAL_TENSORS, PickledStorage, find_plain, load_storage
+from dcp_s3.format.item_values import KNOWN, allowed_by_user, find_in_item
+from dcp_s3.format.unpickling import MalformedPickleError, Opaque, UnsafeGlobalError, unpickle
+from dcp_s3.torch_private import FileReader, record_size
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +32,18 @@ logger = logging.getLogger(__name__)
 MAX_INSPECTED = 32 * 2**10
 _MAX_REASON = 300
 _NOT_KNOWN = "is neither in torch's list of what is safe to load nor a type that dcp_s3 knows"
+# Pickles before the bytes of the storages: magic number, protocol, system, value, keys of the storages.
+_OLD_FORMAT_PICKLES = 5
+# The later protocols that exist; a pickle of numbers may have these bytes by chance.
+_LATER_PROTOCOL = re.compile(rb"\x80[\x03-\x05]")
+# An archive with this entry goes to torch.jit.load, whatever torch.load is asked for.
+_TORCHSCRIPT = "constants.pkl"
 
 
 def check_item(stream: io.BytesIO, *, fqn: str, url: str, verified: bool) -> None:
     """Check that the item may be unpickled without restriction, and that it is what it seems.
 
-    An item that consists of `item_values` is gone through, and not loaded. Other items are loaded by
+    An item of the allow-list is gone through, and not loaded. Other items are loaded by
     ``torch.load(stream, weights_only=True)`` with tensors on the meta device: their bytes are neither read nor copied.
     An item whose tensors cannot be there (quantized ones, for example) is loaded once more, on the CPU.
 
@@ -53,7 +65,7 @@ def check_item(stream: io.BytesIO, *, fqn: str, url: str, verified: bool) -> Non
         stream.seek(0)
 
 
-class _UnpicklingRefusal(NamedTuple):
+class _Refusal(NamedTuple):
     """Why an item should not be unpickled."""
 
     names: list[str]
@@ -64,39 +76,43 @@ class _UnpicklingRefusal(NamedTuple):
     """Whether torch might still accept it."""
 
 
-def _find_refusal(stream: io.BytesIO) -> _UnpicklingRefusal | None:
-    """Why an item is refused, unless torch accepts it; None if it consists of `item_values`. The position moves."""
+def _find_refusal(stream: io.BytesIO) -> _Refusal | None:
+    """Why an item is refused, unless torch accepts it; None if it is of the allow-list. The position moves."""
     error: Exception = MalformedPickleError("it is no archive")
-    if is_archive(stream):
+    if _is_archive(stream):
         try:
-            check_values(stream)
+            _unpickle_archive(stream, functools.partial(find_in_item, allowed=allowed_by_user()))
         except BadArchiveError as found:
-            return _UnpicklingRefusal([], found)
+            return _Refusal([], found)
         except (UnsafeGlobalError, MalformedPickleError) as found:
             error = found
         else:
             return None
-    unknown = find_unsafe_globals(stream)
+    stream.seek(0)
+    try:
+        unknown = sorted(get_unsafe_globals_in_checkpoint(stream))
+    except Exception:  # noqa: BLE001 - an old format, or no such stream at all
+        unknown = []
     names = [name for name in unknown if name not in KNOWN]
     if names or not unknown:
-        return _UnpicklingRefusal(names, error, is_for_torch=not unknown)
+        return _Refusal(names, error, is_for_torch=not unknown)
     if isinstance(error, UnsafeGlobalError):
         error = MalformedPickleError(f"it has {error} beside {', '.join(unknown)}")
-    return _UnpicklingRefusal([], error)
+    return _Refusal([], error)
 
 
-def _ask_torch(stream: io.BytesIO) -> _UnpicklingRefusal | None:
+def _ask_torch(stream: io.BytesIO) -> _Refusal | None:
     """Why torch refuses an item in the old format, or one whose globals it all allows. None if it does not."""
     try:
         check_storages(stream)
-        _load(stream, "meta" if is_archive(stream) else "cpu")  # for the old format, meta hides errors
+        _load(stream, "meta" if _is_archive(stream) else "cpu")  # for the old format, meta hides errors
     except (MalformedPickleError, pickle.UnpicklingError) as error:
-        return _UnpicklingRefusal([], error)
+        return _Refusal([], error)
     except Exception:  # noqa: BLE001 - whatever kernels and constructors raise
         try:
             _load(stream, "cpu")
         except Exception as error:  # noqa: BLE001 - likewise
-            return _UnpicklingRefusal([], error)
+            return _Refusal([], error)
     return None
 
 
@@ -105,18 +121,22 @@ def _load(stream: io.BytesIO, device: str) -> None:
     torch.load(stream, map_location=device, weights_only=True)
 
 
-def _explain(refused: _UnpicklingRefusal, fqn: str, url: str, verified: bool) -> CheckpointError:
+def _explain(refused: _Refusal, fqn: str, url: str, verified: bool) -> CheckpointError:
     names, error, _ = refused
+    # Without torch's paragraphs around it.
+    text = re.sub(r"(?s)^.*WeightsUnpickler error: |^Weights only load failed\..*?\n\n|\n\nCheck the documentation.*$",
+                  "", str(error)).strip()  # fmt: skip
+    reason = f"{type(error).__name__}: {text[:_MAX_REASON]}"
     if not names and not verified:
         return CorruptCheckpointError(
-            f"{fqn!r} in {url} cannot be unpickled: {_reason(error)}. It was saved without a checksum: it is damaged, "
+            f"{fqn!r} in {url} cannot be unpickled: {reason}. It was saved without a checksum: it is damaged, "
             "or not what torch.save writes; S3StorageReader(weights_only=False) hands it to the planner as it is",
             url=url,
         )
     if names:
         what = f"names {', '.join(names)}, which {_NOT_KNOWN}: it could run code"
     else:
-        what = f"is not what torch's weights-only unpickler loads ({_reason(error)})"
+        what = f"is not what torch's weights-only unpickler loads ({reason})"
     return UnsafeItemError(
         f"{fqn!r} in {url} {what}. It was not unpickled. Remedy, if you trust whoever wrote the checkpoint: "
         f"torch.serialization.add_safe_globals([{', '.join(names) or 'Class'}]) before the load, or "
@@ -126,23 +146,117 @@ def _explain(refused: _UnpicklingRefusal, fqn: str, url: str, verified: bool) ->
     )
 
 
-def _reason(error: Exception) -> str:
-    """The reason for an error, without torch's paragraphs around it."""
-    text = re.sub(r"(?s)^.*WeightsUnpickler error: |^Weights only load failed\..*?\n\n|\n\nCheck the documentation.*$",
-                  "", str(error)).strip()  # fmt: skip
-    return f"{type(error).__name__}: {text[:_MAX_REASON]}"
+# --- archives -------------------------------------------------------------------------------------
 
 
-def find_unsafe_globals(stream: io.BytesIO) -> list[str]:
-    """Names of the globals in a torch.save stream that are not in torch's list; [] if it cannot tell."""
-    position = stream.tell()
+class BadArchiveError(MalformedPickleError):
+    """An item's archive that nobody should read: damaged, compressed, or with overlapping entries."""
+
+
+class _WithData(Opaque):
+    """Stands for a tensor or storage, which must not be made with a size and no data."""
+
+    __slots__ = ()
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        if any(isinstance(argument, int) for argument in arguments):
+            raise MalformedPickleError("a tensor of a given size without data")
+        return super().__new__(cls)
+
+
+def check_storages(stream: io.BytesIO) -> None:
+    """Check that storages and tensors of torch.save's output lie within what is stored. Any globals are allowed.
+
+    Raises:
+        BadArchiveError: the archive around the pickle is bad.
+        MalformedPickleError: they do not, or the pickle is damaged or not what torch.save writes.
+    """
+    if _is_archive(stream):
+        _unpickle_archive(stream, _find_any)
+        return
+    size = stream.getbuffer().nbytes
+    stream.seek(0)
+    for _ in range(_OLD_FORMAT_PICKLES):
+        _unpickle_item(stream, _find_any, lambda key: size)
+
+
+def _find_any(module: str, name: str) -> Any:
+    names = module, name
+    found = UNUSUAL_TENSORS.get(names) or find_plain(*names)
+    if found is None and name != "_rebuild_parameter":  # it may wrap any tensor
+        found = TENSORS.get(names)
+    if found is not None:
+        return found
+    sized = module.partition(".")[0] == "torch" and name.endswith(("Tensor", "Storage"))
+    return _WithData if sized else Opaque
+
+
+def _is_archive(stream: io.BytesIO) -> bool:
+    """Whether torch.load takes the stream for an archive rather than the old format."""
+    with stream.getbuffer() as data:
+        return bytes(data[:4]) == b"PK\x03\x04"
+
+
+def _unpickle_archive(stream: io.BytesIO, find_global: Callable[[str, str], Any]) -> Any:
+    """Unpickle the stand-in for the value in a torch.save archive. The stream's position moves.
+
+    Raises:
+        BadArchiveError: it is damaged, or should not be read.
+        MalformedPickleError: a storage is larger than what is stored, or the pickle is not what torch.save writes.
+        UnsafeGlobalError: raised by ``find_global``.
+    """
+    size = stream.getbuffer().nbytes
     stream.seek(0)
     try:
-        return sorted(get_unsafe_globals_in_checkpoint(stream))
-    except Exception:  # noqa: BLE001 - an old format, or no such stream at all
-        return []
-    finally:
-        stream.seek(position)
+        with zipfile.ZipFile(stream) as archive:
+            entries = archive.infolist()
+            names = {entry.filename.partition("/")[2] for entry in entries}
+        if any(entry.compress_type for entry in entries) or sum(entry.file_size for entry in entries) > size:
+            raise BadArchiveError("its archive is compressed, or its entries overlap")
+        if len({name.lower() for name in names}) < len(entries):  # torch's reader ignores case
+            raise BadArchiveError("its archive has two entries of one name")
+        stream.seek(0)
+        reader = FileReader(stream)
+        if set(reader.get_all_records()) != names:  # torch and zipfile find the directory in different ways
+            raise BadArchiveError("its archive has two directories")
+        if _TORCHSCRIPT in names:
+            raise BadArchiveError("it is a TorchScript archive, whose code torch.load would run")
+        sizes = {name: record_size(reader, name) for name in names}
+        if sum(sizes.values()) > size:
+            raise BadArchiveError("its entries overlap")
+        pickled = io.BytesIO(reader.get_record("data.pkl"))
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, ValueError) as error:
+        raise BadArchiveError(f"its archive is damaged ({type(error).__name__}: {error})") from error
+    return _unpickle_item(pickled, find_global, lambda key: sizes.get(f"data/{key}", -1))
+
+
+def _unpickle_item(stream: io.BytesIO, find_global: Callable[[str, str], Any], size_of: Callable[[str], int]) -> Any:
+    """Unpickle what torch.save wrote, whose storages have at most these sizes by key. The protocol must be torch's, 2,
+    to its end.
+
+    From 3 on, Python's unpickler takes Python 2's module names as they are, but torch's weights-only unpickler still
+    translates them: it would not check what is imported.
+    """
+    start = stream.tell()
+    with stream.getbuffer() as data:
+        right = bytes(data[start : start + 2]) == b"\x80\x02"
+        later = _LATER_PROTOCOL.search(data, start) is not None
+    if later:
+        try:
+            later = any(opcode.name == "PROTO" and argument != 2 for opcode, argument, _ in pickletools.genops(stream))
+        except Exception as error:
+            raise MalformedPickleError(f"{type(error).__name__}: {error}") from error
+        stream.seek(start)
+    if later or not right:
+        raise MalformedPickleError("it is no pickle, or its protocol is not 2")
+
+    def load(found: Any) -> PickledStorage:
+        storage = load_storage(found)
+        if storage.nbytes > size_of(storage.key):
+            raise MalformedPickleError("a storage is larger than what is stored")
+        return storage
+
+    return unpickle(stream, find_global, load)
 
 
 # --- when saving ----------------------------------------------------------------------------------

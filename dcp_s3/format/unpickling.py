@@ -1,20 +1,30 @@
 """Python's own unpickler, held to an allow-list, for pickles that anybody may have written.
 
 Looking up globals in a list is not enough: a pickle may also set attributes of a class or function that it named, and
-so change it for the whole process. So the stand-in for a global is an `Allowed`, a class of the kind `Sealed`, or a
-class or constant of C that has no attributes to set. Only their code runs. A hostile pickle may still take much time
-and memory. A very deeply nested tuple as a key even ends the process, but whoever can write that can also delete the
-checkpoint.
+so change it for the whole process. So each global has a stand-in without attributes to set: an `Allowed`, a class of
+the kind `Sealed`, or a class or constant of C. Only their code runs. Instances of torch's classes are `Mirror`s, with
+whatever attributes a pickle gives them, compared by identity. Once all is checked, a `Settler` makes of them, and of
+what is `Deferred`, what they stand for: harmless to look at, copy or send on.
+
+A hostile pickle may still take much time and memory. A very deeply nested tuple as a key even ends the process, but
+whoever can write that can also delete the checkpoint.
 """
 
 from __future__ import annotations
 
 import copyreg
 import io
+import operator
 import pickle
 import pickletools
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import MISSING, fields
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+_MAX_DEPTH = 50  # a plan of a nested state is flat
 
 
 class MalformedPickleError(Exception):
@@ -36,31 +46,25 @@ class UnknownToTorchError(UnsafeGlobalError):
         super().__init__(*what.rpartition(".")[::2])
 
 
+# --- stand-ins ------------------------------------------------------------------------------------
+
+
 class Allowed:
     """Stands for a function, or for a class that is called; without ``call``, for one that is only named.
 
     Args:
-        fits: whether arguments are as picklers write them. What ``call`` gets is checked, so it need not check.
+        signatures: the types of arguments that picklers write, if ``call`` does not check them itself.
     """
 
-    __slots__ = ("_call", "_fits", "name")
+    __slots__ = ("_call", "_signatures", "name")
 
-    def __init__(
-        self, name: str, call: Callable[..., Any] | None = None, fits: Callable[..., bool] | None = None
-    ) -> None:
-        self.name = name
-        self._call = call
-        self._fits = fits
+    def __init__(self, name: str, call: Callable[..., Any] | None = None, *signatures: tuple[type, ...]) -> None:
+        self.name, self._call, self._signatures = name, call, frozenset(signatures)
 
     def __call__(self, *arguments: Any) -> Any:
         if self._call is None:
             raise MalformedPickleError(f"{self.name} is called")
-        if self._fits is not None:
-            try:
-                fits = self._fits(*arguments)
-            except TypeError:  # another number of arguments
-                fits = False
-            expect(fits, self.name)
+        expect(not self._signatures or tuple(map(type, arguments)) in self._signatures, self.name)
         return self._call(*arguments)
 
     def __setstate__(self, state: Any) -> None:
@@ -81,6 +85,55 @@ class Sealed(type):
         raise MalformedPickleError(f"an attribute of {cls.__name__} itself is set")
 
 
+class Mirror(metaclass=Sealed):
+    """Stands for an instance of ``stands_for``, as a pickle describes it."""
+
+    stands_for: ClassVar[type]
+    required: ClassVar[frozenset[str]]
+    """Names of the attributes that an instance itself must have."""
+
+    @staticmethod
+    def of(cls: Any, **methods: Any) -> Any:
+        """A class whose instances stand for those of a dataclass."""
+        required = frozenset(field.name for field in fields(cls) if field.default is MISSING)
+        _STOOD_FOR.add(cls)
+        return Sealed(cls.__name__, (Mirror,), {"stands_for": cls, "required": required, **methods})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Called by Python's unpickler for slots. It puts other attributes into ``__dict__``.
+        raise MalformedPickleError(f"the slots of a {type(self).__name__} are set")
+
+    @staticmethod
+    def complete(attributes: dict[str, Any]) -> None:
+        """Called with the attributes of an instance when they have become what they stand for."""
+
+
+_STOOD_FOR: set[type] = set()
+
+
+class Opaque(metaclass=Sealed):
+    """Stands for an instance of any class, made from any arguments, with any state."""
+
+    __slots__ = ()
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class PlainDefaultDict(dict[Any, Any]):
+    """Stands for a defaultdict, whose factory could be set to anything."""
+
+    __slots__ = ("factory",)
+
+    factory: type | None
+
+    def __setstate__(self, state: Any) -> None:
+        raise MalformedPickleError("the state of a defaultdict is set")
+
+
 class Deferred(NamedTuple):
     """Stands for a value that is made after the pickle has been read, so that no pickle can set its attributes."""
 
@@ -88,9 +141,7 @@ class Deferred(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-def deferred(make: Callable[..., Any]) -> Callable[..., Deferred]:
-    """What makes a `Deferred` of its arguments."""
-    return lambda *arguments: Deferred(make, arguments)
+# --- reading --------------------------------------------------------------------------------------
 
 
 def unpickle(
@@ -138,6 +189,16 @@ class _RestrictedUnpickler(pickle.Unpickler):
         if self._load_persistent is None:
             raise MalformedPickleError("it refers to something outside of it")
         return self._load_persistent(found)
+
+
+def _check_extensions(stream: io.BytesIO) -> None:
+    """Refuse extension opcodes: the registry's cache bypasses `find_class`, and would keep what it finds."""
+    if not vars(copyreg)["_inverted_registry"]:
+        return  # nearly always; extension opcodes then fail
+    start = stream.tell()
+    if any(opcode.name.startswith("EXT") for opcode, _, _ in pickletools.genops(stream)):
+        raise MalformedPickleError("it refers to Python's extension registry")
+    stream.seek(start)
 
 
 def check_opcodes(data: bytes) -> None:
@@ -190,11 +251,124 @@ for _opcode in pickletools.opcodes:
 _ARGUMENTS[_FRAME] = -8
 
 
-def _check_extensions(stream: io.BytesIO) -> None:
-    """Refuse extension opcodes: the registry's cache bypasses `find_class`, and would keep what it finds."""
-    if not vars(copyreg)["_inverted_registry"]:
-        return  # nearly always; extension opcodes then fail
-    start = stream.tell()
-    if any(opcode.name.startswith("EXT") for opcode, _, _ in pickletools.genops(stream)):
-        raise MalformedPickleError("it refers to Python's extension registry")
-    stream.seek(start)
+# --- what stand-ins become ------------------------------------------------------------------------
+
+_LEAVES = frozenset((
+    str, int, float, bool, type(None), bytes, complex, bytearray, range, slice, torch.Size, torch.dtype, torch.layout,
+    torch.device, torch.memory_format,
+))  # fmt: skip
+
+
+class Settler:
+    """Turns the values of one pickle into what they stand for; they may share parts.
+
+    It is for values that planners add and nothing here relies on: they must have no class or function in them, not
+    contain themselves, and not be nested deeply.
+    """
+
+    def __init__(self) -> None:
+        # id -> the value (kept so that its id is not reused), what it has become, and how deeply that is nested.
+        self._known: dict[int, tuple[Any, Any, int]] = {}
+
+    def settle(self, value: Any) -> Any:
+        """Turn ``value`` into what it stands for. Mirrors, lists and dicts are changed in place.
+
+        Raises:
+            MalformedPickleError: it has a class or a function in it, is nested too deeply, contains itself, or stands
+                for something that cannot be made.
+        """
+        try:
+            return self._settle(value, 1)[0]
+        except (MalformedPickleError, UnsafeGlobalError):
+            raise
+        except Exception as error:  # an enumeration has no such member, or a hash fails
+            raise MalformedPickleError(f"{type(error).__name__}: {str(error)[:200]}") from error
+
+    def settle_others(self, mirror: Mirror, known: frozenset[str]) -> None:
+        """Settle the attributes of ``mirror`` that are not ``known``."""
+        attributes = vars(mirror)
+        for name in attributes.keys() - known:
+            _check_name(mirror, name)
+            attributes[name] = self.settle(attributes[name])
+        type(mirror).complete(attributes)
+
+    def _settle(self, value: Any, depth: int) -> tuple[Any, int]:
+        kind = type(value)
+        if kind in _LEAVES:
+            return value, 0
+        found = self._known.get(id(value))
+        if found is not None:
+            _check_depth(depth + found[2] - 1)
+            return found[1], found[2]
+        _check_depth(depth)
+        settled, height = value, 1
+        if kind in (tuple, list, set, frozenset):
+            items, height = self._settle_all(value, depth)
+            if kind is list:
+                value[:] = items
+            elif kind is not tuple or not all(map(operator.is_, items, value)):
+                settled = kind(items)
+        elif kind in (dict, OrderedDict, PlainDefaultDict):
+            settled, height = self._settle_dict(value, kind, depth)
+        elif kind is Deferred:
+            settled, height = value.make(*value.arguments), 0
+        elif isinstance(value, Mirror):
+            height = self._settle_attributes(value, depth)
+            kind.complete(vars(value))
+            if missing := kind.required - vars(value).keys():
+                raise MalformedPickleError(f"a {kind.__name__} has no {min(missing)}")
+            object.__setattr__(value, "__class__", kind.stands_for)
+        elif kind not in _STOOD_FOR:  # a mirror that was settled before
+            raise MalformedPickleError(f"it has a {kind.__name__} where a value belongs")
+        self._known[id(value)] = value, settled, height
+        return settled, height
+
+    def _settle_all(self, values: Any, depth: int) -> tuple[list[Any], int]:
+        settled, height = [], 0
+        for value in values:
+            kind = type(value)
+            if kind in _LEAVES:
+                settled.append(value)
+            elif kind is tuple and _LEAVES.issuperset(map(type, value)):  # a path; plans have many
+                settled.append(value)
+                height = max(height, 1)
+            else:
+                item, below = self._settle(value, depth + 1)
+                settled.append(item)
+                height = max(height, below)
+        _check_depth(depth + height)
+        return settled, height + 1
+
+    def _settle_dict(self, value: Any, kind: type, depth: int) -> tuple[Any, int]:
+        items, height = self._settle_all(value.values(), depth)
+        keys: Any = value
+        if not _LEAVES.issuperset(map(type, value)):
+            keys, below = self._settle_all(list(value), depth)
+            height = max(height, below)
+        if kind is OrderedDict:
+            height = max(height, self._settle_attributes(value, depth))
+        pairs = list(zip(keys, items, strict=True))
+        if kind is PlainDefaultDict:
+            return defaultdict(value.factory, pairs), height
+        if keys is not value:
+            value.clear()
+        value.update(pairs)
+        return value, height
+
+    def _settle_attributes(self, owner: Any, depth: int) -> int:
+        attributes = vars(owner)
+        for name in attributes:
+            _check_name(owner, name)
+        items, height = self._settle_all(attributes.values(), depth)
+        attributes.update(zip(list(attributes), items, strict=True))
+        return height
+
+
+def _check_depth(depth: int) -> None:
+    if depth > _MAX_DEPTH:
+        raise MalformedPickleError(f"it is nested more than {_MAX_DEPTH} levels deep, or contains itself")
+
+
+def _check_name(owner: object, name: Any) -> None:
+    if type(name) is not str or name.startswith("__"):
+        raise MalformedPickleError(f"a {type(owner).__name__} has an attribute {str(name)[:50]!r}")

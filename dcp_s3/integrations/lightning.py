@@ -52,7 +52,7 @@ from dcp_s3 import errors
 from dcp_s3.integrations.lightning_saves import BackgroundSaves, CheckpointFiles, find_url, newest
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
-from dcp_s3.manager.ranks import Ranks
+from dcp_s3.manager.agree import Ranks
 from dcp_s3.manager.restore import load_error
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import SettingsLike, resolve_settings

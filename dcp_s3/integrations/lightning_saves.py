@@ -8,22 +8,20 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NoReturn
 
 from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
 from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.look import inspect_checkpoint
 from dcp_s3.failures import name_failed
+from dcp_s3.manager.agree import Failures, Ranks
 from dcp_s3.manager.background import BackgroundRetention, WaitCommitted, commit_of
-from dcp_s3.manager.ranks import Failures, Ranks
-from dcp_s3.manager.saving import Saving, save_in_background, upload_of
+from dcp_s3.manager.inflight import SaveInFlight, SavesInFlight, save_in_background
 from dcp_s3.retention.catalog import list_checkpoints
 from dcp_s3.retention.prune import remove
 from dcp_s3.s3.store import store_of
@@ -44,8 +42,8 @@ class _Running:
 
     url: str
     step: int
-    future: Future[None]
-    saving: Saving
+    save: SaveInFlight
+    saves: SavesInFlight
 
 
 class BackgroundSaves:
@@ -113,24 +111,20 @@ class BackgroundSaves:
         if url in self._removals:
             with self._removing:
                 self._removals.pop(url, None)
-        saving = Saving(self._ranks.rank)
+        saving = SavesInFlight(self._ranks.rank)
         saving.last_good = self._last_good
         self._begun += 1
         self._numbers[url] = self._begun
         saved = functools.partial(self._saved, self._begun, url, made[0], step)
-        if blocking:
-            try:
-                state_dict_saver.save(state, storage_writer=made[0], process_group=self._background.group)
-            except CheckpointException as error:
-                raise saving.fail(step, url, error) from None
-            saved()
-            return
-        try:
-            future = upload_of(save_in_background(state, made[0], self._background, self._stager))
-        except CheckpointException as error:
-            raise saving.fail(step, url, error) from error.__cause__
-        saving.begin(step, url, future, on_success=saved)
-        self._running.append(_Running(url, step, future, saving))
+
+        def upload() -> object:
+            if blocking:
+                return state_dict_saver.save(state, storage_writer=made[0], process_group=self._background.group)
+            return save_in_background(state, made[0], self._background, self._stager, None)
+
+        save = saving.start(step, url, upload, saved, wait=blocking)
+        if not blocking:
+            self._running.append(_Running(url, step, save, saving))
 
     def wait(self) -> None:
         """Wait for the saves under way.
@@ -140,9 +134,9 @@ class BackgroundSaves:
         """
         running, self._running = self._running, []
         for each in running:
-            each.saving.settle()
+            each.saves.settle()
         for each in running:
-            each.saving.raise_failure()
+            each.saves.raise_failure()
 
     def close(self) -> None:
         """Wait for the saves under way, then for removals that are due. Then free the buffers.
@@ -174,7 +168,7 @@ class BackgroundSaves:
 
     def holds(self, url: str) -> bool | None:
         """Whether a checkpoint is at ``url`` once everything under way is done; None if nothing there is."""
-        if any(each.url == url and not each.future.done() for each in self._running):
+        if any(each.url == url and not each.save.ended.is_set() for each in self._running):
             return True
         return False if url in self._removals else None
 

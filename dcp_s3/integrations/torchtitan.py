@@ -23,12 +23,12 @@ from dcp_s3.format.layout import step_of
 from dcp_s3.integrations.requirement import require
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
+from dcp_s3.manager.agree import Failures, Ranks
 from dcp_s3.manager.arguments import check_settings
 from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
-from dcp_s3.manager.choosing import ChosenCheckpoint, impatient, latest_order, step_order
-from dcp_s3.manager.ranks import Failures, Ranks
-from dcp_s3.manager.restore import Restoring, load_error
-from dcp_s3.manager.saving import Saving, save_in_background, upload_of
+from dcp_s3.manager.inflight import SavesInFlight, save_in_background
+from dcp_s3.manager.restore import load_error
+from dcp_s3.manager.select_checkpoint import ChosenCheckpoint, choose, impatient, latest_order, step_order
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.marks import annotate
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
@@ -57,7 +57,6 @@ from torchtitan.tools.utils import GarbageCollection  # noqa: E402
 logger = logging.getLogger(__name__)
 
 _RETENTION_TIMEOUT = 60.0  # seconds for which `close` waits for retention
-_DRAIN_TIMEOUT = 600.0  # seconds without progress for which a load waits for what drains from disks to S3
 
 _METRICS = {"loss_metrics/global_avg_loss": "loss", "validation_metrics/loss": "val_loss"}
 """Names in torchtitan's log, and in a checkpoint's metrics."""
@@ -114,7 +113,7 @@ class S3CheckpointManager(CheckpointManager):
 
     def _set_up(self, config: Config) -> None:
         self._retention: BackgroundRetention | None = None
-        self._saving = Saving(self._ranks.rank)
+        self._saving = SavesInFlight(self._ranks.rank)
         self._saved_url: str | None = None
         self._losses = _Losses()
         trainer = self.states.get(TRAIN_STATE)
@@ -173,22 +172,17 @@ class S3CheckpointManager(CheckpointManager):
             return errors.SaveFailedError(text, url=checkpoint_id, step=step, failures=failures)
 
         self._ranks.agree(begin, refuse)
-        writer, result = made[0], None
-        if async_mode == AsyncMode.DISABLED:
-            try:
+        writer, blocking = made[0], async_mode == AsyncMode.DISABLED
+
+        def save() -> Any:
+            if blocking:
                 state_dict_saver.save(state_dict, storage_writer=writer, process_group=self._ranks.group)
-            except CheckpointException as error:
-                raise self._saving.fail(step, checkpoint_id, error) from None
-            self._saving.last_good = step
-            self._saved(writer)
-        else:
+                return None
             # In a thread of this process: another process, as torchtitan has for pinned memory, takes 10 s to start,
             # and gains nothing, because uploads run outside of Python's lock.
-            try:
-                result = save_in_background(state_dict, writer, self._ranks, self.stager)
-            except CheckpointException as error:
-                raise self._saving.fail(step, checkpoint_id, error) from error.__cause__
-            self._saving.begin(step, checkpoint_id, upload_of(result), on_success=lambda: self._saved(writer))
+            return save_in_background(state_dict, writer, self._ranks, self.stager, None)
+
+        result = self._saving.start(step, checkpoint_id, save, lambda: self._saved(writer), wait=blocking).begun
         self._saved_url = checkpoint_id
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
@@ -317,8 +311,7 @@ class S3CheckpointManager(CheckpointManager):
     def _choose(self, folder: str, step: int = -1) -> ChosenCheckpoint | None:
         """The checkpoint to resume from, the same on all ranks; None if there is none."""
         catalog = CheckpointCatalog(folder, settings=self._settings)
-        restoring = Restoring(catalog, self._ranks, weights_only=True, drain_timeout=_DRAIN_TIMEOUT)
-        found = restoring.choose(latest_order if step == -1 else step_order(step))
+        found = choose(catalog, self._ranks, latest_order if step == -1 else step_order(step))
         if found is None and step != -1:
             raise errors.CheckpointNotFoundError(
                 f"checkpoint.load_step = {step}, and there is no checkpoint under {folder}", url=folder

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from dcp_s3 import ranks
 from dcp_s3.errors import CheckpointError, SaveProtocolError
 from dcp_s3.failures import name_failed
-from dcp_s3.manager.ranks import Ranks
+from dcp_s3.manager.agree import Ranks
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from dcp_s3 import errors
 from dcp_s3.format.archive import MAX_HEAD, ArchiveHead
 from dcp_s3.format.blocks import Range, get_blocks, get_crc, get_raw_offset
-from dcp_s3.format.item_pickles import check_storages
 from dcp_s3.format.metadata import is_unproven
+from dcp_s3.format.safe_items import check_storages
 from dcp_s3.format.saved_entries import find_chunk
 from dcp_s3.load.archive_heads import SMALL_ITEM, ArchiveHeads, HeadProbe, HeadProof, ItemKind, read_tensor
 from dcp_s3.load.boxes import Box

@@ -5,24 +5,21 @@ Messages name types rather than values: a state passed as the step would be prin
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.commit import check_metrics
-from dcp_s3.format.control_files import check_extra
-from dcp_s3.manager.deciding import check_save_policy
-from dcp_s3.manager.names import DEFAULT_FORMAT, StepFormat, check_step_format
+from dcp_s3.checkpoint.commit import check_metrics as check_storable
+from dcp_s3.format.layout import is_attachment_name, step_by_patterns, step_of
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.retention.prune import check_grace
-from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.url import CheckpointURL, parse_url
+from dcp_s3.setting_values import compile_step_pattern
+from dcp_s3.settings import Settings
 
 
 def check_step(step: object) -> int:
@@ -34,55 +31,29 @@ def check_step(step: object) -> int:
 
 def check_save(step: object, state: object) -> None:
     """Check what is to be saved."""
-    if isinstance(step, Mapping) and not isinstance(state, Mapping):
-        raise errors.CheckpointError(
-            f"step is a {_kind(step)} and state a {_kind(state)}: the step comes first. Remedy: "
-            "manager.save(step, state)"
-        )
+    _check_order("manager.save(step, state)", step=step, state=state)
     check_step(step)
-    check_state(state)
+    _check_state(state)
 
 
-def check_beside(metrics: object, planner: object, extra: object) -> None:
-    """Check the other arguments of `CheckpointManager.save`. A metric that cannot be stored is a SaveProtocolError."""
-    _check_metrics(metrics)
-    check_extra(extra)  # type: ignore[arg-type]
-    _check_planner(planner, SavePlanner)
+def check_metrics(metrics: object) -> None:
+    """Check metrics. One that cannot be stored is a SaveProtocolError."""
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise errors.CheckpointError(f"metrics is a {_kind(metrics)}, expected a dict like {{'val_loss': 0.5}}")
+    check_storable(metrics or {})
 
 
 def check_annotate(step: object, metrics: object) -> None:
-    """Check the arguments of `CheckpointManager.annotate`. A metric that cannot be stored is a SaveProtocolError."""
-    if isinstance(step, Mapping) and not isinstance(metrics, Mapping):
-        raise errors.CheckpointError(
-            f"step is a {_kind(step)} and metrics a {_kind(metrics)}: the step comes first. Remedy: "
-            "manager.annotate(step, metrics)"
-        )
+    """Check the arguments of `CheckpointManager.annotate`."""
+    _check_order("manager.annotate(step, metrics)", step=step, metrics=metrics)
     check_step(step)
-    _check_metrics(metrics)
-
-
-def _check_metrics(metrics: object) -> None:
-    if metrics is None:
-        return
-    if not isinstance(metrics, Mapping):
-        raise errors.CheckpointError(f"metrics is a {_kind(metrics)}, expected a dict like {{'val_loss': 0.5}}")
-    for name, value in metrics.items():
-        if not isinstance(value, (int, float, str, bool, type(None))):
-            raise errors.SaveProtocolError(
-                f"metric {_show(name)} is a {_kind(value)}, expected a number, text, a bool or None (for a tensor: "
-                "tensor.item())"
-            )
     check_metrics(metrics)
 
 
 def check_restore(state: object, step: object, planner: object, best: object = None, metric: object = None) -> None:
     """Check the arguments of `CheckpointManager.restore`, except ``mode``."""
-    if isinstance(step, Mapping) and not isinstance(state, Mapping):
-        raise errors.CheckpointError(
-            f"state is a {_kind(state)} and step a {_kind(step)}: the state comes first. Remedy: "
-            "manager.restore(state, step)"
-        )
-    check_state(state)
+    _check_order("manager.restore(state, step)", state=state, step=step)
+    _check_state(state)
     if step is not None and not (isinstance(step, str) and step in ("best", "latest")):
         check_step(step)
     if best is not None:
@@ -93,30 +64,42 @@ def check_restore(state: object, step: object, planner: object, best: object = N
                 f"best = {best!r} says which checkpoint to restore, and so do step = {_show(step)} and metric = "
                 f"{_show(metric)}. Remedy: manager.restore(state, best={best!r})"
             )
-    _check_planner(planner, LoadPlanner)
+    check_planner(planner, LoadPlanner)
 
 
-def _check_planner(planner: object, kind: type) -> None:
+def check_planner(planner: object, kind: type[LoadPlanner] | type[SavePlanner]) -> None:
+    """Check a planner."""
     if planner is not None and not isinstance(planner, kind):
         raise errors.CheckpointError(f"planner is a {_kind(planner)}, expected a {kind.__name__} or None")
 
 
-def check_state(state: object) -> None:
-    """Check that a state is a dict, as for `dcp.save` and `dcp.load`."""
+def _check_order(call: str, **given: object) -> None:
+    (first, one), (second, other) = given.items()
+    step, mapping = (one, other) if first == "step" else (other, one)
+    if isinstance(step, Mapping) and not isinstance(mapping, Mapping):
+        kinds = f"{first} is a {_kind(one)} and {second} a {_kind(other)}"
+        raise errors.CheckpointError(f"{kinds}: the {first} comes first. Remedy: {call}")
+
+
+def _check_state(state: object) -> None:
     if not isinstance(state, Mapping):
-        raise errors.CheckpointError(
-            f"state is a {_kind(state)}, expected a dict by name, like {{'model': model, 'step': step}}"
-        )
+        expected = "a dict by name, like {'model': model, 'step': step}"
+        raise errors.CheckpointError(f"state is a {_kind(state)}, expected {expected}")
+
+
+def _show(value: object) -> str:
+    """The value if it is short and plain, otherwise its type."""
+    plain = isinstance(value, (int, float, str, bool, type(None))) and len(repr(value)) <= 100
+    return repr(value) if plain else f"a {_kind(value)}"
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
 
 
 def to_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
     """Replace each Stateful in the state by what its `state_dict` returns, as `dcp.save` does."""
     return {name: value.state_dict() if isinstance(value, Stateful) else value for name, value in state.items()}
-
-
-def has_stateful(state: Mapping[str, Any]) -> bool:
-    """Whether `to_state_dict` calls anything."""
-    return any(isinstance(value, Stateful) for value in state.values())
 
 
 def load_into(loaded: Mapping[str, Any], state: dict[str, Any]) -> None:
@@ -128,70 +111,25 @@ def load_into(loaded: Mapping[str, Any], state: dict[str, Any]) -> None:
             state[name] = loaded[name]
 
 
+StepFormat = str | Callable[[int], str]
+"""A name with ``{step}`` in it, or a function of the step."""
+DEFAULT_FORMAT = "step-{step:08d}"
+_SAMPLES = (12, 0, 1, 2, 9, 100, 999, 12345, 10**6, 99_999_999, 10**8, 2**40 + 1)
+
+
 def check_coordination(coordination: object, process_group: object) -> None:
     """Check how the ranks of a manager come together."""
     if coordination not in ("collectives", "s3"):
         raise errors.CheckpointError(f"coordination = {_show(coordination)}, expected 'collectives' or 's3'")
     if coordination == "s3" and process_group is not None:
-        raise errors.CheckpointError(
-            "a CheckpointManager with coordination='s3' uses no process group, and all ranks of the job save. Remedy: "
-            "leave process_group out"
-        )
+        why = "a CheckpointManager with coordination='s3' uses no process group, and all ranks of the job save"
+        raise errors.CheckpointError(f"{why}. Remedy: leave process_group out")
 
 
-def read_only_error(what: str, root: CheckpointURL) -> errors.CheckpointError:
-    """The error of a manager that only reads; ``what`` it was to do."""
-    return errors.CheckpointError(
-        f"{what}: the CheckpointManager of {root} was made with read_only=True. Remedy: make one without, for the root "
-        "of this run",
-        url=str(root),
-    )
-
-
-def closed_error(root: CheckpointURL) -> errors.CheckpointError:
-    """The error of a manager that was closed."""
-    return errors.CheckpointError(
-        f"the CheckpointManager of {root} was closed. Remedy: close it after the last save, or make a new one",
-        url=str(root),
-    )
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """The checked arguments of a manager."""
-
-    root: CheckpointURL
-    """URL of the run."""
-    settings: Settings
-    """Settings of everything that the manager does."""
-    retention: PolicyFunction | None
-    """The retention policy. None: nothing is deleted."""
-    step_format: StepFormat
-    """How steps are named."""
-
-
-def configure(
-    root: str | os.PathLike[str],
-    retention: PolicyFunction | str | None,
-    settings: SettingsLike,
-    separate: object,
-    timeouts: Mapping[str, object],
-    step_format: StepFormat = DEFAULT_FORMAT,
-    should_save: object = None,
-) -> Configuration:
-    """Check the arguments of a manager. A root that is no URL is an InvalidURLError."""
-    if not isinstance(root, (str, os.PathLike)):
-        raise errors.InvalidURLError(f"root is a {_kind(root)}, expected text like 's3://bucket/run'")
+def check_separate(separate: object) -> None:
+    """Refuse (SettingsError) one FQN prefix instead of a list."""
     if isinstance(separate, str):
         raise errors.SettingsError(f"separate is text, expected a list of FQN prefixes. Remedy: [{_show(separate)}]")
-    for name, seconds in timeouts.items():
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
-            raise errors.SettingsError(f"{name} = {_show(seconds)}, expected seconds, 0 or more")
-    resolved = resolve_settings(settings)
-    policy = resolve_policy(retention, resolved)
-    check_save_policy(should_save)
-    resolved = check_settings(resolved, prunes=policy is not None, step_format=step_format)
-    return Configuration(parse_url(root), resolved, policy, step_format)
 
 
 def resolve_policy(retention: PolicyFunction | str | None, settings: Settings) -> PolicyFunction | None:
@@ -207,20 +145,62 @@ def resolve_policy(retention: PolicyFunction | str | None, settings: Settings) -
     return retention
 
 
-def check_settings(settings: Settings, *, prunes: bool, step_format: StepFormat = DEFAULT_FORMAT) -> Settings:
-    """Refuse settings that would make every retention run fail, or hide every checkpoint of the manager. Returns those
-    that find the steps (`check_step_format`)."""
+def step_name(step: int, step_format: StepFormat = DEFAULT_FORMAT) -> str:
+    """The name of a step's checkpoint, for example ``step-00001000``."""
+    return step_format.format(step=step) if isinstance(step_format, str) else step_format(step)
+
+
+def check_settings(settings: Settings, *, prunes: bool, step_format: Any = DEFAULT_FORMAT) -> Settings:
+    """Refuse (SettingsError) settings that would make every retention run fail, and names below the root in which the
+    step is not found. Returns the settings by which it is: with the ``step_pattern`` of the format if need be."""
     if prunes:
         check_grace(settings.retention_grace, force=False)
-    return check_step_format(step_format, settings)
+    if not isinstance(step_format, str) and not callable(step_format):
+        raise errors.SettingsError(
+            f"step_format is a {_kind(step_format)}, expected text like 'step-{{step:08d}}', or a function of the step"
+        )
+    what = f"step_format = {step_format!r}" if isinstance(step_format, str) else "step_format, a function,"
+    names = {step: _checked_name(step, step_format, what) for step in _SAMPLES}
+    lost = _lost(names, settings.step_pattern)
+    if lost is None:
+        return settings
+    if settings.step_pattern is not None:
+        raise errors.SettingsError(
+            f"DCP_S3_STEP_PATTERN = {settings.step_pattern!r} does not find the step in the names that "
+            f"CheckpointManager gives, like {names[lost]}. Remedy: unset it, or make it match these too"
+        )
+    before, _, after = names[_SAMPLES[-1]].partition(str(_SAMPLES[-1]))
+    pattern = rf"^{re.escape(before.rstrip('0'))}(\d+){re.escape(after)}$"
+    if _lost(names, pattern) is None:
+        return settings.model_copy(update={"step_pattern": pattern})
+    found = step_of(names[lost])
+    raise errors.SettingsError(
+        f"{what} names step {lost} {names[lost]!r}, in which {'no step' if found is None else f'step {found}'} is "
+        "found. Remedy: the step in decimal digits after the word, like 'step-{step:08d}'; or set DCP_S3_STEP_PATTERN "
+        "so that it finds the step"
+    )
 
 
-def _show(value: object) -> str:
-    """The value if it is short and plain, otherwise its type."""
-    if isinstance(value, (int, float, str, bool, type(None))) and len(repr(value)) <= 100:
-        return repr(value)
-    return f"a {_kind(value)}"
+def _lost(names: dict[int, str], pattern: str | None) -> int | None:
+    """The first step that is not found in its name."""
+    patterns = None if pattern is None else [compile_step_pattern(pattern)]
+    for step, name in names.items():
+        if (step_of(name) if patterns is None else step_by_patterns(name, patterns)) != step:
+            return step
+    return None
 
 
-def _kind(value: object) -> str:
-    return type(value).__name__
+def _checked_name(step: int, step_format: StepFormat, what: str) -> str:
+    try:
+        name = step_name(step, step_format)
+    except Exception as error:
+        raise errors.SettingsError(
+            f"{what} cannot name step {step} ({type(error).__name__}: {error}). Remedy: a name with {{step}} in it, "
+            "like 'step-{step:08d}'"
+        ) from error
+    if not isinstance(name, str) or "/" in name or not is_attachment_name(name):
+        raise errors.SettingsError(
+            f"{what} names step {step} {name!r}, which cannot be the name of a checkpoint. Remedy: a name without "
+            "slashes of at most 90 bytes, like 'step-{step:08d}'"
+        )
+    return name

@@ -19,24 +19,25 @@ from dcp_s3.settings import Settings
 logger = logging.getLogger(__name__)
 
 _SLICE = 1.0  # seconds between checks whether a commit is done, or no longer awaited
-
 WaitCommitted = Callable[[float], None]
 """Waits at most this many seconds for a save to be committed. TimeoutError: it is not committed yet."""
 
 _open: weakref.WeakSet[BackgroundRetention] = weakref.WeakSet()
 
 
+class Stopped(Exception):  # noqa: N818 - not an error
+    """Ends a prune early."""
+
+
 class BackgroundRetention:
     """Runs one prune at a time. Saves that commit during a prune share the next one.
 
     The thread lives only while there is work. It is a daemon: a prune may be cut off anywhere, and the next one
-    finishes it. No failure leaves the thread. ``prune`` does the work; its argument is a function that raises if it
-    must end early.
+    finishes it. ``prune`` does the work; its argument is a function that raises if it must end early.
     """
 
-    def __init__(self, prune: Callable[[Callable[[], None]], None], root: str) -> None:
-        self._prune = prune
-        self._root = root
+    def __init__(self, prune: Callable[[Callable[[], None]], object], root: str) -> None:
+        self._prune, self._root = prune, root
         self._lock = threading.Lock()
         self._pending: WaitCommitted | None = None
         self._thread: threading.Thread | None = None
@@ -55,8 +56,8 @@ class BackgroundRetention:
                     thread.start()  # the thread waits for the lock
                 except RuntimeError as error:  # the interpreter is ending
                     logger.warning("retention under %s did not run: %s", self._root, error)
-                    return
-                self._thread = thread
+                else:
+                    self._thread = thread
 
     def close(self, timeout: float) -> bool:
         """Wait for the current prune and those that are due, up to ``timeout`` seconds; after that it is told to end,
@@ -66,14 +67,10 @@ class BackgroundRetention:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._stop.set()
         _open.discard(self)
-        if thread is None:
-            return True
-        logger.warning(
-            "retention under %s was not done within %.0f s and is left to the next run, or to `dcp-s3 prune`",
-            self._root,
-            timeout,
-        )
-        return False
+        if thread is not None:
+            what = "retention under %s was not done within %.0f s and is left to the next run, or to `dcp-s3 prune`"
+            logger.warning(what, self._root, timeout)
+        return thread is None
 
     def _work(self) -> None:
         while True:
@@ -88,10 +85,8 @@ class BackgroundRetention:
             except Stopped:
                 pass
             except Exception:
-                logger.exception(
-                    "retention under %s failed and is tried again after the next save; nothing else is affected",
-                    self._root,
-                )
+                what = "retention under %s failed and is tried again after the next save; nothing else is affected"
+                logger.exception(what, self._root)
 
     def _wait(self, wait_committed: WaitCommitted) -> bool:
         """Wait for the commit. False if a later save has replaced it, or if it will not happen."""
@@ -117,20 +112,14 @@ def retain(
     root: str, policy: PolicyFunction, settings: Settings, on_event: Listener | None = None
 ) -> BackgroundRetention:
     """Retention of the checkpoints under ``root`` (a URL) by a policy."""
-
-    def work(check: Callable[[], None]) -> None:
-        prune(root, policy, settings=settings, progress=lambda *_: check(), on_event=on_event)
-
-    return BackgroundRetention(work, root)
+    return BackgroundRetention(
+        lambda check: prune(root, policy, settings=settings, progress=lambda *_: check(), on_event=on_event), root
+    )
 
 
 def commit_of(writer: S3StorageWriter, settings: Settings) -> WaitCommitted:
     """Waits for the commit of a save that has ended well. With durability s3 it is committed then."""
     return writer.wait_committed if settings.durability == "local" else lambda _: None
-
-
-class Stopped(Exception):  # noqa: N818 - not an error
-    """Ends a prune early."""
 
 
 @atexit.register
@@ -139,7 +128,5 @@ def _at_exit() -> None:
     for left in list(_open):
         left._stop.set()
         if left._thread is not None:
-            logger.warning(
-                "retention under %s is cut off by the end of the process. Remedy: close the CheckpointManager",
-                left._root,
-            )
+            what = "retention under %s is cut off by the end of the process. Remedy: close the CheckpointManager"
+            logger.warning(what, left._root)

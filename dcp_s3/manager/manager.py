@@ -2,63 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_s3 import errors
 from dcp_s3.coordination.ownership import Replicas
-from dcp_s3.coordination.processes import CountedSave
+from dcp_s3.coordination.processes import CountedSave, withdraw
 from dcp_s3.events import Listener
 from dcp_s3.failures import name_failed
 from dcp_s3.manager import arguments
-from dcp_s3.manager.arguments import check_step
+from dcp_s3.manager.agree import Failures, Ranks, check_same_run, find_store_ranks
+from dcp_s3.manager.arguments import DEFAULT_FORMAT, StepFormat, check_step, step_name
 from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
-from dcp_s3.manager.choosing import ChosenCheckpoint, look_at_disk
-from dcp_s3.manager.deciding import SaveDecisions, asks_ranks
-from dcp_s3.manager.line import Overlap, agree_on_save, check_overlap
-from dcp_s3.manager.names import DEFAULT_FORMAT, StepFormat, step_name
-from dcp_s3.manager.notes import open_notes
-from dcp_s3.manager.preemption import Preemption, check_sigterm, watch_for_sigterm
-from dcp_s3.manager.ranks import Failures, Ranks, Run, agree_on_run, separate_ranks
-from dcp_s3.manager.reading import RunReader
-from dcp_s3.manager.restore import Restoring
-from dcp_s3.manager.save_policy import SavePolicyFunction
-from dcp_s3.manager.saving import SaveRequest, Saving
+from dcp_s3.manager.inflight import BeginUpload, Overlap, SavesInFlight, queue_length, stage_save
+from dcp_s3.manager.restore import RunReader
+from dcp_s3.manager.select_checkpoint import look_at_disk
+from dcp_s3.manager.step_policy import SavePolicyFunction, StepDecisions, asks_ranks, check_policy
 from dcp_s3.reprs import one_line
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.marks import annotate
 from dcp_s3.retention.policy import PolicyFunction, policy_name
 from dcp_s3.save.writer import S3StorageWriter, Separate
-from dcp_s3.settings import SettingsLike
+from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.stage.stager import S3Stager
+from dcp_s3.url import parse_url
 
 logger = logging.getLogger(__name__)
+
+_EXIT_RETENTION = 5.0  # seconds for which retention is waited for when SIGTERM ends the process
+_TERMINATED = 143  # exit status of a process that SIGTERM ended: 128 + 15
 
 
 class CheckpointManager(RunReader):
     """Saves and restores the checkpoints of a run, ``{root}/step-00001000`` and so on, and applies a retention policy.
 
-    Works with and without torch.distributed. With it, every rank makes a manager and calls `save`, `should_save` and
-    `restore`; the ranks agree on what is saved and restored. The other methods are local to each rank.
+    With torch.distributed, every rank makes one and calls `save`, `should_save`, `restore` and `restart`, on which the
+    ranks agree: an error on one rank is an error on all, and the others name it. The other methods are local.
 
-    Saves run in the background, and upload one at a time (``overlap``). After each commit, retention runs on the first
-    rank, in another thread. It never delays or fails the training: its failures are logged and counted
+    Use it in a ``with``. Saves run in the background, one upload at a time. One that fails is logged at once, by the
+    first rank, and raised once by the next `save`, `wait` or `close` of each rank, as `SaveFailedError`. After each
+    commit, retention runs on the first rank. It never delays or fails the training: its failures are logged and counted
     (``dcp_s3.stats()``).
-
-    A failed save is logged at once, by the first rank. Each rank's next `save`, `wait` or `close` raises it once, as
-    `SaveFailedError`.
-
-    An error on one rank is an error on all. The other ranks raise a CheckpointError that names it.
-
-    With ``coordination="s3"`` there are no collectives and no process groups: no rank waits for another one, and what
-    fails on one rank alone fails there alone. A save that cannot be whole without it is not committed, which the others
-    find out after ``DCP_S3_RANK_TIMEOUT``. Ranks are those of torch.distributed, or what the launcher says.
 
     >>> with CheckpointManager("s3://bucket/run", retention="latest:3 best:1:val_loss:min") as manager:
     ...     first = manager.restore(state) or 0
@@ -82,8 +75,10 @@ class CheckpointManager(RunReader):
             Needs permission to read only, and may be of another run's root. Only ``DCP_S3_READER_LEASE`` writes.
         process_group: a group with a CPU backend, used only for these saves and loads. None: a new gloo group of all
             ranks.
-        coordination: how the ranks come together: in ``collectives``, or on ``s3``, which needs no ``process_group``.
-            Then what waits on disks does not count.
+        coordination: how the ranks come together: in ``collectives``, or on ``s3``, without a process group. There a
+            rank that fails alone raises alone, and the save is aborted, which the others hear, or find out after
+            ``DCP_S3_RANK_TIMEOUT``. Ranks are those of torch.distributed, or what the launcher says. What waits on
+            disks does not count.
         replicas: with ``coordination="s3"``: which ranks hold the same plain tensors, objects and shards made by hand,
             see `S3StorageWriter`.
         overwrite: replace a committed checkpoint of the same step. Otherwise the save fails with CheckpointExistsError.
@@ -91,13 +86,6 @@ class CheckpointManager(RunReader):
             state, which is uploaded afterwards; while one waits, the next `save` waits.
         separate: FQN prefixes that get their own objects, see `S3StorageWriter`.
         weights_only: see `S3StorageReader`.
-        save_on_sigterm: when SIGTERM has come to a rank, all save at their next call of `save` or `should_save`, soon
-            at the same step, and end: `save` raises SystemExit, with status 0 if the step is committed, else 143.
-            Nothing half is left. The manager must be made in the main thread.
-        grace: seconds from SIGTERM to the kill that follows it, for ``save_on_sigterm``: what the scheduler allows.
-        retention_timeout: seconds for which `close` waits for retention.
-        drain_timeout: seconds for which `restore` waits for a checkpoint on the disks of several hosts to reach S3,
-            counted from the last progress. After that it takes an older one.
         on_event: called with each event of its saves, loads and prunes on this rank, see `dcp_s3.events`.
 
     Raises:
@@ -124,76 +112,55 @@ class CheckpointManager(RunReader):
         overlap: Overlap = "wait",
         separate: Separate | None = None,
         weights_only: bool = True,
-        save_on_sigterm: bool = False,
-        grace: float = 30.0,
-        retention_timeout: float = 60.0,
-        drain_timeout: float = 600.0,
         on_event: Listener | None = None,
     ) -> None:
-        self.on_event = on_event
-        self.read_only = read_only
+        self.on_event, self.read_only, self.overwrite = on_event, read_only, overwrite
+        self.separate, self.replicas, self.weights_only = separate, replicas, weights_only
         self._should_save = None if read_only else should_save
-        self.overwrite = overwrite
-        self.separate, self.replicas = separate, replicas
-        self.weights_only = weights_only
-        self.retention_timeout = retention_timeout
-        self.drain_timeout = drain_timeout
-        self._closed = False
+        self._step_format = step_format
+        self._ending = False
         arguments.check_coordination(coordination, process_group)
-        # First: through the group the other ranks learn if the arguments of one rank are wrong.
-        self._ranks = (
-            Ranks(process_group) if coordination == "collectives" else separate_ranks(root, settings, read_only)
-        )
-        disks = self._ranks.collective and not read_only
 
-        def configure() -> tuple[Run, dict[str, int | None]]:
-            timeouts = {"retention_timeout": retention_timeout, "drain_timeout": drain_timeout, "grace": grace}
-            check_sigterm(save_on_sigterm)
-            found = arguments.configure(root, retention, settings, separate, timeouts, step_format, self._should_save)
-            self.root, self.settings, self.retention = found.root, found.settings, found.retention
-            self._saving = Saving(self._ranks.rank, overlap, check_overlap(overlap))
-            self._saving.fails_first = self._ranks.collective
-            self._step_format = found.step_format
-            self._catalog = CheckpointCatalog(str(found.root), settings=found.settings)
-            self._stager = None if read_only else S3Stager(found.settings, on_event=on_event)
+        def configure() -> tuple[dict[str, object], dict[str, int | None]]:
+            self.root = parse_url(root)
+            self.settings = resolve_settings(settings)
+            self.retention = arguments.resolve_policy(retention, self.settings)
+            arguments.check_separate(separate)
+            check_policy(self._should_save)
+            queue_length(overlap)
+            prunes = self.retention is not None
+            self.settings = arguments.check_settings(self.settings, prunes=prunes, step_format=step_format)
+            self._catalog = CheckpointCatalog(self.root_url, settings=self.settings)
+            self._stager = None if read_only else S3Stager(self.settings, on_event=on_event)
+            run = {
+                "root": self.root_url,
+                "step_format (of step 12)": step_name(12, step_format),
+                "read_only": read_only,
+                "overlap": overlap,
+                "should_save (whether it needs more than the step)": asks_ranks(self._should_save),
+            }
             waiting = look_at_disk(self._catalog).commits if disks else ()
-            self._run = Run(
-                self.root_url,
-                step_name(12, found.step_format),
-                read_only,
-                asks_ranks(self._should_save),
-                save_on_sigterm,
-                overlap,
-            )
-            return self._run, {each.info.url: each.info.step for each in waiting}
+            return run, {each.info.url: each.info.step for each in waiting}
 
-        self._left = agree_on_run(self._ranks, configure, self._refuse("no CheckpointManager is made"))
-        """Steps by URL that an earlier run left on disk and this run has not reached yet. If this run saves one of
-        them, it has diverged from that run, and replaces the old checkpoint."""
-        self._notes = None if self._ranks.collective else open_notes(self._run, self.root, self.settings, self._ranks)
+        disks = coordination == "collectives" and not read_only
+        self._joint = None
+        if coordination == "collectives":
+            # First: through the group the other ranks learn if the arguments of one rank are wrong.
+            self._ranks = Ranks(process_group)
+            found = self._ranks.agree(configure, self._refuse("no CheckpointManager is made"))
+            check_same_run([run for run, _ in found])
+        else:
+            found = [configure()]
+            self._ranks = self._joint = find_store_ranks(self.root, self.settings, read_only=read_only)
+        self._left = {url: step for _, waiting in found for url, step in waiting.items()}
+        self._in_flight = SavesInFlight(self._ranks.rank, queue=queue_length(overlap))
         # Beside a save under way, whose collectives must not mix with these.
         apart = overlap != "wait" or asks_ranks(self._should_save)
         self._beside = self._ranks.apart() if apart and not read_only else self._ranks
-        self._decisions = SaveDecisions(
-            self._should_save, self._beside, self._notes, is_saving=lambda: self._saving.is_under_way
-        )
-        self._preemption: Preemption | None = None
-        if save_on_sigterm and not read_only:
-            self._preemption = watch_for_sigterm(self.root, self.settings, self._ranks, grace)
-        self._restoring = Restoring(
-            self._catalog,
-            self._ranks,
-            weights_only=weights_only,
-            drain_timeout=drain_timeout,
-            disks=disks,
-            notes=self._notes,
-            on_event=on_event,
-        )
+        self._decisions = StepDecisions(self._should_save, self._beside, is_saving=lambda: self._in_flight.is_under_way)
         self._retention: BackgroundRetention | None = None
         if self.retention is not None and self._ranks.is_first and not read_only:
             self._retention = retain(self.root_url, self.retention, self.settings, on_event)
-
-    # --- save ----------------------------------------------------------------------------------------
 
     def save(
         self,
@@ -218,23 +185,21 @@ class CheckpointManager(RunReader):
 
         Args:
             state: as for `dcp.save`: a dict of tensors, DTensors, Stateful objects and so on.
-            metrics: numbers, text and bools to store with it. The first rank's metrics are used. See also `annotate`.
+            metrics: numbers, text and bools to store with it. The first rank's are used. See also `annotate`.
             extra: what else belongs to the checkpoint: text, numbers, bools, None, lists and dicts of these, at most 64
                 KiB as JSON. The first rank's is stored. `extra` reads it, ``dcp-s3 show`` and ``ls --json`` show it.
             attachments: bytes of small files by name, see `S3StorageWriter.attach`. One rank is enough.
             force: save whatever ``should_save`` says.
-            blocking: return only when the save is committed; the state is not copied. With ``coordination="s3"``:
-                return when this rank's own part is on S3, `wait` when the whole is committed; the state is copied.
+            blocking: return only when the save is committed. Without ``coordination="s3"`` the state is not copied.
 
         Returns:
             Whether the step is saved: False if the policy ``should_save`` says no.
 
         Raises:
-            SaveFailedError: with ``blocking``: this save failed. Otherwise: an earlier save failed, and this state was
-                not saved, or with ``coordination="s3"`` is being saved all the same. Or a rank cannot go on, or a
-                ``state_dict`` in the state raised on a rank.
+            SaveFailedError: with ``blocking``: this save failed. Or an earlier save failed, and this state was not
+                saved, or with ``coordination="s3"`` is being saved all the same. Or a rank cannot go on.
             SaveProtocolError: the ranks save different steps, or a metric cannot be stored.
-            SystemExit: SIGTERM has come, see ``save_on_sigterm``.
+            SystemExit: SIGTERM has come, see `SaveOnPreemption`.
             SettingsError: something in ``extra`` cannot be stored.
             StagingError: the state cannot be copied.
             CheckpointError: the manager is read_only or closed, or an argument is wrong.
@@ -242,77 +207,116 @@ class CheckpointManager(RunReader):
         stager = self._stager
         if stager is None:
             what = f"step {step} is not saved" if isinstance(step, int) else "nothing is saved"
-            raise arguments.read_only_error(what, self.root)
-        if self._preemption is not None and self._preemption.is_due(step):
-            last = partial(
-                self.save, step, state, metrics,
-                extra=extra, attachments=attachments, force=True, blocking=True, planner=planner,
-            )  # fmt: skip
-            self._preemption.end(step, self._saving, last, self.close)
+            raise self._read_only_error(what)
         if not force and self._should_save is not None and not self.should_save(step):
             return False
-        made: list[S3StorageWriter] = []
+        if self._decisions.ends and not self._ending:
+            self._save_and_exit(step, state, metrics, extra=extra, attachments=attachments, planner=planner)
+        ranks, saves = self._ranks, self._in_flight
         counted: CountedSave | None = None
-        passed = None if self._notes is None else self._notes.saving(step)
+        made: list[S3StorageWriter] = []
+        begun = False
 
-        def begin() -> None:
+        def begin() -> tuple[int, bool, int]:
             nonlocal counted
+            (saves.settle if blocking else saves.make_room)()
             self._check_open()
             arguments.check_save(step, state)
             url = self.url(step)
-            counted = self._ranks.enter(
-                url, step, self.settings
-            )  # before anything that may be wrong on this rank alone
-            arguments.check_beside(metrics, planner, extra)
+            if self._joint is not None:
+                counted = self._joint.count(url, step)  # before anything that may be wrong on this rank alone
+            arguments.check_metrics(metrics)
+            arguments.check_planner(planner, SavePlanner)
             writer = S3StorageWriter(
-                url,
-                overwrite=self.overwrite or url in self._left,
-                metrics=metrics,
-                extra=extra,
-                separate=self.separate,
-                replicas=self.replicas,
-                process_group=self._ranks.group,
-                settings=self.settings if self._preemption is None else self._preemption.bound(self.settings),
+                url, overwrite=self.overwrite or url in self._left, metrics=metrics, extra=extra,
+                separate=self.separate, replicas=self.replicas, process_group=ranks.group, settings=self.settings,
                 on_event=self.on_event,
-            )
+            )  # fmt: skip
             for name, data in (attachments or {}).items():
                 writer.attach(name, data)
             writer.caller_reports, writer.counted = True, counted
             made.append(writer)
+            has_stateful = any(isinstance(value, Stateful) for value in state.values())
+            return step, has_stateful, saves.newest_failure() if ranks.collective else 0
 
         try:
-            collected = agree_on_save(
-                self._beside, self._saving, step, state, self.root_url, begin, self._refuse_save(step)
-            )
-            url, writer = self.url(step), made[0]
+            collected = self._agree_on_save(step, state, begin)
+            writer, url = made[0], self.url(step)
             self._decisions.saved(step)
             if url in self._left:
                 del self._left[url]
-                if self._ranks.is_first:
-                    logger.warning("%s waited on disk from an earlier run: it is saved again and replaced", url)
-            saved = partial(self._saved, writer, passed)
-            request = SaveRequest(step, url, writer, self._ranks, stager, planner, saved)
-            self._saving.run(request, collected, blocking=blocking)
+                logger.warning("%s waited on disk from an earlier run: it is saved again and replaced", url)
+            if blocking and ranks.collective:
+                upload: BeginUpload = functools.partial(
+                    state_dict_saver.save, collected, storage_writer=writer, process_group=ranks.group, planner=planner
+                )
+            else:
+                upload = stage_save(collected, writer, ranks, stager, planner)
+            begun = True
+            save = saves.start(step, url, upload, functools.partial(self._saved, writer, step), wait=blocking)
         except BaseException as error:
             if counted is not None:
-                self._decisions.failed_here(step)
-                self._ranks.leave(counted, self.settings, error)
+                self._decisions.saved(step, again=True)
+                if not begun:
+                    withdraw(counted, self.settings, error)
             raise
-        if not self._ranks.collective:
-            self._saving.raise_failure()  # of an earlier save: the other ranks, too, have begun this one
+        if self._joint is not None:
+            saves.raise_failure(save.number - 1)  # of an earlier save: the other ranks, too, have begun this one
         return True
+
+    def _agree_on_save(
+        self, step: int, state: Mapping[str, Any], begin: Callable[[], tuple[int, bool, int]]
+    ) -> dict[str, Any]:
+        """Begin the save of a step on all ranks. Returns the state, each Stateful in it replaced by its state dict."""
+
+        def refuse(failures: Failures) -> errors.SaveFailedError:
+            why = name_failed(failures) if failures else "an earlier save failed on another rank"
+            what = f"step {step} is not saved: {why}"
+            return errors.SaveFailedError(what, url=self.url(step), step=step, failures=failures)
+
+        found = self._beside.agree(begin, refuse)
+        self._check_same("save", [step for step, _, _ in found], errors.SaveProtocolError)
+        # The newest one that failed on any rank may not have ended on the others yet.
+        if failed := max(number for _, _, number in found):
+            self._in_flight.settle(failed)
+            self._in_flight.raise_failure(failed)
+            raise refuse({})
+        if not any(stateful for _, stateful, _ in found):
+            return dict(state)
+        collected: dict[str, Any] = {}
+        # Separately: a `state_dict` may use collectives, so all ranks must have come this far.
+        self._beside.agree(lambda: collected.update(arguments.to_state_dict(state)), refuse, alike=True)
+        return collected
+
+    def _saved(self, writer: S3StorageWriter, step: int) -> None:
+        if self._retention is not None:
+            self._retention.saved(commit_of(writer, self.settings))
+        if self._joint is not None:
+            self._joint.committed(step)
+
+    def _save_and_exit(self, step: int, *args: Any, **options: Any) -> NoReturn:
+        """The last save of a process that SIGTERM ends."""
+        self._ending, status = True, _TERMINATED
+        try:
+            with contextlib.suppress(errors.SaveFailedError):  # of an earlier save, and logged
+                self.wait()
+            self.save(step, *args, force=True, blocking=True, **options)
+            status = 0
+        except Exception as error:  # noqa: BLE001 - whatever it is, the process is killed soon
+            what = "SIGTERM came, and step %d was not committed; what was committed before is untouched: %s"
+            logger.error(what, step, error)  # noqa: TRY400 - without a traceback
+        with contextlib.suppress(errors.SaveFailedError):  # which is logged
+            self.close(retention_timeout=_EXIT_RETENTION)
+        raise SystemExit(status)
 
     def should_save(self, step: int) -> bool:
         """Whether `save` saves a step, by the policy ``should_save``; True without one. The same on all ranks, all of
         which call it, with the same steps. The step that was saved or restored last is not saved again.
 
-        With ``coordination="s3"`` they do not meet: the first rank to ask decides, and the others read what it said, in
-        the store of the process group or, without one, on S3.
-
-        What depends on steps alone costs nothing. For the clock and for SIGTERM the ranks meet in one all-reduce of 40
-        bytes over gloo, in which all wait for the slowest. They do so rarely: at half of the steps that are left until
-        a save is due, at least every 100, and with `SaveOnPreemption` about once a second. So a save may be late by a
-        step or two. Functions of your own are asked at each step.
+        What depends on steps alone costs nothing. For the clock and for SIGTERM the ranks come together, rarely: at
+        half of the steps that are left until a save is due, at least every 100, and with `SaveOnPreemption` about once
+        a second. So a save may be late by a step or two. Functions of your own are asked at each step, on the first
+        rank, or with ``coordination="s3"`` on the one that comes first.
 
         >>> with CheckpointManager("s3://bucket/run", should_save=SaveEvery(steps=1000)) as manager:
         ...     for step in range(2001, 4001):
@@ -329,8 +333,7 @@ class CheckpointManager(RunReader):
         if self.read_only:
             return False
         self._check_open()
-        due = self._preemption is not None and self._preemption.is_due(step)
-        return due or self._decisions.should_save(step)
+        return self._decisions.should_save(step)
 
     @property
     def preempted(self) -> bool:
@@ -347,19 +350,16 @@ class CheckpointManager(RunReader):
 
     def wait(self) -> None:
         """Wait for all saves under way: until they are committed, or with ``DCP_S3_DURABILITY=local`` until they are on
-        local disks.
+        local disks. A SaveFailedError if one has failed.
 
         >>> with CheckpointManager("s3://bucket/run") as manager:
         ...     saved = manager.save(3000, state)
         ...     manager.wait()
         ...     latest("s3://bucket/run").step
         3000
-
-        Raises:
-            SaveFailedError: a save has failed.
         """
-        self._saving.settle()
-        self._saving.raise_failure()
+        self._in_flight.settle()
+        self._in_flight.raise_failure()
 
     def annotate(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add metrics to a saved checkpoint, see `dcp_s3.annotate`. Every rank may call it; only the first one writes.
@@ -377,50 +377,31 @@ class CheckpointManager(RunReader):
             CheckpointNotFoundError: there is no committed checkpoint of this step.
         """
         if self.read_only:
-            raise arguments.read_only_error("nothing is annotated", self.root)
+            raise self._read_only_error("nothing is annotated")
         arguments.check_annotate(step, metrics)
-        if not self._ranks.is_first:
-            return
-        self._settle_step(step)
-        annotate(self.url(step), metrics, settings=self.settings)
+        if self._ranks.is_first:
+            self._in_flight.settle_step(step)
+            annotate(self.url(step), metrics, settings=self.settings)
 
-    def _saved(self, writer: S3StorageWriter, passed: Callable[[], None] | None) -> None:
-        if self._retention is not None:
-            self._retention.saved(commit_of(writer, self.settings))
-        if passed is not None:
-            passed()
-
-    def _refuse_save(self, step: int) -> Callable[[Failures], errors.SaveFailedError]:
-        return lambda failures: errors.SaveFailedError(
-            f"step {step} is not saved: {name_failed(failures)}", url=self.url(step), step=step, failures=failures
-        )
-
-    def close(self) -> None:
-        """Wait for the saves under way, then for retention (at most ``retention_timeout`` seconds). Then free the
-        buffers.
+    def close(self, *, retention_timeout: float = 60.0) -> None:
+        """Wait for the saves under way, then for retention, at most ``retention_timeout`` seconds. Then free the
+        buffers. A SaveFailedError if a save has failed.
 
         >>> manager = CheckpointManager("s3://bucket/run")
-        >>> manager.save(3000, state)
-        True
         >>> manager.close()
-
-        Raises:
-            SaveFailedError: a save has failed.
         """
         if self._closed:
             return
-        self._saving.settle()
+        self._in_flight.settle()
         self._closed = True
-        if self._preemption is not None:
-            self._preemption.close()  # first: its handler calls that of the other watch
         self._decisions.close()
         if self._retention is not None:
-            self._retention.close(self.retention_timeout)
+            self._retention.close(retention_timeout)
         if self._stager is not None:
             self._stager.close()
         self._beside.close()
         self._ranks.close()
-        self._saving.raise_failure()
+        self._in_flight.raise_failure()
 
     def __repr__(self) -> str:
         shown = {
@@ -430,24 +411,3 @@ class CheckpointManager(RunReader):
             "read_only": self.read_only or None,
         }
         return one_line("CheckpointManager", repr(self.root_url), **shown)
-
-    # --- for RunReader -------------------------------------------------------------------------------
-
-    def _settle(self) -> None:
-        self._saving.settle()
-        self._check_open()
-        if not self.read_only:
-            self._ranks.go_back(self.root, self.settings)
-
-    def _settle_step(self, step: int) -> None:
-        self._saving.settle_step(step)
-
-    def _restored(self, found: ChosenCheckpoint) -> None:
-        # Up to this step, what an earlier run left is this run's own past.
-        self._left = {url: step for url, step in self._left.items() if (step or 0) > found.step}
-        self._saving.last_good = found.step
-        self._decisions.restored(found.step)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise arguments.closed_error(self.root)

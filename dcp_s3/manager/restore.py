@@ -1,32 +1,39 @@
-"""Restore: all ranks load the checkpoint that the first rank chooses."""
+"""Restore: all ranks load the checkpoint that the first rank chooses. And what else a manager reads."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import warnings
-from collections.abc import Collection, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Literal, TypeVar
 
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcp_s3 import errors
+from dcp_s3.coordination.processes import end_era
 from dcp_s3.events import Listener
 from dcp_s3.failures import Failed, explain, left_by_load, name_failed, panel, real_causes
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
-from dcp_s3.manager.arguments import load_into, to_state_dict
-from dcp_s3.manager.choosing import ChosenCheckpoint, Disk, NotReady, Order, Patience, find, impatient, look_at_disk
-from dcp_s3.manager.notes import Notes
-from dcp_s3.manager.ranks import Failures, Ranks, for_others
+from dcp_s3.manager import arguments
+from dcp_s3.manager import select_checkpoint as select
+from dcp_s3.manager.agree import Failures, Ranks, StoreRanks, for_others
+from dcp_s3.manager.arguments import StepFormat, check_step, step_name
+from dcp_s3.manager.inflight import SavesInFlight
+from dcp_s3.manager.step_policy import StepDecisions
 from dcp_s3.retention.catalog import CheckpointCatalog
-from dcp_s3.spill.background import drain_in_background
-from dcp_s3.spill.store import open_store
+from dcp_s3.retention.policy import Mode, PolicyFunction
+from dcp_s3.settings import Settings
+from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T", bound="RunReader")
 # Errors that mean: this checkpoint cannot be loaded, but another one may be.
 _UNUSABLE = (
     errors.CheckpointNotFoundError,
@@ -34,158 +41,6 @@ _UNUSABLE = (
     errors.UnsafeMetadataError,
     errors.ObjectNotFoundError,
 )
-
-
-class Restoring:
-    """Restores checkpoints of a run.
-
-    Args:
-        weights_only: see `S3StorageReader`.
-        drain_timeout: seconds without progress for which data is waited for that drains from the disks to S3.
-        disks: whether what waits on the disks for S3 counts, and is drained.
-        notes: where ranks that are not `collective` learn what the first of them chose; None: each chooses alone.
-    """
-
-    def __init__(
-        self,
-        catalog: CheckpointCatalog,
-        ranks: Ranks,
-        *,
-        weights_only: bool,
-        drain_timeout: float,
-        disks: bool = True,
-        notes: Notes | None = None,
-        on_event: Listener | None = None,
-    ) -> None:
-        self._on_event, self._notes = on_event, notes
-        self._catalog = catalog
-        self._settings = catalog.settings
-        self._ranks = ranks
-        self._weights_only = weights_only
-        self._drain_timeout = drain_timeout
-        self._disks = disks
-
-    def restore(
-        self, state: dict[str, Any], order: Order, planner: LoadPlanner | None, request: object = None
-    ) -> ChosenCheckpoint | None:
-        """Load the first checkpoint in ``order``, which was made of ``request``, that can be loaded. None if there is
-        none at all. Every rank calls it.
-
-        Raises:
-            RestoreFailedError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
-        """
-        passed_over: list[str] = []
-        while True:
-            found = self._take(order, request, passed_over)
-            failures = {} if found is None else self._load(found, state, planner)
-            if self._notes is not None and not failures:
-                self._notes.restored()
-            if found is None or not failures:
-                return found
-            alone = not self._ranks.collective and self._ranks.size > 1
-            if alone or not _is_unusable(failures):
-                raise _restore_error(failures, found.url, found.step, self._ranks.rank, alone=alone)
-            if self._ranks.is_first:
-                why = f"{found.url} could not be restored {explain(failures)}"
-                logger.warning("%s. Looking for another one", why)
-            passed_over.append(found.url)
-
-    def _take(self, order: Order, request: object, passed_over: Collection[str]) -> ChosenCheckpoint | None:
-        if self._notes is None:
-            return self.choose(order, passed_over)
-        return self._notes.choose(request, lambda: self.choose(order, passed_over))
-
-    def find(
-        self, order: Order, passed_over: Collection[str], disks: Sequence[Disk], wait: bool
-    ) -> ChosenCheckpoint | NotReady | None:
-        """What to load, as this rank sees S3 and ``disks``."""
-        return find(self._catalog, order, passed_over=passed_over, disks=disks, wait=wait)
-
-    def step(self, order: Order) -> int | None:
-        """The first step in ``order``, for this rank alone."""
-        found = self.find(order, (), (self._look(),), True)
-        return None if found is None else found.step
-
-    def choose(self, order: Order, passed_over: Collection[str] = ()) -> ChosenCheckpoint | None:
-        """The checkpoint to load, the same on all ranks; None if there is none at all. Every rank calls it.
-
-        Waits for data that other ranks need from a disk, and that must reach S3 first. ``passed_over`` are URLs of
-        checkpoints that could not be loaded.
-
-        Raises:
-            CheckpointNotFoundError: there are checkpoints, but none that ``order`` selects.
-            CorruptCheckpointError, StorageError
-        """
-        patience = Patience(self._drain_timeout)
-        while True:
-            disks = self._ranks.agree(self._look_and_drain, self._refuse)
-            choose = functools.partial(self.find, order, passed_over, disks, patience.is_left(disks))
-            found = self._ranks.from_first(choose)
-            if not isinstance(found, NotReady):
-                return found
-            patience.pause(found, quiet=not self._ranks.is_first)
-
-    def _look(self) -> Disk:
-        return look_at_disk(self._catalog) if self._disks else Disk()
-
-    def _look_and_drain(self) -> Disk:
-        disk = self._look()
-        store = open_store(self._settings)
-        if store is not None and (disk.size or disk.commits):
-            drain_in_background(store, patience=self._settings.spill_after)
-        return disk
-
-    def _refuse(self, failures: Failures) -> errors.CheckpointError:
-        root = str(self._catalog.root)
-        return errors.CheckpointError(f"nothing is restored: {name_failed(failures)}", url=root)
-
-    def _load(self, found: ChosenCheckpoint, state: dict[str, Any], planner: LoadPlanner | None) -> Failures:
-        """Load on all ranks. Returns the causes by rank, the same on all ranks; empty if every rank has loaded it."""
-
-        def refuse(failures: Failures) -> errors.RestoreFailedError:
-            why = f"{found.url} is not restored: {name_failed(failures)}"
-            return errors.RestoreFailedError(why, url=found.url, step=found.step, failures=failures)
-
-        collected: dict[str, Any] = {}
-        # The state's own code is called before DCP's first collective and after its last.
-        self._ranks.agree(lambda: collected.update(to_state_dict(state)), refuse, alike=True)
-        reader = S3StorageReader(
-            found.url,
-            include_uncommitted=found.local,
-            weights_only=self._weights_only,
-            process_group=self._ranks.group,
-            settings=impatient(self._settings) if found.local else self._settings,
-            on_event=self._on_event,
-        )
-        mine = _load(collected, reader, self._ranks, planner)
-        if not mine:
-            try:
-                load_into(collected, state)
-            except Exception as error:  # noqa: BLE001 - all ranks are told
-                mine = {self._ranks.rank: for_others(error)}
-        return {rank: error for each in self._ranks.gather(mine) for rank, error in each.items()}
-
-
-def _load(state: dict[str, Any], reader: S3StorageReader, ranks: Ranks, planner: LoadPlanner | None) -> Failures:
-    """Run `dcp.load` in place. Returns the failures by rank."""
-    try:
-        with warnings.catch_warnings():
-            if not ranks.collective:
-                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as meant
-            state_dict_loader.load(
-                state,
-                storage_reader=reader,
-                process_group=ranks.group,
-                planner=planner or S3LoadPlanner(),  # its errors name the checkpoint
-                no_dist=not ranks.collective,
-            )
-    except CheckpointException as error:
-        failures = _failures_of(error)
-        # Without collectives, torch takes each rank for the only one.
-        return failures if ranks.collective else {ranks.rank: failures[0]}
-    except Exception as error:  # noqa: BLE001 - all ranks are told
-        return {ranks.rank: for_others(error)}
-    return {}
 
 
 def load_error(error: CheckpointException, url: str, step: int | None = None) -> errors.RestoreFailedError:
@@ -200,14 +55,280 @@ def _restore_error(
     left = left_by_load(failures.values())
     if alone:  # the others do not learn of it
         left = f"{left}{'; ' if left else ''}other ranks may have loaded it, so no other one is tried"
-    told = Failed(what, failures, left=left, resume="manager.restore(state, step=...) on all ranks" if alone else "")
-    return errors.RestoreFailedError(panel(told), url=url, step=step, failures=failures, rank=rank)
+    failed = Failed(what, failures, left=left, resume="manager.restore(state, step=...) on all ranks" if alone else "")
+    return errors.RestoreFailedError(panel(failed), url=url, step=step, failures=failures, rank=rank)
 
 
 def _failures_of(error: CheckpointException) -> Failures:
     return {rank: for_others(cause) for rank, (cause, _) in error.failures.items()}
 
 
-def _is_unusable(failures: Failures) -> bool:
-    """Whether a load failed only because the checkpoint has vanished or is damaged."""
-    return all(isinstance(error, _UNUSABLE) for error in real_causes(failures).values())
+class RunReader(ABC):
+    """The checkpoints of a run, as `CheckpointManager` reads them and goes back to them."""
+
+    root: CheckpointURL
+    settings: Settings
+    retention: PolicyFunction | None
+    read_only: bool
+    _step_format: StepFormat
+    weights_only: bool
+    on_event: Listener | None
+    _catalog: CheckpointCatalog
+    _ranks: Ranks
+    _joint: StoreRanks | None
+    _in_flight: SavesInFlight
+    _decisions: StepDecisions
+    _left: dict[str, int | None]
+    """Steps by URL that an earlier run left on disk and this run has not reached yet. If this run saves one of them,
+    it has diverged from that run, and replaces the old checkpoint."""
+    _closed = False
+
+    @property
+    def root_url(self) -> str:
+        """``s3://bucket/run``.
+
+        >>> CheckpointManager("s3://bucket/run/", read_only=True).root_url
+        's3://bucket/run'
+        """
+        return str(self.root)
+
+    def url(self, step: int) -> str:
+        """URL to which `save` saves a step.
+
+        >>> CheckpointManager("s3://bucket/run", read_only=True).url(2000)
+        's3://bucket/run/step-00002000'
+        """
+        return str(self.root.child(step_name(check_step(step), self._step_format)))
+
+    def restore(
+        self,
+        state: dict[str, Any],
+        step: int | Literal["best", "latest"] | None = None,
+        *,
+        best: str | None = None,
+        metric: str | None = None,
+        mode: Mode | None = None,
+        planner: LoadPlanner | None = None,
+        drain_timeout: float = select.DRAIN_TIMEOUT,
+    ) -> int | None:
+        """Load a checkpoint into ``state``, in place. Every rank calls it; the first rank chooses for all.
+
+        Waits for the saves under way first. Those that have failed are never merged with later ones (`restart`).
+
+        >>> with CheckpointManager("s3://bucket/run", read_only=True) as manager:
+        ...     manager.restore(state), manager.restore(state, 1000), manager.restore(state, best="val_loss")
+        (2000, 1000, 1000)
+
+        Args:
+            step: a step, or ``best``. None or ``latest``: the highest step.
+            best: the metric whose best value decides; short for ``"best"`` with ``metric``.
+            metric: the metric that decides which is best. None: that of the retention policy's `KeepBest`.
+            mode: ``min`` if low values are better, or ``max``. None: that of the metric's `KeepBest`, else ``min``.
+            drain_timeout: seconds for which to wait for a checkpoint on the disks of several hosts to reach S3, counted
+                from the last progress. After that an older one is loaded.
+
+        Returns:
+            The step that was loaded. None if nothing was committed under the root yet.
+
+        Raises:
+            CheckpointNotFoundError: there are checkpoints, but none of this step, or with this metric.
+            CorruptCheckpointError: the requested checkpoints cannot be loaded.
+            RestoreFailedError: the load failed; ``failures`` has the causes by rank. The state may be partly loaded.
+            SettingsError: it is undefined or ambiguous what is best.
+            StorageError
+        """
+        orders: list[select.Order] = []
+
+        def begin() -> tuple[int | str | None, str | None, Mode | None]:
+            self._settle()
+            arguments.check_restore(state, step, planner, best, metric)
+            request = ("best", best, mode) if best is not None else (step, metric, mode)
+            orders.append(self._order(*request))
+            return request
+
+        requests = self._ranks.agree(begin, self._refuse("nothing is restored"))
+        self._check_same("restore", requests)
+        passed_over: list[str] = []
+        ranks, alone = self._ranks, not self._ranks.collective and self._ranks.size > 1
+        while True:
+            find = functools.partial(
+                select.choose, self._catalog, ranks, orders[0], passed_over=passed_over, disks=self._uses_disks,
+                finish=not self.read_only, drain_timeout=drain_timeout,
+            )  # fmt: skip
+            chosen = find() if self._joint is None else self._joint.choose(requests[0], find)
+            if chosen is None:
+                return None
+            found = select.ChosenCheckpoint(*chosen)
+            failures = self._load(found, state, planner)
+            if not failures:
+                self._restored(found.step)
+                return found.step
+            if alone or not all(isinstance(error, _UNUSABLE) for error in real_causes(failures).values()):
+                raise _restore_error(failures, found.url, found.step, ranks.rank, alone=alone)
+            if ranks.is_first:
+                logger.warning("%s could not be restored %s. Looking for another one", found.url, explain(failures))
+            passed_over.append(found.url)
+
+    def _load(self, found: select.ChosenCheckpoint, state: dict[str, Any], planner: LoadPlanner | None) -> Failures:
+        """Load on all ranks. Returns the causes by rank, the same on all ranks; empty if every rank has loaded it."""
+
+        def refuse(failures: Failures) -> errors.RestoreFailedError:
+            why = f"{found.url} is not restored: {name_failed(failures)}"
+            return errors.RestoreFailedError(why, url=found.url, step=found.step, failures=failures)
+
+        ranks, collected = self._ranks, dict[str, Any]()
+        # The state's own code is called before DCP's first collective and after its last.
+        ranks.agree(lambda: collected.update(arguments.to_state_dict(state)), refuse, alike=True)
+        reader = S3StorageReader(
+            found.url, include_uncommitted=found.local, weights_only=self.weights_only, process_group=ranks.group,
+            settings=select.impatient(self.settings) if found.local else self.settings, on_event=self.on_event,
+        )  # fmt: skip
+        mine: Failures = {}
+        try:
+            with warnings.catch_warnings():
+                if not ranks.collective:
+                    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as meant
+                planner = planner or S3LoadPlanner()  # its errors name the checkpoint
+                state_dict_loader.load(
+                    collected, storage_reader=reader, process_group=ranks.group, planner=planner,
+                    no_dist=not ranks.collective,
+                )  # fmt: skip
+            arguments.load_into(collected, state)
+        except CheckpointException as error:
+            mine = _failures_of(error)
+            # Without collectives, torch takes each rank for the only one.
+            mine = mine if ranks.collective else {ranks.rank: mine[0]}
+        except Exception as error:  # noqa: BLE001 - all ranks are told
+            mine = {ranks.rank: for_others(error)}
+        return {rank: error for each in ranks.gather(mine) for rank, error in each.items()}
+
+    @property
+    def _uses_disks(self) -> bool:
+        return self._ranks.collective and not self.read_only
+
+    def _first(self, order: select.Order) -> int | None:
+        disk = select.look_at_disk(self._catalog) if self._uses_disks else select.Disk()
+        found = select.find(self._catalog, order, disks=(disk,))
+        return None if found is None else found.step
+
+    def restart(self, step: int | None) -> None:
+        """Go back to the state of a step (None: of the beginning) that is still in memory, instead of `restore`. Every
+        rank calls it, before it saves a later step again.
+
+        Waits for the saves under way. What has failed on any rank until now is never merged with later saves, and with
+        ``coordination="s3"`` ranks of which some have failed alone are together again. Checkpoints of later steps stay:
+        only with ``overwrite`` they are saved again.
+
+        >>> with CheckpointManager("s3://bucket/run", overwrite=True) as manager:
+        ...     manager.restart(1000)
+        ...     manager.save(2000, state)
+        True
+
+        Raises:
+            StorageError: with ``coordination="s3"``: it is not certain what became of an earlier save.
+            CheckpointError: the manager is read_only or closed, or ``step`` is not a step.
+        """
+
+        def begin() -> int | None:
+            if self.read_only:
+                raise self._read_only_error("nothing is saved again")
+            self._settle(restart=True)
+            return None if step is None else check_step(step)
+
+        steps = self._ranks.agree(begin, self._refuse("the run does not go back"))
+        self._check_same("restart", steps)
+        self._decisions.restored(step)
+
+    def latest_step(self) -> int | None:
+        """The step that `restore` would load, as this rank sees it; None if there is none.
+
+        >>> CheckpointManager("s3://bucket/run", read_only=True).latest_step()
+        2000
+
+        Raises:
+            CorruptCheckpointError, StorageError
+        """
+        return self._first(select.latest_order)
+
+    def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
+        """The step with the best value of a metric, as this rank sees it; None if there is none.
+
+        >>> CheckpointManager("s3://bucket/run", read_only=True).best_step("val_loss")
+        1000
+
+        Raises:
+            CheckpointNotFoundError: there are checkpoints, but none with the metric.
+            SettingsError: it is undefined or ambiguous what is best.
+            CorruptCheckpointError, StorageError
+        """
+        return self._first(self._order("best", metric, mode))
+
+    def extra(self, step: int) -> dict[str, Any]:
+        """What was saved with a step as ``extra``; empty if nothing was. Waits for the save of this step if it is still
+        going on.
+
+        >>> with CheckpointManager("s3://bucket/run") as manager:
+        ...     saved = manager.save(3000, state, extra={"tokens": 12_000_000})
+        ...     manager.extra(3000)
+        {'tokens': 12000000}
+
+        Raises:
+            CheckpointNotFoundError: there is no checkpoint of this step.
+            CorruptCheckpointError, StorageError
+        """
+        self._in_flight.settle_step(check_step(step))
+        waiting = self.settings.spill_dir is not None and not self.read_only
+        return S3StorageReader(self.url(step), include_uncommitted=waiting, settings=self.settings).extra()
+
+    def _order(self, step: int | str | None, metric: str | None, mode: Mode | None) -> select.Order:
+        if step == "best":
+            return select.best_order(self.retention, metric, mode)
+        if step is None or step == "latest":
+            return select.latest_order
+        return select.step_order(check_step(step))
+
+    def _refuse(self, what: str) -> Callable[[Failures], errors.CheckpointError]:
+        return lambda failures: errors.CheckpointError(f"{what}: {name_failed(failures)}")
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            logger.error("while %s went through the manager: %s", type(error).__name__, failure)  # noqa: TRY400
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the work of the manager."""
+
+    def _settle(self, *, restart: bool = False) -> None:
+        self._in_flight.settle()
+        self._check_open()
+        if self._joint is not None and not self.read_only:
+            end_era(self.root, self.settings, restart=restart)
+
+    def _restored(self, step: int) -> None:
+        # Up to this step, what an earlier run left is this run's own past.
+        self._left = {url: left for url, left in self._left.items() if (left or 0) > step}
+        self._in_flight.last_good = step
+        self._decisions.restored(step)
+
+    def _check_same(self, call: str, asked: Sequence[Any], error: type[Exception] = errors.CheckpointError) -> None:
+        if len(set(asked)) > 1:
+            what = f"the ranks {call} different steps of {self.root}: {dict(enumerate(asked))} (by rank)"
+            raise error(f"{what}. Remedy: call {call} with the same arguments on all")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            why = f"the CheckpointManager of {self.root} was closed"
+            raise errors.CheckpointError(f"{why}. Remedy: close it after the last save, or make a new one")
+
+    def _read_only_error(self, what: str) -> errors.CheckpointError:
+        why = f"the CheckpointManager of {self.root} was made with read_only=True"
+        return errors.CheckpointError(f"{what}: {why}. Remedy: make one without, for the root of this run")

@@ -1,6 +1,6 @@
 """Copies of a checkpoint: from S3 to S3, and between S3 and a directory as torch's FileSystemReader reads it.
 
-The commit comes last, so that an interrupted copy is no checkpoint.
+The commit comes last, so that an interrupted copy is no checkpoint, and goes on when it is called again.
 """
 
 from __future__ import annotations
@@ -10,44 +10,50 @@ import hashlib
 import json
 import logging
 import os
-import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.directory import Directory
-from dcp_s3.format.control_files import attachments_of
-from dcp_s3.format.layout import CONTROL_PREFIX, What, classify
+from dcp_s3.checkpoint.commit_state import SaveIdentity, check_absent, exists_error, find_previous
+from dcp_s3.checkpoint.directory import Directory, list_directory
+from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.format.layout import CONTROL_PREFIX, METADATA, METADATA_CRC_KEY, SAVE_ID_KEY, What, classify
 from dcp_s3.memory import Piece
-from dcp_s3.offline.copy_source import (
-    DOWNLOAD_MARKER,
-    CopyResult,
-    CopySource,
-    check_unchanged,
-    commit_copy,
-    directory_of,
-    etags_in_place,
-    fetch_source,
-    list_objects,
-    make_source,
-    replacing,
-)
-from dcp_s3.offline.files import FileTransfer, OnProgress, download_files, upload_files
+from dcp_s3.offline.copy_source import DOWNLOAD_MARKER, CopySource, find_source
+from dcp_s3.offline.place import BLOCK, OnProgress, OnTotal, Place, read_ahead
+from dcp_s3.reprs import one_line
 from dcp_s3.s3.parts import MAX_PARTS
-from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.store import ListedObject, same_etag
-from dcp_s3.stores.directory import DirectoryStore
-from dcp_s3.url import CheckpointURL, URLLike, is_s3_url, parse_url
+from dcp_s3.store import ABSENT, ListedObject, Store
+from dcp_s3.stores.directory import HIDDEN, DirectoryStore
+from dcp_s3.units import format_size, plural
+from dcp_s3.url import URLLike, is_s3_url, parse_url
 
 logger = logging.getLogger(__name__)
 
-_BLOCK = 8 * 2**20
-_PARTIAL = re.compile(r"\.[0-9a-fA-F]{8}")  # suffix of an incomplete file
+_FILES_AT_ONCE = 4  # large ones on their way to a directory; to S3, one fills the connections
 
-OnTotal = Callable[[int], None]
+
+@dataclass(frozen=True, repr=False)
+class CopyResult:
+    """The result of a copy.
+
+    >>> copy("s3://bucket/run/step-00001000", "s3://bucket/kept/step-00001000").moved > 0
+    True
+    """
+
+    files: int
+    """Number of files that make up the checkpoint, its metadata included."""
+    size: int
+    """Bytes of these files."""
+    moved: int
+    """Bytes that this call moved; less than ``size`` if it continued an earlier one."""
+
+    def __repr__(self) -> str:
+        found = f"{plural(self.files, 'file')}, {format_size(self.size)}, {format_size(self.moved)} moved"
+        return one_line("CopyResult", found)
 
 
 def copy(
@@ -88,108 +94,149 @@ def copy(
         StorageError, OSError
     """
     for each in (source, destination):
-        if "://" in os.fspath(each):
-            parse_url(each)  # not of S3: it is no directory either
-    if is_s3_url(source) != is_s3_url(destination):
-        move = download if is_s3_url(source) else upload
-        return move(
-            os.fspath(source), os.fspath(destination), overwrite=overwrite, settings=settings, on_total=on_total,
-            on_progress=on_progress,
-        )  # fmt: skip
-    origin, target = parse_url(source), parse_url(destination)  # which refuse two directories
-    one, other = f"{origin}/", f"{target}/"
+        if "://" in os.fspath(each) or not (is_s3_url(source) or is_s3_url(destination)):
+            parse_url(each)  # which refuses what is not of S3
+    resolved = resolve_settings(settings)
+    origin, target = Place.of(source, resolved), Place.of(destination, resolved)
+    one, other = f"{origin.name}/", f"{target.name}/"
     if one.startswith(other) or other.startswith(one):
         what = "are the same" if one == other else "lie one inside the other"
-        raise errors.InvalidURLError(f"{origin} and {target} {what}. Remedy: copy to another prefix")
-    resolved = resolve_settings(settings)
-    job = _Job(store_of(origin, resolved), origin, store_of(target, resolved), target)
-    return job.run(overwrite, on_total or (lambda _: None), on_progress or (lambda _: None))
-
-
-# --- from S3 to S3 -----------------------------------------------------------------------------------
+        raise errors.InvalidURLError(f"{origin.name} and {target.name} {what}. Remedy: copy to another prefix")
+    job = _Job(find_source(origin), target, on_progress or (lambda _: None))
+    return job.run(overwrite, on_total or (lambda _: None))
 
 
 @dataclass(frozen=True)
 class _Job:
-    source: S3Store
-    origin: CheckpointURL
-    store: S3Store
-    """Store of the copy."""
-    url: CheckpointURL
-    """URL of the copy."""
-    streaming: threading.Lock = field(default_factory=threading.Lock)
-    """Held while an object passes through this machine: a few MiB for each connection."""
+    source: CopySource
+    target: Place
+    moved: OnProgress
+    streams: threading.Semaphore = field(init=False)
+    """Large files that pass through this machine at a time: each takes some blocks of memory."""
 
-    def run(self, overwrite: bool, on_total: OnTotal, on_progress: OnProgress) -> CopyResult:
-        listed, source = fetch_source(self.source, self.origin)
-        there = list_objects(self.store, self.url)
-        wanted = source.files.keys() - self._finished(source, listed, there)
+    def __post_init__(self) -> None:
+        many = _FILES_AT_ONCE if self.target.url is None else 1
+        object.__setattr__(self, "streams", threading.Semaphore(many))
 
-        def copy_one(store: S3Store, path: str) -> None:
-            job = replace(self, store=store, source=self.source.within(store.limit))
-            job._copy_object(path, source.files[path], source.crcs.get(path))
-            on_progress(source.files[path])
+    def run(self, overwrite: bool, on_total: OnTotal) -> CopyResult:
+        source, target = self.source, self.target
+        if target.directory is not None:
+            _prepare_directory(target.directory, source, overwrite=overwrite)
+        there = target.objects()
+        wanted = {path: size for path, size in source.files.items() if path not in self._finished(there)}
+        with self._replacing(there, wanted, overwrite=overwrite) as late:
+            on_total(sum(wanted.values()))
+            self._move(sorted(wanted.keys() - late))
+            self._check_whole(late)
+            source.check_unchanged()
+            self._commit(overwrite=overwrite)
+            self._move(sorted(late))
+        if target.directory is not None:
+            (target.directory / DOWNLOAD_MARKER).unlink()
+            with contextlib.suppress(OSError):  # not empty
+                (target.directory / CONTROL_PREFIX).rmdir()
+        return CopyResult(source.count, source.size, sum(wanted.values()))
 
-        old = (
-            contextlib.nullcontext(set[str]())
-            if self._is_begun(source, there)
-            else replacing(self.store, self.url, source, wanted, overwrite=overwrite)
-        )
-        with old as late:
-            on_total(sum(source.files[path] for path in wanted))
-            self.store.map(copy_one, sorted(wanted - late))
-            self._check_whole(source, late)
-            check_unchanged(self.source, self.origin, source, etags_in_place(source, listed))
-            commit_copy(self.store, self.url, source, overwrite=overwrite)
-            self.store.map(copy_one, sorted(late))
-        return CopyResult(source.count, source.size, sum(source.files[path] for path in wanted))
+    # --- what is there -----------------------------------------------------------------------------------
 
-    def _finished(
-        self, source: CopySource, listed: Mapping[str, ListedObject], there: Mapping[str, ListedObject]
-    ) -> set[str]:
-        """Relative paths of the objects that an earlier call has copied."""
+    def _finished(self, there: Mapping[str, ListedObject]) -> set[str]:
+        """Relative paths of the files that an earlier call has copied."""
+        source, origin, target = self.source, self.source.place, self.target
         same_size = [path for path, size in source.files.items() if path in there and there[path].size == size]
 
         def is_same(path: str) -> bool:
-            if listed[path].etag and same_etag(listed[path].etag, there[path].etag):
-                return True
-            ours, theirs = self.origin.key(path), self.url.key(path)
-            if path not in source.crcs and source.files[path] <= _BLOCK:
-                return self.source.get(ours).data == self.store.get(theirs).data
-            expected = source.crcs.get(path) or self.source.head(ours, checksum=True).crc64nvme
-            found = self.store.head(theirs, checksum=True).crc64nvme
+            crc = source.crcs.get(path)
+            if crc is None and target.directory is not None:
+                return True  # the marker says so, and files appear complete
+            if crc is None and source.files[path] <= BLOCK:
+                return origin.store.get(origin.key(path)).data == target.store.get(target.key(path)).data
+            expected = crc or origin.store.head(origin.key(path), checksum=True).crc64nvme
+            found = target.store.head(target.key(path), checksum=True).crc64nvme
             # Without a checksum of the store: a name with a nonce is of one save only.
             return bool(classify(path).nonce) if None in (expected, found) else found == expected
 
-        found = self.store.map(lambda _, path: is_same(path), same_size)
-        return {path for path, same in zip(same_size, found, strict=True) if same}
+        same = self._remote.map(lambda _, path: is_same(path), same_size)
+        return {path for path, found in zip(same_size, same, strict=True) if found}
 
-    def _is_begun(self, source: CopySource, there: Collection[str]) -> bool:
-        """Whether the commits at the URL are this checkpoint's: an earlier call has come to its end, or nearly."""
+    @property
+    def _remote(self) -> Store:
+        return self.source.place.store if self.target.url is None else self.target.store
+
+    @contextlib.contextmanager
+    def _replacing(self, there: Collection[str], paths: Collection[str], *, overwrite: bool) -> Iterator[set[str]]:
+        """Refuse to replace a checkpoint, or delete what only the replaced one needed when the copy is complete.
+
+        Yields the plain copies of attachments among ``paths`` (what is to be written) that the old checkpoint has, too:
+        they wait for the commit. If it needs another of these objects, its commit is removed at once.
+        """
+        source, store, url = self.source, self.target.store, self.target.url
         commits = {found.path for found in Directory.of_sizes(dict.fromkeys(there, 0)).commits.values()}
-        return bool(commits) and all(
-            name in source.commits and self.store.get(self.url.key(name)).data == source.commits[name]
-            for name in commits
-        )
+        if url is None or (commits and all(self._is_ours(name) for name in commits)):
+            yield set()  # an earlier call has come to its end, or nearly
+            return
+        if not overwrite:
+            for name in source.commits:
+                check_absent(store, SaveIdentity(url, "", classify(name).rank))
+            yield set()
+            return
+        # This takes few requests, and only for an overwrite.
+        old = [found.path for found in list_directory(store, url, METADATA, "__").commits.values()]
+        replaced = find_previous(store, SaveIdentity(url, "")).keys
+        late = {path for path in source.plain_copies & set(paths) if url.key(path) in replaced}
+        planned = {url.key(path) for path in set(paths) - source.plain_copies}
+        if old and (replaced & planned or old != [METADATA] or METADATA not in source.commits):
+            store.delete([url.key(path) for path in old])
+        yield late
+        store.delete(sorted(replaced - {url.key(path) for path in (*source.files, *source.commits)}))
 
-    def _copy_object(self, path: str, size: int, crc: str | None) -> None:
-        problem = self._find_problem(path, size, crc) if self._copy_on_s3(path, size) else ""
-        if problem is not None:  # also of a store that knows nothing of copies, and wrote an empty object
-            self._stream(path, size)
-            problem = self._find_problem(path, size, crc)
-        if problem is not None:
-            self.store.delete([self.url.key(path)])  # so that the next call copies it again
-            raise errors.CorruptCheckpointError(
-                f"the copy of {path} of {self.origin} is damaged: it {problem}. Remedy: copy again; if it stays so, "
-                f"the object itself is damaged: dcp-s3 verify --full {self.origin}",
-                url=str(self.origin),
+    def _is_ours(self, commit: str) -> bool:
+        expected = self.source.commits.get(commit)
+        return expected is not None and self.target.store.get(self.target.key(commit)).data == expected
+
+    def _check_whole(self, late: Collection[str]) -> None:
+        """Look, before the commit, that nobody took the copy for the leftovers of a failed save."""
+        needed = {path: size for path, size in self.source.files.items() if path not in late}
+        there = Directory.of_sizes({path: each.size for path, each in self.target.objects().items()})
+        missing = there.lacking(needed, exact=True)
+        if missing:
+            raise errors.CheckpointDeletedError(
+                f"{self.target.name} was not committed: {len(missing)} of its objects are gone, the first {missing[0]}."
+                " Remedy: copy again, while no prune with a short grace period (DCP_S3_RETENTION_GRACE) runs there",
+                url=self.target.name,
             )
 
-    def _copy_on_s3(self, path: str, size: int) -> bool:
-        if classify(path).what is not What.DATA and size <= _BLOCK:
-            return False  # as with any save, the storage class is for data
+    # --- the files ---------------------------------------------------------------------------------------
+
+    def _move(self, paths: Collection[str]) -> None:
+        self._remote.map(lambda store, path: self._move_one(store, path), paths)
+
+    def _move_one(self, bounded: Store, path: str) -> None:
+        origin, target = self.source.place, self.target
+        one, other = origin.store.within(bounded.limit), target.store.within(bounded.limit)
+        size, crc = self.source.files[path], self.source.crcs.get(path)
+        problem: str | None = ""
+        if self._copy_on_s3(one, other, path, size):
+            problem = _find_problem(other, target.key(path), size, crc)
+            if problem is None:
+                self.moved(size)
+        if problem is not None:  # also of a store that knows nothing of copies, and wrote an empty object
+            found = self._stream(one, other, path, size)
+            problem = _find_problem(other, target.key(path), size, crc, found)
+        if problem is not None:
+            other.delete([target.key(path)])  # so that the next call copies it again
+            verify = "" if origin.url is None else f": dcp-s3 verify --full {origin.url}"
+            raise errors.CorruptCheckpointError(
+                f"the copy of {path} of {origin.name} is damaged: it {problem}. Remedy: copy again; if it stays so, "
+                f"the object itself is damaged{verify}",
+                url=origin.name,
+            )
+
+    def _copy_on_s3(self, one: Store, other: Store, path: str, size: int) -> bool:
+        origin, target = self.source.place, self.target
+        if None in (origin.url, target.url) or _is_small(path, size):
+            return False
         try:
-            self.store.copy(self.source, self.origin.key(path), self.url.key(path))
+            other.copy(one, origin.key(path), target.key(path))
         except (errors.ObjectNotFoundError, errors.PreconditionFailedError, errors.TransferError,
                 errors.CredentialsError, errors.BucketNotFoundError, errors.DeadlineExceededError):  # fmt: skip
             raise
@@ -198,182 +245,87 @@ class _Job:
             return False
         return True
 
-    def _stream(self, path: str, size: int) -> None:
-        key = self.origin.key(path)
-        if size <= _BLOCK:
-            found = self.source.get(key)
-            self.store.put(self.url.key(path), found.data, metadata=found.metadata)
-            return
-        etag = self.source.head(key).etag
+    def _stream(self, one: Store, other: Store, path: str, size: int) -> int | None:
+        """Move a file through this machine. Returns its CRC, None if that is not known."""
+        origin, target = self.source.place, self.target
+        if target.url is not None and _is_small(path, size):
+            found = one.get(origin.key(path))
+            other.put(target.key(path), found.data, metadata=found.metadata)
+            self.moved(size)
+            return crc64nvme(found.data)
+        with contextlib.nullcontext() if size <= BLOCK else self.streams:
+            width = one.read_width() if target.url is not None else max(1, one.read_width() // _FILES_AT_ONCE)
+            etag = one.head(origin.key(path)).etag or None
+            with read_ahead(one, origin.key(path), size, etag, width=width, moved=self.moved) as pieces:
+                part = max(BLOCK, -(-size // MAX_PARTS))
+                return other.put_stream(target.key(path), size, pieces, part_size=part).crc64nvme
 
-        def pieces() -> Iterator[Piece]:
-            for start in range(0, size, _BLOCK):
-                block = memoryview(bytearray(min(_BLOCK, size - start)))
-                self.source.read(key, start, block, etag or None)
-                yield Piece.of(block)
+    # --- the commit --------------------------------------------------------------------------------------
 
-        with self.streaming:
-            self.store.put_stream(self.url.key(path), size, pieces(), part_size=max(_BLOCK, -(-size // MAX_PARTS)))
-
-    def _find_problem(self, path: str, size: int, crc: str | None) -> str | None:
-        """What is wrong with a copy; None if it is good, as far as the store tells."""
-        found = self.store.head(self.url.key(path), checksum=crc is not None)
-        if found.size != size:
-            return f"has {found.size} bytes instead of {size}"
-        if crc is not None and found.crc64nvme not in (None, crc):
-            return f"has CRC-64/NVME {found.crc64nvme} instead of {crc}"
-        return None
-
-    def _check_whole(self, source: CopySource, late: Collection[str]) -> None:
-        """Look, before the commit, that nobody took the copy for the leftovers of a failed save."""
-        needed = {path: size for path, size in source.files.items() if path not in late}
-        missing = directory_of(list_objects(self.store, self.url)).lacking(needed, exact=True)
-        if missing:
-            raise errors.CheckpointDeletedError(
-                f"{self.url} was not committed: {len(missing)} of its objects are gone, the first {missing[0]}. "
-                "Remedy: copy again, while no prune with a short grace period (DCP_S3_RETENTION_GRACE) runs there",
-                url=str(self.url),
-            )
+    def _commit(self, *, overwrite: bool) -> None:
+        """Write the metadata of a copy whose files are all there: it is a checkpoint then."""
+        source, target = self.source, self.target
+        if target.directory is not None:
+            for attachment, entry in source.attachments.items():  # S3 may lack the plain copy, or have an older one
+                _write(target.store, attachment, target.store.get(entry.path).data)
+        for name, data in source.commits.items():
+            if target.url is None:
+                _write(target.store, name, data)
+                continue
+            fields = {METADATA_CRC_KEY: crc_hex(crc64nvme(data))}
+            if name in source.save_ids:
+                fields[SAVE_ID_KEY] = source.save_ids[name]
+            try:
+                target.store.put(target.key(name), data, expect=None if overwrite else ABSENT, metadata=fields)
+            except errors.PreconditionFailedError:
+                raise exists_error(target.url) from None
 
 
-# --- between S3 and a directory ------------------------------------------------------------------------
+def _is_small(path: str, size: int) -> bool:
+    """Whether a file is written like metadata: as with any save, the storage class is for data."""
+    return classify(path).what is not What.DATA and size <= BLOCK
 
 
-def download(
-    url: str,
-    directory: str | os.PathLike[str],
-    *,
-    overwrite: bool = False,
-    settings: SettingsLike = None,
-    on_total: OnTotal | None = None,
-    on_progress: OnProgress | None = None,
-) -> CopyResult:
-    """Copy a checkpoint into a directory, which torch's FileSystemReader then reads; see `copy`.
-
-    An interrupted download continues when it is called again: complete files stay. Sizes are compared with what was
-    saved; for checkpoints of dcp_s3 also the CRC-64 of every data object.
-    """
-    parsed = parse_url(url)
-    store = store_of(parsed, resolve_settings(settings))
-    target = Path(directory)
-    listed, source = fetch_source(store, parsed)
-    etags = etags_in_place(source, listed)
-    _prepare_directory(target, parsed, source, etags, overwrite=overwrite)
-    present = {path for path, size in source.files.items() if _size_of(target / path) == size}
-    wanted = {path: size for path, size in source.files.items() if path not in present}
-    if on_total is not None:
-        on_total(sum(wanted.values()))
-    files = [FileTransfer(parsed.key(path), target / path) for path in wanted]
-    download_files(store, files, on_progress=on_progress)
-    _verify(target, parsed, source)
-    check_unchanged(store, parsed, source, etags)
-    for attachment, entry in attachments_of(source.attachments).items():
-        plain, data = target / attachment, (target / entry.path).read_bytes()
-        if not plain.is_file() or plain.read_bytes() != data:  # S3 may lack the plain copy, or have an older one
-            _write_whole(plain, data)
-    for name, data in source.commits.items():
-        _write_whole(target / name, data)
-    (target / DOWNLOAD_MARKER).unlink()
-    if not any((target / CONTROL_PREFIX).iterdir()):
-        (target / CONTROL_PREFIX).rmdir()
-    return CopyResult(source.count, source.size, sum(wanted.values()))
+def _find_problem(store: Store, key: str, size: int, crc: str | None, sent: int | None = None) -> str | None:
+    """What is wrong with a copy; None if it is good, as far as the store tells. ``sent``: CRC of what was written."""
+    if sent is not None and crc not in (None, crc_hex(sent)):
+        return f"has CRC-64/NVME {crc_hex(sent)} instead of {crc}"
+    found = store.head(key, checksum=crc is not None and sent is None)
+    if found.size != size:
+        return f"has {found.size} bytes instead of {size}"
+    if crc is not None and found.crc64nvme not in (None, crc):
+        return f"has CRC-64/NVME {found.crc64nvme} instead of {crc}"
+    return None
 
 
-def _prepare_directory(
-    target: Path, url: CheckpointURL, source: CopySource, etags: Mapping[str, str], *, overwrite: bool
-) -> None:
-    marker = target / DOWNLOAD_MARKER
+# --- a directory -----------------------------------------------------------------------------------------
+
+
+def _prepare_directory(directory: Path, source: CopySource, *, overwrite: bool) -> None:
+    """Mark a directory, which must be empty or hold an unfinished download of this very checkpoint."""
     digest = hashlib.sha256(b"".join(source.commits[name] for name in sorted(source.commits))).hexdigest()
-    same: dict[str, object] = {"url": str(url), "metadata_sha256": digest}
-    if etags:  # the metadata of another save with the same names may be the same
-        same["etags_sha256"] = hashlib.sha256(json.dumps(sorted(etags.items())).encode()).hexdigest()
-    mark = json.dumps(same).encode()
-    if target.exists() and any(target.iterdir()):
+    same: dict[str, object] = {"url": source.place.name, "metadata_sha256": digest}
+    if source.etags:  # the metadata of another save with the same names may be the same
+        same["etags_sha256"] = hashlib.sha256(json.dumps(sorted(source.etags.items())).encode()).hexdigest()
+    marker, mark = directory / DOWNLOAD_MARKER, json.dumps(same).encode()
+    if directory.exists() and any(directory.iterdir()):
         if marker.is_file() and marker.read_bytes() == mark:
-            _remove_partial(target, source)
+            for unfinished in directory.rglob(f"{HIDDEN}*"):
+                unfinished.unlink()
             return
         if not overwrite:
             raise errors.CheckpointExistsError(
-                f"{target} is not empty, and holds no unfinished download of {url}. Remedy: give another directory, "
-                "empty this one, or pass overwrite=True",
-                url=str(url),
+                f"{directory} is not empty, and holds no unfinished download of {source.place.name}. Remedy: give "
+                "another directory, empty this one, or pass overwrite=True",
+                url=source.place.name,
             )
         # Existing files may have the right size by chance.
-        commits = Directory.of_sizes(dict.fromkeys(os.listdir(target), 0)).commits.values()
+        commits = Directory.of_sizes(dict.fromkeys(os.listdir(directory), 0)).commits.values()
         for name in [*(found.path for found in commits), *source.files]:
-            (target / name).unlink(missing_ok=True)
-    _write_whole(marker, mark)
+            (directory / name).unlink(missing_ok=True)
+    _write(DirectoryStore(directory), DOWNLOAD_MARKER, mark)
 
 
-def _remove_partial(target: Path, source: CopySource) -> None:
-    whole = {target / path for path in source.files}
-    for folder in {path.parent for path in whole}:
-        for file in folder.iterdir() if folder.is_dir() else ():
-            if _PARTIAL.fullmatch(file.suffix) and file.with_suffix("") in whole and file not in whole:
-                file.unlink()
-
-
-def _verify(target: Path, url: CheckpointURL, source: CopySource) -> None:
-    files = DirectoryStore(target)
-    for path, size in source.files.items():
-        found = _size_of(target / path)
-        if found != size:
-            problem = f"has {found} bytes instead of {size}"
-        elif path in source.crcs and (crc := files.head(path, checksum=True).crc64nvme) != source.crcs[path]:
-            problem = f"has CRC-64/NVME {crc} instead of {source.crcs[path]}"
-        else:
-            continue
-        (target / path).unlink(missing_ok=True)  # so that the next call fetches it again
-        raise errors.CorruptCheckpointError(
-            f"{path} of {url} arrived damaged: it {problem}. Remedy: call download again; if it stays so, the object "
-            "itself is damaged: use another checkpoint",
-            url=str(url),
-        )
-
-
-def _size_of(path: Path) -> int | None:
-    try:
-        return path.stat().st_size if path.is_file() else None
-    except OSError:
-        return None
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """Write under another name, then rename. No `DirectoryStore`: it locks, which not every filesystem can."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def upload(
-    directory: str | os.PathLike[str],
-    url: str,
-    *,
-    overwrite: bool = False,
-    settings: SettingsLike = None,
-    on_total: OnTotal | None = None,
-    on_progress: OnProgress | None = None,
-) -> CopyResult:
-    """Copy a checkpoint in a directory (of torch's FileSystemWriter, or a download) to S3; see `copy`."""
-    parsed = parse_url(url)
-    store = store_of(parsed, resolve_settings(settings))
-    origin = Path(directory)
-    here = DirectoryStore(origin)
-    there = Directory.of_sizes({each.key: each.size for each in here.list("").objects})
-    source = make_source(str(origin), there, here.get)
-
-    def send(paths: Collection[str]) -> None:
-        files = [FileTransfer(parsed.key(path), origin / path) for path in paths]
-        upload_files(store, files, on_progress=on_progress)
-
-    with replacing(store, parsed, source, source.files, overwrite=overwrite) as late:
-        if on_total is not None:
-            on_total(sum(source.files.values()))
-        send(source.files.keys() - late)
-        commit_copy(store, parsed, source, overwrite=overwrite)
-        send(late)
-    return CopyResult(source.count, source.size, source.size)
+def _write(store: Store, key: str, data: bytes) -> None:
+    """Write a small file. Not with ``put``: that locks, which not every filesystem can."""
+    store.put_stream(key, len(data), [Piece.of(data)])

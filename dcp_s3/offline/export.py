@@ -10,16 +10,17 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_s3.checkpoint.attachments import find_attachments, read_attachment
 from dcp_s3.checkpoint.lease import ReaderLease
-from dcp_s3.errors import WeightsError
+from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.errors import ObjectNotFoundError, StorageError, WeightsError
 from dcp_s3.format.control_files import AttachmentEntry
 from dcp_s3.format.layout import METADATA
 from dcp_s3.format.safetensors import (
@@ -32,22 +33,27 @@ from dcp_s3.format.safetensors import (
     make_index,
     plan_shards,
 )
+from dcp_s3.memory import Piece as Sent
 from dcp_s3.offline.boxes import BATCH, Piece, in_batches
-from dcp_s3.offline.destination import Destination, is_temporary
 from dcp_s3.offline.names import new_names
+from dcp_s3.offline.place import Place, ahead
 from dcp_s3.offline.read import SMALL_BUFFERS, OpenCheckpoint, Reading
 from dcp_s3.reprs import one_line
+from dcp_s3.s3.parts import MAX_PARTS
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.stores.directory import HIDDEN
 from dcp_s3.tensor_memory import view_bytes
 from dcp_s3.units import format_size, parse_size, plural
 from dcp_s3.url import parse_url
-from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
 
 # Elements converted to another dtype at a time: as many as stay in the CPU's cache, and torch converts in one thread.
 _CONVERTED = 2**15
+# Bytes of a part of a file on its way to S3, and how many connections send them: that bounds the memory.
+_PART, _MAX_PART = 8 * 2**20, 16 * 2**20
+_CONNECTIONS = 32
 _ADAPTER = "adapter_config.json"
 _WEIGHTS = re.compile(r"(model|adapter_model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 _DTYPES = {
@@ -126,32 +132,32 @@ def export(
     """
     given = resolve_settings(settings)
     wanted, most = parse_dtype(dtype), parse_shard_size(max_shard_size)
-    target = Destination(destination, given)
+    few = given.model_copy(update={"concurrency": min(given.max_connections, _CONNECTIONS)})
+    target = _Target(Place.of(destination, few))
     lease = ReaderLease(store_of(parse_url(url), given), parse_url(url), given.reader_lease)
     lease.take()
     with lease.renewed():
         checkpoint = OpenCheckpoint(url, given, bounded=False)
         lease.check_not_deleted(None)
         with checkpoint.reading(buffers=SMALL_BUFFERS) as reading:
-            selected = _Selected.of(checkpoint, include, rename, wanted)
-            files = selected.plan(most)
+            tensors, skipped = _select(checkpoint, include, rename or {}, wanted)
+            files = _plan(str(checkpoint.url), tensors, most)
             attached = find_attachments(checkpoint.store, checkpoint.url) or {}
             if _ADAPTER in attached and files[0].name == SINGLE_FILE:
                 files = [replace(files[0], name=f"adapter_{SINGLE_FILE}")]  # as PEFT expects it
-            present, small = _check_destination(target, files, attached, overwrite=overwrite)
+            present, small = target.check(files, attached, overwrite=overwrite)
             if on_total is not None:
                 on_total(sum(file.size for file in files))
-            with target:
+            with target.removed_after_failure():
                 target.remove(present)
                 for name in small:
                     data = read_attachment(checkpoint.store, checkpoint.url, name)
                     target.write(name, len(data), [data])
-                _write(target, files, selected, reading, on_progress or (lambda _: None))
-    if selected.skipped:
-        logger.info("%s: %d entries that are no tensors were left out", url, selected.skipped)
-    return ExportResult(
-        tuple(file.name for file in files), len(selected.tensors), sum(f.size for f in files), selected.skipped
-    )
+                for file, contents in _contents(files, tensors, reading, on_progress or (lambda _: None)):
+                    target.write(file.name, file.size, contents)
+    if skipped:
+        logger.info("%s: %d entries that are no tensors were left out", url, skipped)
+    return ExportResult(tuple(file.name for file in files), len(tensors), sum(file.size for file in files), skipped)
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -176,44 +182,11 @@ def parse_shard_size(size: int | str) -> int:
     return most
 
 
-def _check_destination(
-    target: Destination, files: Sequence[_PlannedFile], attached: Mapping[str, AttachmentEntry], *, overwrite: bool
-) -> tuple[list[str], list[str]]:
-    """The files to remove first, and the attachments to write."""
-    for file in files:
-        if file.name in attached:
-            raise WeightsError(f"the checkpoint has an attachment {file.name}, in whose place weights would be written")
-        target.check_size(file.size)
-    found = target.files()
-    if METADATA in found:
-        raise WeightsError(f"{target.name} is a checkpoint. Remedy: export to another place, or to one below it")
-    if found and not overwrite:
-        some = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
-        raise WeightsError(
-            f"{target.name} is not empty (it has {some}). Remedy: give another destination, or pass overwrite=True, "
-            "which replaces weights and leaves other files"
-        )
-    # The index first: without it nothing looks whole.
-    weights = [name for name in found if _WEIGHTS.fullmatch(name) or is_temporary(name)]
-    weights.sort(key=lambda name: not name.endswith(".json"))
-    missing = []
-    for name, entry in attached.items():
-        state = "nothing" if name in weights or not found else target.compare(name, entry.size, entry.crc64nvme)
-        if state == "other":
-            raise WeightsError(
-                f"{target.name} has a file where the attachment {name} of the checkpoint goes, and it is another one. "
-                "Remedy: move it away, or export to another place"
-            )
-        if state == "nothing":  # the same one stays: if the export fails, it is not removed
-            missing.append(name)
-    return weights, missing
-
-
 # --- plan ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _PlannedFile:
+class _File:
     name: str
     parts: Sequence[bytes | TensorEntry]
     """Runs of bytes, and tensors with their new names."""
@@ -223,134 +196,96 @@ class _PlannedFile:
         return sum(len(part) if isinstance(part, bytes) else part.nbytes for part in self.parts)
 
 
-@dataclass(frozen=True)
-class _Selected:
-    url: str
-    tensors: Mapping[str, TensorEntry]
-    """Tensors by their names in the checkpoint."""
-    saved: Mapping[str, tuple[str, torch.dtype]]
-    """Name and dtype in the checkpoint, by new names."""
-    skipped: int
-    """Number of other entries."""
-
-    @classmethod
-    def of(
-        cls,
-        checkpoint: OpenCheckpoint,
-        include: str | Iterable[str] | None,
-        rules: Mapping[str, str] | None,
-        dtype: torch.dtype | None,
-    ) -> _Selected:
-        """Choose tensors and name them."""
-        url = str(checkpoint.url)
-        names = checkpoint.match(include)
-        exported = [name for name in names if isinstance(checkpoint.find(name), TensorStorageMetadata)]
-        if not exported:
-            raise WeightsError(f"{url} has no tensor to export among {len(names)} entries", url=url)
-        try:
-            renamed = new_names(exported, rules or {})
-        except ValueError as error:
-            raise WeightsError(f"the entries of {url} cannot be renamed: {error}", url=url) from None
-        entries, saved = {}, {}
-        for name in exported:
-            found = checkpoint.find(name)
-            kept = found.properties.dtype
-            new = dtype if dtype is not None and kept.is_floating_point and kept != PACKED else kept
-            entries[name] = TensorEntry(renamed[name], new, tuple(found.size))
-            saved[renamed[name]] = name, kept
-        return cls(url, entries, saved, len(names) - len(exported))
-
-    def plan(self, most: int) -> list[_PlannedFile]:
-        try:
-            shards = plan_shards(list(self.tensors.values()), most)
-            files = [_PlannedFile(shard.name, (make_header(shard.tensors), *shard.tensors)) for shard in shards]
-            return files if len(files) == 1 else [*files, _PlannedFile(INDEX, (make_index(shards),))]
-        except SafetensorsError as error:
-            raise WeightsError(
-                f"{self.url} cannot be exported: {error}. Remedy: leave it out with include", url=self.url
-            ) from None
+class _Chosen(NamedTuple):
+    entry: TensorEntry
+    """In the file."""
+    fqn: str
+    dtype: torch.dtype
+    """In the checkpoint."""
 
 
-# --- act -------------------------------------------------------------------------------------------
+def _select(
+    checkpoint: OpenCheckpoint,
+    include: str | Iterable[str] | None,
+    rules: Mapping[str, str],
+    dtype: torch.dtype | None,
+) -> tuple[dict[str, _Chosen], int]:
+    """Tensors by their new names, and the number of other entries."""
+    url, names = str(checkpoint.url), checkpoint.match(include)
+    exported = [name for name in names if isinstance(checkpoint.find(name), TensorStorageMetadata)]
+    if not exported:
+        raise WeightsError(f"{url} has no tensor to export among {len(names)} entries", url=url)
+    try:
+        renamed = new_names(exported, rules)
+    except ValueError as error:
+        raise WeightsError(f"the entries of {url} cannot be renamed: {error}", url=url) from None
+    chosen = {}
+    for fqn in exported:
+        saved = checkpoint.find(fqn)
+        kept = saved.properties.dtype
+        new = dtype if dtype is not None and kept.is_floating_point and kept != PACKED else kept
+        chosen[renamed[fqn]] = _Chosen(TensorEntry(renamed[fqn], new, tuple(saved.size)), fqn, kept)
+    return chosen, len(names) - len(exported)
+
+
+def _plan(url: str, tensors: Mapping[str, _Chosen], most: int) -> list[_File]:
+    try:
+        shards = plan_shards([each.entry for each in tensors.values()], most)
+        files = [_File(shard.name, (make_header(shard.tensors), *shard.tensors)) for shard in shards]
+        return files if len(files) == 1 else [*files, _File(INDEX, (make_index(shards),))]
+    except SafetensorsError as error:
+        raise WeightsError(f"{url} cannot be exported: {error}. Remedy: leave it out with include", url=url) from None
+
+
+# --- read ------------------------------------------------------------------------------------------
 
 
 class _Step(NamedTuple):
-    piece: Piece
-    dtype: torch.dtype
-    """In the file."""
-
-
-class _Batch(NamedTuple):
-    """What follows one another in a file: bytes as they are, and pieces that fit into a buffer."""
+    """What follows one another in a file: bytes as they are, or a piece of a tensor in the dtype of the file."""
 
     file: int
-    steps: Sequence[bytes | _Step]
+    what: bytes | Piece
+    dtype: torch.dtype | None = None
 
-
-def _batches_of(files: Sequence[_PlannedFile], selected: _Selected) -> Iterator[_Batch]:
-    for number, file in enumerate(files):
-        steps = _steps_of(file, selected)
-        for batch in in_batches(steps, lambda step: step.piece.room if isinstance(step, _Step) else 0):
-            yield _Batch(number, batch)
-
-
-def _steps_of(file: _PlannedFile, selected: _Selected) -> Iterator[bytes | _Step]:
-    for part in file.parts:
-        if isinstance(part, bytes):
-            yield part
-            continue
-        fqn, saved = selected.saved[part.name]
-        for piece in Piece.all_of(fqn, part.shape, saved):
-            yield _Step(piece, part.dtype)
-
-
-def _write(
-    target: Destination,
-    files: Sequence[_PlannedFile],
-    selected: _Selected,
-    reading: Reading,
-    moved: Callable[[int], None],
-) -> None:
-    with contextlib.closing(_read_ahead(_batches_of(files, selected), reading)) as loaded:
-        for number, batches in itertools.groupby(loaded, key=lambda found: found[0].file):
-            target.write(files[number].name, files[number].size, _contents(batches, moved))
+    @property
+    def room(self) -> int:
+        return 0 if isinstance(self.what, bytes) else self.what.room
 
 
 def _contents(
-    batches: Iterable[tuple[_Batch, Sequence[torch.Tensor]]], moved: Callable[[int], None]
-) -> Iterator[bytes | memoryview]:
-    for batch, tensors in batches:
-        left = iter(tensors)
-        for step in batch.steps:
-            for view in [step] if isinstance(step, bytes) else _bytes_of(next(left), step.dtype):
+    files: Sequence[_File], tensors: Mapping[str, _Chosen], reading: Reading, moved: Callable[[int], None]
+) -> Iterator[tuple[_File, Iterator[bytes | memoryview]]]:
+    """The files, each with its bytes. They are read in batches, each while the caller is busy with the one before; the
+    memory of a run of bytes is valid until the next."""
+
+    def steps() -> Iterator[_Step]:
+        for number, file in enumerate(files):
+            for part in file.parts:
+                if isinstance(part, bytes):
+                    yield _Step(number, part)
+                    continue
+                _, fqn, saved = tensors[part.name]
+                yield from (_Step(number, piece, part.dtype) for piece in Piece.all_of(fqn, part.shape, saved))
+
+    def read(planned: tuple[Sequence[_Step], torch.Tensor]) -> list[tuple[_Step, torch.Tensor | None]]:
+        batch, buffer = planned
+        loaded = iter(reading.fill_pieces([step.what for step in batch if isinstance(step.what, Piece)], buffer))
+        return [(step, next(loaded) if isinstance(step.what, Piece) else None) for step in batch]
+
+    def views(steps: Iterable[tuple[_Step, torch.Tensor | None]]) -> Iterator[bytes | memoryview]:
+        for step, tensor in steps:
+            for view in [step.what] if isinstance(step.what, bytes) else _bytes_of(tensor, step.dtype):
                 yield view
                 moved(len(view))
 
-
-def _read_ahead(
-    batches: Iterator[_Batch], reading: Reading
-) -> Generator[tuple[_Batch, Sequence[torch.Tensor]], None, None]:
-    """Read batches, each while the caller is busy with the one before; its tensors are valid until the next."""
     buffers = itertools.cycle([torch.empty(BATCH, dtype=torch.uint8) for _ in range(2)])
-    reader = Workers(1, "dcp_s3-export")
-    try:
-        first = next(batches)
-        pending = first, reader.submit(_read, reading, first, next(buffers))
-        for batch in batches:
-            ready, future = pending
-            tensors = future.result()
-            pending = batch, reader.submit(_read, reading, batch, next(buffers))
-            yield ready, tensors
-        yield pending[0], pending[1].result()
-    finally:
-        reader.close()
+    with ahead(read, zip(in_batches(steps(), lambda step: step.room), buffers, strict=False), 1) as batches:
+        read_steps = itertools.chain.from_iterable(batches)
+        for number, found in itertools.groupby(read_steps, key=lambda each: each[0].file):
+            yield files[number], views(found)
 
 
-def _read(reading: Reading, batch: _Batch, buffer: torch.Tensor) -> list[torch.Tensor]:
-    return reading.fill_pieces([step.piece for step in batch.steps if isinstance(step, _Step)], buffer)
-
-
-def _bytes_of(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+def _bytes_of(tensor: Any, dtype: torch.dtype | None) -> Iterator[memoryview]:
     if dtype == tensor.dtype:
         yield view_bytes(tensor)
         return
@@ -359,3 +294,106 @@ def _bytes_of(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
     for start in range(0, flat.numel(), _CONVERTED):
         some = flat[start : start + _CONVERTED]
         yield view_bytes(converted[: some.numel()].copy_(some))
+
+
+# --- write -----------------------------------------------------------------------------------------
+
+
+class _Target:
+    """Where the files go. They are written front to back, and appear complete."""
+
+    def __init__(self, place: Place) -> None:
+        self._place, self._store = place, place.store
+        self._written: list[str] = []
+
+    def check(
+        self, files: Sequence[_File], attached: Mapping[str, AttachmentEntry], *, overwrite: bool
+    ) -> tuple[list[str], list[str]]:
+        """The files to remove first, and the attachments to write; WeightsError if the destination is refused."""
+        where = self._place.name
+        for file in files:
+            if file.name in attached:
+                raise WeightsError(
+                    f"the checkpoint has an attachment {file.name}, in whose place weights would be written"
+                )
+            if self._place.url is not None and file.size > _MAX_PART * MAX_PARTS:
+                raise WeightsError(
+                    f"a file of {format_size(file.size)} cannot be uploaded to {where}: S3 takes {MAX_PARTS} parts, "
+                    f"and in bounded memory they have at most {format_size(_MAX_PART)}. Remedy: a smaller "
+                    "max_shard_size, or export to a directory"
+                )
+        found = self._place.names()
+        if METADATA in found:
+            raise WeightsError(f"{where} is a checkpoint. Remedy: export to another place, or to one below it")
+        if found and not overwrite:
+            some = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+            raise WeightsError(
+                f"{where} is not empty (it has {some}). Remedy: give another destination, or pass overwrite=True, "
+                "which replaces weights and leaves other files"
+            )
+        # The index first: without it nothing looks whole.
+        weights = [name for name in found if _WEIGHTS.fullmatch(name) or name.startswith(HIDDEN)]
+        weights.sort(key=lambda name: not name.endswith(".json"))
+        missing = []
+        for name, entry in attached.items():
+            same = False if name in weights or not found else self._is_same(name, entry)
+            if same is None:
+                raise WeightsError(
+                    f"{where} has a file where the attachment {name} of the checkpoint goes, and it is another one. "
+                    "Remedy: move it away, or export to another place"
+                )
+            if not same:  # the same one stays: if the export fails, it is not removed
+                missing.append(name)
+        return weights, missing
+
+    def _is_same(self, name: str, entry: AttachmentEntry) -> bool | None:
+        """Whether an attachment is there; False if nothing is, None if something else is."""
+        key, directory = self._place.key(name), self._place.directory
+        try:
+            same = self._store.head(key).size == entry.size
+            return True if same and crc_hex(crc64nvme(self._store.get(key).data)) == entry.crc64nvme else None
+        except ObjectNotFoundError:
+            if directory is None:
+                return False
+            # A directory or a dead link instead of a file, or a file instead of its directory.
+            path = directory / name
+            return None if os.path.lexists(path) or any(parent.is_file() for parent in path.parents) else False
+
+    @contextlib.contextmanager
+    def removed_after_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(StorageError):  # another error is on its way to the user
+                self.remove(self._written)
+            raise
+
+    def write(self, name: str, size: int, views: Iterable[bytes | memoryview]) -> None:
+        part = max(_PART, -(-size // MAX_PARTS))
+        pieces = map(Sent.of, views) if self._place.url is None else _copies(views, part)
+        self._written.append(name)
+        self._store.put_stream(self._place.key(name), size, pieces, part_size=part)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files; those that are not there count as removed."""
+        if self._place.directory is None:
+            self._store.delete([self._place.key(name) for name in names])
+            return
+        for name in names:
+            (self._place.directory / name).unlink(missing_ok=True)
+
+
+def _copies(views: Iterable[bytes | memoryview], size: int) -> Iterator[Sent]:
+    """The bytes in new memory, ``size`` at a time: they are sent later."""
+    block, filled = bytearray(size), 0
+    for run in views:
+        left = memoryview(run)
+        while left:
+            count = min(left.nbytes, size - filled)
+            block[filled : filled + count] = left[:count]
+            filled, left = filled + count, left[count:]
+            if filled == size:
+                yield Sent.of(block)
+                block, filled = bytearray(size), 0
+    if filled:
+        yield Sent.of(memoryview(block)[:filled])

@@ -7,12 +7,13 @@ import io
 import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
@@ -271,40 +272,23 @@ class Reading:
         return planner.objects
 
 
-@dataclass
-class _Planner(LoadPlanner):
-    """A planner that collects what the executor delivers."""
+class _Planner(DefaultLoadPlanner):
+    """A planner that collects what the executor delivers. Its plan is made beforehand."""
 
-    tensors: Mapping[MetadataIndex, torch.Tensor]
-    objects: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, tensors: Mapping[MetadataIndex, torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self.objects: dict[str, Any] = {}
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        target: torch.Tensor = self.tensors[read_item.dest_index]
+        target: torch.Tensor = self._tensors[read_item.dest_index]
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(dim, start, length)
         return target
 
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Do nothing: the tensor is in place."""
-
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         loaded = torch.load(value, map_location="cpu", weights_only=False)  # checked already, or ``weights_only=False``
         self.objects[read_item.dest_index.fqn] = loaded
-
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Do nothing: the planner is complete when it is made."""
-
-    def create_local_plan(self) -> LoadPlan:
-        """Not called: the plan is made beforehand."""
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plan unchanged: there are no other ranks."""
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return central_plan
 
 
 def _overlap(boxes: Collection[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:

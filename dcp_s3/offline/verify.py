@@ -12,7 +12,7 @@ from dcp_s3.checkpoint.directory import Directory, list_directory
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata, find_crc_mismatch
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
-from dcp_s3.offline.files import OnProgress
+from dcp_s3.offline.place import OnProgress
 from dcp_s3.offline.verify_bytes import ByteCheck, bytes_to_read
 from dcp_s3.offline.verify_plan import Problem, StoredItem, check_manifest, find_items, is_crc, place_items
 from dcp_s3.reprs import one_line
@@ -148,11 +148,12 @@ class _Check:
             entries += commit.manifest.objects if commit.manifest is not None else ()
         objects, problems = place_items(items, entries, sizes)
         self._problems += problems
-        check = ByteCheck(self._store, self._url, on_progress)
+        check = ByteCheck(self._store, self._url)
         if full:
             if on_total is not None:
-                on_total(sum(map(bytes_to_read, objects)))
-            check.run(objects)
+                on_total(bytes_to_read(*objects))
+            damages = check.run(objects, on_progress)
+            self._problems += sorted(damages, key=lambda problem: problem.path)
         paths = {item.path for item in items} | {entry.path for entry in entries}
         recorded = {entry.path for entry in entries if is_crc(entry.crc64nvme)}
         return VerifyReport(
@@ -164,7 +165,7 @@ class _Check:
             objects_without_checksum=len(paths - recorded),
             items_without_checksum=sum(item.crc is None for item in items),
             items_not_decoded=check.items_not_decoded,
-            problems=tuple(self._problems + sorted(check.problems, key=lambda problem: problem.path)),
+            problems=tuple(self._problems),
         )
 
     def is_current(self) -> bool:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
+import itertools
 import pickle
 import pickletools
+import queue
+import threading
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 
 from dcp_s3 import errors
 from dcp_s3.checksum import crc_hex
-from dcp_s3.format.blocks import Range
 from dcp_s3.load.archive_heads import ArchiveHeads, ItemKind
-from dcp_s3.load.engine import Engine, Receiver, Source
-from dcp_s3.load.plan import ReadRequest, Segment
-from dcp_s3.load.transfer import Buffer, Reception, Transfer
 from dcp_s3.memory import ReadTarget
-from dcp_s3.offline.files import OnProgress
+from dcp_s3.offline.place import OnProgress, ahead
 from dcp_s3.offline.verify_plan import Mismatch, ObjectScan, Problem, StoredData, StoredItem, group_items
 from dcp_s3.s3.store import S3Store
 from dcp_s3.torch_private import ReaderTransforms, narrow_tensor_by_index
@@ -33,63 +35,35 @@ _ZIP = b"PK\x03\x04"
 _PROTO = b"\x80"  # the first byte of every pickle since protocol 2
 
 
-class _Checked(Transfer):
-    """Damage, or a change of the object meanwhile, is noted and not raised."""
+@dataclass
+class _Reading:
+    """One reading of an object, and what it has found."""
 
-    __slots__ = ("change",)
+    data: StoredData
+    scan: ObjectScan
+    mismatch: Mismatch = field(default_factory=lambda: Mismatch({}, None))
+    damages: dict[StoredItem, str] = field(default_factory=dict)
+    """What is wrong with items that were decoded, or whose heads were looked at."""
+    undecoded: int = 0
+    change: str | None = None
+    """What happened to the object meanwhile."""
 
-    def __init__(self, path: str, start: int, length: int) -> None:
-        super().__init__(path, start, [Range(0, length, None)], (0, length))
-        self.change: str | None = None
+    @property
+    def is_good(self) -> bool:
+        return not self.mismatch.any and not self.damages and self.change is None
 
-    def name_of(self, part: Range) -> str:
-        return self.path
+    @property
+    def suspect(self) -> StoredData:
+        """What to read once more: all of the object, or only the items that could not be decoded."""
+        only_decoded = not self.mismatch.any and self.damages.keys() <= set(self.data.decoded)
+        return replace(self.data, items=tuple(self.damages)) if only_decoded else self.data
 
-    def put(self, offset: int, data: memoryview) -> None:
-        pass  # everything is received in place
-
-    def give_up(self, error: errors.CorruptCheckpointError) -> None:
-        if error.__cause__ is None:
-            return  # the mismatch is noted already
-        self.change = "became shorter while it was read"
-        if isinstance(error.__cause__, errors.ObjectNotFoundError):
-            self.change = "was deleted while it was read"
-        elif isinstance(error.__cause__, errors.PreconditionFailedError):
-            self.change = "was replaced while it was read"
-
-
-class _StreamedObject(_Checked):
-    """An object whose bytes all go into checksums; ``found`` has the mismatches of each complete reading."""
-
-    __slots__ = ("_scan", "data", "found")
-
-    def __init__(self, data: StoredData) -> None:
-        super().__init__(data.path, 0, data.size)
-        self.data = data
-        self.found: list[Mismatch] = []
-        self._scan = ObjectScan(data)
-
-    def targets(self, start: int, length: int, buffer: Buffer) -> list[ReadTarget]:
-        buffer.reserve(BLOCK)
-        return [ReadTarget(buffer.view(0, size), checksum=True) for size in self._scan.segments(start, length, BLOCK)]
-
-    def received(self, start: int, targets: Sequence[ReadTarget]) -> bool:
-        runs = self._scan.join(start, ((target.crc or 0, target.view.nbytes) for target in targets))
-        with self._lock:
-            return self._scan.arrived(runs)
-
-    def mismatches(self) -> list[tuple[Range, int]]:
-        self.found.append(self._scan.mismatch())
-        return [(self.ranges[0], 0)] if self.found[-1].any else []
-
-    def forget(self, part: Range) -> None:
-        self._scan = ObjectScan(self.data)
-
-    def problems(self) -> Iterator[Problem]:
-        first, *again = self.found
-        if not again:
+    def confirmed_by(self, again: _Reading) -> Iterator[Problem]:
+        data, change = self.data, self.change or again.change
+        if change is not None:
+            yield Problem(data.path, None, change)
             return
-        data, found = self.data, first.confirmed_by(again[0])
+        found = self.mismatch.confirmed_by(again.mismatch)
         for number, crc in sorted(found.items.items()):
             item = data.checked[number]
             what = f"has CRC-64/NVME {crc_hex(crc)}, recorded was {crc_hex(item.crc or 0)}"
@@ -99,163 +73,125 @@ class _StreamedObject(_Checked):
                 what += "; the object as a whole is as recorded, so that the metadata is wrong"
             yield Problem(data.path, item.fqn, what)
         if found.whole is not None and not found.items:
-            what = (
-                f"has CRC-64/NVME {found.whole}, recorded was {data.crc}; its items match, what is around them does not"
-            )
-            yield Problem(data.path, None, what)
-
-
-class _DecodedItem(_Checked):
-    """An item that no checksum covers; ``unknown`` if it went through a stream extension that is not registered."""
-
-    __slots__ = ("_item", "_stream", "damage", "unknown")
-
-    def __init__(self, item: StoredItem) -> None:
-        super().__init__(item.path, item.start, item.length)
-        self._item = item
-        self._stream: io.BytesIO | None = None
-        self.damage: str | None = None
-        self.unknown = False
-
-    def name_of(self, part: Range) -> str:
-        return self._item.fqn
-
-    def memory(self, start: int, stop: int) -> memoryview:
-        with self._lock:
-            if self._stream is None:
-                self._stream = io.BytesIO()
-                self._stream.seek(max(0, self._item.length - 1))
-                self._stream.write(b"\0"[: self._item.length])  # its memory, once
-                self._stream.seek(0)
-        return self._stream.getbuffer()[start:stop]
-
-    def mismatches(self) -> list[tuple[Range, int]]:
-        stream, self._stream = self._stream or io.BytesIO(), None
-        try:
-            self.damage = find_damage(stream, self._item)
-        except UnknownExtensionError:
-            self.unknown = True
-        return [(self.ranges[0], 0)] if self.damage is not None else []
-
-    def problems(self) -> Iterator[Problem]:
-        if self.damage is not None:
-            yield Problem(self.path, self._item.fqn, self.damage)
-
-
-class _HeadOfItem(_Checked):
-    """The head of a raw item, which must be of the tensor that the metadata describes."""
-
-    __slots__ = ("_data", "_heads", "_item", "damage")
-
-    def __init__(self, item: StoredItem, heads: ArchiveHeads) -> None:
-        super().__init__(item.path, item.start, item.checked_start - item.start)
-        self._data = bytearray(self.length)
-        self._heads = heads
-        self._item = item
-        self.damage: str | None = None
-
-    def memory(self, start: int, stop: int) -> memoryview:
-        return memoryview(self._data)[start:stop]
-
-    def mismatches(self) -> list[tuple[Range, int]]:
-        item = self._item
-        if item.dtype is not None and item.shape is not None:
-            kind = ItemKind(item.dtype, item.shape, item.length)
-            self.damage = self._heads.find_fault(kind, len(self._data), bytes(self._data))
-        return [(self.ranges[0], 0)] if self.damage is not None else []
-
-    def problems(self) -> Iterator[Problem]:
-        if self.damage is not None:
-            yield Problem(self.path, self._item.fqn, f"is not what the metadata says: {self.damage}")
-
-
-class _Scan:
-    """The memory of a range of a `_StreamedObject`: a block."""
-
-    def __init__(self, request: ReadRequest, buffer: Buffer) -> None:
-        self._object: _StreamedObject = request.segments[0].item
-        self._start = request.start
-        self.targets = self._object.targets(request.start, request.length, buffer)
-
-    def deliver(self) -> list[Transfer]:
-        return [self._object] if self._object.received(self._start, self.targets) else []
-
-
-def _receiver(request: ReadRequest, buffer: Buffer) -> Receiver:
-    scanned = isinstance(request.segments[0].item, _StreamedObject)
-    return _Scan(request, buffer) if scanned else Reception(request, buffer)
+            around = "its items match, what is around them does not"
+            yield Problem(data.path, None, f"has CRC-64/NVME {found.whole}, recorded was {data.crc}; {around}")
+        for item in self.damages:
+            if item in again.damages:
+                yield Problem(data.path, item.fqn, again.damages[item])
 
 
 class ByteCheck:
-    """Reads data objects and compares their bytes. Progress does not count bytes that are read again."""
+    """Reads data objects and compares their bytes. What does not match is read once more."""
 
-    def __init__(self, store: S3Store, url: CheckpointURL, on_progress: OnProgress | None) -> None:
-        self._engine = Engine(Source(store, url, store.settings), "dcp_s3-verify", _receiver)
-        self._settings = store.settings
-        self._on_progress = on_progress
-        self._changed: set[str] = set()
+    def __init__(self, store: S3Store, url: CheckpointURL) -> None:
+        self._cancel = threading.Event()
+        self._store = store.within(replace(store.limit, cancel=self._cancel))
+        self._url = url
+        self._step = store.settings.max_part_size
+        self._width = store.read_width()
+        self._blocks: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        self._lock = threading.Lock()
         self._heads = ArchiveHeads()
-        self._left: dict[str, int] = {}  # bytes of each object not read yet
-        self.problems: list[Problem] = []
         self.bytes_read = 0
         self.items_not_decoded = 0
 
-    def run(self, objects: Sequence[StoredData]) -> None:
-        ranges = sum(1 + data.size // self._settings.max_part_size for data in objects if data.streamed)
-        groups = sum(len(group_items(data.decoded, _GROUP)) for data in objects)
-        most = ranges + groups + sum(len(data.headed) for data in objects)
-        if not most:
-            return
-        self._left = {data.path: bytes_to_read(data) for data in objects}
-        with self._engine.fetch(
-            self._requests(objects), most=most, ahead=2 * self._settings.max_connections
-        ) as arrivals:
-            for request, finished in arrivals:
-                self._take(request, finished)
+    def run(self, objects: Sequence[StoredData], on_progress: OnProgress | None) -> list[Problem]:
+        """Progress does not count bytes that are read again."""
+        for _ in range(self._width):
+            self._blocks.put(memoryview(bytearray(BLOCK)))
+        first = self._read_all(objects, on_progress)
+        self.items_not_decoded = sum(reading.undecoded for reading in first)
+        bad = [reading for reading in first if not reading.is_good]
+        again = self._read_all([reading.suspect for reading in bad if reading.change is None], None)
+        by_path = {reading.data.path: reading for reading in again}
+        return [problem for each in bad for problem in each.confirmed_by(by_path.get(each.data.path, each))]
 
-    def _requests(self, objects: Sequence[StoredData]) -> Iterator[ReadRequest]:
-        for data in objects:
-            if data.streamed:
-                yield from self._of_ranges(_StreamedObject(data))
-            for group in group_items(data.decoded, _GROUP):
-                if data.path not in self._changed:
-                    start, stop = group[0].start, group[-1].stop
-                    segments = tuple([Segment(item.start, item.stop, _DecodedItem(item)) for item in group])
-                    yield ReadRequest(data.path, start, stop - start, segments)
-            for item in data.headed:
-                if data.path not in self._changed and item.checked_start > item.start:
-                    segment = Segment(item.start, item.checked_start, _HeadOfItem(item, self._heads))
-                    yield ReadRequest(data.path, item.start, item.checked_start - item.start, (segment,))
+    def _read_all(self, objects: Sequence[StoredData], on_progress: OnProgress | None) -> list[_Reading]:
+        readings = [_Reading(data, ObjectScan(data)) for data in objects]
+        requests = itertools.chain.from_iterable(map(self._requests, readings))
+        if not bytes_to_read(*objects):
+            return readings
+        with ahead(lambda request: request(), requests, self._width, waiting=self._width) as done:
+            try:
+                for count in done:
+                    if on_progress is not None:
+                        on_progress(count)
+            except BaseException:
+                self._cancel.set()
+                raise
+        for reading in readings:
+            if reading.data.streamed and reading.change is None:
+                reading.mismatch = reading.scan.mismatch()
+        return readings
 
-    def _of_ranges(self, scanned: _StreamedObject) -> Iterator[ReadRequest]:
-        size, step = scanned.data.size, self._settings.max_part_size
-        for start in range(0, max(1, size), step):  # one request even for an empty object
-            stop = min(start + step, size)
-            if scanned.path not in self._changed:
-                yield ReadRequest(scanned.path, start, stop - start, (Segment(start, stop, scanned),))
+    def _requests(self, reading: _Reading) -> Iterator[Callable[[], int]]:
+        data = reading.data
+        if data.streamed:
+            for start in range(0, data.size, self._step):
+                length = min(self._step, data.size - start)
+                yield functools.partial(self._request, reading, self._scan, start, length)
+        for group in group_items(data.decoded, _GROUP):
+            length = group[-1].stop - group[0].start
+            yield functools.partial(self._request, reading, self._decode, group[0].start, length, group)
+        for item in data.headed:
+            length = item.checked_start - item.start
+            if length:
+                yield functools.partial(self._request, reading, self._check_head, item.start, length, item)
 
-    def _take(self, request: ReadRequest, finished: Sequence[Transfer]) -> None:
-        path = request.path
-        looked_at = [each for each in finished if isinstance(each, _StreamedObject | _DecodedItem | _HeadOfItem)]
-        if self._on_progress is not None:
-            new = min(request.length, self._left[path])
-            self._left[path] -= new
-            self._on_progress(new)
-        changes = [found.change for found in looked_at if found.change is not None]
-        if changes:
-            if path not in self._changed:
-                self.problems.append(Problem(path, None, changes[0]))
-            self._changed.add(path)
-            return
-        self.bytes_read += request.length
-        for found in looked_at:
-            self.problems += found.problems()
-            self.items_not_decoded += isinstance(found, _DecodedItem) and found.unknown
+    def _request(self, reading: _Reading, read: Callable[..., None], start: int, length: int, *what: Any) -> int:
+        changes = {
+            errors.ObjectNotFoundError: "was deleted while it was read",
+            errors.PreconditionFailedError: "was replaced while it was read",
+            errors.OutOfRangeError: "became shorter while it was read",
+        }
+        if reading.change is None:
+            try:
+                read(reading, start, length, *what)
+            except tuple(changes) as error:
+                reading.change = next(text for kind, text in changes.items() if isinstance(error, kind))
+            else:
+                with self._lock:
+                    self.bytes_read += length
+        return length
+
+    def _scan(self, reading: _Reading, start: int, length: int) -> None:
+        block = self._blocks.get()
+        try:
+            segments = reading.scan.segments(start, length, BLOCK)
+            targets = [ReadTarget(block[:size], checksum=True) for size in segments]
+            self._store.read(self._url.key(reading.data.path), start, targets)
+        finally:
+            self._blocks.put(block)
+        with self._lock:
+            reading.scan.add(start, ((target.crc or 0, target.view.nbytes) for target in targets))
+
+    def _decode(self, reading: _Reading, start: int, length: int, items: Sequence[StoredItem]) -> None:
+        streams = [io.BytesIO(bytes(item.length)) for item in items]
+        with contextlib.ExitStack() as views:
+            targets = [ReadTarget(views.enter_context(stream.getbuffer())) for stream in streams]
+            self._store.read(self._url.key(reading.data.path), start, targets)
+        for item, stream in zip(items, streams, strict=True):
+            try:
+                damage = find_damage(stream, item)
+            except UnknownExtensionError:
+                reading.undecoded += 1
+            else:
+                if damage is not None:
+                    reading.damages[item] = damage
+
+    def _check_head(self, reading: _Reading, start: int, length: int, item: StoredItem) -> None:
+        data = bytearray(length)
+        self._store.read(self._url.key(reading.data.path), start, memoryview(data))
+        if item.dtype is not None and item.shape is not None:
+            kind = ItemKind(item.dtype, item.shape, item.length)
+            fault = self._heads.find_fault(kind, length, bytes(data))
+            if fault is not None:
+                reading.damages[item] = f"is not what the metadata says: {fault}"
 
 
-def bytes_to_read(data: StoredData) -> int:
-    heads = sum(item.checked_start - item.start for item in data.headed)
-    return data.size * data.streamed + heads + sum(item.length for item in data.decoded)
+def bytes_to_read(*objects: StoredData) -> int:
+    heads = sum(item.checked_start - item.start for data in objects for item in data.headed)
+    return heads + sum(data.size * data.streamed + sum(item.length for item in data.decoded) for data in objects)
 
 
 # --- items without a checksum ----------------------------------------------------------------------------

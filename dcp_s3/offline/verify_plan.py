@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme_between, crc_hex
-from dcp_s3.format.blocks import Range, get_crc, get_raw_offset
+from dcp_s3.format.blocks import get_crc, get_raw_offset
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.cover import find_flaws
 from dcp_s3.format.layout import is_inside
@@ -282,13 +282,9 @@ class ObjectScan:
 
     def __init__(self, data: StoredData) -> None:
         self.data = data
-        self._items = data.checked
-        cuts = {0, data.size}
-        for item in self._items:
-            cuts |= {item.checked_start, item.checked_start + item.checked_length}
-        self._cuts, self._cut_set = sorted(cuts), cuts
-        self._runs: list[Range] = []
-        self._missing = data.size
+        ends = ((item.checked_start, item.checked_start + item.checked_length) for item in data.checked)
+        self._cuts = sorted({0, data.size}.union(*ends))
+        self._runs: list[tuple[int, int, int]] = []  # start, length, CRC
 
     def segments(self, start: int, length: int, block: int) -> list[int]:
         """Lengths of a range's segments: it is cut at both ends of every checked item, and after ``block`` bytes."""
@@ -300,38 +296,21 @@ class ObjectScan:
             start = end
         return lengths
 
-    def join(self, start: int, crcs: Iterable[tuple[int, int]]) -> list[Range]:
-        """Join the (CRC, length) pairs of a range's `segments` into runs without an item's end inside."""
-        runs: list[Range] = []
-        pending: list[tuple[int, int]] = []
-        begin = at = start
-        for pair in crcs:
-            pending.append(pair)
-            at += pair[1]
-            if at in self._cut_set:
-                runs.append(Range(begin, at, combine_crc64nvme(pending)))
-                pending, begin = [], at
-        if pending:
-            runs.append(Range(begin, at, combine_crc64nvme(pending)))
-        return runs
-
-    def arrived(self, runs: Iterable[Range]) -> bool:
-        """Returns True for the last bytes."""
-        for run in runs:
-            self._runs.append(run)
-            self._missing -= run.stop - run.start
-        return self._missing == 0
+    def add(self, start: int, crcs: Iterable[tuple[int, int]]) -> None:
+        """Take the (CRC, length) pairs of a range's `segments`."""
+        for crc, length in crcs:
+            self._runs.append((start, length, crc))
+            start += length
 
     def mismatch(self) -> Mismatch:
         """Compare the checksums. Call it when all bytes have arrived."""
-        crc, at = 0, 0
-        before = {0: 0}  # CRC of all bytes before a cut
-        for run in sorted(self._runs, key=lambda run: run.start):
-            crc = combine_crc64nvme([(crc, at), (run.crc or 0, run.stop - run.start)])
-            at = run.stop
-            before[at] = crc
+        crc = 0
+        before = {0: 0}  # CRC of all bytes before a segment
+        for start, length, found in sorted(self._runs):
+            crc = combine_crc64nvme([(crc, start), (found, length)])
+            before[start + length] = crc
         items = {}
-        for number, item in enumerate(self._items):
+        for number, item in enumerate(self.data.checked):
             stop = item.checked_start + item.checked_length
             found = crc64nvme_between(before[item.checked_start], before[stop], item.checked_length)
             if found != item.crc:

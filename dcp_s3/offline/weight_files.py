@@ -6,8 +6,8 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from dcp_s3.errors import ObjectNotFoundError, WeightsError
 from dcp_s3.format import safetensors
 from dcp_s3.format.safetensors import SafetensorsError
-from dcp_s3.s3.store import store_of
+from dcp_s3.offline.place import Place
 from dcp_s3.settings import Settings
 from dcp_s3.store import Store
-from dcp_s3.stores.directory import DirectoryStore
 from dcp_s3.torch_private import offset_in_archive, without_data
-from dcp_s3.url import is_s3_url, parse_url
 
 _TORCH = (".bin", ".pt", ".pth", ".ckpt")
 _SUFFIXES = (".safetensors", *_TORCH)
@@ -78,81 +76,74 @@ def find_weights(source: str | os.PathLike[str], settings: Settings) -> FoundWei
     Of a directory: a model with an index, or ``model.safetensors``, ``pytorch_model.bin``, or all ``*.safetensors``, or
     the only other torch file.
     """
-    store, prefix, name = _locate(source, settings)
-    places: Mapping[str, str] | None = None
-    names = [name]
-    if not name:
-        names, places = _choose(store, prefix, str(source))
-    tensors: dict[str, FoundTensor] = {}
-    objects: dict[str, Any] = {}
-    paths: dict[str, tuple[Any, ...]] = {}
-    for each in names:
-        found = _open(store, prefix + each, str(source))
-        for fqn in found.paths:
-            if places is not None and places.get(fqn) != each:
-                raise WeightsError(f"{fqn!r} is in {prefix + each}, but the index says {places.get(fqn)!r}")
-            if fqn in paths:
+    place, names, places = _locate(source, settings)
+    found = FoundWeights({}, {}, {})
+    for name in names:
+        inside = _open(place, name)
+        for fqn in inside.paths:
+            if places is not None and places.get(fqn) != name:
+                raise WeightsError(f"{fqn!r} is in {place.key(name)}, but the index says {places.get(fqn)!r}")
+            if fqn in found.paths:
                 raise WeightsError(f"{fqn!r} is in two of the files of {source}")
-        tensors |= found.tensors
-        objects |= found.objects
-        paths |= found.paths
-    missing = [fqn for fqn in places or () if fqn not in paths]
+        found = FoundWeights(
+            {**found.tensors, **inside.tensors}, {**found.objects, **inside.objects}, {**found.paths, **inside.paths}
+        )
+    missing = [fqn for fqn in places or () if fqn not in found.paths]
     if missing:
         raise WeightsError(f"{missing[0]!r} is in no file of {source}, but in its index ({len(missing)} in all)")
-    return FoundWeights(tensors, objects, paths)
+    return found
 
 
-def _locate(source: str | os.PathLike[str], settings: Settings) -> tuple[Store, str, str]:
-    """Store, prefix of the keys, and name of the one file, empty for a directory."""
-    if is_s3_url(source):
-        url = parse_url(source)
-        store = store_of(url, settings)
-        if url.name.endswith(_SUFFIXES) and store.exists(url.prefix):
-            return store, url.prefix.removesuffix(url.name), url.name
-        return store, url.key("") if url.prefix else "", ""
-    path = Path(source)
-    if path.is_dir():
-        return DirectoryStore(path), "", ""
-    if not path.is_file():
-        raise WeightsError(f"there is no file or directory {str(path)!r}")
-    return DirectoryStore(path.parent), "", path.name
-
-
-def _choose(store: Store, prefix: str, source: str) -> tuple[list[str], Mapping[str, str] | None]:
+def _locate(source: str | os.PathLike[str], settings: Settings) -> tuple[Place, list[str], Mapping[str, str] | None]:
+    """Where the files are, their names, and which an index names for each tensor."""
+    place = Place.of(source, settings)
+    if place.url is not None:
+        name = place.url.name
+        if name.endswith(_SUFFIXES) and place.store.exists(place.url.prefix):
+            return replace(place, prefix=place.url.prefix.removesuffix(name)), [name], None
+    elif not Path(source).is_dir():
+        path = Path(source)
+        if not path.is_file():
+            raise WeightsError(f"there is no file or directory {str(path)!r}")
+        return Place.of(path.parent, settings), [path.name], None
     for index in _INDEXES:
         try:
-            data = store.get(prefix + index).data
+            data = place.store.get(place.key(index)).data
         except ObjectNotFoundError:
             continue
         try:
             places = safetensors.parse_index(data)
         except SafetensorsError as error:
             raise WeightsError(f"{index} of {source} cannot be used: {error}") from None
-        return list(dict.fromkeys(places.values())), places
+        return place, list(dict.fromkeys(places.values())), places
+    return place, _choose(place), None
+
+
+def _choose(place: Place) -> list[str]:
     for name in _WHOLE:
-        if store.exists(prefix + name):
-            return [name], None
-    there = [found.key.removeprefix(prefix) for found in store.list(prefix, "/").objects]
+        if place.store.exists(place.key(name)):
+            return [name]
+    there = place.names()
     chosen = [name for name in there if name.endswith(".safetensors")]
     if not chosen:
         chosen = [name for name in there if name.endswith(_TORCH)]
         if len(chosen) > 1:
-            raise WeightsError(f"{source} has several torch files ({', '.join(chosen[:3])}). Remedy: name one")
+            raise WeightsError(f"{place.name} has several torch files ({', '.join(chosen[:3])}). Remedy: name one")
     if not chosen:
         raise WeightsError(
-            f"{source} has no weights: neither *.safetensors nor *.bin, *.pt, *.pth or *.ckpt. Remedy: check the path"
+            f"{place.name} has no weights: neither *.safetensors nor *.bin, *.pt, *.pth or *.ckpt. Remedy: check the "
+            "path"
         )
-    return chosen, None
+    return chosen
 
 
-def _open(store: Store, key: str, source: str) -> FoundWeights:
+def _open(place: Place, name: str) -> FoundWeights:
     try:
-        head = store.head(key)
+        head = place.store.head(place.key(name))
     except ObjectNotFoundError:
-        raise WeightsError(f"{source} has no file {key}, which its index names") from None
-    file = WeightFile(store, key, head.size, head.etag)
-    parse: Callable[[WeightFile], FoundWeights] = _parse_safetensors if key.endswith(".safetensors") else _parse_torch
-    return parse(file)
+        raise WeightsError(f"{place.name} has no file {place.key(name)}, which its index names") from None
+    file = WeightFile(place.store, place.key(name), head.size, head.etag)
+    return _parse_safetensors(file) if name.endswith(".safetensors") else _parse_torch(file)
 
 
 def _parse_safetensors(file: WeightFile) -> FoundWeights:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from botocore.exceptions import ClientError
@@ -15,7 +15,7 @@ from botocore.exceptions import ClientError
 from dcp_s3 import errors
 from dcp_s3.s3.diagnosis import answered_code, answered_status, is_retryable
 from dcp_s3.s3.operations import Operation, Place, Quirk, Request, head, knows, learn, server_time, timestamp
-from dcp_s3.store import DeleteTarget, ListedObject, Page, Upload, batches, same_etag
+from dcp_s3.store import DeleteTarget, ListedObject, Page, Upload, batches, join, same_etag
 
 logger = logging.getLogger(__name__)
 
@@ -43,18 +43,44 @@ class StoredVersion:
     """Whether it is a delete marker."""
 
 
-def page(prefix: str, delimiter: str = "", *, token: str | None = None) -> Operation[Page]:
-    """One page of the keys that start with ``prefix``, after the page whose ``next_token`` is ``token``.
+def page(place: Place, prefix: str, delimiter: str = "", *, token: str | None = None) -> Operation[Page]:
+    """One page of the keys that start with ``prefix``, after the page whose ``next_token`` is ``token``, in key order.
 
-    Keys with the same text up to a ``delimiter`` after the prefix count as one common prefix.
+    Keys with the same text up to a ``delimiter`` after the prefix count as one common prefix. Of a directory bucket
+    all keys are one page: it lists in no order, and only what is below a slash.
     """
-    arguments: dict[str, Any] = {"Prefix": prefix, "MaxKeys": PAGE_SIZE}
-    if delimiter:
-        arguments["Delimiter"] = delimiter
-    if token is not None:
-        arguments["ContinuationToken"] = token
-    found: Page = yield Request("ListObjectsV2", prefix, arguments, _page)
-    return found
+    if not is_directory_bucket(place.name):
+        found: Page = yield _list(prefix, delimiter, token)
+        return found
+    pages: list[Page] = []
+    while not pages or pages[-1].next_token is not None:
+        pages.append((yield _list(_directory(prefix), delimiter, pages[-1].next_token if pages else None)))
+    found = join(pages)
+    objects = sorted((each for each in found.objects if each.key.startswith(prefix)), key=lambda each: each.key)
+    prefixes = sorted({each for each in found.prefixes if each.startswith(prefix)})
+    return replace(found, objects=tuple(objects), prefixes=tuple(prefixes))
+
+
+def _list(prefix: str, delimiter: str, token: str | None) -> Request:
+    optional = {"Delimiter": delimiter, "ContinuationToken": token}
+    arguments = {"Prefix": prefix, "MaxKeys": PAGE_SIZE, **{name: value for name, value in optional.items() if value}}
+    return Request("ListObjectsV2", prefix, arguments, _page)
+
+
+def is_directory_bucket(name: str) -> bool:
+    """Whether a bucket is one of S3 Express One Zone.
+
+    https://docs.aws.amazon.com/AmazonS3/latest/userguide/directory-bucket-naming-rules.html
+    """
+    return name.endswith("--x-s3")
+
+
+def _directory(prefix: str) -> str:
+    """The longest prefix of ``prefix`` that a directory bucket lists.
+
+    https://docs.aws.amazon.com/AmazonS3/latest/userguide/s3-express-differences.html
+    """
+    return prefix[: prefix.rfind("/") + 1]
 
 
 def _page(answer: Mapping[str, Any]) -> Page:
@@ -90,26 +116,32 @@ def all_pages(
         arguments = {name: value for name, value in arguments.items() if name not in markers} | found
 
 
-def uploads(prefix: str) -> Operation[tuple[Upload, ...]]:
+def uploads(place: Place, prefix: str) -> Operation[tuple[Upload, ...]]:
     """Every open multipart upload whose key starts with ``prefix``, by key."""
     arguments = {"Prefix": prefix, "MaxUploads": PAGE_SIZE}
     markers = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+    if is_directory_bucket(place.name):
+        arguments["Prefix"] = _directory(prefix)
+        del markers["UploadIdMarker"]
     try:
         answers = yield from all_pages("ListMultipartUploads", prefix, arguments, markers)
     except errors.BucketNotFoundError:
         raise
     except errors.ObjectNotFoundError:
         return ()  # rclone's answer for a bucket without uploads
-    return tuple(
+    found = [
         Upload(entry["Key"], entry["UploadId"], timestamp(entry["Initiated"]))
         for answer in answers
         for entry in answer.get("Uploads", ())
         if entry["Key"].startswith(prefix)
-    )
+    ]
+    return tuple(sorted(found, key=lambda each: each.key))
 
 
-def versions(prefix: str) -> Operation[list[StoredVersion]]:
-    """Every version of every object whose key starts with ``prefix``."""
+def versions(place: Place, prefix: str) -> Operation[list[StoredVersion]]:
+    """Every version of every object whose key starts with ``prefix``; none in a directory bucket, which keeps none."""
+    if is_directory_bucket(place.name):
+        return []
     markers = {"KeyMarker": "NextKeyMarker", "VersionIdMarker": "NextVersionIdMarker"}
     answers = yield from all_pages("ListObjectVersions", prefix, {"Prefix": prefix}, markers)
     return [
@@ -120,9 +152,10 @@ def versions(prefix: str) -> Operation[list[StoredVersion]]:
     ]
 
 
-def check_versions(prefix: str) -> Operation[None]:
+def check_versions(place: Place, prefix: str) -> Operation[None]:
     """Ask for one version, to see whether the store answers."""
-    yield Request("ListObjectVersions", prefix, {"Prefix": prefix, "MaxKeys": 1})
+    if not is_directory_bucket(place.name):
+        yield Request("ListObjectVersions", prefix, {"Prefix": prefix, "MaxKeys": 1})
 
 
 # --- deletion --------------------------------------------------------------------------------------

@@ -132,9 +132,9 @@ def list_parts(key: str, upload_id: str) -> Operation[dict[int, KnownPart]]:
     }
 
 
-def uploads_of(key: str) -> Operation[list[str]]:
+def uploads_of(place: Place, key: str) -> Operation[list[str]]:
     """Ids of the multipart uploads of exactly this key."""
-    found = yield from uploads(key)
+    found = yield from uploads(place, key)
     return [each.upload_id for each in found if each.key == key]
 
 
@@ -145,7 +145,7 @@ def find_parts(place: Place, key: str) -> Operation[dict[str, dict[int, KnownPar
     """
     found = {}
     try:
-        for upload_id in (yield from uploads_of(key)):
+        for upload_id in (yield from uploads_of(place, key)):
             found[upload_id] = yield from list_parts(key, upload_id)
     except (errors.TransferError, errors.CredentialsError, errors.BucketNotFoundError):
         raise

@@ -204,14 +204,14 @@ class S3Store(Store):
         return self.run(operations.exists(key))
 
     def page(self, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
-        return self.run(listing.page(prefix, delimiter, token=token))
+        return self.run(listing.page(self, prefix, delimiter, token=token))
 
     def delete(self, targets: Iterable[str | DeleteTarget]) -> Sequence[str]:
         """See `Store.delete`. A request that deletes many waits for its turn while S3 throttles."""
         return self.run(listing.delete(self, map(target_of, targets)))
 
     def uploads(self, prefix: str) -> Sequence[Upload]:
-        return self.run(listing.uploads(prefix))
+        return self.run(listing.uploads(self, prefix))
 
     def abort(self, upload: Upload) -> None:
         self.run(multipart.abort(upload.key, upload.upload_id))
@@ -220,10 +220,10 @@ class S3Store(Store):
         return map_in_threads(self, function, items)
 
     def check_versions(self, prefix: str) -> None:
-        self.run(listing.check_versions(prefix))
+        self.run(listing.check_versions(self, prefix))
 
     def purge(self, prefix: str, first: Collection[str], keys: Collection[str]) -> None:
-        for step in listing.old_versions(self.run(listing.versions(prefix)), first, keys):
+        for step in listing.old_versions(self.run(listing.versions(self, prefix)), first, keys):
             self.delete(step)
 
     def abort_quietly(self, upload: Upload) -> bool:

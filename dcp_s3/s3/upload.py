@@ -363,7 +363,7 @@ class ObjectUpload:
         if not self._lost_id:
             return
         try:
-            found = store.run(multipart.uploads_of(self.key))
+            found = store.run(multipart.uploads_of(store, self.key))
         except errors.StorageError as error:
             logger.warning("cannot look for multipart uploads whose ids were lost: %s", error)
             self._uploader.unclean.add(self.key)

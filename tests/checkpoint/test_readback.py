@@ -41,7 +41,7 @@ def test_metadata_that_its_own_reader_refuses(
     before = keys(s3, url)
     with monkeypatch.context() as patch:
         patch.setattr(readback, "_known", set())
-        patch.delitem(allow_list.GLOBALS, ("torch.distributed.checkpoint.metadata", "TensorProperties"))
+        patch.delitem(allow_list.METADATA, ("torch.distributed.checkpoint.metadata", "TensorProperties"))
         with pytest.raises(CheckpointException, match="was not committed: what was written cannot be read back"):
             _save(url, {"a": torch.zeros(3), "step": 2})
     _assert_old_is_there(s3, url, before)

@@ -16,8 +16,10 @@ from dcp_s3 import annotate
 from dcp_s3.cli.main import app
 from dcp_s3.cli.tables import format_age
 from dcp_s3.format.layout import deletion_object, lease_object
-from dcp_s3.offline import copy
+from dcp_s3.offline.copy_source import CopySource
+from dcp_s3.s3.store import S3Store
 from dcp_s3.setting_values import MIN_PART_SIZE
+from dcp_s3.stores.directory import HIDDEN
 from tests.retention.making import (
     delete,
     get,
@@ -228,11 +230,11 @@ def test_a_download_that_was_cut_off_is_no_checkpoint_and_goes_on(root: str, s3:
     first, second, *_ = sorted(path for path in keys(s3, url) if path.endswith(".distcp"))
     data = get(s3, url, second)
     put(s3, url, second, bytes(len(data)))  # the CRC in the manifest finds it
-    assert "arrived damaged" in run("download", url, tmp_path, status=4).stderr
+    assert "is damaged" in run("download", url, tmp_path, status=4).stderr
     assert not (tmp_path / ".metadata").exists()
     assert not (tmp_path / second).exists()
     before = (tmp_path / first).stat().st_mtime_ns
-    (tmp_path / f"{second}.1a2B3c4D").write_text("of a download that was killed")
+    (tmp_path / f"{HIDDEN}1a2b").write_text("of a download that was killed")
     put(s3, url, second, data)
     result = run("download", url, tmp_path)
     assert (tmp_path / first).stat().st_mtime_ns == before
@@ -274,7 +276,7 @@ def test_an_upload_does_not_replace_what_another_committed_meanwhile(
     root: str, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"{root}/1"
-    monkeypatch.setattr(copy, "upload_files", lambda *_, **__: put(s3, url, ".metadata", b"theirs"))
+    monkeypatch.setattr(CopySource, "check_unchanged", lambda _: put(s3, url, ".metadata", b"theirs"))
     assert "already" in run("upload", save_locally(tmp_path), url, status=1).stderr
     assert get(s3, url, ".metadata") == b"theirs"
 
@@ -283,14 +285,14 @@ def test_an_upload_does_not_replace_what_another_committed_meanwhile(
 def test_a_replacement_that_is_cut_off_leaves_the_old_checkpoint_or_none(
     root: str, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = save_locally(tmp_path)
-    other_names = save(f"{root}/1")
-    run("upload", directory, f"{root}/2")
+    directory, other_names = save_locally(tmp_path / "1"), save(f"{root}/1")
+    run("upload", save_locally(tmp_path / "2"), f"{root}/2")
+    put(s3, f"{root}/2", "__0_0.distcp", b"of another save")
 
     def cut_off(*_: Any, **__: Any) -> None:
         raise dcp_s3.errors.TransferError("cut off")
 
-    monkeypatch.setattr(copy, "upload_files", cut_off)
+    monkeypatch.setattr(S3Store, "put_stream", cut_off)
     before = keys(s3, other_names)
     run("upload", directory, other_names, "--overwrite", status=1)
     assert keys(s3, other_names) == before

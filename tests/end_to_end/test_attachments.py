@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, Settings, errors, pin, remove, unpin, verify
 from dcp_s3.cli.main import app
-from dcp_s3.offline.copy import download, upload
+from dcp_s3.offline.copy import copy as download
+from dcp_s3.offline.copy import copy as upload
 from dcp_s3.retention.parse import parse_policy
 from dcp_s3.retention.prune import prune
 from dcp_s3.s3.store import S3Store

@@ -18,8 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_s3 import errors
-from dcp_s3.format.item_pickles import check_storages
-from dcp_s3.format.safe_items import check_item
+from dcp_s3.format.safe_items import check_item, check_storages
 from dcp_s3.format.unpickling import MalformedPickleError
 from tests import hostile
 from tests.hostile import archive, call, decode_item, decode_tensor, name, plain, save, stream, text

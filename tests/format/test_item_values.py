@@ -193,7 +193,7 @@ def test_arguments_as_other_versions_of_python_write_them() -> None:
 
 def test_python_imports_what_the_check_takes_it_for() -> None:
     """In pickles of protocol 2, Python's unpickler translates the names of Python 2."""
-    for module, qualified in (*item_values._GLOBALS, *PLAIN):
+    for module, qualified in (*item_values.VALUES, *PLAIN):
         assert (module, qualified) not in NAME_MAPPING
         assert module not in IMPORT_MAPPING
         pickled = stream(name("__builtin__", qualified)) if module == "builtins" else b""

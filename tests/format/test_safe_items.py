@@ -182,7 +182,7 @@ def test_a_save_says_once_what_a_load_will_need(
 
 def test_a_save_looks_at_each_item_once_and_at_no_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(safe_items, "find_unsafe_globals", lambda stream: seen.append(stream) or [])
+    monkeypatch.setattr(safe_items, "get_unsafe_globals_in_checkpoint", lambda stream: seen.append(stream) or [])
     small, large = io.BytesIO(b"x"), io.BytesIO(bytes(safe_items.MAX_INSPECTED + 1))
     for _ in range(3):
         safe_items.warn_of_unsafe_item("small", small)

@@ -18,7 +18,8 @@ from dcp_s3 import list_checkpoints, verify
 from dcp_s3.errors import InvalidURLError
 from dcp_s3.integrations.lightning import S3FSDPStrategy, S3ModelParallelStrategy
 from dcp_s3.integrations.lightning_saves import CheckpointFiles, find_url, newest
-from dcp_s3.offline.copy import download, upload
+from dcp_s3.offline.copy import copy as download
+from dcp_s3.offline.copy import copy as upload
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.frameworks.lightning_training import (
     STEPS_PER_EPOCH,

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from torchtitan.components.checkpointer import CheckpointManager
 
 from dcp_s3 import errors, latest, read_tensors
-from dcp_s3.offline.copy import download, upload
+from dcp_s3.offline.copy import copy as download
+from dcp_s3.offline.copy import copy as upload
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.store import DeleteTarget

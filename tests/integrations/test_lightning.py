@@ -16,7 +16,7 @@ import torch
 from dcp_s3 import S3StorageReader, S3StorageWriter, list_checkpoints, pin
 from dcp_s3.errors import InvalidURLError, SaveFailedError
 from dcp_s3.integrations.lightning_saves import BackgroundSaves, CheckpointFiles, find_url, newest
-from dcp_s3.manager.ranks import Ranks
+from dcp_s3.manager.agree import Ranks
 from dcp_s3.settings import resolve_settings
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault, MemoryS3

@@ -1,9 +1,8 @@
-"""CheckpointManager(coordination="s3"): no rank waits for another one, and together they make one checkpoint."""
+"""CheckpointManager(coordination="s3"): without collectives, the ranks make one checkpoint together."""
 
 from __future__ import annotations
 
 import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dcp_s3
 from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter, SaveEvery, SaveOnPreemption, errors
-from dcp_s3.offline.copy import download
-from tests.manager.counting import collectives, counted
+from dcp_s3.offline.copy import copy as download
+from tests.manager.counting import counted
 from tests.ranks import run_ranks
 
 _SHAPE = (7, 3)  # does not divide evenly
@@ -57,10 +57,37 @@ def _committed(root: str) -> list[dcp_s3.CheckpointInfo]:
     return [info for info in dcp_s3.list_checkpoints(root) if info.committed]
 
 
+def _own(value: float) -> dict[str, Any]:
+    return {f"own-{dist.get_rank()}": torch.full((4,), value)}
+
+
+def _save(manager: CheckpointManager, step: int, value: float, **options: Any) -> str:
+    """What comes of it."""
+    bad = options.pop("bad", {})
+    try:
+        manager.save(step, {**_own(value), **bad}, **options)
+        manager.wait()
+    except errors.DcpS3Error as error:
+        return " ".join(str(error).split())
+    except KeyboardInterrupt:
+        return "interrupted"
+    return "saved"
+
+
+def _values(root: str) -> dict[int, list[float]]:
+    """What each committed step holds of each rank."""
+    found = {}
+    for info in _committed(root):
+        state = {f"own-{rank}": torch.zeros(4) for rank in range(info.world_size or 0)}
+        dcp.load(state, storage_reader=S3StorageReader(info.url), no_dist=True)
+        found[info.step or 0] = [float(each[0]) for each in state.values()]
+    return found
+
+
 # --- no collectives --------------------------------------------------------------------------------
 
 
-def _train_counting(root: str) -> tuple[list[str], list[str]]:
+def _train_counting(root: str) -> tuple[dict[str, int], dict[str, int]]:
     states = {step: _sharded(step) for step in (1, 2, 3)}
     blank = _sharded(0, dim=1)
     with counted() as called:
@@ -82,7 +109,7 @@ def _train_counting(root: str) -> tuple[list[str], list[str]]:
     dist.barrier()
     with counted() as control:
         dist.all_reduce(torch.ones(1))
-        dist.group.WORLD.allreduce(torch.ones(1)).wait()
+        dist.distributed_c10d._get_default_group().allreduce(torch.ones(1)).wait()
         dist.new_group()
     dist.barrier()  # gloo's ranks may still connect when the first has made its group
     return called, control
@@ -90,20 +117,12 @@ def _train_counting(root: str) -> tuple[list[str], list[str]]:
 
 def test_no_collective_is_called_and_no_group_made(memory_server: Any, root: str) -> None:
     for called, control in run_ranks(2, _train_counting, root):
-        assert called == []
-        assert control.count("a collective of a group") >= 2
-        assert {"all_reduce", "new_group", "a new group"} <= set(control)
+        assert called == {"collectives": 0, "groups": 0}
+        assert control["collectives"] >= 2
+        assert control["groups"] == 1
     found = _committed(root)
     assert [info.step for info in found] == [2, 3]
-    assert found[-1].metrics["loss"] == 1.0 / 3
-    assert found[-1].metrics["late"] == 1.0
-
-
-def test_all_collectives_are_counted() -> None:
-    listed = collectives()
-    for name in ("all_reduce", "barrier", "broadcast_object_list", "gather_object", "scatter_object_list", "isend"):
-        assert name in listed
-        assert hasattr(dist, name)
+    assert (found[-1].metrics["loss"], found[-1].metrics["late"]) == (1.0 / 3, 1.0)
 
 
 # --- without torch.distributed ----------------------------------------------------------------------
@@ -113,15 +132,15 @@ def _plain(step: int, rank: int) -> dict[str, Any]:
     return {"model": {"w": _whole(step)}, "step": step, f"rank-{rank}": torch.full((5,), float(10 * step + rank))}
 
 
-def _train_plainly(root: str) -> int | None:
+def _train_plainly(root: str, overlap: Any) -> int | None:
     assert not dist.is_initialized()
     rank = int(os.environ["RANK"])
-    with CheckpointManager(root, coordination="s3") as manager:
+    with CheckpointManager(root, coordination="s3", overlap=overlap) as manager:
         begun = manager.restore(_plain(0, rank)) or 0
         for step in (begun + 1, begun + 2):
             manager.save(step, _plain(step, rank))
         manager.save(begun + 3, _plain(begun + 3, rank), blocking=True)
-        manager.wait()
+        assert manager.latest_step() == begun + 3
         loaded = _plain(0, rank)
         found = manager.restore(loaded)
     assert torch.equal(loaded["model"]["w"], _whole(begun + 3))
@@ -129,15 +148,14 @@ def _train_plainly(root: str) -> int | None:
     return found
 
 
-@pytest.mark.servers("memory", "moto")
-def test_the_environment_says_who_the_ranks_are(server: Any, root: str, tmp_path: Path) -> None:
-    assert run_ranks(3, _train_plainly, root, group=False, env={"DCP_S3_RUN_ID": "first"}) == [3, 3, 3]
-    assert run_ranks(2, _train_plainly, root, group=False, env={"DCP_S3_RUN_ID": "second"}) == [6, 6]
+def test_the_environment_says_who_the_ranks_are(memory_server: Any, root: str, tmp_path: Path) -> None:
+    assert run_ranks(3, _train_plainly, root, "wait", group=False, env={"DCP_S3_RUN_ID": "first"}) == [3, 3, 3]
+    assert run_ranks(2, _train_plainly, root, "queue", group=False, env={"DCP_S3_RUN_ID": "second"}) == [6, 6]
     found = _committed(root)
     assert [(info.step, info.world_size) for info in found] == [(1, 3), (2, 3), (3, 3), (4, 2), (5, 2), (6, 2)]
     # torch's own reader takes it.
     download(found[2].url, tmp_path / "step-3")
-    loaded = {"model": {"w": torch.zeros(_SHAPE)}, "step": 0, "rank-2": torch.zeros(5)}
+    loaded: dict[str, Any] = {"model": {"w": torch.zeros(_SHAPE)}, "step": 0, "rank-2": torch.zeros(5)}
     dcp.load(loaded, storage_reader=dcp.FileSystemReader(tmp_path / "step-3"))
     assert torch.equal(loaded["model"]["w"], _whole(3))
     assert loaded["rank-2"].tolist() == [32.0] * 5
@@ -156,144 +174,159 @@ def test_without_a_name_of_the_run_nothing_is_saved(memory_server: Any, root: st
         assert "DCP_S3_RUN_ID" in text
 
 
-def test_one_process_saves_and_restores(memory_server: Any, root: str) -> None:
-    with CheckpointManager(root, coordination="s3") as manager:
-        assert manager.save(1, {"w": torch.ones(3)}, blocking=True)
-        state = {"w": torch.zeros(3)}
-        assert manager.restore(state) == 1
-    assert state["w"].tolist() == [1.0] * 3
+def test_one_process_saves_and_restores_and_an_earlier_failure_does_not_make_its_save_fail(
+    memory_server: Any, root: str
+) -> None:
+    state = {"own-0": torch.full((4,), 1.0)}
+    with CheckpointManager(root, coordination="s3", should_save=SaveEvery(steps=10)) as manager:
+        dcp.save(state, storage_writer=S3StorageWriter(manager.url(40)), no_dist=True)
+        assert manager.save(40, state)
+        with pytest.raises(errors.SaveFailedError, match="step 40") as caught:
+            manager.save(50, state, blocking=True)
+        assert caught.value.step == 40
+        assert not manager.should_save(50)
+        loaded = {"own-0": torch.zeros(4)}
+        assert manager.restore(loaded) == 50
+        assert loaded["own-0"].tolist() == [1.0] * 4
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"coordination": "S3"},
-        {"coordination": "s3", "process_group": object()},
-    ],
-)
+@pytest.mark.parametrize("options", [{"coordination": "S3"}, {"coordination": "s3", "process_group": object()}])
 def test_arguments_that_do_not_go_together_are_refused(memory_server: Any, root: str, options: dict[str, Any]) -> None:
-    with pytest.raises(errors.DcpS3Error, match=r"coordination") as caught:
+    with pytest.raises(errors.CheckpointError, match=r"coordination.*(expected|Remedy)"):
         CheckpointManager(root, **options)
-    assert "expected" in str(caught.value) or "Remedy" in str(caught.value)
 
 
-# --- nobody waits ----------------------------------------------------------------------------------
+# --- one rank alone --------------------------------------------------------------------------------
 
 
-def _save_one_after_the_other(root: str) -> list[int | None]:
-    seen = []
-    state = _sharded(1)
-    with CheckpointManager(root, coordination="s3") as manager:
-        for turn in range(dist.get_world_size()):
-            if turn == dist.get_rank():
-                manager.save(1, state, blocking=True)
-            dist.barrier()
-            # What blocking does not copy would be torn here: this rank may have to write more of it.
-        state["plain"].fill_(-1.0)
-        manager.wait()
-        seen.append(manager.latest_step())
-        loaded = _sharded(0)
-        assert manager.restore(loaded) == 1
-        assert _is_of(loaded, 1)
-    return seen
+class _Stateless:
+    """A Stateful without a state."""
 
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
 
-def test_a_blocking_save_returns_when_the_own_part_is_there(memory_server: Any, root: str) -> None:
-    assert run_ranks(2, _save_one_after_the_other, root) == [[1], [1]]
+    def state_dict(self) -> Any:
+        raise self._error
 
-
-class _Module:
-    """A Stateful whose `state_dict` fails on one rank."""
-
-    def state_dict(self) -> dict[str, Any]:
-        if dist.get_rank() == 1:
-            raise RuntimeError("out of memory")
-        return {"w": torch.ones(3)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Any) -> None:
         """Nothing."""
 
 
-def _fail_alone(root: str) -> list[str]:
-    """What each call raises."""
-    wrong: dict[str, Any] = {"metrics": {"loss": torch.ones(3)}} if dist.get_rank() == 1 else {}
+class _Planless(DefaultSavePlanner):
+    def set_up_planner(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("no plan")
+
+
+class _Uncopyable:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("not this one")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("not this one")
+
+
+def _fail_alone(root: str, overlap: Any) -> list[str]:
+    """What each save is on this rank: the second one does something wrong in every other."""
+    wrong: list[dict[str, Any]] = [
+        {"metrics": {"loss": torch.ones(3)}},
+        {"bad": {"bad": _Stateless(RuntimeError("out of memory"))}},
+        {"bad": {"bad": _Uncopyable()}},
+        {"planner": _Planless()},
+        {"bad": {"bad": _Stateless(KeyboardInterrupt())}},
+    ]
     seen = []
-
-    def call(step: int, state: dict[str, Any], **options: Any) -> None:
-        try:
-            manager.save(step, state, **options)
-            manager.wait()
-        except errors.CheckpointError as error:
-            seen.append(f"{type(error).__name__}: {error}")
-        else:
-            seen.append("saved")
-        dist.barrier()
-
-    with CheckpointManager(root, coordination="s3", settings={"rank_timeout": 1.0}) as manager:
-        call(1, _sharded(1))
-        call(2, _sharded(2), **wrong)
-        call(3, {"module": _Module()})
-        call(4, _sharded(4))
-        loaded = _sharded(0)
-        assert manager.restore(loaded) == 4
-        assert _is_of(loaded, 4)
+    settings = {"rank_timeout": 5.0}
+    with CheckpointManager(root, coordination="s3", overlap=overlap, settings=settings) as manager:
+        for number, options in enumerate(wrong):
+            seen.append(_save(manager, 2 * number, 0.0, **(options if dist.get_rank() == 1 else {})))
+            dist.barrier()
+            seen.append(_save(manager, 2 * number + 1, 1.0))
     return seen
 
 
-def test_a_rank_that_fails_alone_fails_alone_and_the_next_save_is_whole(memory_server: Any, root: str) -> None:
-    first, second = run_ranks(2, _fail_alone, root)
-    assert first[0] == second[0] == first[3] == second[3] == "saved"
-    assert "metric 'loss' is a Tensor" in second[1]
-    assert "out of memory" in second[2]
-    for text in first[1:3]:
-        assert text.startswith("SaveFailedError")
-        assert "rank 1 could not write" in " ".join(text.split())
-    assert "SaveProtocolError: metric 'loss' is a Tensor" in " ".join(first[1].split())
-    assert "out of memory" in first[2]
-    assert [info.step for info in _committed(root)] == [1, 4]
+@pytest.mark.parametrize("overlap", ["wait", "queue"])
+def test_a_rank_that_fails_alone_fails_that_save_for_all_and_the_next_one_is_whole(
+    memory_server: Any, root: str, overlap: str
+) -> None:
+    first, second = run_ranks(2, _fail_alone, root, overlap)
+    causes = ["metric 'loss' is a Tensor", "out of memory", "not this one", "no plan", "interrupted"]
+    for number, cause in enumerate(causes):
+        assert cause in second[2 * number]
+        assert first[2 * number] != "saved"
+        assert (first[2 * number + 1], second[2 * number + 1]) == ("saved", "saved")
+    assert _values(root) == {step: [1.0, 1.0] for step in (1, 3, 5, 7, 9)}
 
 
-def _lose_a_replica(root: str) -> int | None:
-    rank = int(os.environ["RANK"])
-    # Not closed: the process of a rank that is gone does nothing more.
-    manager = CheckpointManager(root, coordination="s3", settings={"rank_timeout": 1.0})
-    state = {"w": _whole(1), "b": _whole(1, 1), "step": 1}
-    manager.save(1, state)
-    manager.wait()
-    if rank == 1:
-        return None
-    for step in (2, 3):
-        manager.save(step, {**state, "step": step}, {"loss": 1.0 / step})
-    manager.wait()
-    return manager.latest_step()
+def _restore_and_repeat(root: str, overwrite: bool, called: bool, how: str) -> list[str]:
+    """Rank 1 fails before step 1 is saved, or does not come to it; then both go back, and rank 1 is first to come to
+    step 1 again."""
+    rank = dist.get_rank()
+    settings = {"rank_timeout": 10.0}
+    with CheckpointManager(root, coordination="s3", overwrite=overwrite, settings=settings) as manager:
+        told = [_save(manager, 0, 100.0)]
+        if rank == 0:
+            manager.save(1, _own(101.0))
+        elif called:
+            told.append(_save(manager, 1, 101.0, bad={"bad": _Stateless(RuntimeError("out of memory"))}))
+        if how == "restore":
+            assert manager.restore(_own(-1.0)) == 0
+        else:
+            manager.restart(0)
+        dist.barrier()  # as the collectives of a training do
+        if rank == 0:
+            with pytest.raises(errors.SaveFailedError, match="step 1"):
+                manager.wait()
+        time.sleep(0.5 * (1 - rank))
+        told += [_save(manager, 1, 201.0), _save(manager, 2, 202.0)]
+    return told
 
 
-def test_a_replica_that_is_gone_is_made_up_for_save_after_save(server: Any, root: str, tmp_path: Path) -> None:
-    assert run_ranks(2, _lose_a_replica, root, group=False, env={"DCP_S3_RUN_ID": "run"}) == [3, None]
-    found = _committed(root)
-    assert [info.step for info in found] == [1, 2, 3]
-    assert found[2].metrics == {"loss": 1.0 / 3}
-    loaded = {"w": torch.zeros(_SHAPE), "b": torch.zeros(_SHAPE), "step": 0}
-    dcp.load(loaded, storage_reader=S3StorageReader(found[2].url), no_dist=True)
-    assert torch.equal(loaded["w"], _whole(1))
-    assert torch.equal(loaded["b"], _whole(1, 1))
-    assert loaded["step"] == 3
+@pytest.mark.parametrize(
+    ("overwrite", "called", "how"), [(False, True, "restore"), (True, False, "restore"), (True, True, "restart")]
+)
+def test_what_a_rank_saved_before_it_went_back_is_not_merged_with_what_it_saves_after(
+    memory_server: Any, root: str, overwrite: bool, called: bool, how: str
+) -> None:
+    first, second = run_ranks(2, _restore_and_repeat, root, overwrite, called, how)
+    assert first == ["saved"] * 3
+    assert [each == "saved" for each in second] == [True, *([False] if called else []), True, True]
+    assert _values(root) == {0: [100.0, 100.0], 1: [201.0, 201.0], 2: [202.0, 202.0]}
 
 
-# --- what must be the same -------------------------------------------------------------------------
+def _end_the_group_early(root: str, overlap: Any) -> str:
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    with CheckpointManager(root, coordination="s3", overlap=overlap) as manager:
+        for step in (1, 2):
+            manager.save(step, _own(float(step)))
+        state = _own(3.0)
+        dist.destroy_process_group()
+        try:
+            manager.save(3, state)
+        except errors.SaveProtocolError as error:
+            return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize("overlap", ["wait", "queue"])
+def test_what_was_called_with_a_group_is_saved_by_all_of_it_and_nothing_after_it(
+    memory_server: Any, root: str, overlap: str
+) -> None:
+    for rank, told in enumerate(run_ranks(2, _end_the_group_early, root, overlap)):
+        assert f"was made on rank {rank} of 2, which is rank 0 of 1 now" in told
+    assert _values(root) == {1: [1.0, 1.0], 2: [2.0, 2.0]}
+
+
+# --- what all restore -------------------------------------------------------------------------------
 
 
 def _restore_beside_a_commit(root: str) -> list[int | None]:
     """Rank 1 restores when there is a newer step than rank 0 has seen."""
     found = []
-    group = dist.is_initialized()
     rank = int(os.environ["RANK"])
     state = {"w": torch.zeros(3)}
 
     def meet(name: str) -> None:
-        if group:
-            dist.barrier()
-            return
         Path(os.environ["MEETING"], f"{name}-{rank}").touch()
         while len(list(Path(os.environ["MEETING"]).glob(f"{name}-*"))) < 2:
             time.sleep(0.01)
@@ -312,7 +345,7 @@ def _restore_beside_a_commit(root: str) -> list[int | None]:
             manager.restore(state, 1)
         meet("asked")
         if rank == 1:
-            with pytest.raises(errors.CheckpointError, match="restore different checkpoints"):
+            with pytest.raises(errors.CheckpointError, match="restore different steps"):
                 manager.restore(state, 2)
     return found
 
@@ -323,7 +356,7 @@ def _save_alone(root: str, step: int) -> None:
 
 
 @pytest.mark.parametrize("group", [True, False])
-def test_all_ranks_restore_what_the_first_one_chose(server: Any, root: str, tmp_path: Path, group: bool) -> None:
+def test_all_ranks_restore_what_the_first_one_chose(memory_server: Any, root: str, tmp_path: Path, group: bool) -> None:
     _save_alone(root, 1)
     env = {"DCP_S3_RUN_ID": "run", "MEETING": str(tmp_path)}
     assert run_ranks(2, _restore_beside_a_commit, root, group=group, env=env) == [[1, 2], [1, 2]]
@@ -340,9 +373,6 @@ def _restore_apart(root: str) -> tuple[str, list[int | None]]:
                 assert state[name].tolist() == [1.0] * 1000
             except errors.RestoreFailedError as error:
                 said = f"{list(error.failures)} {' '.join(str(error).split())}"
-                # Again: the same one, while the others hold it.
-                with pytest.raises(errors.RestoreFailedError):
-                    manager.restore(state, step)
     return said, found
 
 
@@ -362,48 +392,3 @@ def test_a_rank_that_cannot_load_says_so_and_the_others_go_on(
     assert said.startswith(f"[{rank}] the load of step 2 from {root}/step-00000002 failed on rank {rank}")
     assert "other ranks may have loaded it" in said
     assert "Resume: manager.restore(state, step=...) on all ranks" in said
-
-
-def _train_until_sigterm(root: str) -> tuple[int, bool]:
-    rank = int(os.environ["RANK"])
-    with CheckpointManager(root, coordination="s3", should_save=SaveOnPreemption()) as manager:
-        step = 0
-        while not manager.preempted:
-            step += 1
-            if step == 3 and rank == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            saved = manager.save(step, _plain(step, rank))
-            time.sleep(0.01)
-        manager.wait()
-        assert manager.latest_step() == step
-    return step, saved
-
-
-@pytest.mark.parametrize("group", [True, False])
-def test_sigterm_on_one_rank_makes_all_save_the_same_step(memory_server: Any, root: str, group: bool) -> None:
-    (first, saved), second = run_ranks(2, _train_until_sigterm, root, group=group, env={"DCP_S3_RUN_ID": "run"})
-    assert (first, saved) == second
-    assert saved
-    assert [info.step for info in _committed(root)] == [first]
-
-
-def _differ(root: str) -> str:
-    """What the rank is told that comes second. It then does as the other one."""
-    said, roots = "", [f"{root}-{dist.get_rank()}", f"{root}-{1 - dist.get_rank()}"]
-    try:
-        manager = CheckpointManager(roots[0], coordination="s3")
-    except errors.CheckpointError as error:
-        said = str(error)
-        manager = CheckpointManager(roots[1], coordination="s3")
-    with manager:
-        manager.save(1, {"w": torch.ones(3)})
-        manager.wait()
-        assert manager.latest_step() == 1
-    return said
-
-
-def test_another_root_on_a_rank_is_an_error_there(memory_server: Any, root: str) -> None:
-    said = sorted(run_ranks(2, _differ, root))
-    assert said[0] == ""
-    assert f"{root}-0" in said[1]
-    assert f"{root}-1" in said[1]

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from dcp_s3 import CheckpointManager, SaveContinuously, errors, list_checkpoints
-from dcp_s3.manager.line import Line
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.interpreter import Interpreter
 from tests.manager.making import blank, is_of, state
@@ -93,53 +92,6 @@ def test_a_queued_save_returns_while_another_one_uploads(gate: Gate) -> None:
     assert is_of(load(2), 2)
 
 
-def test_the_queue_is_bounded_by_the_staged_copies(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    full, was_open = threading.Event(), []
-    wait = Line.wait_for_room
-
-    def waiting(line: Line) -> None:
-        if len(line._waiting) >= line.room:
-            full.set()
-        wait(line)
-
-    monkeypatch.setattr(Line, "wait_for_room", waiting)
-    with CheckpointManager(ROOT, overlap="queue") as manager:
-
-        def one_too_many() -> None:
-            train(manager, 1, 2)
-            assert not full.is_set()
-            train(manager, 3)
-            was_open.append(gate.open.is_set())
-
-        thread = threading.Thread(target=one_too_many)
-        thread.start()
-        assert full.wait(_PATIENCE_SECONDS)
-        assert manager._stager is not None
-        assert manager._stager._pool.in_use == 2
-        gate.open.set()
-        thread.join(_PATIENCE_SECONDS)
-        assert was_open == [True]
-    assert committed() == [1, 2, 3]
-    assert all(is_of(load(step), step) for step in (1, 2, 3))
-
-
-def test_without_overlap_a_save_waits_for_the_one_before(gate: Gate) -> None:
-    was_open = []
-    with CheckpointManager(ROOT) as manager:
-
-        def two() -> None:
-            train(manager, 1)
-            threading.Timer(0.1, gate.open.set).start()
-            train(manager, 2)
-            was_open.append(gate.open.is_set())
-
-        thread = threading.Thread(target=two)
-        thread.start()
-        thread.join(_PATIENCE_SECONDS)
-    assert was_open == [True]
-    assert committed() == [1, 2]
-
-
 def test_what_waits_is_saved_although_the_one_before_failed(gate: Gate) -> None:
     gate.refused = ("step-00000001/",)
     manager = CheckpointManager(ROOT, overlap="queue")
@@ -152,53 +104,6 @@ def test_what_waits_is_saved_although_the_one_before_failed(gate: Gate) -> None:
     train(manager, 3)  # it was raised once
     manager.close()
     assert committed() == [2, 3]
-
-
-def test_each_failure_is_raised_once_and_none_is_forgotten(gate: Gate) -> None:
-    gate.refused = ("step-00000001/", "step-00000002/")
-    manager = CheckpointManager(ROOT, overlap="queue")
-    train(manager, 1, 2)
-    gate.open.set()
-    with pytest.raises(errors.SaveFailedError, match="step 2") as caught:
-        manager.close()
-    assert isinstance(caught.value.__context__, errors.SaveFailedError)
-    assert caught.value.__context__.step == 1
-    assert manager._saving.left == ""
-    manager.close()
-
-
-def test_the_next_save_raises_what_failed(gate: Gate) -> None:
-    gate.refused = ("step-00000001/",)
-    with CheckpointManager(ROOT, overlap="queue") as manager:
-        train(manager, 1)
-        gate.open.set()
-        manager._saving.settle()
-        gate.open.clear()
-        with pytest.raises(errors.SaveFailedError, match="step 1"):
-            manager.save(2, state(2))
-        train(manager, 3, 4)
-        gate.open.set()
-    assert committed() == [3, 4]
-
-
-def test_a_blocking_save_comes_after_those_that_wait(gate: Gate) -> None:
-    with CheckpointManager(ROOT, overlap="queue") as manager:
-        train(manager, 1, 2)
-        threading.Timer(0.1, gate.open.set).start()
-        assert manager.save(3, state(3), blocking=True)
-        assert committed() == [1, 2, 3]
-
-
-def test_restore_and_extra_wait_for_the_line(gate: Gate) -> None:
-    with CheckpointManager(ROOT, overlap="queue") as manager:
-        train(manager, 1)
-        manager.save(2, state(2), extra={"tokens": 5})
-        threading.Timer(0.1, gate.open.set).start()
-        assert manager.extra(2) == {"tokens": 5}
-        train(manager, 3, 4)
-        loaded = blank()
-        assert manager.restore(loaded) == 4
-        assert is_of(loaded, 4)
 
 
 _SCRIPT = """
@@ -242,44 +147,6 @@ def test_continuous_saves_begin_when_the_last_one_is_committed(gate: Gate) -> No
 def _of_rank(step: int) -> dict[str, Any]:
     rank = dist.get_rank()
     return {f"of-{rank}": torch.full((1000,), 10.0 * step + rank), "step": step}
-
-
-def _save_all_then_open(root: str, opens: str) -> None:
-    with CheckpointManager(root, overlap="queue") as manager:
-        for step in (1, 2):
-            assert manager.save(step, _of_rank(step))
-        dist.barrier()
-        Path(opens).touch()
-        manager.wait()
-        loaded = _of_rank(0)
-        assert manager.restore(loaded) == 2
-        assert torch.equal(loaded[f"of-{dist.get_rank()}"], _of_rank(2)[f"of-{dist.get_rank()}"])
-
-
-def test_no_rank_waits_for_an_upload(gate: Gate, tmp_path: Path) -> None:
-    opens = tmp_path / "open"
-    gate.is_open = opens.exists
-    run_ranks(2, _save_all_then_open, ROOT, str(opens))
-    assert committed() == [1, 2]
-
-
-def _wait_on_one_rank(root: str, opens: str) -> None:
-    with CheckpointManager(root, overlap="queue") as manager:
-        for step in (1, 2):
-            assert manager.save(step, _of_rank(step))
-        dist.barrier()
-        if dist.get_rank() == 0:
-            manager.annotate(2, {"val_loss": 1.0})  # waits for step 2, which waits for step 1
-        else:
-            threading.Timer(1.0, Path(opens).touch).start()  # the next save has come to where it waits for rank 0
-        assert manager.save(3, _of_rank(3))
-
-
-def test_a_rank_that_waits_for_a_save_is_not_held_up_by_one_that_comes_to_the_next(gate: Gate, tmp_path: Path) -> None:
-    opens = tmp_path / "open"
-    gate.is_open = opens.exists
-    run_ranks(2, _wait_on_one_rank, ROOT, str(opens))
-    assert committed() == [1, 2, 3]
 
 
 def _fail_first(root: str, opens: str) -> tuple[list[int], list[int]]:
@@ -337,14 +204,3 @@ def test_a_save_in_the_queue_whose_staging_failed_on_a_rank_fails_on_all(gate: G
     opens = tmp_path / "open"
     gate.is_open = opens.exists
     assert run_ranks(2, _stage_badly_on_a_rank, ROOT, str(opens)) == [2, 2]
-
-
-def _overlap_of_rank(root: str) -> str:
-    with pytest.raises(errors.CheckpointError) as caught:
-        CheckpointManager(root, overlap="queue" if dist.get_rank() else "wait")
-    return str(caught.value)
-
-
-def test_all_ranks_overlap_alike(memory_server: Any, root: str) -> None:
-    for told in run_ranks(2, _overlap_of_rank, root):
-        assert "overlap or should_save" in told

@@ -1,8 +1,12 @@
-"""CheckpointManager on two gloo ranks: what they agree on."""
+"""CheckpointManager on gloo ranks: what they agree on, and what goes wrong on one is told to all."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcp_s3
-from dcp_s3 import CheckpointManager, errors
+from dcp_s3 import CheckpointManager, SaveEvery, SaveOnPreemption, errors
+from dcp_s3.events import Event, LoadStarted
+from tests.faulty import BUCKET, serve
+from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
 from tests.retention.making import delete
+from tests.servers import S3Server
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -62,6 +70,15 @@ def test_ranks_save_and_restore_and_one_of_them_prunes(memory_server: Any, root:
     assert others == 0
 
 
+def _caught(call: Callable[[], Any]) -> tuple[str, str, list[int]]:
+    """What it raises: type, text, ranks."""
+    try:
+        call()
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - what it is, is what is looked at
+        return type(error).__name__, str(error), sorted(getattr(error, "failures", {}))
+    return "nothing", "", []
+
+
 class _FailsOn:
     """Whose state cannot be saved on one rank."""
 
@@ -77,100 +94,77 @@ class _FailsOn:
         return self
 
 
-def _fail(root: str) -> list[str]:
-    seen = []
+def _fail(root: str) -> list[tuple[str, str, list[int]]]:
+    """What each call raises, in which rank 1 does something wrong alone, or both differ."""
+    rank, state = dist.get_rank(), _state(0)
+    alone = rank == 1
     manager = CheckpointManager(root)
     manager.save(1, _state(1), blocking=True)
     manager.save(2, _state(2) | {"other": _FailsOn(1)})
-    try:
-        manager.save(3, _state(3))  # every rank is told here
-    except errors.SaveFailedError as error:
-        seen.append(f"{error.step} {sorted(error.failures)} {error}")
-    try:  # one rank alone cannot go on
-        manager.save(4, _state(4), {"loss": object()} if dist.get_rank() == 1 else None)
-    except errors.DcpS3Error as error:
-        seen.append(f"{type(error).__name__} {error}")
-    try:
-        manager.save(5 + dist.get_rank(), _state(5))
-    except errors.SaveProtocolError as error:
-        seen.append(str(error))
-    try:
-        manager.restore(_state(0), dist.get_rank())
-    except errors.CheckpointError as error:
-        seen.append(str(error))
-    try:  # of a wrong type
-        manager.save(4, _state(4), 5 if dist.get_rank() == 1 else None)  # type: ignore[arg-type]
-    except errors.CheckpointError as error:
-        seen.append(f"{type(error).__name__} {error}")
-    try:
-        manager.restore(_state(0), "best", metric=None if dist.get_rank() == 1 else "loss")
-    except errors.DcpS3Error as error:
-        seen.append(f"{type(error).__name__} {error}")
-    loaded = _state(0)
-    assert manager.restore(loaded) == 1
-    assert _is_of(loaded, 1)
+    calls: list[Callable[[], Any]] = [
+        lambda: manager.save(3, _state(3)),  # every rank is told of step 2 here
+        lambda: manager.save(4, _state(4), {"loss": object()} if alone else None),
+        lambda: manager.save(4, _state(4), 5 if alone else None),  # type: ignore[arg-type]
+        lambda: manager.save(5 + rank, _state(5)),
+        lambda: manager.restore(state, rank),
+        lambda: manager.restore(state, "best", metric=None if alone else "loss"),
+        lambda: manager.restore(5 if alone else state),  # type: ignore[arg-type]
+        lambda: manager.restart(rank),
+    ]
+    seen = [_caught(call) for call in calls]
+    assert manager.restore(state) == 1
+    assert _is_of(state, 1)
+    manager.restart(1)
     manager.save(6, _state(6))
     manager.close()
     assert manager.latest_step() == 6
     return seen
 
 
-def test_a_failure_on_one_rank_is_raised_on_all(memory_server: Any, root: str) -> None:
+def test_a_failure_on_one_rank_is_raised_on_all_and_the_next_call_works(memory_server: Any, root: str) -> None:
     first, second = run_ranks(2, _fail, root)
     assert first[0] == second[0]
-    assert first[0].startswith("2 [1] the save of step 2")
-    assert "cannot be pickled here" in first[0]
-    assert first[1].startswith("SaveFailedError step 4 is not saved: rank 1 cannot go on")
-    assert second[1].startswith("SaveProtocolError metric 'loss'")
-    assert "{0: 5, 1: 6} (by rank)" in first[2] == second[2]
-    assert "restore different checkpoints" in first[3]
-    assert first[4].startswith("SaveFailedError step 4 is not saved: rank 1 cannot go on")
-    assert second[4].startswith("CheckpointError metrics is a int")
-    assert "nothing is restored: rank 1 cannot go on" in first[5]
-    assert second[5].startswith("SettingsError")
+    assert (first[0][0], first[0][2]) == ("SaveFailedError", [1])
+    assert "step 2" in first[0][1]
+    assert "cannot be pickled here" in first[0][1]
+    mine = ["SaveProtocolError", "CheckpointError", "SettingsError", "CheckpointError"]
+    theirs = ["SaveFailedError", "SaveFailedError", "CheckpointError", "CheckpointError"]
+    for number, kind, other in zip((1, 2, 5, 6), mine, theirs, strict=True):
+        assert (first[number][0], second[number][0]) == (other, kind)
+        assert f"rank 1 cannot go on: {kind}" in first[number][1]
+    assert first[3] == second[3] == ("SaveProtocolError", first[3][1], [])
+    assert "save different steps" in first[3][1]
+    assert "restore different steps" in first[4][1] == second[4][1]
+    assert "restart different steps" in first[7][1] == second[7][1]
 
 
 def _vanish(root: str) -> int | None:
-    with CheckpointManager(root) as manager:
+    def vanish(event: Event) -> None:
+        if isinstance(event, LoadStarted) and not event.url.endswith("1") and dist.get_rank() == 0:
+            delete(_client(), event.url, ".metadata")
+
+    with CheckpointManager(root, on_event=vanish) as manager:
         for step in (1, 2, 3):
             manager.save(step, _state(step))
-        manager.wait()
-        find = manager._restoring.find
-
-        def find_and_delete(*arguments: Any) -> Any:  # runs on the first rank only
-            assert dist.get_rank() == 0
-            found = find(*arguments)
-            if found is not None and found[1] > 1:
-                delete(_client(), found[0], ".metadata")
-            return found
-
-        manager._restoring.find = find_and_delete  # type: ignore[method-assign]
         loaded = _state(0)
-        step = manager.restore(loaded)
+        found = manager.restore(loaded)
         assert _is_of(loaded, 1)
-        return step
+        return found
 
 
 def test_a_latest_that_vanishes_makes_all_ranks_load_the_one_before(memory_server: Any, root: str) -> None:
     assert run_ranks(2, _vanish, root) == [1, 1]
 
 
-def _retention_fails(root: str) -> dict[str, Any]:
-    def broken(*_: Any) -> Any:
-        raise ZeroDivisionError
-
-    with CheckpointManager(root, retention=broken) as manager:
-        for step in (1, 2):
-            manager.save(step, _state(step))
-    counts: dict[str, Any] = dcp_s3.stats().to_dict()["prunes"]
-    return counts
+def _asked_meanwhile(root: str) -> list[int]:
+    due = (1, 30, 60)
+    with CheckpointManager(root, should_save=lambda moment: moment.step in due) as manager:
+        return [step for step in range(1, 91) if manager.save(step, _state(step))]
 
 
-def test_retention_that_fails_fails_no_rank(memory_server: Any, root: str) -> None:
-    first, second = run_ranks(2, _retention_fails, root)
-    assert first["failed"] == first["runs"] >= 1
-    assert second["runs"] == 0
-    assert len(dcp_s3.list_checkpoints(root)) == 2
+def test_the_ranks_decide_while_a_save_is_under_way(memory_server: Any, root: str) -> None:
+    """The collectives of the two, in two threads, are never taken for each other."""
+    assert run_ranks(3, _asked_meanwhile, root) == [[1, 30, 60]] * 3
 
 
 def _threads() -> int:
@@ -179,7 +173,7 @@ def _threads() -> int:
 
 def _make_and_close(root: str) -> list[int]:
     counts = [_threads()]
-    manager = CheckpointManager(root, overlap="queue", save_on_sigterm=True)
+    manager = CheckpointManager(root, overlap="queue", should_save=SaveEvery(steps=1) | SaveOnPreemption())
     counts.append(_threads())
     manager.save(1, {"a": torch.ones(2)})
     manager.close()
@@ -195,3 +189,202 @@ def test_no_thread_of_its_groups_outlives_a_closed_manager(memory_server: Any, r
     for before, made, closed in run_ranks(2, _make_and_close, root):
         assert made > before
         assert closed <= before
+
+
+# --- what goes wrong on one rank -------------------------------------------------------------------------
+
+
+class _Module:
+    """A Stateful whose methods fail on one rank when they are told to."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.weight = torch.full((100,), value)
+        self.fails = ""
+
+    def _fail(self, where: str) -> None:
+        if self.fails == where and dist.get_rank() == dist.get_world_size() - 1:
+            raise RuntimeError(f"out of memory in {where}")
+
+    def state_dict(self) -> dict[str, Any]:
+        self._fail("state_dict")
+        return {"weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._fail("load_state_dict")
+        self.weight = state["weight"]
+
+
+def _interrupt() -> dict[str, Any]:
+    raise KeyboardInterrupt
+
+
+def _fail_in_the_state(root: str) -> list[Any]:
+    seen = []
+    module = _Module(1.0)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    with CheckpointManager(root) as manager:
+        manager.save(1, {"module": module}, blocking=True)
+        for blocking in (True, False):
+            module.fails = "state_dict"
+            seen.append(_caught(lambda blocking=blocking: manager.save(2, {"module": module}, blocking=blocking)))  # type: ignore[misc]
+            module.fails = ""
+            manager.save(2 + blocking, {"module": module}, blocking=blocking)
+            manager.wait()
+        for where in ("state_dict", "load_state_dict"):
+            module.fails = where
+            seen.append(_caught(lambda: manager.restore({"module": module})))
+            module.fails = ""
+            module.weight = torch.zeros(100)
+            assert manager.restore({"module": module}) == 3
+            assert module.weight.tolist() == [1.0] * 100
+        module.state_dict = _interrupt if last else module.state_dict  # type: ignore[method-assign]
+        seen.append(_caught(lambda: manager.save(4, {"module": module})))
+    return seen
+
+
+def test_a_state_dict_that_raises_on_one_rank_is_an_error_on_all_and_the_next_call_works(
+    memory_server: Any, root: str
+) -> None:
+    first, last = run_ranks(2, _fail_in_the_state, root)
+    assert first[:4] == last[:4]
+    for kind, text, ranks in first[:2]:
+        assert (kind, ranks) == ("SaveFailedError", [1])
+        assert "step 2 is not saved: rank 1 cannot go on: RuntimeError: out of memory in state_dict" in text
+    for where, (kind, text, ranks) in zip(("state_dict", "load_state_dict"), first[2:], strict=False):
+        assert (kind, ranks) == ("RestoreFailedError", [1])
+        assert f"out of memory in {where}" in text
+        assert "rank 1" in text
+    assert last[4][0] == "KeyboardInterrupt"
+    assert first[4][0] == "SaveFailedError"
+
+
+def _refuse_to_be_made(root: str, directory: str) -> list[Any]:
+    alone = dist.get_rank() == 1
+    not_a_directory = Path(directory, "file")
+    not_a_directory.write_text("")
+    wrong: list[dict[str, Any]] = [
+        {"settings": {"durability": "local"}},
+        {"retention": "latest:many"},
+        {"root": 5},
+        {"overlap": "all"},
+        {"root": f"{root}-other"},
+        {"overlap": "queue"},
+    ]
+    seen = [
+        _caught(functools.partial(CheckpointManager, **{"root": root, **(given if alone else {})})) for given in wrong
+    ]
+    # What is there and cannot be used is no reason to stop: saves go to S3.
+    with CheckpointManager(root, settings={"spill_dir": str(not_a_directory)} if alone else None) as manager:
+        manager.save(1, {"w": torch.ones(3)})
+        assert manager.restore({"w": torch.zeros(3)}) == 1
+    return [each[:2] for each in seen]
+
+
+def test_arguments_that_are_wrong_on_one_rank_are_an_error_on_all(
+    memory_server: Any, root: str, tmp_path: Path
+) -> None:
+    first, alone = run_ranks(2, _refuse_to_be_made, root, str(tmp_path))
+    expected = ["SettingsError", "SettingsError", "InvalidURLError", "SettingsError"]
+    assert [kind for kind, _ in alone] == [*expected, "CheckpointError", "CheckpointError"]
+    for kind, told, mine in zip(expected, first, alone, strict=False):
+        assert told == ("CheckpointError", f"no CheckpointManager is made: rank 1 cannot go on: {kind}: {mine[1]}")
+    assert "CheckpointManagers with different root" in first[4][1] == alone[4][1]
+    assert "different overlap: {0: 'wait', 1: 'queue'}" in first[5][1] == alone[5][1]
+
+
+def _no_thread(root: str) -> list[Any]:
+    seen = []
+    state = {f"of-{dist.get_rank()}": torch.ones(10)}
+    submit = ThreadPoolExecutor.submit
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    with CheckpointManager(root) as manager:
+        if dist.get_rank() == 1:
+            ThreadPoolExecutor.submit = refuse  # type: ignore[method-assign]
+        seen.append(_caught(lambda: manager.save(1, state)))
+        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+        if dist.get_rank() == 0:
+            seen[0] = _caught(manager.wait)
+        manager.save(2, state)
+        manager.wait()
+        assert manager.restore(state) == 2
+    return seen
+
+
+def test_a_save_that_can_not_be_begun_on_one_rank_fails_on_all(memory_server: Any, root: str) -> None:
+    for kind, text, ranks in (seen for (seen,) in run_ranks(2, _no_thread, root)):
+        assert (kind, ranks) == ("SaveFailedError", [1])
+        assert "the save of step 1" in text
+        assert "failed on rank 1\n  Cause: RuntimeError: can't start new thread" in text
+
+
+# --- what the log says -----------------------------------------------------------------------------------
+
+
+def _log_of_failures(root: str) -> list[str]:
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(self.format(record))
+
+    logging.getLogger("dcp_s3").addHandler(Keep(logging.WARNING))
+    state = {f"of-{dist.get_rank()}": torch.ones(1000)}
+    with CheckpointManager(root) as manager:
+        manager.save(1, state, blocking=True)
+        for number, blocking in enumerate((True, False)):
+            with pytest.raises(errors.SaveFailedError) as caught:  # noqa: PT012 - the one or the other
+                manager.save(2 + number, state, blocking=blocking)
+                manager.wait()
+            assert sorted(caught.value.failures) == [0, 1, 2]
+            lines.append(str(caught.value))
+    return lines
+
+
+def test_a_failure_of_all_ranks_is_one_panel_with_cause_ranks_and_what_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with serve(monkeypatch) as server:
+        server.rule = lambda request: (
+            Fault.error(403, "AccessDenied")
+            if request.operation == "PutObject" and "/step-00000001/" not in request.key
+            else None
+        )
+        first, second, third = run_ranks(3, _log_of_failures, f"s3://{BUCKET}/run")
+    assert len(first) == 4  # logged and raised, twice
+    assert first[0] == first[1]
+    assert first[2] == first[3]
+    assert second == third == first[1::2]
+    for step, text in ((2, first[0]), (3, first[2])):
+        assert text.count("AccessDeniedError") == 1
+        assert all(len(line) <= 100 for line in text.splitlines())
+        head, cause, *_ = text.splitlines()
+        assert head == f"the save of step {step} to s3://{BUCKET}/run/step-{step:08} failed on ranks 0 to 2"
+        assert cause.startswith("  Cause: AccessDeniedError: ")
+        assert text.endswith("  Last good: step 1\n  Resume: manager.restore(state)")
+
+
+# --- damage of what several ranks read -------------------------------------------------------------------
+
+
+def _save_shared(root: str) -> None:
+    with CheckpointManager(root) as manager:
+        for step in (1, 2):
+            manager.save(step, {"same": torch.full((1000,), float(step))}, blocking=True)
+
+
+def _restore_damaged(root: str) -> tuple[int | None, float]:
+    state = {"same": torch.zeros(1000)}
+    with CheckpointManager(root) as manager:
+        return manager.restore(state), float(state["same"][0])
+
+
+def test_damage_that_one_rank_finds_for_the_others_is_passed_over(root: str, s3: Any, memory_server: S3Server) -> None:
+    run_ranks(2, _save_shared, root)
+    bucket, _, prefix = root.removeprefix("s3://").partition("/")
+    listed = s3.list_objects_v2(Bucket=bucket, Prefix=f"{prefix}/step-00000002/__")["Contents"]
+    for found in listed:
+        s3.put_object(Bucket=bucket, Key=found["Key"], Body=b"\0" * found["Size"])
+    assert run_ranks(2, _restore_damaged, root) == [(1, 1.0), (1, 1.0)]

@@ -98,10 +98,10 @@ def _resume(
     spill: str, shared: bool, asked: int | None = None, then: int | None = None, **options: Any
 ) -> int | str | None:
     """What is restored; the step after that (``then``: another one) is saved, which may not fail."""
-    with CheckpointManager(ROOT, settings=_settings(spill, shared), **options) as manager:
+    with CheckpointManager(ROOT, settings=_settings(spill, shared)) as manager:
         loaded = _state(0)
         try:
-            found = manager.restore(loaded, asked)
+            found = manager.restore(loaded, asked, **options)
         except errors.DcpS3Error as error:
             return f"{type(error).__name__}: {error}"
         if found is None:

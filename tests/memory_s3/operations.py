@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from urllib.parse import unquote
 
-from . import answers, checksums
+from . import answers, checksums, directory_bucket
 from .http import Received, Response
 from .store import (
     LAST_CHARACTER,
@@ -26,6 +26,7 @@ from .store import (
 #: The query parameter that names an operation, by method and level.
 _BUCKET_OPERATIONS = {
     "GET": {
+        "session": "CreateSession",
         "uploads": "ListMultipartUploads",
         "location": "GetBucketLocation",
         "versioning": "GetBucketVersioning",
@@ -85,8 +86,11 @@ class Operations:
     def __init__(self, store: Store, *, verify_checksums: bool) -> None:
         self._store = store
         self._verify = verify_checksums
+        self.refused: list[Call] = []
+        """Requests that a directory bucket does not take."""
         self._handlers: dict[str, Callable[[Call], Response]] = {
             "ListBuckets": self._list_buckets,
+            "CreateSession": self._create_session,
             "CreateBucket": self._create_bucket,
             "HeadBucket": self._head_bucket,
             "DeleteBucket": self._delete_bucket,
@@ -111,6 +115,12 @@ class Operations:
 
     def handle(self, operation: str, call: Call) -> Response:
         """Carry out an operation, or raise S3Error."""
+        if directory_bucket.is_one(call.bucket):
+            try:
+                directory_bucket.check(operation, call)
+            except S3Error:
+                self.refused.append(call)
+                raise
         if operation not in self._handlers:
             message = "A header or parameter implies functionality that is not implemented"
             raise S3Error(501, _NONE, message)
@@ -130,6 +140,9 @@ class Operations:
         self._store.create_bucket(call.bucket)
         return Response(headers={"Location": f"/{call.bucket}"})
 
+    def _create_session(self, call: Call) -> Response:
+        return directory_bucket.create_session()
+
     def _head_bucket(self, call: Call) -> Response:
         self._store.check_bucket(call.bucket)
         return Response(headers={"x-amz-bucket-region": "us-east-1"})
@@ -147,6 +160,8 @@ class Operations:
         return answers.xml("VersioningConfiguration", [])
 
     def _list_objects_v2(self, call: Call) -> Response:
+        if directory_bucket.is_one(call.bucket):
+            return directory_bucket.list_objects(self._store, call)
         query = call.query
         token = query.get("continuation-token")
         start_after = query.get("start-after", "")
@@ -372,6 +387,8 @@ class Operations:
         return answers.xml("ListPartsResult", children)
 
     def _list_multipart_uploads(self, call: Call) -> Response:
+        if directory_bucket.is_one(call.bucket):
+            return directory_bucket.list_uploads(self._store, call)
         query = call.query
         prefix = query.get("prefix", "")
         encode = answers.name_encoder(query.get("encoding-type", ""))

@@ -16,7 +16,6 @@ import torch.distributed.checkpoint as dcp
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.format.layout import lease_object
-from dcp_s3.offline import copy as copying
 from dcp_s3.offline.copy import copy
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.client import close_clients
@@ -282,17 +281,19 @@ def test_a_copy_is_never_of_two_saves(faulty: FaultyServer, s3_of: Any, tmp_path
 def test_nor_is_a_download(faulty: FaultyServer, s3_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch").mkdir()
     _put_foreign(s3_of, _URL, tmp_path / "torch", 1.0)
-    fetch = copying.download_files
+    move = S3Store.map
 
-    def fetch_later(*arguments: Any, **options: Any) -> None:
-        fetch(*arguments, **options)
-        _put_foreign(s3_of, _URL, tmp_path / "torch", 2.0)
+    def move_before(self: S3Store, function: Any, items: Any) -> Any:
+        found = move(self, function, items)
+        if items:
+            _put_foreign(s3_of, _URL, tmp_path / "torch", 2.0)
+        return found
 
-    monkeypatch.setattr(copying, "download_files", fetch_later)
+    monkeypatch.setattr(S3Store, "map", move_before)
     with pytest.raises(errors.CheckpointError, match="have changed meanwhile"):
         copy(_URL, tmp_path / "copy")
     assert not (tmp_path / "copy" / ".metadata").exists()
-    monkeypatch.setattr(copying, "download_files", fetch)
+    monkeypatch.setattr(S3Store, "map", move)
     with pytest.raises(errors.CheckpointExistsError):
         copy(_URL, tmp_path / "copy")  # what is there is of the first save, in files of the same sizes
     copy(_URL, tmp_path / "copy", True)

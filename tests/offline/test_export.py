@@ -21,8 +21,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import dcp_s3
 from benchmarks.measure import measure
 from dcp_s3 import errors
-from dcp_s3.offline import boxes, destination, export
-from dcp_s3.offline.copy import upload
+from dcp_s3.offline import boxes, export
+from dcp_s3.offline.copy import copy as upload
 from tests.end_to_end.states import assert_same, random_tensor
 from tests.killing import new_process, running
 from tests.memory_s3 import Fault
@@ -136,7 +136,7 @@ def test_sharded_tensors_in_small_pieces(root: str, place: Place, monkeypatch: p
 
 
 def test_files_of_several_parts(root: str, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(destination, "_PART", 5 * MIB)
+    monkeypatch.setattr(export, "_PART", 5 * MIB)
     state = {"a": random_tensor((7 * MIB,), torch.uint8, 1), "b": random_tensor((9 * MIB,), torch.uint8, 2)}
     save(state, f"{root}/x")
     place = Place(f"{root}/out", tmp_path, s3)
@@ -263,7 +263,7 @@ def test_a_checkpoint_is_no_destination(root: str) -> None:
 
 
 def test_a_file_that_s3_cannot_take_is_refused(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(destination, "_MAX_PART", 1)
+    monkeypatch.setattr(export, "_MAX_PART", 1)
     save({"a": torch.ones(10_000)}, f"{root}/x")
     with pytest.raises(errors.WeightsError, match="a smaller max_shard_size"):
         dcp_s3.export(f"{root}/x", f"{root}/out")

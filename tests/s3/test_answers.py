@@ -9,12 +9,13 @@ import pytest
 
 from dcp_s3 import errors
 from dcp_s3.memory import Piece, ReadTarget
-from dcp_s3.offline.files import FileTransfer, download_files, upload_files
+from dcp_s3.offline.place import read_ahead
 from dcp_s3.s3.download import fetch_into
 from dcp_s3.s3.multipart import list_parts, uploads_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
-from dcp_s3.store import Upload
+from dcp_s3.store import Store, Upload
+from dcp_s3.stores.directory import DirectoryStore
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 
@@ -25,6 +26,12 @@ DATA = bytes(range(256)) * (12 * MIB // 256)
 def upload(key: str) -> None:
     store = S3Store(BUCKET, Settings(part_size="5MiB"))
     store.put_stream(key, len(DATA), [Piece.of(memoryview(DATA))], part_size=5 * MIB)
+
+
+def move(source: Store, target: Store, key: str) -> None:
+    head = source.head(key)
+    with read_ahead(source, key, head.size, head.etag, width=2) as pieces:
+        target.put_stream(key, head.size, pieces)
 
 
 def begin(key: str) -> str:
@@ -84,9 +91,9 @@ def test_ranges_are_whole(faulty: FaultyServer) -> None:
 def test_a_file_whose_completion_was_not_heard_of_is_uploaded_again(
     faulty: FaultyServer, tmp_path: Path, fault: Fault
 ) -> None:
-    (tmp_path / "file").write_bytes(DATA)
+    (tmp_path / "key").write_bytes(DATA)
     seen = faulty.once("CompleteMultipartUpload", fault)
-    upload_files(S3Store(BUCKET, Settings(part_size="5MiB")), [FileTransfer("key", tmp_path / "file")])
+    move(DirectoryStore(tmp_path), S3Store(BUCKET, Settings(part_size="5MiB")), "key")
     assert seen
     assert faulty.s3.read(BUCKET, "key") == DATA
     assert faulty.s3.open_uploads(BUCKET) == []
@@ -225,13 +232,13 @@ def test_files_are_whole_whoever_answers(
         *(("large", each) for each in ("CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload")),
     ]:
         seen = faulty.once(operation, FORGED[name])
-        upload_files(bucket, [FileTransfer(file, tmp_path / file)])
+        move(DirectoryStore(tmp_path), bucket, file)
         assert seen
     for file in ("small", "large"):
         seen = faulty.once("GetObject", FORGED[name])
-        download_files(bucket, [FileTransfer(file, tmp_path / "copy")])
+        move(bucket, DirectoryStore(tmp_path / "copy"), file)
         assert seen
-        assert (tmp_path / "copy").read_bytes() == (tmp_path / file).read_bytes()
+        assert (tmp_path / "copy" / file).read_bytes() == (tmp_path / file).read_bytes()
 
 
 @pytest.mark.parametrize("status", [507, 509, 520, 529, 530, 598, 599])
@@ -242,7 +249,7 @@ def test_what_a_proxy_says_of_a_server_that_fails_passes(
 
     for use in (
         lambda: bucket.get("a"),
-        lambda: download_files(bucket, [FileTransfer("a", tmp_path / "a")]),
+        lambda: move(bucket, DirectoryStore(tmp_path), "a"),
     ):
         seen = faulty.once("GetObject", Fault.forge(status, PAGE, HTML))
         use()

@@ -33,8 +33,6 @@ class Training:
     every: int
     """Number of steps from one save to the next."""
     step_seconds: float
-    grace: float
-    """Seconds."""
     rank: int
     world_size: int
 
@@ -55,7 +53,7 @@ def train_for_ever(training: Training) -> None:
     """Train until SIGTERM, from the checkpoint that is there."""
     begin(training.environment, training.directory / f"output-{training.rank}.log")
     os.environ.update(RANK=str(training.rank), WORLD_SIZE=str(training.world_size))
-    from dcp_s3 import CheckpointManager, SaveEvery
+    from dcp_s3 import CheckpointManager, SaveEvery, SaveOnPreemption
     from dcp_s3.errors import SaveFailedError
 
     torch.set_num_threads(1)
@@ -64,9 +62,7 @@ def train_for_ever(training: Training) -> None:
         manager = CheckpointManager(
             training.root,
             coordination=training.coordination,  # type: ignore[arg-type]
-            should_save=SaveEvery(steps=training.every),
-            save_on_sigterm=True,
-            grace=training.grace,
+            should_save=SaveEvery(steps=training.every) | SaveOnPreemption(exit=True),
         )
         state = make_state(0, training.rank, training.world_size)
         first = manager.restore(state) or 0

@@ -22,7 +22,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, latest, list_checkpoints
-from dcp_s3.offline.copy import download, upload
+from dcp_s3.offline.copy import copy as download
+from dcp_s3.offline.copy import copy as upload
 from dcp_s3.s3 import retry
 from dcp_s3.s3.client import close_clients
 from tests.end_to_end.states import assert_same, blank, random_tensor

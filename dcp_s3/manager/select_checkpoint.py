@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.directory import Directory, list_directory
+from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.checkpoint.look import find_damage, tell_unreadable
+from dcp_s3.coordination.processes import finish_decided
+from dcp_s3.failures import name_failed
 from dcp_s3.format.control_files import Manifest, ObjectEntry
+from dcp_s3.manager.agree import Failures, Ranks
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.policy import AnyOf, KeepBest, Mode, PolicyFunction, best_first
 from dcp_s3.settings import Settings
+from dcp_s3.spill.background import drain_in_background
 from dcp_s3.spill.local import find_commits, find_kept, find_waiting
 from dcp_s3.spill.store import open_store
 from dcp_s3.url import parse_url
@@ -25,6 +30,8 @@ logger = logging.getLogger(__name__)
 Order = Callable[[Sequence[CheckpointInfo]], list[CheckpointInfo]]
 """Selects and sorts checkpoints: the one to try first comes first."""
 
+DRAIN_TIMEOUT = 600.0
+"""Seconds without progress for which a restore waits for what drains from disks to S3."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between requests to S3 while a restore waits
 _REPORT_SECONDS = 30.0
 _ATTEMPTS = 3  # attempts for an S3 request that the disks may answer too
@@ -39,45 +46,13 @@ class ChosenCheckpoint(NamedTuple):
     """Whether it is loaded from the disks: every rank has all of it on its own. It may not be on S3 yet."""
 
 
-@dataclasses.dataclass(frozen=True)
-class NotReady:
+class NotReady(NamedTuple):
     """The checkpoint to load waits on disks. It can be loaded once it is on S3."""
 
     url: str
-    """URL of the checkpoint."""
     step: int
-    """Step of the checkpoint."""
     reason: str
     """Why it cannot be loaded now."""
-
-
-class Patience:
-    """Limits how long a restore waits for data that drains from the disks to S3: to ``seconds`` without progress."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._began = self._moved = time.monotonic()
-        self._reported: float | None = None
-        self._seen: tuple[int, int] | None = None
-        self._pause = _SHORTEST_PAUSE
-
-    def is_left(self, disks: Sequence[Disk]) -> bool:
-        """Whether to keep waiting, given the current state of the disks."""
-        now, seen = time.monotonic(), (sum(disk.size for disk in disks), sum(len(disk.commits) for disk in disks))
-        if seen != self._seen:
-            self._seen, self._moved = seen, now
-        return now - self._moved <= self._seconds
-
-    def pause(self, reason: NotReady, *, quiet: bool) -> None:
-        """Wait a moment, and log why from time to time, unless ``quiet``."""
-        now = time.monotonic()
-        if quiet:
-            pass
-        elif self._reported is None or now - self._reported >= _REPORT_SECONDS:
-            self._reported = now
-            logger.warning("restore waits (for %.0f s now) for %s: %s", now - self._began, reason.url, reason.reason)
-        time.sleep(self._pause)
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
 
 def latest_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
@@ -90,29 +65,19 @@ def step_order(step: int) -> Order:
     return lambda infos: [info for info in latest_order(infos) if info.step == step]
 
 
-def best_order(metric: str, mode: Mode) -> Order:
-    """Checkpoints with a finite value of a metric, the best first."""
-    return lambda infos: best_first(latest_order(infos), metric, mode)
-
-
-def best_of(policy: PolicyFunction | None, metric: str | None, mode: Mode | None) -> tuple[str, Mode]:
-    """What "best" means: the arguments, or else the `KeepBest` of the retention policy. Of a metric without a mode:
-    that of its `KeepBest`, else ``min``.
-
-    Raises:
-        SettingsError: there is no `KeepBest`, or several that differ.
-    """
+def best_order(policy: PolicyFunction | None, metric: str | None, mode: Mode | None) -> Order:
+    """Checkpoints with a finite value of a metric, the best first. What is not given is that of the `KeepBest` in the
+    retention policy; the mode else ``min``. A SettingsError if there is none to name the metric, or several differ."""
     parts = policy.policies if isinstance(policy, AnyOf) else (policy,)
-    found = {(part.metric, part.mode) for part in parts if isinstance(part, KeepBest)}
-    if metric is not None:
-        modes = {kept for name, kept in found if name == metric}
-        return metric, mode or (modes.pop() if len(modes) == 1 else "min")
-    if len(found) != 1:
-        why = f"there are several KeepBest in the retention policy: {sorted(found)}" if found else (
+    kept = {(part.metric, part.mode) for part in parts if isinstance(part, KeepBest)}
+    kept = {each for each in kept if metric in (None, each[0])}
+    if metric is None and len(kept) != 1:
+        why = f"there are several KeepBest in the retention policy: {sorted(kept)}" if kept else (
             "there is no KeepBest in the retention policy"
         )  # fmt: skip
         raise errors.SettingsError(f"which checkpoint is the best? {why}. Remedy: pass metric='val_loss', mode='min'")
-    return found.pop()
+    name, found = kept.pop() if len(kept) == 1 else (metric or "", "min")
+    return lambda infos: best_first(latest_order(infos), name, mode or found)
 
 
 def find(
@@ -122,37 +87,33 @@ def find(
     passed_over: Collection[str] = (),
     disks: Sequence[Disk] = (),
     wait: bool = True,
+    finish: bool = False,
 ) -> ChosenCheckpoint | NotReady | None:
-    """The first checkpoint in ``order`` that can be loaded. None if the run has no checkpoints.
+    """The first checkpoint in ``order`` that can be loaded. None if the run has no checkpoints, a
+    CheckpointNotFoundError if ``order`` selects none of them, a CorruptCheckpointError if none of those can be loaded.
 
     Args:
-        order: selects and sorts the checkpoints.
         passed_over: URLs of checkpoints that could not be loaded.
         disks: what each rank has on its disk.
         wait: return a checkpoint that still waits on disks for S3, rather than pass it over.
-
-    Raises:
-        CheckpointNotFoundError: there are checkpoints, but none that ``order`` selects.
-        CorruptCheckpointError: the selected checkpoints cannot be loaded.
-        StorageError
+        finish: write the last object of checkpoints that are decided, and whose ranks died before that.
     """
-    waiting = waiting_checkpoints(disks)
+    waiting = {checkpoint.key: checkpoint for disk in disks for checkpoint in disk.commits}
     listing = CheckpointCatalog(str(catalog.root), settings=impatient(catalog.settings)) if waiting else catalog
-    unusable: set[str] = set(passed_over)
+    unusable, damages = set(passed_over), dict[str, str]()
     not_ready: NotReady | None = None
-    damages: dict[str, str] = {}
     while True:
         away: errors.TransferError | None = None
         try:
-            on_s3 = [info for info in listing.checkpoints() if info.committed and info.step is not None]
+            on_s3 = _committed(listing, finish=finish)
         except errors.TransferError as error:
             if not waiting:
                 raise
             on_s3, away = [], error
             logger.warning("S3 does not answer, so only the disks of this job were searched: %s", error)
         committed = {(info.url, info.save_id) for info in on_s3}
-        local = {each.info: each for each in waiting if each.key not in committed and each.info.step is not None}
-        there = [*on_s3, *local]
+        local = {key: each for key, each in waiting.items() if key not in committed and each.info.step is not None}
+        there = [*on_s3, *(each.info for each in local.values())]
         asked = order(there)
         left = [info for info in asked if info.url not in unusable]
         if not asked and there and not unusable and away is None:
@@ -161,8 +122,8 @@ def find(
             break
         for info in left:
             found: ChosenCheckpoint | NotReady | None
-            if info in local:
-                found = _try_local(listing, local[info], disks, away)
+            if each := local.get((info.url, info.save_id)):
+                found = _try_local(listing, each, disks, away)
             elif damage := find_damage(catalog.store, parse_url(info.url)):
                 damages[info.url], found = damage, None
             else:
@@ -189,6 +150,53 @@ def find(
     return None
 
 
+def _committed(catalog: CheckpointCatalog, *, finish: bool) -> list[CheckpointInfo]:
+    infos = catalog.checkpoints()
+    open_urls = [parse_url(info.url) for info in infos if info.state in ("in_progress", "leftover")]
+    if finish and sum(finish_decided(url, catalog.settings) for url in open_urls):
+        infos = catalog.checkpoints()
+    return [info for info in infos if info.committed and info.step is not None]
+
+
+def choose(
+    catalog: CheckpointCatalog, ranks: Ranks, order: Order, *, passed_over: Collection[str] = (), disks: bool = True,
+    finish: bool = True, drain_timeout: float = DRAIN_TIMEOUT,
+) -> ChosenCheckpoint | None:  # fmt: skip
+    """The checkpoint to load, the same on all ranks; None if there is none at all. Every rank calls it.
+
+    Waits for data that other ranks need from a disk, and that must reach S3 first: for ``drain_timeout`` seconds
+    without progress. ``disks``: whether what waits on the disks for S3 counts, and is drained. See also `find`.
+    """
+
+    def look() -> Disk:
+        disk = look_at_disk(catalog) if disks else Disk()
+        if (disk.size or disk.commits) and (store := open_store(catalog.settings)) is not None:
+            drain_in_background(store, patience=catalog.settings.spill_after)
+        return disk
+
+    def refuse(failures: Failures) -> errors.CheckpointError:
+        return errors.CheckpointError(f"nothing is restored: {name_failed(failures)}", url=str(catalog.root))
+
+    began = moved = time.monotonic()
+    reported, pause, before = began - _REPORT_SECONDS, _SHORTEST_PAUSE, (-1, -1)
+    while True:
+        seen = ranks.agree(look, refuse)
+        now, left = time.monotonic(), (sum(disk.size for disk in seen), sum(len(disk.commits) for disk in seen))
+        if left != before:
+            before, moved = left, now
+        wait = now - moved <= drain_timeout
+        found = ranks.from_first(
+            functools.partial(find, catalog, order, passed_over=passed_over, disks=seen, wait=wait, finish=finish)
+        )
+        if not isinstance(found, NotReady):
+            return found
+        if ranks.is_first and now - reported >= _REPORT_SECONDS:
+            reported = now
+            logger.warning("restore waits (for %.0f s now) for %s: %s", now - began, found.url, found.reason)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
 def impatient(settings: Settings) -> Settings:
     """Settings for requests that are repeated anyway, or that the disks can answer too."""
     attempts = min(_ATTEMPTS, settings.retry_attempts)
@@ -198,7 +206,7 @@ def impatient(settings: Settings) -> Settings:
 
 
 def _none_asked_for(catalog: CheckpointCatalog, there: Sequence[CheckpointInfo]) -> errors.CheckpointNotFoundError:
-    steps = sorted({info.step for info in there if info.step is not None})
+    steps = sorted(info.step for info in there if info.step is not None)
     return errors.CheckpointNotFoundError(
         f"none of the {len(there)} committed checkpoints under {catalog.root} is what was asked for (steps "
         f"{steps[0]} to {steps[-1]}). Remedy: `dcp-s3 ls {catalog.root}` shows their steps and metrics",
@@ -206,40 +214,7 @@ def _none_asked_for(catalog: CheckpointCatalog, there: Sequence[CheckpointInfo])
     )
 
 
-def _try_local(
-    catalog: CheckpointCatalog, waiting: WaitingCheckpoint, disks: Sequence[Disk], away: errors.TransferError | None
-) -> ChosenCheckpoint | NotReady | None:
-    """None: parts of the checkpoint are lost."""
-    info = waiting.info
-    url, step = parse_url(info.url), info.step or 0
-    if all(disk.holds_all_of(waiting) for disk in disks):
-        return ChosenCheckpoint(info.url, step, local=True)
-    what = "it waits on disk to be committed, and not every rank has all of it on its own"
-    if away is None:
-        try:
-            missing = find_missing(waiting, disks, list_directory(catalog.store, url))
-        except errors.TransferError as error:
-            away = error
-        else:
-            if not missing:
-                return NotReady(info.url, step, f"{what}: it is being uploaded to S3")
-            logger.warning(
-                "%s is passed over: it waits on disk to be committed, but %d of its %d objects, the first %s, are "
-                "neither on S3 nor on a disk of this job",
-                info.url,
-                len(missing),
-                len(waiting.objects),
-                missing[0],
-            )
-            return None
-    return NotReady(info.url, step, f"{what}, but S3 does not answer: {away}")
-
-
-# --- what waits on the disks of the job's hosts ---------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class WaitingCheckpoint:
+class WaitingCheckpoint(NamedTuple):
     """A checkpoint that was saved completely, but is not committed on S3 yet."""
 
     info: CheckpointInfo
@@ -264,14 +239,10 @@ class Disk:
     size: int = 0
     """Bytes that wait for S3."""
 
-    def holds_all_of(self, checkpoint: WaitingCheckpoint) -> bool:
-        """Whether this rank can load the checkpoint without S3."""
-        return any(each.key == checkpoint.key for each in self.commits) and not self.lacks(checkpoint)
-
-    def lacks(self, checkpoint: WaitingCheckpoint) -> list[ObjectEntry]:
-        """The checkpoint's data objects that are not on this disk."""
+    def lacks(self, checkpoint: WaitingCheckpoint) -> set[str]:
+        """Paths of the checkpoint's data objects that are not on this disk."""
         url = checkpoint.info.url
-        return [entry for entry in checkpoint.objects if self.files.get((url, entry.path)) != entry.size]
+        return {entry.path for entry in checkpoint.objects if self.files.get((url, entry.path)) != entry.size}
 
 
 def look_at_disk(catalog: CheckpointCatalog) -> Disk:
@@ -300,16 +271,27 @@ def look_at_disk(catalog: CheckpointCatalog) -> Disk:
     return Disk(commits, {**kept, **waiting}, sum(waiting.values()))
 
 
-def waiting_checkpoints(disks: Iterable[Disk]) -> list[WaitingCheckpoint]:
-    """The checkpoints that wait on any of the disks, each once."""
-    found = {each.key: each for disk in disks for each in disk.commits}
-    return list(found.values())
-
-
-def find_missing(checkpoint: WaitingCheckpoint, disks: Sequence[Disk], on_s3: Directory) -> list[str]:
-    """The data objects that are neither on S3 nor on a disk of this job's ranks: without them the checkpoint cannot
-    become complete."""
-    missing = set(on_s3.lacking({entry.path: entry.size for entry in checkpoint.objects}, exact=True))
-    for disk in disks:
-        missing &= {entry.path for entry in disk.lacks(checkpoint)}
-    return sorted(missing)
+def _try_local(
+    catalog: CheckpointCatalog, waiting: WaitingCheckpoint, disks: Sequence[Disk], away: errors.TransferError | None
+) -> ChosenCheckpoint | NotReady | None:
+    """None: parts of the checkpoint are lost."""
+    info, step = waiting.info, waiting.info.step or 0
+    if all(any(each.key == waiting.key for each in disk.commits) and not disk.lacks(waiting) for disk in disks):
+        return ChosenCheckpoint(info.url, step, local=True)
+    what = "it waits on disk to be committed, and not every rank has all of it on its own"
+    if away is None:
+        try:
+            on_s3 = list_directory(catalog.store, parse_url(info.url))
+        except errors.TransferError as error:
+            away = error
+        else:
+            # What is neither on S3 nor on a disk of this job's ranks cannot come any more.
+            missing = set(on_s3.lacking({entry.path: entry.size for entry in waiting.objects}, exact=True))
+            missing = missing.intersection(*(disk.lacks(waiting) for disk in disks))
+            if not missing:
+                return NotReady(info.url, step, f"{what}: it is being uploaded to S3")
+            lost = f"{len(missing)} of its {len(waiting.objects)} objects, the first {min(missing)}"
+            why = f"it waits on disk to be committed, but {lost}, are neither on S3 nor on a disk of this job"
+            logger.warning("%s is passed over: %s", info.url, why)
+            return None
+    return NotReady(info.url, step, f"{what}, but S3 does not answer: {away}")

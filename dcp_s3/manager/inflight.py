@@ -1,0 +1,252 @@
+"""The asynchronous saves under way: a queue in front of one upload, and their results."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+from dcp_s3.boundary import frames_of_others
+from dcp_s3.errors import SaveFailedError, SaveProtocolError, SettingsError
+from dcp_s3.failures import Failed, first_cause, left_by_save, panel
+from dcp_s3.manager.agree import Ranks, for_others
+from dcp_s3.save.separately import begin_separately, stage_separately
+from dcp_s3.save.writer import S3StorageWriter
+from dcp_s3.stage.handover import FailedStaging
+from dcp_s3.stage.pool import GENERATIONS
+from dcp_s3.stage.stager import S3Stager, StagedBefore
+from dcp_s3.tracebacks import without_tracebacks
+
+logger = logging.getLogger(__name__)
+
+Overlap = Literal["wait", "queue"]
+"""What `CheckpointManager.save` does while an earlier save uploads."""
+
+BeginUpload = Callable[[], object]
+"""Begins an upload: returns its future, or what `dcp.async_save` does. Else it is done."""
+
+_open: weakref.WeakSet[SavesInFlight] = weakref.WeakSet()
+
+
+def queue_length(overlap: object) -> int:
+    """How many staged saves may wait for their upload, beside the one that uploads. A SettingsError if ``overlap`` is
+    not an `Overlap`."""
+    if overlap not in get_args(Overlap):
+        raise SettingsError(f"overlap = {overlap!r}, expected one of {', '.join(map(repr, get_args(Overlap)))}")
+    return 0 if overlap == "wait" else GENERATIONS - 1
+
+
+def save_in_background(
+    state: dict[str, Any], writer: S3StorageWriter, ranks: Ranks, stager: AsyncStager, planner: SavePlanner | None
+) -> Future[None] | AsyncSaveResponse:
+    """Copy the state and save it in the background; what `dcp.async_save` returns. All ranks call this. If the save
+    could not begin on this rank, it fails on all ranks: a CheckpointException, with the reason as its cause."""
+    try:
+        return state_dict_saver.async_save(
+            state, storage_writer=writer, process_group=ranks.group, async_stager=stager, planner=planner
+        )
+    except Exception as error:
+        if ranks.size == 1:
+            raise
+        # For example, no thread could start. The other ranks' saves wait for this rank, so it takes part and makes
+        # them fail.
+        try:
+            state_dict_saver.save(FailedStaging(error), storage_writer=writer, process_group=ranks.group)
+        except CheckpointException as failed:
+            raise failed from error
+        raise
+
+
+def stage_save(
+    state: dict[str, Any], writer: S3StorageWriter, ranks: Ranks, stager: S3Stager, planner: SavePlanner | None
+) -> BeginUpload:
+    """Copy a state. Returns what begins its upload, on all ranks. A StagingError if the state cannot be copied, and
+    there are no other ranks, or they are not `collective`."""
+    if not ranks.collective:
+        staged = stage_separately(state, writer, stager)
+        return functools.partial(begin_separately, staged, writer, rank=ranks.rank, planner=planner)
+    began = time.monotonic()
+    copied = stager.stage_now(state)
+    before = StagedBefore(copied, time.monotonic() - began)
+    return functools.partial(save_in_background, {}, writer, ranks, before, planner)
+
+
+@dataclass(eq=False)
+class SaveInFlight:
+    """A save that waits for its upload, or uploads."""
+
+    number: int
+    step: int
+    url: str
+    ended: threading.Event = field(default_factory=threading.Event)
+    """Set when its end has been handled, shortly after the future is done."""
+    failure: SaveFailedError | None = None
+    begun: Any = None
+    """What its `BeginUpload` returned."""
+
+
+class SavesInFlight:
+    """The saves under way: one uploads, and up to ``queue`` of them are staged and wait. A failure is logged when it
+    happens, and kept until it is raised. The first rank logs what all ranks know."""
+
+    def __init__(self, rank: int, *, queue: int = 0) -> None:
+        self._rank, self._room = rank, queue
+        self._numbers = itertools.count(1)
+        self._saves: list[SaveInFlight] = []  # that have not ended, or have failed and were not raised
+        self._waiting: deque[tuple[SaveInFlight, BeginUpload, Callable[[], None]]] = deque()
+        self._uploads = False
+        self._changed = threading.Condition()
+        self.last_good: int | None = None
+        """The last step that was saved or restored."""
+        _open.add(self)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a save has not ended."""
+        return any(not save.ended.is_set() for save in self._saves)
+
+    def make_room(self) -> None:
+        """Wait until one more save may be staged: until all have ended, if they do not queue."""
+        if self._room == 0:
+            self.settle()
+        else:
+            with self._changed:
+                self._changed.wait_for(lambda: len(self._waiting) < self._room)
+
+    def start(
+        self, step: int, url: str, begin: BeginUpload, on_success: Callable[[], None], *, wait: bool = False
+    ) -> SaveInFlight:
+        """Begin an upload as soon as the earlier ones have ended, whether or not they succeeded: perhaps at once,
+        perhaps in another thread, as ``on_success`` is called. With ``wait`` returns when it has ended. Raises the
+        failure of this save if it has failed by then."""
+        save = SaveInFlight(next(self._numbers), step, url)
+        self._saves = [each for each in self._saves if each.failure or not each.ended.is_set()] + [save]
+        with self._changed:
+            self._waiting.append((save, begin, on_success))
+        self._begin_next()
+        if wait:
+            save.ended.wait()
+        self.raise_failure(save.number, since=save.number)
+        return save
+
+    def _begin_next(self) -> None:
+        with self._changed:
+            if self._uploads or not self._waiting:
+                return
+            save, begin, on_success = self._waiting.popleft()
+            self._uploads = True
+            self._changed.notify_all()
+        try:
+            begun = save.begun = begin()
+        except BaseException as error:
+            self._end(save, error, on_success)
+            if not isinstance(error, (Exception, CheckpointException)):
+                raise
+        else:
+            upload = begun.upload_completion if isinstance(begun, AsyncSaveResponse) else begun
+            if isinstance(upload, Future):
+                upload.add_done_callback(lambda future: self._end(save, future.exception(), on_success))
+            else:
+                self._end(save, None, on_success)
+        finally:
+            del begin  # it holds the staged copy
+
+    def _end(self, save: SaveInFlight, error: BaseException | None, on_success: Callable[[], None]) -> None:
+        try:
+            if error is None:
+                self.last_good = save.step
+                on_success()
+            elif isinstance(error, (Exception, CheckpointException)):  # who is interrupted knows
+                save.failure = self.fail(save.step, save.url, error)
+        finally:
+            save.ended.set()
+            with self._changed:
+                self._uploads = False
+            self._begin_next()
+
+    def fail(self, step: int, url: str, error: BaseException) -> SaveFailedError:
+        """Log the failure of a save in a few words. Returns its error, which holds none of the state and so may be
+        kept."""
+        failures = {self._rank: error}
+        shared = isinstance(error, CheckpointException)
+        if isinstance(error, CheckpointException):
+            failures = {failed: cause for failed, (cause, _) in error.failures.items()}
+        failures = {failed: for_others(cause) for failed, cause in failures.items()}
+        frames = frames_of_others(error)
+        without_tracebacks(error)
+        failed = Failed(
+            f"the save of step {step} to {url}",
+            failures,
+            left=left_by_save(failures.values()),
+            last_good="none of this run yet" if self.last_good is None else f"step {self.last_good}",
+            resume="" if self.last_good is None else "manager.restore(state)",
+        )
+        failure = SaveFailedError(panel(failed), url=url, step=step, failures=failures, rank=self._rank)
+        if self._rank > 0 and isinstance(error, SaveProtocolError):  # without collectives: each rank that is left knows
+            logger.error("step %d is not saved: %s", step, first_cause(failures))
+        else:
+            logger.log(logging.DEBUG if shared and self._rank > 0 else logging.ERROR, "%s%s", failure, frames)
+        return failure
+
+    def settle(self, up_to: int | None = None) -> None:
+        """Wait for the saves under way, up to that number; None: all. Failures are kept."""
+        for save in self._saves:
+            if up_to is None or save.number <= up_to:
+                save.ended.wait()
+
+    def settle_step(self, step: int) -> None:
+        """Wait for the saves of a step that are under way, and for those before them. Failures are kept."""
+        self.settle(max((save.number for save in self._saves if save.step == step), default=0))
+
+    def newest_failure(self) -> int:
+        """Number of the newest save that is known to have failed and was not raised; 0: none. All ranks number them
+        alike."""
+        return max((save.number for save in self._saves if save.ended.is_set() and save.failure), default=0)
+
+    def raise_failure(self, up_to: int | None = None, since: int = 1) -> None:
+        """Raise what has failed of the saves with these numbers (None: all), each failure once: the last one, with the
+        earlier ones as its context."""
+        ended = [save for save in self._saves if save.ended.is_set()]
+        due = [save for save in ended if since <= save.number and (up_to is None or save.number <= up_to)]
+        self._saves = [save for save in self._saves if save not in due]
+        failures = [save.failure for save in due if save.failure is not None]
+        for earlier, later in itertools.pairwise(failures):
+            later.__context__ = earlier
+        if failures:
+            raise failures[-1]
+
+    def name_lost(self) -> None:
+        """At the end of the process: log what nobody has heard of: saves that failed, or that are not done."""
+        lost = [
+            f"step {save.step} was not saved to {save.url}, and nothing raised it"
+            if save.failure
+            else f"the save of step {save.step} to {save.url} is cut off"
+            for save in self._saves
+            if save.failure or not save.ended.is_set()
+        ]
+        if lost and self._rank == 0:
+            what = "the process ends: %s. Remedy: close the CheckpointManager, or use it in a `with`"
+            logger.error(what, "; ".join(lost))
+
+
+@atexit.register
+def _at_exit() -> None:
+    # The exit status stays as it is: only os._exit could change it here, which skips what other libraries do at the
+    # end, and what waits to be written.
+    for each in list(_open):
+        each.name_lost()

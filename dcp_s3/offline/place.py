@@ -1,0 +1,104 @@
+"""A place with files: an S3 prefix or a directory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+from dcp_s3.memory import Piece
+from dcp_s3.s3.store import store_of
+from dcp_s3.settings import Settings
+from dcp_s3.store import ListedObject, Store
+from dcp_s3.stores.directory import DirectoryStore
+from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
+from dcp_s3.workers import Workers
+
+T = TypeVar("T")
+U = TypeVar("U")
+OnTotal: TypeAlias = Callable[[int], None]
+"""Called with the number of bytes that will move."""
+OnProgress: TypeAlias = Callable[[int], None]
+"""Called from several threads with the number of bytes moved since the last call."""
+
+BLOCK = 8 * 2**20
+"""Bytes of a file that are read at a time."""
+
+
+@dataclass(frozen=True)
+class Place:
+    name: str
+    """Its URL or path, for messages."""
+    store: Store
+    prefix: str = ""
+    """What all its keys begin with."""
+    url: CheckpointURL | None = None
+    """None of a directory."""
+    directory: Path | None = None
+    """None of an S3 prefix."""
+
+    @classmethod
+    def of(cls, where: str | os.PathLike[str], settings: Settings) -> Place:
+        if is_s3_url(where):
+            url = parse_url(where)
+            return cls(str(url), store_of(url, settings), url.key("") if url.prefix else "", url)
+        return cls(os.fspath(where), DirectoryStore(where), directory=Path(where))
+
+    def key(self, path: str) -> str:
+        return self.prefix + path
+
+    def objects(self) -> dict[str, ListedObject]:
+        """Everything there, by relative path."""
+        return {each.key.removeprefix(self.prefix): each for each in self.store.list(self.prefix).objects}
+
+    def names(self) -> list[str]:
+        """Names of the files and directories right there."""
+        if self.directory is not None:
+            return sorted(os.listdir(self.directory)) if self.directory.exists() else []
+        found = self.store.list(self.prefix, "/")
+        keys = [*(each.key for each in found.objects if each.key != self.prefix), *found.prefixes]
+        return [key.removeprefix(self.prefix).rstrip("/") for key in keys]
+
+
+def ahead(
+    function: Callable[[T], U], items: Iterable[T], width: int, *, waiting: int = 0
+) -> contextlib.closing[Generator[U, None, None]]:
+    """Results of a function for items, in their order: ``width`` threads are at those that follow, and some wait.
+
+    Use as a context manager: at its end nothing is under way.
+    """
+
+    def results() -> Generator[U, None, None]:
+        left = iter(items)
+        workers = Workers(width, "dcp_s3-offline")
+        try:
+            pending = deque(workers.submit(function, item) for item in islice(left, width + waiting))
+            while pending:
+                result = pending.popleft().result()
+                pending.extend(workers.submit(function, item) for item in islice(left, 1))
+                yield result
+        finally:
+            workers.close()
+
+    return contextlib.closing(results())
+
+
+def read_ahead(
+    store: Store, key: str, size: int, etag: str | None, *, width: int, moved: OnProgress | None = None
+) -> contextlib.closing[Generator[Piece, None, None]]:
+    """The bytes of an object from the first to the last; see `ahead`."""
+
+    import numpy as np  # here: a copy on S3 needs none
+
+    def read(start: int) -> Piece:
+        block = np.empty(min(BLOCK, size - start), np.uint8).data  # not zeros
+        store.read(key, start, block, etag, moved=moved)
+        return Piece.of(block)
+
+    starts = range(0, size, BLOCK)
+    return ahead(read, starts, min(width, len(starts)))

@@ -1,0 +1,168 @@
+"""What ranks agree on, as threads: those that meet, and those that settle it through a store in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dcp_s3 import errors
+from dcp_s3.manager.agree import check_same_run
+from dcp_s3.manager.select_checkpoint import ChosenCheckpoint
+from tests.manager.thread_ranks import MemoryKeys, ThreadRanks, on_threads, store_ranks
+
+
+def _refuse(failures: dict[int, BaseException]) -> Exception:
+    return errors.CheckpointError(f"refused: {failures}")
+
+
+def _at(step: int) -> ChosenCheckpoint:
+    return ChosenCheckpoint(f"s3://bucket/run/step-{step}", step)
+
+
+def _never(*_: Any) -> Any:
+    raise AssertionError("asked, though there is an answer")
+
+
+def _on_last(error: BaseException) -> Callable[[ThreadRanks], Any]:
+    def work(ranks: ThreadRanks) -> int:
+        if ranks.rank == ranks.size - 1:
+            raise error
+        return ranks.rank
+
+    return work
+
+
+# --- ranks that meet -------------------------------------------------------------------------------------
+
+
+def test_what_all_did_is_known_to_all_in_one_meeting() -> None:
+    def work(ranks: ThreadRanks) -> tuple[list[int], int]:
+        return ranks.agree(lambda: ranks.rank * 10, _refuse), ranks.meetings
+
+    assert on_threads(3, work) == [([0, 10, 20], 1)] * 3
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
+def test_what_fails_on_one_rank_is_raised_there_and_refused_elsewhere(error: BaseException) -> None:
+    work = _on_last(error)
+    first, second, last = on_threads(3, lambda ranks: ranks.agree(lambda: work(ranks), _refuse))
+    assert last is error
+    assert type(first) is type(second) is errors.CheckpointError
+    assert f"refused: {{2: {'ValueError' if isinstance(error, ValueError) else 'CheckpointError'}(" in str(first)
+
+
+def test_what_user_code_raises_is_the_same_error_on_all() -> None:
+    error = ValueError("mine")
+    work = _on_last(error)
+    found = on_threads(3, lambda ranks: ranks.agree(lambda: work(ranks), _refuse, alike=True))
+    assert {str(each) for each in found} == {"refused: {2: ValueError('mine')}"}
+    assert found[2].__cause__ is error
+
+
+def test_the_first_rank_alone_decides_what_it_is_asked() -> None:
+    assert on_threads(3, lambda ranks: ranks.from_first(lambda: ranks.rank or "zero")) == ["zero"] * 3
+
+    def fail() -> None:
+        raise ValueError("on the first")
+
+    assert [str(each) for each in on_threads(2, lambda ranks: ranks.from_first(fail))] == ["on the first"] * 2
+
+
+def test_a_step_is_decided_by_the_first_rank_and_sigterm_by_any() -> None:
+    def work(ranks: ThreadRanks) -> Any:
+        decide = (lambda seen: (True, 7)) if ranks.is_first else _never
+        return ranks.decide(5, decide, ranks.rank == 2), ranks.meetings
+
+    assert on_threads(3, work) == [((True, 7, True), 1)] * 3
+
+
+def test_ranks_that_ask_about_different_steps_all_raise() -> None:
+    found = on_threads(2, lambda ranks: ranks.decide(7 + ranks.rank, lambda _: (False, 1), False))
+    assert all("different steps: 7 to 8" in str(each) for each in found)
+
+
+def test_a_policy_that_fails_on_the_first_rank_fails_on_all() -> None:
+    def broken(_: bool) -> Any:
+        raise ZeroDivisionError("mine")
+
+    first, second = on_threads(2, lambda ranks: ranks.decide(2, broken, False))
+    assert type(first) is ZeroDivisionError
+    assert "step 2 is not known: the policy has failed on rank 0" in str(second)
+
+
+def test_managers_for_different_runs_are_refused_by_what_differs() -> None:
+    check_same_run([{"root": "a", "overlap": "wait"}] * 2)
+    with pytest.raises(errors.CheckpointError, match=r"different overlap: \{0: 'wait', 1: 'queue'\}"):
+        check_same_run([{"root": "a", "overlap": "wait"}, {"root": "a", "overlap": "queue"}])
+
+
+# --- ranks that settle it through a store ----------------------------------------------------------------
+
+
+def test_the_first_choice_stands_for_all() -> None:
+    ranks = store_ranks(3, MemoryKeys())
+    assert ranks[2].choose("latest", lambda: _at(5)) == _at(5)
+    assert [each.choose("latest", _never) for each in ranks[:2]] == [_at(5)] * 2
+    assert ranks[2].choose("latest", lambda: None) is None
+    assert ranks[1].choose("latest", _never) is None, "that there is nothing stands, too"
+
+
+def test_ranks_that_ask_for_different_checkpoints_are_told() -> None:
+    first, second = store_ranks(2, MemoryKeys())
+    first.choose(("latest", None, None), lambda: _at(5))
+    with pytest.raises(errors.CheckpointError, match="restore different steps"):
+        second.choose(("best", "loss", None), _never)
+
+
+def test_the_first_decision_stands_and_sigterm_of_any_rank_is_in_the_next() -> None:
+    ranks = store_ranks(3, MemoryKeys())
+    assert ranks[1].decide(10, lambda seen: (seen, 3), False) == (False, 3, False)
+    assert ranks[0].decide(10, _never, True) == (False, 3, False), "what another rank decided"
+    assert ranks[2].decide(10, _never, False) == (False, 3, False)
+    assert ranks[2].decide(13, lambda seen: (seen, 1), False) == (True, 1, True)
+    assert ranks[1].decide(13, _never, False) == (True, 1, True)
+    with pytest.raises(errors.SaveProtocolError, match="different steps: 13 to 14"):
+        ranks[0].decide(14, _never, False)
+
+
+def test_managers_of_a_process_have_answers_of_their_own() -> None:
+    keys = MemoryKeys()
+    [first] = store_ranks(1, keys)
+    second = type(first)(first._root, first._settings, 0, 1, keys, "run", first._numbers)
+    for each in (first, second):
+        assert each.choose("latest", lambda: _at(1)) == _at(1)
+    assert len(keys.values) == 2
+
+
+def test_the_answers_that_all_have_read_are_removed_by_one_rank_two_saves_later() -> None:
+    keys = MemoryKeys()
+    ranks = store_ranks(3, keys)
+
+    def save(step: int) -> None:
+        for each in ranks:
+            with pytest.raises(errors.SaveProtocolError, match="which is rank 0 of 1 now"):
+                each.count(f"s3://bucket/run/step-{step}", step)  # in this process
+
+    def decide(step: int) -> None:
+        for each in ranks:
+            each.decide(step, lambda _: (True, 1), False)
+
+    def left() -> list[str]:
+        return sorted(key.partition("-0-")[2] for key in keys.values)
+
+    ranks[0].choose("latest", lambda: _at(5))
+    decide(10)
+    save(10)
+    decide(11)
+    for each in ranks:
+        each.committed(10)
+    assert left() == ["decision-0", "decision-1", "restore-1-none"], "one may have been missing in the save"
+    assert ranks[1].choose("latest", lambda: _at(6)) == _at(6), "not what was chosen before the save"
+    save(11)
+    decide(12)
+    ranks[1].committed(11)
+    assert "decision-0" in left()
+    ranks[0].committed(11)
+    assert left() == ["decision-1", "decision-2", "restore-1-10"]

@@ -1,0 +1,347 @@
+"""Policies of which steps to save, what the ranks decide by them, and SIGTERM: without a server."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from dcp_s3.errors import SettingsError
+from dcp_s3.manager.agree import Ranks
+from dcp_s3.manager.step_policy import (
+    SaveContinuously,
+    SaveEvery,
+    SaveFirst,
+    SaveMoment,
+    SaveOnPreemption,
+    SigtermFlag,
+    StepDecisions,
+    check_policy,
+)
+from tests.manager.thread_ranks import MemoryKeys, ThreadRanks, on_threads, store_ranks
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def moment(step: int, *, last: int | None = None, seconds: float = 0.0, saving: bool = False) -> SaveMoment:
+    return SaveMoment(step, last, seconds, preempted=False, saving=saving)
+
+
+def decisions(policy: Any, clock: Clock | None = None, **options: Any) -> StepDecisions:
+    return StepDecisions(policy, Ranks(None), now=clock or Clock(), **options)
+
+
+def saved(deciding: StepDecisions, steps: Iterable[int], clock: Clock | None = None, pace: float = 1.0) -> list[int]:
+    """The steps that a loop saves."""
+    found = []
+    for step in steps:
+        if clock is not None:
+            clock.seconds += pace
+        if deciding.should_save(step):
+            deciding.saved(step)
+            found.append(step)
+    return found
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture
+def watched() -> Iterator[Callable[..., StepDecisions]]:
+    made: list[StepDecisions] = []
+
+    def make(policy: Any, ranks: Ranks | None = None) -> StepDecisions:
+        made.append(StepDecisions(policy, ranks or Ranks(None), now=Clock()))
+        return made[-1]
+
+    yield make
+    for each in reversed(made):
+        each.close()
+
+
+# --- policies ------------------------------------------------------------------------------------
+
+
+def test_every_so_many_steps_wherever_the_run_began() -> None:
+    policy = SaveEvery(steps=100)
+    assert [step for step in range(301) if policy(moment(step))] == [100, 200, 300]
+    assert saved(decisions(policy), range(250, 501)) == [300, 400, 500]
+
+
+def test_every_so_many_seconds_since_the_last_save_of_whatever_reason() -> None:
+    clock = Clock()
+    assert saved(decisions(SaveEvery(seconds=10), clock), range(1, 35), clock) == [10, 20, 30]
+    clock = Clock()
+    both = SaveEvery(seconds="10s") | SaveEvery(steps=15)
+    assert saved(decisions(both, clock), range(1, 50), clock) == [10, 15, 25, 30, 40, 45]
+
+
+def test_the_first_step_unless_the_run_goes_on() -> None:
+    assert saved(decisions(SaveFirst() | SaveEvery(steps=100)), range(7, 201)) == [7, 100, 200]
+    resumed = decisions(SaveFirst() | SaveEvery(steps=100))
+    resumed.restored(100)
+    assert saved(resumed, range(100, 201)) == [200]  # 100 is there
+
+
+def test_as_soon_as_the_last_save_is_committed_but_no_sooner_than_asked() -> None:
+    policy = SaveContinuously(min_steps=10, min_seconds="1m")
+    assert policy(moment(1))
+    assert policy(moment(20, last=10, seconds=60))
+    assert not policy(moment(20, last=10, seconds=60, saving=True))
+    assert not policy(moment(19, last=10, seconds=60))
+    assert not policy(moment(20, last=10, seconds=59))
+    under_way, found = [False], list[int]()
+    deciding = decisions(SaveContinuously(), is_saving=lambda: under_way[0])
+    for step in range(1, 31):  # each save takes 9 steps
+        under_way[0] = bool(found) and step - found[-1] < 9
+        found += saved(deciding, [step])
+    assert found == [1, 10, 19, 28]
+
+
+def test_functions_are_policies_and_are_joined() -> None:
+    mixed = (lambda moment: moment.step == 3) | SaveEvery(steps=5)
+    assert saved(decisions(mixed), range(1, 11)) == [3, 5, 10]
+    assert repr(SaveFirst() | SaveEvery(steps=5) | SaveOnPreemption()) == (
+        "SaveFirst() | SaveEvery(steps=5) | SaveOnPreemption()"
+    )
+    assert SaveEvery(seconds=60) == SaveEvery(seconds="1m") != SaveEvery(steps=60)
+    with pytest.raises(TypeError):
+        SaveEvery(steps=5) | 5  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("policy", "arguments", "message"),
+    [
+        (SaveEvery, {}, "either steps or seconds"),
+        (SaveEvery, {"steps": 5, "seconds": 5}, "either steps or seconds"),
+        (SaveEvery, {"steps": 0}, "steps = 0, expected a whole number above 0"),
+        (SaveEvery, {"steps": 1.5}, r"steps = 1\.5"),
+        (SaveEvery, {"steps": True}, "steps = True"),
+        (SaveEvery, {"seconds": 0}, r"seconds = 0, .*steps=1"),
+        (SaveEvery, {"seconds": "often"}, "SaveEvery: seconds = 'often': expected a number and a unit"),
+        (SaveContinuously, {"min_steps": 0}, "SaveContinuously: min_steps = 0"),
+        (SaveContinuously, {"min_seconds": -1}, "SaveContinuously: min_seconds = -1: expected a duration"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(policy: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        policy(**arguments)
+
+
+# --- when the ranks come together ------------------------------------------------------------------
+
+
+def test_the_first_ranks_clock_decides_for_all_in_few_meetings() -> None:
+    def train(ranks: ThreadRanks) -> tuple[list[int], int]:
+        clock = Clock()
+        policy = SaveEvery(seconds=300) | SaveEvery(steps=500)
+        deciding = StepDecisions(policy, ranks, now=clock)
+        return saved(deciding, range(1, 1001), clock, 1.0 if ranks.is_first else -1e6), ranks.meetings
+
+    (steps, meetings), *others = on_threads(3, train)
+    assert others == [(steps, meetings)] * 2
+    assert steps == [300, 500, 800, 1000]
+    assert meetings < 60  # in 1000 steps
+
+
+def test_steps_alone_need_no_meeting_and_functions_are_asked_each_time() -> None:
+    def train(policy: Any) -> list[tuple[list[int], int]]:
+        return on_threads(2, lambda ranks: (saved(StepDecisions(policy, ranks), range(1, 21)), ranks.meetings))
+
+    assert train(SaveFirst() | SaveEvery(steps=8)) == [([1, 8, 16], 0)] * 2
+    assert train(lambda moment: moment.step in (1, 15)) == [([1, 15], 20)] * 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "saving", "pace", "steps"),
+    [
+        (SaveEvery(seconds=3600), False, 1.0, 100),  # at most
+        (SaveEvery(seconds=600), False, 10.0, 16),  # half of what is left
+        (SaveContinuously(), True, 0.01, 25),  # half a second
+        (SaveContinuously(), True, 2.0, 1),
+        (SaveEvery(seconds=3600) | SaveOnPreemption(), False, 0.1, 10),  # two seconds
+    ],
+)
+def test_looks_are_as_rare_as_the_next_save_allows(policy: Any, saving: bool, pace: float, steps: int) -> None:
+    asked: list[int] = []
+
+    class Counted(Ranks):
+        def maxima(self, numbers: list[int]) -> list[int]:
+            asked.append(numbers[4])
+            return numbers
+
+    counted, clock = Counted(None), Clock()
+    counted.size = 2
+    deciding = StepDecisions(policy, counted, now=clock, is_saving=lambda: saving)
+    deciding.restored(0)
+    for step in range(1, 400):
+        clock.seconds += pace
+        if deciding.should_save(step):
+            break
+    deciding.close()
+    assert asked[:4] == ([1, 2, 3, 4] if steps == 1 else [1, 2, 4, 8])
+    gaps = [later - earlier for earlier, later in itertools.pairwise(asked)]
+    assert max(gaps) == steps
+
+
+# --- SIGTERM -------------------------------------------------------------------------------------
+
+
+def test_preemption_saves_once_and_is_known_afterwards(watched: Any) -> None:
+    deciding = watched(SaveOnPreemption() | SaveEvery(steps=10))
+    assert saved(deciding, range(1, 6)) == []
+    terminate()
+    assert not deciding.ends, "the training ends itself"
+    assert saved(deciding, range(6, 21)) == [6, 10, 20]
+    assert deciding.preempted
+
+
+def test_a_save_by_steps_is_also_the_one_for_the_signal(watched: Any) -> None:
+    deciding = watched(SaveOnPreemption(exit=True) | SaveEvery(steps=10))
+    assert saved(deciding, range(1, 10)) == []
+    terminate()
+    assert deciding.should_save(10)
+    assert deciding.ends
+    deciding.saved(10)
+    assert saved(deciding, range(10, 20)) == []
+    assert not deciding.ends
+
+
+def test_a_signal_that_one_rank_has_seen_makes_all_save_the_same_step() -> None:
+    class Flag(SigtermFlag):
+        def __init__(self) -> None:
+            self.seen = False
+
+    def train(ranks: ThreadRanks) -> list[int]:
+        flag = Flag()
+        deciding = StepDecisions(SaveOnPreemption(), ranks, flag=flag)
+        steps = saved(deciding, range(1, 6))
+        flag.seen = ranks.rank == 1
+        return steps + saved(deciding, range(6, 200))
+
+    first, second = on_threads(2, train)
+    assert first == second
+    assert len(first) == 1
+
+
+def test_without_collectives_a_rank_whose_answer_came_second_goes_by_the_first_one(watched: Any) -> None:
+    """Both decide at once, and only one of them has got SIGTERM."""
+
+    class Raced(MemoryKeys):
+        def offer(self, key: str, value: str) -> str:
+            if "decision-0" in key:
+                super().offer(key, "[1, false, 1, false]")
+            return super().offer(key, value)
+
+    deciding = watched(SaveOnPreemption(), store_ranks(2, Raced())[1])
+    terminate()
+    assert not deciding.should_save(1)
+    assert not deciding.preempted, "nothing is saved at that step"
+    assert deciding.should_save(2)
+    assert deciding.preempted
+
+
+def test_a_rank_that_failed_alone_looks_when_the_others_do_and_may_try_again() -> None:
+    policy = SaveEvery(steps=1000) | SaveEvery(seconds=900)
+    one, other = (StepDecisions(policy, ranks, now=Clock()) for ranks in store_ranks(2, MemoryKeys()))
+    for step in range(1, 1001):
+        assert one.should_save(step) == other.should_save(step) == (step == 1000)
+    one.saved(1000)
+    other.saved(1000, again=True)
+    assert not one.should_save(1000)
+    assert other.should_save(1000)
+    other.saved(1000)
+    assert not other.should_save(1000)
+    for step in range(1001, 2001):
+        assert one.should_save(step) == other.should_save(step) == (step == 2000)
+
+
+_FORKS = """
+import os, signal, sys, time
+from dcp_s3.manager.step_policy import SigtermFlag
+flag = SigtermFlag()
+reading, writing = os.pipe()
+child = os.fork()
+if child == 0:
+    os.write(writing, b"x")  # Python forgets signals that come before it has forked
+    time.sleep(60)
+    os._exit(0)
+os.read(reading, 1)
+os.kill(child, signal.SIGTERM)
+_, status = os.waitpid(child, 0)
+os.kill(os.getpid(), signal.SIGTERM)
+print(os.WIFSIGNALED(status) and os.WTERMSIG(status), flag.seen)
+"""
+_CLOSED_IN_ORDER = """
+import os, signal
+from dcp_s3.manager.step_policy import SigtermFlag
+first, second = SigtermFlag(), SigtermFlag()
+os.kill(os.getpid(), signal.SIGTERM)
+assert first.seen and second.seen
+first.close()
+second.close()  # puts the first one's handler back
+os.kill(os.getpid(), signal.SIGTERM)
+print("still here")
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "output"), [(_FORKS, 0, "15 True\n"), (_CLOSED_IN_ORDER, -signal.SIGTERM, "")],
+    ids=["a forked process ends by the signal", "so does one whose watches are closed"],
+)  # fmt: skip
+def test_no_process_outlives_a_signal_that_it_does_not_watch_for(script: str, status: int, output: str) -> None:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (status, output), done.stderr
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_the_handler_that_was_there_is_called_and_comes_back_unless_another_was_set_since(later: bool) -> None:
+    seen: list[int] = []
+
+    def mine(number: int, frame: Any) -> None:
+        seen.append(number)
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        flag = SigtermFlag()
+        terminate()
+        assert flag.seen
+        assert seen == [signal.SIGTERM]
+        if later:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        flag.close()
+        assert signal.getsignal(signal.SIGTERM) is (signal.SIG_IGN if later else mine)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_other_threads_are_told_that_they_cannot_watch() -> None:
+    caught: list[Exception] = []
+
+    def work() -> None:
+        try:
+            check_policy(SaveEvery(steps=5) | SaveOnPreemption())
+        except SettingsError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(caught[0])
+    check_policy(SaveOnPreemption())  # here
+    with pytest.raises(SettingsError, match=r"should_save is a int, .*SaveEvery\(steps=1000\)"):
+        check_policy(100)

@@ -1,0 +1,106 @@
+"""Directory buckets (S3 Express One Zone): what AWS refuses there, and lists in no order.
+
+Any bucket whose name ends in ``--x-s3`` is one. From
+https://docs.aws.amazon.com/AmazonS3/latest/userguide/s3-express-differences.html and the pages of the operations.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+from . import answers
+from .http import Response
+from .store import S3Error, Store
+
+if TYPE_CHECKING:
+    from .operations import Call
+
+LISTS = frozenset({"ListObjectsV2", "ListMultipartUploads"})
+
+_SUPPORTED = LISTS | {
+    "CreateSession", "HeadBucket", "CreateBucket", "DeleteBucket",
+    "PutObject", "GetObject", "HeadObject", "DeleteObject", "DeleteObjects", "CopyObject", "AbortMultipartUpload",
+    "CreateMultipartUpload", "UploadPart", "UploadPartCopy", "ListParts", "CompleteMultipartUpload",
+}  # fmt: skip
+_NO_HEADERS = ("x-amz-tagging", "x-amz-acl", "x-amz-object-lock-mode", "x-amz-website-redirect-location", "content-md5")
+
+
+def is_one(bucket: str) -> bool:
+    return bucket.endswith("--x-s3")
+
+
+def check(operation: str, call: Call) -> None:
+    """Raise what AWS answers to a request that a directory bucket does not take."""
+    query, headers = call.query, call.headers
+    if operation not in _SUPPORTED or "versionId" in query:
+        raise S3Error(501, "NotImplemented", f"{operation} is not supported by directory buckets")
+    if any(name in headers for name in _NO_HEADERS):
+        raise S3Error(501, "NotImplemented", "this header is not supported by directory buckets")
+    if headers.get("x-amz-storage-class", "EXPRESS_ONEZONE") != "EXPRESS_ONEZONE":
+        raise S3Error(400, "InvalidStorageClass", "objects of directory buckets have the class EXPRESS_ONEZONE")
+    if operation in LISTS:
+        prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "/")
+        if prefix and not prefix.endswith("/"):
+            raise S3Error(400, "InvalidRequest", f"the prefix {prefix!r} does not end in the delimiter /")
+        if delimiter != "/" or "start-after" in query or "upload-id-marker" in query:
+            raise S3Error(400, "InvalidArgument", "this parameter is not supported by directory buckets")
+    if operation == "CompleteMultipartUpload":
+        numbers = [number for number, _ in answers.parse_complete(call.received.body)]
+        if numbers != list(range(1, len(numbers) + 1)):
+            raise S3Error(400, "InvalidPart", "part numbers must be consecutive and start with 1")
+
+
+def create_session() -> Response:
+    names = ("SessionToken", "SecretAccessKey", "AccessKeyId")
+    credentials: list[answers.Element] = [(name, "memory") for name in names]
+    return answers.xml("CreateSessionResult", [("Credentials", [*credentials, ("Expiration", "2099-01-01T00:00:00Z")])])
+
+
+def list_objects(store: Store, call: Call) -> Response:
+    """ListObjectsV2: in no order, and with the common prefixes of open uploads."""
+    prefix, delimiter = call.query.get("prefix", ""), call.query.get("delimiter", "")
+    page, objects = store.page(call.bucket, prefix=prefix, delimiter=delimiter, after="", max_keys=1_000_000)
+    prefixes = set(page.prefixes)
+    if delimiter:
+        keys = [each.key for each in store.uploads(call.bucket) if each.key.startswith(prefix)]
+        prefixes |= {key[: key.index("/", len(prefix)) + 1] for key in keys if "/" in key[len(prefix) :]}
+    encode = answers.name_encoder(call.query.get("encoding-type", ""))
+    entries: dict[str, answers.Element] = {name: ("CommonPrefixes", [("Prefix", encode(name))]) for name in prefixes}
+    for key, stored in objects.items():
+        fields = [("Key", encode(key)), ("LastModified", answers.iso_time(stored.modified)), ("ETag", stored.etag)]
+        entries[key] = ("Contents", [*fields, ("Size", str(stored.size)), ("StorageClass", "EXPRESS_ONEZONE")])
+    shown, more = _page(entries, call.query.get("continuation-token", "0"), call.query.get("max-keys", "1000"))
+    if more:
+        shown.append(("NextContinuationToken", more))
+    return _answer("ListBucketResult", call, shown, more)
+
+
+def list_uploads(store: Store, call: Call) -> Response:
+    """ListMultipartUploads: in no order; the marker is no key."""
+    encode = answers.name_encoder(call.query.get("encoding-type", ""))
+    entries: dict[str, answers.Element] = {
+        upload.key + upload.id: (
+            "Upload",
+            [("Key", encode(upload.key)), ("UploadId", upload.id), ("Initiated", answers.iso_time(upload.initiated))],
+        )
+        for upload in store.uploads(call.bucket)
+        if upload.key.startswith(call.query.get("prefix", ""))
+    }
+    shown, more = _page(entries, call.query.get("key-marker") or "0", call.query.get("max-uploads", "1000"))
+    if more:
+        shown.append(("NextKeyMarker", more))
+    return _answer("ListMultipartUploadsResult", call, shown, more)
+
+
+def _page(entries: dict[str, answers.Element], marker: str, most: str) -> tuple[list[answers.Element], str]:
+    names = sorted(entries, key=lambda name: zlib.crc32(name.encode()))
+    start = int(marker)
+    stop = start + min(int(most), 1000)
+    return [entries[name] for name in names[start:stop]], str(stop) if stop < len(names) else ""
+
+
+def _answer(name: str, call: Call, shown: list[answers.Element], more: str) -> Response:
+    encoding = call.query.get("encoding-type", "")
+    head: list[answers.Element] = [("IsTruncated", "true" if more else "false")]
+    return answers.xml(name, head + ([("EncodingType", encoding)] if encoding else []) + shown)
