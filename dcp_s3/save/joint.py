@@ -347,7 +347,7 @@ class JointSave(Save):
 
     def _end(self) -> None:
         self._ended.set()
-        self._planner, self._held, self._steps = None, [], None  # with the state
+        self._planner, self._held, self._steps, self._batches = None, [], None, []  # with the state
 
     @contextlib.contextmanager
     def _withdrawing(self) -> Iterator[None]:
