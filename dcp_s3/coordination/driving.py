@@ -226,7 +226,10 @@ class Driver:
                 return TAKEN
             return DONE
 
-        return cast(str, self._ask(put, or_else=LOST))
+        answer: str = self._ask(put, or_else=LOST)
+        if answer == DONE and key == CLAIM:
+            self.claim = body  # nothing shows progress in a save that is decided
+        return answer
 
     def _look(self, claim: Claim) -> Present:
         is_few = claim.world_size <= _FEW_RANKS or merger_of(claim) == self._me.rank

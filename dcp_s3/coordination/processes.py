@@ -95,7 +95,8 @@ def count_of(attempt: Attempt, url: CheckpointURL, step: int | None) -> CountedS
         key = _digest(attempt.id, url, era, step)
         count = _memory.counts[key] = _memory.counts.get(key, 0) + 1
         save = CountedSave(attempt, url, (era, step or 0, count), step, count == 1)
-        _memory.undecided.append(save)
+        if attempt.world_size > 1:
+            _memory.undecided.append(save)
         return save
 
 
@@ -109,9 +110,6 @@ def withdraw(counted: CountedSave, settings: Settings, error: BaseException) -> 
     """Abort a save that this rank has counted and does not begin, with that reason, in the background. Nothing is done
     if it is decided already."""
     if counted.is_decided:
-        return
-    if counted.attempt.world_size == 1:
-        counted.decided("")
         return
     why = f"rank {counted.attempt.rank}: {type(error).__name__}: {error}"[:2000]  # not the error: it holds the state
 
@@ -151,12 +149,9 @@ def end_era(root: CheckpointURL, settings: Settings, *, restart: bool = False) -
 
 
 def _abort(counted: CountedSave, settings: Settings, why: str, *, is_new: bool) -> None:
-    verdict = ""
-    if counted.attempt.world_size > 1:
-        member = make_member(counted.attempt, counted.url, overwrite=True)
-        driver = Driver(store_of(counted.url, settings), counted.url, member, settings.rank_timeout)
-        verdict = driver.run(withdraw_from(member, counted.number, counted.step, why, is_new=is_new))
-    counted.decided(verdict)
+    member = make_member(counted.attempt, counted.url, overwrite=True)
+    driver = Driver(store_of(counted.url, settings), counted.url, member, settings.rank_timeout)
+    counted.decided(driver.run(withdraw_from(member, counted.number, counted.step, why, is_new=is_new)))
 
 
 def finish_decided(url: CheckpointURL, settings: Settings) -> bool:

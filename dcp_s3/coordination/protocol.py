@@ -173,14 +173,10 @@ def take_part(me: Member, claim: Claim) -> Steps[str]:
             has_part = True
             continue
         present = yield Look(now)
-        if now.state == OPEN and may_close(present.intents, everybody):
-            roll = yield CallRoll(now)
-            if isinstance(roll, Failed):
-                return (yield from abort(me, claim, roll.why))
-            if roll is not None:
-                yield from put(CLAIM, replace(now, state=FULL, roll=roll), found)
-            continue
-        missing = everybody - (present.intents if now.state == OPEN else present.parts | {me.rank})
+        if now.state == FULL:
+            missing = everybody - present.parts - {me.rank}
+        else:
+            missing = frozenset() if may_close(present.intents, everybody) else everybody - present.intents
         if missing or me.rank != merger:
             silent = yield Wait(missing or frozenset({merger}), patience)
             if silent is None:
@@ -190,7 +186,7 @@ def take_part(me: Member, claim: Claim) -> Steps[str]:
                 if failed:
                     return (yield from abort(me, claim, failed))
                 continue
-        verdict = yield from _merge(me, now, found)
+        verdict = yield from (_merge if now.state == FULL else _call_roll)(me, now, found)
         if verdict is not None:
             return verdict
 
@@ -226,6 +222,16 @@ def _make_up_for(me: Member, now: Claim, silent: int) -> Steps[str]:
             return part.why
         yield from put(Key("part", now.nonce, silent), part, None)
     return ""
+
+
+def _call_roll(me: Member, claim: Claim, found: Found | None) -> Steps[str | None]:
+    """Close the claim: all have joined. Returns the verdict, if that fails."""
+    roll = yield CallRoll(claim)
+    if isinstance(roll, Failed):
+        return (yield from abort(me, claim, roll.why))
+    if roll is not None:
+        yield from put(CLAIM, replace(claim, state=FULL, roll=roll), found)
+    return None
 
 
 def _merge(me: Member, claim: Claim, found: Found | None) -> Steps[str | None]:

@@ -17,7 +17,8 @@ class Watch:
         self._now, self._rank_timeout = now, rank_timeout
         self.present = Present(frozenset(), frozenset())
         self.progress = 0
-        self._nonce = self._phase = ""
+        self._nonce = ""
+        self._phases: set[str] = set()
         self._phase_at = self._listed_at = now()
         self._signs: dict[int, object] = {}
         self._changed_at: dict[int, float] = {}
@@ -32,8 +33,9 @@ class Watch:
 
     def _enter(self, phase: str) -> None:
         """Nobody was expected to show anything of this phase before."""
-        if phase != self._phase:
-            self._phase, self._phase_at = phase, self._now()
+        if phase not in self._phases:
+            self._phases.add(phase)
+            self._phase_at = self._now()
 
     def is_stale(self, share: float) -> bool:
         """Whether to list again; ``share``: ranks whose turn it is not do so at different times."""

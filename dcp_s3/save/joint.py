@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import logging
 import threading
 import time
@@ -19,14 +17,13 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.attachments import check_distinct, copy_after_commit, copy_before_commit
 from dcp_s3.checkpoint.commit import Commit, delete_quietly, versions
 from dcp_s3.checkpoint.commit_state import SaveIdentity, find_previous, save_id_in
-from dcp_s3.checkpoint.info import find_step
 from dcp_s3.checkpoint.readback import check_readable
 from dcp_s3.coordination import protocol, values
 from dcp_s3.coordination.driving import Driver
-from dcp_s3.coordination.identity import Attempt, current_attempt
+from dcp_s3.coordination.identity import Attempt
 from dcp_s3.coordination.merge import Merging
 from dcp_s3.coordination.ownership import OwnedItem, Replicas, find_owners, lookup_in
-from dcp_s3.coordination.processes import CountedSave, count_of, make_member
+from dcp_s3.coordination.processes import CountedSave, make_member
 from dcp_s3.coordination.values import NONCE_DIGITS, OPEN, Claim, Intent, Join, Key, Merged, Write
 from dcp_s3.failures import name_ranks
 from dcp_s3.format.control_files import Manifest, attachments_of
@@ -45,65 +42,6 @@ logger = logging.getLogger(__name__)
 _learned: set[int] = set()
 """Hashes of items that this process had to write besides its own: what one rank alone has, by a rule that gives it to
 others. It writes them at once from then on."""
-
-
-def begin_joint_save(
-    url: CheckpointURL,
-    save_id: str,
-    options: SaveOptions,
-    replicas: Replicas,
-    *,
-    ranks: Sequence[int] | None = None,
-    counted: CountedSave | None = None,
-    step: int | None = None,
-    in_lockstep: bool = True,
-) -> Save:
-    """A save of this rank and others; a plain one if there are no others.
-
-    Args:
-        url: URL of the checkpoint.
-        save_id: random id, for a save of this rank alone.
-        options: the writer's options.
-        replicas: see `S3StorageWriter`.
-        ranks: the ranks of the save's process group; None: all ranks of the job.
-        counted: see `S3StorageWriter.counted`.
-        step: see `S3StorageWriter`.
-        in_lockstep: whether no rank is here while another one is at an earlier save: it is synchronous.
-
-    Raises:
-        SaveProtocolError: nothing tells this attempt from others, or this save from an earlier one.
-        SettingsError, StorageError
-    """
-    settings, attempt = options.settings, None
-    if counted is not None:
-        attempt = counted.attempt
-    elif ranks is None or len(ranks) > 1:
-        attempt = current_attempt(url, settings, ranks or ())
-    if attempt is None or attempt.world_size == 1:
-        return Save(url, save_id, options, rank=0, is_coordinator=True, use_collectives=True)
-    members = tuple(range(attempt.world_size) if ranks is None else ranks)
-    if settings.spill_dir is not None:
-        _warn_of_spilling(str(settings.spill_dir))
-    place = members.index(attempt.rank)
-    # Ranks that are not all of the job have ids of their own: two such groups must not be taken for one.
-    token = attempt.token + ("" if len(members) == attempt.world_size else f" of {members}")
-    joint = dataclasses.replace(attempt, token=token, world_size=len(members), rank=place)
-    step = find_step(url.name, settings) if step is None else step
-    if counted is None and not in_lockstep:
-        counted = count_of(joint, url, step)
-        if step is None and not counted.is_new:
-            raise errors.SaveProtocolError(
-                f"{url} is saved to again, asynchronously and without collectives, and nothing tells this save from "
-                "the one before if that fails on some rank. Remedy: S3StorageWriter(url, step=...), or another URL for "
-                "each step",
-                url=str(url),
-            )
-    return JointSave(url, options, joint, counted, step, ranks=members, replicas=replicas)
-
-
-@functools.cache
-def _warn_of_spilling(directory: str) -> None:
-    logger.warning("saves without collectives do not spill to DCP_S3_SPILL_DIR=%s: they fail if S3 refuses", directory)
 
 
 class JointSave(Save):
@@ -347,7 +285,7 @@ class JointSave(Save):
 
     def _end(self) -> None:
         self._ended.set()
-        self._planner, self._held, self._steps = None, [], None  # with the state
+        self._planner, self._held, self._steps, self._batches = None, [], None, []  # with the state
 
     @contextlib.contextmanager
     def _withdrawing(self) -> Iterator[None]:

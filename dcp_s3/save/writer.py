@@ -28,8 +28,8 @@ from dcp_s3.failures import called_by_dcp, frames_of_others
 from dcp_s3.format.control_files import check_extra
 from dcp_s3.format.layout import new_save_id
 from dcp_s3.save.attached import Attachments
+from dcp_s3.save.begin import begin_joint_save
 from dcp_s3.save.group import SaveGroup
-from dcp_s3.save.joint import begin_joint_save
 from dcp_s3.save.plan import OBJECTS_PER_RANK, check_shapes
 from dcp_s3.save.progress import StallSince, stall_of, unknown_stall
 from dcp_s3.save.save import Save, SaveOptions, wait_committed

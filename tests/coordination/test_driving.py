@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -208,6 +209,23 @@ def test_who_holds_the_same_writes_for_a_rank_that_is_gone(count: int) -> None:
     assert found[1]["by"] != 1
 
 
+def test_another_rank_merges_if_the_one_in_turn_dies() -> None:
+    works = works_of(3)
+
+    def merge_or_die(work: Work) -> Callable[[Claim, Iterator[bytes]], Merged]:
+        def merge(claim: Claim, parts: Iterator[bytes]) -> Merged:
+            if work.rank == protocol.merger_of(claim):
+                raise _DeadError
+            return Work.merge(work, claim, parts)
+
+        return merge
+
+    for work in works:
+        work.merge = merge_or_die(work)  # type: ignore[method-assign]
+    told = save(works, rank_timeout=1.0)  # longer than the pause between two looks
+    assert list(told.values()) == [COMMITTED, COMMITTED]
+
+
 def test_who_holds_something_of_its_own_is_not_made_up_for() -> None:
     works = works_of(3, digest="same", has_copies=True)
     works[2] = Work(works[0].store, 2, digest="other", has_copies=True, before=die)
@@ -320,6 +338,44 @@ def test_a_store_that_does_not_answer_for_a_rank_timeout_ends_the_save_of_this_r
     assert work.driver.run(protocol.save(me, (0, 1, 1), 1)) == ("unknown", None)
     assert isinstance(work.driver.error, errors.TransferError)
     assert me.left == set()
+
+
+class _Lossy(MemoryStore):
+    """Loses requests or their answers, or answers late that a condition did not hold which does."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._draw = random.Random(seed)
+
+    def put(self, key: str, data: bytes | memoryview, **options: Any) -> None:
+        fate = self._draw.random()
+        if fate < 0.1:
+            raise errors.TransferError("lost on the way there")
+        time.sleep(0.02 * self._draw.random())
+        super().put(key, data, **options)
+        if fate > 0.9:
+            raise errors.TransferError("lost on the way back")
+        if fate > 0.87 and options.get("expect") is not None:
+            raise errors.PreconditionFailedError("it was sent twice on the way")
+
+    def get(self, key: str) -> Any:
+        if self._draw.random() < 0.05:
+            raise errors.TransferError("lost")
+        return super().get(key)
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 100))])
+def test_whatever_answers_are_lost_all_hear_the_same_and_it_is_true(seed: int) -> None:
+    store, draw = _Lossy(seed), random.Random(seed)
+    driving._checked.add(store.name)
+    works = [Work(store, rank, digest="same", has_copies=True) for rank in range(3)]
+    if draw.random() < 0.5:
+        works[draw.randrange(3)].before = die
+    told = save(works, rank_timeout=1.0, number=None if seed % 2 else 1)
+    assert len(set(told.values())) == 1, told
+    store._draw = random.Random(-1)
+    found = super(_Lossy, store).get(URL.key(METADATA)) if store.exists(URL.key(METADATA)) else None
+    assert (found is not None) == (set(told.values()) == {COMMITTED}), told
 
 
 # --- prunes ----------------------------------------------------------------------------------------------------
