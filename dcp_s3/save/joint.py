@@ -278,7 +278,9 @@ class JointSave(Save):
         if self._counted is not None:
             self._counted.decided(verdict)
         if verdict != values.COMMITTED:
-            why = driver.claim.why if driver.claim is not None and driver.claim.nonce == self._nonce else ""
+            # Without a nonce another rank has ended it before this one came to it.
+            claim = driver.claim
+            why = claim.why if claim is not None and self._nonce in (None, claim.nonce) else ""
             raise verdict_error(self.url, verdict, why, driver.error)
         self._report()
         return None

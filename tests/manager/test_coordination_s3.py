@@ -252,7 +252,7 @@ def test_a_rank_that_fails_alone_fails_that_save_for_all_and_the_next_one_is_who
     causes = ["metric 'loss' is a Tensor", "out of memory", "not this one", "no plan", "interrupted"]
     for number, cause in enumerate(causes):
         assert cause in second[2 * number]
-        assert first[2 * number] != "saved"
+        assert (cause if cause != "interrupted" else "rank 1") in first[2 * number], "the others hear why"
         assert (first[2 * number + 1], second[2 * number + 1]) == ("saved", "saved")
     assert _values(root) == {step: [1.0, 1.0] for step in (1, 3, 5, 7, 9)}
 
