@@ -59,7 +59,7 @@ _FILES = _DCP + "filesystem"
 @pytest.mark.parametrize(
     ("module", "name", "remedy"),
     [
-        ("torch._C", "PyTorchFileReader", "read archives with zipfile in format/item_pickles.py"),
+        ("torch._C", "PyTorchFileReader", "read archives with zipfile in format/safe_items.py"),
         ("torch._subclasses.fake_tensor", "FakeTensorMode", "torch 2.11 needs it no more: drop torch 2.10"),
         ("torch.Tensor", "_make_wrapper_subclass", "LocalShards becomes a class of its own without memory"),
         ("torch.distributed._functional_collectives", "AsyncCollectiveTensor.trigger_wait", "stage/snapshot.py waits"),

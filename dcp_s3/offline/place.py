@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
@@ -66,11 +67,16 @@ class Place:
 
 
 def ahead(
-    function: Callable[[T], U], items: Iterable[T], width: int, *, waiting: int = 0
+    function: Callable[[T], U],
+    items: Iterable[T],
+    width: int,
+    *,
+    waiting: int = 0,
+    cancel: threading.Event | None = None,
 ) -> contextlib.closing[Generator[U, None, None]]:
     """Results of a function for items, in their order: ``width`` threads are at those that follow, and some wait.
 
-    Use as a context manager: at its end nothing is under way.
+    Use as a context manager: at its end nothing is under way. ``cancel`` is set if that is before the last result.
     """
 
     def results() -> Generator[U, None, None]:
@@ -82,6 +88,10 @@ def ahead(
                 result = pending.popleft().result()
                 pending.extend(workers.submit(function, item) for item in islice(left, 1))
                 yield result
+        except BaseException:
+            if cancel is not None:
+                cancel.set()
+            raise
         finally:
             workers.close()
 

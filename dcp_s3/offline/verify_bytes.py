@@ -111,14 +111,11 @@ class ByteCheck:
         requests = itertools.chain.from_iterable(map(self._requests, readings))
         if not bytes_to_read(*objects):
             return readings
-        with ahead(lambda request: request(), requests, self._width, waiting=self._width) as done:
-            try:
-                for count in done:
-                    if on_progress is not None:
-                        on_progress(count)
-            except BaseException:
-                self._cancel.set()
-                raise
+        run = ahead(lambda request: request(), requests, self._width, waiting=self._width, cancel=self._cancel)
+        with run as done:
+            for count in done:
+                if on_progress is not None:
+                    on_progress(count)
         for reading in readings:
             if reading.data.streamed and reading.change is None:
                 reading.mismatch = reading.scan.mismatch()
