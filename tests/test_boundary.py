@@ -7,9 +7,10 @@ import pickle
 import re
 import subprocess
 import sys
+import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import dcp_s3
 from dcp_s3 import S3LoadPlanner, S3Stager, S3StorageReader, S3StorageWriter, errors
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
 
@@ -52,12 +53,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    with serve(monkeypatch) as server:
-        yield server
-
-
 def _deny(faulty: FaultyServer, operation: str, name: str) -> None:
     faulty.rule = lambda r: _DENIED if r.operation == operation and r.key.endswith(name) else None
 
@@ -65,14 +60,9 @@ def _deny(faulty: FaultyServer, operation: str, name: str) -> None:
 def _run(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
     """A script of the user's, in a process of its own that does nothing about logging."""
     script = tmp_path / "script.py"
-    script.write_text(_SCRIPT + "".join(f"    {line}\n" for line in body.strip().splitlines()))
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), _URL, str(tmp_path / "rendezvous")],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    script.write_text(_SCRIPT + textwrap.indent(body, "    "))
+    command = [sys.executable, "-W", "ignore", str(script), _URL, str(tmp_path / "rendezvous")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 def _logged(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
@@ -148,21 +138,23 @@ dcp.async_save(state, storage_writer=writer, async_checkpointer_type=AsyncCheckp
     assert _our_frames(done.stderr) == []
 
 
-def _fail_on_rank_1(url: str, kind: AsyncCheckpointerType, staging: str) -> list[str]:
+def _collected() -> list[str]:
+    """What is logged from now on in this process."""
     lines: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dcp_s3").addHandler(handler)
+    return lines
 
-    class Collecting(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
 
-    logging.getLogger("dcp_s3").addHandler(Collecting(logging.ERROR))
+def _fail_on_rank_1(url: str, staging: str) -> list[str]:
+    lines = _collected()
     rank = dist.get_rank()
     stager = S3Stager({"staging_limit": "1MiB"} if rank == 1 and staging == "fails" else {}, asynchronous=True)
     answer: Any = dcp.async_save(
         {f"of rank {rank}": torch.ones(1_000_000)},
         storage_writer=S3StorageWriter(url),
         async_stager=stager,
-        async_checkpointer_type=kind,
     )
     assert isinstance(answer, AsyncSaveResponse)
     assert answer.upload_completion.exception(_PATIENCE_SECONDS) is not None
@@ -178,20 +170,25 @@ def test_the_rank_that_failed_logs_why_and_the_first_one_that_it_is_not_committe
     if staging == "passes":
         faulty.rule = lambda r: _DENIED if r.operation == "PutObject" and "/__1_" in r.key else None
     cause = "AccessDeniedError: PutObject on " if staging == "passes" else "StagingError: "
-    (first,), (*_, line) = run_ranks(2, _fail_on_rank_1, _URL, AsyncCheckpointerType.THREAD, staging)
+    (first,), (*_, line) = run_ranks(2, _fail_on_rank_1, _URL, staging)
     assert line.startswith(f"the asynchronous save of step 1 to {_URL} failed on rank 1: {cause}")
+    assert line.count("AccessDeniedError") == (staging == "passes")
     assert "failed on rank 0: CheckpointError: it was not committed: another rank failed" in first
 
 
 def test_each_rank_logs_its_own_failure_once(faulty: FaultyServer) -> None:
     _deny(faulty, "PutObject", ".distcp")
-    for rank, (line,) in enumerate(run_ranks(3, _fail_on_rank_1, _URL, AsyncCheckpointerType.THREAD, "passes")):
+    for rank, (line,) in enumerate(run_ranks(3, _fail_on_rank_1, _URL, "passes")):
         assert line.startswith(f"the asynchronous save of step 1 to {_URL} failed on rank {rank}: AccessDeniedError: ")
         assert line.count("AccessDeniedError") == 1
 
 
 class _BrokenPlanner(DefaultSavePlanner):
-    def create_global_plan(self, all_plans: Any) -> Any:
+    def __init__(self, breaks: str) -> None:
+        super().__init__()
+        setattr(self, breaks, self._fail)
+
+    def _fail(self, *_: Any) -> Any:
         raise ZeroDivisionError("in the planner")
 
 
@@ -202,7 +199,7 @@ def test_what_fails_outside_of_dcp_s3_is_logged_as_well(
     future: Any = dcp.async_save(
         {"w": torch.ones(3)},
         storage_writer=S3StorageWriter(_URL),
-        planner=_BrokenPlanner(),
+        planner=_BrokenPlanner("create_global_plan"),
         use_collectives=use_collectives,
     )
     with pytest.raises((CheckpointException, ZeroDivisionError), match="in the planner"):
@@ -217,13 +214,7 @@ def test_a_state_that_torchs_writer_cannot_get_is_logged(tmp_path: Path) -> None
 
 
 def _stage_for_torchs_writer(path: str) -> int:
-    lines: list[str] = []
-
-    class Collecting(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logging.getLogger("dcp_s3").addHandler(Collecting(logging.ERROR))
+    lines = _collected()
     stager = S3Stager({"staging_limit": "1MiB"} if dist.get_rank() == 1 else {})
     future: Any = dcp.async_save(
         {f"of rank {dist.get_rank()}": torch.ones(1_000_000)},
@@ -341,55 +332,38 @@ def test_each_rank_is_told_of_all_without_frames(faulty: FaultyServer) -> None:
         assert text.count("Traceback (most recent call last): (RANK ") == 4
 
 
-def _calls(faulty: FaultyServer) -> dict[str, Callable[[], object]]:
-    denied = S3StorageWriter(_URL)
-    return {
-        "reset": lambda: S3StorageWriter().reset("nonsense"),
-        "prepare_local_plan": lambda: denied.prepare_local_plan(dcp.SavePlan([])),
-        "read_metadata": lambda: S3StorageReader(_URL).read_metadata(),
-        "create_local_plan": lambda: _plan_another_shape(),
-    }
-
-
 def _plan_another_shape() -> None:
-    planner = S3LoadPlanner()
-    metadata = dcp.metadata.Metadata(
-        {
-            "w": dcp.metadata.TensorStorageMetadata(
-                dcp.metadata.TensorProperties(),
-                torch.Size([3]),
-                [dcp.metadata.ChunkStorageMetadata(*[torch.Size([3])] * 2)],
-            )
-        }
-    )
-    planner.set_up_planner({"w": torch.ones(4)}, metadata)
+    planner, size = S3LoadPlanner(), torch.Size([3])
+    chunk = dcp.metadata.ChunkStorageMetadata(size, size)
+    saved = dcp.metadata.TensorStorageMetadata(dcp.metadata.TensorProperties(), size, [chunk])
+    planner.set_up_planner({"w": torch.ones(4)}, dcp.metadata.Metadata({"w": saved}))
     planner.create_local_plan()
 
 
-@pytest.mark.parametrize("name", ["reset", "prepare_local_plan", "read_metadata", "create_local_plan"])
-def test_the_frames_are_in_the_log_at_level_debug(
-    faulty: FaultyServer, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("reset", lambda: S3StorageWriter().reset("nonsense")),
+        ("prepare_local_plan", lambda: S3StorageWriter(_URL).prepare_local_plan(dcp.SavePlan([]))),
+        ("read_metadata", lambda: S3StorageReader(_URL).read_metadata()),
+        ("create_local_plan", lambda: _plan_another_shape()),
+    ],
+)
+def test_the_frames_are_in_the_log_at_level_debug(faulty: FaultyServer, caplog: Any, name: str, call: Any) -> None:
     _deny(faulty, "GetObject", ".metadata")
     with caplog.at_level(logging.DEBUG, "dcp_s3.boundary"), pytest.raises(errors.DcpS3Error) as caught:
-        _calls(faulty)[name]()
+        call()
     assert caught.value.__cause__ is caught.value.__context__ is None
     assert [Path(entry.path).name for entry in caught.traceback][-1] == "boundary.py"
     (record,) = caplog.records
     assert name in record.getMessage()
-    assert record.exc_info is not None
-    text = "".join(traceback.format_exception(*record.exc_info))
     assert record.exc_info[1] is caught.value
-    assert len(_our_frames(caplog.text)) > 1, text
+    assert len(_our_frames(caplog.text)) > 1
     assert str(caught.value) in caplog.text
 
 
-class _UnreadablePlanner(DefaultSavePlanner):
-    def resolve_data(self, write_item: Any) -> Any:
-        raise ZeroDivisionError("in the planner")
-
-
 def test_what_dcp_s3_does_not_raise_on_purpose_keeps_its_frames(faulty: FaultyServer) -> None:
+    planner = _BrokenPlanner("resolve_data")
     with pytest.raises(CheckpointException) as caught:
-        dcp.save({"w": torch.ones(3)}, storage_writer=S3StorageWriter(_URL), planner=_UnreadablePlanner())
-    assert "in resolve_data" in str(caught.value)
+        dcp.save({"w": torch.ones(3)}, storage_writer=S3StorageWriter(_URL), planner=planner)
+    assert "in _fail" in str(caught.value)

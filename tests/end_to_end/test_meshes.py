@@ -15,13 +15,8 @@ from tests.end_to_end.meshes import COLUMNS, Job, Mesh, assert_loaded, fill, ful
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
-SAVING = (
-    Mesh("tp", (2, 2)),
-    COLUMNS,
-    Mesh("tp", (4, 1)),
-    Mesh("hsdp", (2, 2)),
-)
-LOADING = (*SAVING, Mesh("tp", (2, 1)), Mesh("plain"))
+SAVING = (Mesh("tp", (2, 2)), COLUMNS, Mesh("tp", (4, 1)), Mesh("hsdp", (2, 2)))
+LOADING = (*SAVING, Mesh("tp", (2, 1)), Mesh("fsdp", (1, 3)), Mesh("plain"))
 FLATTENED = (False, True)
 
 

@@ -33,8 +33,7 @@ from dcp_s3.format.allow_list import PLAIN
 from dcp_s3.format.safe_items import check_item
 from tests import hostile
 from tests.format.test_hostile_items import mutated_items
-from tests.hostile import archive, call, name, plain, save, stream, text
-from tests.hostile_values import HOSTILE, TEXT, U1, array, dtype, scalar
+from tests.hostile import HOSTILE, TEXT, U1, archive, array, call, dtype, name, plain, save, scalar, stream, text
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,7 +19,9 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter, errors, latest, list_checkpoints, verify
+from dcp_s3 import S3Stager, S3StorageWriter, errors, events, latest, list_checkpoints, verify
+from dcp_s3.save.writer import Save
+from tests.end_to_end.loads import assert_loads
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
@@ -26,6 +29,7 @@ pytestmark = [
     pytest.mark.servers("memory"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]
+
 
 _PATIENCE_SECONDS = 60
 
@@ -55,10 +59,7 @@ def _state(step: int) -> dict[str, Any]:
 
 
 def _assert_holds(url: str, step: int) -> None:
-    found = _state(-1)
-    dcp.load(found, storage_reader=S3StorageReader(url))
-    assert found["step"] == step
-    assert torch.equal(found["w"], torch.full((1000,), float(step)))
+    assert_loads(url, _state(step))
     assert verify(url, full=True).ok
 
 
@@ -207,9 +208,7 @@ def test_two_saves_at_once_on_two_ranks(root: str, memory_server: S3Server, own_
     run_ranks(2, _overlapping, root, own_groups)
     for step in range(2):
         _assert_holds(f"{root}/step-{step}", step)
-        found = {f"of_{rank}": torch.tensor(-1) for rank in range(2)}
-        dcp.load(found, storage_reader=S3StorageReader(f"{root}/step-{step}"))
-        assert found == {f"of_{rank}": torch.tensor(10 * step + rank) for rank in range(2)}
+        assert_loads(f"{root}/step-{step}", {f"of_{rank}": torch.tensor(10 * step + rank) for rank in range(2)})
 
 
 def _mixed(url: str, save: Callable[[str, int], Any], proper: int) -> list[str]:
@@ -261,3 +260,18 @@ def _save_without_naming_the_rank(url: str) -> list[str]:
 def test_the_rank_is_that_of_torch_distributed(root: str, memory_server: S3Server) -> None:
     for rank, paths in enumerate(run_ranks(2, _save_without_naming_the_rank, root)):
         assert [path.split("_")[2] for path in paths] == [str(rank)]
+
+
+def test_a_save_that_has_begun_may_be_pickled(root: str) -> None:
+    heard: list[Any] = []
+    url, state = f"{root}/step-1", {"w": torch.arange(8.0)}
+    writer = S3StorageWriter(url, on_event=lambda event: heard.append(event))
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plan, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    save: Save = pickle.loads(pickle.dumps(writer._save))
+    results = save.write_data(planner.finish_plan(plan[0]), planner)
+    save.finish(metadata, [pickle.loads(pickle.dumps(results))])
+    assert [type(event) for event in heard] == [events.SaveStarted]  # who listens stays in the process
+    assert_loads(url, state)

@@ -1,7 +1,8 @@
 """What one version of torch wrote, another one reads, to the last bit: ours, and what torch's FileSystemWriter wrote.
 
-Archives in this folder hold what other versions wrote. With DCP_S3_TEST_WRITTEN, a folder, what this version writes is
-left there, and what others have left there is read: `.ci/torch` does that with each version.
+Every value follows from its name. Archives in this folder hold what other versions wrote. With DCP_S3_TEST_WRITTEN, a
+folder, what this version writes is left there, and what others have left there is read: `.ci/torch` does that with each
+version.
 """
 
 from __future__ import annotations
@@ -17,15 +18,62 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
 from dcp_s3.torch_version import release
-from tests.end_to_end.states import assert_same, blank
+from tests.end_to_end.states import DTYPES, assert_same, blank, random_tensor
 from tests.ranks import run_ranks
 from tests.servers import S3Server
-from tests.versions import states
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+WHOLE = (6, 5)
+"""Shape of the tensors that ranks save in shards."""
+
+
+def one_rank() -> dict[str, Any]:
+    """Dtypes, strides and other entries that all supported versions have."""
+    return {
+        "dtypes": {str(dtype): random_tensor((2, 3), dtype, i) for i, dtype in enumerate(DTYPES)},
+        "scalar": random_tensor((), torch.bfloat16, 1),
+        "empty": torch.empty(3, 0, 2),
+        "transposed": random_tensor((4, 3), torch.float32, 2).t(),
+        "channels_last": random_tensor((2, 3, 4, 5), torch.float16, 3).to(memory_format=torch.channels_last),
+        "parameter": torch.nn.Parameter(torch.arange(3.0)),
+        "objects": {"step": 12, "text": "läuft", "none": None, "list": [1, {"x": 2.5}]},
+    }
+
+
+def whole(name: str) -> torch.Tensor:
+    """The whole of a tensor that ranks save in shards."""
+    return torch.arange(len(name), len(name) + 30, dtype=torch.float32).reshape(WHOLE)
+
+
+def ranks(blank: bool = False) -> dict[str, Any]:
+    """Of each of several ranks: shards along both dimensions, and what all have."""
+    import torch.distributed as dist
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    placements = {"rows": Shard(0), "columns": Shard(1), "replicated": Replicate()}
+    state: dict[str, Any] = {
+        name: DTensor.from_local(_part(torch.zeros(WHOLE) if blank else whole(name), each), mesh, [each], shape=WHOLE,
+                                 stride=(WHOLE[1], 1), run_check=False)
+        for name, each in placements.items()
+    }  # fmt: skip
+    return {**state, "step": 0 if blank else 7}
+
+
+def _part(full: torch.Tensor, placement: Any) -> torch.Tensor:
+    import torch.distributed as dist
+
+    if isinstance(placement, Replicate):
+        return full.clone()
+    chunks = full.chunk(dist.get_world_size(), placement.dim)
+    return chunks[dist.get_rank()].contiguous()
+
 
 _HERE = Path(__file__).parent
 _SHARED = os.environ.get("DCP_S3_TEST_WRITTEN")
@@ -35,17 +83,17 @@ _METADATA = "user-metadata.json"
 
 
 def _save_ranks(url: str, folder: str, run: str) -> None:
-    dcp.save(states.ranks(), storage_writer=S3StorageWriter(f"{url}/ranks"))
+    dcp.save(ranks(), storage_writer=S3StorageWriter(f"{url}/ranks"))
     os.environ["DCP_S3_RUN_ID"] = run
-    dcp.save(states.ranks(), storage_writer=S3StorageWriter(f"{url}/merged"), use_collectives=False)
-    dcp.save(states.ranks(), storage_writer=dcp.FileSystemWriter(f"{folder}/ranks"))
+    dcp.save(ranks(), storage_writer=S3StorageWriter(f"{url}/merged"), use_collectives=False)
+    dcp.save(ranks(), storage_writer=dcp.FileSystemWriter(f"{folder}/ranks"))
 
 
 def test_what_this_torch_writes_it_reads(
     memory_server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path
 ) -> None:
-    dcp.save(states.one_rank(), storage_writer=S3StorageWriter(f"{root}/one"))
-    dcp.save(states.one_rank(), storage_writer=dcp.FileSystemWriter(tmp_path / "torch/one"))
+    dcp.save(one_rank(), storage_writer=S3StorageWriter(f"{root}/one"))
+    dcp.save(one_rank(), storage_writer=dcp.FileSystemWriter(tmp_path / "torch/one"))
     run_ranks(2, _save_ranks, root, str(tmp_path / "torch"), "written")
     archive = (Path(_SHARED) if _SHARED else tmp_path) / f"{torch.__version__.partition('+')[0]}.zip"
     metadata = {}
@@ -91,7 +139,7 @@ def _check(archive: Path, s3: Any, bucket: str, root: str, tmp_path: Path) -> No
 
 
 def _check_one(stock: Any, url: str) -> None:
-    expected = states.one_rank()
+    expected = one_rank()
     for reader in (S3StorageReader(url), *([] if stock is None else [stock])):
         found = blank(expected)
         dcp.load(found, storage_reader=reader)
@@ -101,7 +149,7 @@ def _check_one(stock: Any, url: str) -> None:
 
 def _strided(url: str) -> dict[str, Any]:
     """What is loaded into memory of the strides that were saved."""
-    found = states.one_rank()
+    found = one_rank()
     for name in ("transposed", "channels_last"):
         found[name].zero_()
     dcp.load(found, storage_reader=S3StorageReader(url))
@@ -110,12 +158,12 @@ def _strided(url: str) -> dict[str, Any]:
 
 def _load_ranks(url: str, folder: str | None) -> None:
     for reader in (S3StorageReader(url), *([] if folder is None else [dcp.FileSystemReader(folder)])):
-        found = states.ranks(blank=True)
+        found = ranks(blank=True)
         dcp.load(found, storage_reader=reader)
         assert found["step"] == 7
         for name in ("rows", "columns", "replicated"):
             local, placement = found[name].to_local(), found[name].placements[0]
-            full = states.whole(name)
+            full = whole(name)
             size = dist.get_world_size()
             expected = full.chunk(size, placement.dim)[dist.get_rank()] if placement.is_shard() else full
             assert torch.equal(local, expected), (name, type(reader))
