@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import pickle
 import re
-import subprocess
 import sys
 import textwrap
 import time
@@ -26,10 +25,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 import dcp_s3
 from dcp_s3 import S3LoadPlanner, S3Stager, S3StorageReader, S3StorageWriter, errors
 from tests.faulty import BUCKET, FaultyServer
+from tests.interpreter import Interpreter
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 _PATIENCE_SECONDS = 60
 _URL = f"s3://{BUCKET}/run/step-1"
@@ -57,12 +55,17 @@ def _deny(faulty: FaultyServer, operation: str, name: str) -> None:
     faulty.rule = lambda r: _DENIED if r.operation == operation and r.key.endswith(name) else None
 
 
-def _run(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
-    """A script of the user's, in a process of its own that does nothing about logging."""
-    script = tmp_path / "script.py"
-    script.write_text(_SCRIPT + textwrap.indent(body, "    "))
-    command = [sys.executable, "-W", "ignore", str(script), _URL, str(tmp_path / "rendezvous")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+@pytest.fixture
+def run(interpreter: Interpreter, tmp_path: Path) -> Callable[[str], Any]:
+    """Runs a script of the user's, in a process of its own that does nothing about logging."""
+
+    def run(body: str) -> Any:
+        script = tmp_path / "script.py"
+        script.write_text(_SCRIPT + textwrap.indent(body, "    "))
+        command = [sys.executable, "-W", "ignore", str(script), _URL, str(tmp_path / "rendezvous")]
+        return interpreter.run(command, capture_output=True, timeout=240)
+
+    return run
 
 
 def _logged(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
@@ -90,15 +93,14 @@ def _our_frames(text: str) -> list[str]:
 
 
 def test_failures_that_nobody_looks_at_are_one_line_each_on_standard_error(
-    faulty: FaultyServer, tmp_path: Path
+    faulty: FaultyServer, run: Callable[[str], Any]
 ) -> None:
     faulty.rule = lambda r: (
         _DENIED
         if r.operation == "PutObject" and r.key.endswith(".distcp" if "/data" in r.key else ".metadata")
         else None
     )
-    done = _run(
-        tmp_path,
+    done = run(
         """
 def save(**more):
     wait([dcp.async_save(state, **more)])  # for the sake of the staging: at the result nobody looks
@@ -123,10 +125,9 @@ dcp.async_save(state, storage_writer=S3StorageWriter(url + "/staging"), async_st
 
 
 @pytest.mark.soak
-def test_a_failure_in_the_checkpoint_process_is_one_line_there(faulty: FaultyServer, tmp_path: Path) -> None:
+def test_a_failure_in_the_checkpoint_process_is_one_line_there(faulty: FaultyServer, run: Callable[[str], Any]) -> None:
     _deny(faulty, "PutObject", ".distcp")
-    done = _run(
-        tmp_path,
+    done = run(
         """
 dist.init_process_group("gloo", init_method="file://" + rendezvous, rank=0, world_size=1)
 dcp.async_save(state, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
@@ -245,10 +246,10 @@ def test_saves_that_succeed_and_saves_that_raise_to_their_caller_log_nothing(
 
 
 def test_a_save_that_nobody_catches_shows_the_cause_and_none_of_our_frames(
-    faulty: FaultyServer, tmp_path: Path
+    faulty: FaultyServer, run: Callable[[str], Any]
 ) -> None:
     _deny(faulty, "PutObject", ".distcp")
-    done = _run(tmp_path, "dcp.save(state, storage_writer=writer)")
+    done = run("dcp.save(state, storage_writer=writer)")
     assert done.returncode == 1
     _assert_plain(done.stderr)
     assert "boto" not in done.stderr

@@ -31,9 +31,6 @@ from dcp_s3.stage import turns
 from tests.ranks import run_ranks
 from tests.relying import moved
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
-
 # --- the order of calls ----------------------------------------------------------------------------------
 
 

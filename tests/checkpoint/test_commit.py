@@ -26,9 +26,6 @@ from tests.memory_s3 import Fault
 from tests.retention import making
 from tests.single_ranks import committing_alone
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
-
 SMALL = {"part_size": "5MiB", "concurrency": 3, "retry_attempts": 3}
 
 

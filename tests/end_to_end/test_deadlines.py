@@ -27,7 +27,6 @@ from tests.memory_s3 import Fault
 from tests.ranks import RankFailed, run_ranks
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
     pytest.mark.timeout(180),  # below what requests may hang without a deadline: eight times LONG
 ]
 

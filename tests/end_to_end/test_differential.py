@@ -251,19 +251,19 @@ _SECONDS = 20
 """For a state; on an idle machine it takes one."""
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+    pytest.mark.servers("memory"),
     pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated:UserWarning"),
     pytest.mark.timeout(120 + _SECONDS * STATES),
 ]
 
 
-def test_states_of_one_process(memory_server: Any, root: str) -> None:
+def test_states_of_one_process(root: str) -> None:
     run_all(drawn(0, STATES), root)
 
 
 @pytest.mark.quick("2")
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_states_of_ranks(memory_server: Any, root: str, ranks: int) -> None:
+def test_states_of_ranks(root: str, ranks: int) -> None:
     found = drawn(ranks, max(3, STATES // 3))
     run_ranks(ranks, run_all, found, root, timeout=100 + _SECONDS * len(found))
 

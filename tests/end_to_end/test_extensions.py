@@ -17,7 +17,7 @@ from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from tests.end_to_end.states import assert_same, blank, every_kind, random_tensor
 from tests.end_to_end.test_interchange import download, upload
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = pytest.mark.servers("memory")
 
 SETTINGS = {"part_size": "5MiB"}
 KEY = 0x5A
@@ -153,7 +153,7 @@ def test_what_goes_through_extensions_comes_back_also_to_and_from_torch(
 
 
 @pytest.mark.skipif(not ZStandard.is_available(), reason="zstandard is not installed")
-def test_extensions_whose_order_matters_are_refused_or_come_back(memory_server: Any, root: str) -> None:
+def test_extensions_whose_order_matters_are_refused_or_come_back(root: str) -> None:
     """torch 2.13 writes the descriptors in an order in which it cannot undo them, with its own reader too."""
     state = {"x": random_tensor((100, 30), torch.float32), "n": "text"}
     try:
@@ -164,7 +164,7 @@ def test_extensions_whose_order_matters_are_refused_or_come_back(memory_server: 
         assert_same(load(blank(state), root, registry()), state)
 
 
-def test_stored_bytes_are_the_transformed_ones(memory_server: Any, s3: Any, bucket: str, root: str) -> None:
+def test_stored_bytes_are_the_transformed_ones(s3: Any, bucket: str, root: str) -> None:
     state = {"x": random_tensor((100, 30), torch.float32), "n": {"a": 1}}
     for index, info in save(state, root, [Xor()]).storage_data.items():
         assert info.transform_descriptors == [f"dcp_s3.tests.xor/{KEY}"]
@@ -176,7 +176,7 @@ def test_stored_bytes_are_the_transformed_ones(memory_server: Any, s3: Any, buck
         assert info.length < 10_000
 
 
-def test_a_part_of_a_transformed_tensor(memory_server: Any, root: str) -> None:
+def test_a_part_of_a_transformed_tensor(root: str) -> None:
     """A box has to be cut from the whole decoded tensor: raw offsets mean nothing here."""
     from tests.ranks import run_ranks
 
@@ -199,7 +199,7 @@ class _Later(Xor):
         return f"{self.registry_name()}/a-later-version"
 
 
-def test_an_unknown_extension_or_version_is_named_and_nothing_loaded(memory_server: Any, root: str) -> None:
+def test_an_unknown_extension_or_version_is_named_and_nothing_loaded(root: str) -> None:
     for url, extension, known, parts in (
         (f"{root}/1", Xor(), None, ("'x'", root, "dcp_s3.tests.xor", "_extension_registry")),
         (f"{root}/2", _Later(), registry(), ("'x'", "invalid literal")),
@@ -216,7 +216,7 @@ def test_an_unknown_extension_or_version_is_named_and_nothing_loaded(memory_serv
 @pytest.mark.parametrize("fqn", ["x", "n"])
 @pytest.mark.parametrize("place", [0, 0.5, 1, None])
 def test_damage_is_found_by_the_checksum_of_the_stored_bytes_or_by_the_decoder(
-    memory_server: Any, s3: Any, bucket: str, root: str, fqn: str, place: float | None
+    s3: Any, bucket: str, root: str, fqn: str, place: float | None
 ) -> None:
     if place is None and not ZStandard.is_available():
         pytest.skip("zstandard is not installed")

@@ -29,7 +29,7 @@ from dcp_s3.format.metadata import load_metadata
 from tests.end_to_end.states import assert_same, blank
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = pytest.mark.servers("memory")
 
 _ALL = "DCP_S3_TEST_FLIPS" in os.environ
 _FLIPS = int(os.environ.get("DCP_S3_TEST_FLIPS", "6"))
@@ -60,7 +60,7 @@ def _save(root: str, directory: str) -> None:
 
 
 @pytest.fixture(params=["as saved", "copied", "copied, of an earlier version", "torch's"])
-def checkpoint(request: Any, memory_server: Any, s3: Any, bucket: str, root: str, tmp_path: Path) -> Any:
+def checkpoint(request: Any, s3: Any, bucket: str, root: str, tmp_path: Path) -> Any:
     """The root with two checkpoints; the second is to be damaged. And its key, bytes and user metadata."""
     kind = request.param
     run_ranks(2, _save, root, str(tmp_path / "torch"))

@@ -17,8 +17,6 @@ from tests.end_to_end.states import assert_same, blank
 from tests.ranks import RankFailed, run_ranks
 from tests.servers import S3Server
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
 PART_SIZE = 5 * 2**20
 SETTINGS = {"part_size": PART_SIZE}
 CLIENTS = ["fsspec", "s3torchconnector"]

@@ -36,8 +36,6 @@ from tests.killing import begin, new_process, running
 from tests.ranks import run_ranks
 from tests.single_ranks import committing_alone
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
 URL = f"s3://{BUCKET}/run"
 
 

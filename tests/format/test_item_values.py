@@ -35,7 +35,7 @@ from tests import hostile
 from tests.format.test_hostile_items import mutated_items
 from tests.hostile import HOSTILE, TEXT, U1, archive, array, call, dtype, name, plain, save, scalar, stream, text
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = pytest.mark.servers("memory")
 
 REFUSED = (errors.UnsafeItemError, errors.CorruptCheckpointError)
 UTC = datetime.timezone.utc
@@ -146,9 +146,7 @@ def as_unpickled(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value, 2))
 
 
-def test_a_state_of_all_of_them_loads_and_the_save_is_silent(
-    memory_server: Any, root: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_state_of_all_of_them_loads_and_the_save_is_silent(root: str, caplog: pytest.LogCaptureFixture) -> None:
     # A tuple is one entry; of lists and dicts DCP makes an entry for each item.
     state = {"w": torch.ones(3), "values": {label: (value,) for label, value in {**VALUES, **ARRAYS}.items()}}
     with caplog.at_level(logging.WARNING, "dcp_s3"):
@@ -221,9 +219,7 @@ NOT_TAKEN: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("label", NOT_TAKEN)
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
-def test_a_save_warns_of_what_a_load_refuses(
-    memory_server: Any, root: str, label: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_warns_of_what_a_load_refuses(root: str, label: str, caplog: pytest.LogCaptureFixture) -> None:
     value, reason = NOT_TAKEN[label]
     with caplog.at_level(logging.WARNING, "dcp_s3"):
         dcp.save({"x": (value,)}, storage_writer=S3StorageWriter(root))

@@ -9,9 +9,9 @@ import os
 import pathlib
 import pickle
 import struct
-import subprocess
 import sys
 import types
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from dcp_s3.errors import CorruptCheckpointError, UnsafeMetadataError
+from dcp_s3.errors import CorruptCheckpointError
 from dcp_s3.format.blocks import Blocks, make_storage_info
 from dcp_s3.format.metadata import dump_metadata, load_metadata, seal
 from dcp_s3.format.unpickling import MalformedPickleError, check_opcodes
@@ -178,41 +178,16 @@ class _Evil:
 
 
 @pytest.mark.parametrize(
-    ("function", "name"),
+    "change",
     [
-        (os.system, "system"),
-        (subprocess.Popen, "Popen"),
-        (eval, "eval"),
-        (getattr, "getattr"),
-        (torch.load, "load"),
-        (__import__, "__import__"),
+        *(lambda data, cut=cut: data[:cut] for cut in (0, 1, 10, 100, -1, -10)), lambda data: data[: len(data) // 2],
+        lambda data: b"not a pickle", lambda data: b"\x80\x05", lambda data: pickle.dumps({"a": 1}),
+        lambda data: pickle.dumps(None), lambda data: os.urandom(1000), lambda data: b"PK\x03\x04",
     ],
-)
-def test_code_is_never_run(function: object, name: str, tmp_path: pathlib.Path) -> None:
-    victim = tmp_path / "owned"
-    metadata = _metadata()
-    metadata.planner_data = _Evil(function, f"touch {victim}")
-    with pytest.raises(UnsafeMetadataError, match=name):
-        load_metadata(pickle.dumps(metadata), url=URL)
-    assert not victim.exists()
-
-
-@pytest.mark.parametrize("path", ["../other/__0_0.distcp", "/abs", "a/../../x", ""])
-def test_objects_outside_of_the_checkpoint_are_refused(path: str) -> None:
-    with pytest.raises(UnsafeMetadataError, match="'w'"):
-        load_metadata(dump_metadata(_metadata(path)), url=URL)
-
-
-@pytest.mark.parametrize("cut", [0, 1, 10, 100, -1])
-def test_truncation_names_the_checkpoint(cut: int) -> None:
-    data = dump_metadata(_metadata())
+)  # fmt: skip
+def test_what_is_cut_off_or_something_else_is_damage_of_the_checkpoint_named(change: Callable[[bytes], bytes]) -> None:
     with pytest.raises(CorruptCheckpointError, match="step-1"):
-        load_metadata(data[:cut], url=URL)
-
-
-def test_another_pickle_is_not_metadata() -> None:
-    with pytest.raises(CorruptCheckpointError, match="dict"):
-        load_metadata(pickle.dumps({"a": 1}), url=URL)
+        load_metadata(change(dump_metadata(_metadata())), url=URL)
 
 
 @pytest.mark.parametrize("enabled", [True, False])

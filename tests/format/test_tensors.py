@@ -41,7 +41,7 @@ from dcp_s3.memory import Piece
 from dcp_s3.tensor_memory import iterate_bytes
 from tests.servers import S3Server
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = pytest.mark.servers("memory")
 
 
 # --- frames --------------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def bytes_out(server: Any) -> int:
 
 @pytest.mark.parametrize("box", BOXES.values(), ids=list(BOXES))
 def test_a_flipped_bit_in_the_part_is_found(
-    memory_server: S3Server, s3: Any, bucket: str, root: str, box: tuple[tuple[int, int], tuple[int, int]]
+    s3: Any, bucket: str, root: str, box: tuple[tuple[int, int], tuple[int, int]]
 ) -> None:
     save(f"{root}/c")
     (row, column), (rows, columns) = box
@@ -249,7 +249,7 @@ def test_a_flipped_bit_in_the_part_is_found(
             assert "'t'" in str(cause)
 
 
-def test_a_flipped_bit_far_from_the_part_is_not_seen(memory_server: S3Server, s3: Any, bucket: str, root: str) -> None:
+def test_a_flipped_bit_far_from_the_part_is_not_seen(s3: Any, bucket: str, root: str) -> None:
     tensor = save(f"{root}/c")
     with flipped(s3, bucket, f"{root}/c", 4 * 47 * 32768):
         assert torch.equal(load_box(f"{root}/c", (0, 0), (3, 32768)), tensor[:3])
@@ -276,7 +276,7 @@ class flipped:
         self._s3.put_object(**self._where, Body=self._data)
 
 
-def test_small_tensors_are_one_block_and_large_ones_have_a_record(memory_server: S3Server, root: str) -> None:
+def test_small_tensors_are_one_block_and_large_ones_have_a_record(root: str) -> None:
     state = {"small": torch.zeros(MIN_BLOCK // 4), "large": torch.zeros(MIN_BLOCK // 4 + 1)}
     dcp.save(state, storage_writer=S3StorageWriter(f"{root}/c"))
     stored = {index.fqn: info for index, info in S3StorageReader(f"{root}/c").read_metadata().storage_data.items()}

@@ -37,7 +37,6 @@ from tests.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.servers("memory"),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning"),  # of fsspec's writer
 ]
 

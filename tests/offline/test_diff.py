@@ -119,9 +119,7 @@ def test_what_other_ranks_cut_otherwise_is_read_only_with_full(root: str, memory
 # --- with data ----------------------------------------------------------------------------------------
 
 
-def test_what_has_no_checksum_is_read_piece_by_piece(
-    root: str, memory_server: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_no_checksum_is_read_piece_by_piece(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boxes, "BATCH", 4096)
     monkeypatch.setattr(boxes, "_PIECE", 1024)
     monkeypatch.setenv("DCP_S3_CHECKSUM", "none")

@@ -29,9 +29,6 @@ from tests.memory_s3 import Fault
 from tests.offline.conftest import SETTINGS, Saved, small_state
 from tests.spread import spread_out
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
-
 # --- good ones ------------------------------------------------------------------------------------------
 
 

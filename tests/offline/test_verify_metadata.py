@@ -27,7 +27,7 @@ from tests.offline.conftest import NeedsCode, Saved, small_state
 from tests.ranks import run_ranks
 from tests.retention.making import save_on_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = pytest.mark.servers("memory")
 
 
 # --- metadata -------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_a_copy_without_user_metadata_and_manifest_is_good_but_says_less(saved: 
 # --- single ranks ---------------------------------------------------------------------------------------
 
 
-def test_ranks_that_commit_for_themselves(memory_server: Any, s3: Any, root: str) -> None:
+def test_ranks_that_commit_for_themselves(s3: Any, root: str) -> None:
     saved = Saved(s3, save_on_ranks(root, 2))
     report = saved.verify()
     assert report.ok, report.problems
@@ -224,7 +224,7 @@ def test_ranks_that_commit_for_themselves(memory_server: Any, s3: Any, root: str
 
 
 @pytest.fixture
-def foreign_saved(memory_server: Any, s3: Any, root: str, tmp_path: Path) -> Saved:
+def foreign_saved(s3: Any, root: str, tmp_path: Path) -> Saved:
     """Written by torch, uploaded as it is."""
     state = {**small_state(), "object": NeedsCode(), "text": "something"}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, thread_count=2), no_dist=True)
@@ -298,7 +298,7 @@ def test_checkpoints_of_other_s3_clients(memory_server: Any, s3: Any, root: str,
     assert not saved.verify().ok
 
 
-def test_framing_of_what_was_saved_without_checksums(memory_server: Any, s3: Any, root: str) -> None:
+def test_framing_of_what_was_saved_without_checksums(s3: Any, root: str) -> None:
     saved = Saved(s3, root).save(small_state(), checksum="none")
     info = saved.info("weight")
     saved.flip(info.relative_path, info.offset)
@@ -310,7 +310,7 @@ def test_framing_of_what_was_saved_without_checksums(memory_server: Any, s3: Any
 
 
 @pytest.mark.parametrize("checksum", ["auto", "none"])
-def test_what_went_through_stream_extensions(memory_server: Any, s3: Any, root: str, checksum: str) -> None:
+def test_what_went_through_stream_extensions(s3: Any, root: str, checksum: str) -> None:
     saved = Saved(s3, f"{root}/xor").save(small_state(), writer={"_extensions": [Xor()]}, checksum=checksum)
     report = saved.verify()
     assert report.ok, report.problems

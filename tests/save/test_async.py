@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import subprocess
 import sys
 import threading
 import time
@@ -28,10 +27,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter, errors
 from tests.end_to_end.loads import assert_loads
+from tests.interpreter import Interpreter
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = pytest.mark.servers("memory")
 
 _PATIENCE_SECONDS = 60
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
@@ -102,9 +102,7 @@ def _own_threads() -> list[str]:
 
 
 @pytest.mark.parametrize("stager", [None, S3Stager], ids=["writer stages", "S3Stager"])
-def test_changes_after_async_save_returned_are_not_saved(
-    root: str, memory_server: S3Server, stager: Callable[[], S3Stager] | None
-) -> None:
+def test_changes_after_async_save_returned_are_not_saved(root: str, stager: Callable[[], S3Stager] | None) -> None:
     state, go = _make_state(), _Event()
     how: Any = {"planner": _WaitingPlanner(go), "async_stager": stager() if stager else None}
     future: Any = dcp.async_save(state, storage_writer=S3StorageWriter(root), **how)
@@ -126,7 +124,7 @@ def test_async_save_on_every_server(root: str) -> None:
     _assert_unchanged(root)
 
 
-def test_one_stager_serves_saves_that_overlap(root: str, memory_server: S3Server) -> None:
+def test_one_stager_serves_saves_that_overlap(root: str) -> None:
     state, go = {"w": torch.zeros(1000)}, _Event()
     futures: list[Any] = []
     with S3Stager(generations=3) as stager:
@@ -177,7 +175,7 @@ def _overlapping_saves(url: str) -> None:
         assert found["step"] == step
 
 
-def test_three_saves_that_overlap_are_each_right(root: str, memory_server: S3Server) -> None:
+def test_three_saves_that_overlap_are_each_right(root: str) -> None:
     run_ranks(2, _overlapping_saves, root)
 
 
@@ -218,7 +216,7 @@ def _save_in_processes(url: str, directory: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_saves_in_another_process(root: str, memory_server: S3Server, tmp_path: Path, world_size: int) -> None:
+def test_saves_in_another_process(root: str, tmp_path: Path, world_size: int) -> None:
     run_ranks(world_size, _save_in_processes, root, str(tmp_path))
 
 
@@ -259,7 +257,7 @@ def _save_and_fork(url: str) -> None:
         assert_loads(f"{url}/{name}", {"w": torch.full((3,), value)})
 
 
-def test_a_writer_survives_fork(root: str, memory_server: S3Server) -> None:
+def test_a_writer_survives_fork(root: str) -> None:
     run_ranks(1, _save_and_fork, root, timeout=60)
 
 
@@ -297,16 +295,16 @@ def _many_saves(url: str) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts the entries of /proc/self/fd")
-def test_thirty_saves_and_loads_leave_no_threads_nor_descriptors(root: str, memory_server: S3Server) -> None:
+def test_thirty_saves_and_loads_leave_no_threads_nor_descriptors(root: str) -> None:
     run_ranks(1, _many_saves, root)
 
 
-def test_a_last_save_that_nobody_waits_for_is_not_lost(memory_server: Any, root: str) -> None:
-    script = f"""
+def test_a_last_save_that_nobody_waits_for_is_not_lost(root: str, interpreter: Interpreter, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(f"""
 import torch, torch.distributed.checkpoint as dcp
 from dcp_s3 import S3StorageWriter
 if __name__ == "__main__":
     dcp.async_save({{"x": torch.arange(3000000)}}, storage_writer=S3StorageWriter({root!r}))
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], timeout=120, check=True)
+""")
+    interpreter.run([sys.executable, "-W", "ignore", str(tmp_path / "script.py")], timeout=120, check=True)
     assert_loads(root, {"x": torch.arange(3000000)})

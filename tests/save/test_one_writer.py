@@ -25,10 +25,7 @@ from tests.end_to_end.loads import assert_loads
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
-pytestmark = [
-    pytest.mark.servers("memory"),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
-]
+pytestmark = pytest.mark.servers("memory")
 
 
 _PATIENCE_SECONDS = 60
@@ -204,7 +201,7 @@ def _overlapping(url: str, own_groups: bool) -> None:
 
 
 @pytest.mark.parametrize("own_groups", [False, True], ids=["one group", "a group each"])
-def test_two_saves_at_once_on_two_ranks(root: str, memory_server: S3Server, own_groups: bool) -> None:
+def test_two_saves_at_once_on_two_ranks(root: str, own_groups: bool) -> None:
     run_ranks(2, _overlapping, root, own_groups)
     for step in range(2):
         _assert_holds(f"{root}/step-{step}", step)
@@ -257,7 +254,7 @@ def _save_without_naming_the_rank(url: str) -> list[str]:
     return [result.storage_data.relative_path for result in results]
 
 
-def test_the_rank_is_that_of_torch_distributed(root: str, memory_server: S3Server) -> None:
+def test_the_rank_is_that_of_torch_distributed(root: str) -> None:
     for rank, paths in enumerate(run_ranks(2, _save_without_naming_the_rank, root)):
         assert [path.split("_")[2] for path in paths] == [str(rank)]
 

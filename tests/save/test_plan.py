@@ -30,8 +30,6 @@ from tests.end_to_end.states import bits, random_tensor
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
 
 def tensor_item(fqn: str, rows: int, whole: int | None = None) -> WriteItem:
     """A shard of ``rows`` uint8 elements of a tensor of ``whole``."""

@@ -29,7 +29,7 @@ from tests.load.test_overlaps import grid
 from tests.load.test_planner import details, make_plan, saved_as
 from tests.servers import S3Server
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = pytest.mark.servers("memory")
 
 SHAPE = (6, 5)
 FULL = torch.arange(30.0).view(SHAPE)
@@ -53,9 +53,7 @@ def write_items(value: Any, fqn: str = "w") -> list[WriteItem]:
 
 
 @pytest.mark.parametrize("parts", [(1, 1), (6, 1), (1, 5), (4, 3)])
-def test_boxes_are_saved_as_one_tensor_and_loaded_in_place(
-    root: str, memory_server: S3Server, parts: tuple[int, int]
-) -> None:
+def test_boxes_are_saved_as_one_tensor_and_loaded_in_place(root: str, parts: tuple[int, int]) -> None:
     save({"w": in_boxes(FULL, grid(SHAPE, parts))}, root)
     assert torch.equal(read_tensor(root, "w"), FULL)
     assert verify(root, full=True).ok
@@ -84,7 +82,7 @@ def test_a_part_is_loaded_alone() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (3, 0)], ids=str)
-def test_tensors_of_no_dimension_and_of_no_element(root: str, memory_server: S3Server, shape: tuple[int, ...]) -> None:
+def test_tensors_of_no_dimension_and_of_no_element(root: str, shape: tuple[int, ...]) -> None:
     def place(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"w": shard(tensor, global_shape=shape, offsets=[0] * len(shape))}
 
@@ -104,7 +102,7 @@ def test_torchs_own_storage_takes_it(tmp_path: Any) -> None:
     assert torch.equal(torch.cat(target.boxes, 1), FULL)  # type: ignore[attr-defined]
 
 
-def test_another_shape_than_was_saved(root: str, memory_server: S3Server) -> None:
+def test_another_shape_than_was_saved(root: str) -> None:
     save({"w": FULL}, root)
     state, reader = {"w": shard(torch.zeros(2, 5), global_shape=(7, 5), offsets=(0, 0))}, S3StorageReader(root)
     with pytest.raises(CheckpointException, match=r"Size mismatch between saved .*6, 5.* and current.*7, 5"):
@@ -293,7 +291,7 @@ def test_a_copy_is_the_same_and_apart(make_copy: Callable[[Any], Any]) -> None:
 
 
 @pytest.mark.parametrize("stager", ["writer", "ours", "torch"])
-def test_asynchronous_saves(root: str, memory_server: S3Server, stager: str) -> None:
+def test_asynchronous_saves(root: str, stager: str) -> None:
     local = FULL.clone()
     with S3Stager(asynchronous=True) as ours:
         stagers = {"writer": None, "ours": ours, "torch": DefaultStager(StagingOptions(False, True, False, False))}

@@ -28,7 +28,7 @@ from tests.end_to_end.states import assert_same, blank, random_tensor
 from tests.end_to_end.test_interchange import upload
 from tests.hostile import call, decode_metadata, metadata_with, name
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = pytest.mark.servers("memory")
 
 
 _NEWER = {Metadata: ("storage_meta", "version"), "_StorageInfo": ("transform_descriptors",)}
@@ -88,7 +88,7 @@ def test_the_fixture_is_what_torch_2_1_wrote(directory: Path) -> None:
     assert_same(found, state())
 
 
-def test_it_is_loaded_verified_and_found(memory_server: Any, s3: Any, bucket: str, root: str, directory: Path) -> None:
+def test_it_is_loaded_verified_and_found(s3: Any, bucket: str, root: str, directory: Path) -> None:
     upload(s3, bucket, "run/step-1", directory)
     found = blank(state())
     dcp.load(found, storage_reader=S3StorageReader(f"{root}/step-1"))

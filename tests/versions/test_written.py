@@ -25,9 +25,8 @@ from dcp_s3 import S3StorageReader, S3StorageWriter
 from dcp_s3.torch_version import release
 from tests.end_to_end.states import DTYPES, assert_same, blank, random_tensor
 from tests.ranks import run_ranks
-from tests.servers import S3Server
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = pytest.mark.servers("memory")
 
 
 WHOLE = (6, 5)
@@ -54,7 +53,6 @@ def whole(name: str) -> torch.Tensor:
 
 def ranks(blank: bool = False) -> dict[str, Any]:
     """Of each of several ranks: shards along both dimensions, and what all have."""
-    import torch.distributed as dist
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     placements = {"rows": Shard(0), "columns": Shard(1), "replicated": Replicate()}
@@ -67,7 +65,6 @@ def ranks(blank: bool = False) -> dict[str, Any]:
 
 
 def _part(full: torch.Tensor, placement: Any) -> torch.Tensor:
-    import torch.distributed as dist
 
     if isinstance(placement, Replicate):
         return full.clone()
@@ -89,9 +86,7 @@ def _save_ranks(url: str, folder: str, run: str) -> None:
     dcp.save(ranks(), storage_writer=dcp.FileSystemWriter(f"{folder}/ranks"))
 
 
-def test_what_this_torch_writes_it_reads(
-    memory_server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path
-) -> None:
+def test_what_this_torch_writes_it_reads(s3: Any, bucket: str, root: str, tmp_path: Path) -> None:
     dcp.save(one_rank(), storage_writer=S3StorageWriter(f"{root}/one"))
     dcp.save(one_rank(), storage_writer=dcp.FileSystemWriter(tmp_path / "torch/one"))
     run_ranks(2, _save_ranks, root, str(tmp_path / "torch"), "written")
@@ -112,9 +107,7 @@ def test_what_this_torch_writes_it_reads(
 
 
 @pytest.mark.parametrize("archive", _ARCHIVES, ids=lambda path: path.stem)
-def test_what_another_torch_wrote_is_read(
-    memory_server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path, archive: Path
-) -> None:
+def test_what_another_torch_wrote_is_read(s3: Any, bucket: str, root: str, tmp_path: Path, archive: Path) -> None:
     _check(archive, s3, bucket, root, tmp_path)
 
 
@@ -128,14 +121,14 @@ def _check(archive: Path, s3: Any, bucket: str, root: str, tmp_path: Path) -> No
         if path.is_file() and name != _METADATA:
             fields, key = metadata.get(name, {}), f"run/{archive.stem}/{name}"
             s3.put_object(Bucket=bucket, Key=key, Body=path.read_bytes(), Metadata=fields)
-    for writer in ("ours", "torch"):
+    stock = _STRIDES or release(archive.stem) < release("2.15")  # its own reader takes no more values than it knows
+    pairs = []
+    for writer, names in (("ours", ("ranks", "merged")), ("torch", ("ranks",))):
         url = f"{root}/{archive.stem}/{writer}"
-        # torch's own reader takes no more values in a state than it knows.
-        stock = _STRIDES or release(archive.stem) < release("2.15")
         _check_one(dcp.FileSystemReader(folder / writer / "one") if stock else None, f"{url}/one")
-        for name in ("ranks", "merged")[: 2 if writer == "ours" else 1]:
-            for world_size in (1, 2, 3):
-                run_ranks(world_size, _load_ranks, f"{url}/{name}", str(folder / writer / name) if stock else None)
+        pairs += [(f"{url}/{name}", str(folder / writer / name) if stock else None) for name in names]
+    for world_size in (1, 2, 3):
+        run_ranks(world_size, _load_ranks, pairs)
 
 
 def _check_one(stock: Any, url: str) -> None:
@@ -156,14 +149,12 @@ def _strided(url: str) -> dict[str, Any]:
     return found
 
 
-def _load_ranks(url: str, folder: str | None) -> None:
-    for reader in (S3StorageReader(url), *([] if folder is None else [dcp.FileSystemReader(folder)])):
+def _load_ranks(pairs: list[tuple[str, str | None]]) -> None:
+    """Each from its URL by us, and from a folder by torch."""
+    for reader in [each for url, folder in pairs for each in (S3StorageReader(url), folder) if each is not None]:
         found = ranks(blank=True)
-        dcp.load(found, storage_reader=reader)
+        dcp.load(found, storage_reader=dcp.FileSystemReader(reader) if isinstance(reader, str) else reader)
         assert found["step"] == 7
         for name in ("rows", "columns", "replicated"):
             local, placement = found[name].to_local(), found[name].placements[0]
-            full = whole(name)
-            size = dist.get_world_size()
-            expected = full.chunk(size, placement.dim)[dist.get_rank()] if placement.is_shard() else full
-            assert torch.equal(local, expected), (name, type(reader))
+            assert torch.equal(local, _part(whole(name), placement)), (name, type(reader))
