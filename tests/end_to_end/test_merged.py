@@ -20,6 +20,8 @@ from tests.end_to_end.test_interchange import download, run_foreign
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
 CASES = (
     Mesh("tp", (2, 2)),
     Mesh("hsdp", (2, 2)),

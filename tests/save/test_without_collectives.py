@@ -98,6 +98,7 @@ def _without_its_group(root: str, use_collectives: bool) -> str:
 
 
 @pytest.mark.servers("memory")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("use_collectives", [True, False])
 def test_one_rank_is_not_taken_for_all_when_the_group_is_gone(root: str, use_collectives: bool) -> None:
     for text in run_ranks(2, _without_its_group, root, use_collectives):
