@@ -30,7 +30,7 @@ SMALL = {"part_size": "5MiB", "concurrency": 3, "retry_attempts": 3}
 
 
 def state_of(seed: int) -> dict[str, Any]:
-    return {"large": random_tensor((2500, 1000), torch.float32, seed), "small": random_tensor((7,), torch.int64, seed)}
+    return {"large": random_tensor((1400, 1000), torch.float32, seed), "small": random_tensor((7,), torch.int64, seed)}
 
 
 def save(state: Any, url: str, **writer: Any) -> Any:

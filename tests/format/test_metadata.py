@@ -190,6 +190,14 @@ def test_what_is_cut_off_or_something_else_is_damage_of_the_checkpoint_named(cha
         load_metadata(change(dump_metadata(_metadata())), url=URL)
 
 
+def test_a_flipped_bit_is_found_by_the_seal() -> None:
+    data = dump_metadata(_metadata())
+    for position in range(len(data)):
+        changed = data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :]
+        with pytest.raises(CorruptCheckpointError, match="step-1"):
+            load_metadata(changed, url=URL)
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("data", [dump_metadata(_metadata()), b"nothing"])
 def test_the_garbage_collector_is_left_as_it_was(data: bytes, enabled: bool) -> None:

@@ -198,32 +198,28 @@ def test_only_states_with_sharded_tensors_are_several_items() -> None:
         assert first == [{"rank": 0}, {"tensor": torch.tensor(rank)}, None]
 
 
-def _agree(failing: str) -> tuple[str, str]:
-    def work() -> Any:
+def _agree() -> list[tuple[str, str]]:
+    def fail() -> Any:
         if torch.distributed.get_rank() == 1:
-            if failing == "raises":
-                raise ZeroDivisionError("of rank 1")
-            return lambda: None  # cannot be pickled
+            raise ZeroDivisionError("of rank 1")
         return 1
 
-    try:
-        agree(work, "it is not saved")
-    except Exception as error:  # noqa: BLE001 - which one is the question
-        return type(error).__name__, str(error)
-    raise AssertionError("it did not fail")
+    found = []
+    # A function cannot be pickled.
+    for work in (fail, lambda: (lambda: None) if torch.distributed.get_rank() == 1 else 1):
+        with pytest.raises(Exception) as caught:
+            agree(work, "it is not saved")
+        found.append((type(caught.value).__name__, str(caught.value)))
+    return found
 
 
-def test_an_error_of_one_rank_is_an_error_of_all() -> None:
-    first, second = run_ranks(2, _agree, "raises", timeout=30)
+def test_an_error_of_one_rank_or_what_cannot_be_pickled_there_is_an_error_of_all() -> None:
+    (first, unpicklable), (second, own) = run_ranks(2, _agree, timeout=30)
     message = "it is not saved: rank 1 cannot go on: ZeroDivisionError: of rank 1"
     assert first == (CheckpointError.__name__, message)
     assert second == ("ZeroDivisionError", "of rank 1")
-
-
-def test_what_cannot_be_pickled_on_one_rank_is_an_error_of_all() -> None:
-    first, second = run_ranks(2, _agree, "pickle", timeout=30)
-    assert first[0] == CheckpointError.__name__
-    assert second[1] in first[1]
+    assert unpicklable[0] == CheckpointError.__name__
+    assert own[1] in unpicklable[1]
 
 
 # --- OpenTelemetry -------------------------------------------------------------------------------------------------
