@@ -317,7 +317,7 @@ def main() -> None:
     print(json.dumps({"unchanged": classes() == before}))
 
 
-# --- items of numpy's and the standard library's values ------------------------------------------------------------
+# --- items of numpy's and the standard library's values --------------------------------------------------
 
 
 def dtype(kind: str, state: Any = (3, "<", None, None, None, -1, -1, 0)) -> bytes:

@@ -98,7 +98,7 @@ def test_a_star_brings_every_name_and_values_are_pickled_by_theirs() -> None:
         assert pickle.loads(pickle.dumps(kind)) is kind
 
 
-# --- torch ---------------------------------------------------------------------------------------------------------
+# --- torch -----------------------------------------------------------------------------------------------
 
 
 _ROOT = Path(__file__).resolve().parents[1]

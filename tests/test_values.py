@@ -18,7 +18,7 @@ from dcp_s3.failures import WIDTH, Failed, first_cause, headline, name_ranks, pa
 from dcp_s3.units import format_size, parse_duration, parse_size, plural
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
-# --- URLs ----------------------------------------------------------------------------------------------------------
+# --- URLs ------------------------------------------------------------------------------------------------
 
 
 class _Text(os.PathLike[str]):
@@ -115,7 +115,7 @@ def test_is_s3_url_looks_at_text_only() -> None:
     assert not is_s3_url(None)
 
 
-# --- sizes and durations -------------------------------------------------------------------------------------------
+# --- sizes and durations ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_counts_are_in_the_right_number() -> None:
     assert [plural(count, "entry") for count in (1, 2)] == ["1 entry", "2 entries"]
 
 
-# --- errors --------------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_what_an_error_knew_under_another_name_it_knows() -> None:
     assert errors.DtypeMismatchError("text", fqn="model.w").shapes == {}
 
 
-# --- failures ------------------------------------------------------------------------------------------------------
+# --- failures --------------------------------------------------------------------------------------------
 
 
 _STEP = "s3://bucket/run/step-00001000"

@@ -128,7 +128,7 @@ def _no_thread(_: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-# --- tensors as memory ---------------------------------------------------------------------------------------------
+# --- tensors as memory -----------------------------------------------------------------------------------
 
 
 def tensors_in(state: object) -> list[torch.Tensor]:
@@ -185,7 +185,7 @@ def test_what_is_direct() -> None:
     assert not is_direct(torch.zeros(3, 3).to_sparse())
 
 
-# --- the collector -------------------------------------------------------------------------------------------------
+# --- the collector ---------------------------------------------------------------------------------------
 
 
 def test_pauses_overlap() -> None:

@@ -300,7 +300,7 @@ def test_damage_of_the_metadata_itself_is_noticed(memory_server: Any, root: str,
             S3StorageReader(root).read_metadata()
 
 
-# --- read back -----------------------------------------------------------------------------------------------------
+# --- read back -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)

@@ -205,7 +205,7 @@ def test_directories_that_only_hold_spread_data_of_the_one_above() -> None:
     assert spread_prefixes([f"{name}/", "step-1/", "12345/"]) == [f"{name}/"]
 
 
-# --- the summary ---------------------------------------------------------------------------------------------------
+# --- the summary -----------------------------------------------------------------------------------------
 
 
 def _info(name: str, step: int | None, created_at: float | None, state: str = "committed") -> CheckpointInfo:

@@ -20,7 +20,7 @@ from tests.faulty import BUCKET, FaultyServer, serve
 from tests.interpreter import Interpreter
 from tests.memory_s3 import MemoryS3
 
-# --- blocks, as they are pasted ------------------------------------------------------------------------------------
+# --- blocks, as they are pasted --------------------------------------------------------------------------
 
 
 _RUN = [page for page in PAGES if any(block.runs for block in blocks(page))]
@@ -85,7 +85,7 @@ def test_a_page_runs_as_pasted(
         assert committed == {"tutorial/step-00000040", "tutorial/step-00000050"}
 
 
-# --- links ---------------------------------------------------------------------------------------------------------
+# --- links -----------------------------------------------------------------------------------------------
 
 
 _LINKED = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -116,7 +116,7 @@ def test_files_of_tests_that_pages_and_scripts_name_are_there() -> None:
             assert (ROOT / name).exists(), f"{page.name} names {name}"
 
 
-# --- commands ------------------------------------------------------------------------------------------------------
+# --- commands --------------------------------------------------------------------------------------------
 
 
 _PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -176,7 +176,7 @@ def test_the_examples_are_found() -> None:
         parse(["prune", "s3://bucket/run", "--no-such-option"])
 
 
-# --- 3 a.m. --------------------------------------------------------------------------------------------------------
+# --- 3 a.m. ----------------------------------------------------------------------------------------------
 
 
 _3AM = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "docs" / "3am.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -210,7 +210,7 @@ def test_the_messages_are_those_of_the_code(phrase: str) -> None:
     assert all(" ".join(part.split()) in page for part in fixed)
 
 
-# --- inspect.md ----------------------------------------------------------------------------------------------------
+# --- inspect.md ------------------------------------------------------------------------------------------
 
 
 _INSPECT = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "docs" / "inspect.md").read_text(), re.MULTILINE | re.DOTALL)

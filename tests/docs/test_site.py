@@ -102,7 +102,7 @@ def test_sizes_follow_from_the_assumptions() -> None:
     assert found.month_dollars == pytest.approx(14 * 0.023)
 
 
-# --- packages ------------------------------------------------------------------------------------------------------
+# --- packages --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

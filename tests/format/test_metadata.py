@@ -246,7 +246,7 @@ def test_tensors_of_every_number_of_dimensions_and_chunks(protocol: int) -> None
     assert all(found.storage_data[index] == info for index, info in items.items())
 
 
-# --- opcodes -------------------------------------------------------------------------------------------------------
+# --- opcodes ---------------------------------------------------------------------------------------------
 
 
 _VALUES = st.recursive(

@@ -44,7 +44,7 @@ from tests.servers import S3Server
 pytestmark = pytest.mark.servers("memory")
 
 
-# --- frames --------------------------------------------------------------------------------------------------------
+# --- frames ----------------------------------------------------------------------------------------------
 
 
 DTYPES = [
@@ -108,7 +108,7 @@ def test_a_large_shape_is_never_touched() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 2**10  # KiB
 
 
-# --- blocks --------------------------------------------------------------------------------------------------------
+# --- blocks ----------------------------------------------------------------------------------------------
 
 
 MIB = 2**20
@@ -289,7 +289,7 @@ def test_small_tensors_are_one_block_and_large_ones_have_a_record(root: str) -> 
     assert not hasattr(stored["small"], "crc64nvme_blocks")
 
 
-# --- chunks --------------------------------------------------------------------------------------------------------
+# --- chunks ----------------------------------------------------------------------------------------------
 
 
 _PLACE = st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4), st.integers(0, 4))

@@ -107,7 +107,7 @@ def test_versions_that_are_not(installed: dict[str, str], version: str) -> None:
         require("megatron", "megatron-core", "0.16", "0.17")
 
 
-# --- parts of a training state -------------------------------------------------------------------------------------
+# --- parts of a training state ---------------------------------------------------------------------------
 
 
 CPU = torch.device("cpu")
@@ -222,7 +222,7 @@ def test_an_error_of_one_rank_or_what_cannot_be_pickled_there_is_an_error_of_all
     assert own[1] in unpicklable[1]
 
 
-# --- OpenTelemetry -------------------------------------------------------------------------------------------------
+# --- OpenTelemetry ---------------------------------------------------------------------------------------
 
 
 class Telemetry:

@@ -200,7 +200,7 @@ def test_attachments_and_metrics(root: str) -> None:
         diff(f"{root}/a", f"{root}/c")
 
 
-# --- single ranks --------------------------------------------------------------------------------------------------
+# --- single ranks ----------------------------------------------------------------------------------------
 
 
 def _save_alone(root: str, name: str, change: float, use_collectives: bool = False, checksum: str = "auto") -> None:
@@ -246,7 +246,7 @@ def test_what_another_rank_has_counts(root: str) -> None:
     assert (found["alike"], found["own"]) == ("same", "changed values of another rank")
 
 
-# --- inspect -------------------------------------------------------------------------------------------------------
+# --- inspect ---------------------------------------------------------------------------------------------
 
 
 def _names(url: str) -> dict[str, tuple[int, ...] | None]:

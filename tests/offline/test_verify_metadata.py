@@ -326,7 +326,7 @@ def test_what_went_through_stream_extensions(s3: Any, root: str, checksum: str) 
     assert saved.only_problem().fqn == "weight"
 
 
-# --- what decodes an item tells damage from what is only unusual ---------------------------------------------------
+# --- what decodes an item tells damage from what is only unusual -----------------------------------------
 
 
 def torch_saved(value: Any) -> bytes:

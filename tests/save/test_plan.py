@@ -113,7 +113,7 @@ def test_groups_never_share_an_object(sizes: list[int], buckets: int) -> None:
     assert all(len({item.index.fqn[0] for item in bucket.items}) == 1 for bucket in plan)
 
 
-# --- plans out of the cache ----------------------------------------------------------------------------------------
+# --- plans out of the cache ------------------------------------------------------------------------------
 
 
 _CACHES = (
@@ -296,7 +296,7 @@ def test_on_two_ranks(root: str, bucket: str, memory_server: S3Server, one_write
     assert len(set().union(*nonces)) == sum(map(len, nonces))
 
 
-# --- the blocks through which tensors on a device come to the upload (here with CPU tensors) -----------------------
+# --- the blocks through which tensors on a device come to the upload (here with CPU tensors) -------------
 
 
 MIB = 2**20

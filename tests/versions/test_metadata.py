@@ -121,7 +121,7 @@ def test_nothing_else_of_the_old_modules_is_taken() -> None:
             load_metadata(data, url="s3://bucket/step-1")
 
 
-# --- newer ---------------------------------------------------------------------------------------------------------
+# --- a torch that is newer -----------------------------------------------------------------------------
 
 
 _PROPERTIES = TensorProperties(torch.bfloat16, requires_grad=True)
