@@ -91,6 +91,7 @@ for step in (800, 900):
 """,
     "tutorial.md": "",
     "retention.md": _GIVEN + _RUN + "steps, train, validate = 3000, lambda step: None, lambda: 0.5\n",
+    "manager.md": _GIVEN + _RUN + "steps, train, validate = 3000, lambda step: None, lambda: 0.5\n",
     "export.md": _GIVEN
     + _RUN
     + """
