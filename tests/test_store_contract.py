@@ -19,7 +19,7 @@ from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.limit import Cancelled, Deadline, Limit
 from dcp_s3.memory import Piece, ReadTarget, crc_of, sent_pieces
-from dcp_s3.s3 import listing, operations, retry
+from dcp_s3.s3 import listing, operations
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.spill.saving import SpillingStore
@@ -71,7 +71,6 @@ LOCAL = ["memory store", "directory", "overlay", "faulty"]
 @pytest.fixture(params=[*LOCAL, *NAMES, "spilling"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """One that is empty; pages of its listings are short."""
-    monkeypatch.setattr(retry, "BACKOFF_BASE", 0.01)
     if request.param in LOCAL:
         return local(request.param, tmp_path)
     operations.forget()

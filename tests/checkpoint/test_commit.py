@@ -15,13 +15,12 @@ from dcp_s3.checkpoint import readback
 from dcp_s3.format import allow_list
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import manifest_object
-from dcp_s3.s3 import retry
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.end_to_end import loads
 from tests.end_to_end.loads import assert_loads, failure
 from tests.end_to_end.states import assert_same, blank, random_tensor
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.retention import making
 from tests.single_ranks import committing_alone
@@ -39,13 +38,6 @@ def save(state: Any, url: str, **writer: Any) -> Any:
 
 def load(url: str) -> Any:
     return loads.load(blank(state_of(0)), url)
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(retry, "BACKOFF_BASE", 0.01)
-    with serve(monkeypatch) as server:
-        yield server
 
 
 def keys(s3: Any, bucket: str) -> list[str]:

@@ -9,27 +9,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, errors
 from dcp_s3.s3.client import close_clients
+from tests.end_to_end.loads import failure, save
 
 
-def failure_of_save(url: str | None, state: Any = None, **arguments: Any) -> BaseException:
-    with pytest.raises(CheckpointException) as failure:
-        dcp.save(state or {"x": torch.ones(3)}, storage_writer=S3StorageWriter(url, **arguments))
-    return only(failure.value)
+def failure_of_save(url: str, state: Any = None) -> BaseException:
+    return pickled(failure(lambda: save(state or {"x": torch.ones(3)}, url)))
 
 
-def failure_of_load(url: str | None, state: Any = None, planner: Any = None, **arguments: Any) -> BaseException:
-    with pytest.raises(CheckpointException) as failure:
-        dcp.load(state or {"x": torch.ones(3)}, storage_reader=S3StorageReader(url, **arguments), planner=planner)
-    return only(failure.value)
+def failure_of_load(url: str, state: Any = None, planner: Any = None, **arguments: Any) -> BaseException:
+    reader = S3StorageReader(url, **arguments)
+    return pickled(failure(lambda: dcp.load(state or {"x": torch.ones(3)}, storage_reader=reader, planner=planner)))
 
 
-def only(failure: CheckpointException) -> BaseException:
-    ((error, _),) = failure.failures.values()
+def pickled(error: BaseException) -> BaseException:
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error), "it must reach other ranks as what it is"
     assert str(copy) == str(error)

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3 import S3StorageWriter, errors
 from dcp_s3.settings import Settings
 from dcp_s3.spill.background import stop_draining, wait_until_drained
-from tests.end_to_end.states import assert_same, blank
+from tests.end_to_end import loads
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
 from tests.ranks import RankFailed, run_ranks
@@ -86,18 +86,11 @@ def save(state: dict[str, Any] | None = None, **settings: Any) -> None:
 
 
 def failure(action: Callable[[], object], kind: type[BaseException] = errors.DeadlineExceededError) -> Any:
-    """What an action fails with, on the one rank."""
-    with pytest.raises(CheckpointException) as caught:
-        action()
-    ((error, _),) = caught.value.failures.values()
-    assert isinstance(error, kind)
-    return error
+    return loads.failure(action, kind)
 
 
 def load(expected: dict[str, Any], **settings: Any) -> None:
-    found = blank(expected)
-    dcp.load(found, storage_reader=S3StorageReader(URL, settings=settings))
-    assert_same(found, expected)
+    loads.assert_loads(URL, expected, settings=settings)
 
 
 def assert_nothing_is_left(faulty: Hanging) -> None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension, ZStandard
-from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from tests.end_to_end.loads import failure
 from tests.end_to_end.states import assert_same, blank, every_kind, random_tensor
 from tests.end_to_end.test_interchange import download, upload
 
@@ -120,9 +120,7 @@ def load(state: Any, url: str, extension_registry: ExtensionRegistry | None) -> 
 
 
 def failure_of_load(state: Any, url: str, extension_registry: ExtensionRegistry | None) -> BaseException:
-    with pytest.raises(CheckpointException) as failure:
-        load(state, url, extension_registry)
-    ((error, _),) = failure.value.failures.values()
+    error: BaseException = failure(lambda: load(state, url, extension_registry))
     return error
 
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.format import safe_items
+from tests.end_to_end import loads
 from tests.end_to_end.states import assert_same, blank
 
 pytestmark = pytest.mark.servers("memory")
@@ -52,15 +53,11 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(root: str, state: Any, **arguments: Any) -> Any:
-    dcp.load(state, storage_reader=S3StorageReader(root, **arguments))
-    return state
+    return loads.load(state, root, **arguments)
 
 
 def refusal(root: str, state: Any, **arguments: Any) -> errors.UnsafeItemError:
-    with pytest.raises(CheckpointException) as failure:
-        load(root, state, **arguments)
-    ((error, _),) = failure.value.failures.values()
-    assert isinstance(error, errors.UnsafeItemError), repr(error)
+    error: errors.UnsafeItemError = loads.failure(lambda: load(root, state, **arguments), errors.UnsafeItemError)
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), copy.fqn, str(copy)) == (type(error), error.fqn, str(error))
     return error
