@@ -12,9 +12,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.checkpoint import readback
+from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format import allow_list
 from dcp_s3.format.control_files import Manifest
-from dcp_s3.format.layout import manifest_object
+from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, manifest_object
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.end_to_end import loads
@@ -55,6 +56,11 @@ def test_the_manifest_names_exactly_what_is_there(root: str, s3: Any, bucket: st
     }
     assert {f"run/step-00000012/{entry.path}": entry.size for entry in manifest.objects} == stored
     assert {info.relative_path for info in metadata.storage_data.values()} == {e.path for e in manifest.objects}
+    for name in (key, "run/step-00000012/.metadata"):
+        found = s3.get_object(Bucket=bucket, Key=name)
+        fields = {field.lower(): value for field, value in found["Metadata"].items()}
+        assert fields[METADATA_CRC_KEY] == crc_hex(crc64nvme(found["Body"].read())), name
+    assert fields[SAVE_ID_KEY] == metadata.storage_meta.save_id
 
 
 def test_an_existing_checkpoint_is_refused_before_any_byte_moves(
