@@ -29,7 +29,7 @@ def assert_loads(url: str, expected: Any, **reader: Any) -> None:
     assert_same(load(blank(expected), url, **reader), expected)
 
 
-def failure(action: Callable[[], object], kind: type[BaseException] = Exception, match: str = "") -> Any:
+def failure(action: Callable[[], object], kind: type[BaseException] = Exception, match: str | None = None) -> Any:
     """What a save or load fails with on the one rank."""
     with pytest.raises(CheckpointException, match=match) as caught:
         action()
