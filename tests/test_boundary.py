@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import pickle
 import re
-import subprocess
 import sys
+import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import dcp_s3
 from dcp_s3 import S3LoadPlanner, S3Stager, S3StorageReader, S3StorageWriter, errors
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
+from tests.interpreter import Interpreter
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 _PATIENCE_SECONDS = 60
 _URL = f"s3://{BUCKET}/run/step-1"
@@ -52,27 +51,21 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    with serve(monkeypatch) as server:
-        yield server
-
-
 def _deny(faulty: FaultyServer, operation: str, name: str) -> None:
     faulty.rule = lambda r: _DENIED if r.operation == operation and r.key.endswith(name) else None
 
 
-def _run(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
-    """A script of the user's, in a process of its own that does nothing about logging."""
-    script = tmp_path / "script.py"
-    script.write_text(_SCRIPT + "".join(f"    {line}\n" for line in body.strip().splitlines()))
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), _URL, str(tmp_path / "rendezvous")],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+@pytest.fixture
+def run(interpreter: Interpreter, tmp_path: Path) -> Callable[[str], Any]:
+    """Runs a script of the user's, in a process of its own that does nothing about logging."""
+
+    def run(body: str) -> Any:
+        script = tmp_path / "script.py"
+        script.write_text(_SCRIPT + textwrap.indent(body, "    "))
+        command = [sys.executable, "-W", "ignore", str(script), _URL, str(tmp_path / "rendezvous")]
+        return interpreter.run(command, capture_output=True, timeout=240)
+
+    return run
 
 
 def _logged(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
@@ -100,15 +93,14 @@ def _our_frames(text: str) -> list[str]:
 
 
 def test_failures_that_nobody_looks_at_are_one_line_each_on_standard_error(
-    faulty: FaultyServer, tmp_path: Path
+    faulty: FaultyServer, run: Callable[[str], Any]
 ) -> None:
     faulty.rule = lambda r: (
         _DENIED
         if r.operation == "PutObject" and r.key.endswith(".distcp" if "/data" in r.key else ".metadata")
         else None
     )
-    done = _run(
-        tmp_path,
+    done = run(
         """
 def save(**more):
     wait([dcp.async_save(state, **more)])  # for the sake of the staging: at the result nobody looks
@@ -133,10 +125,9 @@ dcp.async_save(state, storage_writer=S3StorageWriter(url + "/staging"), async_st
 
 
 @pytest.mark.soak
-def test_a_failure_in_the_checkpoint_process_is_one_line_there(faulty: FaultyServer, tmp_path: Path) -> None:
+def test_a_failure_in_the_checkpoint_process_is_one_line_there(faulty: FaultyServer, run: Callable[[str], Any]) -> None:
     _deny(faulty, "PutObject", ".distcp")
-    done = _run(
-        tmp_path,
+    done = run(
         """
 dist.init_process_group("gloo", init_method="file://" + rendezvous, rank=0, world_size=1)
 dcp.async_save(state, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
@@ -148,21 +139,23 @@ dcp.async_save(state, storage_writer=writer, async_checkpointer_type=AsyncCheckp
     assert _our_frames(done.stderr) == []
 
 
-def _fail_on_rank_1(url: str, kind: AsyncCheckpointerType, staging: str) -> list[str]:
+def _collected() -> list[str]:
+    """What is logged from now on in this process."""
     lines: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dcp_s3").addHandler(handler)
+    return lines
 
-    class Collecting(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
 
-    logging.getLogger("dcp_s3").addHandler(Collecting(logging.ERROR))
+def _fail_on_rank_1(url: str, staging: str) -> list[str]:
+    lines = _collected()
     rank = dist.get_rank()
     stager = S3Stager({"staging_limit": "1MiB"} if rank == 1 and staging == "fails" else {}, asynchronous=True)
     answer: Any = dcp.async_save(
         {f"of rank {rank}": torch.ones(1_000_000)},
         storage_writer=S3StorageWriter(url),
         async_stager=stager,
-        async_checkpointer_type=kind,
     )
     assert isinstance(answer, AsyncSaveResponse)
     assert answer.upload_completion.exception(_PATIENCE_SECONDS) is not None
@@ -178,20 +171,25 @@ def test_the_rank_that_failed_logs_why_and_the_first_one_that_it_is_not_committe
     if staging == "passes":
         faulty.rule = lambda r: _DENIED if r.operation == "PutObject" and "/__1_" in r.key else None
     cause = "AccessDeniedError: PutObject on " if staging == "passes" else "StagingError: "
-    (first,), (*_, line) = run_ranks(2, _fail_on_rank_1, _URL, AsyncCheckpointerType.THREAD, staging)
+    (first,), (*_, line) = run_ranks(2, _fail_on_rank_1, _URL, staging)
     assert line.startswith(f"the asynchronous save of step 1 to {_URL} failed on rank 1: {cause}")
+    assert line.count("AccessDeniedError") == (staging == "passes")
     assert "failed on rank 0: CheckpointError: it was not committed: another rank failed" in first
 
 
 def test_each_rank_logs_its_own_failure_once(faulty: FaultyServer) -> None:
     _deny(faulty, "PutObject", ".distcp")
-    for rank, (line,) in enumerate(run_ranks(3, _fail_on_rank_1, _URL, AsyncCheckpointerType.THREAD, "passes")):
+    for rank, (line,) in enumerate(run_ranks(3, _fail_on_rank_1, _URL, "passes")):
         assert line.startswith(f"the asynchronous save of step 1 to {_URL} failed on rank {rank}: AccessDeniedError: ")
         assert line.count("AccessDeniedError") == 1
 
 
 class _BrokenPlanner(DefaultSavePlanner):
-    def create_global_plan(self, all_plans: Any) -> Any:
+    def __init__(self, breaks: str) -> None:
+        super().__init__()
+        setattr(self, breaks, self._fail)
+
+    def _fail(self, *_: Any) -> Any:
         raise ZeroDivisionError("in the planner")
 
 
@@ -202,7 +200,7 @@ def test_what_fails_outside_of_dcp_s3_is_logged_as_well(
     future: Any = dcp.async_save(
         {"w": torch.ones(3)},
         storage_writer=S3StorageWriter(_URL),
-        planner=_BrokenPlanner(),
+        planner=_BrokenPlanner("create_global_plan"),
         use_collectives=use_collectives,
     )
     with pytest.raises((CheckpointException, ZeroDivisionError), match="in the planner"):
@@ -217,13 +215,7 @@ def test_a_state_that_torchs_writer_cannot_get_is_logged(tmp_path: Path) -> None
 
 
 def _stage_for_torchs_writer(path: str) -> int:
-    lines: list[str] = []
-
-    class Collecting(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logging.getLogger("dcp_s3").addHandler(Collecting(logging.ERROR))
+    lines = _collected()
     stager = S3Stager({"staging_limit": "1MiB"} if dist.get_rank() == 1 else {})
     future: Any = dcp.async_save(
         {f"of rank {dist.get_rank()}": torch.ones(1_000_000)},
@@ -254,10 +246,10 @@ def test_saves_that_succeed_and_saves_that_raise_to_their_caller_log_nothing(
 
 
 def test_a_save_that_nobody_catches_shows_the_cause_and_none_of_our_frames(
-    faulty: FaultyServer, tmp_path: Path
+    faulty: FaultyServer, run: Callable[[str], Any]
 ) -> None:
     _deny(faulty, "PutObject", ".distcp")
-    done = _run(tmp_path, "dcp.save(state, storage_writer=writer)")
+    done = run("dcp.save(state, storage_writer=writer)")
     assert done.returncode == 1
     _assert_plain(done.stderr)
     assert "boto" not in done.stderr
@@ -341,55 +333,38 @@ def test_each_rank_is_told_of_all_without_frames(faulty: FaultyServer) -> None:
         assert text.count("Traceback (most recent call last): (RANK ") == 4
 
 
-def _calls(faulty: FaultyServer) -> dict[str, Callable[[], object]]:
-    denied = S3StorageWriter(_URL)
-    return {
-        "reset": lambda: S3StorageWriter().reset("nonsense"),
-        "prepare_local_plan": lambda: denied.prepare_local_plan(dcp.SavePlan([])),
-        "read_metadata": lambda: S3StorageReader(_URL).read_metadata(),
-        "create_local_plan": lambda: _plan_another_shape(),
-    }
-
-
 def _plan_another_shape() -> None:
-    planner = S3LoadPlanner()
-    metadata = dcp.metadata.Metadata(
-        {
-            "w": dcp.metadata.TensorStorageMetadata(
-                dcp.metadata.TensorProperties(),
-                torch.Size([3]),
-                [dcp.metadata.ChunkStorageMetadata(*[torch.Size([3])] * 2)],
-            )
-        }
-    )
-    planner.set_up_planner({"w": torch.ones(4)}, metadata)
+    planner, size = S3LoadPlanner(), torch.Size([3])
+    chunk = dcp.metadata.ChunkStorageMetadata(size, size)
+    saved = dcp.metadata.TensorStorageMetadata(dcp.metadata.TensorProperties(), size, [chunk])
+    planner.set_up_planner({"w": torch.ones(4)}, dcp.metadata.Metadata({"w": saved}))
     planner.create_local_plan()
 
 
-@pytest.mark.parametrize("name", ["reset", "prepare_local_plan", "read_metadata", "create_local_plan"])
-def test_the_frames_are_in_the_log_at_level_debug(
-    faulty: FaultyServer, caplog: pytest.LogCaptureFixture, name: str
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("reset", lambda: S3StorageWriter().reset("nonsense")),
+        ("prepare_local_plan", lambda: S3StorageWriter(_URL).prepare_local_plan(dcp.SavePlan([]))),
+        ("read_metadata", lambda: S3StorageReader(_URL).read_metadata()),
+        ("create_local_plan", lambda: _plan_another_shape()),
+    ],
+)
+def test_the_frames_are_in_the_log_at_level_debug(faulty: FaultyServer, caplog: Any, name: str, call: Any) -> None:
     _deny(faulty, "GetObject", ".metadata")
     with caplog.at_level(logging.DEBUG, "dcp_s3.failures"), pytest.raises(errors.DcpS3Error) as caught:
-        _calls(faulty)[name]()
+        call()
     assert caught.value.__cause__ is caught.value.__context__ is None
     assert [Path(entry.path).name for entry in caught.traceback][-1] == "failures.py"
     (record,) = caplog.records
     assert name in record.getMessage()
-    assert record.exc_info is not None
-    text = "".join(traceback.format_exception(*record.exc_info))
     assert record.exc_info[1] is caught.value
-    assert len(_our_frames(caplog.text)) > 1, text
+    assert len(_our_frames(caplog.text)) > 1
     assert str(caught.value) in caplog.text
 
 
-class _UnreadablePlanner(DefaultSavePlanner):
-    def resolve_data(self, write_item: Any) -> Any:
-        raise ZeroDivisionError("in the planner")
-
-
 def test_what_dcp_s3_does_not_raise_on_purpose_keeps_its_frames(faulty: FaultyServer) -> None:
+    planner = _BrokenPlanner("resolve_data")
     with pytest.raises(CheckpointException) as caught:
-        dcp.save({"w": torch.ones(3)}, storage_writer=S3StorageWriter(_URL), planner=_UnreadablePlanner())
-    assert "in resolve_data" in str(caught.value)
+        dcp.save({"w": torch.ones(3)}, storage_writer=S3StorageWriter(_URL), planner=planner)
+    assert "in _fail" in str(caught.value)

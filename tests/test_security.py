@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest, list_checkpoints, prune, remove
 from dcp_s3.offline.copy import copy as download
 from dcp_s3.offline.copy import copy as upload
-from dcp_s3.s3 import operations, retry
+from dcp_s3.s3 import operations
 from dcp_s3.s3.diagnosis import permission_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -53,7 +53,6 @@ READING = POLICIES["ReadingObjects"] | POLICIES["ReadingBucket"]
 
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    monkeypatch.setattr(retry, "BACKOFF_BASE", 0.001)
     monkeypatch.setattr("dcp_s3.spill.saving.drain_in_background", lambda *_, **__: None)
     monkeypatch.setenv("DCP_S3_PART_SIZE", "5MiB")
     monkeypatch.setenv("DCP_S3_EXPECTED_BUCKET_OWNER", OWNER)

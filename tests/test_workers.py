@@ -1,12 +1,20 @@
-"""Threads that end with their owner."""
+"""Threads that end with their owner, tensors as memory, and the garbage collector, paused."""
 
+from __future__ import annotations
+
+import gc
+import os
 import subprocess
 import sys
 import threading
 
 import pytest
+import torch
 
+from dcp_s3.process import collector_paused
+from dcp_s3.tensor_memory import is_direct, iterate_bytes, view_bytes
 from dcp_s3.workers import InTurn, Workers
+from tests.end_to_end.states import DTYPES, bits, every_kind, random_tensor
 
 
 def test_results_errors_and_names() -> None:
@@ -118,3 +126,92 @@ def test_workers_that_can_not_all_be_started_leave_none_behind(monkeypatch: pyte
 
 def _no_thread(_: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
+
+
+# --- tensors as memory -----------------------------------------------------------------------------------
+
+
+def tensors_in(state: object) -> list[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        return [state]
+    if isinstance(state, dict):
+        return [t for value in state.values() for t in tensors_in(value)]
+    return [t for value in state for t in tensors_in(value)] if isinstance(state, list) else []
+
+
+@pytest.mark.parametrize("chunk_size", [1, 16, 100, 10**9])
+def test_the_bytes_are_those_of_the_contiguous_tensor(chunk_size: int) -> None:
+    for tensor in tensors_in(every_kind()):
+        tensor = tensor.detach()
+        assert b"".join(map(bytes, iterate_bytes(tensor, chunk_size))) == bits(tensor)
+
+
+def test_copies_are_bounded() -> None:
+    tensor = random_tensor((64, 32, 8), torch.float32).permute(1, 0, 2)
+    sizes = [view.nbytes for view in iterate_bytes(tensor, 4096)]
+    assert max(sizes) <= 4096
+    assert sum(sizes) == tensor.nbytes
+
+
+def test_plain_memory_is_not_copied() -> None:
+    tensor = torch.zeros(1000)
+    (view,) = iterate_bytes(tensor, 16)
+    tensor[3] = 1.0
+    assert bytes(view) == bits(tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_views_are_writable_and_keep_the_memory(dtype: torch.dtype) -> None:
+    expected = random_tensor((9, 5), dtype, 3)
+    tensor = torch.zeros(9, 5, dtype=dtype)
+    view = view_bytes(tensor)
+    view[:] = bits(expected)
+    assert bits(tensor) == bits(expected)
+    del tensor
+    gc.collect()
+    torch.full((9, 5), 1, dtype=torch.int64)
+    assert bytes(view) == bits(expected)
+
+
+def test_what_is_direct() -> None:
+    base = torch.zeros(6, 4)
+    assert is_direct(base)
+    assert is_direct(base[2:4])
+    assert is_direct(torch.tensor(1.0))
+    assert not is_direct(base.t())
+    assert not is_direct(base[:, 1:])
+    assert not is_direct(torch.zeros(3, dtype=torch.complex64).conj())
+    assert not is_direct(torch.zeros(3, device="meta"))
+    assert not is_direct(torch.zeros(3, 3).to_sparse())
+
+
+# --- the collector ---------------------------------------------------------------------------------------
+
+
+def test_pauses_overlap() -> None:
+    assert gc.isenabled()
+    with collector_paused():
+        with collector_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_what_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with collector_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_a_child_that_is_forked_meanwhile_collects() -> None:
+    with collector_paused():
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if gc.isenabled() else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not gc.isenabled()
+    assert gc.isenabled()

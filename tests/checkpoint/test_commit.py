@@ -1,4 +1,4 @@
-"""The commit: nothing before it, one winner, an overwrite that is never half."""
+"""The commit: nothing before it, one winner, never half an overwrite, and nothing that could not be read back."""
 
 from __future__ import annotations
 
@@ -11,54 +11,34 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3.checkpoint import readback
+from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.format import allow_list
 from dcp_s3.format.control_files import Manifest
-from dcp_s3.format.layout import manifest_object
-from dcp_s3.s3 import retry
+from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, manifest_object
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
+from tests.end_to_end import loads
+from tests.end_to_end.loads import assert_loads, failure
 from tests.end_to_end.states import assert_same, blank, random_tensor
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
+from tests.retention import making
 from tests.single_ranks import committing_alone
 
 SMALL = {"part_size": "5MiB", "concurrency": 3, "retry_attempts": 3}
 
 
 def state_of(seed: int) -> dict[str, Any]:
-    return {"large": random_tensor((2500, 1000), torch.float32, seed), "small": random_tensor((7,), torch.int64, seed)}
+    return {"large": random_tensor((1400, 1000), torch.float32, seed), "small": random_tensor((7,), torch.int64, seed)}
 
 
-def save(state: Any, url: str, **arguments: Any) -> Any:
-    return dcp.save(state, storage_writer=S3StorageWriter(url, **{"settings": SMALL, **arguments}))
+def save(state: Any, url: str, **writer: Any) -> Any:
+    return loads.save(state, url, **{"settings": SMALL, **writer})
 
 
 def load(url: str) -> Any:
-    state = blank(state_of(0))
-    dcp.load(state, storage_reader=S3StorageReader(url))
-    return state
-
-
-def load_or_none(url: str) -> Any:
-    """The state at ``url``, None if there is no checkpoint; anything else is raised."""
-    try:
-        return load(url)
-    except CheckpointException as failure:
-        ((error, _),) = failure.failures.values()
-        if isinstance(error, errors.CheckpointNotFoundError):
-            return None
-        raise
-
-
-def cause(failure: Any) -> BaseException:
-    ((error, _),) = failure.value.failures.values()
-    return error
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(retry, "BACKOFF_BASE", 0.01)
-    with serve(monkeypatch) as server:
-        yield server
+    return loads.load(blank(state_of(0)), url)
 
 
 def keys(s3: Any, bucket: str) -> list[str]:
@@ -76,6 +56,11 @@ def test_the_manifest_names_exactly_what_is_there(root: str, s3: Any, bucket: st
     }
     assert {f"run/step-00000012/{entry.path}": entry.size for entry in manifest.objects} == stored
     assert {info.relative_path for info in metadata.storage_data.values()} == {e.path for e in manifest.objects}
+    for name in (key, "run/step-00000012/.metadata"):
+        found = s3.get_object(Bucket=bucket, Key=name)
+        fields = {field.lower(): value for field, value in found["Metadata"].items()}
+        assert fields[METADATA_CRC_KEY] == crc_hex(crc64nvme(found["Body"].read())), name
+    assert fields[SAVE_ID_KEY] == metadata.storage_meta.save_id
 
 
 def test_an_existing_checkpoint_is_refused_before_any_byte_moves(
@@ -84,13 +69,12 @@ def test_an_existing_checkpoint_is_refused_before_any_byte_moves(
     save(state_of(1), root)
     before = keys(s3, bucket)
     memory_server.handle.reset_counters()
-    with pytest.raises(CheckpointException) as failure:
-        save(state_of(2), root)
-    assert isinstance(cause(failure), errors.CheckpointExistsError)
-    assert "overwrite=True" in str(cause(failure))
+    error = failure(lambda: save(state_of(2), root), errors.CheckpointExistsError)
+    assert "Checkpoint already exists" in str(error), "the words of torch's own writers"
+    assert "overwrite=True" in str(error)
     assert set(memory_server.handle.counters.requests) == {"GetObject"}
     assert keys(s3, bucket) == before
-    assert_same(load(root), state_of(1))
+    assert_loads(root, state_of(1))
 
 
 def test_overwriting_replaces_and_removes_the_old_objects(root: str, s3: Any, bucket: str) -> None:
@@ -100,7 +84,7 @@ def test_overwriting_replaces_and_removes_the_old_objects(root: str, s3: Any, bu
     save(state_of(2), root, overwrite=True)
     new = set(keys(s3, bucket))
     assert old & new == {"run/.metadata", "run/notes.txt"}
-    assert_same(load(root), state_of(2))
+    assert_loads(root, state_of(2))
 
 
 def test_an_overwrite_that_fails_leaves_the_old_checkpoint_whole(faulty: FaultyServer) -> None:
@@ -115,11 +99,9 @@ def test_an_overwrite_that_fails_leaves_the_old_checkpoint_whole(faulty: FaultyS
             return Fault.error(503, "SlowDown") if hit else None
 
         faulty.rule = rule
-        with pytest.raises(CheckpointException) as failure:
-            save(state_of(2), url, overwrite=True)
-        assert isinstance(cause(failure), errors.TransferError)
+        failure(lambda: save(state_of(2), url, overwrite=True), errors.TransferError)
         faulty.rule = lambda _: None
-        assert_same(load(url), state_of(1))
+        assert_loads(url, state_of(1))
         assert faulty.s3.open_uploads(BUCKET) == []
         assert before.items() <= faulty.s3.objects(BUCKET).items()
 
@@ -152,13 +134,14 @@ def test_at_every_request_of_a_save_the_url_holds_the_old_or_the_new_one_whole(
         reached = count[0]
         faulty.rule = lambda _: None
         if done:
-            assert_same(load(url), state_of(2))
+            assert_loads(url, state_of(2))
         elif overwrite:
             found = load(url)
             assert_same(found, state_of(1) if torch.equal(found["small"], state_of(1)["small"]) else state_of(2))
+        elif "run/.metadata" in faulty.s3.objects(BUCKET):
+            assert_loads(url, state_of(2))
         else:
-            found = load_or_none(url)
-            assert_same(found, state_of(2) if found else None)
+            failure(lambda: load(url), errors.CheckpointNotFoundError)
         if done and reached < stop:
             break
     else:
@@ -201,7 +184,7 @@ def test_of_three_writers_exactly_one_wins(server: Any, root: str, s3: Any, buck
         if error is not None:
             assert isinstance(error, CheckpointException)
             assert isinstance(error.failures[0][0], errors.CheckpointExistsError)
-    assert_same(load(root), state_of(winners[0]))
+    assert_loads(root, state_of(winners[0]))
     assert len([key for key in keys(s3, bucket) if key.endswith(".distcp")]) == 1, "the losers removed theirs"
     assert len([key for key in keys(s3, bucket) if "manifest" in key]) == 1
 
@@ -210,7 +193,7 @@ def test_a_lost_answer_to_the_commit_is_a_commit(faulty: FaultyServer) -> None:
     seen = faulty.once("PutObject", Fault.apply_then_reset(), key=".metadata")
     save(state_of(1), f"s3://{BUCKET}/run")
     assert seen
-    assert_same(load(f"s3://{BUCKET}/run"), state_of(1))
+    assert_loads(f"s3://{BUCKET}/run", state_of(1))
 
 
 @pytest.mark.parametrize("collectives", [True, False])
@@ -221,14 +204,12 @@ def test_an_overwrite_that_s3_never_heard_of_deletes_nothing(faulty: FaultyServe
     forged = Fault.forge(200, headers={"ETag": '"0123456789abcdef0123456789abcdef"'})
     writer = S3StorageWriter(url, overwrite=True)
     seen = faulty.once("PutObject", forged, key="/.metadata")
-    with pytest.raises(CheckpointException) as failure:
-        dcp.save(new, storage_writer=writer)
+    error = failure(lambda: dcp.save(new, storage_writer=writer), errors.TransferError)
     assert seen
-    assert isinstance(cause(failure), errors.TransferError)
-    assert "not committed" in str(cause(failure))
-    assert_same(load(url), old)
+    assert "not committed" in str(error)
+    assert_loads(url, old)
     dcp.save(new, storage_writer=S3StorageWriter(url, overwrite=True))
-    assert_same(load(url), new)
+    assert_loads(url, new)
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>Sign in</html>"])
@@ -236,11 +217,10 @@ def test_a_page_in_the_place_of_an_answer_is_no_commit(faulty: FaultyServer, bod
     url, old, new = f"s3://{BUCKET}/run/step-1", state_of(1), state_of(2)
     save(old, url)
     faulty.rule = lambda request: Fault.forge(200, body) if request.operation == "PutObject" else None
-    with pytest.raises(CheckpointException) as failure:
-        dcp.save(new, storage_writer=S3StorageWriter(url, overwrite=True, settings={"retry_attempts": 2}))
-    assert "a proxy or captive portal" in str(cause(failure))
+    error = failure(lambda: save(new, url, overwrite=True, settings={"retry_attempts": 2}))
+    assert "a proxy or captive portal" in str(error)
     faulty.rule = lambda _: None
-    assert_same(load(url), old)
+    assert_loads(url, old)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -256,11 +236,9 @@ def test_a_commit_that_was_carried_out_and_refused_keeps_its_objects(faulty: Fau
         return Fault.forge(412, b"no", applied=True) if committing else None
 
     faulty.rule = rule
-    with pytest.raises(CheckpointException) as failure:
-        save(state, url, overwrite=overwrite)
-    assert isinstance(cause(failure), errors.TransferError)
+    failure(lambda: save(state, url, overwrite=overwrite), errors.TransferError)
     faulty.rule = lambda _: None
-    assert_same(load(url), state)
+    assert_loads(url, state)
 
 
 def test_an_overwrite_of_damaged_metadata_keeps_what_it_cannot_name(
@@ -272,7 +250,7 @@ def test_an_overwrite_of_damaged_metadata_keeps_what_it_cannot_name(
     save(state_of(2), root, overwrite=True)
     assert "will stay" in caplog.text
     assert set(data) <= set(keys(s3, bucket))
-    assert_same(load(root), state_of(2))
+    assert_loads(root, state_of(2))
 
 
 def test_metrics_that_json_cannot_hold(memory_server: Any, root: str) -> None:
@@ -293,7 +271,7 @@ def test_a_checkpoint_without_collectives_is_never_replaced(memory_server: Any, 
         for overwrite in (False, True):
             with pytest.raises(errors.CheckpointExistsError, match="delete it first"):
                 save_by_rank(url, 2, overwrite=overwrite)
-        assert_same(load(url), state_of(1))
+        assert_loads(url, state_of(1))
 
 
 def test_a_checkpoint_with_collectives_replaces_one_without(
@@ -301,13 +279,11 @@ def test_a_checkpoint_with_collectives_replaces_one_without(
 ) -> None:
     save_by_rank(root, 1)
     old = set(keys(s3, bucket))
-    with pytest.raises(CheckpointException) as failure:
-        save(state_of(2), root)
-    assert isinstance(cause(failure), errors.CheckpointExistsError)
+    failure(lambda: save(state_of(2), root), errors.CheckpointExistsError)
     assert set(keys(s3, bucket)) == old
     save(state_of(2), root, overwrite=True)
     assert not old & set(keys(s3, bucket))
-    assert_same(load(root), state_of(2))
+    assert_loads(root, state_of(2))
 
 
 def test_damage_of_the_metadata_itself_is_noticed(memory_server: Any, root: str, s3: Any, bucket: str) -> None:
@@ -320,3 +296,70 @@ def test_damage_of_the_metadata_itself_is_noticed(memory_server: Any, root: str,
         s3.put_object(Bucket=bucket, Key="run/.metadata", Body=damaged, Metadata=found["Metadata"])
         with pytest.raises(errors.CorruptCheckpointError, match="recorded was"):
             S3StorageReader(root).read_metadata()
+
+
+# --- read back -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readback, "_known", set())
+
+
+def _save(url: str, state: dict[str, Any]) -> None:
+    dcp.save(state, storage_writer=S3StorageWriter(url, overwrite=True), no_dist=True)
+
+
+def _assert_old_is_there(s3: Any, url: str, before: dict[str, int]) -> None:
+    assert before.items() <= making.keys(s3, url).items()
+    assert_loads(url, {"a": torch.ones(3), "step": 1})
+
+
+def test_metadata_that_its_own_reader_refuses(
+    memory_server: Any, s3: Any, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{root}/step-1"
+    _save(url, {"a": torch.ones(3), "step": 1})
+    before = making.keys(s3, url)
+    with monkeypatch.context() as patch:
+        patch.setattr(readback, "_known", set())
+        patch.delitem(allow_list.METADATA, ("torch.distributed.checkpoint.metadata", "TensorProperties"))
+        with pytest.raises(CheckpointException, match="was not committed: what was written cannot be read back"):
+            _save(url, {"a": torch.zeros(3), "step": 2})
+    _assert_old_is_there(s3, url, before)
+
+
+def test_tensors_that_torch_makes_something_else_of(
+    memory_server: Any, s3: Any, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{root}/step-1"
+    _save(url, {"a": torch.ones(3), "step": 1})
+    before, load = making.keys(s3, url), torch.load
+
+    def shifted(*arguments: Any, **options: Any) -> Any:
+        found = load(*arguments, **options)
+        return found.roll(1) if isinstance(found, torch.Tensor) else found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "load", shifted)
+        with pytest.raises(CheckpointException, match="makes another tensor"):
+            _save(url, {"a": torch.zeros(3, dtype=torch.int16), "step": 2})
+    _assert_old_is_there(s3, url, before)
+
+
+def test_what_was_read_back_once_is_not_read_again(
+    memory_server: Any, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    load = readback.load_metadata
+
+    def counted(data: bytes, **options: Any) -> Any:
+        calls.append(len(data))
+        return load(data, **options)
+
+    monkeypatch.setattr(readback, "load_metadata", counted)
+    _save(f"{root}/step-1", {"a": torch.ones(3), "step": 1})
+    _save(f"{root}/step-2", {"b": torch.ones(30), "c": torch.ones(2), "step": 1})
+    assert len(calls) == 1
+    _save(f"{root}/step-3", {"b": torch.ones(30, dtype=torch.bfloat16)})
+    assert len(calls) == 2

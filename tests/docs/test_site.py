@@ -1,9 +1,16 @@
-"""The pages that are made from the code are what the code says, and the site has all pages."""
+"""What is published: the pages made from the code, the site, the wheel and the sdist."""
 
 from __future__ import annotations
 
+import email
 import importlib.util
+import os
 import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -93,3 +100,101 @@ def test_sizes_follow_from_the_assumptions() -> None:
     assert (found.puts, found.gets) == (parts + 2 * 4 + 2, parts + 1)
     assert found.seconds == 14.0
     assert found.month_dollars == pytest.approx(14 * 0.023)
+
+
+# --- packages --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the wheel and the sdist that it was made from."""
+    pytest.importorskip("build", reason="no package is built here: pip install 'dcp-s3[package]'")
+    pytest.importorskip("hatch_fancy_pypi_readme", reason="no package is built here: pip install 'dcp-s3[package]'")
+    folder = tmp_path_factory.mktemp("dist")
+    done = subprocess.run(
+        [sys.executable, "-m", "build", "--quiet", "--no-isolation", "--outdir", str(folder), str(_ROOT)],
+        capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def _wheel(dist: Path) -> Path:
+    (wheel,) = dist.glob("*.whl")
+    return wheel
+
+
+def test_the_wheel_has_the_package_the_demo_the_types_and_the_licence_and_no_tests(dist: Path) -> None:
+    with zipfile.ZipFile(_wheel(dist)) as wheel:
+        names = wheel.namelist()
+    info = next(name.partition("/")[0] for name in names if name.endswith(".dist-info/METADATA"))
+    assert {name.partition("/")[0] for name in names} == {"dcp_s3", info}
+    assert {"dcp_s3/py.typed", "dcp_s3/demo/train.py", f"{info}/licenses/LICENSE"} <= set(names)
+    ours = {path.relative_to(_ROOT).as_posix() for path in (_ROOT / "dcp_s3").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == ours
+
+
+def test_the_metadata_says_the_licence_the_pythons_and_what_is_needed(dist: Path) -> None:
+    with zipfile.ZipFile(_wheel(dist)) as wheel:
+        (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        found = email.message_from_bytes(wheel.read(name))
+    assert found["License-Expression"] == "Apache-2.0"
+    assert found.get_all("License-File") == ["LICENSE"]
+    classifiers = found.get_all("Classifier") or []
+    assert not [each for each in classifiers if each.startswith("License")]
+    for version in ("3.10", "3.11", "3.12", "3.13"):
+        assert f"Programming Language :: Python :: {version}" in classifiers
+    needed = " ".join(found.get_all("Requires-Dist") or [])
+    assert "torch>=2.9" in needed
+    assert found["Description-Content-Type"] == "text/markdown"
+
+
+def test_the_page_on_pypi_has_no_link_that_leads_nowhere(dist: Path) -> None:
+    with zipfile.ZipFile(_wheel(dist)) as wheel:
+        (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        text = str(email.message_from_bytes(wheel.read(name)).get_payload())
+    assert "# dcp_s3" in text
+    assert "](https://pytorch.org/" in text
+    assert not [part for part in text.split("](")[1:] if not part.startswith("https://")]
+
+
+def test_the_sdist_has_what_the_wheel_and_the_tests_need(dist: Path) -> None:
+    (path,) = dist.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    needed = "pyproject.toml README.md LICENSE CHANGELOG.md CONTRIBUTING.md Makefile constraints.txt mkdocs.yml"
+    assert set(needed.split()) <= names
+    assert {"tests/docs/test_site.py", "docs/start.md", "docs/tools/hooks.py", "examples/sizing.py"} <= names
+    assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", ".git/"))]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_the_wheel_runs_the_demo_in_an_empty_environment(dist: Path, tmp_path: Path) -> None:
+    """With the torch of the constraints, from wherever this machine gets it."""
+    pytest.importorskip("uv", reason="no environment is made here: pip install uv")
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "DCP_S3_", "AWS_"))
+    }
+
+    def run(*command: str | Path) -> str:
+        done = subprocess.run(
+            [str(word) for word in command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    uv = [sys.executable, "-m", "uv", "--quiet"]
+    run(*uv, "venv", "--python", sys.executable, "empty")
+    python = tmp_path / "empty" / "bin" / "python"
+    torch = f"torch=={metadata.version('torch')}"
+    constraints = [
+        line for line in (_ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("torch==")
+    ]
+    (tmp_path / "constraints.txt").write_text("\n".join([*constraints, torch.partition("+")[0]]))
+    run(*uv, "pip", "install", "--python", python, "-c", "constraints.txt", f"{_wheel(dist)}[demo]")
+    assert "demo" in run(tmp_path / "empty" / "bin" / "dcp-s3", "--help")
+    output = run(tmp_path / "empty" / "bin" / "dcp-s3", "demo")
+    assert output.count("PASS") == 6
+    assert str(tmp_path) in run(python, "-c", "import dcp_s3; print(dcp_s3.__file__)")

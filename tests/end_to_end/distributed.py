@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
+from tests.end_to_end.states import assert_same
 from tests.servers import S3Server
 
 SMALL_PARTS = {"part_size": "5MiB"}
@@ -27,19 +28,12 @@ def random_values(seed: int, *shape: int, dtype: torch.dtype = torch.float32) ->
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def distribute(full: torch.Tensor, placement: Any) -> DTensor:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return distribute_tensor(full, mesh, [placement], src_data_rank=None)
-
-
-def assert_same(name: str, found: Any, expected: Any) -> None:
-    assert type(found) is type(expected), f"{name}: {type(found)}"
-    if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype, f"{name}: {found.dtype}"
-        assert found.shape == expected.shape, f"{name}: {found.shape}"
-        assert torch.equal(found, expected), name
-    else:
-        assert found == expected, name
+def distribute(full: torch.Tensor, *placements: Any) -> DTensor:
+    """Over all ranks; of two placements the first is over two groups of them, if their number is even."""
+    world = dist.get_world_size()
+    shape = (world,) if len(placements) == 1 or world % 2 else (2, world // 2)
+    mesh = init_device_mesh("cpu", shape)
+    return distribute_tensor(full, mesh, placements[-len(shape) :], src_data_rank=None)
 
 
 def manifests(server: S3Server, bucket: str) -> list[dict[str, Any]]:
@@ -71,9 +65,8 @@ def sharded_tensors(value: Callable[..., torch.Tensor]) -> tuple[Any, Any]:
 
 
 def save_together(url: str, seed: int, overwrite: bool = False) -> BaseException | None:
-    writer = S3StorageWriter(url, overwrite=overwrite)
     try:
-        dcp.save({"shared": random_values(seed, 4)}, storage_writer=writer)
+        dcp.save({"shared": random_values(seed, 4)}, storage_writer=S3StorageWriter(url, overwrite=overwrite))
     except CheckpointException as error:
         return error
     return None
@@ -82,7 +75,7 @@ def save_together(url: str, seed: int, overwrite: bool = False) -> BaseException
 def load_together(url: str, seed: int) -> None:
     state = {"shared": torch.zeros(4)}
     dcp.load(state, storage_reader=S3StorageReader(url))
-    assert_same("shared", state["shared"], random_values(seed, 4))
+    assert_same(state["shared"], random_values(seed, 4))
 
 
 def failures_by_rank(outcome: Sequence[BaseException | None]) -> dict[int, BaseException]:

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, errors
 from dcp_s3.s3.client import close_clients
+from tests.end_to_end.loads import failure, save
 
 
-def failure_of_save(url: str, state: Any = None, **arguments: Any) -> BaseException:
-    with pytest.raises(CheckpointException) as failure:
-        dcp.save(state or {"x": torch.ones(3)}, storage_writer=S3StorageWriter(url, **arguments))
-    return only(failure.value)
+def failure_of_save(url: str, state: Any = None) -> BaseException:
+    return pickled(failure(lambda: save(state or {"x": torch.ones(3)}, url)))
 
 
 def failure_of_load(url: str, state: Any = None, planner: Any = None, **arguments: Any) -> BaseException:
-    with pytest.raises(CheckpointException) as failure:
-        dcp.load(state or {"x": torch.ones(3)}, storage_reader=S3StorageReader(url, **arguments), planner=planner)
-    return only(failure.value)
+    reader = S3StorageReader(url, **arguments)
+    return pickled(failure(lambda: dcp.load(state or {"x": torch.ones(3)}, storage_reader=reader, planner=planner)))
 
 
-def only(failure: CheckpointException) -> BaseException:
-    ((error, _),) = failure.failures.values()
+def pickled(error: BaseException) -> BaseException:
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error), "it must reach other ranks as what it is"
     assert str(copy) == str(error)
@@ -48,15 +45,6 @@ def test_wrong_url(make: Any, url: str) -> None:
         make().reset(url)
 
 
-def test_no_url(memory_server: Any, s3_env: Any) -> None:
-    with pytest.raises(CheckpointException) as failure:
-        dcp.save({"x": torch.ones(3)}, storage_writer=S3StorageWriter())
-    assert isinstance(only(failure.value), errors.InvalidURLError)
-    with pytest.raises(CheckpointException) as failure:
-        dcp.load({"x": torch.ones(3)}, storage_reader=S3StorageReader())
-    assert isinstance(only(failure.value), errors.InvalidURLError)
-
-
 def test_missing_bucket(s3_env: Any) -> None:
     for error in (failure_of_save("s3://no-such-bucket-here/x"), failure_of_load("s3://no-such-bucket-here/x")):
         assert isinstance(error, errors.BucketNotFoundError)
@@ -64,27 +52,28 @@ def test_missing_bucket(s3_env: Any) -> None:
         assert "create the bucket" in str(error)
 
 
-def test_no_credentials(memory_server: Any, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _own_clients() -> Iterator[None]:
     close_clients()
+    yield
+    close_clients()
+
+
+@pytest.mark.usefixtures("_own_clients")
+def test_no_credentials(memory_server: Any, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    try:
-        for error in (failure_of_save(root), failure_of_load(root)):
-            assert isinstance(error, errors.CredentialsError)
-            assert "AWS_ACCESS_KEY_ID" in str(error)
-    finally:
-        close_clients()
+    for error in (failure_of_save(root), failure_of_load(root)):
+        assert isinstance(error, errors.CredentialsError)
+        assert "AWS_ACCESS_KEY_ID" in str(error)
 
 
 @pytest.mark.servers("rgw", "rclone")
+@pytest.mark.usefixtures("_own_clients")
 def test_wrong_credentials(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    close_clients()
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret-key")
-    try:
-        assert isinstance(failure_of_save(root), (errors.CredentialsError, errors.AccessDeniedError))
-        assert isinstance(failure_of_load(root), (errors.CredentialsError, errors.AccessDeniedError))
-    finally:
-        close_clients()
+    for error in (failure_of_save(root), failure_of_load(root)):
+        assert isinstance(error, (errors.CredentialsError, errors.AccessDeniedError))
 
 
 def test_missing_checkpoint(root: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -95,35 +84,6 @@ def test_missing_checkpoint(root: str, caplog: pytest.LogCaptureFixture) -> None
     assert "dcp-s3 ls" in str(error)
     with pytest.raises(errors.CheckpointNotFoundError):
         S3StorageReader(f"{root}/step-7").read_metadata()
-
-
-def test_existing_checkpoint(root: str, s3: Any, bucket: str) -> None:
-    dcp.save({"x": torch.ones(3)}, storage_writer=S3StorageWriter(root))
-    before = contents(s3, bucket)
-    error = failure_of_save(root)
-    assert isinstance(error, errors.CheckpointExistsError)
-    assert "Checkpoint already exists" in str(error), "the words of torch's own writers"
-    assert "overwrite=True" in str(error)
-    assert contents(s3, bucket) == before
-
-
-@pytest.mark.parametrize("damage", ["truncate", "seal", "empty", "garbage", "other"])
-def test_unreadable_metadata(memory_server: Any, root: str, s3: Any, bucket: str, damage: str) -> None:
-    dcp.save({"x": torch.ones(3)}, storage_writer=S3StorageWriter(root))
-    body = s3.get_object(Bucket=bucket, Key="run/.metadata")["Body"].read()
-    body = {
-        "truncate": body[: len(body) // 2],
-        "seal": body[:-10],  # the pickle is whole; what follows it is not
-        "empty": b"",
-        "garbage": b"\xffgarbage",
-        "other": pickle.dumps([1]),
-    }[damage]
-    s3.put_object(Bucket=bucket, Key="run/.metadata", Body=body)
-    before = contents(s3, bucket)
-    error = failure_of_load(root)
-    assert isinstance(error, errors.CorruptCheckpointError)
-    assert root in str(error)
-    assert contents(s3, bucket) == before
 
 
 def test_shape_mismatch(memory_server: Any, root: str) -> None:

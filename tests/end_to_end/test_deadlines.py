@@ -18,16 +18,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3 import S3StorageWriter, errors
 from dcp_s3.settings import Settings
 from dcp_s3.spill.background import stop_draining, wait_until_drained
-from tests.end_to_end.states import assert_same, blank
+from tests.end_to_end import loads
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
 from tests.ranks import RankFailed, run_ranks
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
     pytest.mark.timeout(180),  # below what requests may hang without a deadline: eight times LONG
 ]
 
@@ -86,10 +85,12 @@ def save(state: dict[str, Any] | None = None, **settings: Any) -> None:
     dcp.save(state or make_state(), storage_writer=writer)
 
 
-def cause(caught: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
-    """Of the failure of the one rank."""
-    ((error, _),) = caught.value.failures.values()
-    return error
+def failure(action: Callable[[], object], kind: type[BaseException] = errors.DeadlineExceededError) -> Any:
+    return loads.failure(action, kind)
+
+
+def load(expected: dict[str, Any], **settings: Any) -> None:
+    loads.assert_loads(URL, expected, settings=settings)
 
 
 def assert_nothing_is_left(faulty: Hanging) -> None:
@@ -106,60 +107,37 @@ def assert_no_threads() -> None:
 # --- deadlines ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "PutObject"])
+@pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "PutObject", "throttled"])
 def test_a_save_ends_at_its_deadline(faulty: Hanging, operation: str) -> None:
-    faulty.hang(operation, key="__0_")
-    with pytest.raises(CheckpointException) as caught:
-        save(save_timeout=1.5)
-    assert faulty.reached.is_set()
-    error = cause(caught)
-    assert isinstance(error, errors.DeadlineExceededError)
+    if operation == "throttled":
+        faulty.rule = lambda request: Fault.error(503, "SlowDown") if request.operation == "UploadPart" else None
+    else:
+        faulty.hang(operation, key="__0_")
+    error = failure(lambda: save(save_timeout=1.5, retry_attempts=100))
+    assert faulty.reached.is_set() == (operation != "throttled")
     assert (error.setting, error.seconds) == ("DCP_S3_SAVE_TIMEOUT", 1.5)
-    assert f"the save to {URL} was not done within DCP_S3_SAVE_TIMEOUT = 1.5 s: of about 6.0 MiB of rank 0" in str(
-        error
-    )
+    said = f"the save to {URL} was not done within DCP_S3_SAVE_TIMEOUT = 1.5 s: of about 6.0 MiB of rank 0"
+    assert said in str(error)
     assert_nothing_is_left(faulty)
 
 
 def test_the_error_says_how_far_the_save_came(faulty: Hanging) -> None:
     faulty.hang("CompleteMultipartUpload")
-    with pytest.raises(CheckpointException) as caught:
-        save(save_timeout=2, read_timeout=0.3)
-    assert "of about 6.0 MiB of rank 0, 6.0 MiB were on S3" in str(cause(caught))
-
-
-def test_throttling_does_not_outlast_the_deadline(faulty: Hanging) -> None:
-    refused: list[Any] = []
-
-    def rule(request: Any) -> Fault | None:
-        if request.operation != "UploadPart":
-            return None
-        refused.append(request)
-        return Fault.error(503, "SlowDown")
-
-    faulty.rule = rule
-    with pytest.raises(CheckpointException) as caught:
-        save(save_timeout=1, retry_attempts=100)
-    assert isinstance(cause(caught), errors.DeadlineExceededError)
-    assert refused
-    assert_nothing_is_left(faulty)
+    error = failure(lambda: save(save_timeout=2, read_timeout=0.3))
+    assert "of about 6.0 MiB of rank 0, 6.0 MiB were on S3" in str(error)
 
 
 def test_a_commit_that_was_not_begun_leaves_nothing(faulty: Hanging) -> None:
     faulty.hang("PutObject", key="manifest-")
-    with pytest.raises(CheckpointException) as caught:
-        save(save_timeout=2, read_timeout=0.3)
-    error = cause(caught)
-    assert isinstance(error, errors.DeadlineExceededError)
+    error = failure(lambda: save(save_timeout=2, read_timeout=0.3))
     assert "every rank had written its data, but it was not committed" in str(error)
     assert_nothing_is_left(faulty)
 
 
 def test_a_commit_that_s3_may_still_carry_out_keeps_its_objects(faulty: Hanging) -> None:
     faulty.hang("PutObject", key="run/.metadata")
-    with pytest.raises(CheckpointException) as caught:
-        save(save_timeout=2, read_timeout=0.3)
-    assert "S3 may still carry out the commit" in str(cause(caught))
+    error = failure(lambda: save(save_timeout=2, read_timeout=0.3), BaseException)
+    assert "S3 may still carry out the commit" in str(error)
     keys = set(faulty.s3.objects(BUCKET))
     assert "run/.metadata" not in keys
     assert len([key for key in keys if key.endswith(".distcp")]) == 2
@@ -186,37 +164,27 @@ def test_a_commit_that_s3_carried_out_without_answering_is_a_save(faulty: Hangin
     assert len(puts) > 1
     faulty.rule = lambda _: None
     faulty.released.set()
-    found = blank(state)
-    dcp.load(found, storage_reader=S3StorageReader(URL))
-    assert_same(found, state)
+    load(state)
 
 
 def test_a_load_ends_at_its_deadline(faulty: Hanging) -> None:
-    state = make_state()
-    save(state)
+    save()
     faulty.hang("GetObject", key="__0_0")
-    with pytest.raises(CheckpointException) as caught:
-        dcp.load(blank(state), storage_reader=S3StorageReader(URL, settings={"load_timeout": 1.5}))
+    error = failure(lambda: load(make_state(), load_timeout=1.5))
     assert faulty.reached.is_set()
-    error = cause(caught)
-    assert isinstance(error, errors.DeadlineExceededError)
     assert f"the load of {URL} was not done within DCP_S3_LOAD_TIMEOUT = 1.5 s: 400 B of the 6.0 MiB" in str(error)
     assert_no_threads()
 
 
-def test_deadlines_that_do_not_pass_change_nothing(faulty: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deadlines_that_do_not_pass_change_nothing_and_none_is_zero(
+    faulty: Hanging, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DCP_S3_SAVE_TIMEOUT", "5m")
     monkeypatch.setenv("DCP_S3_LOAD_TIMEOUT", "5m")
     assert (Settings().save_timeout, Settings().load_timeout) == (300, 300)
     state = make_state()
-    writer, reader = S3StorageWriter(URL), S3StorageReader(URL)
-    dcp.save(state, storage_writer=writer)
-    found = blank(state)
-    dcp.load(found, storage_reader=reader)
-    assert_same(found, state)
-
-
-def test_a_deadline_of_zero_is_refused() -> None:
+    save(state)
+    load(state)
     with pytest.raises(errors.SettingsError, match="save_timeout"):
         Settings(save_timeout=0)
 
@@ -226,9 +194,7 @@ def test_a_deadline_of_zero_is_refused() -> None:
 
 def test_a_save_that_is_not_durable_at_its_deadline_is_given_up(faulty: Hanging, spill_dir: Path) -> None:
     faulty.hang("UploadPart")
-    with pytest.raises(CheckpointException) as caught:
-        save(save_timeout=1, spill_after=20)
-    assert isinstance(cause(caught), errors.DeadlineExceededError)
+    failure(lambda: save(save_timeout=1, spill_after=20))
     assert not list((spill_dir / "saves").iterdir())
     assert_nothing_is_left(faulty)
 
@@ -245,17 +211,12 @@ def test_what_is_on_disk_at_the_deadline_still_goes_to_s3(
     faulty.rule = lambda request: Fault.error(503, "SlowDown") if "__0_" in request.key else None
     state = make_state()
     writer = S3StorageWriter(URL, settings={"save_timeout": 600, "spill_after": 0.2})
-    with pytest.raises(CheckpointException) as caught:
-        dcp.save(state, storage_writer=writer)
-    error = cause(caught)
-    assert isinstance(error, errors.DeadlineExceededError)
+    error = failure(lambda: dcp.save(state, storage_writer=writer))
     assert f"it is complete on local disks ({spill_dir}), from where it still goes to S3" in str(error)
     faulty.rule = lambda _: None
     monkeypatch.setattr("dcp_s3.spill.saving.wait_until_drained", wait_until_drained)
     writer.wait_committed(timeout=LONG)
-    found = blank(state)
-    dcp.load(found, storage_reader=S3StorageReader(URL))
-    assert_same(found, state)
+    load(state)
 
 
 def test_local_durability_is_in_time_without_s3(faulty: Hanging, spill_dir: Path) -> None:
@@ -276,30 +237,20 @@ def interrupt() -> None:
     signal.pthread_kill(ident, signal.SIGINT)
 
 
-def test_ctrl_c_during_a_save(faulty: Hanging) -> None:
+@pytest.mark.parametrize("spills", [False, True])
+def test_ctrl_c_during_a_save(faulty: Hanging, tmp_path: Path, request: pytest.FixtureRequest, spills: bool) -> None:
+    if spills:
+        request.getfixturevalue("spill_dir")
     faulty.hang("UploadPart", then=interrupt)
-    with pytest.raises(CheckpointException) as caught:
-        save(read_timeout=0.3)
-    assert isinstance(cause(caught), KeyboardInterrupt)
-    assert_nothing_is_left(faulty)
-
-
-def test_ctrl_c_during_a_save_that_could_spill(faulty: Hanging, spill_dir: Path) -> None:
-    faulty.hang("UploadPart", then=interrupt)
-    with pytest.raises(CheckpointException) as caught:
-        save(read_timeout=0.3)
-    assert isinstance(cause(caught), KeyboardInterrupt)
-    assert not list((spill_dir / "saves").iterdir())
+    failure(lambda: save(read_timeout=0.3), KeyboardInterrupt)
+    assert not list((tmp_path / "spill").glob("saves/*"))
     assert_nothing_is_left(faulty)
 
 
 def test_ctrl_c_during_a_load(faulty: Hanging) -> None:
-    state = make_state()
-    save(state)
+    save()
     faulty.hang("GetObject", key="__0_", then=interrupt)
-    with pytest.raises(CheckpointException) as caught:
-        dcp.load(blank(state), storage_reader=S3StorageReader(URL, settings={"read_timeout": 0.3}))
-    assert isinstance(cause(caught), KeyboardInterrupt)
+    failure(lambda: load(make_state(), read_timeout=0.3), KeyboardInterrupt)
     assert_no_threads()
 
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension, ZStandard
-from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from tests.end_to_end.loads import failure
 from tests.end_to_end.states import assert_same, blank, every_kind, random_tensor
+from tests.end_to_end.test_interchange import download, upload
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = pytest.mark.servers("memory")
 
 SETTINGS = {"part_size": "5MiB"}
 KEY = 0x5A
@@ -119,16 +120,8 @@ def load(state: Any, url: str, extension_registry: ExtensionRegistry | None) -> 
 
 
 def failure_of_load(state: Any, url: str, extension_registry: ExtensionRegistry | None) -> BaseException:
-    with pytest.raises(CheckpointException) as failure:
-        load(state, url, extension_registry)
-    ((error, _),) = failure.value.failures.values()
+    error: BaseException = failure(lambda: load(state, url, extension_registry))
     return error
-
-
-def read_item(s3: Any, bucket: str, info: Any) -> bytes:
-    last = info.offset + info.length - 1
-    found = s3.get_object(Bucket=bucket, Key=f"run/{info.relative_path}", Range=f"bytes={info.offset}-{last}")
-    return found["Body"].read()
 
 
 def flip(s3: Any, bucket: str, relative_path: str, position: int) -> None:
@@ -139,14 +132,26 @@ def flip(s3: Any, bucket: str, relative_path: str, position: int) -> None:
 
 
 @pytest.mark.servers("memory", "moto")
-def test_what_goes_through_extensions_comes_back(root: str, extensions: Sequence[StreamTransformExtension]) -> None:
+def test_what_goes_through_extensions_comes_back_also_to_and_from_torch(
+    s3: Any, bucket: str, root: str, tmp_path: Path, extensions: Sequence[StreamTransformExtension]
+) -> None:
     state = make_state()
     save(state, root, extensions)
     assert_same(load(blank(state), root, registry()), state)
 
+    download(s3, bucket, "run", tmp_path / "ours")
+    found = blank(state)
+    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path / "ours", _extension_registry=registry()))
+    assert_same(found, state)
+
+    writer = dcp.FileSystemWriter(tmp_path / "torch", sync_files=False, _extensions=extensions)
+    dcp.save(state, storage_writer=writer)
+    upload(s3, bucket, "run/torch", tmp_path / "torch")
+    assert_same(load(blank(state), f"{root}/torch", registry()), state)
+
 
 @pytest.mark.skipif(not ZStandard.is_available(), reason="zstandard is not installed")
-def test_extensions_whose_order_matters_are_refused_or_come_back(memory_server: Any, root: str) -> None:
+def test_extensions_whose_order_matters_are_refused_or_come_back(root: str) -> None:
     """torch 2.13 writes the descriptors in an order in which it cannot undo them, with its own reader too."""
     state = {"x": random_tensor((100, 30), torch.float32), "n": "text"}
     try:
@@ -157,47 +162,19 @@ def test_extensions_whose_order_matters_are_refused_or_come_back(memory_server: 
         assert_same(load(blank(state), root, registry()), state)
 
 
-def test_stored_bytes_are_the_transformed_ones(memory_server: Any, s3: Any, bucket: str, root: str) -> None:
+def test_stored_bytes_are_the_transformed_ones(s3: Any, bucket: str, root: str) -> None:
     state = {"x": random_tensor((100, 30), torch.float32), "n": {"a": 1}}
     for index, info in save(state, root, [Xor()]).storage_data.items():
         assert info.transform_descriptors == [f"dcp_s3.tests.xor/{KEY}"]
-        stored = read_item(s3, bucket, info).translate(Xor().table)
+        data = s3.get_object(Bucket=bucket, Key=f"run/{info.relative_path}")["Body"].read()
+        stored = data[info.offset : info.offset + info.length].translate(Xor().table)
         assert_same(torch.load(io.BytesIO(stored)), state["x"] if index.fqn == "x" else 1)
+    if ZStandard.is_available():
+        (info,) = save({"zeros": torch.zeros(1000, 1000)}, f"{root}/small", [ZStandard()]).storage_data.values()
+        assert info.length < 10_000
 
 
-@pytest.mark.skipif(not ZStandard.is_available(), reason="zstandard is not installed")
-def test_zstandard_makes_the_checkpoint_smaller(memory_server: Any, root: str) -> None:
-    state = {"zeros": torch.zeros(1000, 1000)}
-    (info,) = save(state, root, [ZStandard()]).storage_data.values()
-    assert info.length < 10_000
-    assert_same(load({"zeros": torch.ones(1000, 1000)}, root, None), state)
-
-
-def test_torch_reads_what_went_through_extensions(
-    memory_server: Any, s3: Any, bucket: str, root: str, tmp_path: Path, extensions: Sequence[StreamTransformExtension]
-) -> None:
-    state = make_state()
-    save(state, root, extensions)
-    for found in s3.list_objects_v2(Bucket=bucket, Prefix="run/")["Contents"]:
-        path = tmp_path / found["Key"].removeprefix("run/")
-        path.parent.mkdir(exist_ok=True)
-        s3.download_file(bucket, found["Key"], str(path))
-    found = blank(state)
-    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path, _extension_registry=registry()))
-    assert_same(found, state)
-
-
-def test_reads_what_torch_sent_through_extensions(
-    memory_server: Any, s3: Any, bucket: str, root: str, tmp_path: Path, extensions: Sequence[StreamTransformExtension]
-) -> None:
-    state = make_state()
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, sync_files=False, _extensions=extensions))
-    for path in tmp_path.iterdir():
-        s3.upload_file(str(path), bucket, f"run/{path.name}")
-    assert_same(load(blank(state), root, registry()), state)
-
-
-def test_a_part_of_a_transformed_tensor(memory_server: Any, root: str) -> None:
+def test_a_part_of_a_transformed_tensor(root: str) -> None:
     """A box has to be cut from the whole decoded tensor: raw offsets mean nothing here."""
     from tests.ranks import run_ranks
 
@@ -215,55 +192,41 @@ def _load_columns(url: str) -> None:
     assert_same(state["x"].to_local(), expected)
 
 
-def test_an_unknown_extension_is_named(memory_server: Any, root: str) -> None:
-    state = {"x": torch.ones(30)}
-    save(state, root, [Xor()])
-    target = blank(state)
-    error = failure_of_load(target, root, None)
-    assert isinstance(error, errors.DcpS3Error)
-    for part in ("'x'", root, "dcp_s3.tests.xor", "_extension_registry"):
-        assert part in str(error)
-    assert not target["x"].any(), "nothing must be loaded"
-
-
-def test_a_version_that_the_extension_refuses(memory_server: Any, root: str) -> None:
-    save({"n": "text"}, root, [_Later()])
-    error = failure_of_load({"n": ""}, root, registry())
-    assert isinstance(error, errors.DcpS3Error)
-    assert "'n'" in str(error)
-    assert "invalid literal" in str(error)
-
-
 class _Later(Xor):
     def get_descriptor(self) -> str:
         return f"{self.registry_name()}/a-later-version"
 
 
+def test_an_unknown_extension_or_version_is_named_and_nothing_loaded(root: str) -> None:
+    for url, extension, known, parts in (
+        (f"{root}/1", Xor(), None, ("'x'", root, "dcp_s3.tests.xor", "_extension_registry")),
+        (f"{root}/2", _Later(), registry(), ("'x'", "invalid literal")),
+    ):
+        save({"x": torch.ones(30)}, url, [extension])
+        target = {"x": torch.zeros(30)}
+        error = failure_of_load(target, url, known)
+        assert isinstance(error, errors.DcpS3Error)
+        for part in parts:
+            assert part in str(error)
+        assert not target["x"].any()
+
+
 @pytest.mark.parametrize("fqn", ["x", "n"])
-@pytest.mark.parametrize("place", [0, 0.5, 1])
-def test_damage_is_found_by_the_checksum_of_the_stored_bytes(
-    memory_server: Any, s3: Any, bucket: str, root: str, fqn: str, place: float
+@pytest.mark.parametrize("place", [0, 0.5, 1, None])
+def test_damage_is_found_by_the_checksum_of_the_stored_bytes_or_by_the_decoder(
+    s3: Any, bucket: str, root: str, fqn: str, place: float | None
 ) -> None:
+    if place is None and not ZStandard.is_available():
+        pytest.skip("zstandard is not installed")
     state = {"x": random_tensor((50, 30), torch.float32), "n": "text"}
-    metadata = save(state, root, [Xor()])
+    if place is None:  # without checksums, its magic number
+        metadata = save(state, root, [ZStandard()], checksum="none")
+    else:
+        metadata = save(state, root, [Xor()])
     info = next(info for index, info in metadata.storage_data.items() if index.fqn == fqn)
-    flip(s3, bucket, info.relative_path, info.offset + int(place * (info.length - 1)))
+    flip(s3, bucket, info.relative_path, info.offset + int((place or 0) * (info.length - 1)))
     error = failure_of_load(blank(state), root, registry())
     assert isinstance(error, errors.CorruptCheckpointError)
-    for part in (repr(fqn), root, info.relative_path, f"bytes {info.offset} to {info.offset + info.length - 1}"):
+    where = f"bytes {info.offset} to {info.offset + info.length - 1}"
+    for part in (repr(fqn), *(["cannot be decoded"] if place is None else [root, info.relative_path, where])):
         assert part in str(error)
-
-
-@pytest.mark.skipif(not ZStandard.is_available(), reason="zstandard is not installed")
-@pytest.mark.parametrize("fqn", ["x", "n"])
-def test_damage_without_checksums_is_found_by_the_decoder(
-    memory_server: Any, s3: Any, bucket: str, root: str, fqn: str
-) -> None:
-    state = {"x": random_tensor((50, 30), torch.float32), "n": "text"}
-    metadata = save(state, root, [ZStandard()], checksum="none")
-    info = next(info for index, info in metadata.storage_data.items() if index.fqn == fqn)
-    flip(s3, bucket, info.relative_path, info.offset)  # its magic number
-    error = failure_of_load(blank(state), root, registry())
-    assert isinstance(error, errors.CorruptCheckpointError)
-    assert repr(fqn) in str(error)
-    assert "cannot be decoded" in str(error)

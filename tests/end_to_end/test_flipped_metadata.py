@@ -7,6 +7,7 @@ bits, evenly spread; 0 stands for all.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import resource
@@ -18,15 +19,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter, errors, inspect, latest, read_tensor, verify
 from dcp_s3.format.metadata import load_metadata
+from tests.end_to_end.states import assert_same, blank
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = pytest.mark.servers("memory")
 
 _ALL = "DCP_S3_TEST_FLIPS" in os.environ
 _FLIPS = int(os.environ.get("DCP_S3_TEST_FLIPS", "6"))
@@ -57,7 +60,7 @@ def _save(root: str, directory: str) -> None:
 
 
 @pytest.fixture(params=["as saved", "copied", "copied, of an earlier version", "torch's"])
-def checkpoint(request: Any, memory_server: Any, s3: Any, bucket: str, root: str, tmp_path: Path) -> Any:
+def checkpoint(request: Any, s3: Any, bucket: str, root: str, tmp_path: Path) -> Any:
     """The root with two checkpoints; the second is to be damaged. And its key, bytes and user metadata."""
     kind = request.param
     run_ranks(2, _save, root, str(tmp_path / "torch"))
@@ -115,55 +118,29 @@ def _some(bits: list[int]) -> list[int]:
     return bits[:: max(1, len(bits) // _FLIPS)] if _FLIPS else bits
 
 
-def _blank() -> dict[str, Any]:
-    state = _state()
-    for tensor in (*state["model"].values(), state["count"], state["wide"]):
-        tensor.zero_()
-    return {**state, "step": 0}
-
-
-def _assert_same(found: dict[str, Any]) -> None:
-    expected = _state()
-    assert found["step"] == expected["step"]
-    assert torch.equal(found["count"], expected["count"])
-    assert torch.equal(found["wide"], expected["wide"])
-    for name, tensor in expected["model"].items():
-        assert found["model"][name].dtype == tensor.dtype
-        assert torch.equal(found["model"][name], tensor), name
-
-
 def _check(root: str, kind: str) -> None:
     url = f"{root}/step-00000002"
-    state = _blank()
+    state = blank(_state())
     try:
         dcp.load(state, storage_reader=S3StorageReader(url), no_dist=True)
     except CheckpointException as failure:
         for error, _ in failure.failures.values():
             assert isinstance(error, errors.DcpS3Error), repr(error)
     else:
-        _assert_same(state)
-    for name, expected in {
-        **{f"model.{k}": v for k, v in _state()["model"].items()},
-        "count": _state()["count"],
-        "wide": _state()["wide"],
-    }.items():
-        try:
-            found = read_tensor(url, name)
-        except errors.DcpS3Error:
-            continue
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected), name
-    try:
+        assert_same(state, _state())
+    flat, _ = flatten_state_dict(_state())
+    for name in set(flat) - {"step"}:
+        with contextlib.suppress(errors.DcpS3Error):
+            assert_same(read_tensor(url, name), flat[name])
+    with contextlib.suppress(errors.DcpS3Error):
         inspect(url)
-    except errors.DcpS3Error:
-        pass
     latest(root)
     verify(url)
-    state = _blank()
+    state = blank(_state())
     with CheckpointManager(root) as manager:
         try:
             assert manager.restore(state) in (1, 2)
-            _assert_same(state)
+            assert_same(state, _state())
         except errors.DcpS3Error:
             if kind in ("as saved", "copied"):
                 raise
@@ -190,7 +167,7 @@ def test_edited_metadata(checkpoint: Any, edit: Callable[[Metadata], None]) -> N
     metadata = pickle.loads(data)
     edit(metadata)
     put(pickle.dumps(metadata))
-    url, state = f"{root}/step-00000002", _blank()
+    url, state = f"{root}/step-00000002", blank(_state())
     report = verify(url, full=True)
     assert not report.ok, report
     assert edit is _change_dtype or not verify(url).ok
@@ -199,7 +176,7 @@ def test_edited_metadata(checkpoint: Any, edit: Callable[[Metadata], None]) -> N
     else:
         with pytest.raises(CheckpointException, match="CorruptCheckpointError"):
             dcp.load(state, storage_reader=S3StorageReader(url), no_dist=True)
-        state = _blank()
+        state = blank(_state())
         with CheckpointManager(root) as manager:
             assert manager.restore(state) == 1
-    _assert_same(state)
+    assert_same(state, _state())

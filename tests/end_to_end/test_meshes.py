@@ -13,15 +13,12 @@ import torch.distributed.checkpoint as dcp
 from dcp_s3 import S3StorageReader, S3StorageWriter, read_tensors
 from tests.end_to_end.meshes import COLUMNS, Job, Mesh, assert_loaded, fill, full, spoil
 from tests.ranks import run_ranks
-from tests.servers import S3Server
 
-SAVING = (
-    Mesh("tp", (2, 2)),
-    COLUMNS,
-    Mesh("tp", (4, 1)),
-    Mesh("hsdp", (2, 2)),
-)
-LOADING = (*SAVING, Mesh("tp", (2, 1)), Mesh("plain"))
+pytestmark = pytest.mark.servers("memory")
+
+
+SAVING = (Mesh("tp", (2, 2)), COLUMNS, Mesh("tp", (4, 1)), Mesh("hsdp", (2, 2)))
+LOADING = (*SAVING, Mesh("tp", (2, 1)), Mesh("fsdp", (1, 3)), Mesh("plain"))
 FLATTENED = (False, True)
 
 
@@ -55,13 +52,13 @@ def _save_and_load(root: str, saving: Mesh, use_collectives: bool) -> list[str]:
 
 @pytest.mark.quick("tp-1x4", "hsdp-2x2")
 @pytest.mark.parametrize("saving", SAVING, ids=str)
-def test_uneven_meshes_are_resharded_onto_each_other(root: str, memory_server: S3Server, saving: Mesh) -> None:
+def test_uneven_meshes_are_resharded_onto_each_other(root: str, saving: Mesh) -> None:
     _reshard(root, saving, use_collectives=True)
 
 
 @pytest.mark.quick("tp-2x2")
 @pytest.mark.parametrize("saving", SAVING, ids=str)
-def test_what_is_saved_without_collectives_is_resharded_too(root: str, memory_server: S3Server, saving: Mesh) -> None:
+def test_what_is_saved_without_collectives_is_resharded_too(root: str, saving: Mesh) -> None:
     _reshard(root, saving, use_collectives=False)
 
 

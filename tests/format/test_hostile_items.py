@@ -21,8 +21,7 @@ from dcp_s3 import errors
 from dcp_s3.format.safe_items import check_item, check_storages
 from dcp_s3.format.unpickling import MalformedPickleError
 from tests import hostile
-from tests.hostile import archive, call, decode_item, decode_tensor, name, plain, save, stream, text
-from tests.hostile_values import HOSTILE
+from tests.hostile import HOSTILE, archive, call, decode_item, decode_tensor, name, plain, save, stream, text
 from tests.mutations import mutated
 
 REFUSED = (errors.UnsafeItemError, errors.CorruptCheckpointError)

@@ -24,7 +24,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
-from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
@@ -32,11 +31,11 @@ from dcp_s3.format import item_values, safe_items
 from dcp_s3.format.allow_list import PLAIN
 from dcp_s3.format.safe_items import check_item
 from tests import hostile
+from tests.end_to_end.loads import failure, load
 from tests.format.test_hostile_items import mutated_items
-from tests.hostile import archive, call, name, plain, save, stream, text
-from tests.hostile_values import HOSTILE, TEXT, U1, array, dtype, scalar
+from tests.hostile import HOSTILE, TEXT, U1, archive, array, call, dtype, name, plain, save, scalar, stream, text
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = pytest.mark.servers("memory")
 
 REFUSED = (errors.UnsafeItemError, errors.CorruptCheckpointError)
 UTC = datetime.timezone.utc
@@ -147,9 +146,7 @@ def as_unpickled(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value, 2))
 
 
-def test_a_state_of_all_of_them_loads_and_the_save_is_silent(
-    memory_server: Any, root: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_state_of_all_of_them_loads_and_the_save_is_silent(root: str, caplog: pytest.LogCaptureFixture) -> None:
     # A tuple is one entry; of lists and dicts DCP makes an entry for each item.
     state = {"w": torch.ones(3), "values": {label: (value,) for label, value in {**VALUES, **ARRAYS}.items()}}
     with caplog.at_level(logging.WARNING, "dcp_s3"):
@@ -222,22 +219,15 @@ NOT_TAKEN: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("label", NOT_TAKEN)
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
-def test_a_save_warns_of_what_a_load_refuses(
-    memory_server: Any, root: str, label: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_warns_of_what_a_load_refuses(root: str, label: str, caplog: pytest.LogCaptureFixture) -> None:
     value, reason = NOT_TAKEN[label]
     with caplog.at_level(logging.WARNING, "dcp_s3"):
         dcp.save({"x": (value,)}, storage_writer=S3StorageWriter(root))
     (record,) = caplog.records
     assert reason in record.getMessage()
     assert "weights_only=False" in record.getMessage()
-    with pytest.raises(CheckpointException) as failure:
-        dcp.load({"x": ()}, storage_reader=S3StorageReader(root))
-    ((error, _),) = failure.value.failures.values()
-    assert isinstance(error, errors.UnsafeItemError)
-    assert reason in str(error)
-    found: dict[str, Any] = {"x": ()}
-    dcp.load(found, storage_reader=S3StorageReader(root, weights_only=False))
+    assert reason in str(failure(lambda: load({"x": ()}, root), errors.UnsafeItemError))
+    found = load({"x": ()}, root, weights_only=False)
     assert repr(found["x"]).partition(" at 0x")[0] == repr((value,)).partition(" at 0x")[0]
 
 

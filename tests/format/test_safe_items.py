@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.format import safe_items
+from tests.end_to_end import loads
 from tests.end_to_end.states import assert_same, blank
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = pytest.mark.servers("memory")
 
 
 class Config:
@@ -52,22 +53,18 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(root: str, state: Any, **arguments: Any) -> Any:
-    dcp.load(state, storage_reader=S3StorageReader(root, **arguments))
-    return state
+    return loads.load(state, root, **arguments)
 
 
 def refusal(root: str, state: Any, **arguments: Any) -> errors.UnsafeItemError:
-    with pytest.raises(CheckpointException) as failure:
-        load(root, state, **arguments)
-    ((error, _),) = failure.value.failures.values()
-    assert isinstance(error, errors.UnsafeItemError), repr(error)
+    error: errors.UnsafeItemError = loads.failure(lambda: load(root, state, **arguments), errors.UnsafeItemError)
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), copy.fqn, str(copy)) == (type(error), error.fqn, str(error))
     return error
 
 
 @pytest.mark.parametrize("checksum", ["crc64nvme", "none"])
-def test_a_class_is_refused_and_both_remedies_work(memory_server: Any, root: str, checksum: str) -> None:
+def test_a_class_is_refused_and_both_remedies_work(root: str, checksum: str) -> None:
     writer = S3StorageWriter(root, settings={"checksum": checksum})
     dcp.save({"t": torch.ones(3), "job": {"config": Config(7)}}, storage_writer=writer)
 
@@ -85,7 +82,7 @@ def test_a_class_is_refused_and_both_remedies_work(memory_server: Any, root: str
     assert load(root, target(), weights_only=False)["job"]["config"].width == 7
 
 
-def test_the_planner_sees_only_what_was_checked(memory_server: Any, root: str) -> None:
+def test_the_planner_sees_only_what_was_checked(root: str) -> None:
     dcp.save({"a": 1, "b": Config(1)}, storage_writer=S3StorageWriter(root))
     seen: list[str] = []
 
@@ -100,7 +97,7 @@ def test_the_planner_sees_only_what_was_checked(memory_server: Any, root: str) -
     assert set(seen) <= {"a"}
 
 
-def test_a_reader_takes_its_choice_along(memory_server: Any, root: str) -> None:
+def test_a_reader_takes_its_choice_along(root: str) -> None:
     dcp.save({"b": Config(3)}, storage_writer=S3StorageWriter(root))
     assert S3StorageReader(root).weights_only
     reader = pickle.loads(pickle.dumps(S3StorageReader(root, weights_only=False)))
@@ -109,7 +106,7 @@ def test_a_reader_takes_its_choice_along(memory_server: Any, root: str) -> None:
     assert state["b"].width == 3
 
 
-def test_ordinary_training_states_load(memory_server: Any, root: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_ordinary_training_states_load(root: str, caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
@@ -136,7 +133,7 @@ def test_ordinary_training_states_load(memory_server: Any, root: str, caplog: py
         assert_same(found[part], state[part], part)
 
 
-def test_what_the_user_allows_of_numpy_is_torch_s_to_check(memory_server: Any, root: str) -> None:
+def test_what_the_user_allows_of_numpy_is_torch_s_to_check(root: str) -> None:
     """As before dcp_s3 knew arrays; those of objects need it still."""
     from numpy._core import multiarray
 
@@ -161,9 +158,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture, root: str, state: Any) -> list
     return [record.getMessage() for record in caplog.records]
 
 
-def test_a_save_says_once_what_a_load_will_need(
-    memory_server: Any, root: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_says_once_what_a_load_will_need(root: str, caplog: pytest.LogCaptureFixture) -> None:
     state = {"config": Config(1), "colour": Colour.RED, "when": datetime.timedelta(1), "step": 3, "t": torch.ones(2)}
     first = sorted(warnings_of(caplog, root, state))
     assert len(first) == 2

@@ -1,12 +1,127 @@
-"""Fixtures of the tests of verify."""
+"""A checkpoint to be damaged: at rest, behind dcp_s3's back, or in flight."""
 
 from __future__ import annotations
 
+import json
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 
-from tests.offline.damaging import Saved, small_state
+import dcp_s3
+from dcp_s3 import S3StorageWriter, VerifyReport, verify
+from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY
+from dcp_s3.url import parse_url
+from tests.end_to_end.states import random_tensor
+from tests.retention.making import delete, get, keys
+
+SETTINGS = {"part_size": "5MiB", "retry_attempts": 2}
+
+
+def small_state() -> dict[str, Any]:
+    return {
+        "weight": random_tensor((30, 10), torch.float32, 1),
+        "twin": random_tensor((30, 10), torch.float32, 2),
+        "half": random_tensor((7,), torch.bfloat16, 3),
+        "step": 17,
+    }
+
+
+class Saved:
+    """A checkpoint whose stored objects can be changed behind dcp_s3's back."""
+
+    def __init__(self, s3: Any, url: str) -> None:
+        self._s3, self.url = s3, url
+        self._where = parse_url(url)
+
+    def save(self, state: Any, *, writer: dict[str, Any] | None = None, **settings: Any) -> Saved:
+        storage_writer = S3StorageWriter(self.url, settings={**SETTINGS, **settings}, **(writer or {}))
+        dcp.save(state, storage_writer=storage_writer, no_dist=True)
+        return self
+
+    def put(self, path: str, data: bytes, fields: dict[str, str] | None = None) -> None:
+        """Replace an object; its user metadata stays if no other is given."""
+        key = self._where.key(path)
+        if fields is None:
+            fields = self._s3.head_object(Bucket=self._where.bucket, Key=key)["Metadata"]
+        self._s3.put_object(Bucket=self._where.bucket, Key=key, Body=data, Metadata=fields)
+
+    def get(self, path: str) -> bytes:
+        return get(self._s3, self.url, path)
+
+    def delete(self, path: str) -> None:
+        delete(self._s3, self.url, path)
+
+    def flip(self, path: str, position: int) -> None:
+        data = bytearray(self.get(path))
+        data[position] ^= 0x10
+        self.put(path, bytes(data))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return keys(self._s3, self.url)
+
+    @property
+    def data(self) -> list[str]:
+        return [path for path in self.sizes if path.endswith(".distcp")]
+
+    @property
+    def manifest(self) -> str:
+        (path,) = (path for path in self.sizes if "manifest" in path)
+        return path
+
+    @property
+    def metadata(self) -> Metadata:
+        found = pickle.loads(self.get(".metadata"))
+        assert isinstance(found, Metadata)
+        return found
+
+    def info(self, fqn: str) -> Any:
+        (found,) = (info for index, info in self.metadata.storage_data.items() if index.fqn == fqn)
+        return found
+
+    def change_metadata(self, change: Callable[[Metadata], None]) -> None:
+        """As somebody would who knows how: the user metadata says what it should."""
+        metadata = self.metadata
+        change(metadata)
+        data = pickle.dumps(metadata)
+        save_id = metadata.storage_meta.save_id if metadata.storage_meta else ""
+        self.put(".metadata", data, {SAVE_ID_KEY: str(save_id), METADATA_CRC_KEY: crc_hex(crc64nvme(data))})
+
+    def change_manifest(self, change: Callable[[dict[str, Any]], None]) -> None:
+        fields = json.loads(self.get(self.manifest))
+        change(fields)
+        self.put(self.manifest, json.dumps(fields).encode(), {})
+
+    def sign_manifest(self) -> None:
+        """Give it the checksum that `commit.publish` records."""
+        data = self.get(self.manifest)
+        self.put(self.manifest, data, {METADATA_CRC_KEY: crc_hex(crc64nvme(data))})
+
+    def verify(self, *, full: bool = True, **settings: Any) -> VerifyReport:
+        return verify(self.url, full=full, settings={**SETTINGS, **settings})
+
+    def only_problem(self, *, full: bool = True) -> dcp_s3.Problem:
+        (problem,) = self.verify(full=full).problems
+        return problem
+
+
+class NeedsCode:
+    """What weights_only refuses to load."""
+
+    ran = False
+
+    def __init__(self) -> None:
+        self.values = list(range(50))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        NeedsCode.ran = True
+        self.__dict__.update(state)
 
 
 @pytest.fixture

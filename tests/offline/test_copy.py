@@ -21,35 +21,19 @@ from dcp_s3.s3 import multipart
 from dcp_s3.s3.client import close_clients
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import MIN_PART_SIZE
+from tests.end_to_end.loads import assert_loads
 from tests.faulty import BUCKET, FaultyServer
 from tests.killing import AtRequest, begin, kill_all, new_process, running, wait_until_quiet
 from tests.memory_s3 import Fault
-from tests.retention.making import delete, get, keys, put, save, save_foreign, save_on_ranks, state, zeros
+from tests.retention.making import delete, get, keys, put, save, save_foreign, save_on_ranks, state
 
 _URL, _COPY = f"s3://{BUCKET}/run/step-1", f"s3://{BUCKET}/copies/step-1"
-
-
-def load(url: str) -> dict[str, Any]:
-    loaded = zeros()
-    dcp.load(loaded, storage_reader=S3StorageReader(url), no_dist=True)
-    return loaded
-
-
-def assert_same(loaded: Mapping[str, Any]) -> None:
-    for name, value in state().items():
-        assert torch.equal(loaded[name], value) if isinstance(value, torch.Tensor) else loaded[name] == value
 
 
 def save_large(url: str) -> torch.Tensor:
     tensor = torch.randint(0, 255, (2 * MIN_PART_SIZE + 1000,), dtype=torch.uint8)
     dcp.save({"t": tensor, **state()}, storage_writer=S3StorageWriter(url), no_dist=True)
     return tensor
-
-
-def load_large(url: str, expected: torch.Tensor) -> None:
-    loaded = {"t": torch.zeros_like(expected)}
-    dcp.load(loaded, storage_reader=S3StorageReader(url), no_dist=True)
-    assert torch.equal(loaded["t"], expected)
 
 
 # --- what is copied --------------------------------------------------------------------------------------
@@ -69,7 +53,7 @@ def test_a_copy_is_the_checkpoint_without_pin_leases_and_leftovers(root: str, s3
     result = copy(url, f"{root}/copy-7")
     assert keys(s3, f"{root}/copy-7") == belongs
     assert (result.files, result.size) == (len(belongs), sum(belongs.values()))
-    assert_same(load(f"{root}/copy-7"))
+    assert_loads(f"{root}/copy-7", state())
     copied = next(info for info in dcp_s3.list_checkpoints(root) if info.name == "copy-7")
     assert (copied.metrics, copied.foreign, copied.pinned) == ({"loss": 0.25, "accuracy": 0.75}, False, False)
     assert dcp_s3.verify(f"{root}/copy-7", full=True).ok
@@ -81,14 +65,14 @@ def test_large_objects_are_copied_in_parts(root: str, s3: Any, monkeypatch: pyte
     monkeypatch.setattr(multipart, "COPY_PART_SIZE", MIN_PART_SIZE)
     tensor = save_large(f"{root}/1")
     copy(f"{root}/1", f"{root}/2")
-    load_large(f"{root}/2", tensor)
+    assert_loads(f"{root}/2", {"t": tensor})
     assert dcp_s3.verify(f"{root}/2", full=True).ok
     assert keys(s3, f"{root}/2") == keys(s3, f"{root}/1")
 
 
 def test_foreign_checkpoints_and_ranks_without_collectives(root: str, s3: Any, tmp_path: Path) -> None:
     copy(save_foreign(s3, f"{root}/1", tmp_path), f"{root}/2")
-    assert_same(load(f"{root}/2"))
+    assert_loads(f"{root}/2", state())
     assert copy(f"{root}/1", f"{root}/2").moved == 0
     url = save_on_ranks(f"{root}/3", 2)
     copy(url, f"{root}/4")
@@ -102,7 +86,7 @@ def test_from_and_to_a_directory(root: str, tmp_path: Path) -> None:
     url = save(f"{root}/1")
     copy(url, tmp_path / "d")
     copy(tmp_path / "d", f"{root}/2")
-    assert_same(load(f"{root}/2"))
+    assert_loads(f"{root}/2", state())
     with pytest.raises(errors.InvalidURLError):
         copy(tmp_path / "d", tmp_path / "e")
     for other in (url, f"{url}/below", root):
@@ -121,7 +105,7 @@ def test_another_checkpoint_is_replaced_only_when_told_to(root: str, s3: Any) ->
     assert keys(s3, there) == before
     copy(url, there, True)
     assert keys(s3, there) == keys(s3, url)
-    assert_same(load(there))
+    assert_loads(there, state())
 
 
 @pytest.mark.servers("memory")
@@ -133,10 +117,10 @@ def test_the_old_one_stays_whole_until_the_commit(faulty: FaultyServer) -> None:
     with pytest.raises(errors.AccessDeniedError):
         copy(_URL, _COPY, True)
     assert get_metadata(faulty) == before
-    assert_same(load(_COPY))
+    assert_loads(_COPY, state())
     copy(_URL, _COPY, True)
     assert get_metadata(faulty) != before
-    assert_same(load(_COPY))
+    assert_loads(_COPY, state())
 
 
 def get_metadata(faulty: FaultyServer) -> bytes:
@@ -165,7 +149,7 @@ def test_where_the_store_does_not_copy_the_bytes_pass_through(
     tensor = save_large(_URL)
     faulty.rule = lambda request: Fault.error(status, code) if request.operation == "CopyObject" else None
     copy(_URL, _COPY)
-    load_large(_COPY, tensor)
+    assert_loads(_COPY, {"t": tensor})
     assert dcp_s3.verify(_COPY, full=True).ok
     assert "passes through this machine" in caplog.text
 
@@ -229,7 +213,7 @@ def test_after_a_kill_a_second_run_finishes(
     if key == "/.meta":
         assert result.moved == 0
     assert keys(s3_of, _COPY) == keys(s3_of, _URL)
-    load_large(_COPY, tensor)
+    assert_loads(_COPY, {"t": tensor})
     assert dcp_s3.verify(_COPY, full=True).ok
     assert get(s3_of, _COPY, ".metadata") == get(s3_of, _URL, ".metadata")
 

@@ -1,4 +1,4 @@
-"""`diff` of real checkpoints: what it says, and what it reads for that."""
+"""`diff` and `inspect` of real checkpoints: what they say, and what they read for that."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_s3 import S3StorageWriter, annotate, errors
 from dcp_s3.offline import boxes
 from dcp_s3.offline.diff import CheckpointDiff, diff
+from dcp_s3.offline.inspect import inspect
 from tests.ranks import run_ranks
-from tests.retention.making import save_foreign, save_on_ranks
+from tests.retention.making import delete, save, save_foreign, save_on_ranks
 from tests.servers import S3Server
+from tests.single_ranks import committing_alone
+
+pytestmark = pytest.mark.servers("memory")
 
 
 def _save(url: str, state: Any, **arguments: Any) -> str:
@@ -80,55 +81,24 @@ def test_ten_thousand_tensors_in_six_requests(root: str, memory_server: S3Server
     assert not requests.data
 
 
-def _save_fsdp(url: str, changed: bool) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(37, 50), nn.Linear(50, 3, bias=False), nn.LayerNorm(300))
-    if changed:
-        with torch.no_grad():
-            model[0].weight[49, 36] += 1
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    state = {"model": get_model_state_dict(model), "step": 7}
-    dcp.save(state, storage_writer=S3StorageWriter(url))
-
-
-def test_other_numbers_of_ranks_are_read_only_with_full(root: str, memory_server: S3Server) -> None:
-    for ranks in (2, 4):
-        run_ranks(ranks, _save_fsdp, f"{root}/{ranks}", False)
-    run_ranks(2, _save_fsdp, f"{root}/changed", True)
-    with _Requests(memory_server) as requests:
-        found = diff(f"{root}/2", f"{root}/4")
-        changed = diff(f"{root}/2", f"{root}/changed")
-    assert not requests.data
-    assert found.status == "unknown"
-    assert "its chunks are cut differently" in {each.what for each in found.entries}
-    assert _statuses(changed).pop("model.0.weight") == ("changed", "values")
-    assert changed.counts == {"same": 5, "changed": 1}
-    assert diff(f"{root}/2", f"{root}/4", full=True).same
-    assert diff(f"{root}/4", f"{root}/changed", full=True).counts == {"same": 5, "changed": 1}
-
-
-def _save_sharded(url: str, dim: int) -> None:
+def _save_sharded(url: str, dim: int, changed: bool = False) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     full = torch.arange(64 * 64, dtype=torch.float32).view(64, 64)
     state = {
         name: distribute_tensor(full + n, mesh, [Shard(d)]) for n, (name, d) in enumerate({"x": dim, "y": 0}.items())
     }
+    if changed and dist.get_rank() == 1:
+        state["x"].to_local()[-1, -1] += 1
     dcp.save(state, storage_writer=S3StorageWriter(url))
 
 
-def test_rows_against_columns_are_read_only_with_full(root: str, memory_server: S3Server) -> None:
+def test_what_other_ranks_cut_otherwise_is_read_only_with_full(root: str, memory_server: S3Server) -> None:
     run_ranks(2, _save_sharded, f"{root}/rows", 0)
     run_ranks(2, _save_sharded, f"{root}/columns", 1)
     with _Requests(memory_server) as requests:
         found = diff(f"{root}/rows", f"{root}/columns")
     assert not requests.data
-    assert _statuses(found) == {
-        "x": ("unknown", "its chunks are cut differently"),
-        "y": ("same", ""),
-    }
+    assert _statuses(found) == {"x": ("unknown", "its chunks are cut differently"), "y": ("same", "")}
     assert (found.status, found.same) == ("unknown", False)
     assert found.summary == "0 of 2 entries differ, 1 unknown, 1 same"
     seen: list[int] = []
@@ -138,13 +108,18 @@ def test_rows_against_columns_are_read_only_with_full(root: str, memory_server: 
     assert requests.data
     assert full.bytes_read == seen[0] == sum(seen[1:]) == 2 * 64 * 64 * 4  # not y
 
+    run_ranks(2, _save_sharded, f"{root}/changed", 0, True)
+    run_ranks(3, _save_sharded, f"{root}/three", 0)
+    assert _statuses(diff(f"{root}/rows", f"{root}/changed")) == {"x": ("changed", "values"), "y": ("same", "")}
+    assert diff(f"{root}/rows", f"{root}/three").status == "unknown"
+    assert diff(f"{root}/rows", f"{root}/three", full=True).same
+    assert diff(f"{root}/three", f"{root}/changed", full=True).counts == {"same": 1, "changed": 1}
+
 
 # --- with data ----------------------------------------------------------------------------------------
 
 
-def test_what_has_no_checksum_is_read_piece_by_piece(
-    root: str, memory_server: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_no_checksum_is_read_piece_by_piece(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boxes, "BATCH", 4096)
     monkeypatch.setattr(boxes, "_PIECE", 1024)
     monkeypatch.setenv("DCP_S3_CHECKSUM", "none")
@@ -170,7 +145,6 @@ def test_what_has_no_checksum_is_read_piece_by_piece(
     assert diff(f"{root}/b", f"{root}/b", full=True).same
 
 
-@pytest.mark.servers("memory")
 def test_foreign_checkpoints_and_those_without_collectives(root: str, s3: Any, tmp_path: Path) -> None:
     ours = save_on_ranks(f"{root}/ranks", 2)
     foreign = save_foreign(s3, f"{root}/foreign", tmp_path)
@@ -182,7 +156,6 @@ def test_foreign_checkpoints_and_those_without_collectives(root: str, s3: Any, t
     assert metric == {"loss": (None, 0.5)}
 
 
-@pytest.mark.servers("memory")
 def test_objects_are_compared_by_their_stored_bytes(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     value: dict[str, Any] = {"same": [1, "text"], "changed": (1, 2)}
     one, two = _save(f"{root}/a", value), _save(f"{root}/b", value | {"changed": (1, 3)})
@@ -198,7 +171,6 @@ def test_objects_are_compared_by_their_stored_bytes(root: str, monkeypatch: pyte
 # --- beside the values ----------------------------------------------------------------------------------
 
 
-@pytest.mark.servers("memory")
 def test_attachments_and_metrics(root: str) -> None:
     for name, prefix, files, loss in (
         ("a", "model", {"same": b"1", "changed": b"1", "gone": b"1"}, math.nan),
@@ -226,3 +198,107 @@ def test_attachments_and_metrics(root: str) -> None:
         diff(f"{root}/a", f"{root}/b", filter="modle.*")
     with pytest.raises(errors.CheckpointNotFoundError, match=f"{root}/c"):
         diff(f"{root}/a", f"{root}/c")
+
+
+# --- single ranks ----------------------------------------------------------------------------------------
+
+
+def _save_alone(root: str, name: str, change: float, use_collectives: bool = False, checksum: str = "auto") -> None:
+    rank = dist.get_rank()
+    other = change if rank else 0.0  # only the second rank changes
+    state: dict[str, Any] = {
+        "own": torch.full((10,), rank + other),
+        "object": {"count": rank * 10 + other},
+        "alike": torch.ones(3),
+        "only": {str(rank): torch.ones(2)},
+    }
+    writer = S3StorageWriter(f"{root}/{name}", settings={"checksum": checksum})
+    with committing_alone():
+        dcp.save(state, storage_writer=writer, use_collectives=use_collectives)
+
+
+def _whats(a: str, b: str, *, full: bool = False) -> dict[str, str]:
+    return {each.fqn: f"{each.status} {each.what}".strip() for each in diff(a, b, full=full).entries}
+
+
+def _save_all_alone(root: str) -> None:
+    for name, change in (("a", 0.0), ("same", 0.0), ("other", 1.0)):
+        _save_alone(root, name, change)
+    _save_alone(root, "one", 0.0, use_collectives=True)
+    for name in ("unknown-1", "unknown-2"):
+        _save_alone(root, name, 0.0, checksum="none")
+
+
+def test_what_another_rank_has_counts(root: str) -> None:
+    run_ranks(2, _save_all_alone, root)
+    a, other = f"{root}/a", f"{root}/other"
+    for full in (False, True):
+        assert set(_whats(a, f"{root}/same", full=full).values()) == {"same"}
+        assert _whats(a, other, full=full) == {
+            "own": "changed values of another rank",
+            "object.count": "changed bytes of another rank",
+            **dict.fromkeys(("alike", "only.0", "only.1"), "same"),
+        }
+        assert _whats(f"{root}/unknown-1", f"{root}/unknown-2", full=full)["own"].startswith("unknown")
+    assert not diff(a, other).same
+    # A save with collectives has one copy for all: the second rank would load other values.
+    found = _whats(a, f"{root}/one")
+    assert (found["alike"], found["own"]) == ("same", "changed values of another rank")
+
+
+# --- inspect ---------------------------------------------------------------------------------------------
+
+
+def _names(url: str) -> dict[str, tuple[int, ...] | None]:
+    return {entry.fqn: entry.shape for entry in inspect(url).entries}
+
+
+def test_a_checkpoint_of_layers(root: str, memory_server: S3Server) -> None:
+    layers = {str(number): {"w": torch.ones(4, 4), "b": torch.ones(4, dtype=torch.bfloat16)} for number in range(8)}
+    writer = S3StorageWriter(f"{root}/step-7", metrics={"loss": 0.5})
+    writer.attach("config.json", b"{}")
+    dcp.save({"model": {"layers": layers, "head": torch.ones(100)}, "epoch": 3}, storage_writer=writer, no_dist=True)
+    memory_server.handle.reset_counters()
+    contents = inspect(f"{root}/step-7")
+    log = memory_server.handle.request_log
+    assert sorted(each.operation for each in log) == ["GetObject", "GetObject", "ListObjectsV2"]
+    assert not [each.key for each in log if each.key.endswith(".distcp")]
+
+    assert (contents.info.step, contents.info.world_size, contents.info.metrics) == (7, 1, {"loss": 0.5})
+    assert contents.attachments == ("config.json",)
+    assert contents.writer["torch"] == torch.__version__
+    assert (contents.tensors, contents.parameters) == (17, 8 * 20 + 100)
+    assert [(entry.dtype, entry.parameters) for entry in contents.entries[-2:]] == [("float32", 100), (None, 0)]
+    assert [entry.fqn for entry in contents.largest(1)] == ["model.head"]
+    assert repr(contents).startswith(f"CheckpointEntries('{root}/step-7', 17 tensors, 260 parameters, ")
+    found = json.loads(json.dumps(contents.to_dict()))
+    assert (found["parameters"], len(found["entries"]), found["entries"][-2]["shape"]) == (260, 18, [100])
+
+    filtered = inspect(f"{root}/step-7", ["model.layers.*.w", "epoch"])
+    assert (len(filtered.entries), filtered.parameters) == (9, 128)
+    with pytest.raises(
+        errors.EntryNotFoundError, match=r"no entry that matches 'model.heads'. The closest of 18: 'mod"
+    ):
+        inspect(f"{root}/step-7", "model.heads")
+
+
+def test_the_entries_of_foreign_checkpoints_and_of_single_ranks(root: str, s3: Any, tmp_path: Path) -> None:
+    expected = {"weight": (3, 4), "half": (5,), "step": None}
+    save_foreign(s3, f"{root}/foreign", tmp_path)
+    assert _names(f"{root}/foreign") == expected
+    foreign = inspect(f"{root}/foreign")
+    assert foreign.info.foreign
+    assert not foreign.writer
+    save_on_ranks(f"{root}/ranks", 2)
+    assert _names(f"{root}/ranks") == expected
+    ranks = inspect(f"{root}/ranks")
+    assert (ranks.info.world_size, ranks.info.metrics) == (2, {"loss": 0.5})
+    assert {entry.chunks for entry in ranks.entries} == {1}  # each rank wrote it, and one of them counts
+
+
+def test_what_is_no_committed_checkpoint_is_not_found(root: str, s3: Any) -> None:
+    with pytest.raises(errors.CheckpointNotFoundError, match="no committed checkpoint"):
+        inspect(f"{root}/nothing")
+    delete(s3, save(f"{root}/step-1"), ".metadata")
+    with pytest.raises(errors.CheckpointNotFoundError, match="no committed checkpoint"):
+        inspect(f"{root}/step-1")

@@ -154,10 +154,7 @@ def test_checkpoints_of_torch(root: str, tmp_path: Path) -> None:
 
 
 def test_attachments_become_files(root: str, place: Place) -> None:
-    writer = dcp_s3.S3StorageWriter(f"{root}/x")
-    writer.attach("config.json", b"{}")
-    writer.attach("tokenizer/vocab.txt", b"a")
-    torch.distributed.checkpoint.save({"w": torch.ones(1)}, storage_writer=writer, no_dist=True)
+    _attach(f"{root}/x", w=torch.ones(1))
     dcp_s3.export(f"{root}/x", place.where)
     assert place.files() == ["config.json", "model.safetensors", "tokenizer/vocab.txt"]
     assert (place.fetch() / "config.json").read_bytes() == b"{}"

@@ -26,11 +26,8 @@ from tests.end_to_end.states import every_kind, random_tensor
 from tests.faulty import BUCKET, FaultyServer
 from tests.flipping import flip_in_flight
 from tests.memory_s3 import Fault
-from tests.offline.damaging import SETTINGS, Saved, small_state
+from tests.offline.conftest import SETTINGS, Saved, small_state
 from tests.spread import spread_out
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
 
 # --- good ones ------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""verify: metadata and manifests that are wrong, lost or of other saves are named, without reading data."""
+"""verify: metadata and manifests that are wrong, lost or of other saves are named, and items that cannot be decoded."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from dcp_s3 import errors
 from dcp_s3.format.blocks import get_raw_offset
+from dcp_s3.offline.verify_bytes import UnknownExtensionError, find_damage
+from dcp_s3.offline.verify_plan import StoredItem
 from tests.end_to_end import foreign
 from tests.end_to_end.test_extensions import Xor
 from tests.flipping import flip_in_flight
-from tests.offline.damaging import NeedsCode, Saved, small_state
+from tests.offline.conftest import NeedsCode, Saved, small_state
 from tests.ranks import run_ranks
 from tests.retention.making import save_on_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = pytest.mark.servers("memory")
 
 
 # --- metadata -------------------------------------------------------------------------------------------
@@ -189,7 +191,7 @@ def test_a_copy_without_user_metadata_and_manifest_is_good_but_says_less(saved: 
 # --- single ranks ---------------------------------------------------------------------------------------
 
 
-def test_ranks_that_commit_for_themselves(memory_server: Any, s3: Any, root: str) -> None:
+def test_ranks_that_commit_for_themselves(s3: Any, root: str) -> None:
     saved = Saved(s3, save_on_ranks(root, 2))
     report = saved.verify()
     assert report.ok, report.problems
@@ -222,7 +224,7 @@ def test_ranks_that_commit_for_themselves(memory_server: Any, s3: Any, root: str
 
 
 @pytest.fixture
-def foreign_saved(memory_server: Any, s3: Any, root: str, tmp_path: Path) -> Saved:
+def foreign_saved(s3: Any, root: str, tmp_path: Path) -> Saved:
     """Written by torch, uploaded as it is."""
     state = {**small_state(), "object": NeedsCode(), "text": "something"}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, thread_count=2), no_dist=True)
@@ -296,7 +298,7 @@ def test_checkpoints_of_other_s3_clients(memory_server: Any, s3: Any, root: str,
     assert not saved.verify().ok
 
 
-def test_framing_of_what_was_saved_without_checksums(memory_server: Any, s3: Any, root: str) -> None:
+def test_framing_of_what_was_saved_without_checksums(s3: Any, root: str) -> None:
     saved = Saved(s3, root).save(small_state(), checksum="none")
     info = saved.info("weight")
     saved.flip(info.relative_path, info.offset)
@@ -308,7 +310,7 @@ def test_framing_of_what_was_saved_without_checksums(memory_server: Any, s3: Any
 
 
 @pytest.mark.parametrize("checksum", ["auto", "none"])
-def test_what_went_through_stream_extensions(memory_server: Any, s3: Any, root: str, checksum: str) -> None:
+def test_what_went_through_stream_extensions(s3: Any, root: str, checksum: str) -> None:
     saved = Saved(s3, f"{root}/xor").save(small_state(), writer={"_extensions": [Xor()]}, checksum=checksum)
     report = saved.verify()
     assert report.ok, report.problems
@@ -322,3 +324,69 @@ def test_what_went_through_stream_extensions(memory_server: Any, s3: Any, root: 
     info = saved.info("weight")
     saved.flip(info.relative_path, info.offset)
     assert saved.only_problem().fqn == "weight"
+
+
+# --- what decodes an item tells damage from what is only unusual -----------------------------------------
+
+
+def torch_saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def make_item(data: bytes, *, shape: tuple[int, ...] | None = None, transforms: tuple[str, ...] = ()) -> StoredItem:
+    size = None if shape is None else torch.Size(shape)
+    return StoredItem("a", "o", 0, len(data), size, False, transforms, None, 0, len(data))
+
+
+def damage(data: bytes, **arguments: Any) -> str | None:
+    return find_damage(io.BytesIO(data), make_item(data, **arguments))
+
+
+def test_containers_are_told_from_damage() -> None:
+    assert damage(torch_saved(torch.ones(2, 3)), shape=(2, 3)) is None
+    assert damage(torch_saved({"a": torch.ones(2)})) is None
+    assert damage(pickle.dumps(NeedsCode())) is None
+    assert "neither a zip archive nor a pickle" in (damage(b"anything else") or "")
+    assert damage(pickle.dumps(NeedsCode())[:-5]) is not None
+    assert damage(b"") is not None
+    assert damage(torch_saved("text"), shape=(2,)) is not None
+    assert "recorded was (3, 2)" in (damage(torch_saved(torch.ones(2, 2)), shape=(3, 2)) or "")
+    assert damage(torch_saved(torch.ones(2)), shape=(2, 1)) is not None
+    assert not NeedsCode.ran
+
+
+def test_archives_without_crc32_are_good() -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        data = torch_saved(torch.ones(20))
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        assert archive.testzip() is not None
+    assert damage(data, shape=(20,)) is None
+
+
+def test_what_pretends_to_be_larger_than_it_is_is_refused() -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(10**6))
+    assert len(buffer.getvalue()) < 10**4
+    for shape in (None, (3,)):
+        assert "pretends to have 1000000 bytes" in (damage(buffer.getvalue(), shape=shape) or "")
+
+
+def test_an_unknown_extension_is_no_damage() -> None:
+    with pytest.raises(UnknownExtensionError):
+        damage(b"abc", transforms=("somebody.else/1",))
+
+
+def test_a_lack_of_memory_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    data = torch_saved(torch.ones(2))
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(MemoryError):
+        damage(data, shape=(2,))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import subprocess
 import sys
 import threading
 import time
@@ -27,10 +26,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter, errors
+from tests.end_to_end.loads import assert_loads
+from tests.interpreter import Interpreter
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = pytest.mark.servers("memory")
 
 _PATIENCE_SECONDS = 60
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
@@ -92,33 +93,8 @@ def _change(state: dict[str, Any]) -> None:
     state["epoch"] = 8
 
 
-def _blank_state() -> dict[str, Any]:
-    return {
-        "parameter": torch.zeros(1000),
-        "bfloat16": torch.zeros(100, dtype=torch.bfloat16),
-        "view": torch.zeros(4, 2),
-        "base": torch.zeros(4, 6),
-        "nested": {"step": torch.tensor(0), "list": [torch.zeros(2), ""]},
-        "epoch": 0,
-    }
-
-
-def _load(url: str) -> dict[str, Any]:
-    state = _blank_state()
-    dcp.load(state, storage_reader=S3StorageReader(url))
-    return state
-
-
 def _assert_unchanged(url: str) -> None:
-    found, expected = _load(url), _make_state()
-    for name in ("parameter", "bfloat16", "view", "base"):
-        assert found[name].dtype == expected[name].dtype, name
-        assert torch.equal(found[name], expected[name]), name
-    assert torch.equal(found["nested"]["step"], torch.tensor(3))
-    assert torch.equal(found["nested"]["list"][0], torch.ones(2))
-    assert found["nested"]["list"][1] == "text"
-    assert set(found["nested"]) == {"step", "list"}
-    assert found["epoch"] == 7
+    assert_loads(url, _make_state())
 
 
 def _own_threads() -> list[str]:
@@ -126,16 +102,10 @@ def _own_threads() -> list[str]:
 
 
 @pytest.mark.parametrize("stager", [None, S3Stager], ids=["writer stages", "S3Stager"])
-def test_changes_after_async_save_returned_are_not_saved(
-    root: str, memory_server: S3Server, stager: Callable[[], S3Stager] | None
-) -> None:
+def test_changes_after_async_save_returned_are_not_saved(root: str, stager: Callable[[], S3Stager] | None) -> None:
     state, go = _make_state(), _Event()
-    future = dcp.async_save(
-        state,
-        storage_writer=S3StorageWriter(root),
-        planner=_WaitingPlanner(go),
-        async_stager=stager() if stager else None,
-    )
+    how: Any = {"planner": _WaitingPlanner(go), "async_stager": stager() if stager else None}
+    future: Any = dcp.async_save(state, storage_writer=S3StorageWriter(root), **how)
     _change(state)
     assert not future.done()
     go.event.set()
@@ -144,36 +114,29 @@ def test_changes_after_async_save_returned_are_not_saved(
     assert _own_threads() == []
 
 
+@pytest.mark.soak
+@pytest.mark.servers("moto", "rclone", "rgw", "external")
 def test_async_save_on_every_server(root: str) -> None:
     state = _make_state()
-    future = dcp.async_save(state, storage_writer=S3StorageWriter(root))
+    saving: Any = dcp.async_save(state, storage_writer=S3StorageWriter(root))
     _change(state)
-    future.result(_PATIENCE_SECONDS)
+    saving.result(_PATIENCE_SECONDS)
     _assert_unchanged(root)
 
 
-def test_one_stager_serves_saves_that_overlap(root: str, memory_server: S3Server) -> None:
+def test_one_stager_serves_saves_that_overlap(root: str) -> None:
     state, go = {"w": torch.zeros(1000)}, _Event()
-    futures = []
+    futures: list[Any] = []
     with S3Stager(generations=3) as stager:
         for step in range(3):
             state["w"].fill_(step)
-            futures.append(
-                dcp.async_save(
-                    state,
-                    storage_writer=S3StorageWriter(f"{root}/{step}"),
-                    planner=_WaitingPlanner(go),
-                    async_stager=stager,
-                )
-            )
+            how: Any = {"planner": _WaitingPlanner(go), "async_stager": stager}
+            futures.append(dcp.async_save(state, storage_writer=S3StorageWriter(f"{root}/{step}"), **how))
     state["w"].fill_(-1)
     go.event.set()
-    for future in futures:
+    for step, future in enumerate(futures):
         future.result(_PATIENCE_SECONDS)
-    for step in range(3):
-        found = {"w": torch.full((1000,), -2.0)}
-        dcp.load(found, storage_reader=S3StorageReader(f"{root}/{step}"))
-        assert torch.equal(found["w"], torch.full((1000,), float(step)))
+        assert_loads(f"{root}/{step}", {"w": torch.full((1000,), float(step))})
 
 
 def _overlapping_saves(url: str) -> None:
@@ -212,34 +175,23 @@ def _overlapping_saves(url: str) -> None:
         assert found["step"] == step
 
 
-def test_three_saves_that_overlap_are_each_right(root: str, memory_server: S3Server) -> None:
+def test_three_saves_that_overlap_are_each_right(root: str) -> None:
     run_ranks(2, _overlapping_saves, root)
-
-
-def test_the_future_raises_the_cause(s3_env: S3Server, memory_server: S3Server) -> None:
-    future = dcp.async_save({"w": torch.ones(3)}, storage_writer=S3StorageWriter("s3://no-such-bucket-here/run"))
-    with pytest.raises(CheckpointException) as caught:
-        future.result(_PATIENCE_SECONDS)
-    (cause, _) = caught.value.failures[0]
-    assert isinstance(cause, errors.BucketNotFoundError)
-    assert cause.bucket == "no-such-bucket-here"
-    assert _own_threads() == []
 
 
 # --- AsyncCheckpointerType.PROCESS -----------------------------------------------------------------------
 
 
 def _save_in_processes(url: str, directory: str) -> None:
-    rank = dist.get_rank()
-    go = Path(directory, f"go-{rank}")
+    go = Path(directory, f"go-{dist.get_rank()}")
     state = _make_state()
-    future = dcp.async_save(
-        state,
-        storage_writer=S3StorageWriter(url, settings={"part_size": "5MiB"}, metrics={"loss": 0.5}),
-        planner=_WaitingPlanner(_FileAppears(go)),
-        process_group=dist.group.WORLD,
-        async_checkpointer_type=PROCESS,
-    )
+
+    def save(value: Any, writer: S3StorageWriter, **options: Any) -> Any:
+        how: Any = {"process_group": dist.group.WORLD, "async_checkpointer_type": PROCESS}
+        return dcp.async_save(value, storage_writer=writer, **how, **options)
+
+    writer = S3StorageWriter(url, settings={"part_size": "5MiB"}, metrics={"loss": 0.5})
+    future = save(state, writer, planner=_WaitingPlanner(_FileAppears(go)))
     _change(state)
     assert not future.done()
     go.touch()
@@ -248,37 +200,23 @@ def _save_in_processes(url: str, directory: str) -> None:
     _assert_unchanged(url)
 
     # The same process, another stager, a writer that gets its URL with the save.
-    future = dcp.async_save(
-        {"w": torch.full((3,), 4.0)},
-        checkpoint_id=f"{url}-second",
-        storage_writer=S3StorageWriter(),
-        async_stager=S3Stager(),
-        process_group=dist.group.WORLD,
-        async_checkpointer_type=PROCESS,
-    )
-    future.result(_PATIENCE_SECONDS)
-    found = {"w": torch.zeros(3)}
-    dcp.load(found, storage_reader=S3StorageReader(f"{url}-second"))
-    assert torch.equal(found["w"], torch.full((3,), 4.0))
+    second = {"w": torch.full((3,), 4.0)}
+    save(second, S3StorageWriter(), checkpoint_id=f"{url}-second", async_stager=S3Stager()).result(_PATIENCE_SECONDS)
+    assert_loads(f"{url}-second", second)
 
     # And what failed there is told here, on every rank.
+    missing = S3StorageWriter("s3://no-such-bucket-here/run")
     for writer, expected in (
         (S3StorageWriter(url), errors.CheckpointExistsError),
-        (S3StorageWriter("s3://no-such-bucket-here/run"), errors.BucketNotFoundError),
+        (missing, errors.BucketNotFoundError),
     ):
-        future = dcp.async_save(
-            {"w": torch.ones(3)},
-            storage_writer=writer,
-            process_group=dist.group.WORLD,
-            async_checkpointer_type=PROCESS,
-        )
         with pytest.raises(CheckpointException) as caught:
-            future.result(_PATIENCE_SECONDS)
+            save(second, writer).result(_PATIENCE_SECONDS)
         assert isinstance(caught.value.failures[0][0], expected)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_saves_in_another_process(root: str, memory_server: S3Server, tmp_path: Path, world_size: int) -> None:
+def test_saves_in_another_process(root: str, tmp_path: Path, world_size: int) -> None:
     run_ranks(world_size, _save_in_processes, root, str(tmp_path))
 
 
@@ -288,6 +226,7 @@ def test_saves_in_another_process(root: str, memory_server: S3Server, tmp_path: 
 def test_a_writer_that_was_pickled_writes(root: str, memory_server: S3Server) -> None:
     writer = S3StorageWriter(root, overwrite=True, metrics={"loss": 1.5}, separate=["a"], settings={"concurrency": 3})
     dcp.save({"a": torch.zeros(3)}, storage_writer=writer)  # it has clients by now
+    assert memory_server.secret_key.encode() not in pickle.dumps(writer)
     copy = pickle.loads(pickle.dumps(writer))
     assert copy.settings == writer.settings
     assert copy.settings.concurrency == 3
@@ -296,12 +235,6 @@ def test_a_writer_that_was_pickled_writes(root: str, memory_server: S3Server) ->
     found = {"a": torch.zeros(3)}
     dcp.load(found, storage_reader=pickle.loads(pickle.dumps(S3StorageReader(root))))
     assert torch.equal(found["a"], torch.ones(3))
-
-
-def test_no_credentials_in_a_pickled_writer(root: str, memory_server: S3Server) -> None:
-    writer = S3StorageWriter(root)
-    dcp.save({"a": torch.zeros(3)}, storage_writer=writer)
-    assert memory_server.secret_key.encode() not in pickle.dumps(writer)
 
 
 def _save_and_fork(url: str) -> None:
@@ -321,12 +254,10 @@ def _save_and_fork(url: str) -> None:
     dcp.save({"w": torch.full((3,), 3.0)}, checkpoint_id=f"{url}/again", storage_writer=writer)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     for name, value in (("parent", 1.0), ("child", 2.0), ("again", 3.0)):
-        found = {"w": torch.zeros(3)}
-        dcp.load(found, storage_reader=S3StorageReader(f"{url}/{name}"))
-        assert torch.equal(found["w"], torch.full((3,), value)), name
+        assert_loads(f"{url}/{name}", {"w": torch.full((3,), value)})
 
 
-def test_a_writer_survives_fork(root: str, memory_server: S3Server) -> None:
+def test_a_writer_survives_fork(root: str) -> None:
     run_ranks(1, _save_and_fork, root, timeout=60)
 
 
@@ -364,18 +295,16 @@ def _many_saves(url: str) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts the entries of /proc/self/fd")
-def test_thirty_saves_and_loads_leave_no_threads_nor_descriptors(root: str, memory_server: S3Server) -> None:
+def test_thirty_saves_and_loads_leave_no_threads_nor_descriptors(root: str) -> None:
     run_ranks(1, _many_saves, root)
 
 
-def test_a_last_save_that_nobody_waits_for_is_not_lost(memory_server: Any, root: str) -> None:
-    script = f"""
+def test_a_last_save_that_nobody_waits_for_is_not_lost(root: str, interpreter: Interpreter, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(f"""
 import torch, torch.distributed.checkpoint as dcp
 from dcp_s3 import S3StorageWriter
 if __name__ == "__main__":
     dcp.async_save({{"x": torch.arange(3000000)}}, storage_writer=S3StorageWriter({root!r}))
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], timeout=120, check=True)
-    state = {"x": torch.zeros(3000000, dtype=torch.int64)}
-    dcp.load(state, storage_reader=S3StorageReader(root))
-    assert torch.equal(state["x"], torch.arange(3000000))
+""")
+    interpreter.run([sys.executable, "-W", "ignore", str(tmp_path / "script.py")], timeout=120, check=True)
+    assert_loads(root, {"x": torch.arange(3000000)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,14 +19,14 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter, errors, latest, list_checkpoints, verify
+from dcp_s3 import S3Stager, S3StorageWriter, errors, events, latest, list_checkpoints, verify
+from dcp_s3.save.writer import Save
+from tests.end_to_end.loads import assert_loads
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
-pytestmark = [
-    pytest.mark.servers("memory"),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
-]
+pytestmark = pytest.mark.servers("memory")
+
 
 _PATIENCE_SECONDS = 60
 
@@ -55,10 +56,7 @@ def _state(step: int) -> dict[str, Any]:
 
 
 def _assert_holds(url: str, step: int) -> None:
-    found = _state(-1)
-    dcp.load(found, storage_reader=S3StorageReader(url))
-    assert found["step"] == step
-    assert torch.equal(found["w"], torch.full((1000,), float(step)))
+    assert_loads(url, _state(step))
     assert verify(url, full=True).ok
 
 
@@ -203,13 +201,11 @@ def _overlapping(url: str, own_groups: bool) -> None:
 
 
 @pytest.mark.parametrize("own_groups", [False, True], ids=["one group", "a group each"])
-def test_two_saves_at_once_on_two_ranks(root: str, memory_server: S3Server, own_groups: bool) -> None:
+def test_two_saves_at_once_on_two_ranks(root: str, own_groups: bool) -> None:
     run_ranks(2, _overlapping, root, own_groups)
     for step in range(2):
         _assert_holds(f"{root}/step-{step}", step)
-        found = {f"of_{rank}": torch.tensor(-1) for rank in range(2)}
-        dcp.load(found, storage_reader=S3StorageReader(f"{root}/step-{step}"))
-        assert found == {f"of_{rank}": torch.tensor(10 * step + rank) for rank in range(2)}
+        assert_loads(f"{root}/step-{step}", {f"of_{rank}": torch.tensor(10 * step + rank) for rank in range(2)})
 
 
 def _mixed(url: str, save: Callable[[str, int], Any], proper: int) -> list[str]:
@@ -258,6 +254,21 @@ def _save_without_naming_the_rank(url: str) -> list[str]:
     return [result.storage_data.relative_path for result in results]
 
 
-def test_the_rank_is_that_of_torch_distributed(root: str, memory_server: S3Server) -> None:
+def test_the_rank_is_that_of_torch_distributed(root: str) -> None:
     for rank, paths in enumerate(run_ranks(2, _save_without_naming_the_rank, root)):
         assert [path.split("_")[2] for path in paths] == [str(rank)]
+
+
+def test_a_save_that_has_begun_may_be_pickled(root: str) -> None:
+    heard: list[Any] = []
+    url, state = f"{root}/step-1", {"w": torch.arange(8.0)}
+    writer = S3StorageWriter(url, on_event=lambda event: heard.append(event))
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plan, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    save: Save = pickle.loads(pickle.dumps(writer._save))
+    results = save.write_data(planner.finish_plan(plan[0]), planner)
+    save.finish(metadata, [pickle.loads(pickle.dumps(results))])
+    assert [type(event) for event in heard] == [events.SaveStarted]  # who listens stays in the process
+    assert_loads(url, state)

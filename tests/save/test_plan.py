@@ -1,14 +1,34 @@
-"""Which item goes into which object."""
+"""What a save writes: which item goes into which object, also by a plan out of a cache, and through which memory."""
 
 from __future__ import annotations
 
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from dcp_s3 import S3StorageWriter
+from dcp_s3.format.control_files import Manifest
+from dcp_s3.format.metadata import load_metadata
+from dcp_s3.save.items import BLOCK_SIZE, PinnedRing, shared_ring
 from dcp_s3.save.plan import group_items, item_size, matches_prefix, plan_buckets
+from dcp_s3.tensor_memory import iterate_bytes
+from tests.end_to_end.loads import assert_loads, load
+from tests.end_to_end.states import bits, random_tensor
+from tests.ranks import run_ranks
+from tests.servers import S3Server
 
 
 def tensor_item(fqn: str, rows: int, whole: int | None = None) -> WriteItem:
@@ -68,19 +88,16 @@ def test_items_of_a_bucket_keep_the_order_of_the_plan() -> None:
         assert positions == sorted(positions)
 
 
-def test_prefixes_end_at_dots() -> None:
-    assert matches_prefix("model.w", "model")
-    assert matches_prefix("model.w", "model.")
-    assert matches_prefix("model", "model")
-    assert not matches_prefix("model2.w", "model")
-    assert not matches_prefix("mode", "model")
-
-
-def test_prefixes_with_a_star_end_anywhere() -> None:
-    assert matches_prefix("model2.w", "model*")
-    assert matches_prefix("model", "model*")
-    assert not matches_prefix("a.model", "model*")
-    assert matches_prefix("anything", "*")
+@pytest.mark.parametrize(
+    ("name", "prefix", "matches"),
+    [
+        ("model.w", "model", True), ("model.w", "model.", True), ("model", "model", True), ("model2.w", "model", False),
+        ("mode", "model", False), ("model2.w", "model*", True), ("model", "model*", True), ("a.model", "model*", False),
+        ("anything", "*", True),
+    ],
+)  # fmt: skip
+def test_prefixes_end_at_dots_and_with_a_star_anywhere(name: str, prefix: str, matches: bool) -> None:
+    assert matches_prefix(name, prefix) is matches
 
 
 def test_groups_take_the_first_match_and_leave_the_rest() -> None:
@@ -94,3 +111,265 @@ def test_groups_never_share_an_object(sizes: list[int], buckets: int) -> None:
     items = [tensor_item(f"{'ab'[i % 2]}.{i}", size) for i, size in enumerate(sizes)]
     plan = plan_buckets(items, max_buckets=buckets, min_bucket_size=1, separate=[["a"], ["b"]])
     assert all(len({item.index.fqn[0] for item in bucket.items}) == 1 for bucket in plan)
+
+
+# --- plans out of the cache ------------------------------------------------------------------------------
+
+
+_CACHES = (
+    SavePlanner._cached_save_plan,
+    SavePlanner._cached_final_save_plan,
+    SavePlanner._cached_all_plans,
+    SavePlanner._cached_global_plan,
+    SavePlanner._cached_metadata,
+)
+
+
+@pytest.fixture(autouse=True)
+def _empty_caches() -> Iterator[None]:
+    """The caches belong to the class: what one test leaves, the next one would use."""
+    for cache in _CACHES:
+        cache.clear()
+    yield
+    for cache in _CACHES:
+        cache.clear()
+
+
+class _CountingPlanner(DefaultSavePlanner):
+    """Tells whether the plan came from the cache."""
+
+    def __init__(self) -> None:
+        super().__init__(enable_plan_caching=True)
+
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()
+        self.from_cache = not plan.usable
+        return plan
+
+
+def _state(step: int, *, extra: bool = False, rows: int = 5) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "w": torch.full((rows, 3), float(step)),
+        "b": torch.full((2,), step, dtype=torch.int64),
+        "step": step,
+    }
+    if extra:
+        state["extra"] = torch.full((4,), step + 0.5)
+    return state
+
+
+# Shapes of five saves: the second and fifth come from the cache, the third and fourth change the plan.
+_SAVES: list[dict[str, Any]] = [{}, {}, {"extra": True}, {"rows": 7}, {"rows": 7}]
+_FROM_CACHE = [False, True, False, False, True]
+
+
+def _assert_loads(url: str, step: int, **kwargs: Any) -> None:
+    assert_loads(url, _state(step, **kwargs))
+
+
+def _assert_complete(server: S3Server, bucket: str, name: str) -> set[str]:
+    """The checkpoint refers to itself only, and to all that lies there; returns the random parts of its names."""
+    url = f"s3://{bucket}/{name}"
+    objects = {key.removeprefix(f"{name}/"): key for key in server.handle.objects(bucket) if key.startswith(f"{name}/")}
+    raw = server.handle.read(bucket, f"{name}/.metadata")
+    metadata = load_metadata(raw, url=url)
+    referred = {info.relative_path for info in metadata.storage_data.values()}
+    assert referred == {path for path in objects if path.endswith(".distcp")}
+    assert metadata.storage_meta.checkpoint_id == url
+    assert {index.fqn for index in metadata.storage_data} == set(metadata.state_dict_metadata)
+    others = set(re.findall(rb"s3://[\w./-]+", raw)) - {url.encode()}
+    assert not others
+    (manifest_path,) = (path for path in objects if path.startswith(".dcp_s3/manifest-"))
+    assert metadata.storage_meta.save_id in manifest_path
+    manifest = Manifest.from_json(server.handle.read(bucket, objects[manifest_path]))
+    assert {entry.path for entry in manifest.objects} == referred
+    assert {entry.path: entry.size for entry in manifest.objects} == {
+        path: server.handle.objects(bucket)[objects[path]] for path in referred
+    }
+    return {re.findall(r"-([0-9a-f]+)\.distcp$", path)[0] for path in referred} | {metadata.storage_meta.save_id}
+
+
+def _new_writer() -> Callable[[str], dict[str, Any]]:
+    return lambda url: {"storage_writer": S3StorageWriter(url)}
+
+
+def _one_writer() -> Callable[[str], dict[str, Any]]:
+    writer = S3StorageWriter()
+    return lambda url: {"storage_writer": writer, "checkpoint_id": url}
+
+
+@pytest.mark.parametrize("make", [_new_writer, _one_writer], ids=["a writer each", "one writer"])
+def test_each_checkpoint_is_complete_in_itself(
+    root: str, bucket: str, memory_server: S3Server, make: Callable[[], Callable[[str], dict[str, Any]]]
+) -> None:
+    target = make()
+    nonces: list[set[str]] = []
+    for step, shape in enumerate(_SAVES):
+        planner = _CountingPlanner()
+        dcp.save(_state(step, **shape), planner=planner, **target(f"{root}/{step}"))
+        assert planner.from_cache is _FROM_CACHE[step], step
+        nonces.append(_assert_complete(memory_server, bucket, f"run/{step}"))
+    # At the end, when all later saves have been through the cache.
+    for step, shape in enumerate(_SAVES):
+        assert _assert_complete(memory_server, bucket, f"run/{step}") == nonces[step]
+        _assert_loads(f"{root}/{step}", step, **shape)
+    assert len(set().union(*nonces)) == sum(map(len, nonces))
+
+
+def test_overwriting_with_a_cached_plan(root: str, bucket: str, memory_server: S3Server) -> None:
+    writer = S3StorageWriter(root, overwrite=True)
+    seen: set[str] = set()
+    for step, shape in enumerate(_SAVES):
+        planner = _CountingPlanner()
+        dcp.save(_state(step, **shape), storage_writer=writer, planner=planner)
+        assert planner.from_cache is _FROM_CACHE[step], step
+        # Complete also means: nothing is left of the save before.
+        nonces = _assert_complete(memory_server, bucket, "run")
+        assert seen.isdisjoint(nonces)
+        seen |= nonces
+        _assert_loads(root, step, **shape)
+
+
+def test_a_save_that_failed_leaves_a_cache_that_works(root: str, bucket: str, memory_server: S3Server) -> None:
+    dcp.save(_state(0), storage_writer=S3StorageWriter(f"{root}/0"), planner=_CountingPlanner())
+    with pytest.raises(BaseException, match="BucketNotFoundError"):
+        dcp.save(_state(1), storage_writer=S3StorageWriter("s3://no-such-bucket-here/1"), planner=_CountingPlanner())
+    planner = _CountingPlanner()
+    dcp.save(_state(2), storage_writer=S3StorageWriter(f"{root}/2"), planner=planner)
+    assert planner.from_cache
+    for step in (0, 2):
+        _assert_complete(memory_server, bucket, f"run/{step}")
+        _assert_loads(f"{root}/{step}", step)
+
+
+def test_async_saves_with_a_cached_plan(root: str, bucket: str, memory_server: S3Server) -> None:
+    for step in range(3):
+        writer = S3StorageWriter(f"{root}/{step}")
+        dcp.async_save(_state(step), storage_writer=writer, planner=_CountingPlanner()).result(60)
+    for step in range(3):
+        _assert_complete(memory_server, bucket, f"run/{step}")
+        _assert_loads(f"{root}/{step}", step)
+
+
+# --- on several ranks ------------------------------------------------------------------------------------
+
+
+def _distributed_state(step: int, extra: bool) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    full = torch.full((5, 4), float(step))
+    state: dict[str, Any] = {
+        "sharded": distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None),
+        "replicated": torch.full((9,), step),
+        "step": step,
+        f"of_{dist.get_rank()}": torch.full((2,), step + dist.get_rank()),
+    }
+    if extra and dist.get_rank() == 1:
+        state["only_of_1"] = torch.full((3,), step)
+    return state
+
+
+def _save_on_ranks(url: str, one_writer: bool) -> list[bool]:
+    make = _one_writer() if one_writer else _new_writer()
+    from_cache = []
+    # The third changes the plan of one rank only.
+    for step, extra in enumerate((False, False, True, True)):
+        planner = _CountingPlanner()
+        dcp.save(_distributed_state(step, extra), planner=planner, **make(f"{url}/{step}"))
+        from_cache.append(planner.from_cache)
+    for step, extra in enumerate((False, False, True, True)):
+        sharded = {"sharded": _distributed_state(-1, False)["sharded"]}
+        load(sharded, f"{url}/{step}")
+        assert torch.equal(sharded["sharded"].full_tensor(), torch.full((5, 4), float(step)))
+        own = {f"of_{rank}": torch.full((2,), step + rank) for rank in range(2)}
+        expected = {"replicated": torch.full((9,), step), "step": step, **own}
+        assert_loads(f"{url}/{step}", expected | ({"only_of_1": torch.full((3,), step)} if extra else {}))
+    return from_cache
+
+
+@pytest.mark.quick("one writer")
+@pytest.mark.parametrize("one_writer", [False, True], ids=["a writer each", "one writer"])
+def test_on_two_ranks(root: str, bucket: str, memory_server: S3Server, one_writer: bool) -> None:
+    first, second = run_ranks(2, _save_on_ranks, root, one_writer)
+    assert first == [False, True, True, True]
+    assert second == [False, True, False, True]
+    nonces = [_assert_complete(memory_server, bucket, f"run/{step}") for step in range(4)]
+    assert len(set().union(*nonces)) == sum(map(len, nonces))
+
+
+# --- the blocks through which tensors on a device come to the upload (here with CPU tensors) -------------
+
+
+MIB = 2**20
+
+
+def address(view: memoryview) -> int:
+    return torch.frombuffer(view, dtype=torch.uint8).data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool], ids=str)
+def test_the_bytes_are_those_of_the_tensor(dtype: torch.dtype) -> None:
+    ring = PinnedRing(2, pin=False)
+    tensor = random_tensor((1024, 2048), dtype)
+    for source in (tensor, tensor.t(), tensor[:, ::2], tensor.conj(), tensor[3, 5]):
+        assert bytes(ring.copy(source)) == bits(source.resolve_conj().contiguous())
+
+
+def test_a_block_is_used_again_when_nothing_refers_to_its_bytes() -> None:
+    ring = PinnedRing(1, pin=False)
+    tensor = random_tensor((MIB,), torch.float32)
+    first = ring.copy(tensor)
+    part = first[100:200]
+    where = address(first)
+    del first
+    second = ring.copy(tensor + 1)
+    assert address(second) != where, "the block is still read through a slice"
+    assert bytes(part) == bits(tensor)[100:200]
+    del part, second
+    assert address(ring.copy(tensor)) == where
+
+
+def test_without_a_free_block_copies_go_to_ordinary_memory() -> None:
+    ring = PinnedRing(2, pin=False)
+    tensors = [random_tensor((MIB,), torch.float32, seed) for seed in range(5)]
+    views = [ring.copy(tensor) for tensor in tensors]
+    assert len({address(view) for view in views}) == 5
+    assert [bytes(view) for view in views] == [bits(tensor) for tensor in tensors]
+
+
+def test_large_tensors_come_in_pieces_of_a_block() -> None:
+    ring = PinnedRing(3, block_size=2 * MIB, pin=False)
+    tensor = random_tensor((3000, 1001), torch.float32).t()
+    pieces = [bytes(view) for view in iterate_bytes(tensor, ring.block_size, ring.copy)]
+    assert max(map(len, pieces)) <= 2 * MIB
+    assert b"".join(pieces) == bits(tensor.contiguous())
+
+
+def test_several_threads_share_a_ring() -> None:
+    ring = PinnedRing(3, block_size=2 * MIB, pin=False)
+    wrong = []
+
+    def work(seed: int) -> None:
+        for step in range(20):
+            tensor = random_tensor((MIB // 2,), torch.float32, 100 * seed + step)
+            if bytes(ring.copy(tensor)) != bits(tensor):
+                wrong.append((seed, step))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_the_process_keeps_one_ring() -> None:
+    assert shared_ring(10 * BLOCK_SIZE) is shared_ring(10 * BLOCK_SIZE)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_tensors_come_through_pinned_blocks() -> None:
+    ring = PinnedRing(2, pin=True)
+    tensor = random_tensor((3000, 1001), torch.float32).cuda()
+    for source in (tensor, tensor.t(), tensor.bfloat16()):
+        pieces = [bytes(view) for view in iterate_bytes(source, ring.block_size, ring.copy)]
+        assert b"".join(pieces) == bits(source.cpu().contiguous())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ from tests.end_to_end.foreign import read_tensors_from_directory
 from tests.end_to_end.test_interchange import download, run_foreign
 from tests.ranks import RankFailed, run_ranks
 from tests.servers import S3Server
+
+pytestmark = pytest.mark.servers("memory")
+
 
 HEAD = 2
 """Elements of a head of attention."""
@@ -223,7 +227,7 @@ def _few_heads(url: str) -> None:
     assert torch.equal(found, local)
 
 
-def test_heads_that_several_ranks_share(root: str, memory_server: S3Server) -> None:
+def test_heads_that_several_ranks_share(root: str) -> None:
     run_ranks(4, _few_heads, root)
     assert torch.equal(read_tensor(root, "qkv"), random_values(1, 12, 3))
 
@@ -266,9 +270,7 @@ def _train(directory: str, root: str, steps: int, killed_at: int) -> int:
     return int(begun)
 
 
-def test_a_job_killed_in_a_save_goes_on_with_other_ranks_to_the_last_bit(
-    root: str, memory_server: S3Server, tmp_path: Path
-) -> None:
+def test_a_job_killed_in_a_save_goes_on_with_other_ranks_to_the_last_bit(root: str, tmp_path: Path) -> None:
     directory = tmp_path / "work"
     directory.mkdir()
     with pytest.raises(RankFailed, match=f"exit code {-signal.SIGKILL}"):
@@ -302,7 +304,7 @@ def _save_by_process(url: str) -> None:
         saving.upload_completion.result(120)
 
 
-def test_asynchronous_saves_by_a_process(root: str, memory_server: S3Server) -> None:
+def test_asynchronous_saves_by_a_process(root: str) -> None:
     run_ranks(2, _save_by_process, root)
     assert_equal(read_tensors(root), {f"model.{name}": each for name, each in full_state().items()})
 
@@ -310,42 +312,43 @@ def test_asynchronous_saves_by_a_process(root: str, memory_server: S3Server) -> 
 # --- what does not fit ------------------------------------------------------------------------------------
 
 
-def _save_boxes(url: str, boxes: Sequence[tuple[int, int, int]]) -> BaseException | None:
-    """Each rank saves (first, length) of a tensor of some length."""
-    first, length, whole = boxes[dist.get_rank()]
-    state = {"layer": {"w": shard(torch.zeros(length), global_shape=(whole,), offsets=(first,))}}
-    try:
-        dcp.save(state, storage_writer=S3StorageWriter(url))
-    except CheckpointException as error:
-        return error
-    return None
+_BOXES: dict[str, tuple[list[tuple[int, int, int]], str]] = {
+    "hole": ([(0, 3, 8), (4, 4, 8)], "layer.w invalid fill"),
+    "overlap": ([(0, 5, 8), (4, 4, 8)], "layer.w has overlapping chunks"),
+    "nothing": ([(0, 0, 8), (0, 0, 8)], "layer.w invalid fill"),
+    "larger whole": ([(0, 4, 4), (4, 4, 8)], "layer.w has out of bounds chunk"),
+    "filled whole": ([(0, 2, 4), (2, 2, 8)], r"'layer.w' has shape \(4,\) on rank 0, but \(8,\) on rank 1"),
+    "fits": ([(0, 4, 8), (4, 4, 8)], ""),
+    "an empty one": ([(0, 0, 8), (0, 8, 8)], ""),
+}
+"""(First, length) of what each rank saves of a tensor of some length; and what is wrong with them."""
 
 
-@pytest.mark.parametrize(
-    ("boxes", "message"),
-    [
-        ([(0, 3, 8), (4, 4, 8)], "layer.w invalid fill"),
-        ([(0, 5, 8), (4, 4, 8)], "layer.w has overlapping chunks"),
-        ([(0, 0, 8), (0, 0, 8)], "layer.w invalid fill"),
-        ([(0, 4, 4), (4, 4, 8)], "layer.w has out of bounds chunk"),
-        ([(0, 2, 4), (2, 2, 8)], r"'layer.w' has shape \(4,\) on rank 0, but \(8,\) on rank 1"),
-        ([(0, 4, 8), (4, 4, 8)], None),
-        ([(0, 0, 8), (0, 8, 8)], None),
-    ],
-    ids=["hole", "overlap", "nothing", "other whole, larger", "other whole, filled", "fits", "an empty one"],
-)
-def test_boxes_of_ranks_that_do_not_fit_each_other(
-    root: str, bucket: str, memory_server: S3Server, boxes: Any, message: str | None
-) -> None:
-    outcome = run_ranks(2, _save_boxes, root, boxes)
-    if message is None:
-        assert outcome == [None, None]
-        assert read_tensor(root, "layer.w").shape == (8,)
-        return
-    (cause,) = {str(cause): cause for cause in failures_by_rank(outcome).values()}.values()
-    with pytest.raises(type(cause), match=message):
-        raise cause
-    assert not [key for key in memory_server.handle.objects(bucket) if key.endswith(".metadata")]
+def _save_boxes(root: str) -> list[BaseException | None]:
+    outcome: list[BaseException | None] = []
+    for name, (boxes, _) in _BOXES.items():
+        first, length, whole = boxes[dist.get_rank()]
+        state = {"layer": {"w": shard(torch.zeros(length), global_shape=(whole,), offsets=(first,))}}
+        try:
+            dcp.save(state, storage_writer=S3StorageWriter(f"{root}/{name}"))
+        except CheckpointException as error:
+            outcome.append(error)
+        else:
+            outcome.append(None)
+    return outcome
+
+
+def test_boxes_of_ranks_that_do_not_fit_each_other(root: str, bucket: str, memory_server: S3Server) -> None:
+    outcomes = zip(*run_ranks(2, _save_boxes, root), strict=True)
+    committed = {key for key in memory_server.handle.objects(bucket) if key.endswith(".metadata")}
+    for (name, (_, message)), outcome in zip(_BOXES.items(), outcomes, strict=True):
+        assert (f"run/{name}/.metadata" in committed) == (not message)
+        if message:
+            (text,) = {str(cause) for cause in failures_by_rank(outcome).values()}
+            assert re.search(message, text), name
+        else:
+            assert outcome == (None, None)
+            assert read_tensor(f"{root}/{name}", "layer.w").shape == (8,)
 
 
 _ROWS, _COLUMNS = (2, 4), (2, 5)

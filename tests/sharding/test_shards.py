@@ -24,11 +24,12 @@ import dcp_s3
 from dcp_s3 import S3LoadPlanner, S3Stager, S3StorageReader, S3StorageWriter, errors, read_tensor, shard, verify
 from dcp_s3.load.overlaps import Box
 from dcp_s3.save.plan import check_shapes
+from tests.end_to_end.loads import failure, load, save
 from tests.load.test_overlaps import grid
 from tests.load.test_planner import details, make_plan, saved_as
 from tests.servers import S3Server
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = pytest.mark.servers("memory")
 
 SHAPE = (6, 5)
 FULL = torch.arange(30.0).view(SHAPE)
@@ -52,10 +53,8 @@ def write_items(value: Any, fqn: str = "w") -> list[WriteItem]:
 
 
 @pytest.mark.parametrize("parts", [(1, 1), (6, 1), (1, 5), (4, 3)])
-def test_boxes_are_saved_as_one_tensor_and_loaded_in_place(
-    root: str, memory_server: S3Server, parts: tuple[int, int]
-) -> None:
-    dcp.save({"w": in_boxes(FULL, grid(SHAPE, parts))}, storage_writer=S3StorageWriter(root))
+def test_boxes_are_saved_as_one_tensor_and_loaded_in_place(root: str, parts: tuple[int, int]) -> None:
+    save({"w": in_boxes(FULL, grid(SHAPE, parts))}, root)
     assert torch.equal(read_tensor(root, "w"), FULL)
     assert verify(root, full=True).ok
     whole = torch.zeros(SHAPE)
@@ -83,14 +82,16 @@ def test_a_part_is_loaded_alone() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (3, 0)], ids=str)
-def test_tensors_of_no_dimension_and_of_no_element(root: str, memory_server: S3Server, shape: tuple[int, ...]) -> None:
+def test_tensors_of_no_dimension_and_of_no_element(root: str, shape: tuple[int, ...]) -> None:
+    def place(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"w": shard(tensor, global_shape=shape, offsets=[0] * len(shape))}
+
     value = torch.full(shape, 7.0)
-    dcp.save({"w": shard(value, global_shape=shape, offsets=[0] * len(shape))}, storage_writer=S3StorageWriter(root))
+    save(place(value), root)
     assert torch.equal(read_tensor(root, "w"), value)
     for planner in (DefaultLoadPlanner(), S3LoadPlanner()):
         found = torch.zeros(shape)
-        state = {"w": shard(found, global_shape=shape, offsets=[0] * len(shape))}
-        dcp.load(state, storage_reader=S3StorageReader(root), planner=planner)
+        dcp.load(place(found), storage_reader=S3StorageReader(root), planner=planner)
         assert torch.equal(found, value)
 
 
@@ -101,24 +102,22 @@ def test_torchs_own_storage_takes_it(tmp_path: Any) -> None:
     assert torch.equal(torch.cat(target.boxes, 1), FULL)  # type: ignore[attr-defined]
 
 
-def test_another_shape_than_was_saved(root: str, memory_server: S3Server) -> None:
-    dcp.save({"w": FULL}, storage_writer=S3StorageWriter(root))
-    state = {"w": shard(torch.zeros(2, 5), global_shape=(7, 5), offsets=(0, 0))}
+def test_another_shape_than_was_saved(root: str) -> None:
+    save({"w": FULL}, root)
+    state, reader = {"w": shard(torch.zeros(2, 5), global_shape=(7, 5), offsets=(0, 0))}, S3StorageReader(root)
     with pytest.raises(CheckpointException, match=r"Size mismatch between saved .*6, 5.* and current.*7, 5"):
-        dcp.load(state, storage_reader=S3StorageReader(root))
-    with pytest.raises(CheckpointException) as caught:
-        dcp.load(state, storage_reader=S3StorageReader(root), planner=S3LoadPlanner())
-    assert isinstance(caught.value.failures[0][0], errors.TensorMismatchError)
+        dcp.load(state, storage_reader=reader)
+    failure(lambda: dcp.load(state, storage_reader=reader, planner=S3LoadPlanner()), errors.TensorMismatchError)
 
 
 def test_metadata_that_cannot_be_read_is_an_error(root: str, bucket: str, s3: Any, memory_server: S3Server) -> None:
-    dcp.save({"w": FULL}, storage_writer=S3StorageWriter(root))
+    save({"w": FULL}, root)
     part = torch.full((2, 5), 3.0)
     for spoilt in (b"", b"no pickle", memory_server.handle.read(bucket, "run/.metadata")[:-20]):
         s3.put_object(Bucket=bucket, Key="run/.metadata", Body=spoilt)
-        with pytest.raises(CheckpointException) as caught:
-            dcp.load({"w": shard(part, global_shape=SHAPE, offsets=(3, 0))}, storage_reader=S3StorageReader(root))
-        assert isinstance(caught.value.failures[0][0], errors.CorruptCheckpointError)
+        failure(
+            lambda: load({"w": shard(part, global_shape=SHAPE, offsets=(3, 0))}, root), errors.CorruptCheckpointError
+        )
         assert torch.equal(part, torch.full((2, 5), 3.0))
 
 
@@ -216,10 +215,8 @@ def test_arguments_that_do_not_fit(tensors: Any, shape: Any, offsets: Any, messa
 
 
 def test_a_hole_is_an_error_where_there_are_no_other_ranks(root: str, bucket: str, memory_server: S3Server) -> None:
-    with pytest.raises(CheckpointException) as caught:
-        dcp.save({"a": {"w": in_boxes(FULL, grid(SHAPE, (6, 1))[1:])}}, storage_writer=S3StorageWriter(root))
-    error = caught.value.failures[0][0]
-    assert isinstance(error, errors.ShardingError)
+    holed = {"a": {"w": in_boxes(FULL, grid(SHAPE, (6, 1))[1:])}}
+    error = failure(lambda: save(holed, root), errors.ShardingError)
     assert error.fqn == "a.w"
     assert "hold 25 of the 30 elements" in str(error)
     assert not memory_server.handle.objects(bucket)
@@ -232,12 +229,10 @@ def test_a_rank_that_saves_without_the_others_finds_the_hole(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     state = {"w": in_boxes(FULL, grid(SHAPE, (6, 1))[1:]), "whole": in_boxes(FULL, grid(SHAPE, (6, 1)))}
-    with pytest.raises(CheckpointException) as caught:
-        dcp.save(state, storage_writer=S3StorageWriter(root))
-    assert "'w': the shards to save hold 25 of its 30 elements" in str(caught.value.failures[0][0])
+    assert "'w': the shards to save hold 25 of its 30 elements" in str(failure(lambda: save(state, root)))
     assert not memory_server.handle.objects(bucket)
     del state["w"]
-    dcp.save(state, storage_writer=S3StorageWriter(root))
+    save(state, root)
 
 
 def test_shards_of_other_wholes_are_told_apart() -> None:
@@ -296,7 +291,7 @@ def test_a_copy_is_the_same_and_apart(make_copy: Callable[[Any], Any]) -> None:
 
 
 @pytest.mark.parametrize("stager", ["writer", "ours", "torch"])
-def test_asynchronous_saves(root: str, memory_server: S3Server, stager: str) -> None:
+def test_asynchronous_saves(root: str, stager: str) -> None:
     local = FULL.clone()
     with S3Stager(asynchronous=True) as ours:
         stagers = {"writer": None, "ours": ours, "torch": DefaultStager(StagingOptions(False, True, False, False))}

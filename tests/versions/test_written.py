@@ -1,7 +1,8 @@
 """What one version of torch wrote, another one reads, to the last bit: ours, and what torch's FileSystemWriter wrote.
 
-Archives in this folder hold what other versions wrote. With DCP_S3_TEST_WRITTEN, a folder, what this version writes is
-left there, and what others have left there is read: `.ci/torch` does that with each version.
+Every value follows from its name. Archives in this folder hold what other versions wrote. With DCP_S3_TEST_WRITTEN, a
+folder, what this version writes is left there, and what others have left there is read: `.ci/torch` does that with each
+version.
 """
 
 from __future__ import annotations
@@ -17,15 +18,59 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
 from dcp_s3.versions import release
-from tests.end_to_end.states import assert_same, blank
+from tests.end_to_end.states import DTYPES, assert_same, blank, random_tensor
 from tests.ranks import run_ranks
-from tests.servers import S3Server
-from tests.versions import states
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = pytest.mark.servers("memory")
+
+
+WHOLE = (6, 5)
+"""Shape of the tensors that ranks save in shards."""
+
+
+def one_rank() -> dict[str, Any]:
+    """Dtypes, strides and other entries that all supported versions have."""
+    return {
+        "dtypes": {str(dtype): random_tensor((2, 3), dtype, i) for i, dtype in enumerate(DTYPES)},
+        "scalar": random_tensor((), torch.bfloat16, 1),
+        "empty": torch.empty(3, 0, 2),
+        "transposed": random_tensor((4, 3), torch.float32, 2).t(),
+        "channels_last": random_tensor((2, 3, 4, 5), torch.float16, 3).to(memory_format=torch.channels_last),
+        "parameter": torch.nn.Parameter(torch.arange(3.0)),
+        "objects": {"step": 12, "text": "läuft", "none": None, "list": [1, {"x": 2.5}]},
+    }
+
+
+def whole(name: str) -> torch.Tensor:
+    """The whole of a tensor that ranks save in shards."""
+    return torch.arange(len(name), len(name) + 30, dtype=torch.float32).reshape(WHOLE)
+
+
+def ranks(blank: bool = False) -> dict[str, Any]:
+    """Of each of several ranks: shards along both dimensions, and what all have."""
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    placements = {"rows": Shard(0), "columns": Shard(1), "replicated": Replicate()}
+    state: dict[str, Any] = {
+        name: DTensor.from_local(_part(torch.zeros(WHOLE) if blank else whole(name), each), mesh, [each], shape=WHOLE,
+                                 stride=(WHOLE[1], 1), run_check=False)
+        for name, each in placements.items()
+    }  # fmt: skip
+    return {**state, "step": 0 if blank else 7}
+
+
+def _part(full: torch.Tensor, placement: Any) -> torch.Tensor:
+
+    if isinstance(placement, Replicate):
+        return full.clone()
+    chunks = full.chunk(dist.get_world_size(), placement.dim)
+    return chunks[dist.get_rank()].contiguous()
+
 
 _HERE = Path(__file__).parent
 _SHARED = os.environ.get("DCP_S3_TEST_WRITTEN")
@@ -35,17 +80,15 @@ _METADATA = "user-metadata.json"
 
 
 def _save_ranks(url: str, folder: str, run: str) -> None:
-    dcp.save(states.ranks(), storage_writer=S3StorageWriter(f"{url}/ranks"))
+    dcp.save(ranks(), storage_writer=S3StorageWriter(f"{url}/ranks"))
     os.environ["DCP_S3_RUN_ID"] = run
-    dcp.save(states.ranks(), storage_writer=S3StorageWriter(f"{url}/merged"), use_collectives=False)
-    dcp.save(states.ranks(), storage_writer=dcp.FileSystemWriter(f"{folder}/ranks"))
+    dcp.save(ranks(), storage_writer=S3StorageWriter(f"{url}/merged"), use_collectives=False)
+    dcp.save(ranks(), storage_writer=dcp.FileSystemWriter(f"{folder}/ranks"))
 
 
-def test_what_this_torch_writes_it_reads(
-    memory_server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path
-) -> None:
-    dcp.save(states.one_rank(), storage_writer=S3StorageWriter(f"{root}/one"))
-    dcp.save(states.one_rank(), storage_writer=dcp.FileSystemWriter(tmp_path / "torch/one"))
+def test_what_this_torch_writes_it_reads(s3: Any, bucket: str, root: str, tmp_path: Path) -> None:
+    dcp.save(one_rank(), storage_writer=S3StorageWriter(f"{root}/one"))
+    dcp.save(one_rank(), storage_writer=dcp.FileSystemWriter(tmp_path / "torch/one"))
     run_ranks(2, _save_ranks, root, str(tmp_path / "torch"), "written")
     archive = (Path(_SHARED) if _SHARED else tmp_path) / f"{torch.__version__.partition('+')[0]}.zip"
     metadata = {}
@@ -64,9 +107,7 @@ def test_what_this_torch_writes_it_reads(
 
 
 @pytest.mark.parametrize("archive", _ARCHIVES, ids=lambda path: path.stem)
-def test_what_another_torch_wrote_is_read(
-    memory_server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path, archive: Path
-) -> None:
+def test_what_another_torch_wrote_is_read(s3: Any, bucket: str, root: str, tmp_path: Path, archive: Path) -> None:
     _check(archive, s3, bucket, root, tmp_path)
 
 
@@ -80,18 +121,18 @@ def _check(archive: Path, s3: Any, bucket: str, root: str, tmp_path: Path) -> No
         if path.is_file() and name != _METADATA:
             fields, key = metadata.get(name, {}), f"run/{archive.stem}/{name}"
             s3.put_object(Bucket=bucket, Key=key, Body=path.read_bytes(), Metadata=fields)
-    for writer in ("ours", "torch"):
+    stock = _STRIDES or release(archive.stem) < release("2.15")  # its own reader takes no more values than it knows
+    pairs = []
+    for writer, names in (("ours", ("ranks", "merged")), ("torch", ("ranks",))):
         url = f"{root}/{archive.stem}/{writer}"
-        # torch's own reader takes no more values in a state than it knows.
-        stock = _STRIDES or release(archive.stem) < release("2.15")
         _check_one(dcp.FileSystemReader(folder / writer / "one") if stock else None, f"{url}/one")
-        for name in ("ranks", "merged")[: 2 if writer == "ours" else 1]:
-            for world_size in (1, 2, 3):
-                run_ranks(world_size, _load_ranks, f"{url}/{name}", str(folder / writer / name) if stock else None)
+        pairs += [(f"{url}/{name}", str(folder / writer / name) if stock else None) for name in names]
+    for world_size in (1, 2, 3):
+        run_ranks(world_size, _load_ranks, pairs)
 
 
 def _check_one(stock: Any, url: str) -> None:
-    expected = states.one_rank()
+    expected = one_rank()
     for reader in (S3StorageReader(url), *([] if stock is None else [stock])):
         found = blank(expected)
         dcp.load(found, storage_reader=reader)
@@ -101,21 +142,19 @@ def _check_one(stock: Any, url: str) -> None:
 
 def _strided(url: str) -> dict[str, Any]:
     """What is loaded into memory of the strides that were saved."""
-    found = states.one_rank()
+    found = one_rank()
     for name in ("transposed", "channels_last"):
         found[name].zero_()
     dcp.load(found, storage_reader=S3StorageReader(url))
     return found
 
 
-def _load_ranks(url: str, folder: str | None) -> None:
-    for reader in (S3StorageReader(url), *([] if folder is None else [dcp.FileSystemReader(folder)])):
-        found = states.ranks(blank=True)
-        dcp.load(found, storage_reader=reader)
+def _load_ranks(pairs: list[tuple[str, str | None]]) -> None:
+    """Each from its URL by us, and from a folder by torch."""
+    for reader in [each for url, folder in pairs for each in (S3StorageReader(url), folder) if each is not None]:
+        found = ranks(blank=True)
+        dcp.load(found, storage_reader=dcp.FileSystemReader(reader) if isinstance(reader, str) else reader)
         assert found["step"] == 7
         for name in ("rows", "columns", "replicated"):
             local, placement = found[name].to_local(), found[name].placements[0]
-            full = states.whole(name)
-            size = dist.get_world_size()
-            expected = full.chunk(size, placement.dim)[dist.get_rank()] if placement.is_shard() else full
-            assert torch.equal(local, expected), (name, type(reader))
+            assert torch.equal(local, _part(whole(name), placement)), (name, type(reader))

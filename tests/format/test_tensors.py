@@ -1,18 +1,20 @@
-"""Checksums inside of a tensor: a load of a part of it is checked, and fetches little more than that part."""
+"""A tensor as it is stored: its frame is what torch.save writes, its blocks have checksums, its chunks cover it."""
 
 from __future__ import annotations
 
+import io
 import itertools
 import random
+import resource
 from collections.abc import Sequence
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
@@ -32,10 +34,82 @@ from dcp_s3.format.blocks import (
     pack_crcs,
     widen,
 )
+from dcp_s3.format.cover import find_flaw
+from dcp_s3.format.framing import FrameCache, compute_frame
 from dcp_s3.memory import Piece
+from dcp_s3.tensor_memory import iterate_bytes
+from tests.end_to_end.loads import failure
 from tests.servers import S3Server
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = pytest.mark.servers("memory")
+
+
+# --- frames ----------------------------------------------------------------------------------------------
+
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint16, torch.uint32, torch.uint64,
+]  # fmt: skip
+SHAPES = [(), (0,), (3, 0, 2), (1,), (7, 9), (129, 33)]
+
+
+def _random(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    size = torch.empty(shape, dtype=dtype).nbytes
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, dtype=torch.uint8).view(torch.bool) if shape else torch.tensor(True)
+    raw = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+def _all_bytes(tensor: torch.Tensor) -> bytes:
+    return b"".join(bytes(view) for view in iterate_bytes(tensor, 1 << 20))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_torch_load_reads_it_and_only_checksums_differ_from_torch_save(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    tensor = _random(dtype, shape)
+    frame = compute_frame(dtype, torch.Size(shape))
+    raw = _all_bytes(tensor)
+    item = frame.header + raw + frame.trailer
+    assert len(item) == frame.length
+
+    loaded = torch.load(io.BytesIO(item), weights_only=True)
+    assert (loaded.dtype, loaded.shape) == (dtype, torch.Size(shape))
+    assert _all_bytes(loaded) == raw
+
+    saved = io.BytesIO()
+    torch.save(tensor, saved)
+    differing = [i for i, (a, b) in enumerate(zip(item, saved.getvalue(), strict=True)) if a != b]
+    # The zip CRC-32 of the data, in two places, and of the id record that is made from it.
+    assert len(differing) <= 64
+    assert not [i for i in differing if len(frame.header) <= i < len(frame.header) + frame.nbytes]
+
+
+def test_the_cache_is_bounded_and_returns_equal_frames() -> None:
+    cache = FrameCache()
+    first = cache.get(torch.float32, torch.Size([3]))
+    assert cache.get(torch.float32, torch.Size([3])) is first
+    for n in range(4100):
+        cache.get(torch.uint8, torch.Size([n]))
+    assert len(cache._frames) <= 4096
+    assert cache.get(torch.float32, torch.Size([3])) == first
+
+
+def test_a_large_shape_is_never_touched() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    frame = compute_frame(torch.float32, torch.Size([2**30]))  # 4 GiB
+    assert frame.nbytes == 2**32
+    assert len(frame.header) + len(frame.trailer) < 4096
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 2**10  # KiB
+
+
+# --- blocks ----------------------------------------------------------------------------------------------
+
 
 MIB = 2**20
 _BLOCK = 64  # the smallest that is allowed: the pure functions know no other limit
@@ -162,20 +236,16 @@ def bytes_out(server: Any) -> int:
 
 @pytest.mark.parametrize("box", BOXES.values(), ids=list(BOXES))
 def test_a_flipped_bit_in_the_part_is_found(
-    memory_server: S3Server, s3: Any, bucket: str, root: str, box: tuple[tuple[int, int], tuple[int, int]]
+    s3: Any, bucket: str, root: str, box: tuple[tuple[int, int], tuple[int, int]]
 ) -> None:
     save(f"{root}/c")
     (row, column), (rows, columns) = box
     for position in (row * 32768 + column, (row + rows - 1) * 32768 + column + columns - 1):
         with flipped(s3, bucket, f"{root}/c", 4 * position):
-            with pytest.raises(CheckpointException) as caught:
-                load_box(f"{root}/c", *box)
-            cause = caught.value.failures[0][0]
-            assert isinstance(cause, CorruptCheckpointError)
-            assert "'t'" in str(cause)
+            assert "'t'" in str(failure(lambda: load_box(f"{root}/c", *box), CorruptCheckpointError))
 
 
-def test_a_flipped_bit_far_from_the_part_is_not_seen(memory_server: S3Server, s3: Any, bucket: str, root: str) -> None:
+def test_a_flipped_bit_far_from_the_part_is_not_seen(s3: Any, bucket: str, root: str) -> None:
     tensor = save(f"{root}/c")
     with flipped(s3, bucket, f"{root}/c", 4 * 47 * 32768):
         assert torch.equal(load_box(f"{root}/c", (0, 0), (3, 32768)), tensor[:3])
@@ -202,7 +272,7 @@ class flipped:
         self._s3.put_object(**self._where, Body=self._data)
 
 
-def test_small_tensors_are_one_block_and_large_ones_have_a_record(memory_server: S3Server, root: str) -> None:
+def test_small_tensors_are_one_block_and_large_ones_have_a_record(root: str) -> None:
     state = {"small": torch.zeros(MIN_BLOCK // 4), "large": torch.zeros(MIN_BLOCK // 4 + 1)}
     dcp.save(state, storage_writer=S3StorageWriter(f"{root}/c"))
     stored = {index.fqn: info for index, info in S3StorageReader(f"{root}/c").read_metadata().storage_data.items()}
@@ -213,3 +283,29 @@ def test_small_tensors_are_one_block_and_large_ones_have_a_record(memory_server:
     assert (small.size, small.crcs) == (MIN_BLOCK, b"")
     assert (large.size, len(large.crcs)) == (MIN_BLOCK, 8)
     assert not hasattr(stored["small"], "crc64nvme_blocks")
+
+
+# --- chunks ----------------------------------------------------------------------------------------------
+
+
+_PLACE = st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 4), st.integers(0, 4))
+
+
+@given(st.lists(_PLACE, max_size=5), st.booleans())
+def test_any_boxes(boxes: list[tuple[int, int, int, int]], filled: bool) -> None:
+    counts = np.zeros((4, 4), int)
+    chunks = []
+    for a, b, rows, columns in boxes:
+        rows, columns = min(rows, 4 - a), min(columns, 4 - b)
+        counts[a : a + rows, b : b + columns] += 1
+        chunks.append(((a, b), (rows, columns)))
+    is_right = bool((counts == 1).all() if filled else (counts <= 1).all())
+    assert (find_flaw((4, 4), chunks, filled=filled) is None) == is_right
+
+
+def test_scalars_and_empty_tensors() -> None:
+    assert find_flaw((), [((), ())]) is None
+    assert find_flaw((), []) == "has 1 elements, its chunks have 0"
+    assert find_flaw((), [((), ()), ((), ())]) == "has 1 elements, its chunks have 2"
+    assert find_flaw((0, 3), []) is None
+    assert find_flaw((0, 3), [((0, 0), (0, 3)), ((0, 0), (0, 3))]) is None

@@ -1,0 +1,220 @@
+"""Loads of ranks that do not talk to each other: which metadata each of them gets, by which requests.
+
+Also of checkpoints as earlier versions wrote them without collectives: each rank committed one for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import Shard
+
+from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3.s3.store import S3Store
+from dcp_s3.settings import Settings
+from tests.collectives import counted
+from tests.end_to_end.distributed import (
+    distribute,
+    failures_by_rank,
+    random_values,
+    rank_of,
+)  # fmt: skip
+from tests.end_to_end.states import assert_same
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.killing import begin, new_process, running
+from tests.ranks import run_ranks
+from tests.single_ranks import committing_alone
+
+URL = f"s3://{BUCKET}/run"
+
+
+class Recording(FaultyServer):
+    """Knows the requests for metadata, and the listings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[tuple[str, str]] = []
+        self.rule = self._record
+
+    def _record(self, request: Any) -> None:
+        if request.operation == "ListObjectsV2" or request.key.endswith(".metadata"):
+            self.requests.append((request.operation, request.key))
+
+    def gets(self) -> list[str]:
+        return sorted(key.removeprefix("run/") for operation, key in self.requests if operation == "GetObject")
+
+    def listings(self) -> int:
+        return sum(operation == "ListObjectsV2" for operation, _ in self.requests)
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Recording]:
+    monkeypatch.setenv("DCP_S3_RUN_ID", "a-run")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with serve(monkeypatch, Recording()) as server:
+        assert isinstance(server, Recording)
+        yield server
+
+
+def _state(seed: int) -> dict[str, Any]:
+    return {
+        "sharded": distribute(random_values(seed, 7, 3), Shard(0)),
+        "plain": random_values(seed, 5),
+        "own": {dist.get_rank(): random_values(seed + dist.get_rank(), 5)},
+        "step": seed,
+    }
+
+
+def _save(seed: int, *, alone: bool, overwrite: bool = False) -> BaseException | None:
+    """Without collectives: merged into one checkpoint, or alone."""
+    try:
+        with committing_alone() if alone else contextlib.nullcontext():
+            writer = S3StorageWriter(URL, overwrite=overwrite)
+            dcp.save(_state(seed), storage_writer=writer, use_collectives=False)
+    except BaseException as error:  # noqa: BLE001 - CheckpointException is no Exception
+        return error
+    return None
+
+
+def _load(seed: int, **options: Any) -> tuple[list[str], int]:
+    """Returns the names and the number of the collectives."""
+    state = _state(-1)
+    with counted() as found:
+        dcp.load(state, storage_reader=S3StorageReader(URL), **options)
+        told = found.names, found.number
+    expected = _state(seed)
+    for each in (state, expected):
+        each["sharded"] = each["sharded"].full_tensor()
+    assert_same(state, expected)
+    return told
+
+
+# --- which metadata -----------------------------------------------------------------------------------------
+
+
+def _save_merged(together: bool) -> None:
+    if together:
+        dcp.save(_state(10), storage_writer=S3StorageWriter(URL))
+    else:
+        assert _save(10, alone=False) is None
+
+
+def _load_without_a_group_and_with_one() -> None:
+    assert _load(10, no_dist=True) == ([], 0)
+    dist.barrier()
+    names, number = _load(10)
+    assert names, "the count does not see torch's collectives"
+    assert number > 0
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_load_without_a_group_has_no_collective(recording: Recording, together: bool) -> None:
+    run_ranks(2, _save_merged, together)
+    recording.requests.clear()
+    run_ranks(2, _load_without_a_group_and_with_one)
+    # Each rank of both loads. Nobody looks for __0.metadata, and nobody lists.
+    assert recording.gets() == [".metadata"] * 4
+    assert recording.listings() == 0
+
+
+def _save_alone_once() -> None:
+    assert _save(10, alone=True) is None
+    _load(10)
+    # Each commits for itself: a replacement that is cut off would be a mixture.
+    for overwrite in (False, True):
+        refused = _save(20, alone=True, overwrite=overwrite)
+        assert isinstance(refused, errors.CheckpointExistsError), repr(refused)
+        assert URL in str(refused)
+    dist.barrier()
+    _load(10)
+
+
+def _load_own() -> None:
+    assert _load(10, no_dist=True) == ([], 0)
+
+
+def _load_with_one_missing() -> BaseException | None:
+    plain = torch.zeros(5)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"plain": plain}, storage_reader=S3StorageReader(URL))
+    assert not plain.any()
+    return caught.value
+
+
+def test_each_rank_commits_and_loads_for_itself(recording: Recording) -> None:
+    run_ranks(2, _save_alone_once)
+    objects = recording.s3.objects(BUCKET)
+    assert {"run/__0.metadata", "run/__1.metadata"} <= set(objects)
+    assert "run/.metadata" not in objects
+    manifests = [json.loads(recording.s3.read(BUCKET, key)) for key in objects if "/manifest-" in key]
+    assert sorted((each["rank"], each["world_size"]) for each in manifests) == [(0, 2), (1, 2)]
+    # Nothing is left of the saves that were refused.
+    assert sorted(rank_of(key) for key in objects if key.endswith(".distcp")) == [0, 1]
+
+    recording.requests.clear()
+    run_ranks(2, _load_own)
+    assert recording.gets() == [".metadata", ".metadata", "__0.metadata", "__1.metadata"]
+    assert recording.listings() == 2
+
+    S3Store(BUCKET, Settings()).delete(["run/__1.metadata"])
+    failures = failures_by_rank(run_ranks(2, _load_with_one_missing))
+    assert set(failures) == {1}
+    assert isinstance(failures[1], errors.CheckpointNotFoundError)
+    assert URL in str(failures[1])
+    assert "__1.metadata" in str(failures[1])  # not only the .metadata that such a checkpoint never has
+
+
+def _save_plain() -> None:
+    with committing_alone():
+        dcp.save({"plain": random_values(10, 5)}, storage_writer=S3StorageWriter(URL), use_collectives=False)
+
+
+def _load_plain() -> None:
+    state = {"plain": torch.zeros(5)}
+    dcp.load(state, storage_reader=S3StorageReader(URL), no_dist=True)
+    assert_same(state["plain"], random_values(10, 5))
+
+
+def test_the_checkpoint_of_a_single_rank_is_everybodys(recording: Recording) -> None:
+    run_ranks(1, _save_plain)
+    run_ranks(2, _load_plain)
+
+
+# --- processes that have no torch.distributed -------------------------------------------------------------
+
+
+def _process(environment: dict[str, str], rank: int, tmp_path: Path) -> None:
+    begin({**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, tmp_path / f"{rank}.out")
+    state = {"own": torch.zeros(5), "step": -1}
+    with counted() as found:
+        dcp.load(state, storage_reader=S3StorageReader(URL))
+    assert (found.names, found.number) == ([], 0)
+    assert_same(state, {"own": random_values(10 + rank, 5), "step": 10})
+
+
+def _save_own() -> None:
+    state = {"own": random_values(10 + dist.get_rank(), 5), "step": 10}
+    with committing_alone():
+        dcp.save(state, storage_writer=S3StorageWriter(URL), use_collectives=False)
+
+
+def test_a_process_of_a_launcher_gets_its_own_checkpoint(recording: Recording, tmp_path: Path) -> None:
+    run_ranks(3, _save_own)
+    processes = [new_process(_process, {**os.environ, "WORLD_SIZE": "3"}, rank, tmp_path) for rank in range(3)]
+    with running(processes):
+        until = time.monotonic() + 60
+        for process in processes:
+            process.join(max(0.0, until - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+        assert codes == [0, 0, 0], [(tmp_path / f"{rank}.out").read_text() for rank in range(3)]

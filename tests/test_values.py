@@ -1,0 +1,295 @@
+"""Values: checkpoint URLs, sizes and durations, errors (which travel by pickle), and the panel of a failure."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_s3 import errors
+from dcp_s3.errors import InvalidURLError
+from dcp_s3.failures import WIDTH, Failed, first_cause, headline, name_ranks, panel
+from dcp_s3.units import format_size, parse_duration, parse_size, plural
+from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
+
+# --- URLs ------------------------------------------------------------------------------------------------
+
+
+class _Text(os.PathLike[str]):
+    """A path of another library."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __fspath__(self) -> str:
+        return self.text
+
+
+@pytest.mark.parametrize(
+    ("text", "bucket", "prefix"),
+    [
+        ("s3://bucket/run/step-1", "bucket", "run/step-1"),
+        ("s3://bucket/run/step-1/", "bucket", "run/step-1"),
+        ("S3://bucket/x", "bucket", "x"),
+        ("s3://bucket", "bucket", ""),
+        ("s3://my.bucket/läuf 1/50%+x", "my.bucket", "läuf 1/50%+x"),
+        (
+            "s3://arn:aws:s3:us-east-1:123456789012:accesspoint/ap/run",
+            "arn:aws:s3:us-east-1:123456789012:accesspoint/ap",
+            "run",
+        ),
+    ],
+)
+def test_parse(text: str, bucket: str, prefix: str) -> None:
+    assert parse_url(text) == CheckpointURL(bucket, prefix)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "bucket/x",
+        "/tmp/x",
+        "gs://bucket/x",
+        "s3://",
+        "s3:///x",
+        "s3://b_/../x",
+        "s3://bucket//x",
+        "s3://bucket/a/./b",
+        "s3://bucket/../b",
+        "s3://bucket/" + "k" * 1000,
+    ],
+)
+def test_bad_urls_name_what_is_expected(text: str) -> None:
+    with pytest.raises(InvalidURLError, match=r"s3|bytes|segment"):
+        parse_url(text)
+
+
+@pytest.mark.parametrize("kind", [str, Path, PurePosixPath, _Text, str.upper])
+def test_what_pathlib_folds_is_unfolded(kind: Callable[[str], Any]) -> None:
+    for url in ("s3://bucket/run/step-1", "s3://bucket"):
+        folded = kind(str(PurePosixPath(url)))
+        assert is_s3_url(folded)
+        assert str(parse_url(folded)).lower() == url
+    assert parse_url(kind("s3://bucket/x")).bucket.lower() == "bucket"
+
+
+def test_other_paths_stay_what_they_are() -> None:
+    for path in (Path("/s3:/bucket/x"), Path("s3/bucket"), "s3:", "s3:bucket/x", b"s3:/bucket/x", Path("x/s3:/bucket")):
+        assert not is_s3_url(path)
+        with pytest.raises(InvalidURLError, match="expected s3://bucket/prefix"):
+            parse_url(path)  # type: ignore[arg-type]
+
+
+def test_keys_names_and_children() -> None:
+    url = parse_url("s3://bucket/run/step-7")
+    assert url.key(".metadata") == "run/step-7/.metadata"
+    assert url.name == "step-7"
+    assert str(url.child("x")) == "s3://bucket/run/step-7/x"
+    assert parse_url("s3://bucket").key("a") == "a"
+
+
+@given(
+    st.lists(
+        st.text(st.characters(exclude_categories=("Cs",), exclude_characters="/\0"), min_size=1, max_size=12).filter(
+            lambda s: s not in (".", "..")
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_any_key_survives_a_round_trip(segments: list[str]) -> None:
+    url = CheckpointURL("bucket", "/".join(segments))
+    assert parse_url(str(url)) == url
+
+
+def test_is_s3_url_looks_at_text_only() -> None:
+    assert is_s3_url("s3://x")
+    assert not is_s3_url(b"s3://x")
+    assert not is_s3_url(None)
+
+
+# --- sizes and durations ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("64MiB", 64 * 2**20),
+        ("64 mib", 64 * 2**20),
+        ("5GB", 5 * 10**9),
+        ("8M", 8 * 2**20),
+        ("1.5KiB", 1536),
+        ("77", 77),
+        (9, 9),
+    ],
+)
+def test_sizes(text: object, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "1XB", "-5", "1e3", "0.3", None, True, -1, 1.5, 10**400, 2**63, "8EiB", "9" * 400]
+)
+def test_bad_sizes_are_refused(text: object) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30s", 30), ("250ms", 0.25), ("5m", 300), ("2h", 7200), ("1d", 86400), (3, 3), ("7", 7)]
+)
+def test_durations(text: object, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "s", "5 parsecs", "-1s", None, False, -2, float("nan"), float("inf"), 1e23, 10**400, "9" * 400, "3651d"],
+)
+def test_bad_durations_are_refused(text: object) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        parse_duration(text)
+
+
+def test_sizes_for_people() -> None:
+    assert [format_size(n) for n in (5, 1536, 3 * 2**20, 2**40)] == ["5 B", "1.5 KiB", "3.0 MiB", "1.0 TiB"]
+
+
+def test_counts_are_in_the_right_number() -> None:
+    assert [plural(count, "object") for count in (0, 1, 2)] == ["0 objects", "1 object", "2 objects"]
+    assert [plural(count, "entry") for count in (1, 2)] == ["1 entry", "2 entries"]
+
+
+# --- errors ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.TransferError("text", bucket="b", key="k", operation="PutObject", attempts=3),
+        errors.DeadlineExceededError("text", setting="DCP_S3_SAVE_TIMEOUT", seconds=5, key="k"),
+        errors.CheckpointExistsError("text", url="s3://b/x"),
+        errors.TensorMismatchError("text", url="s3://b/x", fqn="model.w"),
+        errors.EntryNotFoundError("text", url="s3://b/x", fqn="model.w"),
+        errors.SettingsError("text"),
+        errors.ShardingError("text", fqn="model.w"),
+    ],
+    ids=lambda e: type(e).__name__,
+)
+def test_pickle_round_trip(error: errors.DcpS3Error) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error) == "text"
+    assert vars(copy) == vars(error)
+
+
+def test_one_hierarchy() -> None:
+    public = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
+    assert all(issubclass(value, errors.DcpS3Error) for value in public)
+
+
+@pytest.mark.parametrize(
+    ("name", "bases"),
+    [
+        ("AttachmentNotFoundError", (errors.CheckpointError, LookupError)),
+        ("CorruptMetadataError", (errors.CheckpointError,)),
+        ("DtypeMismatchError", (errors.TensorMismatchError, ValueError)),
+        ("ExportError", (errors.CheckpointError, ValueError)),
+        ("ImportSourceError", (errors.CheckpointError, ValueError)),
+        ("JournalError", (errors.SpillError,)),
+        ("MetricsError", (ValueError,)),
+        ("MissingExtensionError", (errors.CheckpointError,)),
+        ("MissingURLError", (errors.InvalidURLError, ValueError)),
+        ("PolicyError", (ValueError,)),
+        ("SaveSupersededError", (errors.CheckpointError,)),
+        ("ShapeMismatchError", (errors.TensorMismatchError, ValueError)),
+        ("StagingLimitError", (errors.StagingError,)),
+        ("StepFailedError", (errors.CheckpointError,)),
+        ("TensorIndexError", (errors.CheckpointError, IndexError)),
+    ],
+)
+def test_what_catches_a_name_of_an_earlier_version_still_does(name: str, bases: tuple[type, ...]) -> None:
+    found = getattr(errors, name)
+    assert all(issubclass(found, base) for base in (errors.DcpS3Error, *bases))
+    assert issubclass(errors.SaveFailedError, errors.StepFailedError)
+    assert issubclass(errors.RestoreFailedError, errors.StepFailedError)
+
+
+def test_an_attribute_that_the_class_has_not_is_a_mistake() -> None:
+    with pytest.raises(TypeError, match="SettingsError has no attribute 'url'"):
+        errors.SettingsError("text", url="s3://b/x")
+
+
+def test_what_an_error_knew_under_another_name_it_knows() -> None:
+    assert errors.EntryNotFoundError("text", fqn="model.w").name == "model.w"
+    assert errors.DtypeMismatchError("text", fqn="model.w").shapes == {}
+
+
+# --- failures --------------------------------------------------------------------------------------------
+
+
+_STEP = "s3://bucket/run/step-00001000"
+
+
+def _denied(rank: int) -> errors.AccessDeniedError:
+    return errors.AccessDeniedError(
+        f"PutObject on {_STEP}/__{rank}_0-ab{rank}f.distcp failed: AccessDenied. Remedy: the role needs s3:PutObject"
+    )
+
+
+def test_equal_causes_of_all_ranks_are_told_once() -> None:
+    failed = Failed(
+        f"the save of step 1000 to {_STEP}",
+        {rank: _denied(rank) for rank in range(512)},
+        left="nothing",
+        last_good="step 900",
+        resume="manager.restore(state)",
+    )
+    assert panel(failed).splitlines() == [
+        f"the save of step 1000 to {_STEP} failed on ranks 0 to 511",
+        f"  Cause: AccessDeniedError: PutObject on {_STEP}/__0_0-ab0f.distcp failed:",
+        "    AccessDenied",
+        "  Remedy: the role needs s3:PutObject",
+        "  Left: nothing",
+        "  Last good: step 900",
+        "  Resume: manager.restore(state)",
+    ]
+    assert headline(failed) == panel(failed).splitlines()[0]
+
+
+def test_different_causes_name_their_ranks() -> None:
+    failures: dict[int, BaseException] = {0: _denied(0), 2: _denied(2), 1: ZeroDivisionError("in the planner")}
+    lines = panel(Failed("the save", failures)).splitlines()
+    assert lines[0] == "the save failed on ranks 0 to 2"
+    assert lines[1].startswith("  On ranks 0, 2: AccessDeniedError: ")
+    assert "  On rank 1: ZeroDivisionError: in the planner" in lines
+    assert first_cause(failures).endswith("AccessDenied (and other causes)")
+
+
+def test_a_rank_that_failed_because_of_another_one_is_left_out() -> None:
+    failures: dict[int, BaseException] = {0: errors.PeerReadError("rank 1 failed", rank=1), 1: _denied(1)}
+    assert panel(Failed("the load", failures)).startswith("the load failed on rank 1\n  Cause: AccessDeniedError")
+
+
+def test_a_failure_without_ranks() -> None:
+    assert panel(Failed("the save", {}, ValueError("x"))) == "the save failed\n  Cause: ValueError: x"
+
+
+@given(st.dictionaries(st.integers(0, 1000), st.text(max_size=3000), min_size=1, max_size=20))
+def test_a_panel_is_narrow_and_short_whatever_the_errors_say(texts: dict[int, str]) -> None:
+    lines = panel(Failed("the save", {rank: ValueError(text) for rank, text in texts.items()})).split("\n")
+    words = [word for text in texts.values() for word in text.split()]
+    assert all(len(line) <= max(WIDTH, 20 + max(map(len, words), default=0)) for line in lines)
+    assert first_cause({rank: ValueError(text) for rank, text in texts.items()}).count("\n") == 0
+
+
+def test_ranks_are_named_in_runs() -> None:
+    assert name_ranks([0, 1, 2, 5, 7, 8]) == "ranks 0 to 2, 5, 7 to 8"
+    assert name_ranks([3]) == "rank 3"
