@@ -244,7 +244,8 @@ def _merge(me: Member, claim: Claim, found: Found | None) -> Steps[str | None]:
     committing = replace(claim, state=COMMITTING, save_id=merged.save_id)
     if not (yield from put(CLAIM, committing, found)):
         return None
-    yield from finish(committing, merged)
+    if not (yield from finish(committing, merged)):
+        return EXISTS
     yield Clean(committing)
     return COMMITTED
 
@@ -274,8 +275,7 @@ def decided(me: Member, claim: Claim, now: Claim | None) -> Steps[str]:
     if now.nonce == claim.nonce:
         if now.state == ABORTED:
             return ABORTED
-        yield from finish(now)
-        return COMMITTED
+        return COMMITTED if (yield from finish(now)) else EXISTS
     if now.last == claim.nonce:
         return COMMITTED
     is_next = now.is_undecided and now.attempt == me.attempt.id and now.nonce not in me.left
@@ -284,24 +284,32 @@ def decided(me: Member, claim: Claim, now: Claim | None) -> Steps[str]:
     return ABORTED if now.replaces == claim.replaces else SUPERSEDED
 
 
-def finish(claim: Claim, merged: Merged | None = None) -> Steps[None]:
-    """Do what was decided: after it ``.metadata`` is that of this save, or of a later one."""
+def finish(claim: Claim, merged: Merged | None = None) -> Steps[bool]:
+    """Do what was decided: after it ``.metadata`` is that of this save, or of a later one. Returns False if a save that
+    is no joint one has come first."""
     there = yield Get(METADATA)
     if there is not None and there.body == claim.nonce:
-        return
+        return True
     if merged is None:
         found = yield Get(Key("merged", claim.save_id))
         if found is None:
-            return  # it was done, replaced and removed
+            return True  # it was done, replaced and removed
         merged = found.body
     expect = claim.replaces
     if there is None and expect:  # a prune has deleted what was to be replaced; or all of this, long ago
         found = yield Get(CLAIM)
         if found is None or found.body != claim:
-            return
+            return True
         expect = ""
-    while (yield Put(METADATA, merged, expect)) == LOST:
+    while (answer := (yield Put(METADATA, merged, expect))) == LOST:
         pass
+    if answer == DONE:
+        return True
+    there = yield Get(METADATA)
+    if there is not None and there.body == claim.nonce:
+        return True
+    now, _ = yield from _get_claim()
+    return now != claim
 
 
 # --- beside a save ------------------------------------------------------------------------------------

@@ -200,7 +200,7 @@ class Merged(NamedTuple):
 
 # Verdicts on a save; ABORTED is one, too.
 COMMITTED = "committed"
-EXISTS = "exists"  # there is a checkpoint, which is not to be overwritten
+EXISTS = "exists"  # there is a checkpoint, which is not to be overwritten; or one that came first
 BEHIND = "behind"  # other ranks of the attempt are at a later save, or have restored more often
 REFUSED = "refused"  # another process is in this rank's place, or the ranks disagree on their number
 SUPERSEDED = "superseded"  # others save there since; if this rank had joined: not known whether it was committed

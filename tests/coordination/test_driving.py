@@ -23,6 +23,7 @@ from dcp_s3.coordination.values import (
     CLAIM,
     COMMITTED,
     COMMITTING,
+    EXISTS,
     OPEN,
     SUPERSEDED,
     Claim,
@@ -153,6 +154,16 @@ def test_all_ranks_commit_one_checkpoint(count: int, number: int | None) -> None
     assert found is not None
     assert [part["rank"] for part in found] == [part["by"] for part in found] == list(range(count))
     assert claim_of(works[0].store).state == COMMITTING
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_of_another_kind_that_commits_first_is_not_replaced(overwrite: bool) -> None:
+    works = works_of(2)
+    if overwrite:
+        works[0].store.put(URL.key(METADATA), b"[0]")
+    works[0].before = lambda work: work.store.put(URL.key(METADATA), b"[1]")
+    assert set(save(works, rank_timeout=20.0, overwrite=overwrite).values()) == {EXISTS}
+    assert works[0].store.get(URL.key(METADATA)).data == b"[1]"
 
 
 def test_a_failure_of_one_rank_is_told_to_all() -> None:
