@@ -149,7 +149,7 @@ def step_name(step: int, step_format: StepFormat = DEFAULT_FORMAT) -> str:
     return step_format.format(step=step) if isinstance(step_format, str) else step_format(step)
 
 
-def check_settings(settings: Settings, *, prunes: bool, step_format: Any = DEFAULT_FORMAT) -> Settings:
+def check_settings(settings: Settings, prunes: bool, step_format: Any = DEFAULT_FORMAT) -> Settings:
     """Refuse (SettingsError) settings that would make every retention run fail, and names below the root in which the
     step is not found. Returns the settings by which it is: with the ``step_pattern`` of the format if need be."""
     if prunes:

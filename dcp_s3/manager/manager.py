@@ -28,7 +28,6 @@ from dcp_s3.manager.restore import RunReader
 from dcp_s3.manager.select_checkpoint import look_at_disk
 from dcp_s3.manager.step_policy import SavePolicyFunction, StepDecisions, asks_ranks, check_policy
 from dcp_s3.retention.catalog import CheckpointCatalog
-from dcp_s3.retention.marks import annotate
 from dcp_s3.retention.policy import PolicyFunction, policy_name
 from dcp_s3.save.writer import S3StorageWriter, Separate
 from dcp_s3.settings import SettingsLike, resolve_settings
@@ -50,8 +49,7 @@ class CheckpointManager(RunReader):
 
     Use it in a ``with``. Saves run in the background, one upload at a time. One that fails is logged at once, by the
     first rank, and raised once by the next `save`, `wait` or `close` of each rank, as `SaveFailedError`. After each
-    commit, retention runs on the first rank. It never delays or fails the training: its failures are logged and counted
-    (``dcp_s3.stats()``).
+    commit, retention runs on the first rank. It never fails the training: its failures are logged and counted.
 
     >>> with CheckpointManager("s3://bucket/run", retention="latest:3 best:1:val_loss:min") as manager:
     ...     first = manager.restore(state) or 0
@@ -73,8 +71,7 @@ class CheckpointManager(RunReader):
             tools find the step if it is the last number in the name, else by ``DCP_S3_STEP_PATTERN``.
         read_only: only read: nothing is saved, annotated, pruned or drained, and what waits on disks does not count.
             Needs permission to read only, and may be of another run's root. Only ``DCP_S3_READER_LEASE`` writes.
-        process_group: a group with a CPU backend, used only for these saves and loads. None: a new gloo group of all
-            ranks.
+        process_group: a group with a CPU backend, for these saves and loads alone. None: a new gloo group of all ranks.
         coordination: how the ranks come together: in ``collectives``, or on ``s3``, without a process group. There a
             rank that fails alone raises alone, and the save is aborted, which the others hear, or find out after
             ``DCP_S3_RANK_TIMEOUT``. Ranks are those of torch.distributed, or what the launcher says. What waits on
@@ -91,8 +88,7 @@ class CheckpointManager(RunReader):
     Raises:
         InvalidURLError
         SettingsError: a setting is not allowed, or ``retention`` or ``should_save`` is not a policy.
-        SaveProtocolError: with ``coordination="s3"``: nothing tells this attempt of the job from others, see
-            ``DCP_S3_RUN_ID``.
+        SaveProtocolError: on ``s3``, nothing tells this attempt of the job from others, see ``DCP_S3_RUN_ID``.
         CheckpointError: an argument is wrong, or differs from rank to rank.
     """
 
@@ -128,8 +124,7 @@ class CheckpointManager(RunReader):
             arguments.check_separate(separate)
             check_policy(self._should_save)
             queue_length(overlap)
-            prunes = self.retention is not None
-            self.settings = arguments.check_settings(self.settings, prunes=prunes, step_format=step_format)
+            self.settings = arguments.check_settings(self.settings, self.retention is not None, step_format)
             self._catalog = CheckpointCatalog(self.root_url, settings=self.settings)
             self._stager = None if read_only else S3Stager(self.settings, on_event=on_event)
             run = {
@@ -176,8 +171,7 @@ class CheckpointManager(RunReader):
     ) -> bool:
         """Save the state of a step, if `should_save` says so. Every rank calls it.
 
-        Waits for the previous save (or not, see ``overlap``), copies the state, and returns. The upload goes on in the
-        background.
+        Waits for the previous save (or not, see ``overlap``), copies the state, and uploads it in the background.
 
         >>> with CheckpointManager("s3://bucket/run") as manager:
         ...     manager.save(3000, state, {"val_loss": 1.75}, extra={"tokens": 12_000_000})
@@ -187,7 +181,7 @@ class CheckpointManager(RunReader):
             state: as for `dcp.save`: a dict of tensors, DTensors, Stateful objects and so on.
             metrics: numbers, text and bools to store with it. The first rank's are used. See also `annotate`.
             extra: what else belongs to the checkpoint: text, numbers, bools, None, lists and dicts of these, at most 64
-                KiB as JSON. The first rank's is stored. `extra` reads it, ``dcp-s3 show`` and ``ls --json`` show it.
+                KiB as JSON. The first rank's is stored, and read by `extra`.
             attachments: bytes of small files by name, see `S3StorageWriter.attach`. One rank is enough.
             force: save whatever ``should_save`` says.
             blocking: return only when the save is committed. Without ``coordination="s3"`` the state is not copied.
@@ -199,8 +193,8 @@ class CheckpointManager(RunReader):
             SaveFailedError: with ``blocking``: this save failed. Or an earlier save failed, and this state was not
                 saved, or with ``coordination="s3"`` is being saved all the same. Or a rank cannot go on.
             SaveProtocolError: the ranks save different steps, or a metric cannot be stored.
-            SystemExit: SIGTERM has come, see `SaveOnPreemption`.
             SettingsError: something in ``extra`` cannot be stored.
+            SystemExit: SIGTERM has come, see `SaveOnPreemption`.
             StagingError: the state cannot be copied.
             CheckpointError: the manager is read_only or closed, or an argument is wrong.
         """
@@ -213,8 +207,8 @@ class CheckpointManager(RunReader):
         if self._decisions.ends and not self._ending:
             self._save_and_exit(step, state, metrics, extra=extra, attachments=attachments, planner=planner)
         ranks, saves = self._ranks, self._in_flight
-        counted: CountedSave | None = None
         made: list[S3StorageWriter] = []
+        counted: CountedSave | None = None
         begun = False
 
         def begin() -> tuple[int, bool, int]:
@@ -270,8 +264,7 @@ class CheckpointManager(RunReader):
         """Begin the save of a step on all ranks. Returns the state, each Stateful in it replaced by its state dict."""
 
         def refuse(failures: Failures) -> errors.SaveFailedError:
-            why = name_failed(failures) if failures else "an earlier save failed on another rank"
-            what = f"step {step} is not saved: {why}"
+            what = f"step {step} is not saved: {name_failed(failures) or 'an earlier save failed on another rank'}"
             return errors.SaveFailedError(what, url=self.url(step), step=step, failures=failures)
 
         found = self._beside.agree(begin, refuse)
@@ -360,28 +353,6 @@ class CheckpointManager(RunReader):
         """
         self._in_flight.settle()
         self._in_flight.raise_failure()
-
-    def annotate(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add metrics to a saved checkpoint, see `dcp_s3.annotate`. Every rank may call it; only the first one writes.
-
-        Waits for the save of this step, and those before it, if it is still going on.
-
-        >>> with CheckpointManager("s3://bucket/run") as manager:
-        ...     manager.annotate(2000, {"val_loss": 1.0})
-        ...     manager.best_step("val_loss")
-        2000
-
-        Raises:
-            SettingsError: the metrics cannot be stored.
-            StorageError
-            CheckpointNotFoundError: there is no committed checkpoint of this step.
-        """
-        if self.read_only:
-            raise self._read_only_error("nothing is annotated")
-        arguments.check_annotate(step, metrics)
-        if self._ranks.is_first:
-            self._in_flight.settle_step(step)
-            annotate(self.url(step), metrics, settings=self.settings)
 
     def close(self, *, retention_timeout: float = 60.0) -> None:
         """Wait for the saves under way, then for retention, at most ``retention_timeout`` seconds. Then free the

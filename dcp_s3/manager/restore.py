@@ -6,7 +6,7 @@ import functools
 import logging
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -27,6 +27,7 @@ from dcp_s3.manager.arguments import StepFormat, check_step, step_name
 from dcp_s3.manager.inflight import SavesInFlight
 from dcp_s3.manager.step_policy import StepDecisions
 from dcp_s3.retention.catalog import CheckpointCatalog
+from dcp_s3.retention.marks import annotate
 from dcp_s3.retention.policy import Mode, PolicyFunction
 from dcp_s3.settings import Settings
 from dcp_s3.url import CheckpointURL
@@ -64,7 +65,7 @@ def _failures_of(error: CheckpointException) -> Failures:
 
 
 class RunReader(ABC):
-    """The checkpoints of a run, as `CheckpointManager` reads them and goes back to them."""
+    """The checkpoints of a run that are there: what `CheckpointManager` reads, goes back to, and annotates."""
 
     root: CheckpointURL
     settings: Settings
@@ -279,6 +280,28 @@ class RunReader(ABC):
         self._in_flight.settle_step(check_step(step))
         waiting = self.settings.spill_dir is not None and not self.read_only
         return S3StorageReader(self.url(step), include_uncommitted=waiting, settings=self.settings).extra()
+
+    def annotate(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add metrics to a saved checkpoint, see `dcp_s3.annotate`. Every rank may call it; only the first one writes.
+
+        Waits for the save of this step, and those before it, if it is still going on.
+
+        >>> with CheckpointManager("s3://bucket/run") as manager:
+        ...     manager.annotate(2000, {"val_loss": 1.0})
+        ...     manager.best_step("val_loss")
+        2000
+
+        Raises:
+            SettingsError: the metrics cannot be stored.
+            StorageError
+            CheckpointNotFoundError: there is no committed checkpoint of this step.
+        """
+        if self.read_only:
+            raise self._read_only_error("nothing is annotated")
+        arguments.check_annotate(step, metrics)
+        if self._ranks.is_first:
+            self._in_flight.settle_step(step)
+            annotate(self.url(step), metrics, settings=self.settings)
 
     def _order(self, step: int | str | None, metric: str | None, mode: Mode | None) -> select.Order:
         if step == "best":
