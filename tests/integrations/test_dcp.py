@@ -309,6 +309,11 @@ def test_subclasses_of_the_registered_classes_work(tmp_path: Path, registered: N
     class Reader(_fsspec_filesystem.FsspecReader):  # type: ignore[misc, name-defined]
         pass
 
+    class Local(FileSystemWriter):
+        pass
+
+    assert FileSystemWriter.validate_checkpoint_id("s3://bucket/run")
+    assert not Local.validate_checkpoint_id("s3://bucket/run"), "what makes files is not chosen for S3"
     url = f"file://{tmp_path}/run"
     writer = Writer(url, label="mine")
     assert type(writer) is Writer
