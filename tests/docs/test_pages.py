@@ -182,7 +182,7 @@ _SOURCE = "\n".join(path.read_text() for path in (ROOT / "dcp_s3").rglob("*.py")
 # What the messages on the page are known by, as it stands in the code.
 _PHRASES = [
     "no new checkpoint, and the earlier ones untouched; `dcp-s3 prune` removes what was uploaded",
-    "was not saved to {each.url}, and nothing raised it",
+    "was not saved to {save.url}, and nothing raised it",
     "Remedy: close the CheckpointManager, or use it in a `with`",
     "Missing key in checkpoint state_dict: ",
     "spilled saves are left in %s: `dcp-s3 drain` or the next training process uploads them",
