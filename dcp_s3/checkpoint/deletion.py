@@ -26,7 +26,6 @@ from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
 from dcp_s3.checkpoint.look import Inspected, find_manifest, inspect, save_id_of
 from dcp_s3.checkpoint.stored_metadata import check_metadata
-from dcp_s3.coordination.processes import settle_saves
 from dcp_s3.format.control_files import DeletionList
 from dcp_s3.format.layout import (
     CLAIM,
@@ -71,6 +70,13 @@ class Deletion:
     """Number of objects; the deletion's list and other small marks do not count."""
     size: int
     """Bytes."""
+
+
+def end_joint_save(store: Store, url: CheckpointURL) -> str | None:
+    """Commit what a joint save has decided, and abort what it has not. Returns the claim's ETag, None without one."""
+    from dcp_s3.coordination.processes import settle_saves  # imports torch, which most prunes do without
+
+    return settle_saves(store, url, why="nothing was written for longer than the grace period of a prune")
 
 
 class Deleter:
@@ -281,7 +287,7 @@ class Deleter:
         claim = removal.objects.get(CLAIM)
         if claim is None:
             return removal
-        etag = settle_saves(self.store, url, why="nothing was written for longer than the grace period of a prune")
+        etag = end_joint_save(self.store, url)
         return replace(removal, objects={**removal.objects, CLAIM: claim._replace(etag=etag or claim.etag)})
 
     def write_list(self, url: CheckpointURL, path: str, listed: DeletionList) -> None:

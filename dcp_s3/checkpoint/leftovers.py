@@ -18,12 +18,12 @@ from dcp_s3.checkpoint.deletion import (
     Look,
     check_no_other_save,
     commit_steps,
+    end_joint_save,
     other_targets,
 )
 from dcp_s3.checkpoint.directory import Directory, list_directory
 from dcp_s3.checkpoint.info import LeftoverObject
 from dcp_s3.checkpoint.look import inspect, look_deeper
-from dcp_s3.coordination.processes import settle_saves
 from dcp_s3.format.control_files import DeletionList, Manifest
 from dcp_s3.format.layout import CLAIM, DELETION_PREFIX, deletion_id, deletion_object, new_nonce
 from dcp_s3.url import CheckpointURL
@@ -115,7 +115,7 @@ def delete_leftovers(
         return Deletion(url.name, 0, 0)
     before, skip = found.info, len(url.key(""))
     # What is deleted was listed before this: nothing commits it after.
-    claim = settle_saves(deleter.store, url, why="nothing was written for longer than the grace period of a prune")
+    claim = end_joint_save(deleter.store, url)
     seen = {each.path: each.etag for each in found.directory.other_saves({})} | ({CLAIM: claim} if claim else {})
     gone = [replace(each, etag=claim or "") if each.key == url.key(CLAIM) else each for each in gone]
 
