@@ -89,7 +89,7 @@ def test_it_is_in_the_manifest_with_its_checksum_and_shown(faulty: FaultyServer)
     _, _, entry = _manifest(faulty)
     assert (entry["attachment"], entry["size"], len(entry["crc64nvme"])) == ("common.pt", 6, 16)
     assert _plain(faulty) == b"common"
-    result = CliRunner().invoke(app, ["show", URL])
+    result = CliRunner().invoke(app, ["show", URL, "--all"])
     assert result.exit_code == 0, result.output
     assert [line.split()[-1] for line in result.output.splitlines() if "\t6 B\t" in line] == ["common.pt"]
 

@@ -138,7 +138,7 @@ WRONG_MANIFESTS: list[tuple[Callable[[Any], Any], str]] = [
     (set_field(save_id="0123456789abcdef"), "is of the save '0123456789abcdef'"),
     (set_field(rank=1), "is of rank 1"),
     (set_field(items=5), "counts 5 items, the metadata 4"),
-    (set_field(format_version=2), "has format version 2"),
+    (set_field(format_version=2), "format version 2, this dcp_s3 reads 1"),
     (set_field(objects=[]), "in which items lie"),
     (lambda manifest: manifest["objects"].append(manifest["objects"][0]), "twice"),
     (set_objects(path="../x"), "outside of the checkpoint: '../x'"),
