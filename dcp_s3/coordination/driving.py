@@ -170,7 +170,7 @@ class Driver:
         if isinstance(operation, Put):
             return self._put(operation)
         if isinstance(operation, Look):
-            return self._look(operation.claim)
+            return self._look(operation)
         if isinstance(operation, Wait):
             self._sleep()
             return self._watch.find_silent(operation.ranks, operation.patience)
@@ -231,9 +231,10 @@ class Driver:
             self.claim = body  # nothing shows progress in a save that is decided
         return answer
 
-    def _look(self, claim: Claim) -> Present:
+    def _look(self, operation: Look) -> Present:
+        claim = operation.claim
         is_few = claim.world_size <= _FEW_RANKS or merger_of(claim) == self._me.rank
-        if is_few or self._watch.is_stale(self._me.rank / claim.world_size):
+        if is_few or operation.is_fresh or self._watch.is_stale(self._me.rank / claim.world_size):
             prefix = self._url.key(joint_object(claim.nonce, ""))
             listed = self._ask(lambda store: store.list(prefix)).objects
             names = [(each.key[len(prefix) :].split("."), (each.etag, each.modified_at, each.size)) for each in listed]

@@ -29,6 +29,7 @@ from dcp_s3.format.part import (
     SIZES,
     WHOLE,
     Columns,
+    Table,
     make_properties,
     path_from,
 )
@@ -38,13 +39,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 _Ordered = TypeVar("_Ordered", bound=tuple[Any, ...])
 
 
-class _Table(dict[_Key, int]):
-    """Numbers the different values that it is asked for, as they come."""
-
-    def __missing__(self, key: _Key) -> int:
-        self[key] = found = len(self)
-        return found
-
+class _Table(Table[_Key]):
     def numbers(self, keys: Sequence[_Key]) -> npt.NDArray[np.int32]:
         return np.fromiter(map(self.__getitem__, keys), np.int32, len(keys))
 

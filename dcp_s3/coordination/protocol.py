@@ -211,8 +211,10 @@ def _make_up_for(me: Member, now: Claim, silent: int) -> Steps[str]:
         return ""  # decided, and removed
     intent = found.body
     if intent.digest != me.intent.digest:
-        if intent.has_copies and (yield Wait(frozenset({silent}), 2.0)) is None:
-            return ""  # others may
+        for _ in range(2 if intent.has_copies else 0):  # others may, who have less patience
+            if (yield Wait(frozenset({silent}), 2.0)) is None:
+                return ""
+            yield Look(now, is_fresh=True)
         return f"rank {silent} has stopped"
     # Says to others who hold the same that one of them writes.
     marked = intent._replace(stand_in=me.process, moved=intent.moved + 1)

@@ -231,6 +231,7 @@ class Look(NamedTuple):
     """Lists a save's intents and parts, now or as they were shortly ago. Answer: `Present`."""
 
     claim: Claim
+    is_fresh: bool = False
 
 
 class Wait(NamedTuple):

@@ -128,7 +128,7 @@ _STORAGE = {field.name for field in dataclasses.fields(StorageInfo)} | {
 }  # fmt: skip
 
 
-class _Table(dict[_Key, int]):
+class Table(dict[_Key, int]):
     """Numbers the different values that it is asked for."""
 
     def __missing__(self, key: _Key) -> int:
@@ -143,8 +143,8 @@ def encode(part: Part) -> bytes:
         ValueError: it cannot be told in a part: an item in no object of it, or something of another type.
     """
     objects = {each.path: number for number, each in enumerate(part.objects)}
-    names, shapes = _Table[str](), _Table[tuple[int, ...]]()
-    properties, descriptors = _Table[tuple[Any, ...]](), _Table[tuple[str, ...]]()
+    names, shapes = Table[str](), Table[tuple[int, ...]]()
+    properties, descriptors = Table[tuple[Any, ...]](), Table[tuple[str, ...]]()
     crcs: list[bytes] = []
     numbers: list[tuple[int, ...]] = []
     ranges: list[tuple[int, ...]] = []
