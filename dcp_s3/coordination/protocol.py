@@ -238,7 +238,8 @@ def _merge(me: Member, claim: Claim, found: Found | None) -> Steps[str | None]:
     committing = replace(claim, state=COMMITTING, save_id=merged.save_id)
     if not (yield from put(CLAIM, committing, found)):
         return None
-    yield from finish(committing, merged)
+    if not (yield from finish(committing, merged)):
+        return EXISTS
     yield Clean(committing)
     return COMMITTED
 
@@ -268,8 +269,7 @@ def decided(me: Member, claim: Claim, now: Claim | None) -> Steps[str]:
     if now.nonce == claim.nonce:
         if now.state == ABORTED:
             return ABORTED
-        yield from finish(now)
-        return COMMITTED
+        return COMMITTED if (yield from finish(now)) else EXISTS
     if now.last == claim.nonce:
         return COMMITTED
     is_next = now.is_undecided and now.attempt == me.attempt.id and now.nonce not in me.left
@@ -278,24 +278,27 @@ def decided(me: Member, claim: Claim, now: Claim | None) -> Steps[str]:
     return ABORTED if now.replaces == claim.replaces else SUPERSEDED
 
 
-def finish(claim: Claim, merged: Merged | None = None) -> Steps[None]:
-    """Do what was decided: after it ``.metadata`` is that of this save, or of a later one."""
-    there = yield Get(METADATA)
-    if there is not None and there.body == claim.nonce:
-        return
-    if merged is None:
-        found = yield Get(Key("merged", claim.save_id))
-        if found is None:
-            return  # it was done, replaced and removed
-        merged = found.body
-    expect = claim.replaces
-    if there is None and expect:  # a prune has deleted what was to be replaced; or all of this, long ago
-        found = yield Get(CLAIM)
-        if found is None or found.body != claim:
-            return
-        expect = ""
-    while (yield Put(METADATA, merged, expect)) == LOST:
-        pass
+def finish(claim: Claim, merged: Merged | None = None) -> Steps[bool]:
+    """Do what was decided: after it ``.metadata`` is that of this save, or of a later one. Returns whether that is so;
+    if not, somebody has saved there meanwhile who knows nothing of claims."""
+    while True:
+        there = yield Get(METADATA)
+        if there is not None and there.body == claim.nonce:
+            return True
+        if merged is None:
+            found = yield Get(Key("merged", claim.save_id))
+            if found is None:
+                return True  # it was done, replaced and removed
+            merged = found.body
+        expect = "" if there is None else there.etag
+        if expect != claim.replaces:
+            found = yield Get(CLAIM)
+            is_last = found is not None and found.body == claim
+            if there is not None or not is_last:
+                return not is_last
+            # A prune has deleted what was to be replaced.
+        if (yield Put(METADATA, merged, expect)) == DONE:
+            return True
 
 
 # --- beside a save ------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ class Watch:
         self._now, self._rank_timeout = now, rank_timeout
         self.present = Present(frozenset(), frozenset())
         self.progress = 0
-        self._nonce = self._phase = ""
+        self._nonce = ""
+        self._phases: set[str] = set()
         self._phase_at = self._listed_at = now()
         self._signs: dict[int, object] = {}
         self._changed_at: dict[int, float] = {}
@@ -27,13 +28,14 @@ class Watch:
             return
         if claim.nonce != self._nonce:
             self._nonce, self.present = claim.nonce, Present(frozenset(), frozenset())
-            self._signs, self._changed_at = {}, {}
-        self._enter(f"{claim.nonce} {claim.state}")
+            self._signs, self._changed_at, self._phases = {}, {}, set()
+        self._enter(claim.state)
 
     def _enter(self, phase: str) -> None:
         """Nobody was expected to show anything of this phase before."""
-        if phase != self._phase:
-            self._phase, self._phase_at = phase, self._now()
+        if phase not in self._phases:
+            self._phases.add(phase)
+            self._phase_at = self._now()
 
     def is_stale(self, share: float) -> bool:
         """Whether to list again; ``share``: ranks whose turn it is not do so at different times."""
@@ -55,11 +57,12 @@ class Watch:
                 found[kind].add(rank)
         self.present = Present(frozenset(found["intent"]), frozenset(found["part"]))
         if len(self.present.parts) == world_size:
-            self._enter(f"{self._nonce} merging")
+            self._enter("merging")
         return is_new
 
     def find_silent(self, ranks: frozenset[int], patience: float) -> int | None:
-        now = self._now()
+        # When it was listed, not now: who slept, or could not reach the store, has to look first.
+        now = self._listed_at
         return min(
             (
                 rank
