@@ -271,7 +271,8 @@ def test_who_writes_or_deletes_metadata_after_the_decision(who: str) -> None:
     store, overwrite = works[0].store, who == "a prune"
     if overwrite:
         save(works, rank_timeout=20.0)
-    put, merged = store.put, []
+    put = store.put
+    merged: list[Any] = []
 
     def race(key: str, data: Any, *args: Any, **options: Any) -> None:
         if key == URL.key(METADATA) and not merged:

@@ -177,6 +177,7 @@ def _no_finish_before_opening() -> Patches:
 def _told_before_metadata() -> Patches:
     def finish(claim: Claim, merged: Any = None) -> protocol.Steps[Any]:
         yield from ()
+        return True
 
     return {(protocol, "finish"): finish}
 
