@@ -56,8 +56,9 @@ class Watch:
                     self._signs[rank] = sign
                 found[kind].add(rank)
         self.present = Present(frozenset(found["intent"]), frozenset(found["part"]))
-        if len(self.present.parts) == world_size:
-            self._enter("merging")
+        for phase, ranks in (("joined", self.present.intents), ("merging", self.present.parts)):
+            if len(ranks) == world_size:
+                self._enter(phase)
         return is_new
 
     def find_silent(self, ranks: frozenset[int], patience: float) -> int | None:

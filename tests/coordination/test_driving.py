@@ -22,16 +22,21 @@ from dcp_s3.coordination.values import (
     CLAIM,
     COMMITTED,
     COMMITTING,
+    DONE,
     EXISTS,
     FULL,
     OPEN,
     SUPERSEDED,
+    CallRoll,
     Claim,
+    Found,
     Intent,
     Join,
     Key,
     Member,
     Merged,
+    Present,
+    Wait,
     is_newer,
     open_claim,
     parse_claim,
@@ -239,6 +244,20 @@ def test_what_all_leave_to_others_is_written_before_the_parts() -> None:
     assert [work.asked for work in works] == [[2], [], [3]]
 
 
+def test_few_of_many_ranks_read_all_intents() -> None:
+    size, callers = 4096, list[int]()
+    everybody = Present(frozenset(range(size)), frozenset())
+    claim = open_claim(dataclasses.replace(ATTEMPT, world_size=size), "0" * 15 + "5", None, 1, "", "")
+    for rank in range(size):
+        steps = protocol.take_part(Member(rank, ATTEMPT, "process"), claim)
+        asked = next(steps)
+        for answer in (Intent("", 0, "", False), DONE, b"", Found(claim, ""), everybody):
+            asked = steps.send(answer)
+        callers += [rank] if isinstance(asked, CallRoll) else []
+        assert isinstance(asked, (CallRoll, Wait))
+    assert callers == [5 + 512 * number for number in range(8)]
+
+
 def test_a_merger_that_dies_is_given_up_however_often_the_claim_is_read() -> None:
     now = [0.0]
     watch, claim = Watch(lambda: now[0], 10.0), open_claim(ATTEMPT, "0" * 16, None, 1, "", "")
@@ -263,6 +282,8 @@ def test_who_slept_looks_before_it_gives_others_up() -> None:
     now[0] = 111.0
     watch.see([(["intent", "1"], "second")], 2)
     assert watch.find_silent(frozenset({1}), 1.0) == 1
+    watch.see([(["intent", str(rank)], "second") for rank in range(2)], 2)
+    assert watch.find_silent(frozenset({1}), 1.0) is None  # now it is waited for something else: the roll
 
 
 @pytest.mark.parametrize("who", ["a save that knows no claims", "a prune"])
