@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from dcp_s3.checkpoint.deletion import Deleter
+from dcp_s3.checkpoint.look import inspect
 from dcp_s3.coordination.identity import Attempt
-from dcp_s3.coordination.processes import count_of
+from dcp_s3.coordination.processes import count_of, settle_saves
 from dcp_s3.coordination.values import OPEN
 from dcp_s3.save import joint, save
 from dcp_s3.save.joint import JointSave, begin_joint_save
@@ -103,3 +105,26 @@ def test_a_save_of_one_rank_is_not_remembered() -> None:
     assert not counted.is_decided
     assert not isinstance(begin_joint_save(URL, "ab", OPTIONS, None, counted=counted), JointSave)
     assert counted.is_decided
+
+
+def test_what_a_prune_deletes_is_not_committed_once_more_by_who_finishes_saves(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The merger died before it had cleaned up; another process restores meanwhile."""
+    monkeypatch.setattr(JointSave, "clean", lambda *_: None)
+    other = threading.Thread(target=_save, args=(0,))
+    other.start()
+    _save(1)
+    other.join(60)
+    delete = MemoryStore.delete
+
+    def delete_and_finish(self: MemoryStore, targets: Any) -> Any:
+        changed = delete(self, targets)
+        settle_saves(store, URL)
+        return changed
+
+    monkeypatch.setattr(MemoryStore, "delete", delete_and_finish)
+    found = inspect(store, URL)
+    assert found is not None
+    Deleter(store, all_versions=False).delete_committed(URL, found.info, since=0)
+    assert store.list(URL.key("")).objects == ()
