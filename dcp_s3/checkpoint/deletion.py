@@ -34,6 +34,7 @@ from dcp_s3.format.layout import (
     METADATA,
     classify,
     deletion_object,
+    is_merged,
     metadata_object,
     new_nonce,
 )
@@ -148,6 +149,8 @@ class Deleter:
             self.withdraw(url, [path])
             raise
         in_time = Limit(deadline=deadline, hang=_ATTEMPT_SECONDS)
+        # From this somebody else would write the commit of a joint save once more, when it is gone.
+        self.delete_all([DeleteTarget(url.key(each)) for each in listed.objects if is_merged(each)])
         for step in commit_steps(url, listed):
             try:
                 changed = self.delete_all(step, limit=in_time)

@@ -287,6 +287,7 @@ class Directory:
             copies: relative paths of the plain copies of its attachments. They may be younger than the commit.
         """
         own, needed = self.own_data(needed), {*needed, *self._own_claim}
+        save_ids = [found.kind.save_id for path in needed if (found := self.objects.get(path)) and found.kind.save_id]
         objects: dict[str, DirectoryEntry] = {}
         being_saved = None
         for found in self:
@@ -301,7 +302,10 @@ class Directory:
                 if self._has_ended(found):
                     objects[path] = found
             elif what in (What.DATA, What.MANIFEST, What.COORDINATION):
-                if found.modified_at > since:
+                # What the ranks of this very save told each other late, or nobody removed: it is decided.
+                nonce = found.kind.save_id if what is What.COORDINATION else ""
+                is_decided = bool(nonce) and any(each.startswith(nonce) for each in save_ids)
+                if found.modified_at > since and not is_decided:
                     being_saved = path
                 elif path in own or what is not What.DATA:
                     objects[path] = found

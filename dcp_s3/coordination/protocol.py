@@ -287,31 +287,26 @@ def decided(me: Member, claim: Claim, now: Claim | None) -> Steps[str]:
 
 
 def finish(claim: Claim, merged: Merged | None = None) -> Steps[bool]:
-    """Do what was decided: after it ``.metadata`` is that of this save, or of a later one. Returns False if a save that
-    is no joint one has come first."""
-    there = yield Get(METADATA)
-    if there is not None and there.body == claim.nonce:
-        return True
-    if merged is None:
-        found = yield Get(Key("merged", claim.save_id))
-        if found is None:
-            return True  # it was done, replaced and removed
-        merged = found.body
-    expect = claim.replaces
-    if there is None and expect:  # a prune has deleted what was to be replaced; or all of this, long ago
-        found = yield Get(CLAIM)
-        if found is None or found.body != claim:
+    """Do what was decided: after it ``.metadata`` is that of this save, or of a later one. Returns whether that is so;
+    if not, somebody has saved there meanwhile who knows nothing of claims."""
+    while True:
+        there = yield Get(METADATA)
+        if there is not None and there.body == claim.nonce:
             return True
-        expect = ""
-    while (answer := (yield Put(METADATA, merged, expect))) == LOST:
-        pass
-    if answer == DONE:
-        return True
-    there = yield Get(METADATA)
-    if there is not None and there.body == claim.nonce:
-        return True
-    now, _ = yield from _get_claim()
-    return now != claim
+        if merged is None:
+            found = yield Get(Key("merged", claim.save_id))
+            if found is None:
+                return True  # it was done, replaced and removed
+            merged = found.body
+        expect = "" if there is None else there.etag
+        if expect != claim.replaces:
+            found = yield Get(CLAIM)
+            is_last = found is not None and found.body == claim
+            if there is not None or not is_last:
+                return not is_last
+            # A prune has deleted what was to be replaced.
+        if (yield Put(METADATA, merged, expect)) == DONE:
+            return True
 
 
 # --- beside a save ------------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ class Watch:
             return
         if claim.nonce != self._nonce:
             self._nonce, self.present = claim.nonce, Present(frozenset(), frozenset())
-            self._signs, self._changed_at = {}, {}
-        self._enter(f"{claim.nonce} {claim.state}")
+            self._signs, self._changed_at, self._phases = {}, {}, set()
+        self._enter(claim.state)
 
     def _enter(self, phase: str) -> None:
         """Nobody was expected to show anything of this phase before."""
@@ -56,12 +56,14 @@ class Watch:
                     self._signs[rank] = sign
                 found[kind].add(rank)
         self.present = Present(frozenset(found["intent"]), frozenset(found["part"]))
-        if len(self.present.parts) == world_size:
-            self._enter(f"{self._nonce} merging")
+        for phase, ranks in (("joined", self.present.intents), ("merging", self.present.parts)):
+            if len(ranks) == world_size:
+                self._enter(phase)
         return is_new
 
     def find_silent(self, ranks: frozenset[int], patience: float) -> int | None:
-        now = self._now()
+        # When it was listed, not now: who slept, or could not reach the store, has to look first.
+        now = self._listed_at
         return min(
             (
                 rank

@@ -89,6 +89,11 @@ def joint_object(nonce: str, kind: str, name: object = "") -> str:
     return f"{JOINT_PREFIX}{nonce}.{kind}{'.' if kind else ''}{name}"
 
 
+def is_merged(path: str) -> bool:
+    """Whether this is what a save without collectives is to commit, or has committed, as ``.metadata``."""
+    return path.startswith(JOINT_PREFIX) and ".merged." in path
+
+
 def board_object(attempt: str, key: str) -> str:
     """Path, relative to the root of a run, of what the ranks of one attempt (hex) tell each other under a key."""
     return f"{BOARD_PREFIX}{attempt}-{key}"

@@ -117,11 +117,13 @@ class JointSave(Save):
             self._held = find_owners(
                 plan.items, lookup_in(planner), world=self._ranks, rank=self._ranks[self._rank], replicas=self._replicas
             )
-        asked = self._go_on(self.join(None), Write)
-        threading.Thread(
-            target=self._going.show_progress, args=(self._ended,), name="dcp_s3-progress", daemon=True
-        ).start()
-        answer = self._going.carry_out(asked)
+            intent = self.join(None)
+        asked = self._go_on(intent, Write)
+        with self._withdrawing():
+            threading.Thread(
+                target=self._going.show_progress, args=(self._ended,), name="dcp_s3-progress", daemon=True
+            ).start()
+            answer = self._going.carry_out(asked)
         if answer != b"":
             self._go_on(answer)
         self.written = True
@@ -138,6 +140,8 @@ class JointSave(Save):
             ShardingError: what the ranks wrote does not fit together.
             StorageError
         """
+        if self._was_committed:
+            return  # without this rank, whose own writing failed: others have made up for it
         with self._withdrawing():
             self._paths = _paths_in(metadata)
         self._go_on(b"")
@@ -291,10 +295,10 @@ class JointSave(Save):
 
     @contextlib.contextmanager
     def _withdrawing(self) -> Iterator[None]:
-        """Tells the other ranks if the body fails."""
+        """Tells the other ranks if the body fails, or is interrupted."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             self._leave(f"rank {self._rank}: {type(error).__name__}: {error}"[:2000])
             raise
 

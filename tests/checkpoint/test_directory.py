@@ -21,7 +21,7 @@ from dcp_s3.url import CheckpointURL
 URL = CheckpointURL("bucket", "run/step-20")
 NOW = 1000.0
 MANIFEST = Manifest("ab", 100.0, 20, 2, (ObjectEntry("__0_0-ab.distcp", 10), ObjectEntry("__1_0-ab.distcp", 10)), 5)
-COORDINATION = [CLAIM, joint_object("ab", "part", 1), joint_object("ab", "intent", 1), joint_object("ab", "roll", "ef")]
+COORDINATION = [CLAIM, joint_object("cd", "part", 1), joint_object("cd", "intent", 1), joint_object("cd", "roll", "ef")]
 BOARD = ".dcp_s3/board-ab-queue"
 NEEDED = {entry.path for entry in MANIFEST.objects} | {manifest_object("ab")}
 
@@ -127,6 +127,15 @@ def test_a_save_in_progress() -> None:
     assert of_times(stray=501).removal_of_uncommitted(since=500).being_saved
     rank = Directory.of(URL, [ListedObject(URL.key("__0.metadata"), 1, 501)], NOW)
     assert rank.removal_of_uncommitted(since=500).being_saved == "__0.metadata"
+
+
+def test_what_the_ranks_of_the_committed_save_left_is_no_save_in_progress() -> None:
+    """Its merger died before it had cleaned up, or a sign of life came after that."""
+    left = joint_object("ab", "intent", 1)
+    found = Directory.of(URL, [*map(_old, (".metadata", *NEEDED)), ListedObject(URL.key(left), 1, 501)], NOW)
+    removal = found.removal(NEEDED, since=500)
+    assert removal.being_saved is None
+    assert left in removal.objects
 
 
 @pytest.mark.parametrize("path", COORDINATION)

@@ -23,20 +23,27 @@ from dcp_s3.coordination.values import (
     CLAIM,
     COMMITTED,
     COMMITTING,
+    DONE,
     EXISTS,
+    FULL,
     OPEN,
     SUPERSEDED,
+    CallRoll,
     Claim,
+    Found,
     Intent,
     Join,
     Key,
     Member,
     Merged,
+    Present,
+    Wait,
     is_newer,
     open_claim,
     parse_claim,
     parse_intent,
 )
+from dcp_s3.coordination.watch import Watch
 from dcp_s3.format.layout import METADATA, data_object
 from dcp_s3.retention.prune import prune
 from dcp_s3.store import Expect
@@ -263,6 +270,69 @@ def test_what_all_leave_to_others_is_written_before_the_parts() -> None:
     works[2].leaves = (1, 3)
     assert set(save(works, rank_timeout=20.0).values()) == {COMMITTED}
     assert [work.asked for work in works] == [[2], [], [3]]
+
+
+def test_one_of_many_ranks_reads_all_intents() -> None:
+    size, callers = 4096, list[int]()
+    everybody = Present(frozenset(range(size)), frozenset())
+    claim = open_claim(dataclasses.replace(ATTEMPT, world_size=size), "0" * 15 + "5", None, 1, "", "")
+    for rank in range(size):
+        steps = protocol.take_part(Member(rank, ATTEMPT, "process"), claim)
+        asked = next(steps)
+        for answer in (Intent("", 0, "", False), DONE, b"", Found(claim, ""), everybody):
+            asked = steps.send(answer)
+        callers += [rank] if isinstance(asked, CallRoll) else []
+        assert isinstance(asked, (CallRoll, Wait))
+    assert callers == [5]
+
+
+def test_a_merger_that_dies_is_given_up_however_often_the_claim_is_read() -> None:
+    now = [0.0]
+    watch, claim = Watch(lambda: now[0], 10.0), open_claim(ATTEMPT, "0" * 16, None, 1, "", "")
+    silent = None
+    while silent is None and now[0] < 30:
+        now[0] += 0.5
+        watch.see_claim(dataclasses.replace(claim, state=FULL))
+        watch.see([([kind, str(rank)], "sign") for kind in ("intent", "part") for rank in range(2)], 2)
+        silent = watch.find_silent(frozenset({1}), 1.0)
+    assert (silent, now[0]) == (1, 10.5)
+
+
+def test_who_slept_looks_before_it_gives_others_up() -> None:
+    now = [0.0]
+    watch = Watch(lambda: now[0], 10.0)
+    watch.see_claim(open_claim(ATTEMPT, "0" * 16, None, 1, "", ""))
+    watch.see([(["intent", "1"], "first")], 2)
+    now[0] = 100.0  # of SIGSTOP; rank 1 went on
+    assert watch.find_silent(frozenset({1}), 1.0) is None
+    watch.see([(["intent", "1"], "second")], 2)
+    assert watch.find_silent(frozenset({1}), 1.0) is None
+    now[0] = 111.0
+    watch.see([(["intent", "1"], "second")], 2)
+    assert watch.find_silent(frozenset({1}), 1.0) == 1
+    watch.see([(["intent", str(rank)], "second") for rank in range(2)], 2)
+    assert watch.find_silent(frozenset({1}), 1.0) is None  # now it is waited for something else: the roll
+
+
+@pytest.mark.parametrize("who", ["a save that knows no claims", "a prune"])
+def test_who_writes_or_deletes_metadata_after_the_decision(who: str) -> None:
+    works = works_of(2)
+    store, overwrite = works[0].store, who == "a prune"
+    if overwrite:
+        save(works, rank_timeout=20.0)
+    put = store.put
+    merged: list[Any] = []
+
+    def race(key: str, data: Any, *args: Any, **options: Any) -> None:
+        if key == URL.key(METADATA) and not merged:
+            merged.append(data)
+            store.delete([key]) if overwrite else put(key, b"another")
+        put(key, data, *args, **options)
+
+    store.put = race  # type: ignore[method-assign]
+    told = save(works, number=2, overwrite=overwrite, rank_timeout=20.0)
+    assert set(told.values()) == {COMMITTED if overwrite else EXISTS}
+    assert store.get(URL.key(METADATA)).data == (merged[0] if overwrite else b"another")
 
 
 # --- attempts --------------------------------------------------------------------------------------------------
