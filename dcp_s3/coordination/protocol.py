@@ -159,7 +159,7 @@ def take_part(me: Member, claim: Claim) -> Steps[str]:
     written = yield Write(claim, me.rank)
     if isinstance(written, Failed):
         return (yield from abort(me, claim, written.why))
-    has_part = False
+    has_part, is_merger = False, me.rank == merger
     while True:
         now, found = yield from _get_claim()
         if now is None or now.nonce != nonce or not now.is_undecided:
@@ -177,10 +177,11 @@ def take_part(me: Member, claim: Claim) -> Steps[str]:
             missing = everybody - present.parts - {me.rank}
         else:
             missing = frozenset() if may_close(present.intents, everybody) else everybody - present.intents
-        if missing or me.rank != merger:
+        if missing or not is_merger:
             silent = yield Wait(missing or frozenset({merger}), patience)
             if silent is None:
                 continue
+            is_merger = is_merger or silent == merger  # several may be: the claim moves once
             if missing:
                 failed = yield from _make_up_for(me, now, silent)
                 if failed:
