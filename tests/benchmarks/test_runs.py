@@ -72,8 +72,8 @@ def test_decentralized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     file = tmp_path / "decentralized.json"
     decentralized.main(["--ranks", "4,8", "--items", "20", "--latency", "0", "--json", str(file)])
     for ranks, run in json.loads(file.read_text())["ranks"].items():
-        assert run["requests"] == {"LIST": 1, "GET": int(ranks), "PUT": 2}
-        assert list(run["steps"]) == ["list", "get and add", "unwritten", "merge", "commit"]
+        assert run["requests"] == {"LIST": 1, "GET": 2 * int(ranks), "PUT": 3}
+        assert list(run["steps"]) == ["list", "roll call", "get and add", "merge", "commit"]
     assert "8 ranks" in capsys.readouterr().out
 
 
