@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -99,6 +100,9 @@ NOT_TOLD_APART = [
 _SPLIT = {f"{COMMITTED}+{UNKNOWN}", f"{COMMITTED}+{SUPERSEDED}", f"{COMMITTED}+{SUPERSEDED}+{UNKNOWN}"}
 """The verdicts on one save that may differ: of ranks that cannot know."""
 
+_FAULTS = int(os.environ.get("DCP_S3_TEST_FAULTS", "100"))
+"""How much of each configuration `make soak` looks at: all of it with 100."""
+
 
 def find(name: str) -> Config:
     return next(config for config in [*CONFIGS, LATE, *NOT_TOLD_APART] if config.name == name)
@@ -116,13 +120,13 @@ def test_it_holds_whatever_comes_first(name: str) -> None:
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_it_holds_in_every_interleaving(config: Config) -> None:
     world = World(config)
-    states, _ = world.explore()
+    states, _ = world.explore(None if _FAULTS >= 100 else 2_500 * max(_FAULTS, 2))
     assert states > 100
     if not config.replicas:
         assert {verdicts for verdicts, _ in world.splits} <= _SPLIT
 
 
-@pytest.mark.parametrize("runs", [10, pytest.param(700, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("runs", [10, pytest.param(7 * max(_FAULTS, 2), marks=pytest.mark.soak)])
 @pytest.mark.parametrize("config", THREE, ids=lambda config: config.name)
 def test_it_holds_in_random_walks(config: Config, runs: int) -> None:
     assert World(config).wander(1, runs) > runs
