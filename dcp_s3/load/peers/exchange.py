@@ -274,7 +274,7 @@ class Exchange(Messages):
 
     def _retire(self, sent: _PendingSend) -> int:
         """Wait until a piece has been sent; returns its bytes."""
-        done = [self.wait(work, peer) for peer, work in sent.works]
+        done = [self.wait(work, peer, sent.kept) for peer, work in sent.works]
         if sent.piece is not None and all(done) and self.failure is None:
             with self._reporting():
                 sent.piece.sent()
@@ -299,7 +299,7 @@ class Exchange(Messages):
             if not headers:
                 break
             number, owner, header, work = headers.popleft()
-            if not self.wait(work, owner):
+            if not self.wait(work, owner, header):
                 continue
             told = Header.unpack(header)
             if told.outcome == FAILED:
@@ -326,7 +326,11 @@ class Exchange(Messages):
 
     def _finish(self, received: _PendingReceive) -> int:
         """Wait for a piece and put it in place; returns its bytes."""
-        if self.wait(received.work, received.owner) and received.piece is not None and self.failure is None:
+        if (
+            self.wait(received.work, received.owner, received.buffer)
+            and received.piece is not None
+            and self.failure is None
+        ):
             with self._reporting():
                 received.piece.received(received.crc)
         return received.nbytes

@@ -162,7 +162,7 @@ class Messages:
             for peer, work in list(waiting.items()):
                 if int(answers[peer][0]):
                     del waiting[peer]
-                    if self.wait(work, peer):
+                    if self.wait(work, peer, answers[peer]):
                         found[peer] = Header.unpack(answers[peer])
             if waiting and time.monotonic() - probed > _PROBES_EVERY:
                 probed = time.monotonic()  # one that was killed is found out by sending to it
@@ -191,16 +191,19 @@ class Messages:
     def end(self) -> None:
         """Wait until the peers have got the greetings, unless something failed: then some may never come for them."""
         if self.failure is None:
-            for peer, _, work in self._greetings:
-                self.wait(work, peer)
+            for peer, message, work in self._greetings:
+                self.wait(work, peer, message)
         else:
             _unanswered.extend(self._greetings)
 
     # --- gloo -------------------------------------------------------------------------------------------
 
-    def wait(self, work: Any, peer: int) -> bool:
-        """Whether the transfer is done; False if ``peer`` is lost."""
+    def wait(self, work: Any, peer: int, message: Any) -> bool:
+        """Whether the transfer of ``message`` is done; False if ``peer`` is lost."""
         if work is None:
+            return False
+        if peer in self._lost:  # of several transfers that a lost connection cuts off, gloo may end only the first
+            _unanswered.append((message, work))
             return False
         try:
             work.wait()
