@@ -212,8 +212,9 @@ def _make_up_for(me: Member, now: Claim, silent: int) -> Steps[str]:
         return ""  # decided, and removed
     intent = found.body
     if intent.digest != me.intent.digest:
-        for _ in range(2 if intent.has_copies else 0):  # others may, who have less patience
-            if (yield Wait(frozenset({silent}), 2.0)) is None:
+        # Others may hold the same, also if the silent rank did not know of any; they have less patience.
+        for _ in range(2):
+            if (yield Wait(frozenset({silent}), 2.0 if intent.has_copies else 1.75)) is None:
                 return ""
             yield Look(now, is_fresh=True)
         return f"rank {silent} has stopped"

@@ -22,7 +22,7 @@ from tests.soak.joint_worker import Job, make_whole_state
 ENVIRONMENT = {
     "DCP_S3_PART_SIZE": "5MiB",
     "DCP_S3_CONCURRENCY": "4",
-    "DCP_S3_RANK_TIMEOUT": "1.5",
+    "DCP_S3_RANK_TIMEOUT": "3",
     "DCP_S3_RUN_ID": "training",
     "GLOO_SOCKET_IFNAME": "lo",
     "MASTER_ADDR": "127.0.0.1",

@@ -117,7 +117,7 @@ def test_with_replicas_what_a_rank_has_joined_is_saved_without_it(
         said_last = {words[0] for words in told.values()}
         too_late = any("has not begun it" in " ".join(words) for words in told.values())  # on a busy machine
         if all(has_written(shooting, rank, ".intent.") for rank in shooting.hit) and not too_late:
-            assert said_last == {"saved"}, (told, describe(jobs[0], shots))
+            assert said_last == {"saved"}, (str(told), describe(jobs[0], shots))
             made_up = read_made_up(faulty, jobs[0])
             silent = {rank for rank in shooting.hit if not has_written(shooting, rank, ".part.")}
             assert silent <= made_up, (silent, made_up)
