@@ -85,6 +85,8 @@ def save(me: Member, number: Number | None, step: int | None) -> Steps[tuple[str
 
 
 _AGAIN, _JOIN = "again", "join"
+_PATIENCE_FOR_STAND_INS = 1.75
+"""Rank timeouts. Those who hold what a silent rank held begin to write it after 1.5 at most; nobody waits for two."""
 
 
 def judge(found: Claim | None, me: Member, number: Number | None, step: int | None) -> str:
@@ -212,9 +214,9 @@ def _make_up_for(me: Member, now: Claim, silent: int) -> Steps[str]:
         return ""  # decided, and removed
     intent = found.body
     if intent.digest != me.intent.digest:
-        # Others may hold the same, also if the silent rank did not know of any; they have less patience.
+        # Others may hold the same, whatever the silent rank knew of them; they have less patience.
         for _ in range(2):
-            if (yield Wait(frozenset({silent}), 2.0 if intent.has_copies else 1.75)) is None:
+            if (yield Wait(frozenset({silent}), _PATIENCE_FOR_STAND_INS)) is None:
                 return ""
             yield Look(now, is_fresh=True)
         return f"rank {silent} has stopped"

@@ -159,8 +159,6 @@ class Intent(NamedTuple):
     """Bytes so far, or other signs of progress."""
     digest: str
     """Of all that the rank holds, see `part.digest_of`."""
-    has_copies: bool
-    """Whether other ranks are supposed to hold all of that, too."""
     writes: tuple[int, ...] = ()
     """Hashes of the items that it writes and others are supposed to hold, too."""
     leaves: tuple[int, ...] = ()
@@ -178,7 +176,7 @@ def parse_intent(data: bytes) -> Intent | None:
     try:
         found = json.loads(data)
         return Intent(
-            str(found["process"]), int(found["moved"]), str(found["digest"]), bool(found["has_copies"]),
+            str(found["process"]), int(found["moved"]), str(found["digest"]),
             _hashes(found["writes"]), _hashes(found["leaves"]), str(found["stand_in"]),
         )  # fmt: skip
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -305,7 +303,7 @@ class Member:
     overwrite: bool = False
     left: set[str] = field(default_factory=set)
     """Nonces of the saves that this process has left undecided: it never joins them again."""
-    intent: Intent = field(default_factory=lambda: Intent("", 0, "", False))
+    intent: Intent = field(default_factory=lambda: Intent("", 0, ""))
     """In the save that is under way."""
 
     def draw(self) -> str:

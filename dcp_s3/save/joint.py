@@ -179,14 +179,12 @@ class JointSave(Save):
         """What this rank says of itself when it joins."""
         writes: list[int] = []
         leaves: list[int] = []
-        common = set(self._ranks)
         for each in self._held:
-            common &= set(each.holders) if len(each.holders) < len(self._ranks) else common
             if len(each.holders) > 1:
                 (writes if self._is_own(each) else leaves).append(item_hash(each.item))
         held = (item_hash(each.item) for each in self._held)
         digest = digest_of(held, [each.name for each in self._options.attachments])
-        return Intent("", 0, digest, len(common) > 1, tuple(writes), tuple(leaves))
+        return Intent("", 0, digest, tuple(writes), tuple(leaves))
 
     def write(self, claim: Claim, rank: int, intent: Intent | None) -> bytes:
         """Write this rank's share, or what is left to be written of any rank's: then returns its part."""

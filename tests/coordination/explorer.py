@@ -551,7 +551,7 @@ class World:
             parts = frozenset(key.rank for key in store if key[:2] == ("part", self.part_id(claim.nonce)))
             return values.Present(present["intent"], parts)
         if isinstance(operation, values.Join):
-            return Intent("", 0, "all" if self.config.replicas else str(rank), self.config.replicas)
+            return Intent("", 0, "all" if self.config.replicas else str(rank))
         if isinstance(operation, values.Write):
             items = (start.name, self.nodes[state[1][spec]].at)
             data = Key("data", f"{claim.nonce}{start.name}{rank}", operation.rank)

@@ -61,7 +61,6 @@ class Work:
     store: MemoryStore
     rank: int
     digest: str = ""
-    has_copies: bool = False
     writes: tuple[int, ...] = ()
     leaves: tuple[int, ...] = ()
     before: Callable[[Work], object] = lambda _: None
@@ -71,7 +70,7 @@ class Work:
     asked: list[int] = field(default_factory=list)
 
     def join(self, _: Claim) -> Intent:
-        return Intent("", 0, self.digest or str(self.rank), self.has_copies, self.writes, self.leaves)
+        return Intent("", 0, self.digest or str(self.rank), self.writes, self.leaves)
 
     def write(self, claim: Claim, rank: int, intent: Intent | None) -> bytes:
         if claim.state == OPEN:
@@ -217,7 +216,7 @@ def test_a_rank_that_moves_bytes_is_waited_for() -> None:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_who_holds_the_same_writes_for_a_rank_that_is_gone(count: int) -> None:
-    works = works_of(count, digest="same", has_copies=True)
+    works = works_of(count, digest="same")
     works[1].before = die
     told = save(works)
     assert told == {rank: COMMITTED for rank in range(count) if rank != 1}
@@ -245,8 +244,8 @@ def test_another_rank_merges_if_the_one_in_turn_dies() -> None:
 
 
 def test_who_holds_something_of_its_own_is_not_made_up_for() -> None:
-    works = works_of(3, digest="same", has_copies=True)
-    works[2] = Work(works[0].store, 2, digest="other", has_copies=True, before=die)
+    works = works_of(3, digest="same")
+    works[2] = Work(works[0].store, 2, digest="other", before=die)
     assert save(works) == {0: ABORTED, 1: ABORTED}
     assert "rank 2 has stopped" in claim_of(works[0].store).why
 
@@ -279,7 +278,7 @@ def test_one_of_many_ranks_reads_all_intents() -> None:
     for rank in range(size):
         steps = protocol.take_part(Member(rank, ATTEMPT, "process"), claim)
         asked = next(steps)
-        for answer in (Intent("", 0, "", False), DONE, b"", Found(claim, ""), everybody):
+        for answer in (Intent("", 0, ""), DONE, b"", Found(claim, ""), everybody):
             asked = steps.send(answer)
         callers += [rank] if isinstance(asked, CallRoll) else []
         assert isinstance(asked, (CallRoll, Wait))
@@ -449,7 +448,7 @@ class _Lossy(MemoryStore):
 def test_whatever_answers_are_lost_all_hear_the_same_and_it_is_true(seed: int) -> None:
     store, draw = _Lossy(seed), random.Random(seed)
     driving._checked.add(store.name)
-    works = [Work(store, rank, digest="same", has_copies=True) for rank in range(3)]
+    works = [Work(store, rank, digest="same") for rank in range(3)]
     if draw.random() < 0.5:
         works[draw.randrange(3)].before = die
     told = save(works, rank_timeout=1.0, number=None if seed % 2 else 1)
@@ -531,7 +530,7 @@ def test_claims_and_intents_survive_their_way_and_damage_is_seen() -> None:
     data[30] ^= 1
     assert parse_claim(bytes(data)) is None
     assert parse_claim(b"[]") is parse_claim(b'{"save": 1}') is None
-    intent = Intent("process", 7, "digest", True, (1, 2**64 - 1), (3,), "other")
+    intent = Intent("process", 7, "digest", (1, 2**64 - 1), (3,), "other")
     assert parse_intent(intent.to_json()) == intent
     assert parse_intent(b"{}") is None
 

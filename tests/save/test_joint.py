@@ -73,28 +73,31 @@ def test_a_rank_whose_own_upload_fails_after_others_have_made_up_for_it_hears_th
     other = threading.Thread(target=_save, args=(0,))
 
     def fail(_: JointSave) -> None:
+        other.start()  # once this rank has joined
         other.join(60)
         raise OSError("too late")
 
-    other.start()
     made = _save(1, fail)
     assert made.is_committed()
 
 
 def test_an_interrupt_while_data_moves_ends_the_save_for_all_and_leaves_no_thread(store: MemoryStore) -> None:
+    has_begun = threading.Event()
+
     def interrupt(_: JointSave) -> None:
+        other.start()
+        assert has_begun.wait(60)
         raise KeyboardInterrupt
 
     told: list[str] = []
 
     def run() -> None:
         try:
-            _save(0)
+            _save(0, lambda _: has_begun.set())
         except Exception as error:  # noqa: BLE001 - looked at below
             told.append(str(error))
 
     other = threading.Thread(target=run)
-    other.start()
     with pytest.raises(KeyboardInterrupt):
         _save(1, interrupt)
     other.join(60)
