@@ -133,7 +133,7 @@ def parts_of(state: State, ranks: int) -> Iterator[tuple[Intent, bytes]]:
             for wanted in (True, False)
         )
         facts = {"started_at": 0.0, "by": rank}
-        intent = Intent(f"{rank:016x}", 0, SAVE, False, writes, leaves)
+        intent = Intent(f"{rank:016x}", 0, SAVE, writes, leaves)
         yield intent, encode(Part(SAVE, rank, ranks, items, objects, paths, facts))
 
 
