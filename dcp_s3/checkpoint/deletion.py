@@ -13,23 +13,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.directory import Directory, Removal, list_directory
+from dcp_s3.checkpoint.directory import Deletion, Directory, Removal, list_directory
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
-from dcp_s3.checkpoint.look import Inspected, find_manifest, inspect, save_id_of
+from dcp_s3.checkpoint.look import Inspected, find_manifest, inspect, list_dotted, save_id_of
 from dcp_s3.checkpoint.stored_metadata import check_metadata
 from dcp_s3.format.control_files import DeletionList
 from dcp_s3.format.layout import (
     CLAIM,
-    CONTROL_PREFIX,
     DELETION_PREFIX,
     METADATA,
     classify,
@@ -59,18 +59,6 @@ Look = Callable[[], None]
 
 class LeftAloneError(errors.DcpS3Error):
     """Something was not deleted because it is not what the plan saw, or is protected."""
-
-
-@dataclass(frozen=True)
-class Deletion:
-    """The objects that were deleted from one checkpoint's directory."""
-
-    name: str
-    """Name of the checkpoint."""
-    objects: int
-    """Number of objects; the deletion's list and other small marks do not count."""
-    size: int
-    """Bytes."""
 
 
 def end_joint_save(store: Store, url: CheckpointURL) -> str | None:
@@ -118,21 +106,16 @@ class Deleter:
             LeftAloneError: it changed, it is protected, or a save to its URL is in progress.
             StorageError, CheckpointError
         """
-        found = inspect(self.store, url)
+        found = inspect(self.store, url, whole=True)
         if found is None or not found.info.committed:
             raise LeftAloneError("it is gone, or no longer committed")
         _check_unchanged(planned, found.info)
         needed, copies = self._needed(url, found)
-        directory = list_directory(self.store, url)
-        self.check_protection(directory)
-        removal = directory.removal(needed, since=since, copies=copies)
-        self.check_not_saving(removal)
-        commit = directory.commits.get(None)
-        if planned.etag is not None and (commit is None or not commit.has_etag(planned.etag)):
-            raise LeftAloneError("it was overwritten")
+        removal = found.directory.removal(needed, since=since, copies=copies)
+        self.check(found.directory, removal)
         if not self.dry_run:
             self._delete(url, planned, self.settle_saves(url, removal), newest)
-        return Deletion(url.name, removal.count, removal.size)
+        return removal.as_deletion(url.name)
 
     def _delete(
         self, url: CheckpointURL, planned: CheckpointInfo, removal: Removal, newest: CheckpointURL | None
@@ -140,14 +123,10 @@ class Deleter:
         listed = removal.to_list(planned.save_id, all_versions=self.all_versions)
         path = deletion_object(planned.deletion_id, new_nonce())
         deadline = _CommitDeadline.begin()
-        try:
-            self.write_list(url, path, listed)
+        with self.announced(url, path, listed):
             lists = self._look_again(url, planned, listed, newest)
             if deadline.passed:
                 raise LeftAloneError(_TOO_SLOW)
-        except (LeftAloneError, errors.StorageError):
-            self.withdraw(url, [path])
-            raise
         in_time = Limit(deadline=deadline, hang=_ATTEMPT_SECONDS)
         # From this somebody else would write the commit of a joint save once more, when it is gone.
         self.delete_all([DeleteTarget(url.key(each)) for each in listed.objects if is_merged(each)])
@@ -184,15 +163,14 @@ class Deleter:
         commits = [] if newest is None else [newest.key(METADATA), newest.key(metadata_object(0))]
         if commits and not any(map(self.store.exists, commits)):
             raise LeftAloneError(f"{newest}, which was to stay as the newest, is gone")
+        directory = list_dotted(self.store, url)
         if planned.etag is not None:
-            try:
-                head = self.store.head(url.key(METADATA))
-            except errors.ObjectNotFoundError:
-                raise LeftAloneError("another prune deletes it") from None
-            if not same_etag(head.etag, planned.etag):
+            commit = directory.commits.get(None)
+            if commit is None:
+                raise LeftAloneError("another prune deletes it")
+            if not commit.has_etag(planned.etag):
                 raise LeftAloneError("it was overwritten")
-        directory = list_directory(self.store, url, CONTROL_PREFIX)
-        self.check_protection(directory)
+        self.check(directory)
         if not self.force:
             metrics = directory.metrics
             if metrics is not None and not metrics.has_etag(listed.objects.get(metrics.path)):
@@ -254,7 +232,7 @@ class Deleter:
             # In a versioned bucket, an object that already has its delete marker may still have older versions.
             self.delete_rest(url, rest, [path], purged=listed)
             gone |= {*rest.commits, *rest.objects}
-        return Deletion(url.name, len(gone), sum(directory.sizes[path] for path in gone))
+        return Deletion(url.name, len(gone), sum(directory.objects[path].size for path in gone))
 
     def withdraw_given_up(self, url: CheckpointURL, deletion: str) -> None:
         """Remove the lists of a deletion that was cut off before it began: the checkpoint is still there."""
@@ -274,14 +252,13 @@ class Deleter:
 
     # --- steps of each deletion -----------------------------------------------------------------
 
-    def check_protection(self, directory: Directory) -> None:
-        """Raises LeftAloneError if it is pinned, or a reader has a lease."""
-        if not self.force and directory.protection is not None:
+    def check(self, directory: Directory, removal: Removal | None = None) -> None:
+        """Raises LeftAloneError if it is pinned, a reader has a lease, or a save is in progress."""
+        if self.force:
+            return
+        if directory.protection is not None:
             raise LeftAloneError(directory.protection)
-
-    def check_not_saving(self, removal: Removal) -> None:
-        """Raises LeftAloneError if a save is in progress."""
-        if removal.being_saved and not self.force:
+        if removal is not None and removal.being_saved:
             raise LeftAloneError(f"a save is in progress: {removal.being_saved} was written")
 
     def settle_saves(self, url: CheckpointURL, removal: Removal) -> Removal:
@@ -293,9 +270,23 @@ class Deleter:
         etag = end_joint_save(self.store, url)
         return replace(removal, objects={**removal.objects, CLAIM: claim._replace(etag=etag or claim.etag)})
 
-    def write_list(self, url: CheckpointURL, path: str, listed: DeletionList) -> None:
-        """Write the list of what will be deleted."""
-        self.store.put(url.key(path), listed.to_json(), content_type="application/json")
+    @contextlib.contextmanager
+    def announced(self, url: CheckpointURL, path: str, listed: DeletionList) -> Iterator[None]:
+        """Write the list of what will be deleted, then run the body, which looks again; if that fails, withdraw it."""
+        with self.withdrawing(url, path, (LeftAloneError, errors.StorageError)):
+            self.store.put(url.key(path), listed.to_json(), content_type="application/json")
+            yield
+
+    @contextlib.contextmanager
+    def withdrawing(
+        self, url: CheckpointURL, path: str, kinds: type[Exception] | tuple[type[Exception], ...]
+    ) -> Iterator[None]:
+        """Withdraw a list if the body raises an error of these kinds."""
+        try:
+            yield
+        except kinds:
+            self.withdraw(url, [path])
+            raise
 
     def withdraw(self, url: CheckpointURL, paths: Iterable[str]) -> None:
         """Remove the lists of a deletion that was given up. A failure is a warning."""
@@ -312,13 +303,16 @@ class Deleter:
         Returns:
             Keys that were left alone because they have another ETag.
         """
-        if look is not None:
-            found: list[str] = []
-            for batch in batches(targets):
+        runs = batches(targets)
+
+        def delete(store: Store, batch: Sequence[DeleteTarget]) -> Sequence[str]:
+            if look is not None:
                 look()
-                found += self._delete_batch(self.store, batch, limit)
-            return found
-        changed = self.store.map(lambda store, batch: self._delete_batch(store, batch, limit), batches(targets))
+            with self._slots:
+                return store.within(replace(limit, cancel=store.limit.cancel)).delete(batch)
+
+        one_by_one = look is not None or len(runs) == 1
+        changed = [delete(self.store, each) for each in runs] if one_by_one else self.store.map(delete, runs)
         return [key for each in changed for key in each]
 
     def delete_rest(
@@ -346,10 +340,6 @@ class Deleter:
         commits, keys = ({url.key(path) for path in paths} for paths in (listed.commits, listed.objects))
         if (commits or keys) and isinstance(self.store, Versioned):
             self.store.purge(url.key(""), commits, keys)
-
-    def _delete_batch(self, store: Store, batch: Sequence[DeleteTarget], limit: Limit) -> Sequence[str]:
-        with self._slots:
-            return store.within(replace(limit, cancel=store.limit.cancel)).delete(batch)
 
 
 @dataclass(frozen=True)
@@ -385,14 +375,11 @@ def commit_steps(url: CheckpointURL, listed: DeletionList) -> list[list[DeleteTa
 def other_targets(url: CheckpointURL, listed: DeletionList) -> list[DeleteTarget]:
     """The objects to delete after the commits. Names that no other save uses need no condition, and get none."""
 
-    def is_of_one_save(path: str) -> bool:
+    targets = []
+    for path, etag in sorted(listed.objects.items()):
         kind = classify(path)
-        return bool(kind.nonce or kind.save_id)  # the claim has neither
-
-    return [
-        DeleteTarget(url.key(path), "" if is_of_one_save(path) else etag)
-        for path, etag in sorted(listed.objects.items())
-    ]
+        targets.append(DeleteTarget(url.key(path), "" if kind.nonce or kind.save_id else etag))  # the claim has neither
+    return targets
 
 
 def check_no_other_save(directory: Directory, seen: Mapping[str, str]) -> None:

@@ -7,23 +7,29 @@ such a name may also be checkpoints of their own.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from dcp_s3.format.control_files import DeletionList, Manifest
-from dcp_s3.format.layout import CLAIM, Kind, What, classify, is_inside, manifest_object, may_be_spread
-from dcp_s3.store import ListedObject, Store
+from dcp_s3.format.layout import CLAIM, Kind, What, classify, is_inside, manifest_object
+from dcp_s3.process import reset_in_child
+from dcp_s3.store import ListedObject, Page, Store
 from dcp_s3.url import CheckpointURL
 
 LEASE_MARGIN = 60.0
 """Seconds for which a lease counts after its end: a renewal may be under way. Both times are by S3's clock."""
 
-_OUR_CONTROL = frozenset(
+_CONTROL = frozenset(
     {What.MANIFEST, What.METRICS, What.PIN, What.LEASE, What.DELETION, What.COORDINATION, What.CONTROL}
 )
+_OF_CHECKPOINTS = _CONTROL | {What.DATA, What.COMMIT}
+
+logger = logging.getLogger(__name__)
 
 
 class DirectoryEntry(NamedTuple):
@@ -45,6 +51,18 @@ class DirectoryEntry(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Deletion:
+    """The objects that were deleted from one checkpoint's directory."""
+
+    name: str
+    """Name of the checkpoint."""
+    objects: int
+    """Number of objects; the deletion's list and other small marks do not count."""
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True)
 class Removal:
     """The objects that are deleted with a checkpoint."""
 
@@ -55,13 +73,10 @@ class Removal:
     being_saved: str | None = None
     """Relative path of an object of a save in progress; None if there is none."""
 
-    @property
-    def count(self) -> int:
-        return len(self.commits) + len(self.objects)
-
-    @property
-    def size(self) -> int:
-        return sum(found.size for found in (*self.commits.values(), *self.objects.values()))
+    def as_deletion(self, name: str) -> Deletion:
+        """What is reported of it, for the checkpoint of this name."""
+        objects = (*self.commits.values(), *self.objects.values())
+        return Deletion(name, len(objects), sum(found.size for found in objects))
 
     def to_list(self, save_id: str | None, *, all_versions: bool) -> DeletionList:
         """The list that is written before the first of them is deleted."""
@@ -98,23 +113,28 @@ class Directory:
     """Claim, parts, intents and notices of saves without collectives."""
     nested: frozenset[str] = frozenset()
     """Names of directories right below that are checkpoints of their own."""
+    whole: bool = False
+    """Whether these are all objects at the URL."""
 
     @classmethod
-    def of(cls, url: CheckpointURL, objects: Iterable[ListedObject], now: float = 0.0) -> Directory:
+    def of(
+        cls, url: CheckpointURL, objects: Iterable[ListedObject], now: float = 0.0, *, whole: bool = False
+    ) -> Directory:
         """The directory from a listing of all or some keys below ``url``."""
         skip = len(url.key(""))
         paths = ((each.key[skip:], each) for each in objects)
-        return cls._of((DirectoryEntry(path, o.size, classify(path), o.modified_at, o.etag) for path, o in paths), now)
+        listed = (DirectoryEntry(path, o.size, classify(path), o.modified_at, o.etag) for path, o in paths)
+        return cls._of(listed, now, whole)
 
     @classmethod
     def of_sizes(cls, sizes: Mapping[str, int]) -> Directory:
         """The directory from a listing without times: bytes by relative path."""
-        return cls._of((DirectoryEntry(path, size, classify(path)) for path, size in sizes.items()), 0.0)
+        return cls._of((DirectoryEntry(path, size, classify(path)) for path, size in sizes.items()), 0.0, True)
 
     @classmethod
-    def _of(cls, listed: Iterable[DirectoryEntry], now: float) -> Directory:
+    def _of(cls, listed: Iterable[DirectoryEntry], now: float, whole: bool) -> Directory:
         objects = {found.path: found for found in listed}
-        of: dict[What, list[DirectoryEntry]] = {what: [] for what in What}
+        of: defaultdict[What, list[DirectoryEntry]] = defaultdict(list)
         for found in objects.values():
             of[found.kind.what].append(found)
         manifests: dict[int | None, dict[str, DirectoryEntry]] = {}
@@ -132,6 +152,7 @@ class Directory:
             deletions={found.path: found for found in of[What.DELETION]},
             coordination=tuple(of[What.COORDINATION]),
             nested=frozenset(found.kind.below for found in of[What.NESTED]),
+            whole=whole,
         )
 
     # --- what is there ---------------------------------------------------------------------------
@@ -154,26 +175,17 @@ class Directory:
     @property
     def shows_checkpoint(self) -> bool:
         """Whether it is a checkpoint, or was meant to become one."""
-        return any(found.kind.what in (What.DATA, What.COMMIT) or self._is_control(found) for found in self)
+        return any(found.kind.what in _OF_CHECKPOINTS for found in self.objects.values())
 
     @property
     def ours(self) -> bool:
         """Whether dcp_s3 has written any of it."""
-        return any(found.kind.nonce or self._is_control(found) for found in self)
+        return any(found.kind.nonce or found.kind.what in _CONTROL for found in self.objects.values())
 
     @property
     def newest(self) -> float | None:
         """When the last object was written; None if there is none."""
-        return max((found.modified_at for found in self), default=None)
-
-    @property
-    def data_written_at(self) -> float | None:
-        """When the last data object was written; None if there is none."""
-        return max((found.modified_at for found in self.data.values()), default=None)
-
-    @property
-    def data_size(self) -> int:
-        return sum(found.size for found in self.data.values())
+        return max((found.modified_at for found in self.objects.values()), default=None)
 
     def is_spread_of(self, name: str) -> bool:
         """Whether this directory, called ``name``, is no checkpoint but only holds spread data of the one above."""
@@ -195,7 +207,7 @@ class Directory:
             return plain
         widths = {classify(path).spread for path in needed} if needed else set(spread.values())
         if not needed:
-            others = any(found.kind.what is What.NESTED_DATA for found in self)
+            others = any(found.kind.what is What.NESTED_DATA for found in self.objects.values())
             if plain or self.nested or others or len(widths) > 1:
                 return plain
         return plain | {
@@ -204,15 +216,10 @@ class Directory:
 
     # --- commits and manifests -------------------------------------------------------------------
 
-    @property
-    def all_manifests(self) -> list[DirectoryEntry]:
-        """The manifests of all saves, also of several that merged one save without collectives."""
-        return [found for by_id in self.manifests.values() for found in by_id.values()]
-
     def other_saves(self, seen: Mapping[str, str]) -> list[DirectoryEntry]:
         """What saves in progress wrote into our own directory since a listing with these ETags by relative path."""
-        written = (*self.all_manifests, *self.coordination)
-        return [found for found in written if not found.has_etag(seen.get(found.path))]
+        manifests = (found for by_id in self.manifests.values() for found in by_id.values())
+        return [found for found in (*manifests, *self.coordination) if not found.has_etag(seen.get(found.path))]
 
     def save_id_by_time(self, rank: int | None) -> str | None:
         """The save that made a commit, if that is clear: there is one manifest, and it is not newer.
@@ -268,11 +275,6 @@ class Directory:
             return "it is pinned"
         return "a reader has a lease" if any(not self._has_ended(found) for found in self.leases) else None
 
-    @property
-    def deletion_ids(self) -> tuple[str, ...]:
-        """Deletions that were begun and not finished."""
-        return tuple(sorted({found.kind.deletion for found in self.deletions.values()}))
-
     def lists_of(self, deletion: str) -> list[DirectoryEntry]:
         """The lists of one deletion, one per attempt."""
         return [found for found in self.deletions.values() if found.kind.deletion == deletion]
@@ -290,7 +292,7 @@ class Directory:
         save_ids = [found.kind.save_id for path in needed if (found := self.objects.get(path)) and found.kind.save_id]
         objects: dict[str, DirectoryEntry] = {}
         being_saved = None
-        for found in self:
+        for found in self.objects.values():
             path, what = found.path, found.kind.what
             if what is What.COMMIT:
                 continue
@@ -326,8 +328,8 @@ class Directory:
         unexpired leases and lists of deletions."""
         removal = self.removal((), since=since, copies=copies)
         young = (path for path, found in removal.commits.items() if found.modified_at > since)
-        stay = (What.PIN, What.LEASE, What.DELETION)
-        control = {found.path: found for found in self if self._is_control(found) and found.kind.what not in stay}
+        goes = _CONTROL - {What.PIN, What.LEASE, What.DELETION}
+        control = {path: found for path, found in self.objects.items() if found.kind.what in goes}
         return Removal(removal.commits, {**removal.objects, **control}, removal.being_saved or next(young, None))
 
     def leftovers(self, manifest: Manifest) -> list[DirectoryEntry]:
@@ -338,7 +340,7 @@ class Directory:
         needed |= {manifest_object(manifest.save_id), *self._own_claim}
         return [
             found
-            for found in self
+            for found in self.objects.values()
             if (found.kind.what is What.LEASE and self._has_ended(found))
             or (
                 found.path not in needed
@@ -367,15 +369,6 @@ class Directory:
     def _has_ended(self, lease: DirectoryEntry) -> bool:
         return lease.modified_at + lease.kind.seconds + LEASE_MARGIN < self.now
 
-    @staticmethod
-    def _is_control(found: DirectoryEntry) -> bool:
-        return found.kind.what in _OUR_CONTROL
-
-
-def spread_prefixes(prefixes: Iterable[str]) -> list[str]:
-    """The given common prefixes (relative, with slash) that may hold spread data."""
-    return [prefix for prefix in prefixes if may_be_spread(prefix.rstrip("/"))]
-
 
 # --- listing ---------------------------------------------------------------------------------------
 
@@ -383,5 +376,20 @@ def spread_prefixes(prefixes: Iterable[str]) -> list[str]:
 def list_directory(store: Store, url: CheckpointURL, *prefixes: str) -> Directory:
     """List a checkpoint's directory, or what starts with one of the prefixes; ``now`` is from before all of that."""
     pages = [store.list(url.key(prefix)) for prefix in prefixes or ("",)]
-    now = pages[0].server_time
-    return Directory.of(url, (each for page in pages for each in page.objects), time.time() if now is None else now)
+    objects = (each for page in pages for each in page.objects)
+    return Directory.of(url, objects, time_of(pages[0]), whole=not prefixes)
+
+
+def time_of(page: Page) -> float:
+    """The store's time when it was listed, in seconds since the epoch; that of this host if the store does not tell,
+    which is said once."""
+    if page.server_time is not None:
+        return page.server_time
+    if not _timeless:
+        _timeless.append(True)
+        logger.warning("the S3 endpoint does not tell its time; ages are by the clock of this host")
+    return time.time()
+
+
+_timeless: list[bool] = []
+reset_in_child(_timeless.clear)

@@ -138,7 +138,7 @@ def with_marks(info: CheckpointInfo, directory: Directory) -> CheckpointInfo:
         info,
         pinned=directory.pin is not None,
         leased_until=directory.leased_until,
-        deletions=directory.deletion_ids,
+        deletions=tuple(sorted({found.kind.deletion for found in directory.deletions.values()})),
         modified_at=max((found.modified_at for found in commits), default=directory.newest),
         etag=metadata.etag if metadata else None,
     )
@@ -196,7 +196,7 @@ def from_listing(url: CheckpointURL, directory: Directory, *, committed_at: floa
         created_at=directory.newest if committed_at is None else committed_at,
         world_size=None,
         objects=len(directory.data),
-        size=directory.data_size,
+        size=_size_of(directory),
         foreign=committed_at is not None or not directory.ours,
     )
 
@@ -233,13 +233,17 @@ def from_rank_manifests(url: CheckpointURL, directory: Directory, manifests: Map
         created_at=last.created_at if committed else directory.newest,
         world_size=last.world_size,
         objects=sum(len(manifest.objects) for manifest in written) if committed else len(directory.data),
-        size=sum(manifest.total_size for manifest in written) if committed else directory.data_size,
+        size=sum(manifest.total_size for manifest in written) if committed else _size_of(directory),
         metrics={name: value for manifest in reversed(written) for name, value in manifest.metrics.items()},
         extra=written[0].extra if written else {},
         save_id=written[0].save_id if committed else None,
         started_at=min((each.started_at for each in written if each.started_at is not None), default=None),
         damage=None if committed else _untold(present, manifests),
     )
+
+
+def _size_of(directory: Directory) -> int:
+    return sum(found.size for found in directory.data.values())
 
 
 def _untold(commits: Collection[int], manifests: Mapping[int, Manifest]) -> str | None:

@@ -13,15 +13,13 @@ from dataclasses import replace
 from dcp_s3 import errors
 from dcp_s3.checkpoint.deletion import (
     Deleter,
-    Deletion,
     LeftAloneError,
-    Look,
     check_no_other_save,
     commit_steps,
     end_joint_save,
     other_targets,
 )
-from dcp_s3.checkpoint.directory import Directory, list_directory
+from dcp_s3.checkpoint.directory import Deletion, Directory, list_directory
 from dcp_s3.checkpoint.info import LeftoverObject
 from dcp_s3.checkpoint.look import inspect, look_deeper
 from dcp_s3.format.control_files import DeletionList, Manifest
@@ -39,21 +37,18 @@ def delete_uncommitted(deleter: Deleter, url: CheckpointURL, *, since: float) ->
         LeftAloneError: it was committed meanwhile, is being saved, or is protected.
         StorageError, CheckpointError
     """
-    found = inspect(deleter.store, url)
+    found = inspect(deleter.store, url, whole=True)
     if found is None:
         return Deletion(url.name, 0, 0)  # somebody else was faster
-    if found.info.committed:
+    directory = found.directory
+    if found.info.committed or None in directory.commits:
         raise LeftAloneError("it was committed")
     if found.info.damage is not None and not deleter.force:
         raise LeftAloneError(found.info.damage)
-    directory = list_directory(deleter.store, url)
-    deleter.check_protection(directory)
-    if None in directory.commits:
-        raise LeftAloneError("it was committed")
     removal = directory.removal_of_uncommitted(since=since, copies=_copies(deleter, url, directory))
-    deleter.check_not_saving(removal)
+    deleter.check(directory, removal)
     if deleter.dry_run:
-        return Deletion(url.name, removal.count, removal.size)
+        return removal.as_deletion(url.name)
     removal = deleter.settle_saves(url, removal)
     everything = removal.to_list(None, all_versions=deleter.all_versions)
     seen = {**everything.commits, **everything.objects}
@@ -65,25 +60,24 @@ def delete_uncommitted(deleter: Deleter, url: CheckpointURL, *, since: float) ->
 
     # It is no checkpoint, whatever goes first, and the list must not make a part of it look like one.
     listed = replace(everything, commits={})
-    path = _announce(deleter, url, listed, look)
-    try:
+    path = deletion_object(deletion_id(None, new_nonce()), new_nonce())
+    with deleter.announced(url, path, listed):
+        look()
+    with deleter.withdrawing(url, path, LeftAloneError):
         for step in commit_steps(url, everything):
             deleter.delete_all(step, look=look)
         known.clear()
         deleter.delete_rest(url, listed, (), look=look)
-    except LeftAloneError:
-        deleter.withdraw(url, [path])
-        raise
     deleter.delete_rest(url, replace(listed, objects={}), [path])
-    return Deletion(url.name, removal.count, removal.size)
+    return removal.as_deletion(url.name)
 
 
 def _copies(deleter: Deleter, url: CheckpointURL, directory: Directory) -> set[str]:
     """Relative paths of plain copies of attachments that saves without a commit may have left."""
     copies: set[str] = set()
-    for found in directory.all_manifests:
+    for path in (each.path for by_id in directory.manifests.values() for each in by_id.values()):
         with contextlib.suppress(errors.ObjectNotFoundError, ValueError):
-            copies |= set(Manifest.from_json(deleter.store.get(url.key(found.path)).data).attachments)
+            copies |= set(Manifest.from_json(deleter.store.get(url.key(path)).data).attachments)
     return copies
 
 
@@ -94,7 +88,7 @@ def _look_for_commits(deleter: Deleter, url: CheckpointURL, seen: Mapping[str, s
         known: relative paths of the listed commits that may still be there.
     """
     directory = list_directory(deleter.store, url, ".", "__")
-    deleter.check_protection(directory)
+    deleter.check(directory)
     for each in directory.commits.values():
         if not (each.path in known and each.has_etag(seen.get(each.path))):
             raise LeftAloneError("it was committed")
@@ -105,9 +99,8 @@ def delete_leftovers(
     deleter: Deleter, url: CheckpointURL, planned: Sequence[LeftoverObject], *, since: float
 ) -> Deletion:
     """Delete objects of other saves in the directory of a committed checkpoint."""
-    now = list_directory(deleter.store, url, DELETION_PREFIX).now
-    found = inspect(deleter.store, url)
-    unneeded = look_deeper(deleter.store, url, found, now)[1] if found and found.info.committed else []
+    found = inspect(deleter.store, url, whole=True)
+    unneeded = look_deeper(deleter.store, url, found)[1] if found and found.info.committed else []
     if any(each.modified_at > since and not each.is_lease for each in unneeded):
         raise LeftAloneError("a save is in progress: an object was written")
     gone = [each for each in planned if each in unneeded]
@@ -127,12 +120,11 @@ def delete_leftovers(
 
     etags = {each.key[skip:]: each.etag for each in gone}
     listed = DeletionList(None, {}, dict.fromkeys(etags, ""), deleter.all_versions)
-    path = _announce(deleter, url, listed, look)
-    try:
+    path = deletion_object(deletion_id(None, new_nonce()), new_nonce())
+    with deleter.announced(url, path, listed):
+        look()
+    with deleter.withdrawing(url, path, LeftAloneError):
         deleter.delete_all(other_targets(url, replace(listed, objects=etags)), look=look)
-    except LeftAloneError:
-        deleter.withdraw(url, [path])
-        raise
     left = {each.key[skip:] for each in unneeded} - set(listed.objects)
     lists = _spent_lists(deleter, url, left)
     deleter.delete_rest(url, replace(listed, objects={}), {path, *lists}, purged=listed)
@@ -150,15 +142,3 @@ def _spent_lists(deleter: Deleter, url: CheckpointURL, left: Collection[str]) ->
         if not listed.commits and not listed.objects.keys() & left:
             spent.append(path)
     return spent
-
-
-def _announce(deleter: Deleter, url: CheckpointURL, listed: DeletionList, look: Look) -> str:
-    """Write the list for saves that are about to commit, and look for those that have. Returns the list's path."""
-    path = deletion_object(deletion_id(None, new_nonce()), new_nonce())
-    try:
-        deleter.write_list(url, path, listed)
-        look()
-    except (LeftAloneError, errors.StorageError):
-        deleter.withdraw(url, [path])
-        raise
-    return path

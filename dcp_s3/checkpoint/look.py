@@ -1,8 +1,9 @@
 """Looks at one checkpoint with few small requests.
 
 Our own take two: a listing of what begins with a dot (``.metadata``, and below ``.dcp_s3/`` manifest, metrics, pin
-and leases), and a GET of the manifest. One more GET if metrics were added, another if it is pinned, and a HEAD if it is
-not clear which manifest belongs to ``.metadata``: at most five. Foreign and uncommitted ones are listed.
+and leases), or of all of it, and a GET of the manifest. One more GET if metrics were added, another if it is pinned,
+and a HEAD if it is not clear which manifest belongs to ``.metadata``: at most five. Foreign and uncommitted ones are
+listed whole.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.directory import Directory, list_directory, spread_prefixes
+from dcp_s3.checkpoint.directory import Directory, list_directory, time_of
 from dcp_s3.checkpoint.info import (
     CheckpointInfo,
     LeftoverObject,
@@ -36,6 +37,7 @@ from dcp_s3.format.layout import (
     SAVE_ID_KEY,
     What,
     manifest_object,
+    may_be_spread,
     metadata_object,
 )
 from dcp_s3.format.saved_entries import needed_objects
@@ -53,7 +55,7 @@ class Inspected:
 
     info: CheckpointInfo
     directory: Directory
-    """The objects that begin with a dot, or all of them if they had to be listed."""
+    """The objects that begin with a dot, or all of them if they had to be, or were to be, listed."""
     manifest: Manifest | None = None
     """Manifest of a committed save with collectives; None without."""
     manifests_of_ranks: tuple[Manifest, ...] = ()
@@ -68,10 +70,12 @@ def inspect_checkpoint(
     return None if found is None else found.info
 
 
-def inspect(store: Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()) -> Inspected | None:
-    """`inspect_checkpoint`, with what it was concluded from."""
-    dotted = _list_dotted(store, url)
-    found = _inspect_committed(store, url, dotted) or _inspect_without_metadata(store, url, dotted)
+def inspect(
+    store: Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = (), *, whole: bool = False
+) -> Inspected | None:
+    """`inspect_checkpoint`, with what it was concluded from; with ``whole``, from a listing of all its objects."""
+    directory = _list_whole(store, url) if whole else list_dotted(store, url)
+    found = _inspect_committed(store, url, directory) or _inspect_without_metadata(store, url, directory, whole=whole)
     if found is None:
         return None
     info = with_step(with_marks(found.info, found.directory), patterns)
@@ -82,15 +86,29 @@ def inspect(store: Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]
     return replace(found, info=info)
 
 
-def _list_dotted(store: Store, url: CheckpointURL) -> Directory:
+def list_dotted(store: Store, url: CheckpointURL) -> Directory:
     """The objects that begin with a dot and may belong to a checkpoint."""
     page = store.page(url.key("."))
     if page.next_token is None:
-        return Directory.of(url, page.objects)
+        return Directory.of(url, page.objects, time_of(page))
     # Many ranks without collectives, or a directory with something like .git/: do not list all of it.
     metadata = store.page(url.key(METADATA))
     control = store.list(url.key(CONTROL_PREFIX)).objects
-    return Directory.of(url, [*control, *(found for found in metadata.objects if found.key == url.key(METADATA))])
+    objects = [*control, *(found for found in metadata.objects if found.key == url.key(METADATA))]
+    return Directory.of(url, objects, time_of(page))
+
+
+def _list_whole(store: Store, url: CheckpointURL) -> Directory:
+    """All objects; if that may be millions of other things, those that begin with a dot."""
+    pages = [store.page(url.key(""))]
+    now = time_of(pages[0])
+    if pages[0].next_token is not None and not Directory.of(url, pages[0].objects).shows_checkpoint:
+        dotted = list_dotted(store, url)
+        if not dotted.shows_checkpoint:
+            return dotted
+    while pages[-1].next_token is not None:
+        pages.append(store.page(url.key(""), token=pages[-1].next_token))
+    return Directory.of(url, (each for page in pages for each in page.objects), now, whole=True)
 
 
 def _inspect_committed(store: Store, url: CheckpointURL, directory: Directory) -> Inspected | None:
@@ -104,25 +122,13 @@ def _inspect_committed(store: Store, url: CheckpointURL, directory: Directory) -
         return None  # deleted just now
     if manifest is not None:
         return Inspected(from_manifest(url, manifest), directory, manifest)
-    directory = list_directory(store, url)
+    directory = directory if directory.whole else list_directory(store, url)
     return Inspected(from_listing(url, directory, committed_at=commit.modified_at), directory)
 
 
-def _inspect_without_metadata(store: Store, url: CheckpointURL, dotted: Directory) -> Inspected | None:
-    # No full listing at first: this may be a directory with millions of other things, such as a run with its boards.
-    skip = len(url.key(""))
-    page = store.page(url.key(""), delimiter="/")
-    prefixes = [prefix[skip:] for prefix in page.prefixes]
-    directory, spread = Directory.of(url, page.objects), spread_prefixes(prefixes)
-    shown = dotted.shows_checkpoint or directory.shows_checkpoint
-    if not shown and spread:
-        sample = store.page(url.key(spread[0]))
-        shown = Directory.of(url, sample.objects).shows_checkpoint
-    if not shown:
-        return None
-    if page.next_token is not None or spread or CONTROL_PREFIX in prefixes:
-        directory = list_directory(store, url)
-    if directory.is_spread_of(url.name) or not directory.shows_checkpoint:
+def _inspect_without_metadata(store: Store, url: CheckpointURL, found: Directory, *, whole: bool) -> Inspected | None:
+    directory = found if found.whole else _list_if_shown(store, url, found, whole=whole)
+    if directory is None or directory.is_spread_of(url.name) or not directory.shows_checkpoint:
         return None
     ranks = directory.ranks
     if not ranks:
@@ -138,6 +144,24 @@ def _inspect_without_metadata(store: Store, url: CheckpointURL, dotted: Director
     by_rank = {rank: manifest for rank, manifest in zip(ranks, manifests, strict=True) if manifest is not None}
     info = from_rank_manifests(url, directory, by_rank)
     return Inspected(info, directory, manifests_of_ranks=tuple(by_rank.values()))
+
+
+def _list_if_shown(store: Store, url: CheckpointURL, dotted: Directory, *, whole: bool) -> Directory | None:
+    """The objects of what shows itself as a checkpoint, without those in other directories unless ``whole``."""
+    # No full listing at first: this may be a directory with millions of other things, such as a run with its boards.
+    skip = len(url.key(""))
+    page = store.page(url.key(""), delimiter="/")
+    prefixes = [prefix[skip:] for prefix in page.prefixes]
+    directory = Directory.of(url, page.objects, time_of(page))
+    spread = [prefix for prefix in prefixes if may_be_spread(prefix.rstrip("/"))]
+    shown = dotted.shows_checkpoint or directory.shows_checkpoint
+    if not shown and spread:
+        sample = store.page(url.key(spread[0]))
+        shown = Directory.of(url, sample.objects).shows_checkpoint
+    if not shown:
+        return None
+    partial = whole or page.next_token is not None or spread or CONTROL_PREFIX in prefixes
+    return list_directory(store, url) if partial else directory
 
 
 def find_manifest(store: Store, url: CheckpointURL, directory: Directory, rank: int | None) -> Manifest | None:
@@ -259,24 +283,20 @@ def _objects_of_manifest(
     return {entry.path: entry.size for entry in manifest.objects}
 
 
-def look_deeper(
-    store: Store, url: CheckpointURL, found: Inspected, now: float
-) -> tuple[CheckpointInfo, list[LeftoverObject]]:
-    """A committed checkpoint with its damage and when it was written, and its leftovers.
+def look_deeper(store: Store, url: CheckpointURL, found: Inspected) -> tuple[CheckpointInfo, list[LeftoverObject]]:
+    """A committed checkpoint, of which all objects were listed, with its damage and when it was written, and its
+    leftovers.
 
     Without a manifest that is certainly its own, there is neither damage nor leftovers.
-
-    Args:
-        now: seconds since the epoch on the clock of S3. Leases that ended earlier are leftovers.
     """
-    head = store.head(url.key(METADATA)) if found.manifest is not None else None
-    directory = replace(list_directory(store, url), now=now)
-    info = replace(found.info, written_at=directory.data_written_at)
-    listed = directory.commits.get(None)
-    if found.manifest is None or head is None or save_id_of(head) != found.manifest.save_id:
-        return info, []  # foreign, or a copy without user metadata
-    if listed is None or not same_etag(head.etag, info.etag) or not same_etag(head.etag, listed.etag):
-        return info, []  # foreign, a copy without user metadata, or replaced meanwhile
+    directory, listed = found.directory, found.directory.commits.get(None)
+    written_at = max((each.modified_at for each in directory.data.values()), default=None)
+    info = replace(found.info, written_at=written_at)
+    if found.manifest is None or listed is None:
+        return info, []  # foreign, or of ranks
+    head = store.head(url.key(METADATA))
+    if save_id_of(head) != found.manifest.save_id or not same_etag(head.etag, listed.etag):
+        return info, []  # a copy without user metadata, or replaced meanwhile
     damage = directory.describe_damage({entry.path: entry.size for entry in found.manifest.objects})
     leftovers = [
         LeftoverObject(

@@ -11,10 +11,11 @@ import dataclasses
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.directory import time_of
 from dcp_s3.checkpoint.info import (
     CheckpointInfo,
     LeftoverObject,
@@ -157,23 +158,19 @@ class CheckpointCatalog:
         # Before the objects: an upload that completes meanwhile is then seen as an upload, an object, or both.
         uploads = sorted(self.store.uploads(self.root.key("")), key=lambda each: (each.key, each.upload_id))
         listing = self._list(deep=deep)
-        found = {info.name: info for info in listing.checkpoints}
-        if deep:  # the newest are checked like `latest` does, until one can be loaded
-            damages: dict[str, str] = {}
-            loadable = None
-            for info in newest_first(listing.checkpoints):
-                damage = info.damage or find_damage(self.store, self.root.child(info.name))
-                found[info.name] = dataclasses.replace(info, damage=damage)
-                if damage is None:
-                    loadable = info.url
-                    break
-                damages[info.url] = damage
-            tell_unreadable(damages, loadable)
+        infos = merge_local(self._with_damage(listing.checkpoints) if deep else listing.checkpoints, local)
         return dataclasses.replace(
             listing,
-            checkpoints=tuple(sorted(merge_local(found.values(), local), key=age_order)),
+            checkpoints=tuple(sorted(infos, key=age_order) if local else infos),
             uploads=tuple(each for upload in uploads if (each := open_upload(self.root, upload)) is not None),
         )
+
+    def _with_damage(self, infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+        """The checkpoints, the newest of which were looked at as `latest` does, until one can be loaded."""
+        damages = _damages(
+            newest_first(infos), lambda info: info.damage or find_damage(self.store, self.root.child(info.name))
+        )
+        return [dataclasses.replace(each, damage=damages[each.url]) if each.url in damages else each for each in infos]
 
     def latest(self) -> CheckpointInfo | None:
         """The checkpoint to resume from, as in `dcp_s3.latest`: it can be loaded. None if there is none.
@@ -234,45 +231,37 @@ class CheckpointCatalog:
     def _list(self, *, deep: bool = False) -> CatalogSnapshot:
         """The checkpoints, without uploads and what waits on this host."""
         listed = self.store.list(self.root.key(""), "/")
-        now = listed.server_time
-        if now is None:
-            logger.warning("the S3 endpoint does not tell its time; ages are by the clock of this host")
-            now = time.time()
-        skip = len(self.root.key(""))
+        now, skip = time_of(listed), len(self.root.key(""))
         names = [prefix[skip:-1] for prefix in listed.prefixes]
         del listed
         boards: Sequence[ListedObject] = ()
         if deep and _CONTROL in names:
             boards = self.store.list(self.root.key(BOARD_PREFIX)).objects
-        leftovers: list[LeftoverObject] = []
-
-        def look(store: Store, name: str) -> CheckpointInfo | None:
-            url = self.root.child(name)
-            found = None
-            for attempt in range(_LOOKS):
-                time.sleep(0.05 * (2**attempt - 1))
-                found = inspect(store, url, self._patterns)
-                if found is None or not deep or not found.info.committed:
-                    return None if found is None else found.info
-                try:
-                    info, unneeded = look_deeper(store, url, found, now)
-                except errors.ObjectNotFoundError:
-                    continue  # deleted meanwhile
-                leftovers.extend(unneeded)
-                return info
-            if found is None:
-                return None
-            return dataclasses.replace(found.info, damage="its .metadata is listed, but cannot be read")
-
-        looked = self.store.map(look, [name for name in names if name not in _NO_CHILD])
+        looked = self.store.map(
+            lambda store, name: self._look(store, name, deep=deep), [name for name in names if name not in _NO_CHILD]
+        )
+        found = [each for each in looked if each is not None]
         return CatalogSnapshot(
             root=str(self.root),
             now=now,
-            checkpoints=tuple(sorted((info for info in looked if info is not None), key=age_order)),
-            leftovers=tuple(sorted(leftovers, key=lambda each: each.key)),
+            checkpoints=tuple(sorted((info for info, _ in found), key=age_order)),
+            leftovers=tuple(sorted((each for _, left in found for each in left), key=lambda each: each.key)),
             deep=deep,
             boards=tuple(boards),
         )
+
+    def _look(self, store: Store, name: str, *, deep: bool) -> tuple[CheckpointInfo, list[LeftoverObject]] | None:
+        """A checkpoint and, if ``deep``, its leftovers; None if there is nothing of one."""
+        url = self.root.child(name)
+        for attempt in range(_LOOKS):
+            time.sleep(0.05 * (2**attempt - 1))
+            found = inspect(store, url, self._patterns, whole=deep)
+            if found is None or not (deep and found.info.committed):
+                return None if found is None else (found.info, [])
+            with contextlib.suppress(errors.ObjectNotFoundError):  # deleted meanwhile
+                return look_deeper(store, url, found)
+        assert found is not None  # noqa: S101 - otherwise it would have returned
+        return dataclasses.replace(found.info, damage="its .metadata is listed, but cannot be read"), []
 
 
 def check_newest(catalog: CheckpointCatalog, infos: Iterable[CheckpointInfo]) -> None:
@@ -280,15 +269,21 @@ def check_newest(catalog: CheckpointCatalog, infos: Iterable[CheckpointInfo]) ->
 
     Says nothing where S3 refuses a request, nor of other libraries' checkpoints, as that takes long.
     """
-    damages: dict[str, str] = {}
     with contextlib.suppress(errors.StorageError):
-        for info in newest_first(infos):
-            damage = find_damage(catalog.store, parse_url(info.url), foreign=False)
-            if damage is None:
-                tell_unreadable(damages, info.url)
-                return
-            damages[info.url] = damage
-        tell_unreadable(damages, None)
+        _damages(newest_first(infos), lambda info: find_damage(catalog.store, parse_url(info.url), foreign=False))
+
+
+def _damages(infos: Iterable[CheckpointInfo], damage_of: Callable[[CheckpointInfo], str | None]) -> Mapping[str, str]:
+    """Why the first ones cannot be loaded, by URL, up to one that can be; the log says so once."""
+    damages: dict[str, str] = {}
+    for info in infos:
+        damage = damage_of(info)
+        if damage is None:
+            tell_unreadable(damages, info.url)
+            return damages
+        damages[info.url] = damage
+    tell_unreadable(damages, None)
+    return damages
 
 
 def _compile(patterns: str | Sequence[str] | None, settings: Settings) -> tuple[re.Pattern[str], ...]:

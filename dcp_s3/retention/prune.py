@@ -6,22 +6,24 @@ import logging
 import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from dcp_s3 import errors, totals
-from dcp_s3.checkpoint.deletion import Deleter, Deletion, LeftAloneError
-from dcp_s3.checkpoint.directory import LEASE_MARGIN
-from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order
+from dcp_s3.checkpoint.deletion import Deleter, LeftAloneError
+from dcp_s3.checkpoint.directory import LEASE_MARGIN, Deletion, list_directory
+from dcp_s3.checkpoint.info import LeftoverObject, age_order
 from dcp_s3.checkpoint.leftovers import delete_leftovers, delete_uncommitted
 from dcp_s3.checkpoint.look import inspect_checkpoint
 from dcp_s3.checkpoint.stored_metadata import not_found_error
 from dcp_s3.events import Listener, Pruned, PruneFailed, emit
-from dcp_s3.format.layout import CONTROL_PREFIX
+from dcp_s3.format.layout import CONTROL_PREFIX, DELETION_PREFIX
 from dcp_s3.retention.catalog import CheckpointCatalog, find_local, open_upload
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
-from dcp_s3.retention.plan import OpenUpload, Plan, UnfinishedDeletion
+from dcp_s3.retention.plan import OpenUpload, Plan
 from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
@@ -42,9 +44,7 @@ class _Step(NamedTuple):
     """Name of the checkpoint."""
     field: str
     """Field of the report for its result."""
-    work: Callable[[Deleter, Any], Any]
-    on: Any
-    """What the work is done on."""
+    work: Callable[[Deleter], Any]
 
 
 Progress = Callable[[int, int], None]
@@ -257,97 +257,94 @@ def _tell(work: Callable[[], PruneReport], root: str, on_event: Listener | None)
 
 
 class _Application:
-    """One plan being applied."""
+    """One plan being applied, some checkpoints at a time."""
 
     def __init__(self, root: CheckpointURL, plan: Plan, deleter: Deleter, progress: Progress | None) -> None:
         self._root, self._plan, self._deleter = root, plan, deleter
         self._progress = progress
-        self._since = plan.now - plan.grace
-        kept = [info for info in plan.kept if info.committed and info.damage is None]
-        self._newest = root.child(max(kept, key=age_order).name) if kept else None  # from which a run would resume
         self._counting = threading.Lock()
-        self._done = self._steps = 0
+        self._done = 0
+        unfinished = [
+            _Step(each.checkpoint, "finished",
+                  partial(Deleter.finish, url=root.child(each.checkpoint), deletion=each.deletion))
+            for each in plan.unfinished
+        ]  # fmt: skip
+        self._groups = (unfinished, self._steps())
+        self._count = sum(map(len, self._groups))
+
+    def _steps(self) -> list[_Step]:
+        """All but what finishes earlier deletions."""
+        plan, root, since = self._plan, self._root, self._plan.now - self._plan.grace
+        good = [info for info in plan.kept if info.committed and info.damage is None]
+        newest = root.child(max(good, key=age_order).name) if good else None  # from which a run would resume
+        steps, leftovers = [], defaultdict[str, list[LeftoverObject]](list)
+        for info in plan.deleted:
+            work: Callable[[Deleter], Any] = partial(delete_uncommitted, url=root.child(info.name), since=since)
+            if info.committed:
+                work = partial(
+                    Deleter.delete_committed, url=root.child(info.name), planned=info, since=since, newest=newest
+                )
+            steps.append(_Step(info.name, "deleted", work))
+        deleted = {step.name for step in steps}
+        for left in plan.leftovers:
+            if left.action == "delete" and left.leftover.checkpoint not in deleted:
+                leftovers[left.leftover.checkpoint].append(left.leftover)
+        for name, found in leftovers.items():
+            work = partial(delete_leftovers, url=root.child(name), planned=found, since=since)
+            steps.append(_Step(name, "leftovers", work))
+        steps += [
+            _Step(each.upload.checkpoint, "aborted", partial(_abort, upload=each.upload))
+            for each in plan.uploads
+            if each.action == "delete"
+        ]
+        for info in plan.kept:
+            if info.committed and info.deletion_id in info.deletions:  # it was given up
+                work = partial(Deleter.withdraw_given_up, url=root.child(info.name), deletion=info.deletion_id)
+                steps.append(_Step(info.name, "", work))
+        if plan.boards:
+            steps.append(_Step(_BOARDS, "leftovers", partial(_delete_boards, boards=plan.boards)))
+        return steps
 
     def run(self) -> PruneReport:
-        """Carry out the plan, some checkpoints at a time."""
-        plan = self._plan
-        deleted = {info.name for info in plan.deleted}
-        leftovers: dict[str, list[LeftoverObject]] = {}
-        for decision in plan.leftovers:
-            if decision.action == "delete" and decision.leftover.checkpoint not in deleted:
-                leftovers.setdefault(decision.leftover.checkpoint, []).append(decision.leftover)
-        uploads = [decision.upload for decision in plan.uploads if decision.action == "delete"]
-        given_up = [info for info in plan.kept if info.committed and info.deletion_id in info.deletions]
-        first = [_Step(each.checkpoint, "finished", self._finish, each) for each in plan.unfinished]
-        then = [
-            *(_Step(info.name, "deleted", self._delete, info) for info in plan.deleted),
-            *(_Step(name, "leftovers", self._delete_leftovers, found) for name, found in leftovers.items()),
-            *(_Step(upload.checkpoint, "aborted", self._abort, upload) for upload in uploads),
-            *(_Step(info.name, "", self._withdraw, info) for info in given_up),
-            *([_Step(_BOARDS, "leftovers", self._delete_boards, plan.boards)] if plan.boards else []),
-        ]
-        self._steps = len(first) + len(then)
-        store = self._deleter.store
-        outcomes = [*store.map(self._step, first), *store.map(self._step, then)]
-
-        def of(field: str) -> tuple[Any, ...]:
-            found = (result for name, result in outcomes if name == field)
-            return tuple(sorted((each for each in found if getattr(each, "objects", 1)), key=_name))
-
-        return PruneReport(
-            str(self._root),
-            plan,
-            deleted=of("deleted"),
-            finished=of("finished"),
-            leftovers=of("leftovers"),
-            aborted=of("aborted"),
-            left_alone=of("left_alone"),
-            failures=of("failures"),
-        )
+        of: defaultdict[str, list[Any]] = defaultdict(list)
+        for group in self._groups:
+            for field, result in self._deleter.store.map(self._step, group):
+                if getattr(result, "objects", 1):
+                    of[field].append(result)
+        fields = ("deleted", "finished", "leftovers", "aborted", "left_alone", "failures")
+        results: dict[str, Any] = {field: tuple(sorted(of[field], key=_name)) for field in fields}
+        return PruneReport(str(self._root), self._plan, **results)
 
     def _step(self, store: Store, step: _Step) -> tuple[str, Any]:
         """The report's field, and what goes in there."""
         outcome: tuple[str, Any]
+        url = self._root.child(step.name)
         try:
-            outcome = step.field, step.work(self._deleter.on(store), step.on)
+            outcome = step.field, step.work(self._deleter.on(store))
+            if step.field == "deleted":
+                logger.info("deleted %s: %d objects, %d bytes", url, outcome[1].objects, outcome[1].size)
         except LeftAloneError as error:
-            logger.info("%s is left alone: %s", self._root.child(step.name), error)
+            logger.info("%s is left alone: %s", url, error)
             outcome = "left_alone", LeftAlone(step.name, str(error))
         except errors.DcpS3Error as error:
-            logger.warning("%s could not be pruned: %s", self._root.child(step.name), error)
+            logger.warning("%s could not be pruned: %s", url, error)
             outcome = "failures", PruneFailure(step.name, f"{type(error).__name__}: {error}")
         with self._counting:
             self._done += 1
             if self._progress is not None:
-                self._progress(self._done, self._steps)
+                self._progress(self._done, self._count)
         return outcome
 
-    def _finish(self, deleter: Deleter, found: UnfinishedDeletion) -> Deletion:
-        return deleter.finish(self._root.child(found.checkpoint), found.deletion)
 
-    def _delete(self, deleter: Deleter, info: CheckpointInfo) -> Deletion:
-        url = self._root.child(info.name)
-        if info.committed:
-            done = deleter.delete_committed(url, info, since=self._since, newest=self._newest)
-        else:
-            done = delete_uncommitted(deleter, url, since=self._since)
-        logger.info("deleted %s: %d objects, %d bytes", url, done.objects, done.size)
-        return done
+def _abort(deleter: Deleter, upload: OpenUpload) -> OpenUpload:
+    deleter.store.abort(Upload(upload.key, upload.upload_id))
+    return upload
 
-    def _delete_leftovers(self, deleter: Deleter, found: Sequence[LeftoverObject]) -> Deletion:
-        return delete_leftovers(deleter, self._root.child(found[0].checkpoint), found, since=self._since)
 
-    def _abort(self, deleter: Deleter, upload: OpenUpload) -> OpenUpload:
-        deleter.store.abort(Upload(upload.key, upload.upload_id))
-        return upload
-
-    def _withdraw(self, deleter: Deleter, info: CheckpointInfo) -> None:
-        deleter.withdraw_given_up(self._root.child(info.name), info.deletion_id)
-
-    def _delete_boards(self, deleter: Deleter, boards: Sequence[ListedObject]) -> Deletion:
-        changed = deleter.delete_all([DeleteTarget(each.key, each.etag) for each in boards])
-        gone = [each for each in boards if each.key not in changed]
-        return Deletion(_BOARDS, len(gone), sum(each.size for each in gone))
+def _delete_boards(deleter: Deleter, boards: Sequence[ListedObject]) -> Deletion:
+    changed = deleter.delete_all([DeleteTarget(each.key, each.etag) for each in boards])
+    gone = [each for each in boards if each.key not in changed]
+    return Deletion(_BOARDS, len(gone), sum(each.size for each in gone))
 
 
 def _name(each: Deletion | OpenUpload | LeftAlone | PruneFailure) -> tuple[str, str]:
@@ -393,10 +390,7 @@ def remove(
 def _remove(deleter: Deleter, url: CheckpointURL, settings: Settings) -> Deletion:
     root = CheckpointURL(url.bucket, url.prefix.rpartition("/")[0])
     waiting = any(info.name == url.name for info in find_local(str(root), settings=settings))
-    now = deleter.store.page(url.key("")).server_time
-    if now is None:
-        logger.warning("the S3 endpoint does not tell its time; ages are by the clock of this host")
-        now = time.time()
+    now = list_directory(deleter.store, url, DELETION_PREFIX).now
     since = math.inf if deleter.force else now - settings.retention_grace
     uploads = [
         each
@@ -410,38 +404,27 @@ def _remove(deleter: Deleter, url: CheckpointURL, settings: Settings) -> Deletio
     if any(each.initiated_at > since for each in uploads):
         why = "a save is in progress: an upload was begun within the grace period"
     if info is not None and info.leased_until is not None:
-        live = now < info.leased_until + LEASE_MARGIN
-        why = "a reader has a lease" if live else why
+        why = "a reader has a lease" if now < info.leased_until + LEASE_MARGIN else why
     if info is not None and info.pinned:
         why = f"it is pinned ({info.pin_reason})" if info.pin_reason else "it is pinned"
     if why is not None and not deleter.force:
         raise _protected(url, why)
     if deleter.dry_run:  # do not finish what others have begun either
         uploads, info = [], None if info is None else replace(info, deletions=())
-    return _remove_found(deleter, url, info, uploads, since=since)
-
-
-def _remove_found(
-    deleter: Deleter, url: CheckpointURL, info: CheckpointInfo | None, uploads: Sequence[Upload], *, since: float
-) -> Deletion:
-    done = Deletion(url.name, 0, 0)
+    done = []
     try:
-        for deletion in info.deletions if info is not None else ():
-            if not info.committed or deletion != info.deletion_id:  # type: ignore[union-attr]
-                finished = deleter.finish(url, deletion)
-                done = Deletion(url.name, done.objects + finished.objects, done.size + finished.size)
         if info is not None:
-            deleted = (
-                deleter.delete_committed(url, info, since=since)
-                if info.committed
-                else delete_uncommitted(deleter, url, since=since)
-            )
-            done = Deletion(url.name, done.objects + deleted.objects, done.size + deleted.size)
+            begun = [each for each in info.deletions if not info.committed or each != info.deletion_id]
+            done = [deleter.finish(url, each) for each in begun]
+            if info.committed:
+                done.append(deleter.delete_committed(url, info, since=since))
+            else:
+                done.append(delete_uncommitted(deleter, url, since=since))
     except LeftAloneError as error:
         raise _protected(url, str(error)) from None
-    for upload in uploads:
-        deleter.store.abort(upload)
-    return done
+    for each in uploads:
+        deleter.store.abort(each)
+    return Deletion(url.name, sum(each.objects for each in done), sum(each.size for each in done))
 
 
 def _protected(url: CheckpointURL, why: str) -> errors.CheckpointProtectedError:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dcp_s3.checkpoint.directory import Directory, list_directory
+from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.checkpoint.info import CheckpointInfo
-from dcp_s3.checkpoint.look import find_manifest, inspect_checkpoint
+from dcp_s3.checkpoint.look import find_manifest, inspect
 from dcp_s3.checkpoint.stored_metadata import check_metadata, not_found_error
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import metadata_object
@@ -62,10 +62,10 @@ def describe(url: URLLike, *, settings: SettingsLike = None) -> CheckpointDetail
 
 def describe_on(store: Store, url: CheckpointURL) -> CheckpointDetails:
     """`describe` for a checkpoint on a store."""
-    directory = list_directory(store, url)
-    info = inspect_checkpoint(store, url)
-    if info is None:
+    looked = inspect(store, url, whole=True)
+    if looked is None:
         raise not_found_error(url, "nothing of a checkpoint")
+    directory = looked.directory
     ranks = directory.committing
     found = store.map(lambda store, rank: find_manifest(store, url, directory, rank), ranks)
     manifests = [manifest for manifest in found if manifest is not None]
@@ -80,7 +80,7 @@ def describe_on(store: Store, url: CheckpointURL) -> CheckpointDetails:
         for entry in saved_entries(loaded):
             entries[entry.fqn] = _merge(entries.get(entry.fqn), entry)
     return CheckpointDetails(
-        info=info,
+        info=looked.info,
         writer=manifests[0].writer if manifests else {},
         items=sum(len(loaded.storage_data or {}) for loaded in metadata),
         objects=tuple(_objects(directory, manifests, needed)),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dcp_s3.checkpoint.commit import Commit
+from dcp_s3.checkpoint.commit import Commit, Committer
 from dcp_s3.checkpoint.commit_state import (
     Beginning,
     Previous,
@@ -18,7 +18,6 @@ from dcp_s3.checkpoint.commit_state import (
     find_previous,
     is_committed,
 )
-from dcp_s3.checkpoint.committer import Committer
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import CheckpointExistsError, SpillError, TransferError
 from dcp_s3.events import Listener

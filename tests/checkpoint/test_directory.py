@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcp_s3.checkpoint.directory import LEASE_MARGIN, Directory, spread_prefixes
+from dcp_s3.checkpoint.directory import LEASE_MARGIN, Deletion, Directory
 from dcp_s3.checkpoint.info import (
     CheckpointInfo,
     age_order,
@@ -52,8 +52,8 @@ def test_a_listing_is_classified() -> None:
     assert {rank: list(by_id) for rank, by_id in found.manifests.items()} == {None: ["ab"], 3: ["cd"]}
     assert found.metrics is not None
     assert found.pin is not None
-    assert (found.leased_until, found.deletion_ids, found.nested) == (110.0, ("cd",), {"500"})
-    assert (found.data_size, found.newest) == (10, 50.0)
+    assert (found.leased_until, list(found.deletions), found.nested) == (110.0, [deletion_object("cd", "ef")], {"500"})
+    assert found.newest == 50.0
     assert found.sizes == dict.fromkeys(found.objects, 10)
 
 
@@ -110,7 +110,8 @@ def test_what_goes_with_a_checkpoint() -> None:
     removal = directory(".metadata", *kept, *gone, ended, lasting).removal(NEEDED, since=500)
     assert list(removal.commits) == [".metadata"]
     assert removal.objects.keys() == {*gone, ended}
-    assert (removal.count, removal.size, removal.being_saved) == (len(gone) + 2, 10 * (len(gone) + 2), None)
+    assert removal.as_deletion("step-20") == Deletion("step-20", len(gone) + 2, 10 * (len(gone) + 2))
+    assert removal.being_saved is None
     listed = removal.to_list("ab", all_versions=False)
     assert listed.commits == {".metadata": '".metadata"'}
     assert directory(*gone).unchanged(listed.objects) == {path: f'"{path}"' for path in gone}
@@ -162,7 +163,7 @@ def test_several_mergers_manifests() -> None:
     save, ids = "0123456789abcdef", ("0123456789abcdef00000001", "0123456789abcdef00000002")
     listed = directory(".metadata", "__0_0-ab.distcp", *map(manifest_object, ids))
     assert listed.save_id_by_time(None) is None  # its user metadata tells
-    assert all(found.kind.save_id.startswith(save) for found in listed.all_manifests)
+    assert all(save_id.startswith(save) for save_id in listed.manifests[None])
     objects = (ObjectEntry("__0_0-ab.distcp", 10),)
     left = listed.leftovers(Manifest(ids[1], 100.0, 20, 2, objects, 5))
     assert [found.path for found in left] == [manifest_object(ids[0])]
@@ -202,7 +203,6 @@ def test_directories_that_only_hold_spread_data_of_the_one_above() -> None:
     for other in (".metadata", ".dcp_s3/pin", "__0_0.distcp", f"x/{data}"):
         assert not directory(data, other).is_spread_of(name)
     assert not directory("notes.txt").is_spread_of(name)
-    assert spread_prefixes([f"{name}/", "step-1/", "12345/"]) == [f"{name}/"]
 
 
 # --- the summary -----------------------------------------------------------------------------------------
