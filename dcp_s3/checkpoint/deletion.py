@@ -13,13 +13,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Deletion, Directory, Removal, list_directory
@@ -44,6 +44,8 @@ from dcp_s3.store import DeleteTarget, Store, Versioned, batches, same_etag
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _ATTEMPT_SECONDS = 30.0
 """Seconds for which one attempt to delete a commit may hang."""
@@ -123,10 +125,7 @@ class Deleter:
         listed = removal.to_list(planned.save_id, all_versions=self.all_versions)
         path = deletion_object(planned.deletion_id, new_nonce())
         deadline = _CommitDeadline.begin()
-        with self.announced(url, path, listed):
-            lists = self._look_again(url, planned, listed, newest)
-            if deadline.passed:
-                raise LeftAloneError(_TOO_SLOW)
+        lists = self.announce(url, path, listed, lambda: self._look_again(url, planned, listed, newest, deadline))
         in_time = Limit(deadline=deadline, hang=_ATTEMPT_SECONDS)
         # From this somebody else would write the commit of a joint save once more, when it is gone.
         self.delete_all([DeleteTarget(url.key(each)) for each in listed.objects if is_merged(each)])
@@ -157,7 +156,12 @@ class Deleter:
             raise LeftAloneError(_TOO_SLOW)
 
     def _look_again(
-        self, url: CheckpointURL, planned: CheckpointInfo, listed: DeletionList, newest: CheckpointURL | None
+        self,
+        url: CheckpointURL,
+        planned: CheckpointInfo,
+        listed: DeletionList,
+        newest: CheckpointURL | None,
+        deadline: Deadline,
     ) -> list[str]:
         """Look a last time before deleting. Returns the lists of other deletions of the same checkpoint."""
         commits = [] if newest is None else [newest.key(METADATA), newest.key(metadata_object(0))]
@@ -176,6 +180,8 @@ class Deleter:
             if metrics is not None and not metrics.has_etag(listed.objects.get(metrics.path)):
                 raise LeftAloneError("metrics were added to it")
             check_no_other_save(directory, listed.objects)
+        if deadline.passed:
+            raise LeftAloneError(_TOO_SLOW)
         return [each.path for each in directory.lists_of(planned.deletion_id)]
 
     def _needed(self, url: CheckpointURL, found: Inspected) -> tuple[set[str], set[str]]:
@@ -270,21 +276,12 @@ class Deleter:
         etag = end_joint_save(self.store, url)
         return replace(removal, objects={**removal.objects, CLAIM: claim._replace(etag=etag or claim.etag)})
 
-    @contextlib.contextmanager
-    def announced(self, url: CheckpointURL, path: str, listed: DeletionList) -> Iterator[None]:
-        """Write the list of what will be deleted, then run the body, which looks again; if that fails, withdraw it."""
-        with self.withdrawing(url, path, (LeftAloneError, errors.StorageError)):
-            self.store.put(url.key(path), listed.to_json(), content_type="application/json")
-            yield
-
-    @contextlib.contextmanager
-    def withdrawing(
-        self, url: CheckpointURL, path: str, kinds: type[Exception] | tuple[type[Exception], ...]
-    ) -> Iterator[None]:
-        """Withdraw a list if the body raises an error of these kinds."""
+    def announce(self, url: CheckpointURL, path: str, listed: DeletionList, look: Callable[[], T]) -> T:
+        """Write the list of what will be deleted, then ``look`` again; if that fails, withdraw the list."""
         try:
-            yield
-        except kinds:
+            self.store.put(url.key(path), listed.to_json(), content_type="application/json")
+            return look()
+        except (LeftAloneError, errors.StorageError):
             self.withdraw(url, [path])
             raise
 

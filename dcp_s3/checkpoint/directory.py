@@ -246,11 +246,10 @@ class Directory:
 
     def lacking(self, sizes: Mapping[str, int], *, exact: bool = False) -> list[str]:
         """Relative paths of objects that are missing or too short; with ``exact``, also of those that are too long."""
-        there = self.sizes
         return [
             path
             for path, size in sizes.items()
-            if path not in there or (there[path] != size if exact else there[path] < size)
+            if (found := self.objects.get(path)) is None or (found.size != size if exact else found.size < size)
         ]
 
     def describe_damage(self, sizes: Mapping[str, int]) -> str | None:
@@ -262,11 +261,6 @@ class Directory:
         return None
 
     # --- protection and deletion -----------------------------------------------------------------
-
-    @property
-    def leased_until(self) -> float | None:
-        """When the last lease ends, seconds since the epoch on the clock of S3."""
-        return max((found.modified_at + found.kind.seconds for found in self.leases), default=None)
 
     @property
     def protection(self) -> str | None:

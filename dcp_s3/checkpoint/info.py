@@ -137,7 +137,7 @@ def with_marks(info: CheckpointInfo, directory: Directory) -> CheckpointInfo:
     return replace(
         info,
         pinned=directory.pin is not None,
-        leased_until=directory.leased_until,
+        leased_until=max((found.modified_at + found.kind.seconds for found in directory.leases), default=None),
         deletions=tuple(sorted({found.kind.deletion for found in directory.deletions.values()})),
         modified_at=max((found.modified_at for found in commits), default=directory.newest),
         etag=metadata.etag if metadata else None,

@@ -61,13 +61,15 @@ def delete_uncommitted(deleter: Deleter, url: CheckpointURL, *, since: float) ->
     # It is no checkpoint, whatever goes first, and the list must not make a part of it look like one.
     listed = replace(everything, commits={})
     path = deletion_object(deletion_id(None, new_nonce()), new_nonce())
-    with deleter.announced(url, path, listed):
-        look()
-    with deleter.withdrawing(url, path, LeftAloneError):
+    deleter.announce(url, path, listed, look)
+    try:
         for step in commit_steps(url, everything):
             deleter.delete_all(step, look=look)
         known.clear()
         deleter.delete_rest(url, listed, (), look=look)
+    except LeftAloneError:
+        deleter.withdraw(url, [path])
+        raise
     deleter.delete_rest(url, replace(listed, objects={}), [path])
     return removal.as_deletion(url.name)
 
@@ -121,10 +123,12 @@ def delete_leftovers(
     etags = {each.key[skip:]: each.etag for each in gone}
     listed = DeletionList(None, {}, dict.fromkeys(etags, ""), deleter.all_versions)
     path = deletion_object(deletion_id(None, new_nonce()), new_nonce())
-    with deleter.announced(url, path, listed):
-        look()
-    with deleter.withdrawing(url, path, LeftAloneError):
+    deleter.announce(url, path, listed, look)
+    try:
         deleter.delete_all(other_targets(url, replace(listed, objects=etags)), look=look)
+    except LeftAloneError:
+        deleter.withdraw(url, [path])
+        raise
     left = {each.key[skip:] for each in unneeded} - set(listed.objects)
     lists = _spent_lists(deleter, url, left)
     deleter.delete_rest(url, replace(listed, objects={}), {path, *lists}, purged=listed)

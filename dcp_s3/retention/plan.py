@@ -199,17 +199,21 @@ def make_plan(
     uploads = sorted(uploads, key=lambda each: (each.key, each.upload_id))
     leftovers = sorted(leftovers, key=lambda each: each.key)
     active = _active(infos, uploads, leftovers, now - grace)
-    kept = _floors(infos, active, now)
     committed = [info for info in infos if info.committed]
+    kept = _floors(infos, committed, active, now)
     if policy is None:
         found = {info.name: ["no policy"] for info in committed}
     else:
         found = run_policy(policy, committed, now)
-    decisions = tuple(_decide(info, (*kept[info.name], *found.get(info.name, ()))) for info in infos)
+    decisions = []
+    for info in infos:
+        reasons = (*kept[info.name], *found.get(info.name, ()))
+        why = "no policy keeps it" if info.committed else "left over: not committed, and older than the grace period"
+        decisions.append(Decision(info, "keep" if reasons else "delete", reasons or (why,)))
     return Plan(
         now=now,
         grace=grace,
-        decisions=decisions,
+        decisions=tuple(decisions),
         uploads=tuple(UploadDecision(each, *_act(active.get(each.checkpoint), "upload")) for each in uploads),
         leftovers=tuple(LeftoverDecision(each, *_act(active.get(each.checkpoint), "object")) for each in leftovers),
         unfinished=tuple(
@@ -247,20 +251,21 @@ def _active(
     return active
 
 
-def _floors(infos: Sequence[CheckpointInfo], active: Mapping[str, str], now: float) -> dict[str, list[str]]:
-    """Reasons to keep each checkpoint whatever the policies say, by name."""
+def _floors(
+    infos: Sequence[CheckpointInfo], committed: Sequence[CheckpointInfo], active: Mapping[str, str], now: float
+) -> dict[str, list[str]]:
+    """Reasons to keep each checkpoint whatever the policies say, by name. All are in `age_order`."""
     kept: dict[str, list[str]] = {info.name: [] for info in infos}
-    committed = [info for info in infos if info.committed]
     good = [info for info in committed if info.damage is None]
-    for candidates, order, why in (
-        (committed, age_order, "the newest committed checkpoint"),
-        (good, age_order, "the newest checkpoint that is not known to be damaged"),
-        (committed, _commit_order, "the last one that was committed"),
-        (good, _commit_order, "the last one that was committed and is not known to be damaged"),
+    by_time, good_by_time = (sorted(each, key=_committed_at) for each in (committed, good))  # stable: then by age
+    for candidates, why in (
+        (committed, "the newest committed checkpoint"),
+        (good, "the newest checkpoint that is not known to be damaged"),
+        (by_time, "the last one that was committed"),
+        (good_by_time, "the last one that was committed and is not known to be damaged"),
     ):
-        newest = max(candidates, key=order, default=None)
-        if newest is not None and not (kept[newest.name] and candidates is good):
-            kept[newest.name].append(why)
+        if candidates and not (kept[candidates[-1].name] and "damaged" in why):
+            kept[candidates[-1].name].append(why)
     for info in infos:
         reasons = kept[info.name]
         if info.pinned:
@@ -276,16 +281,8 @@ def _floors(infos: Sequence[CheckpointInfo], active: Mapping[str, str], now: flo
     return kept
 
 
-def _commit_order(info: CheckpointInfo) -> tuple[Any, ...]:
-    time = info.modified_at
-    return (-math.inf if time is None or math.isnan(time) else time, *age_order(info))
-
-
-def _decide(info: CheckpointInfo, reasons: tuple[str, ...]) -> Decision:
-    if reasons:
-        return Decision(info, "keep", reasons)
-    why = "no policy keeps it" if info.committed else "left over: not committed, and older than the grace period"
-    return Decision(info, "delete", (why,))
+def _committed_at(info: CheckpointInfo) -> float:
+    return -math.inf if info.modified_at is None or math.isnan(info.modified_at) else info.modified_at
 
 
 def _act(active: str | None, what: str) -> tuple[Action, tuple[str, ...]]:

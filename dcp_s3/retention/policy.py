@@ -100,7 +100,7 @@ class KeepLatest(Policy):
         check_count(self, "k", self.k)
 
     def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
-        newest = sorted(checkpoints, key=age_order, reverse=True)[: self.k]
+        newest = checkpoints[: -self.k - 1 : -1]
         return {info.name: [f"{self}, number {number}"] for number, info in enumerate(newest, 1)}
 
     def __str__(self) -> str:

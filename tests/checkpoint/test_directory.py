@@ -52,7 +52,8 @@ def test_a_listing_is_classified() -> None:
     assert {rank: list(by_id) for rank, by_id in found.manifests.items()} == {None: ["ab"], 3: ["cd"]}
     assert found.metrics is not None
     assert found.pin is not None
-    assert (found.leased_until, list(found.deletions), found.nested) == (110.0, [deletion_object("cd", "ef")], {"500"})
+    assert [each.kind.seconds for each in found.leases] == [60]
+    assert (list(found.deletions), found.nested) == ([deletion_object("cd", "ef")], {"500"})
     assert found.newest == 50.0
     assert found.sizes == dict.fromkeys(found.objects, 10)
 
