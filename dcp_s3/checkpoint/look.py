@@ -83,6 +83,8 @@ def inspect(
         info = with_metrics(info, _read_added(store, url))
     if info.pinned:
         info = replace(info, pin_reason=_read_pin_reason(store, url))
+    if info.committed and info.foreign and not found.directory.data:  # S3 may carry out a commit after it was pruned
+        info = replace(info, damage=find_damage(store, url))
     return replace(found, info=info)
 
 

@@ -35,13 +35,12 @@ from dcp_s3.failures import without_tracebacks
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.limit import Limit
 from dcp_s3.memory import Piece
-from dcp_s3.s3 import multipart
-from dcp_s3.s3.store import S3Store, store_of
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, stored_settings
 from dcp_s3.spill.journal import SpilledCommit, SpilledObject, State
 from dcp_s3.spill.local import ReadCache
 from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore, crc_of_file, read_blocks
-from dcp_s3.store import ObjectHead, Store, Upload
+from dcp_s3.store import ObjectHead, Store
 from dcp_s3.units import format_seconds, format_size
 from dcp_s3.url import CheckpointURL, parse_url
 
@@ -70,7 +69,8 @@ class Drainer:
     """Empties a spill directory, as far as S3 lets it.
 
     ``stop`` ends a pass after the current object; ``on_progress`` gets the number of bytes just uploaded; ``patience``
-    is the seconds after which a failing request is not retried in this pass.
+    is the seconds after which a failing request is not retried in this pass; ``store`` is where all of it goes, if not
+    to the buckets of the journals.
     """
 
     def __init__(
@@ -80,8 +80,9 @@ class Drainer:
         stop: threading.Event | None = None,
         on_progress: Callable[[int], None] = lambda _: None,
         patience: float | None = None,
+        store: Store | None = None,
     ) -> None:
-        self._spill_store = spill_store
+        self._spill_store, self._store = spill_store, store
         self._stop = stop or threading.Event()
         self._on_progress = on_progress
         self._patience = patience
@@ -109,7 +110,8 @@ class Drainer:
             url = parse_url(save.journal.url)
             if strange := [key for key in save.journal.keys if not key.startswith(url.key(""))]:
                 raise DamagedFileError(f"its journal names {strange[0]!r}, which is not below {url}")
-            store = store_of(url, _settings_of(save), Limit(patience=self._patience))
+            settings = _settings_of(save)
+            store = self._store or store_of(url, settings, Limit(patience=self._patience))
             if save.journal.state is State.WRITING:
                 if save.is_being_written():
                     report.waiting[save.name] = "it is being written"
@@ -122,7 +124,7 @@ class Drainer:
             elif save.journal.commit is not None:
                 self._commit(save, save.journal.commit, url, store, report)
             else:
-                self._upload(save, url, store, report)
+                self._upload(save, url, store, settings.spill_keep, report)
         except (DamagedFileError, errors.CheckpointExistsError, errors.InvalidURLError) as error:
             report.refused[save.name] = str(error)
             self._spill_store.refuse(save.path, str(error))
@@ -132,7 +134,7 @@ class Drainer:
             report.waiting[save.name] = str(error)
             without_tracebacks(error)  # they keep the files mapped
 
-    def _discard(self, save: SpilledSave, store: S3Store, report: DrainReport) -> None:
+    def _discard(self, save: SpilledSave, store: Store, report: DrainReport) -> None:
         """Remove everything of a save whose process died while writing: it was never reported durable."""
         _abort_uploads(save, store)
         # Keep what a checkpoint needs: a journal may reappear after a power failure.
@@ -142,9 +144,10 @@ class Drainer:
         report.discarded.append(save.name)
         logger.warning("gave up %s of %s: its process died before the save was done", save.name, save.journal.url)
 
-    def _upload(self, save: SpilledSave, url: CheckpointURL, store: S3Store, report: DrainReport) -> None:
-        started = time.monotonic()
-        size, keep = save.journal.size, store.settings.spill_keep
+    def _upload(
+        self, save: SpilledSave, url: CheckpointURL, store: Store, keep: int | None, report: DrainReport
+    ) -> None:
+        started, size = time.monotonic(), save.journal.size
         for spilled in save.journal.objects:
             if self._stop.is_set():
                 report.waiting[save.name] = "the drain was stopped"
@@ -166,7 +169,7 @@ class Drainer:
         emit(Drained(url=save.journal.url, bytes=size, seconds=seconds))
 
     def _commit(
-        self, save: SpilledSave, spilled: SpilledCommit, url: CheckpointURL, store: S3Store, report: DrainReport
+        self, save: SpilledSave, spilled: SpilledCommit, url: CheckpointURL, store: Store, report: DrainReport
     ) -> None:
         identity = SaveIdentity(url, save.journal.save_id, spilled.rank)
         commit = Commit(identity, *save.read_commit(spilled), spilled.objects)
@@ -201,7 +204,7 @@ class Drainer:
 
 
 def _upload_file(
-    store: S3Store, key: str, path: Path, spilled: SpilledObject, on_progress: Callable[[int], None]
+    store: Store, key: str, path: Path, spilled: SpilledObject, on_progress: Callable[[int], None]
 ) -> None:
     """Put a spilled object on S3: nothing if it is there already, the missing parts if a multipart upload is open.
 
@@ -330,8 +333,15 @@ def _settings_of(save: SpilledSave) -> Settings:
         raise DamagedFileError(f"the settings in its journal are not allowed: {error}") from None
 
 
-def _abort_uploads(save: SpilledSave, store: S3Store) -> None:
-    """Abort the multipart uploads of all keys of a save. No other save uses these keys."""
+def _abort_uploads(save: SpilledSave, store: Store) -> None:
+    """Abort the multipart uploads of all keys of a save, if the store lists them. No other save uses these keys."""
     for key in save.journal.keys:
-        for upload_id in store.run(multipart.find_parts(store, key)):
-            store.abort(Upload(key, upload_id))
+        try:
+            found = store.uploads(key)
+        except (errors.TransferError, errors.CredentialsError, errors.BucketNotFoundError):
+            raise
+        except errors.StorageError:
+            return  # the permission to list them, or the operation, is missing
+        for upload in found:
+            if upload.key == key:
+                store.abort(upload)

@@ -115,6 +115,26 @@ def test_a_save_that_goes_on_within_the_grace_period_is_not_harmed(
     assert name in run.names()
 
 
+@pytest.mark.parametrize("path", [".metadata", "__0.metadata"])
+def test_a_commit_that_s3_carries_out_after_a_prune_is_damaged_and_goes(run: Run, path: str) -> None:
+    """Others had committed the checkpoint, and it was pruned since."""
+    run.steps(1)
+    run.save("step-2", rank=None if path == ".metadata" else 0)
+    late = run.memory.get(f"run/step-2/{path}")
+    run.steps(3)
+    run.prune("latest:1 steps:1")
+    run.put("step-2", path, late.data, late.metadata)
+    run.put("step-4", path, late.data, late.metadata)
+    for infos in (run.catalog().checkpoints(), run.catalog().scan(deep=True).checkpoints):
+        assert [info.name for info in infos if info.damage is None] == ["step-1", "step-3"]
+        assert all("is not there" in (info.damage or "is not there") for info in infos)
+    assert run.latest() == "step-3"
+    assert deleted(run.prune("latest:1")) == ["step-1", "step-2"]
+    assert run.objects("step-2") == {}
+    run.steps(5)
+    assert deleted(run.prune("latest:1")) == ["step-3", "step-4"]
+
+
 def test_a_merge_is_late_if_any_rank_began_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: 10_000.0)
     begun = Beginning(at=9_999.0)
