@@ -14,10 +14,10 @@ from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import list_directory
-from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
+from dcp_s3.checkpoint.stored_metadata import fetch_metadata, find_save_id
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import AttachmentEntry, Manifest, ObjectEntry, attachments_of
-from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, is_attachment_name, manifest_object, metadata_object
+from dcp_s3.format.layout import METADATA_CRC_KEY, is_attachment_name, manifest_object
 from dcp_s3.store import ABSENT, DeleteTarget, Store
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
@@ -214,7 +214,12 @@ def _find_manifests(store: Store, url: CheckpointURL) -> list[Manifest]:
 
 
 def _manifest_of_save(store: Store, url: CheckpointURL, rank: int | None) -> Manifest | None:
-    path = manifest_object(str(_find_save_id(store, url, rank)), rank)
+    try:
+        save_id = find_save_id(store, url, rank)
+    except errors.ObjectNotFoundError:
+        fetch_metadata(store, url, rank)  # the answer to a GET says whether the bucket is missing
+        raise
+    path = manifest_object(str(save_id), rank)
     try:
         return Manifest.from_json(store.get(url.key(path)).data)
     except errors.ObjectNotFoundError:
@@ -225,15 +230,3 @@ def _manifest_of_save(store: Store, url: CheckpointURL, rank: int | None) -> Man
             "dcp_s3 if a newer one wrote it, else restore the object from a backup",
             url=str(url),
         ) from error
-
-
-def _find_save_id(store: Store, url: CheckpointURL, rank: int | None) -> str | None:
-    """Save id of the checkpoint; None if another library wrote it. A HEAD mostly does: ``.metadata`` may be large."""
-    try:
-        save_id = store.head(url.key(metadata_object(rank))).metadata.get(SAVE_ID_KEY)
-    except errors.ObjectNotFoundError:
-        save_id = None  # the answer to a GET says whether the bucket is missing
-    if save_id is None:  # or a copy has lost its user metadata
-        metadata = check_metadata(fetch_metadata(store, url, rank), url, rank)
-        save_id = getattr(metadata.storage_meta, "save_id", None)
-    return save_id

@@ -10,9 +10,9 @@ from enum import Enum
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import list_directory
-from dcp_s3.checkpoint.stored_metadata import check_metadata
+from dcp_s3.checkpoint.stored_metadata import check_metadata, find_save_id
 from dcp_s3.format.control_files import AttachmentEntry, DeletionList, Manifest, ObjectEntry
-from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
+from dcp_s3.format.layout import manifest_object, metadata_object
 from dcp_s3.store import ObjectHead, Store
 from dcp_s3.url import CheckpointURL
 
@@ -183,14 +183,10 @@ def _stored_save_id(store: Store, identity: SaveIdentity) -> str | None:
 
 def save_id_in(store: Store, identity: SaveIdentity, found: ObjectHead) -> str | None:
     """Save id of the checkpoint whose ``.metadata`` a HEAD has found."""
-    save_id: str | None = found.metadata.get(SAVE_ID_KEY)
-    if save_id is None:  # stores and proxies may lose user metadata
-        try:
-            metadata = check_metadata(store.get(identity.metadata_key), identity.url, identity.rank)
-        except errors.CheckpointError:
-            return None
-        save_id = getattr(metadata.storage_meta, "save_id", None)
-    return save_id
+    try:
+        return find_save_id(store, identity.url, identity.rank, found)
+    except errors.CheckpointError:
+        return None
 
 
 # --- whether the objects of a slow save are still there ------------------------------------------------

@@ -25,13 +25,14 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Deletion, Directory, Removal, list_directory
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
-from dcp_s3.checkpoint.look import Inspected, find_manifest, inspect, list_dotted, save_id_of
+from dcp_s3.checkpoint.look import Inspected, find_manifest, inspect, list_dotted
 from dcp_s3.checkpoint.stored_metadata import check_metadata
 from dcp_s3.format.control_files import DeletionList
 from dcp_s3.format.layout import (
     CLAIM,
     DELETION_PREFIX,
     METADATA,
+    SAVE_ID_KEY,
     classify,
     deletion_object,
     is_merged,
@@ -252,7 +253,7 @@ class Deleter:
         if save_id is None or None not in directory.commits:
             return False
         try:
-            return save_id_of(self.store.head(url.key(METADATA))) == save_id
+            return self.store.head(url.key(METADATA)).metadata.get(SAVE_ID_KEY) == save_id
         except errors.ObjectNotFoundError:
             return False
 

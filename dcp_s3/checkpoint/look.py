@@ -42,7 +42,7 @@ from dcp_s3.format.layout import (
 )
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.process import reset_in_child
-from dcp_s3.store import ObjectHead, Store, StoredObject, same_etag
+from dcp_s3.store import Store, StoredObject, same_etag
 from dcp_s3.url import CheckpointURL
 from dcp_s3.versions import is_newer_than_installed
 
@@ -175,7 +175,7 @@ def find_manifest(store: Store, url: CheckpointURL, directory: Directory, rank: 
         return None
     save_id = directory.save_id_by_time(rank)
     if save_id is None:
-        save_id = save_id_of(store.head(url.key(metadata_object(rank))))
+        save_id = store.head(url.key(metadata_object(rank))).metadata.get(SAVE_ID_KEY)
     if save_id is None and len(manifests) == 1:
         [save_id] = manifests
     if save_id is None:
@@ -219,11 +219,6 @@ def _read_pin_reason(store: Store, url: CheckpointURL) -> str | None:
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return " ".join(reason.split()) if isinstance(reason, str) else None  # one line, wherever it is shown
-
-
-def save_id_of(head: ObjectHead) -> str | None:
-    """The save id in the user metadata of ``.metadata``; None if it has none."""
-    return head.metadata.get(SAVE_ID_KEY)
 
 
 def find_damage(store: Store, url: CheckpointURL, *, foreign: bool = True) -> str | None:
@@ -297,7 +292,7 @@ def look_deeper(store: Store, url: CheckpointURL, found: Inspected) -> tuple[Che
     if found.manifest is None or listed is None:
         return info, []  # foreign, or of ranks
     head = store.head(url.key(METADATA))
-    if save_id_of(head) != found.manifest.save_id or not same_etag(head.etag, listed.etag):
+    if head.metadata.get(SAVE_ID_KEY) != found.manifest.save_id or not same_etag(head.etag, listed.etag):
         return info, []  # a copy without user metadata, or replaced meanwhile
     damage = directory.describe_damage({entry.path: entry.size for entry in found.manifest.objects})
     leftovers = [

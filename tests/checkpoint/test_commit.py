@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3 import S3StorageWriter, errors
 from dcp_s3.checkpoint import readback
+from dcp_s3.checkpoint.stored_metadata import check_metadata
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format import allow_list
 from dcp_s3.format.control_files import Manifest
@@ -20,10 +23,11 @@ from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.end_to_end import loads
 from tests.end_to_end.loads import assert_loads, failure
-from tests.end_to_end.states import assert_same, blank, random_tensor
+from tests.end_to_end.states import random_tensor
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.retention import making
+from tests.retention.runs import Run, nothing
 from tests.single_ranks import committing_alone
 
 SMALL = {"part_size": "5MiB", "concurrency": 3, "retry_attempts": 3}
@@ -37,8 +41,9 @@ def save(state: Any, url: str, **writer: Any) -> Any:
     return loads.save(state, url, **{"settings": SMALL, **writer})
 
 
-def load(url: str) -> Any:
-    return loads.load(blank(state_of(0)), url)
+@pytest.fixture
+def run() -> Run:
+    return Run()
 
 
 def keys(s3: Any, bucket: str) -> list[str]:
@@ -87,106 +92,63 @@ def test_overwriting_replaces_and_removes_the_old_objects(root: str, s3: Any, bu
     assert_loads(root, state_of(2))
 
 
-def test_an_overwrite_that_fails_leaves_the_old_checkpoint_whole(faulty: FaultyServer) -> None:
-    url = f"s3://{BUCKET}/run"
-    save(state_of(1), url)
-    before = faulty.s3.objects(BUCKET)
-    steps = [("UploadPart", ""), ("CompleteMultipartUpload", ""), ("PutObject", "manifest"), ("PutObject", ".metadata")]
-    for step in steps:
-
-        def rule(request: Any, step: tuple[str, str] = step) -> Fault | None:
-            hit = request.operation == step[0] and step[1] in request.key
-            return Fault.error(503, "SlowDown") if hit else None
-
-        faulty.rule = rule
-        failure(lambda: save(state_of(2), url, overwrite=True), errors.TransferError)
-        faulty.rule = lambda _: None
-        assert_loads(url, state_of(1))
-        assert faulty.s3.open_uploads(BUCKET) == []
-        assert before.items() <= faulty.s3.objects(BUCKET).items()
-
-
+@pytest.mark.parametrize("applied", [False, True])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_at_every_request_of_a_save_the_url_holds_the_old_or_the_new_one_whole(
-    faulty: FaultyServer, overwrite: bool
+    run: Run, overwrite: bool, applied: bool
 ) -> None:
-    """Stop the client for good at its n-th request, for every n."""
-    url = f"s3://{BUCKET}/run"
-    for stop in range(1, 100):
-        for key in list(faulty.s3.objects(BUCKET)):
-            S3Store(BUCKET, Settings()).delete([key])
-        if overwrite:
-            save(state_of(1), url)
-        count = [0]
-        lock = threading.Lock()
+    """The process dies at its n-th request, for every n."""
+    if overwrite:
+        run.save("step-1", objects=2)
+    start, dead, left, stop = run.memory.snapshot(), errors.TransferError("the process is dead"), 0, 0
 
-        def rule(_: Any, count: list[int] = count, lock: Any = lock, stop: int = stop) -> Fault | None:
-            with lock:
-                count[0] += 1
-                return Fault.reset() if count[0] >= stop else None
+    def rule(method: str, _: str) -> Exception | None:
+        nonlocal left
+        left -= not method.startswith("after ")
+        return dead if left < 0 or (left == 0 and applied == method.startswith("after ")) else None
 
-        faulty.rule = rule
-        try:
-            save(state_of(2), url, overwrite=overwrite, settings={**SMALL, "retry_attempts": 1})
-            done = True
-        except CheckpointException:
-            done = False
-        reached = count[0]
-        faulty.rule = lambda _: None
-        if done:
-            assert_loads(url, state_of(2))
-        elif overwrite:
-            found = load(url)
-            assert_same(found, state_of(1) if torch.equal(found["small"], state_of(1)["small"]) else state_of(2))
-        elif "run/.metadata" in faulty.s3.objects(BUCKET):
-            assert_loads(url, state_of(2))
-        else:
-            failure(lambda: load(url), errors.CheckpointNotFoundError)
-        if done and reached < stop:
-            break
-    else:
-        pytest.fail("a save took more than 100 requests")
-    assert stop > 7
+    seen = set[str]()
+    while left <= 0:
+        stop += 1
+        run.memory.put_back(start)
+        left, run.rule = stop, rule
+        with contextlib.suppress(errors.TransferError):
+            run.save("step-1", objects=2, overwrite=overwrite)
+        run.rule = nothing
+        infos = run.catalog().scan(deep=True).checkpoints
+        assert [info.damage for info in infos] in ([], [None])
+        assert not any(info.committed and info.foreign for info in infos), "the manifest is there before .metadata"
+        assert not overwrite or infos[0].committed
+        seen |= {info.save_id or "" for info in infos}
+    assert stop > 5
+    assert len(seen) > 1, "at first nothing or the old one, then the new one"
 
 
 @pytest.mark.servers("memory", "moto", "rgw")  # rclone ignores If-None-Match
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_of_three_writers_exactly_one_wins(server: Any, root: str, s3: Any, bucket: str, overwrite: bool) -> None:
+def test_of_three_writers_exactly_one_wins(server: Any, run: Run, s3: Any, bucket: str, overwrite: bool) -> None:
+    """All have looked whether a checkpoint exists before any commits."""
+    run.store = run.memory = S3Store(bucket, Settings())  # type: ignore[assignment]
     if overwrite:
         if server.name == "rgw":
             pytest.skip("RGW 16 refuses every If-Match with a quoted ETag, so an overwrite there is unconditional")
-        save(state_of(4), root)
-    barrier = threading.Barrier(3)
-    outcome: dict[int, BaseException | None] = {}
+        run.save("step-1")
+    saves = [run.begin("step-1", overwrite=overwrite) for _ in range(3)]
 
-    class Late(S3StorageWriter):
-        """Both have looked whether a checkpoint exists before either commits."""
-
-        def write_data(self, *arguments: Any) -> Any:
-            barrier.wait(30)
-            return super().write_data(*arguments)
-
-    def run(seed: int) -> None:
+    def commit(number: int) -> bool:
+        committer, commit = saves[number]
         try:
-            dcp.save(state_of(seed), storage_writer=Late(root, overwrite=overwrite, settings=SMALL))
-            outcome[seed] = None
-        except BaseException as error:  # noqa: BLE001 - looked at below
-            outcome[seed] = error
+            return committer.commit(run.store, commit, spilled=False)
+        except errors.CheckpointExistsError:
+            return False
 
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    winners = [seed for seed, error in outcome.items() if error is None]
-    assert len(winners) == 1
-    for error in outcome.values():
-        if error is not None:
-            assert isinstance(error, CheckpointException)
-            assert isinstance(error.failures[0][0], errors.CheckpointExistsError)
-    assert_loads(root, state_of(winners[0]))
-    assert len([key for key in keys(s3, bucket) if key.endswith(".distcp")]) == 1, "the losers removed theirs"
-    assert len([key for key in keys(s3, bucket) if "manifest" in key]) == 1
+    with ThreadPoolExecutor(3) as pool:
+        won = list(pool.map(commit, range(3)))
+    assert won.count(True) == 1
+    info = run.only()
+    assert info.save_id == saves[won.index(True)][1].identity.save_id
+    assert run.damages() == [None]
+    assert len(keys(s3, bucket)) == 3, "the losers removed theirs"
 
 
 def test_a_lost_answer_to_the_commit_is_a_commit(faulty: FaultyServer) -> None:
@@ -241,16 +203,14 @@ def test_a_commit_that_was_carried_out_and_refused_keeps_its_objects(faulty: Fau
     assert_loads(url, state)
 
 
-def test_an_overwrite_of_damaged_metadata_keeps_what_it_cannot_name(
-    memory_server: Any, root: str, s3: Any, bucket: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(state_of(1), root)
-    data = [key for key in keys(s3, bucket) if key.endswith(".distcp")]
-    s3.put_object(Bucket=bucket, Key="run/.metadata", Body=b"garbage")
-    save(state_of(2), root, overwrite=True)
+def test_an_overwrite_of_damaged_metadata_keeps_what_it_cannot_name(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    run.save("step-1")
+    data = [path for path in run.objects("step-1") if path.endswith(".distcp")]
+    run.put("step-1", ".metadata", b"garbage")
+    run.save("step-1", overwrite=True)
     assert "will stay" in caplog.text
-    assert set(data) <= set(keys(s3, bucket))
-    assert_loads(root, state_of(2))
+    assert set(data) <= run.objects("step-1").keys()
+    assert run.damages() == [None]
 
 
 def test_metrics_that_json_cannot_hold(memory_server: Any, root: str) -> None:
@@ -286,16 +246,15 @@ def test_a_checkpoint_with_collectives_replaces_one_without(
     assert_loads(root, state_of(2))
 
 
-def test_damage_of_the_metadata_itself_is_noticed(memory_server: Any, root: str, s3: Any, bucket: str) -> None:
+def test_damage_of_the_metadata_itself_is_noticed(run: Run) -> None:
     """A flipped bit could otherwise move a chunk and still be a valid pickle."""
-    save(state_of(1), root)
-    found = s3.get_object(Bucket=bucket, Key="run/.metadata")
-    body = found["Body"].read()
-    for position in range(0, len(body), 97):
-        damaged = body[:position] + bytes([body[position] ^ 4]) + body[position + 1 :]
-        s3.put_object(Bucket=bucket, Key="run/.metadata", Body=damaged, Metadata=found["Metadata"])
+    run.save("step-1")
+    found = run.memory.get("run/step-1/.metadata")
+    for position in range(0, len(found.data), 29):
+        damaged = bytearray(found.data)
+        damaged[position] ^= 4
         with pytest.raises(errors.CorruptCheckpointError, match="recorded was"):
-            S3StorageReader(root).read_metadata()
+            check_metadata(replace(found, data=bytes(damaged)), run.url("step-1"))
 
 
 # --- read back -------------------------------------------------------------------------------------------
@@ -310,41 +269,40 @@ def _save(url: str, state: dict[str, Any]) -> None:
     dcp.save(state, storage_writer=S3StorageWriter(url, overwrite=True), no_dist=True)
 
 
-def _assert_old_is_there(s3: Any, url: str, before: dict[str, int]) -> None:
-    assert before.items() <= making.keys(s3, url).items()
-    assert_loads(url, {"a": torch.ones(3), "step": 1})
+def _refuse_a_class(patch: pytest.MonkeyPatch) -> None:
+    patch.delitem(allow_list.METADATA, ("torch.distributed.checkpoint.metadata", "TensorProperties"))
 
 
-def test_metadata_that_its_own_reader_refuses(
-    memory_server: Any, s3: Any, root: str, monkeypatch: pytest.MonkeyPatch
+def _load_another_tensor(patch: pytest.MonkeyPatch) -> None:
+    load = torch.load
+
+    def shifted(*arguments: Any, **options: Any) -> Any:
+        found = load(*arguments, **options)
+        return found.roll(1) if isinstance(found, torch.Tensor) else found
+
+    patch.setattr(torch, "load", shifted)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_refuse_a_class, "was not committed: what was written cannot be read back"),
+        (_load_another_tensor, "makes another tensor"),
+    ],
+)
+def test_what_could_not_be_read_back_is_not_committed(
+    memory_server: Any, s3: Any, root: str, monkeypatch: pytest.MonkeyPatch, change: Any, why: str
 ) -> None:
     url = f"{root}/step-1"
     _save(url, {"a": torch.ones(3), "step": 1})
     before = making.keys(s3, url)
     with monkeypatch.context() as patch:
         patch.setattr(readback, "_known", set())
-        patch.delitem(allow_list.METADATA, ("torch.distributed.checkpoint.metadata", "TensorProperties"))
-        with pytest.raises(CheckpointException, match="was not committed: what was written cannot be read back"):
-            _save(url, {"a": torch.zeros(3), "step": 2})
-    _assert_old_is_there(s3, url, before)
-
-
-def test_tensors_that_torch_makes_something_else_of(
-    memory_server: Any, s3: Any, root: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = f"{root}/step-1"
-    _save(url, {"a": torch.ones(3), "step": 1})
-    before, load = making.keys(s3, url), torch.load
-
-    def shifted(*arguments: Any, **options: Any) -> Any:
-        found = load(*arguments, **options)
-        return found.roll(1) if isinstance(found, torch.Tensor) else found
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "load", shifted)
-        with pytest.raises(CheckpointException, match="makes another tensor"):
+        change(patch)
+        with pytest.raises(CheckpointException, match=why):
             _save(url, {"a": torch.zeros(3, dtype=torch.int16), "step": 2})
-    _assert_old_is_there(s3, url, before)
+    assert before.items() <= making.keys(s3, url).items()
+    assert_loads(url, {"a": torch.ones(3), "step": 1})
 
 
 def test_what_was_read_back_once_is_not_read_again(

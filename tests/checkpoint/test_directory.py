@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 
 from dcp_s3.checkpoint.directory import LEASE_MARGIN, Deletion, Directory
@@ -12,9 +14,20 @@ from dcp_s3.checkpoint.info import (
     from_manifest,
     from_rank_manifests,
     newest_first,
+    with_marks,
 )
 from dcp_s3.format.control_files import Manifest, ObjectEntry
-from dcp_s3.format.layout import CLAIM, deletion_object, joint_object, lease_object, manifest_object, spread
+from dcp_s3.format.layout import (
+    CLAIM,
+    data_object,
+    deletion_object,
+    joint_object,
+    lease_object,
+    manifest_object,
+    new_nonce,
+    spread,
+)
+from dcp_s3.retention.plan import make_plan
 from dcp_s3.store import ListedObject
 from dcp_s3.url import CheckpointURL
 
@@ -185,16 +198,19 @@ def test_only_what_has_our_names_is_left_over() -> None:
     assert {each.path for each in found} == set(left)
 
 
-def test_ranks_that_may_be_all() -> None:
-    assert directory("__0.metadata", "__1.metadata", "__1_0.distcp").no_rank_missing
-    assert not directory("__0.metadata", "__1_0.distcp").no_rank_missing
-    assert not directory("__1.metadata").no_rank_missing
-    assert not directory("__0_0.distcp").no_rank_missing
-
-
-def test_data_of_a_rank_in_a_directory_below_shows_that_it_has_not_committed() -> None:
-    assert not directory("__0.metadata", "__1.metadata", "sub/__2_0.distcp").no_rank_missing
-    assert directory("__0.metadata", "__1.metadata", "sub/__2_0.distcp", "sub/.metadata").no_rank_missing
+@pytest.mark.parametrize(
+    ("paths", "may_be_all"),
+    [
+        ("__0.metadata __1.metadata __1_0.distcp", True),
+        ("__0.metadata __1_0.distcp", False),
+        ("__1.metadata", False),
+        ("__0_0.distcp", False),
+        ("__0.metadata __1.metadata sub/__2_0.distcp", False),  # of a rank that has not committed
+        ("__0.metadata __1.metadata sub/__2_0.distcp sub/.metadata", True),
+    ],
+)
+def test_ranks_that_may_be_all(paths: str, may_be_all: bool) -> None:
+    assert directory(*paths.split()).no_rank_missing is may_be_all
 
 
 def test_directories_that_only_hold_spread_data_of_the_one_above() -> None:
@@ -206,6 +222,33 @@ def test_directories_that_only_hold_spread_data_of_the_one_above() -> None:
     assert not directory("notes.txt").is_spread_of(name)
 
 
+def named(directory: str) -> str:
+    """A data object whose spread hash is ``directory``."""
+    while True:
+        name = data_object(0, 0, new_nonce())
+        if hashlib.blake2b(name.encode(), digest_size=8).hexdigest().startswith(directory):
+            return name
+
+
+def _own(paths: list[str], needed: list[str] | None = None) -> set[str]:
+    return Directory.of_sizes(dict.fromkeys(paths, 1)).own_data(needed or ())
+
+
+def test_spread_data_that_is_not_the_checkpoints_own() -> None:
+    near, other = f"5/{named('5')}", f"7/{named('7')}"
+    wide = spread(data_object(0, 0, "ab"), 2)
+    assert _own([near, other, "__0_0-ab.distcp"], [other]) == {near, other, "__0_0-ab.distcp"}
+    assert _own([near, other], ["__0_0-ab.distcp"]) == set()
+    assert _own([wide, other], [other]) == {other}
+    for marks in ("5/.metadata", "5/.dcp_s3/pin", "5/__0.metadata"):
+        assert _own([near, other, marks], [other]) == {other}
+        assert _own([near, other, marks]) == set()
+    assert _own([near, other]) == {near, other}  # of a save that was not committed
+    assert _own([near, other, wide]) == set()
+    assert _own([near, "6/__0_0.distcp"]) == set()
+    assert _own([near, "__0_0.distcp"]) == {"__0_0.distcp"}
+
+
 # --- the summary -----------------------------------------------------------------------------------------
 
 
@@ -213,15 +256,9 @@ def _info(name: str, step: int | None, created_at: float | None, state: str = "c
     return CheckpointInfo(f"s3://b/{name}", name, state, step, created_at, 1, 1, 1)  # type: ignore[arg-type]
 
 
-def _manifest(
-    rank: int | None = None, *, world_size: int = 2, step: int | None = 20, created_at: float = 100.0
-) -> Manifest:
+def _manifest(rank: int | None = None, *, world_size: int = 2, step: int = 20, created_at: float = 100.0) -> Manifest:
     objects = (ObjectEntry("__0_0-ab.distcp", 30), ObjectEntry("__0_1-ab.distcp", 12))
     return Manifest("ab", created_at, step, world_size, objects, 5, {"loss": 1.0}, rank)
-
-
-def _listing(*paths: str, at: float = 50.0) -> list[ListedObject]:
-    return [ListedObject(URL.key(path), 10, at + i) for i, path in enumerate(paths)]
 
 
 def test_order_is_step_then_time_then_name_and_no_step_comes_first() -> None:
@@ -232,72 +269,70 @@ def test_order_is_step_then_time_then_name_and_no_step_comes_first() -> None:
         _info("early", 10, 1.0),
         _info("stepless", None, 1000.0),
         _info("zero", 0, None),
+        _info("uncommitted", 11, 5.0, "incomplete"),
     ]
     names = [info.name for info in sorted(infos, key=age_order)]
-    assert names == ["stepless", "zero", "late", "early", "a", "b"]
+    assert names == ["stepless", "zero", "late", "early", "a", "b", "uncommitted"]
+    assert [info.name for info in newest_first(infos)] == names[-2::-1]
 
 
-def test_newest_first_has_committed_ones_only() -> None:
-    infos = [_info("1", 1, 5.0), _info("3", 3, 5.0, "incomplete"), _info("2", 2, 5.0)]
-    assert [info.name for info in newest_first(infos)] == ["2", "1"]
-
-
-def test_info_is_hashable_although_metrics_are_a_dict() -> None:
-    assert len({from_manifest(URL, _manifest()), from_manifest(URL, _manifest())}) == 1
-
-
-def test_a_manifest_says_everything() -> None:
-    assert from_manifest(URL, _manifest(step=7)) == CheckpointInfo(
+def test_a_manifest_says_all_but_the_step() -> None:
+    found = from_manifest(URL, _manifest(step=7))
+    assert found == CheckpointInfo(
         "s3://bucket/run/step-20", "step-20", "committed", 20, 100.0, 2, 2, 42, {"loss": 1.0}, False, save_id="ab"
     )
-
-
-def test_a_name_without_a_number_has_no_step() -> None:
+    assert len({found, from_manifest(URL, _manifest(step=7))}) == 1, "hashable although metrics are a dict"
     assert from_manifest(CheckpointURL("bucket", "run/final"), _manifest(step=7)).step is None
-
-
-def test_objects_without_commit_are_incomplete_and_as_old_as_the_last_write() -> None:
-    info = from_listing(URL, Directory.of(URL, _listing("__0_0-ab.distcp", "__1_0-cd.distcp")), committed_at=None)
-    assert (info.state, info.step, info.objects, info.size, info.created_at) == ("incomplete", 20, 2, 20, 51.0)
 
 
 @pytest.mark.parametrize(
     ("path", "foreign"), [("__0_0-ab.distcp", False), (spread("__0_0-ab.distcp", 2), False), ("__0_0.distcp", True)]
 )
-def test_torn_save_is_foreign_unless_the_names_are_ours(path: str, foreign: bool) -> None:
-    assert from_listing(URL, Directory.of(URL, _listing(path)), committed_at=None).foreign is foreign
+def test_what_was_never_committed_is_as_old_as_its_last_write_and_foreign_unless_the_names_are_ours(
+    path: str, foreign: bool
+) -> None:
+    listed = [ListedObject(URL.key(each), 10, at) for each, at in ((path, 51.0), ("__1_0.distcp", 50.0))]
+    info = from_listing(URL, Directory.of(URL, listed), committed_at=None)
+    assert (info.state, info.step, info.objects, info.size, info.created_at) == ("incomplete", 20, 2, 20, 51.0)
+    assert info.foreign is foreign
 
 
-def _rank_state(commits: dict[int, float], worlds: dict[int, int]) -> str:
-    """The state for ranks that committed at a time (commits) and say a world size (worlds)."""
-    directory = Directory.of(URL, _listing(*(f"__{rank}.metadata" for rank in commits)))
-    manifests = {
-        rank: _manifest(rank, world_size=world, created_at=commits.get(rank, 0.0)) for rank, world in worlds.items()
-    }
-    return from_rank_manifests(URL, directory, manifests).state
+DATA_OF_TWO = ("__0_0.distcp", "__1_0.distcp")
 
 
 @pytest.mark.parametrize(
-    ("commits", "worlds", "state"),
+    ("commits", "worlds", "others", "state", "may_be_complete"),
     [
-        pytest.param({0: 1, 1: 1}, {0: 2, 1: 2}, "committed", id="all"),
-        pytest.param({0: 1}, {0: 2}, "incomplete", id="one of two"),
-        pytest.param({1: 1}, {0: 2, 1: 2}, "incomplete", id="manifest without commit"),
-        pytest.param({0: 1, 1: 1}, {0: 2}, "incomplete", id="commit without manifest"),
-        pytest.param({0: 1, 1: 1}, {}, "committed", id="no manifests"),
-        pytest.param({0: 9, 1: 9, 2: 1, 3: 1}, {0: 2, 1: 2, 2: 4, 3: 4}, "committed", id="overwritten by fewer"),
-        pytest.param({0: 9, 1: 1, 2: 1, 3: 1}, {0: 2, 1: 4, 2: 4, 3: 4}, "incomplete", id="half overwritten by fewer"),
-        pytest.param({0: 1, 1: 9}, {0: 2, 1: 4}, "incomplete", id="half overwritten by more"),
-        pytest.param({0: 1, 1: 9, 2: 9, 3: 9}, {0: 2, 1: 4, 2: 4, 3: 4}, "incomplete", id="overwritten but for rank 0"),
+        pytest.param({0: 1, 1: 1}, {0: 2, 1: 2}, (), "committed", False, id="all"),
+        pytest.param({0: 1}, {0: 2}, (), "incomplete", False, id="one of two"),
+        pytest.param({1: 1}, {0: 2, 1: 2}, (), "incomplete", False, id="manifest without commit"),
+        pytest.param({0: 1, 1: 1}, {0: 2}, (), "incomplete", True, id="commit without manifest"),
+        pytest.param({0: 1, 1: 1}, {}, DATA_OF_TWO, "committed", False, id="no manifests"),
+        pytest.param({0: 1}, {}, DATA_OF_TWO, "incomplete", True, id="no manifests, data of more ranks"),
+        pytest.param({1: 1}, {}, (), "incomplete", True, id="no manifests, a rank is missing"),
+        pytest.param({0: 1}, {}, (manifest_object("ab", 0),), "incomplete", True, id="a manifest that is not clear"),
+        pytest.param({0: 9, 1: 9, 2: 1, 3: 1}, {0: 2, 1: 2, 2: 4, 3: 4}, (), "committed", False, id="now fewer"),
+        pytest.param({0: 9, 1: 1, 2: 1, 3: 1}, {0: 2, 1: 4, 2: 4, 3: 4}, (), "incomplete", False, id="half now fewer"),
+        pytest.param({0: 1, 1: 9}, {0: 2, 1: 4}, (), "incomplete", False, id="half now more"),
+        pytest.param({0: 1, 1: 9, 2: 9, 3: 9}, {0: 2, 1: 4, 2: 4, 3: 4}, (), "incomplete", False, id="all but rank 0"),
+        pytest.param({0: 1, 1: 1, 2: 9}, {0: 2, 1: 2, 2: 4}, (), "incomplete", True, id="two of two, and one of four"),
     ],
 )
-def test_ranks_that_commit_for_themselves_must_all_have_done_so(
-    commits: dict[int, float], worlds: dict[int, int], state: str
+def test_ranks_that_commit_for_themselves_are_left_over_only_if_some_are_certainly_missing(
+    commits: dict[int, float], worlds: dict[int, int], others: tuple[str, ...], state: str, may_be_complete: bool
 ) -> None:
-    assert _rank_state(commits, worlds) == state
+    """``worlds``: the number of ranks that each manifest says."""
+    paths = [*(f"__{rank}.metadata" for rank in commits), *others]
+    found = Directory.of(URL, [ListedObject(URL.key(path), 10, 50.0) for path in paths])
+    manifests = {
+        rank: _manifest(rank, world_size=world, created_at=commits.get(rank, 0.0)) for rank, world in worlds.items()
+    }
+    info = with_marks(from_rank_manifests(URL, found, manifests), found)
+    assert info.state == state
+    assert ("may be complete" in (info.damage or "")) is may_be_complete
+    assert bool(make_plan([info], None, now=1e9, grace=1.0).deleted) is (state == "incomplete" and not may_be_complete)
 
 
 def test_sizes_of_all_ranks_add_up() -> None:
-    directory = Directory.of(URL, _listing("__0.metadata", "__1.metadata"))
-    info = from_rank_manifests(URL, directory, {0: _manifest(0), 1: _manifest(1)})
+    info = from_rank_manifests(URL, directory("__0.metadata", "__1.metadata"), {0: _manifest(0), 1: _manifest(1)})
     assert (info.world_size, info.objects, info.size, info.metrics) == (2, 4, 84, {"loss": 1.0})

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageWriter
@@ -52,12 +53,15 @@ def save_foreign(s3: Any, url: str, directory: Path) -> str:
 def _save_without_collectives(url: str, overwrite: bool) -> None:
     writer = S3StorageWriter(url, overwrite=overwrite, metrics={"loss": 0.5})
     with committing_alone():
-        dcp.save(state(), storage_writer=writer, use_collectives=False)
+        dcp.save(state(), storage_writer=writer, use_collectives=False, no_dist=not dist.is_initialized())
 
 
 def save_on_ranks(url: str, ranks: int, *, overwrite: bool = False) -> str:
-    """Every rank commits for itself."""
-    run_ranks(ranks, _save_without_collectives, url, overwrite)
+    """Every rank commits for itself; a single one is this process."""
+    if ranks == 1:
+        _save_without_collectives(url, overwrite)
+    else:
+        run_ranks(ranks, _save_without_collectives, url, overwrite)
     return url
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dcp_s3 import KeepLatest
+from dcp_s3 import KeepLatest, prune
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
 from dcp_s3.errors import (
     AccessDeniedError,
@@ -24,6 +25,8 @@ from dcp_s3.format.layout import deletion_object, lease_object
 from dcp_s3.settings import Settings
 from dcp_s3.spill.saving import spill_commit
 from dcp_s3.spill.store import SpillStore
+from tests.checkpoint.test_directory import named
+from tests.retention.making import save_locally
 from tests.retention.runs import DAY, HOUR, Run, deleted
 
 
@@ -277,6 +280,41 @@ def test_a_save_whose_commit_waits_on_this_host_loses_nothing(run: Run, tmp_path
         run.remove("step-3", settings=spilling)
     assert deleted(run.prune("latest:1", settings=spilling)) == ["step-1"]
     assert (run.objects("step-3"), sorted(tmp_path.rglob("*"))) == (before, files)
+
+
+@pytest.mark.parametrize("kind", ["foreign", "lost manifests", "newer manifest"])
+def test_ranks_without_manifests_that_can_be_read_stay(run: Run, tmp_path: Path, kind: str) -> None:
+    if kind == "foreign":
+        for file in save_locally(tmp_path).iterdir():
+            run.put("step-1", file.name.replace(".metadata", "__0.metadata"), file.read_bytes())
+    else:
+        run.save_on_ranks("step-1", 1)
+        [path] = run.manifests("step-1")
+        if kind == "lost manifests":
+            run.delete("step-1", path)
+        else:
+            newer = json.loads(run.get("step-1", path)) | {"format_version": 2}
+            run.put("step-1", path, json.dumps(newer).encode())
+    run.steps(2)
+    before = run.objects("step-1")
+    run.clock.now += 2 * DAY
+    run.prune()
+    assert run.objects("step-1") == before
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_nested_checkpoint_named_like_a_hash_is_not_taken(run: Run, committed: bool) -> None:
+    if committed:
+        run.save("")
+    else:
+        run.put("", "__0_0.distcp")
+    nested = [f"5/{named('5')}", f"10/{named('10')}"]
+    for path in [*nested, "10/.metadata"]:
+        run.put("", path)
+    run.clock.now += 2 * DAY
+    prune("s3://bucket", store=run.store)
+    assert {f"run/{path}" for path in nested} <= run.objects().keys()
+    assert "run/__0_0.distcp" not in run.objects()
 
 
 # --- rm ------------------------------------------------------------------------------------------

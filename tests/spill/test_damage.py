@@ -66,6 +66,7 @@ def test_a_damaged_or_lost_file_of_ours_is_set_aside_and_the_rest_drains(
     spill.save(bad, small_state(1))
     save = spill.data() if path == "journal" else spill.commit()
     (lost or damage)(save.path / path, *([] if lost else [100]))
+    (spill.store.saves / "README").write_text("a stray file does no harm")
     spill.save(good, small_state(2))
     report = spill.drain()
     assert report.committed == [good]

@@ -374,21 +374,6 @@ def test_without_a_list_of_multipart_uploads_everything_is_drained(spill: Spill,
     assert_complete(spill.url("step-1"), large_state(1))
 
 
-def test_the_commit_comes_last(spill: Spill) -> None:
-    spill.server.rule = refuse_all
-    spill.save(spill.url("step-1"), large_state(1))
-    order: list[str] = []
-
-    def note(request: Any) -> None:
-        if request.method in ("PUT", "POST"):
-            order.append(request.key)
-
-    spill.server.rule = note
-    spill.drained(spill.url("step-1"), large_state(1))
-    assert order[-1].endswith("/.metadata")
-    assert "manifest" in order[-2]
-
-
 def test_a_refusal_of_the_commit_that_does_not_hold_sets_nothing_aside(spill: Spill) -> None:
     """A proxy says 412, and no checkpoint is there: once, and whenever it is asked."""
     state, refusal = small_state(1), Fault.error(412, "PreconditionFailed")

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_s3 import latest
 from dcp_s3.checkpoint.commit_state import Beginning, SaveIdentity
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.errors import CheckpointError, CheckpointExistsError, SpillError, TransferError
@@ -93,24 +92,18 @@ def refuse_b(request: Any) -> Fault | None:
     return refuse_all(request) if request.key == "run/b" else None
 
 
-def test_what_s3_takes_does_not_touch_the_disk(spill: Spill) -> None:
-    assert put_all(make_store(spill)) == [False] * 3
-    assert spill.store.scan() == []
-    assert_all_there(spill)
-
-
-def test_what_s3_refuses_is_spilled_and_drained(spill: Spill) -> None:
-    spill.server.rule = refuse_b
-    assert put_all(make_store(spill)) == [False, True, False]
-    (save,) = spill.store.scan()
-    assert (save.journal.state, save.journal.keys) == (State.SEALED, tuple(KEYS))
-    assert [each.entry.path for each in save.journal.objects] == ["b"]
-    assert_all_there(spill)
-
-
-def test_with_local_durability_everything_is_spilled(spill: Spill) -> None:
-    assert put_all(make_store(spill, durability="local")) == [True] * 3
-    assert spill.server.s3.objects(BUCKET) == {}
+@pytest.mark.parametrize(
+    ("durability", "refused", "spilled"), [("s3", "", ""), ("s3", "b", "b"), ("local", "", "abc")], ids=str
+)
+def test_what_s3_refuses_or_all_with_local_durability_is_spilled_and_drained(
+    spill: Spill, durability: str, refused: str, spilled: str
+) -> None:
+    spill.server.rule = refuse_b if refused else allow_all
+    assert put_all(make_store(spill, durability=durability)) == [name in spilled for name in "abc"]
+    saves = spill.store.scan()
+    assert [(save.journal.state, save.journal.keys) for save in saves] == [(State.SEALED, tuple(KEYS))] * bool(spilled)
+    assert {each.entry.path for save in saves for each in save.journal.objects} == set(spilled)
+    assert {key[-1] for key in spill.server.s3.objects(BUCKET)} == set("abc") - set(spilled)
     assert_all_there(spill)
 
 
@@ -219,18 +212,6 @@ def test_s3_durability_waits_for_s3_and_sends_only_what_it_does_not_have(drainin
     if sent_first:
         assert stored
         assert sorted(stored + again) == [1, 2, 3, 4], "16 MiB in parts of 5 MiB, each of them once"
-
-
-def test_without_a_spill_directory_the_save_fails_and_the_previous_checkpoint_stays(spill: Spill) -> None:
-    spill.save_to_s3(spill.url("step-1"), small_state(1))
-    spill.server.rule = refuse_all
-    cause = cause_of(lambda: spill.save_to_s3(spill.url("step-2"), small_state(2)))
-    assert isinstance(cause, TransferError)
-    spill.server.rule = allow_all
-    found = latest(spill.root)
-    assert found is not None
-    assert found.name == "step-1"
-    assert spill.server.s3.open_uploads(BUCKET) == []
 
 
 # --- the commit ------------------------------------------------------------------------------------------

@@ -117,12 +117,6 @@ def test_a_sealed_save_is_there_with_its_files(store: SpillStore) -> None:
     assert list_files(store.path) == []
 
 
-def test_saves_come_oldest_first(store: SpillStore) -> None:
-    for created_at in (3.5, 1700000000.0, 20.25, 3.25):
-        seal(store, created_at=created_at)
-    assert [save.journal.created_at for save in store.scan()] == [3.25, 3.5, 20.25, 1700000000.0]
-
-
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_on_a_full_disk_neither_a_new_save_nor_a_journal_leaves_something_behind(
     store: SpillStore, call: str, monkeypatch: pytest.MonkeyPatch
@@ -173,25 +167,6 @@ def test_what_is_left_of_a_save_that_never_began_goes_after_a_while(store: Spill
     assert store.tidy() == []
     assert not old.exists()
     assert young.exists(), "its process may be about to begin"
-
-
-def test_a_damaged_journal_is_set_aside_and_the_others_are_found(store: SpillStore) -> None:
-    for number in range(3):
-        seal(store, created_at=float(number))
-    (store.saves / "README").write_text("a stray file does no harm")
-    damaged = store.scan()[1]
-    journal = bytearray((damaged.path / "journal").read_bytes())
-    journal[100] ^= 1
-    (damaged.path / "journal").write_bytes(journal)
-    assert [save.journal.created_at for save in store.scan()] == [0, 2]
-    assert store.list_refused() == []
-    (found,) = store.tidy()
-    assert (found.path, store.list_damaged()) == (damaged.path, [])
-    (refused,) = store.list_refused()
-    assert (refused.reason, refused.path.name) == (found.reason, damaged.name)
-    assert "journal is damaged" in refused.reason
-    assert (refused.path / "object-0").read_bytes() == b"abc"
-    assert len(store.scan()) == 2
 
 
 # --- the limit -------------------------------------------------------------------------------------------
