@@ -8,7 +8,7 @@
 4. Delete what makes it a checkpoint, if its ETag is unchanged. From here on it is no checkpoint.
 5. Delete the rest, and finally the list.
 
-`leftovers` deletes what was never committed.
+`leftovers` deletes what was never committed, and finishes what was cut off.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.directory import Deletion, Directory, Removal, list_directory
+from dcp_s3.checkpoint.directory import Deletion, Directory, Removal
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
 from dcp_s3.checkpoint.look import Inspected, find_manifest, inspect, list_dotted
@@ -30,9 +30,7 @@ from dcp_s3.checkpoint.stored_metadata import check_metadata
 from dcp_s3.format.control_files import DeletionList
 from dcp_s3.format.layout import (
     CLAIM,
-    DELETION_PREFIX,
     METADATA,
-    SAVE_ID_KEY,
     classify,
     deletion_object,
     is_merged,
@@ -72,7 +70,7 @@ def end_joint_save(store: Store, url: CheckpointURL) -> str | None:
 
 
 class Deleter:
-    """Deletes committed checkpoints, and finishes deletions that were cut off.
+    """Deletes committed checkpoints; has the steps of every deletion.
 
     Raises:
         SettingsError: ``all_versions``, and the store has none.
@@ -207,55 +205,6 @@ class Deleter:
                 continue
             needed |= set(needed_objects(metadata))
         return needed, copies
-
-    # --- deletions that were cut off ------------------------------------------------------------
-
-    def finish(self, url: CheckpointURL, deletion: str) -> Deletion:
-        """Finish a deletion (its id) that was cut off: delete exactly what its lists name and is unchanged."""
-        directory = list_directory(self.store, url)
-        gone: set[str] = set()
-        for found in directory.lists_of(deletion):
-            path = found.path
-            try:
-                listed = DeletionList.from_json(self.store.get(url.key(path)).data)
-            except errors.ObjectNotFoundError:
-                continue  # another prune has finished it
-            except ValueError as error:
-                raise errors.CheckpointError(
-                    f"the list of a deletion s3://{url.bucket}/{url.key(path)} cannot be read: {error}. "
-                    "Remedy: delete it; what it names is then left over, and goes after the grace period",
-                    url=str(url),
-                ) from None
-            if not _has_begun(directory, listed) or self._has_save(url, listed.save_id, directory):
-                if not listed.commits:  # a list of leftovers, or of a save that was committed after all
-                    given_up = found.modified_at < directory.now - DELETION_BEGINS
-                    if given_up or not listed.objects.keys() & directory.objects.keys():
-                        self.withdraw(url, [path])
-                    continue
-                raise LeftAloneError("a deletion was begun and given up; the checkpoint is still there")
-            rest = still_there(directory, listed, written_at=found.modified_at)
-            for step in commit_steps(url, rest):
-                self.delete_all(step)
-            # In a versioned bucket, an object that already has its delete marker may still have older versions.
-            self.delete_rest(url, rest, [path], purged=listed)
-            gone |= {*rest.commits, *rest.objects}
-        return Deletion(url.name, len(gone), sum(directory.objects[path].size for path in gone))
-
-    def withdraw_given_up(self, url: CheckpointURL, deletion: str) -> None:
-        """Remove the lists of a deletion that was cut off before it began: the checkpoint is still there."""
-        directory = list_directory(self.store, url, DELETION_PREFIX)
-        old = [each for each in directory.lists_of(deletion) if each.modified_at < directory.now - DELETION_BEGINS]
-        self.delete_all([DeleteTarget(url.key(each.path)) for each in old])
-
-    def _has_save(self, url: CheckpointURL, save_id: str | None, directory: Directory) -> bool:
-        """Whether the checkpoint at the URL is of that save. Its ``.metadata`` may have another ETag, if it was brought
-        back from a copy."""
-        if save_id is None or None not in directory.commits:
-            return False
-        try:
-            return self.store.head(url.key(METADATA)).metadata.get(SAVE_ID_KEY) == save_id
-        except errors.ObjectNotFoundError:
-            return False
 
     # --- steps of each deletion -----------------------------------------------------------------
 
@@ -394,21 +343,3 @@ def _check_unchanged(planned: CheckpointInfo, now: CheckpointInfo) -> None:
         raise LeftAloneError("it was overwritten")
     if repr(sorted(planned.metrics.items())) != repr(sorted(now.metrics.items())):
         raise LeftAloneError("metrics were added to it")
-
-
-def _has_begun(directory: Directory, listed: DeletionList) -> bool:
-    """Whether a deletion whose list was found has already removed the commit."""
-    if not listed.commits:  # it was never committed
-        return not directory.commits
-    there = directory.unchanged(listed.commits)
-    return METADATA not in there if METADATA in listed.commits else len(there) < len(listed.commits)
-
-
-def still_there(directory: Directory, listed: DeletionList, *, written_at: float) -> DeletionList:
-    """The part of a list that is still there and unchanged. ``written_at`` is the list's time, in seconds since the
-    epoch on the clock of S3. An object younger than the list is another save's, even if its bytes are the same."""
-    return replace(
-        listed,
-        commits=directory.unchanged(listed.commits, until=written_at),
-        objects=directory.unchanged(listed.objects, until=written_at),
-    )

@@ -1,4 +1,4 @@
-"""Deletes what failed saves left behind, while other saves may be about to commit.
+"""Deletes what saves that failed, and prunes that were cut off, left behind, while other saves may be about to commit.
 
 As with a checkpoint (`deletion.py`), it first writes the list of what it deletes: a slow save that is about to commit
 sees it. It looks at S3 again before each request, for saves that have committed.
@@ -21,9 +21,19 @@ from dcp_s3.checkpoint.deletion import (
 )
 from dcp_s3.checkpoint.directory import Deletion, Directory, list_directory
 from dcp_s3.checkpoint.info import LeftoverObject
+from dcp_s3.checkpoint.lease import DELETION_BEGINS
 from dcp_s3.checkpoint.look import inspect, look_deeper
 from dcp_s3.format.control_files import DeletionList, Manifest
-from dcp_s3.format.layout import CLAIM, DELETION_PREFIX, deletion_id, deletion_object, new_nonce
+from dcp_s3.format.layout import (
+    CLAIM,
+    DELETION_PREFIX,
+    METADATA,
+    SAVE_ID_KEY,
+    deletion_id,
+    deletion_object,
+    new_nonce,
+)
+from dcp_s3.store import DeleteTarget
 from dcp_s3.url import CheckpointURL
 
 
@@ -146,3 +156,74 @@ def _spent_lists(deleter: Deleter, url: CheckpointURL, left: Collection[str]) ->
         if not listed.commits and not listed.objects.keys() & left:
             spent.append(path)
     return spent
+
+
+# --- deletions that were cut off ----------------------------------------------------------------------
+
+
+def finish_deletion(deleter: Deleter, url: CheckpointURL, deletion: str) -> Deletion:
+    """Finish a deletion (its id) that was cut off: delete exactly what its lists name and is unchanged."""
+    directory = list_directory(deleter.store, url)
+    gone: set[str] = set()
+    for found in directory.lists_of(deletion):
+        path = found.path
+        try:
+            listed = DeletionList.from_json(deleter.store.get(url.key(path)).data)
+        except errors.ObjectNotFoundError:
+            continue  # another prune has finished it
+        except ValueError as error:
+            raise errors.CheckpointError(
+                f"the list of a deletion s3://{url.bucket}/{url.key(path)} cannot be read: {error}. "
+                "Remedy: delete it; what it names is then left over, and goes after the grace period",
+                url=str(url),
+            ) from None
+        if not _has_begun(directory, listed) or _has_save(deleter, url, listed.save_id, directory):
+            if not listed.commits:  # a list of leftovers, or of a save that was committed after all
+                given_up = found.modified_at < directory.now - DELETION_BEGINS
+                if given_up or not listed.objects.keys() & directory.objects.keys():
+                    deleter.withdraw(url, [path])
+                continue
+            raise LeftAloneError("a deletion was begun and given up; the checkpoint is still there")
+        rest = still_there(directory, listed, written_at=found.modified_at)
+        for step in commit_steps(url, rest):
+            deleter.delete_all(step)
+        # In a versioned bucket, an object that already has its delete marker may still have older versions.
+        deleter.delete_rest(url, rest, [path], purged=listed)
+        gone |= {*rest.commits, *rest.objects}
+    return Deletion(url.name, len(gone), sum(directory.objects[path].size for path in gone))
+
+
+def withdraw_given_up(deleter: Deleter, url: CheckpointURL, deletion: str) -> None:
+    """Remove the lists of a deletion that was cut off before it began: the checkpoint is still there."""
+    directory = list_directory(deleter.store, url, DELETION_PREFIX)
+    old = [each for each in directory.lists_of(deletion) if each.modified_at < directory.now - DELETION_BEGINS]
+    deleter.delete_all([DeleteTarget(url.key(each.path)) for each in old])
+
+
+def _has_save(deleter: Deleter, url: CheckpointURL, save_id: str | None, directory: Directory) -> bool:
+    """Whether the checkpoint at the URL is of that save. Its ``.metadata`` may have another ETag, if it was brought
+    back from a copy."""
+    if save_id is None or None not in directory.commits:
+        return False
+    try:
+        return deleter.store.head(url.key(METADATA)).metadata.get(SAVE_ID_KEY) == save_id
+    except errors.ObjectNotFoundError:
+        return False
+
+
+def _has_begun(directory: Directory, listed: DeletionList) -> bool:
+    """Whether a deletion whose list was found has already removed the commit."""
+    if not listed.commits:  # it was never committed
+        return not directory.commits
+    there = directory.unchanged(listed.commits)
+    return METADATA not in there if METADATA in listed.commits else len(there) < len(listed.commits)
+
+
+def still_there(directory: Directory, listed: DeletionList, *, written_at: float) -> DeletionList:
+    """The part of a list that is still there and unchanged. ``written_at`` is the list's time, in seconds since the
+    epoch on the clock of S3. An object younger than the list is another save's, even if its bytes are the same."""
+    return replace(
+        listed,
+        commits=directory.unchanged(listed.commits, until=written_at),
+        objects=directory.unchanged(listed.objects, until=written_at),
+    )

@@ -16,7 +16,7 @@ from dcp_s3 import errors, totals
 from dcp_s3.checkpoint.deletion import Deleter, LeftAloneError
 from dcp_s3.checkpoint.directory import LEASE_MARGIN, Deletion, list_directory
 from dcp_s3.checkpoint.info import LeftoverObject, age_order
-from dcp_s3.checkpoint.leftovers import delete_leftovers, delete_uncommitted
+from dcp_s3.checkpoint.leftovers import delete_leftovers, delete_uncommitted, finish_deletion, withdraw_given_up
 from dcp_s3.checkpoint.look import inspect_checkpoint
 from dcp_s3.checkpoint.stored_metadata import not_found_error
 from dcp_s3.events import Listener, Pruned, PruneFailed, emit
@@ -266,7 +266,7 @@ class _Application:
         self._done = 0
         unfinished = [
             _Step(each.checkpoint, "finished",
-                  partial(Deleter.finish, url=root.child(each.checkpoint), deletion=each.deletion))
+                  partial(finish_deletion, url=root.child(each.checkpoint), deletion=each.deletion))
             for each in plan.unfinished
         ]  # fmt: skip
         self._groups = (unfinished, self._steps())
@@ -299,7 +299,7 @@ class _Application:
         ]
         for info in plan.kept:
             if info.committed and info.deletion_id in info.deletions:  # it was given up
-                work = partial(Deleter.withdraw_given_up, url=root.child(info.name), deletion=info.deletion_id)
+                work = partial(withdraw_given_up, url=root.child(info.name), deletion=info.deletion_id)
                 steps.append(_Step(info.name, "", work))
         if plan.boards:
             steps.append(_Step(_BOARDS, "leftovers", partial(_delete_boards, boards=plan.boards)))
@@ -415,7 +415,7 @@ def _remove(deleter: Deleter, url: CheckpointURL, settings: Settings) -> Deletio
     try:
         if info is not None:
             begun = [each for each in info.deletions if not info.committed or each != info.deletion_id]
-            done = [deleter.finish(url, each) for each in begun]
+            done = [finish_deletion(deleter, url, each) for each in begun]
             if info.committed:
                 done.append(deleter.delete_committed(url, info, since=since))
             else:

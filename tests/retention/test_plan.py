@@ -41,16 +41,28 @@ def test_the_newest_committed_one_is_kept() -> None:
     assert found.deleted == (info("step-1"),)
 
 
-def test_after_a_rollback_the_last_committed_one_is_kept_too() -> None:
-    rolled_back = [info("step-900", modified_at=NOW - 3 * DAY), info("step-500", modified_at=NOW - DAY)]
-    assert kept(*rolled_back, info("step-100", modified_at=NOW - 9 * DAY)) == {"step-900", "step-500"}
+INFOS: dict[str, tuple[list[CheckpointInfo], set[int]]] = {
+    "after a rollback also the last committed one": (
+        [info("step-900", modified_at=NOW - 3 * DAY), info("step-500", modified_at=NOW - DAY),
+         info("step-100", modified_at=NOW - 9 * DAY)], {900, 500},
+    ),
+    "the last one by the clock of S3": (
+        [info("step-1", created_at=NOW + 99 * DAY, modified_at=NOW - 9 * DAY), info("step-2", modified_at=NOW - DAY),
+         info("step-3", modified_at=NOW - 2 * DAY)], {2, 3},
+    ),
+    "pinned, leased and without a step": (
+        [info("step-1", pinned=True), info("step-2", leased_until=NOW + 9),
+         info("step-3", leased_until=NOW - LEASE_MARGIN + 1), info("step-4", leased_until=NOW - LEASE_MARGIN),
+         info("final"), info("step-5", foreign=True), info("step-6")], {1, 2, 3, 0, 6},
+    ),
+    "a pinned leftover": ([info("step-1", state="incomplete", modified_at=0.0, pinned=True)], {1}),
+}  # fmt: skip
 
 
-def test_the_clock_of_s3_says_which_one_was_committed_last() -> None:
-    wrong = info("step-1", created_at=NOW + 99 * DAY, modified_at=NOW - 9 * DAY)
-    assert kept(wrong, info("step-2", modified_at=NOW - DAY), info("step-3", modified_at=NOW - 2 * DAY)) == {
-        "step-2", "step-3",
-    }  # fmt: skip
+@pytest.mark.parametrize("why", INFOS)
+def test_what_is_kept_whatever_the_policies_say(why: str) -> None:
+    infos, steps = INFOS[why]
+    assert {found.step or 0 for found in plan(*infos).kept} == steps
 
 
 def test_a_damaged_newest_one_does_not_cost_the_last_good_one() -> None:
@@ -59,19 +71,6 @@ def test_a_damaged_newest_one_does_not_cost_the_last_good_one() -> None:
     assert "not known to be damaged" in reasons(found)["step-2"][0]
     found = plan(info("step-1"), info("step-2", modified_at=NOW - DAY), info("step-3", modified_at=NOW, damage="gone"))
     assert {each.name for each in found.kept} == {"step-1", "step-2", "step-3"}  # the last commit, and the newest
-
-
-def test_pinned_leased_and_stepless_ones_are_kept() -> None:
-    infos = [
-        info("step-1", pinned=True),
-        info("step-2", leased_until=NOW + 9),
-        info("step-3", leased_until=NOW - LEASE_MARGIN + 1),
-        info("step-4", leased_until=NOW - LEASE_MARGIN),
-        info("final"),
-        info("step-5", foreign=True),
-        info("step-6"),
-    ]
-    assert kept(*infos) == {"step-1", "step-2", "step-3", "final", "step-6"}
 
 
 def test_a_save_in_progress_is_kept_until_the_grace_period_ends() -> None:
@@ -84,10 +83,6 @@ def test_a_save_in_progress_is_kept_until_the_grace_period_ends() -> None:
             info("step-5", state=state, modified_at=NOW - 101, created_at=NOW),
         ]
         assert kept(*infos, grace=100) == {"step-1", "step-3", "step-4"}
-
-
-def test_a_pinned_leftover_is_kept() -> None:
-    assert kept(info("step-1", state="incomplete", modified_at=0.0, pinned=True)) == {"step-1"}
 
 
 def test_what_waits_on_this_host_is_kept() -> None:

@@ -248,8 +248,3 @@ def test_the_text_of_a_policy_is_the_policy(policy: Policy) -> None:
 def test_of_what_a_policy_keeps_it_keeps_all(history: list[CheckpointInfo], policy: Policy) -> None:
     chosen = kept(policy, *history)
     assert kept(policy, *(found for found in history if found.name in chosen)) == chosen
-
-
-@given(histories(), policies, policies)
-def test_a_union_keeps_what_either_keeps(history: list[CheckpointInfo], one: Policy, other: Policy) -> None:
-    assert kept(one | other, *history) == kept(one, *history) | kept(other, *history)

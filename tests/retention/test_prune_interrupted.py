@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from dcp_s3 import KeepLatest, Plan, PruneReport
-from dcp_s3.checkpoint.deletion import still_there
 from dcp_s3.checkpoint.directory import Directory
+from dcp_s3.checkpoint.leftovers import still_there
 from dcp_s3.coordination import processes
 from dcp_s3.errors import TransferError
 from dcp_s3.format.control_files import DeletionList
