@@ -161,23 +161,18 @@ def test_it_is_renewed_while_it_is_needed(
     assert leases(client) == []
 
 
-def test_who_may_not_write_loads_with_a_warning(
-    faulty: FaultyServer, client: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("operation", "said", "left"),
+    [("PutObject", "no lease could be written", 0), ("DeleteObject", "stays until it ends, in at most 600 s", 1)],
+)
+def test_a_lease_that_can_not_be_written_or_deleted_is_a_warning(
+    faulty: FaultyServer, client: Any, caplog: pytest.LogCaptureFixture, operation: str, said: str, left: int
 ) -> None:
     save(URL)
-    faulty.rule = lambda request: Fault.error(403, "AccessDenied") if request.operation == "PutObject" else None
+    faulty.rule = lambda request: Fault.error(403, "AccessDenied") if request.operation == operation else None
     assert torch.equal(load()["weight"], state()["weight"])
-    assert "no lease could be written" in caplog.text
-
-
-def test_a_lease_that_can_not_be_deleted_is_a_warning(
-    faulty: FaultyServer, client: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(URL)
-    faulty.rule = lambda request: Fault.error(403, "AccessDenied") if request.operation == "DeleteObject" else None
-    assert torch.equal(load()["weight"], state()["weight"])
-    assert "stays until it ends, in at most 600 s" in caplog.text
-    assert len(leases(client)) == 1
+    assert said in caplog.text
+    assert len(leases(client)) == left
 
 
 def test_a_deletion_that_has_begun_is_seen(faulty: FaultyServer, client: Any, clock: Clock) -> None:
@@ -194,16 +189,17 @@ def test_a_deletion_that_has_begun_is_seen(faulty: FaultyServer, client: Any, cl
     load()
 
 
-def test_a_deletion_of_a_foreign_checkpoint_is_seen(faulty: FaultyServer, client: Any, tmp_path: Any) -> None:
-    save_foreign(client, URL, tmp_path)
-    [info] = CheckpointCatalog(ROOT).checkpoints()
-    put(client, URL, deletion_object(info.deletion_id))
-    assert "is being deleted" in str(failure_of_load())
-
-
-def test_a_deletion_of_ranks_without_collectives_is_seen(faulty: FaultyServer, client: Any) -> None:
-    save_on_ranks(URL, 1)
-    put(client, URL, deletion_object("ab"))
+@pytest.mark.parametrize("kind", ["foreign", "ranks"])
+def test_a_deletion_of_a_checkpoint_of_another_kind_is_seen(
+    faulty: FaultyServer, client: Any, tmp_path: Any, kind: str
+) -> None:
+    if kind == "foreign":
+        save_foreign(client, URL, tmp_path)
+        [info] = CheckpointCatalog(ROOT).checkpoints()
+        put(client, URL, deletion_object(info.deletion_id))
+    else:
+        save_on_ranks(URL, 1)
+        put(client, URL, deletion_object("ab"))
     assert "is being deleted" in str(failure_of_load())
 
 

@@ -107,25 +107,6 @@ def test_what_s3_refuses_or_all_with_local_durability_is_spilled_and_drained(
     assert_all_there(spill)
 
 
-def test_what_the_disk_cannot_keep_is_put_again(spill: Spill) -> None:
-    full = SpillError("No space left for the journal")
-    with mock.patch("dcp_s3.spill.store.SaveWriter.seal", side_effect=full):
-        assert put_all(make_store(spill, durability="local")) == [False] * 3
-    assert spill.store.scan() == []
-    assert_all_there(spill)
-
-
-def test_a_disk_that_takes_nothing_makes_the_store_patient(spill: Spill) -> None:
-    spill.path.write_text("a file where the directory should be")
-    store = make_store(spill, durability="local")
-    assert store.within(Limit()).store.limit.patience == 1.0
-    assert put_all(store) == [False] * 3
-    assert store.within(Limit()).store.limit.patience is None
-    spill.server.rule = refuse_all
-    with pytest.raises(TransferError, match="Nor can it be spilled"):
-        put_all(store)
-
-
 def test_a_batch_that_fails_leaves_neither_objects_nor_files(spill: Spill) -> None:
     spill.server.rule = refuse_b
 
