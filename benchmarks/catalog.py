@@ -91,7 +91,7 @@ def allowed_requests(way: str, checkpoints: int, objects: int) -> int:
     """The most that ``docs/retention.md`` promises for checkpoints of ours to which no metrics were added."""
     listing = -(-checkpoints // 1000) + 2 * checkpoints
     pages = -(-(objects + 2) // 1000)
-    return listing + {"ls": 0, "scan": 1, "deep scan": 1 + pages * checkpoints + 1 + pages}[way]
+    return listing + {"ls": 0, "scan": 1, "deep scan": 1 + (pages - 1) * checkpoints + 1 + pages}[way]
 
 
 def main() -> int:

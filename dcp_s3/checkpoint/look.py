@@ -291,9 +291,6 @@ def look_deeper(store: Store, url: CheckpointURL, found: Inspected) -> tuple[Che
     info = replace(found.info, written_at=written_at)
     if found.manifest is None or listed is None:
         return info, []  # foreign, or of ranks
-    head = store.head(url.key(METADATA))
-    if head.metadata.get(SAVE_ID_KEY) != found.manifest.save_id or not same_etag(head.etag, listed.etag):
-        return info, []  # a copy without user metadata, or replaced meanwhile
     damage = directory.describe_damage({entry.path: entry.size for entry in found.manifest.objects})
     leftovers = [
         LeftoverObject(
@@ -302,4 +299,9 @@ def look_deeper(store: Store, url: CheckpointURL, found: Inspected) -> tuple[Che
         )
         for each in directory.leftovers(found.manifest)
     ]  # fmt: skip
+    if damage is None and not leftovers:
+        return info, []
+    head = store.head(url.key(METADATA))
+    if head.metadata.get(SAVE_ID_KEY) != found.manifest.save_id or not same_etag(head.etag, listed.etag):
+        return info, []  # a copy without user metadata, or replaced meanwhile
     return replace(info, damage=damage), leftovers
