@@ -48,6 +48,7 @@ from dcp_s3.coordination.values import (
 from dcp_s3.coordination.watch import LOOKS, Watch
 from dcp_s3.failures import without_tracebacks
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, joint_object, metadata_object, new_nonce
+from dcp_s3.s3.store import S3Store
 from dcp_s3.store import ABSENT, Expect, Store
 from dcp_s3.url import CheckpointURL
 
@@ -62,10 +63,16 @@ _CLEANUP_SECONDS = 10.0
 _AT_A_TIME = 256  # objects of ranks that are read in one go
 
 
+def _is_exiting() -> bool:
+    return not threading.main_thread().is_alive()
+
+
 @dataclass(frozen=True)
 class Clock:
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
+    is_exiting: Callable[[], bool] = _is_exiting
+    """Whether the program has ended, and the process waits for its threads."""
 
 
 class Work(Protocol):
@@ -113,6 +120,7 @@ class Driver:
         self._watch = Watch(self._clock.now, rank_timeout)
         self._pause = _SHORTEST_PAUSE
         self._refused_since: float | None = None
+        self._exit_by: float | None = None
         self._is_leaving = False
         self._stands_in_for: Write | None = None
         self.error: Exception | None = None
@@ -172,6 +180,7 @@ class Driver:
         if isinstance(operation, Look):
             return self._look(operation)
         if isinstance(operation, Wait):
+            self._check_exit()
             self._sleep()
             return self._watch.find_silent(operation.ranks, operation.patience)
         if isinstance(operation, CallRoll):
@@ -320,11 +329,24 @@ class Driver:
         logger.warning("the save to %s waits for S3: %s", self._url, error)
         self._sleep()
 
-    def _give_up(self, error: errors.StorageError) -> None:
+    def _check_exit(self) -> None:
+        """A process whose program has ended does not wait for the others for ever."""
+        if self._exit_by is None and self._clock.is_exiting():
+            self._exit_by = self._clock.now() + self._rank_timeout
+            logger.warning(
+                "the program ends while the save to %s waits for other ranks: the process goes on until it is "
+                "committed, for %g s at most. Remedy: close the CheckpointManager, or wait for the save",
+                self._url, self._rank_timeout,
+            )  # fmt: skip
+        if self._exit_by is not None and self._clock.now() > self._exit_by:
+            why = f"the program has ended, and other ranks are not done after {self._rank_timeout:g} s"
+            self._give_up(errors.SaveProtocolError(f"{self._url} is not committed: {why}", url=str(self._url)))
+
+    def _give_up(self, error: errors.StorageError | errors.SaveProtocolError) -> None:
         self.error = self.error or error
         self._is_leaving, self._refused_since = True, None
         self._store = self._store.within(self._store.limit.for_cleanup())
-        raise UnreachableError from error
+        raise UnreachableError(f"rank {self._me.rank}: {error}"[:2000]) from error
 
     def _sleep(self) -> None:
         self._clock.sleep(self._pause * random.uniform(0.75, 1.25))
@@ -358,7 +380,8 @@ class Driver:
 
 # --- what the store must be able to do ------------------------------------------------------------------
 
-_checked: set[str] = set()
+_checked: set[tuple[str, str | None]] = set()
+"""By bucket and endpoint."""
 
 
 def check_conditions(store: Store, url: CheckpointURL, claim: Claim) -> None:
@@ -368,7 +391,8 @@ def check_conditions(store: Store, url: CheckpointURL, claim: Claim) -> None:
         SaveProtocolError
         StorageError: the store does not answer.
     """
-    if store.name in _checked:
+    where = store.name, store.settings.endpoint_url if isinstance(store, S3Store) else None
+    if where in _checked:
         return
     key = url.key(Key("roll", f"{claim.nonce}00{new_nonce()}").path)
     store.put(key, b"1")
@@ -382,7 +406,7 @@ def check_conditions(store: Store, url: CheckpointURL, claim: Claim) -> None:
             'CheckpointManager(coordination="collectives")), or on another store; `dcp-s3 doctor` shows what it knows',
             url=str(url),
         )
-    _checked.add(store.name)
+    _checked.add(where)
 
 
 def _refuses(store: Store, key: str, expect: Expect) -> bool:

@@ -205,13 +205,16 @@ class JointSave(Save):
 
     def merge(self, claim: Claim, parts: Iterator[bytes]) -> Merged:
         """Make the checkpoint of all parts, and write all of it but ``.metadata``."""
-        merging = Merging(claim.nonce, self._world_size, self._ranks.__getitem__)
-        for data in parts:
-            merging.add(data)
+        merging, sample = (Merging(claim.nonce, self._world_size, self._ranks.__getitem__) for _ in range(2))
+        for number, data in enumerate(parts):
+            if merging.add(data) or not number:
+                sample.add(data)
         store, identity = self._store(), SaveIdentity(self.url, claim.nonce + new_nonce()[:8])
         merged = merging.merged(save_id=identity.save_id, checkpoint_id=str(self.url))
         check_distinct(merged.objects)
-        check_readable(merged.metadata, self.url)
+        # Not all of it: to load it takes many times its memory.
+        few = sample.merged(save_id=identity.save_id, checkpoint_id=str(self.url), is_whole=False)
+        check_readable(few.metadata, self.url)
         facts: Mapping[str, Any] = merging.facts[0]
         made_up = {str(rank): by for rank, each in enumerate(merging.facts) if (by := each.get("by", rank)) != rank}
         manifest = Manifest(
@@ -280,10 +283,7 @@ class JointSave(Save):
         if self._counted is not None:
             self._counted.decided(verdict)
         if verdict != values.COMMITTED:
-            # Without a nonce another rank has ended it before this one came to it.
-            claim = driver.claim
-            why = claim.why if claim is not None and self._nonce in (None, claim.nonce) else ""
-            raise verdict_error(self.url, verdict, why, driver.error)
+            raise verdict_error(self.url, verdict, self._attempt, driver.claim, self._nonce, driver.error)
         self._report()
         return None
 

@@ -203,6 +203,15 @@ def _any_number() -> Patches:
     return {(protocol, "judge"): judge}
 
 
+def _left_is_joined() -> Patches:
+    old = protocol.judge
+
+    def judge(found: Claim | None, me: Any, number: Any, step: Any) -> str:
+        return old(found, replace(me, left=set()), number, step)
+
+    return {(protocol, "judge"): judge}
+
+
 def _claim_before_list() -> Patches:
     def prune(everybody: frozenset[int]) -> protocol.Steps[Any]:
         found = yield from protocol.settle()
@@ -234,6 +243,7 @@ MUTATIONS: dict[str, tuple[Callable[[], Patches], str]] = {
     "committed is told before .metadata is there": (_told_before_metadata, "single"),
     "a lost answer counts as done": (_lost_is_done, "single"),
     "a claim of another number is joined": (_any_number, "redo-from-memory"),
+    "a save that was left is joined again": (_left_is_joined, "uncounted-lockstep"),
     "an older attempt takes the claim of a newer one": (
         lambda: {(protocol, "is_newer"): lambda claim, attempt: False}, "attempt-of-1",
     ),

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 
 from dcp_s3 import errors
+from dcp_s3.coordination.control_keys import _OnStore
+from dcp_s3.coordination.identity import Attempt
 from dcp_s3.manager.agree import check_same_run
 from dcp_s3.manager.select_checkpoint import ChosenCheckpoint
+from dcp_s3.url import parse_url
 from tests.manager.thread_ranks import MemoryKeys, ThreadRanks, on_threads, store_ranks
+from tests.memory_store import MemoryStore
 
 
 def _refuse(failures: dict[int, BaseException]) -> Exception:
@@ -107,6 +111,22 @@ def test_the_first_choice_stands_for_all() -> None:
     assert [each.choose("latest", _never) for each in ranks[:2]] == [_at(5)] * 2
     assert ranks[2].choose("latest", lambda: None) is None
     assert ranks[1].choose("latest", _never) is None, "that there is nothing stands, too"
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b'{"note": "[]", "crc64nvme": "0"}', b'{"note": 1, "crc64nvme": "0"}', b"[1]"]
+)
+def test_an_answer_that_is_damaged_or_foreign_is_refused_rather_than_replaced_by_one_s_own(data: bytes) -> None:
+    attempt = Attempt("run", (0,), "token", None, 2, 0)
+    store, root = MemoryStore(), parse_url("s3://bucket/run")
+    keys = _OnStore(store, root, attempt)
+    first, second = store_ranks(2, keys)
+    first.choose("latest", lambda: _at(5))
+    [key] = [each.key for each in store.list("").objects]
+    store.put(key, data)
+    with pytest.raises(errors.SaveProtocolError, match=f"{key} is damaged.*Remedy: delete it, and restart"):
+        second.choose("latest", lambda: _at(6))
+    assert store.get(key).data == data
 
 
 def test_ranks_that_ask_for_different_checkpoints_are_told() -> None:
