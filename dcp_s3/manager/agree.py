@@ -9,7 +9,7 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -88,7 +88,7 @@ class Ranks:
                 dist.destroy_process_group(group)
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks that are `heard`, in rank order."""
+        """The values of the ranks that are `heard`, in order."""
         if len(self.heard) == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -103,12 +103,7 @@ class Ranks:
         Anything that can fail on one rank alone belongs in ``work``: if one rank left, the others would wait for it in
         their next collective.
         """
-        failure: BaseException | None = None
-        value: T | None = None
-        try:
-            value = work()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
-            failure = error
+        value, failure = _run(work)
         answers = self.gather((value, None if failure is None else for_others(failure)))
         if failure is not None and not (alike and isinstance(failure, Exception)):
             raise failure
@@ -123,19 +118,11 @@ class Ranks:
         all of them."""
         if len(self.heard) == 1:
             return function()
-        answer: Any = None
-        failure: BaseException | None = None
-        if self.is_first:
-            try:
-                answer = (True, function())
-            except BaseException as error:  # noqa: BLE001 - passed on to all ranks
-                failure = error
-                answer = (False, for_others(error))
-        done, value = self.broadcast(answer)
-        if not done:
-            raise failure or value
-        found: T = value
-        return found
+        value, failure = _run(function) if self.is_first else (None, None)
+        found, error = self.broadcast((value, None if failure is None else for_others(failure)))
+        if error is not None:
+            raise failure or error
+        return cast(T, found)
 
     def broadcast(self, value: T) -> T:
         """The first rank's value, on all of several ranks."""
@@ -146,24 +133,18 @@ class Ranks:
     def decide(self, step: int, decide: Decide, seen: bool) -> tuple[bool, int, bool]:
         """What ``decide`` says of a step on the first rank, and whether any rank has ``seen`` SIGTERM: the same on all,
         by one all-reduce of 48 bytes. A SaveProtocolError if the ranks ask about different steps."""
-        failure: Exception | None = None
-        answer, gap = False, 1
-        if self.is_first:
-            try:
-                answer, gap = decide(seen)
-            except Exception as error:  # noqa: BLE001 - the other ranks wait
-                failure = error
+        decided, failure = _run(lambda: decide(seen)) if self.is_first else (None, None)
+        answer, gap = decided or (False, 1)
         numbers = [failure is not None, answer, gap, seen, step, -step]
         failed, answers, gap, sigterms, last, first = self.maxima([int(number) for number in numbers])
         if failure is not None:
             raise failure
         if failed:
             raise CheckpointError(f"whether to save step {step} is not known: the policy has failed on rank 0")
-        check_same_step(-first, last)
+        _check_same_step(-first, last)
         return bool(answers), gap, bool(sigterms)
 
     def maxima(self, numbers: list[int]) -> list[int]:
-        """The highest of all ranks' numbers, one by one."""
         if self.size == 1:
             return numbers
         reduced = torch.tensor(numbers, dtype=torch.int64)
@@ -172,22 +153,28 @@ class Ranks:
         return found
 
 
+def _run(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """What it returns, or raises: whatever that is, the other ranks wait for this one."""
+    try:
+        return work(), None
+    except BaseException as error:  # noqa: BLE001
+        return None, error
+
+
 def for_others(error: BaseException) -> BaseException:
-    """The error as it is sent to the other ranks. An interrupt of one rank does not interrupt them: it becomes a
-    `CheckpointError`."""
+    """The error as it is sent to the other ranks: an interrupt of one does not interrupt them."""
     copied = portable(error) if isinstance(error, Exception) else None
     return copied or CheckpointError(f"{type(error).__name__}: {error}")
 
 
-def check_same_step(first: int, last: int) -> None:
-    """Refuse (SaveProtocolError) that the ranks ask about different steps."""
+def _check_same_step(first: int, last: int) -> None:
     if first != last:
         remedy = "call should_save and save with the same step on all"
         raise SaveProtocolError(f"the ranks ask whether to save different steps: {first} to {last}. Remedy: {remedy}")
 
 
 def check_same_run(runs: Sequence[Mapping[str, object]]) -> None:
-    """Refuse (CheckpointError) managers that are for different things on different ranks, by what these are called."""
+    """Refuse (CheckpointError) managers that are for different things on different ranks."""
     for name in runs[0]:
         by_rank = {rank: run[name] for rank, run in enumerate(runs)}
         if any(value != runs[0][name] for value in by_rank.values()):
@@ -243,7 +230,7 @@ class StoreRanks(Ranks):
             return [step, *decide(known), known]
 
         asked, answer, gap, known = self._settle(f"decision-{self._decisions}", first)
-        check_same_step(min(asked, step), max(asked, step))
+        _check_same_step(min(asked, step), max(asked, step))
         self._decisions += 1
         return answer, gap, known
 

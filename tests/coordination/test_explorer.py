@@ -90,6 +90,7 @@ THREE = [
     Config("3 ranks, then 2, then 1", (Start("a", 1, (ONE,) * 3), both(ONE, 2, "b"), Start("c", 3, (TWO,))), 3, ALL),
 ]
 LATE = Config("late-metadata", (both(TWO),), 1, {"lost": 1})
+LEFT = Config("left-by-both", (both(TWO),), 2, {"cut": 2}, numbered=False, lockstep=True)
 NOT_TOLD_APART = [
     Config("twins-alive", (OLD, both(ONE, 1, "b")), 0),
     Config("uncounted-overlapping", (Start("a", 1, UNCOUNTED),), 0),
@@ -105,7 +106,7 @@ _FAULTS = int(os.environ.get("DCP_S3_TEST_FAULTS", "100"))
 
 
 def find(name: str) -> Config:
-    return next(config for config in [*CONFIGS, LATE, *NOT_TOLD_APART] if config.name == name)
+    return next(config for config in [*CONFIGS, LATE, LEFT, *NOT_TOLD_APART] if config.name == name)
 
 
 @pytest.mark.parametrize("name", ["single", "two-saves-lockstep", "replicas", "prune-two-saves"])
@@ -243,7 +244,7 @@ MUTATIONS: dict[str, tuple[Callable[[], Patches], str]] = {
     "committed is told before .metadata is there": (_told_before_metadata, "single"),
     "a lost answer counts as done": (_lost_is_done, "single"),
     "a claim of another number is joined": (_any_number, "redo-from-memory"),
-    "a save that was left is joined again": (_left_is_joined, "uncounted-lockstep"),
+    "a save that was left is joined again": (_left_is_joined, "left-by-both"),
     "an older attempt takes the claim of a newer one": (
         lambda: {(protocol, "is_newer"): lambda claim, attempt: False}, "attempt-of-1",
     ),
