@@ -8,7 +8,6 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from dcp_s3 import CheckpointManager, errors, list_checkpoints
 from dcp_s3.spill.background import stop_draining
 from dcp_s3.spill.drain import Drainer
 from dcp_s3.spill.store import SpillStore
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.ranks import RankFailed, run_ranks
 
@@ -28,13 +27,6 @@ ROOT = f"s3://{BUCKET}/run"
 _LAYOUTS = pytest.mark.parametrize(
     ("ranks", "shared"), [(1, True), (2, True), (2, False)], ids=["one_rank", "two_on_a_host", "two_hosts"]
 )
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "1")
-    with serve(monkeypatch) as server:
-        yield server
 
 
 def away(_: Any) -> Fault:
