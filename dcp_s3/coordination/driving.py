@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import random
@@ -76,23 +75,20 @@ class Clock:
 
 
 class Work(Protocol):
-    """What a rank does in a save, besides what all ranks do alike. Each raises what makes the save fail."""
+    """What a rank does in a save, besides what all ranks do alike: see the operations of these names. Each raises what
+    makes the save fail, and ObjectNotFoundError if something is gone."""
 
     @property
     def moved(self) -> int:
         """Grows while it makes progress. Asked by another thread."""
 
-    def join(self, claim: Claim) -> Intent:
-        """See `Join`."""
+    def join(self, claim: Claim) -> Intent: ...
 
-    def write(self, claim: Claim, rank: int, intent: Intent | None) -> bytes:
-        """See `Write`."""
+    def write(self, claim: Claim, rank: int, intent: Intent | None) -> bytes: ...
 
-    def merge(self, claim: Claim, parts: Iterator[bytes]) -> Merged:
-        """See `Merge`; raises ObjectNotFoundError, as ``parts`` does, if one is gone."""
+    def merge(self, claim: Claim, parts: Iterator[bytes]) -> Merged: ...
 
-    def clean(self, claim: Claim) -> None:
-        """See `Clean`."""
+    def clean(self, claim: Claim) -> None: ...
 
 
 class Driver:
@@ -139,27 +135,27 @@ class Driver:
         except UnreachableError:
             raise self.error or errors.TransferError(f"{self._url}: the store does not answer") from None
 
-    def go_on(self, steps: Steps[Any], answer: Any = None, *, until: type | None = None) -> Any:
-        """Go on with a generator, whose last operation has this answer, until an operation of a type, which is returned
-        and not carried out; or to the end: returns the result."""
-        return self._go_on(steps, functools.partial(steps.send, answer), until)
-
-    def leave(self, steps: Steps[T], why: str) -> T:
-        """End a generator that this rank cannot go on with; returns its result."""
-        return cast(T, self._go_on(steps, functools.partial(steps.throw, UnreachableError(why)), None))
-
-    def _go_on(self, steps: Steps[Any], send: Callable[[], Any], until: type | None) -> Any:
+    def go_on(
+        self, steps: Steps[Any], answer: Any = None, *, error: UnreachableError | None = None, until: type | None = None
+    ) -> Any:
+        """Go on with a generator, whose last operation has this answer or error, until an operation of a type, which is
+        returned and not carried out; or to the end: returns the result."""
         while True:
             try:
-                operation = send()
+                operation = steps.send(answer) if error is None else steps.throw(error)
             except StopIteration as end:
                 return end.value
             if until is not None and isinstance(operation, until):
                 return operation
+            answer = error = None
             try:
-                send = functools.partial(steps.send, self.carry_out(operation))
-            except UnreachableError as error:
-                send = functools.partial(steps.throw, error)
+                answer = self.carry_out(operation)
+            except UnreachableError as unreachable:
+                error = unreachable
+
+    def leave(self, steps: Steps[T], why: str) -> T:
+        """End a generator that this rank cannot go on with; returns its result."""
+        return cast(T, self.go_on(steps, error=UnreachableError(why)))
 
     # --- operations -----------------------------------------------------------------------------------
 

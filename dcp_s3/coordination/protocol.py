@@ -183,7 +183,7 @@ def take_part(me: Member, claim: Claim) -> Steps[str]:
             missing = everybody - present.parts - {me.rank}
         else:
             missing = frozenset() if may_close(present.intents, everybody) else everybody - present.intents
-        silent = None
+        silent: Any = None
         if missing or not is_merger:
             silent = yield Wait(missing or frozenset({merger}), patience)
             if silent is None:

@@ -202,7 +202,7 @@ def _write_entries(stream: io.BytesIO, memo: _Memo, items: StoredItems, order: I
 
 
 def _write_storage(stream: io.BytesIO, memo: _Memo, items: StoredItems, order: Ints, starts: Ints) -> None:
-    """``storage_data``: where each item lies. Of each slab, items whose pickles have the same width follow each other."""
+    """``storage_data``: where each item lies. In a slab, items whose pickles have the same width follow each other."""
     numbers = items.numbers
     hints = np.empty(len(order), np.int32)
     hints[order] = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))

@@ -178,8 +178,10 @@ def check_settings(settings: Settings, prunes: bool, step_format: Any = DEFAULT_
 def _lost(names: dict[int, str], pattern: str | None) -> int | None:
     """The first step that is not found in its name."""
     patterns = None if pattern is None else [compile_step_pattern(pattern)]
-    found = {step: step_of(name) if patterns is None else step_by_patterns(name, patterns) for step, name in names.items()}
-    return next((step for step in names if found[step] != step), None)
+    for step, name in names.items():
+        if (step_of(name) if patterns is None else step_by_patterns(name, patterns)) != step:
+            return step
+    return None
 
 
 def _checked_name(step: int, step_format: StepFormat, what: str) -> str:

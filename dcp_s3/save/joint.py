@@ -271,11 +271,8 @@ class JointSave(Save):
         driver, steps = self._going, self._steps
         if steps is None:
             raise errors.SaveProtocolError("this save has ended", url=str(self.url))
-        try:
+        with self._withdrawing():
             found = driver.go_on(steps, answer, until=until)
-        except BaseException as error:
-            self._leave(f"rank {self._rank}: {type(error).__name__}: {error}"[:2000])
-            raise
         if until is not None and isinstance(found, until):
             return found
         self._end()
@@ -297,14 +294,11 @@ class JointSave(Save):
         try:
             yield
         except BaseException as error:
-            self._leave(f"rank {self._rank}: {type(error).__name__}: {error}"[:2000])
+            if self._driver is not None and self._steps is not None:
+                with contextlib.suppress(Exception):
+                    self._driver.leave(self._steps, f"rank {self._rank}: {type(error).__name__}: {error}"[:2000])
+            self._end()
             raise
-
-    def _leave(self, why: str) -> None:
-        if self._driver is not None and self._steps is not None:
-            with contextlib.suppress(Exception):
-                self._driver.leave(self._steps, why)
-        self._end()
 
     def _is_own(self, each: OwnedItem) -> bool:
         return each.owner == self._ranks[self._rank] or (bool(_learned) and item_hash(each.item) in _learned)
