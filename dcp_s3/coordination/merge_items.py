@@ -37,6 +37,7 @@ from dcp_s3.format.part import (
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
 _Key = TypeVar("_Key", bound=Hashable)
 _Ordered = TypeVar("_Ordered", bound=tuple[Any, ...])
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 class _Table(Table[_Key]):
@@ -58,17 +59,18 @@ class AddedPart:
 
 
 class _Spool:
-    """Keeps bytes in pieces of memory so large that the system has them back when the last bytes in them are dropped
-    (glibc: 32 MiB)."""
+    """Keeps copies of arrays in pieces of memory so large that the system has them back when the last array in them is
+    dropped (glibc: 32 MiB)."""
 
     def __init__(self) -> None:
         self._piece = _NO_BYTES
 
-    def keep(self, data: memoryview) -> npt.NDArray[np.uint8]:
-        if len(data) > len(self._piece):
-            self._piece = np.empty(max(2**25, len(data)), np.uint8)
-        kept, self._piece = self._piece[: len(data)], self._piece[len(data) :]
-        kept[:] = data
+    def keep(self, values: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
+        size = values.nbytes
+        if size > len(self._piece):
+            self._piece = np.empty(max(2**25, size), np.uint8)
+        kept, self._piece = self._piece[:size].view(values.dtype).reshape(values.shape), self._piece[size:]
+        kept[...] = values
         return kept
 
 
@@ -83,7 +85,7 @@ class Tables:
         self.paths: dict[int, tuple[str | int, ...]] = {}
         """By number of a name: what the lowest rank says that has it."""
         self._said_by = np.zeros(0, np.int64)
-        self._crcs = _Spool()
+        self._columns, self._crcs = _Spool(), _Spool()  # apart, as they are dropped at different times
         self.flattened = False
         """Whether any rank's planner flattens."""
 
@@ -104,9 +106,9 @@ class Tables:
             (DESCRIPTORS, self.descriptors.numbers(part.descriptors)),
         ):
             numbers[row] = np.concatenate((_NONE, table + 1))[part.numbers[row]]
-        # Copies: the views of an array hold all bytes of the part.
-        crcs = self._crcs.keep(part.crcs)
-        return AddedPart(part.rank, numbers, part.ranges.copy(), crcs, part.objects, dict(part.facts))
+        kept = self._columns.keep(numbers), self._columns.keep(part.ranges)
+        crcs = self._crcs.keep(np.frombuffer(part.crcs, np.uint8))
+        return AddedPart(part.rank, *kept, crcs, part.objects, dict(part.facts))
 
     def _add_paths(self, part: Columns, codes: Sequence[str | None], names: npt.NDArray[np.int32]) -> None:
         new = np.full(len(self.names) - len(self._said_by), _NOBODY)
