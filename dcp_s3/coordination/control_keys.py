@@ -73,7 +73,7 @@ class _InGroup(ControlKeys):
                 self._store.delete_key(STORE_PREFIX + self._prefix + key)
 
 
-class _OnStore(ControlKeys):
+class StoreKeys(ControlKeys):
     """Objects below the root of a run."""
 
     def __init__(self, store: Store, root: CheckpointURL, attempt: Attempt) -> None:
@@ -115,7 +115,7 @@ def open_control_keys(
 ) -> ControlKeys:
     """Those of an attempt: in the store of the default process group, without one below ``root``."""
     store = default_store()
-    return _OnStore(store_of(root, settings, limit), root, attempt) if store is None else _InGroup(store, attempt)
+    return StoreKeys(store_of(root, settings, limit), root, attempt) if store is None else _InGroup(store, attempt)
 
 
 def _pack(value: str) -> bytes:

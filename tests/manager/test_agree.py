@@ -8,13 +8,9 @@ from typing import Any
 import pytest
 
 from dcp_s3 import errors
-from dcp_s3.coordination.control_keys import _OnStore
-from dcp_s3.coordination.identity import Attempt
 from dcp_s3.manager.agree import check_same_run
 from dcp_s3.manager.select_checkpoint import ChosenCheckpoint
-from dcp_s3.url import parse_url
 from tests.manager.thread_ranks import MemoryKeys, ThreadRanks, on_threads, store_ranks
-from tests.memory_store import MemoryStore
 
 
 def _refuse(failures: dict[int, BaseException]) -> Exception:
@@ -117,12 +113,10 @@ def test_the_first_choice_stands_for_all() -> None:
     "data", [b"", b"{}", b'{"note": "[]", "crc64nvme": "0"}', b'{"note": 1, "crc64nvme": "0"}', b"[1]"]
 )
 def test_an_answer_that_is_damaged_or_foreign_is_refused_rather_than_replaced_by_one_s_own(data: bytes) -> None:
-    attempt = Attempt("run", (0,), "token", None, 2, 0)
-    store, root = MemoryStore(), parse_url("s3://bucket/run")
-    keys = _OnStore(store, root, attempt)
+    keys = MemoryKeys()
     first, second = store_ranks(2, keys)
     first.choose("latest", lambda: _at(5))
-    [key] = [each.key for each in store.list("").objects]
+    [key], store = keys.keys, keys._store
     store.put(key, data)
     with pytest.raises(errors.SaveProtocolError, match=f"{key} is damaged.*Remedy: delete it, and restart"):
         second.choose("latest", lambda: _at(6))
@@ -153,7 +147,7 @@ def test_managers_of_a_process_have_answers_of_their_own() -> None:
     second = type(first)(first._root, first._settings, 0, 1, keys, "run", first._numbers)
     for each in (first, second):
         assert each.choose("latest", lambda: _at(1)) == _at(1)
-    assert len(keys.values) == 2
+    assert len(keys.keys) == 2
 
 
 def test_the_answers_that_all_have_read_are_removed_by_one_rank_two_saves_later() -> None:
@@ -170,7 +164,7 @@ def test_the_answers_that_all_have_read_are_removed_by_one_rank_two_saves_later(
             each.decide(step, lambda _: (True, 1), False)
 
     def left() -> list[str]:
-        return sorted(key.partition("-0-")[2] for key in keys.values)
+        return sorted(key.partition("-0-")[2] for key in keys.keys)
 
     ranks[0].choose("latest", lambda: _at(5))
     decide(10)

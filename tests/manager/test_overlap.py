@@ -92,20 +92,6 @@ def test_a_queued_save_returns_while_another_one_uploads(gate: Gate) -> None:
     assert is_of(load(2), 2)
 
 
-def test_what_waits_is_saved_although_the_one_before_failed(gate: Gate) -> None:
-    gate.refused = ("step-00000001/",)
-    manager = CheckpointManager(ROOT, overlap="queue")
-    train(manager, 1, 2)
-    gate.open.set()
-    with pytest.raises(errors.SaveFailedError, match="step 1") as caught:
-        manager.wait()
-    assert caught.value.step == 1
-    assert committed() == [2]
-    train(manager, 3)  # it was raised once
-    manager.close()
-    assert committed() == [2, 3]
-
-
 _SCRIPT = """
 import sys, torch
 from dcp_s3 import CheckpointManager
