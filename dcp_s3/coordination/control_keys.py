@@ -24,21 +24,11 @@ class ControlKeys(ABC):
 
     @abstractmethod
     def offer(self, key: str, value: str) -> str:
-        """Set a value, unless there is one. Returns the one that stands.
-
-        Raises:
-            SaveProtocolError: there is something that is no value.
-            StorageError: it may or may not be set.
-        """
+        """Set a value, unless there is one. Returns the one that stands. After a StorageError it may or may not be set."""
 
     @abstractmethod
     def look(self, key: str) -> str | None:
-        """The value, or None.
-
-        Raises:
-            SaveProtocolError: there is something that is no value.
-            StorageError
-        """
+        """The value, or None. A SaveProtocolError if there is something that is no value."""
 
     @abstractmethod
     def remove(self, *keys: str) -> None:

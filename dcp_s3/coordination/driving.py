@@ -92,15 +92,7 @@ class Work(Protocol):
 
 
 class Driver:
-    """Drives one rank's generators on a store.
-
-    Args:
-        store: its limit is that of the save.
-        url: of the checkpoint.
-        me: the rank.
-        rank_timeout: seconds without progress after which a rank is given up.
-        work: needed for whole saves.
-    """
+    """Drives one rank's generators on a store, whose limit is that of the save; ``work`` is needed for whole saves."""
 
     def __init__(
         self,
@@ -125,11 +117,8 @@ class Driver:
         """As it was seen last."""
 
     def run(self, steps: Steps[T]) -> T:
-        """Run a generator to its end; returns its result.
-
-        Raises:
-            StorageError: the store does not answer, and the generator does not bear that.
-        """
+        """Run a generator to its end; returns its result. A StorageError if the store does not answer, and the
+        generator does not bear that."""
         try:
             return cast(T, self.go_on(steps))
         except UnreachableError:
@@ -160,11 +149,7 @@ class Driver:
     # --- operations -----------------------------------------------------------------------------------
 
     def carry_out(self, operation: Any) -> Any:
-        """The answer to an operation.
-
-        Raises:
-            UnreachableError
-        """
+        """The answer to an operation; raises UnreachableError."""
         if isinstance(operation, Get):
             found = self._ask(lambda store: self._get(store, operation.key))
             if operation.key == CLAIM and found is not None:
@@ -381,12 +366,7 @@ _checked: set[tuple[str, str | None]] = set()
 
 
 def check_conditions(store: Store, url: CheckpointURL, claim: Claim) -> None:
-    """Refuse stores whose conditional writes cannot decide anything; once in a process for each.
-
-    Raises:
-        SaveProtocolError
-        StorageError: the store does not answer.
-    """
+    """Refuse (SaveProtocolError) stores whose conditional writes cannot decide anything; once in a process for each."""
     where = store.name, store.settings.endpoint_url if isinstance(store, S3Store) else None
     if where in _checked:
         return

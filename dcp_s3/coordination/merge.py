@@ -38,11 +38,8 @@ class Merging:
 
     def add(self, data: bytes) -> bool:
         """Add the part of another rank, as it was read. Returns whether its tensors have other properties (dtypes and
-        so on) than those of all parts before.
-
-        Raises:
-            ValueError: no part, damaged, or of another save; nothing was added.
-        """
+        so on) than those of all parts before. A ValueError if it is none, damaged, or of another save; then nothing was
+        added."""
         columns = unpack(data)
         if (columns.save, columns.world_size) != (self._save, self._world_size) or columns.rank in self._parts:
             raise ValueError(

@@ -263,10 +263,8 @@ def _check_wholes(
     shapes: Sequence[tuple[int, ...]],
     properties: Sequence[TensorProperties],
 ) -> None:
-    """A name is the same on all ranks: a tensor of one shape and dtype, or something else.
-
-    Duplicates of a whole tensor may differ, as in DCP: the first one counts. But duplicates of shards may not.
-    """
+    """A name is the same on all ranks: a tensor of one shape and dtype, or something else. Duplicates of a whole tensor
+    may differ, as in DCP (the first one counts), but not those of shards."""
     dtypes = [each.dtype for each in properties]
     kinds = np.array([0, *(1 + dtypes.index(each) for each in dtypes)], np.int32)[numbers[PROPERTIES]]
     wholes = numbers[WHOLE]

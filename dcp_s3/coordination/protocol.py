@@ -326,11 +326,8 @@ def finish(claim: Claim, merged: Merged | None = None) -> Steps[bool]:
 
 
 def withdraw(me: Member, number: Number, step: int | None, why: str, *, is_new: bool = True) -> Steps[str]:
-    """Abort a save that this rank has counted and cannot begin, or has restored since. Returns the verdict.
-
-    Args:
-        is_new: whether the others are to find that out, also if none of them has begun it.
-    """
+    """Abort a save that this rank has counted and cannot begin, or has restored since. Returns the verdict. ``is_new``:
+    the others are to find that out, also if none of them has begun it."""
     while True:
         claim, found = yield from _get_claim()
         what = judge(claim, me, number, step)

@@ -30,15 +30,9 @@ Decide = Callable[[bool], tuple[bool, int]]
 
 
 class Ranks:
-    """The ranks of a process group; a single rank if there is no group.
-
-    Args:
-        group: a group whose collectives run on the CPU. None: a new gloo group of all ranks, which every rank must then
-            make at the same time; no group if torch.distributed is not initialised.
-
-    Raises:
-        CheckpointError: this process is not in the group.
-    """
+    """The ranks of a process group whose collectives run on the CPU (None: a new gloo group of all ranks, which every
+    rank must then make at the same time); a single rank if torch.distributed is not initialised. A CheckpointError if
+    this process is not in the group."""
 
     collective = True
     """Whether the ranks meet in collectives. Otherwise each hears only itself, and fails alone."""
@@ -97,12 +91,9 @@ class Ranks:
 
     def agree(self, work: Callable[[], T], refuse: Refuse, *, alike: bool = False) -> list[T]:
         """Run ``work``, without collectives, on each rank. Returns the results in rank order; if it raises on one rank,
-        all raise: that rank what it raised, the others what ``refuse`` makes. With ``alike`` all raise that, with the
-        original error as the cause: for ``work`` that calls user code.
-
-        Anything that can fail on one rank alone belongs in ``work``: if one rank left, the others would wait for it in
-        their next collective.
-        """
+        all raise: that rank what it raised, the others what ``refuse`` makes. With ``alike``, for ``work`` that calls
+        user code, all raise that. Anything that can fail on one rank alone belongs in ``work``: if one rank left, the
+        others would wait for it in their next collective."""
         value, failure = _run(work)
         answers = self.gather((value, None if failure is None else for_others(failure)))
         if failure is not None and not (alike and isinstance(failure, Exception)):

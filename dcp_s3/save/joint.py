@@ -45,17 +45,8 @@ others. It writes them at once from then on."""
 
 
 class JointSave(Save):
-    """One rank's part in such a save.
-
-    Args:
-        url: URL of the checkpoint.
-        options: the writer's options when the save began.
-        attempt: the attempt, with the rank as its place among ``ranks``.
-        counted: the save as this rank has counted it; None: the ranks save in lockstep.
-        step: step of the save.
-        ranks: the ranks that save, as numbers of the whole job.
-        replicas: which ranks hold the same plain tensors and objects, see `S3StorageWriter`.
-    """
+    """One rank's part in such a save. ``attempt`` has the rank as its place among ``ranks``, which are numbers of the
+    whole job. Without ``counted`` the ranks save in lockstep."""
 
     _spills = False
 
@@ -88,11 +79,7 @@ class JointSave(Save):
     # --- in the order of DCP's calls ----------------------------------------------------------------
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Take part in the save, before any byte moves.
-
-        Raises:
-            CheckpointExistsError, SaveProtocolError, StorageError
-        """
+        """Join the save, before any byte moves."""
         self._deadline = self._start_deadline()
         member = make_member(self._attempt, self.url, overwrite=self._options.overwrite)
         self._driver = Driver(self._store(), self.url, member, self._settings.rank_timeout, self)
@@ -106,12 +93,7 @@ class JointSave(Save):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Upload this rank's share of its items. Returns when all objects are complete, or raises and leaves nothing
-        open.
-
-        Raises:
-            DeadlineExceededError: `save_timeout` has passed.
-            StorageError, SaveProtocolError
-        """
+        open."""
         began, self._planner = time.monotonic(), planner
         with collector_paused(), self._withdrawing():
             self._held = find_owners(
@@ -131,15 +113,7 @@ class JointSave(Save):
         return self._results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write this rank's part, and wait until the whole is committed, by this rank or another one.
-
-        Raises:
-            CheckpointExistsError: another save has committed meanwhile.
-            DeadlineExceededError: `save_timeout` has passed since this rank began to write.
-            SaveProtocolError: the save cannot be whole: a rank is dead, and no other one holds the same.
-            ShardingError: what the ranks wrote does not fit together.
-            StorageError
-        """
+        """Write this rank's part, and wait until the whole is committed, by this rank or another one."""
         if self._was_committed:
             return  # without this rank, whose own writing failed: others have made up for it
         with self._withdrawing():
@@ -149,12 +123,7 @@ class JointSave(Save):
     # --- after the save -----------------------------------------------------------------------------
 
     def is_committed(self) -> bool:
-        """Whether the save is committed, and was not replaced since.
-
-        Raises:
-            CheckpointError: it was committed, and is no longer there.
-            StorageError
-        """
+        """Whether the save is committed, and was not replaced since. A CheckpointError if it is no longer there."""
         identity = SaveIdentity(self.url, self.save_id)
         try:
             found = save_id_in(self._s3, identity, self._s3.head(identity.metadata_key))
