@@ -24,7 +24,7 @@ class ControlKeys(ABC):
 
     @abstractmethod
     def offer(self, key: str, value: str) -> str:
-        """Set a value, unless there is one. Returns the one that stands. After a StorageError it may or may not be set."""
+        """Set a value, unless there is one. Returns the one that stands. After a StorageError it may be set or not."""
 
     @abstractmethod
     def look(self, key: str) -> str | None:
