@@ -143,6 +143,17 @@ class Ranks:
         found: list[int] = reduced.tolist()
         return found
 
+    def choose(self, request: object, find: Callable[[], tuple[Any, ...] | None]) -> tuple[Any, ...] | None:
+        """What is found for a request, the same on all ranks."""
+        return find()
+
+    def count(self, url: str, step: int) -> CountedSave | None:
+        """Count a save, if the ranks tell saves apart by that: before anything of it can fail on this rank alone."""
+        return None
+
+    def committed(self, step: int) -> None:
+        """The save of a step is committed."""
+
 
 def _run(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     """What it returns, or raises: whatever that is, the other ranks wait for this one."""
@@ -200,7 +211,7 @@ class StoreRanks(Ranks):
         self._passed: dict[int, list[str]] = {}  # those that no rank needs once the save of a step is committed
 
     def choose(self, request: object, find: Callable[[], tuple[Any, ...] | None]) -> tuple[Any, ...] | None:
-        """What the rank that comes first finds for a request."""
+        """What the rank that comes first finds."""
         asked, self._restores = repr(request), self._restores + 1
         # The last save, too: a rank that has lost count must not take an old choice.
         theirs, found = self._settle(f"restore-{self._restores}-{self._last_save}", lambda: [asked, find()])
@@ -241,7 +252,6 @@ class StoreRanks(Ranks):
         return f"{self._about}-{self._number}-{name}"
 
     def count(self, url: str, step: int) -> CountedSave:
-        """Count a save, before anything of it can fail on this rank alone."""
         counted = count_save(parse_url(url), self._settings, step=step)
         self._last_save, self._passed[step] = str(step), self._older
         self._older, self._recent = self._recent, []
