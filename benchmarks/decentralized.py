@@ -7,7 +7,7 @@ more. Then one rank does what `dcp_s3.coordination` does once all have written:
 - ``list``: the names of intents and parts, a page of 1,000 after the other.
 - ``roll call``: all intents, and whether any rank holds what none will write.
 - ``get and add``: the parts, each added to the merge as it comes.
-- ``merge``: `.metadata`, from all parts.
+- ``merge``: `.metadata`, from all parts; some of it is read back.
 - ``commit``: what is to become `.metadata`, the manifest, then `.metadata`.
 
 Beside it stands what the coordinator does in a save with collectives, in this process and without any network: it
@@ -46,6 +46,7 @@ from benchmarks.measure import Sample, measure
 from benchmarks.report import machine
 from benchmarks.save_load import RESULTS
 from benchmarks.units import MIB
+from dcp_s3.checkpoint.readback import check_readable
 from dcp_s3.coordination.merge import MergedSave, Merging, assign
 from dcp_s3.coordination.values import Intent, Key, parse_intent
 from dcp_s3.format.control_files import Manifest
@@ -54,6 +55,7 @@ from dcp_s3.format.metadata import dump_metadata
 from dcp_s3.format.part import Part, WrittenItem, encode, item_hash
 from dcp_s3.save.objects import ItemWriteResult
 from dcp_s3.store import Expect, Page, StoredObject
+from dcp_s3.url import parse_url
 from tests.memory_store import MemoryStore
 
 SAVE = "0123456789abcdef"
@@ -169,11 +171,11 @@ class _Merge:
         self.merged: MergedSave
 
     def __call__(self) -> None:
-        merging = Merging(SAVE, self._ranks)
+        merging, sample = Merging(SAVE, self._ranks), Merging(SAVE, self._ranks)
         self._step("list", lambda: self._store.list(joint_object(SAVE, "")))
         self._step("roll call", self._call_roll)
-        self._step("get and add", lambda: self._get(merging))
-        self._step("merge", lambda: self._merge(merging))
+        self._step("get and add", lambda: self._get(merging, sample))
+        self._step("merge", lambda: self._merge(merging, sample))
         self._step("commit", self._commit)
 
     def _read(self, kind: str) -> Iterator[bytes]:
@@ -189,12 +191,15 @@ class _Merge:
         if assign(leaves, writes):
             raise RuntimeError("something would be written by no rank")
 
-    def _get(self, merging: Merging) -> None:
-        for data in self._read("part"):
-            merging.add(data)
+    def _get(self, merging: Merging, sample: Merging) -> None:
+        for rank, data in enumerate(self._read("part")):
+            if merging.add(data) or not rank:
+                sample.add(data)
 
-    def _merge(self, merging: Merging) -> None:
+    def _merge(self, merging: Merging, sample: Merging) -> None:
         self.merged = merging.merged(save_id=SAVE + "00000000", checkpoint_id=_URL)
+        few = sample.merged(save_id=SAVE + "00000000", checkpoint_id=_URL, is_whole=False)
+        check_readable(few.metadata, parse_url(_URL))
 
     def _commit(self) -> None:
         merged = self.merged

@@ -22,20 +22,13 @@ from dcp_s3.url import CheckpointURL
 class ControlKeys(ABC):
     """Values by key (letters, digits, hyphens), each written once. Thread safe."""
 
-    nearby = False
-    """Whether a look takes a message between hosts (some 0.1 ms), rather than a request to S3 (some 30 ms)."""
-
     @abstractmethod
     def offer(self, key: str, value: str) -> str:
-        """Set a value, unless there is one. Returns the one that stands.
-
-        Raises:
-            StorageError: it may or may not be set.
-        """
+        """Set a value, unless there is one. Returns the one that stands. After a StorageError it may be set or not."""
 
     @abstractmethod
     def look(self, key: str) -> str | None:
-        """The value, or None."""
+        """The value, or None. A SaveProtocolError if there is something that is no value."""
 
     @abstractmethod
     def remove(self, *keys: str) -> None:
@@ -44,8 +37,6 @@ class ControlKeys(ABC):
 
 class _InGroup(ControlKeys):
     """In the store of the process group."""
-
-    nearby = True
 
     def __init__(self, store: Any, attempt: Attempt) -> None:
         self._store, self._prefix = store, f"board/{attempt.id}/"
@@ -72,7 +63,7 @@ class _InGroup(ControlKeys):
                 self._store.delete_key(STORE_PREFIX + self._prefix + key)
 
 
-class _OnStore(ControlKeys):
+class StoreKeys(ControlKeys):
     """Objects below the root of a run."""
 
     def __init__(self, store: Store, root: CheckpointURL, attempt: Attempt) -> None:
@@ -80,18 +71,26 @@ class _OnStore(ControlKeys):
 
     def offer(self, key: str, value: str) -> str:
         # First a look, for stores that ignore the condition. There, of values set at once the last one stands.
-        if (found := self.look(key)) is not None:
-            return found
-        with contextlib.suppress(errors.PreconditionFailedError):
-            self._store.put(self._key(key), _pack(value), expect=ABSENT, content_type="application/json")
-        found = self.look(key)
+        if (found := self.look(key)) is None:
+            with contextlib.suppress(errors.PreconditionFailedError):
+                self._store.put(self._key(key), _pack(value), expect=ABSENT, content_type="application/json")
+            found = self.look(key)
         return value if found is None else found
 
     def look(self, key: str) -> str | None:
+        path = self._key(key)
         try:
-            return _unpack(self._store.get(self._key(key)).data)
+            data = self._store.get(path).data
         except errors.ObjectNotFoundError:
             return None
+        if (found := _unpack(data)) is None:
+            # Not the value of this rank instead: others may have read what was there before.
+            raise errors.SaveProtocolError(
+                f"s3://{self._root.bucket}/{path} is damaged, or something else has written it: by it the ranks agree "
+                "on what they save and restore. Remedy: delete it, and restart all ranks together",
+                url=str(self._root),
+            )
+        return found
 
     def remove(self, *keys: str) -> None:
         with contextlib.suppress(errors.StorageError):
@@ -106,7 +105,7 @@ def open_control_keys(
 ) -> ControlKeys:
     """Those of an attempt: in the store of the default process group, without one below ``root``."""
     store = default_store()
-    return _OnStore(store_of(root, settings, limit), root, attempt) if store is None else _InGroup(store, attempt)
+    return StoreKeys(store_of(root, settings, limit), root, attempt) if store is None else _InGroup(store, attempt)
 
 
 def _pack(value: str) -> bytes:

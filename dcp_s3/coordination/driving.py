@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import random
@@ -48,6 +47,7 @@ from dcp_s3.coordination.values import (
 from dcp_s3.coordination.watch import LOOKS, Watch
 from dcp_s3.failures import without_tracebacks
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, joint_object, metadata_object, new_nonce
+from dcp_s3.s3.store import S3Store
 from dcp_s3.store import ABSENT, Expect, Store
 from dcp_s3.url import CheckpointURL
 
@@ -62,42 +62,37 @@ _CLEANUP_SECONDS = 10.0
 _AT_A_TIME = 256  # objects of ranks that are read in one go
 
 
+def _is_exiting() -> bool:
+    return not threading.main_thread().is_alive()
+
+
 @dataclass(frozen=True)
 class Clock:
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
+    is_exiting: Callable[[], bool] = _is_exiting
+    """Whether the program has ended, and the process waits for its threads."""
 
 
 class Work(Protocol):
-    """What a rank does in a save, besides what all ranks do alike. Each raises what makes the save fail."""
+    """What a rank does in a save, besides what all ranks do alike: see the operations of these names. Each raises what
+    makes the save fail, and ObjectNotFoundError if something is gone."""
 
     @property
     def moved(self) -> int:
         """Grows while it makes progress. Asked by another thread."""
 
-    def join(self, claim: Claim) -> Intent:
-        """See `Join`."""
+    def join(self, claim: Claim) -> Intent: ...
 
-    def write(self, claim: Claim, rank: int, intent: Intent | None) -> bytes:
-        """See `Write`."""
+    def write(self, claim: Claim, rank: int, intent: Intent | None) -> bytes: ...
 
-    def merge(self, claim: Claim, parts: Iterator[bytes]) -> Merged:
-        """See `Merge`; raises ObjectNotFoundError, as ``parts`` does, if one is gone."""
+    def merge(self, claim: Claim, parts: Iterator[bytes]) -> Merged: ...
 
-    def clean(self, claim: Claim) -> None:
-        """See `Clean`."""
+    def clean(self, claim: Claim) -> None: ...
 
 
 class Driver:
-    """Drives one rank's generators on a store.
-
-    Args:
-        store: its limit is that of the save.
-        url: of the checkpoint.
-        me: the rank.
-        rank_timeout: seconds without progress after which a rank is given up.
-        work: needed for whole saves.
-    """
+    """Drives one rank's generators on a store, whose limit is that of the save; ``work`` is needed for whole saves."""
 
     def __init__(
         self,
@@ -113,6 +108,7 @@ class Driver:
         self._watch = Watch(self._clock.now, rank_timeout)
         self._pause = _SHORTEST_PAUSE
         self._refused_since: float | None = None
+        self._exit_by: float | None = None
         self._is_leaving = False
         self._stands_in_for: Write | None = None
         self.error: Exception | None = None
@@ -121,46 +117,39 @@ class Driver:
         """As it was seen last."""
 
     def run(self, steps: Steps[T]) -> T:
-        """Run a generator to its end; returns its result.
-
-        Raises:
-            StorageError: the store does not answer, and the generator does not bear that.
-        """
+        """Run a generator to its end; returns its result. A StorageError if the store does not answer, and the
+        generator does not bear that."""
         try:
             return cast(T, self.go_on(steps))
         except UnreachableError:
             raise self.error or errors.TransferError(f"{self._url}: the store does not answer") from None
 
-    def go_on(self, steps: Steps[Any], answer: Any = None, *, until: type | None = None) -> Any:
-        """Go on with a generator, whose last operation has this answer, until an operation of a type, which is returned
-        and not carried out; or to the end: returns the result."""
-        return self._go_on(steps, functools.partial(steps.send, answer), until)
-
-    def leave(self, steps: Steps[T], why: str) -> T:
-        """End a generator that this rank cannot go on with; returns its result."""
-        return cast(T, self._go_on(steps, functools.partial(steps.throw, UnreachableError(why)), None))
-
-    def _go_on(self, steps: Steps[Any], send: Callable[[], Any], until: type | None) -> Any:
+    def go_on(
+        self, steps: Steps[Any], answer: Any = None, *, error: UnreachableError | None = None, until: type | None = None
+    ) -> Any:
+        """Go on with a generator, whose last operation has this answer or error, until an operation of a type, which is
+        returned and not carried out; or to the end: returns the result."""
         while True:
             try:
-                operation = send()
+                operation = steps.send(answer) if error is None else steps.throw(error)
             except StopIteration as end:
                 return end.value
             if until is not None and isinstance(operation, until):
                 return operation
+            answer = error = None
             try:
-                send = functools.partial(steps.send, self.carry_out(operation))
-            except UnreachableError as error:
-                send = functools.partial(steps.throw, error)
+                answer = self.carry_out(operation)
+            except UnreachableError as unreachable:
+                error = unreachable
+
+    def leave(self, steps: Steps[T], why: str) -> T:
+        """End a generator that this rank cannot go on with; returns its result."""
+        return cast(T, self.go_on(steps, error=UnreachableError(why)))
 
     # --- operations -----------------------------------------------------------------------------------
 
     def carry_out(self, operation: Any) -> Any:
-        """The answer to an operation.
-
-        Raises:
-            UnreachableError
-        """
+        """The answer to an operation; raises UnreachableError."""
         if isinstance(operation, Get):
             found = self._ask(lambda store: self._get(store, operation.key))
             if operation.key == CLAIM and found is not None:
@@ -172,6 +161,7 @@ class Driver:
         if isinstance(operation, Look):
             return self._look(operation)
         if isinstance(operation, Wait):
+            self._check_exit()
             self._sleep()
             return self._watch.find_silent(operation.ranks, operation.patience)
         if isinstance(operation, CallRoll):
@@ -320,11 +310,24 @@ class Driver:
         logger.warning("the save to %s waits for S3: %s", self._url, error)
         self._sleep()
 
-    def _give_up(self, error: errors.StorageError) -> None:
+    def _check_exit(self) -> None:
+        """A process whose program has ended does not wait for the others for ever."""
+        if self._exit_by is None and self._clock.is_exiting():
+            self._exit_by = self._clock.now() + self._rank_timeout
+            logger.warning(
+                "the program ends while the save to %s waits for other ranks: the process goes on until it is "
+                "committed, for %g s at most. Remedy: close the CheckpointManager, or wait for the save",
+                self._url, self._rank_timeout,
+            )  # fmt: skip
+        if self._exit_by is not None and self._clock.now() > self._exit_by:
+            why = f"the program has ended, and other ranks are not done after {self._rank_timeout:g} s"
+            self._give_up(errors.SaveProtocolError(f"{self._url} is not committed: {why}", url=str(self._url)))
+
+    def _give_up(self, error: errors.StorageError | errors.SaveProtocolError) -> None:
         self.error = self.error or error
         self._is_leaving, self._refused_since = True, None
         self._store = self._store.within(self._store.limit.for_cleanup())
-        raise UnreachableError from error
+        raise UnreachableError(f"rank {self._me.rank}: {error}"[:2000]) from error
 
     def _sleep(self) -> None:
         self._clock.sleep(self._pause * random.uniform(0.75, 1.25))
@@ -358,17 +361,14 @@ class Driver:
 
 # --- what the store must be able to do ------------------------------------------------------------------
 
-_checked: set[str] = set()
+_checked: set[tuple[str, str | None]] = set()
+"""By bucket and endpoint."""
 
 
 def check_conditions(store: Store, url: CheckpointURL, claim: Claim) -> None:
-    """Refuse stores whose conditional writes cannot decide anything; once in a process for each.
-
-    Raises:
-        SaveProtocolError
-        StorageError: the store does not answer.
-    """
-    if store.name in _checked:
+    """Refuse (SaveProtocolError) stores whose conditional writes cannot decide anything; once in a process for each."""
+    where = store.name, store.settings.endpoint_url if isinstance(store, S3Store) else None
+    if where in _checked:
         return
     key = url.key(Key("roll", f"{claim.nonce}00{new_nonce()}").path)
     store.put(key, b"1")
@@ -382,7 +382,7 @@ def check_conditions(store: Store, url: CheckpointURL, claim: Claim) -> None:
             'CheckpointManager(coordination="collectives")), or on another store; `dcp-s3 doctor` shows what it knows',
             url=str(url),
         )
-    _checked.add(store.name)
+    _checked.add(where)
 
 
 def _refuses(store: Store, key: str, expect: Expect) -> bool:

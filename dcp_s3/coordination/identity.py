@@ -76,12 +76,8 @@ def make_attempt(
     clock: Callable[[], float | None] = lambda: None,
 ) -> Attempt:
     """The attempt that a process is part of; ``store`` is one of torch that all ranks share, ``members`` the ranks that
-    save, if they are not all, and ``clock`` that of the object store.
-
-    Raises:
-        SaveProtocolError: there are several ranks, and nothing tells this attempt from others; or rank 0 does not come.
-        StorageError: the store does not answer.
-    """
+    save, if they are not all, and ``clock`` that of the object store. A SaveProtocolError if nothing tells this attempt
+    of several ranks from others, or rank 0 does not come."""
     run = settings.run_id or found.run
     if store is not None:
         mine: dict[str, Any] = {
@@ -175,12 +171,8 @@ def tell(store: Any, said: str, others: int, group: str = "") -> None:
 
 
 def ask(store: Any, timeout: float, group: str = "") -> str:
-    """On another rank: what the first one says, which has to come to its save in ``timeout`` seconds.
-
-    Raises:
-        SaveProtocolError: the first rank did not answer in time.
-        StorageError: the store does not answer.
-    """
+    """On another rank: what the first one says, which has to come to its save in ``timeout`` seconds, or it is a
+    SaveProtocolError."""
     word, deadline, pause = secrets.token_hex(8), time.monotonic() + timeout, _SHORTEST_PAUSE
     try:
         store.set(_ask(group, store.add(_asks(group), 1)), word)

@@ -36,28 +36,28 @@ class Merging:
         self._tables = Tables()
         self._parts: dict[int, AddedPart] = {}
 
-    def add(self, data: bytes) -> None:
-        """Add the part of another rank, as it was read.
-
-        Raises:
-            ValueError: no part, damaged, or of another save; nothing was added.
-        """
+    def add(self, data: bytes) -> bool:
+        """Add the part of another rank, as it was read. Returns whether its tensors have other properties (dtypes and
+        so on) than those of all parts before. A ValueError if it is none, damaged, or of another save; then nothing was
+        added."""
         columns = unpack(data)
         if (columns.save, columns.world_size) != (self._save, self._world_size) or columns.rank in self._parts:
             raise ValueError(
                 f"part of rank {self._number(columns.rank)} belongs to save {columns.save} of {columns.world_size} "
                 f"ranks, expected {self._save} of {self._world_size}; or it is there twice"
             )
+        known = len(self._tables.made)
         self._parts[columns.rank] = self._tables.add(columns)
+        return len(self._tables.made) > known
 
     @property
     def facts(self) -> list[Mapping[str, Any]]:
         """What each part says of the save as a whole, by rank."""
         return [self._parts[rank].facts for rank in sorted(self._parts)]
 
-    def merged(self, *, save_id: str, checkpoint_id: str) -> MergedSave:
-        """Metadata of the whole save. The same parts always give the same bytes. Of several items with the same index,
-        that of the lowest rank counts.
+    def merged(self, *, save_id: str, checkpoint_id: str, is_whole: bool = True) -> MergedSave:
+        """Metadata of the whole save, or (``is_whole``) of some of its parts. The same parts always give the same
+        bytes. Of several items with the same index, that of the lowest rank counts. To be called once.
 
         Raises:
             ShardingError: the chunks of a tensor are of different wholes, outside of it, overlap, or do not fill it.
@@ -65,10 +65,10 @@ class Merging:
         """
         with collector_paused():
             parts = [self._parts[rank] for rank in sorted(self._parts)]
+            filled = is_whole and self._world_size > 1
             metadata, items = merge_items(
-                parts, self._tables, save_id=save_id, checkpoint_id=checkpoint_id, filled=self._world_size > 1,
-                number=self._number,
-            )  # fmt: skip
+                parts, self._tables, save_id=save_id, checkpoint_id=checkpoint_id, filled=filled, number=self._number
+            )
         return MergedSave(metadata, items, tuple(entry for part in parts for entry in part.objects))
 
 

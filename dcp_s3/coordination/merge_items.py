@@ -37,6 +37,7 @@ from dcp_s3.format.part import (
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
 _Key = TypeVar("_Key", bound=Hashable)
 _Ordered = TypeVar("_Ordered", bound=tuple[Any, ...])
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 class _Table(Table[_Key]):
@@ -44,17 +45,33 @@ class _Table(Table[_Key]):
         return np.fromiter(map(self.__getitem__, keys), np.int32, len(keys))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class AddedPart:
-    """What is kept of a part."""
+    """What is kept of a part. Its arrays are emptied as they are merged: together they have gigabytes."""
 
     rank: int
     numbers: npt.NDArray[np.int32]
     """As in `Columns`, but names, shapes, properties and descriptors are those of `Tables`."""
     ranges: npt.NDArray[np.int64]
-    crcs: memoryview
+    crcs: npt.NDArray[np.uint8]
     objects: tuple[ObjectEntry, ...]
     facts: Mapping[str, object]
+
+
+class _Spool:
+    """Keeps copies of arrays in pieces of memory so large that the system has them back when the last array in them is
+    dropped (glibc: 32 MiB)."""
+
+    def __init__(self) -> None:
+        self._piece = _NO_BYTES
+
+    def keep(self, values: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
+        size = values.nbytes
+        if size > len(self._piece):
+            self._piece = np.empty(max(2**25, size), np.uint8)
+        kept, self._piece = self._piece[:size].view(values.dtype).reshape(values.shape), self._piece[size:]
+        kept[...] = values
+        return kept
 
 
 class Tables:
@@ -68,6 +85,7 @@ class Tables:
         self.paths: dict[int, tuple[str | int, ...]] = {}
         """By number of a name: what the lowest rank says that has it."""
         self._said_by = np.zeros(0, np.int64)
+        self._columns, self._crcs = _Spool(), _Spool()  # apart, as they are dropped at different times
         self.flattened = False
         """Whether any rank's planner flattens."""
 
@@ -88,7 +106,9 @@ class Tables:
             (DESCRIPTORS, self.descriptors.numbers(part.descriptors)),
         ):
             numbers[row] = np.concatenate((_NONE, table + 1))[part.numbers[row]]
-        return AddedPart(part.rank, numbers, part.ranges, part.crcs, part.objects, dict(part.facts))
+        kept = self._columns.keep(numbers), self._columns.keep(part.ranges)
+        crcs = self._crcs.keep(np.frombuffer(part.crcs, np.uint8))
+        return AddedPart(part.rank, *kept, crcs, part.objects, dict(part.facts))
 
     def _add_paths(self, part: Columns, codes: Sequence[str | None], names: npt.NDArray[np.int32]) -> None:
         new = np.full(len(self.names) - len(self._said_by), _NOBODY)
@@ -104,6 +124,7 @@ class Tables:
 
 
 _NOBODY = 2**63 - 1
+_NO_BYTES = np.zeros(0, np.uint8)
 _NONE = np.zeros(1, np.int32)
 
 
@@ -119,6 +140,9 @@ def merge_items(
     """``.metadata`` of all parts, by rank, and its number of items."""
     counts = [part.numbers.shape[1] for part in parts]
     numbers = np.concatenate([_NO_ITEMS, *(part.numbers for part in parts)], axis=1)
+    ranges = np.concatenate([_NO_RANGES, *(part.ranges for part in parts)], axis=1)
+    for part in parts:
+        part.numbers, part.ranges = _NO_ITEMS, _NO_RANGES
     numbers[OBJECT] += np.repeat(_sums([len(part.objects) for part in parts]), counts).astype(np.int32)
     which = np.repeat(np.arange(len(parts)), counts)
     ranks = np.array([number(part.rank) for part in parts], np.int64)[which]  # for messages
@@ -127,7 +151,8 @@ def merge_items(
     _check_wholes(numbers, kept, ranks, names, shapes, tables.made)
     chosen = np.flatnonzero(kept)
     blocks = _Blocks(parts, counts, numbers[CRCS], which, chosen)
-    numbers, ranks = numbers[:, chosen], ranks[chosen]
+    if len(chosen) < len(kept):
+        numbers, ranges, ranks = numbers[:, chosen], ranges[:, chosen], ranks[chosen]
     _check_chunks(numbers, ranks, names, shapes, filled=filled)
     order = _first_seen(numbers[NAME], len(names))
     numbers[NAME] = _inverse(order, len(names))[numbers[NAME]]
@@ -139,8 +164,9 @@ def merge_items(
         descriptors=[list(each) for each in _in_order(numbers[DESCRIPTORS], tables.descriptors)],
         paths=[entry.path for part in parts for entry in part.objects],
         numbers=numbers,
-        ranges=np.concatenate([_NO_RANGES, *(part.ranges for part in parts)], axis=1)[:, chosen],
+        ranges=ranges,
         copy_crcs=blocks.copy,
+        release_crcs=blocks.release,
     )
     meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id)
     return dump_items(items, planner_data=_planner_data(tables, names, order), storage_meta=meta), len(chosen)
@@ -175,7 +201,7 @@ class _Blocks:
     def __init__(
         self, parts: Sequence[AddedPart], counts: Sequence[int], lengths: Ints, which: Ints, chosen: Ints
     ) -> None:
-        self._parts = parts
+        self._parts, self._released = parts, 0
         starts = np.cumsum(lengths, dtype=np.int64) - lengths
         self._starts = (starts - np.repeat(_sums([len(part.crcs) for part in parts]), counts))[chosen]
         self._which = which[chosen]
@@ -183,12 +209,21 @@ class _Blocks:
     def copy(self, items: Ints, rows: npt.NDArray[np.uint8]) -> None:
         """Copy those of items (ascending) into rows, all of the same length."""
         length = rows.shape[1]
+        if not length:
+            return
         starts, which = self._starts[items], self._which[items]
         runs = [*group_starts(which).tolist(), len(items)]
         for first, last in itertools.pairwise(runs):
             crcs = self._parts[int(which[first])].crcs
             windows = np.ndarray((len(crcs) - length + 1, length), np.uint8, crcs, 0, (1, 1))
             rows[first:last] = windows[starts[first:last]]
+
+    def release(self, item: int) -> None:
+        """Forget the CRCs of the parts all of whose items are before this one."""
+        stop = int(self._which[item]) if item < len(self._which) else len(self._parts)
+        for part in self._parts[self._released : stop]:
+            part.crcs = _NO_BYTES
+        self._released = stop
 
 
 def _sums(counts: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -228,10 +263,8 @@ def _check_wholes(
     shapes: Sequence[tuple[int, ...]],
     properties: Sequence[TensorProperties],
 ) -> None:
-    """A name is the same on all ranks: a tensor of one shape and dtype, or something else.
-
-    Duplicates of a whole tensor may differ, as in DCP: the first one counts. But duplicates of shards may not.
-    """
+    """A name is the same on all ranks: a tensor of one shape and dtype, or something else. Duplicates of a whole tensor
+    may differ, as in DCP (the first one counts), but not those of shards."""
     dtypes = [each.dtype for each in properties]
     kinds = np.array([0, *(1 + dtypes.index(each) for each in dtypes)], np.int32)[numbers[PROPERTIES]]
     wholes = numbers[WHOLE]

@@ -80,11 +80,7 @@ class CountedSave:
 
 
 def count_save(url: CheckpointURL, settings: Settings, *, step: int | None, members: Sequence[int] = ()) -> CountedSave:
-    """Count a save of all ranks, or of ``members``: before anything of it can fail on this rank alone.
-
-    Raises:
-        SaveProtocolError, StorageError, SettingsError: see `current_attempt`.
-    """
+    """Count a save of all ranks, or of ``members``: before anything of it can fail on this rank alone."""
     return count_of(current_attempt(url, settings, members), url, step)
 
 
@@ -156,11 +152,7 @@ def _abort(counted: CountedSave, settings: Settings, why: str, *, is_new: bool) 
 
 def finish_decided(url: CheckpointURL, settings: Settings) -> bool:
     """Write ``.metadata`` of a joint save that was decided, and whose merger has died. Returns whether a checkpoint is
-    there.
-
-    Raises:
-        StorageError
-    """
+    there."""
     store = store_of(url, settings)
     settle_saves(store, url)
     return store.exists(url.key(METADATA))
@@ -168,11 +160,7 @@ def finish_decided(url: CheckpointURL, settings: Settings) -> bool:
 
 def settle_saves(store: Store, url: CheckpointURL, *, why: str = "") -> str | None:
     """Write ``.metadata`` of a joint save that was decided; with ``why`` also abort one that is not: from then on it
-    cannot commit. Returns the claim's ETag; None if there is none.
-
-    Raises:
-        StorageError
-    """
+    cannot commit. Returns the claim's ETag; None if there is none."""
     nobody = Member(0, Attempt("", (), "", None, 1, 0), "", overwrite=True)
     found = Driver(store, url, nobody, _PATIENCE).run(settle(why=why))
     return None if found is None else found.etag

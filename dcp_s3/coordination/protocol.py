@@ -85,6 +85,8 @@ def save(me: Member, number: Number | None, step: int | None) -> Steps[tuple[str
 
 
 _AGAIN, _JOIN = "again", "join"
+_REMOVED = "removed"
+"""What others have written for a save is gone: it was decided, or somebody else removes things."""
 _PATIENCE_FOR_STAND_INS = 1.75
 """Rank timeouts. Those who hold what a silent rank held begin to write it after 1.5 at most; nobody waits for two."""
 
@@ -161,11 +163,13 @@ def take_part(me: Member, claim: Claim) -> Steps[str]:
     written = yield Write(claim, me.rank)
     if isinstance(written, Failed):
         return (yield from abort(me, claim, written.why))
-    has_part, is_merger = False, me.rank == merger
+    has_part, is_merger, was_removed = False, me.rank == merger, False
     while True:
         now, found = yield from _get_claim()
         if now is None or now.nonce != nonce or not now.is_undecided:
             return (yield from decided(me, claim, now))
+        if was_removed:  # and not because it was decided
+            return (yield from abort(me, claim, "somebody has removed an intent or a part of it"))
         if now.state == FULL and not has_part:
             part = yield Write(now, me.rank)
             if isinstance(part, Failed):
@@ -179,18 +183,19 @@ def take_part(me: Member, claim: Claim) -> Steps[str]:
             missing = everybody - present.parts - {me.rank}
         else:
             missing = frozenset() if may_close(present.intents, everybody) else everybody - present.intents
+        silent: Any = None
         if missing or not is_merger:
             silent = yield Wait(missing or frozenset({merger}), patience)
             if silent is None:
                 continue
             is_merger = is_merger or silent == merger  # several may be: the claim moves once
-            if missing:
-                failed = yield from _make_up_for(me, now, silent)
-                if failed:
-                    return (yield from abort(me, claim, failed))
-                continue
-        verdict = yield from (_merge if now.state == FULL else _call_roll)(me, now, found)
-        if verdict is not None:
+        if missing:
+            verdict = yield from _make_up_for(me, now, silent)
+        else:
+            verdict = yield from (_merge if now.state == FULL else _call_roll)(me, now, found)
+        if verdict == _REMOVED:
+            was_removed = True
+        elif verdict is not None:
             return verdict
 
 
@@ -204,30 +209,31 @@ def merger_of(claim: Claim) -> int:
     return int(claim.nonce, 16) % claim.world_size
 
 
-def _make_up_for(me: Member, now: Claim, silent: int) -> Steps[str]:
-    """Write what a silent rank was to write, if this one holds the same. Returns why the save cannot go on."""
+def _make_up_for(me: Member, now: Claim, silent: int) -> Steps[str | None]:
+    """Write what a silent rank was to write, if this one holds the same. Returns the verdict, if the save cannot go
+    on."""
     key = Key("intent", now.nonce, silent)
     if now.state == OPEN:
-        return f"rank {silent} has not begun it"
+        return (yield from abort(me, now, f"rank {silent} has not begun it"))
     found = yield Get(key)
     if found is None:
-        return ""  # decided, and removed
+        return _REMOVED
     intent = found.body
     if intent.digest != me.intent.digest:
         # Others may hold the same, whatever the silent rank knew of them; they have less patience.
         for _ in range(2):
             if (yield Wait(frozenset({silent}), _PATIENCE_FOR_STAND_INS)) is None:
-                return ""
+                return None
             yield Look(now, is_fresh=True)
-        return f"rank {silent} has stopped"
+        return (yield from abort(me, now, f"rank {silent} has stopped"))
     # Says to others who hold the same that one of them writes.
     marked = intent._replace(stand_in=me.process, moved=intent.moved + 1)
     if (yield from put(key, marked, found)):
         part = yield Write(now, silent, marked)
         if isinstance(part, Failed):
-            return part.why
+            return (yield from abort(me, now, part.why))
         yield from put(Key("part", now.nonce, silent), part, None)
-    return ""
+    return None
 
 
 def _call_roll(me: Member, claim: Claim, found: Found | None) -> Steps[str | None]:
@@ -235,8 +241,9 @@ def _call_roll(me: Member, claim: Claim, found: Found | None) -> Steps[str | Non
     roll = yield CallRoll(claim)
     if isinstance(roll, Failed):
         return (yield from abort(me, claim, roll.why))
-    if roll is not None:
-        yield from put(CLAIM, replace(claim, state=FULL, roll=roll), found)
+    if roll is None:
+        return _REMOVED
+    yield from put(CLAIM, replace(claim, state=FULL, roll=roll), found)
     return None
 
 
@@ -246,10 +253,12 @@ def _merge(me: Member, claim: Claim, found: Found | None) -> Steps[str | None]:
     if isinstance(merged, Failed):
         return (yield from abort(me, claim, merged.why))
     if merged is None:
-        return None  # decided, and removed
+        return _REMOVED
     committing = replace(claim, state=COMMITTING, save_id=merged.save_id)
     if not (yield from put(CLAIM, committing, found)):
-        return None
+        now, _ = yield from _get_claim()
+        if now != committing:  # or the answer was lost
+            return None
     if not (yield from finish(committing, merged)):
         return EXISTS
     yield Clean(committing)
@@ -317,11 +326,8 @@ def finish(claim: Claim, merged: Merged | None = None) -> Steps[bool]:
 
 
 def withdraw(me: Member, number: Number, step: int | None, why: str, *, is_new: bool = True) -> Steps[str]:
-    """Abort a save that this rank has counted and cannot begin, or has restored since. Returns the verdict.
-
-    Args:
-        is_new: whether the others are to find that out, also if none of them has begun it.
-    """
+    """Abort a save that this rank has counted and cannot begin, or has restored since. Returns the verdict. ``is_new``:
+    the others are to find that out, also if none of them has begun it."""
     while True:
         claim, found = yield from _get_claim()
         what = judge(claim, me, number, step)

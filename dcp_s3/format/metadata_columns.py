@@ -52,7 +52,7 @@ from dcp_s3.torch_private import StorageInfo
 
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
 
-_SLAB = 2**13  # records at a time: a few MB
+_SLAB = 2**14  # records at a time: a few MB
 _PROTOCOL = 4
 _KEYS = (
     "state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version", "properties", "size", "chunks",
@@ -83,6 +83,8 @@ class StoredItems:
     """As in `Columns`."""
     copy_crcs: Callable[[Ints, npt.NDArray[np.uint8]], None]
     """Copies the CRCs of blocks of items (ascending) with as many bytes of them into rows of memory."""
+    release_crcs: Callable[[int], None]
+    """The CRCs of items before this one are not asked for any more: of many items they are most of ``.metadata``."""
 
 
 def dump_items(
@@ -200,20 +202,26 @@ def _write_entries(stream: io.BytesIO, memo: _Memo, items: StoredItems, order: I
 
 
 def _write_storage(stream: io.BytesIO, memo: _Memo, items: StoredItems, order: Ints, starts: Ints) -> None:
-    """``storage_data``: where each item lies. Items whose pickles have the same width follow each other."""
+    """``storage_data``: where each item lies. In a slab, items whose pickles have the same width follow each other."""
     numbers = items.numbers
     hints = np.empty(len(order), np.int32)
     hints[order] = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
+    for slab in range(0, len(order), _SLAB):
+        kinds = _kinds(numbers[:, slab : slab + _SLAB])
+        by_kind = stable_order(kinds)
+        bounds = [*group_starts(kinds[by_kind]).tolist(), len(by_kind)]
+        for start, stop in itertools.pairwise(bounds):
+            chosen = slab + by_kind[start:stop]
+            _write_slab(stream, memo, items, chosen, hints[chosen], int(kinds[by_kind[start]]))
+        items.release_crcs(slab + _SLAB)
+
+
+def _kinds(numbers: Ints) -> Ints:
+    """What the width of each item's pickle depends on."""
     kinds = (numbers[FLAGS] & (HAS_RAW_OFFSET | HAS_CRC | HAS_BLOCKS)).astype(np.int64)
     for bit, number in ((8, PROPERTIES), (16, PLACE), (32, DESCRIPTORS)):
         kinds |= np.where(numbers[number] > 0, bit, 0)
-    kinds |= numbers[CRCS].astype(np.int64) << 6
-    by_kind = stable_order(kinds)
-    bounds = [*group_starts(kinds[by_kind]).tolist(), len(by_kind)]
-    for start, stop in itertools.pairwise(bounds):
-        for slab in range(start, stop, _SLAB):
-            chosen = by_kind[slab : min(slab + _SLAB, stop)]
-            _write_slab(stream, memo, items, chosen, hints[chosen], int(kinds[chosen[0]]))
+    return kinds | numbers[CRCS].astype(np.int64) << 6
 
 
 def _write_slab(stream: io.BytesIO, memo: _Memo, items: StoredItems, chosen: Ints, hints: Ints, kind: int) -> None:

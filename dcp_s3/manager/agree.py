@@ -9,7 +9,7 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,15 +30,9 @@ Decide = Callable[[bool], tuple[bool, int]]
 
 
 class Ranks:
-    """The ranks of a process group; a single rank if there is no group.
-
-    Args:
-        group: a group whose collectives run on the CPU. None: a new gloo group of all ranks, which every rank must then
-            make at the same time; no group if torch.distributed is not initialised.
-
-    Raises:
-        CheckpointError: this process is not in the group.
-    """
+    """The ranks of a process group whose collectives run on the CPU (None: a new gloo group of all ranks, which every
+    rank must then make at the same time); a single rank if torch.distributed is not initialised. A CheckpointError if
+    this process is not in the group."""
 
     collective = True
     """Whether the ranks meet in collectives. Otherwise each hears only itself, and fails alone."""
@@ -88,7 +82,7 @@ class Ranks:
                 dist.destroy_process_group(group)
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks that are `heard`, in rank order."""
+        """The values of the ranks that are `heard`, in order."""
         if len(self.heard) == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -97,18 +91,10 @@ class Ranks:
 
     def agree(self, work: Callable[[], T], refuse: Refuse, *, alike: bool = False) -> list[T]:
         """Run ``work``, without collectives, on each rank. Returns the results in rank order; if it raises on one rank,
-        all raise: that rank what it raised, the others what ``refuse`` makes. With ``alike`` all raise that, with the
-        original error as the cause: for ``work`` that calls user code.
-
-        Anything that can fail on one rank alone belongs in ``work``: if one rank left, the others would wait for it in
-        their next collective.
-        """
-        failure: BaseException | None = None
-        value: T | None = None
-        try:
-            value = work()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
-            failure = error
+        all raise: that rank what it raised, the others what ``refuse`` makes. With ``alike``, for ``work`` that calls
+        user code, all raise that. Anything that can fail on one rank alone belongs in ``work``: if one rank left, the
+        others would wait for it in their next collective."""
+        value, failure = _run(work)
         answers = self.gather((value, None if failure is None else for_others(failure)))
         if failure is not None and not (alike and isinstance(failure, Exception)):
             raise failure
@@ -123,19 +109,11 @@ class Ranks:
         all of them."""
         if len(self.heard) == 1:
             return function()
-        answer: Any = None
-        failure: BaseException | None = None
-        if self.is_first:
-            try:
-                answer = (True, function())
-            except BaseException as error:  # noqa: BLE001 - passed on to all ranks
-                failure = error
-                answer = (False, for_others(error))
-        done, value = self.broadcast(answer)
-        if not done:
-            raise failure or value
-        found: T = value
-        return found
+        value, failure = _run(function) if self.is_first else (None, None)
+        found, error = self.broadcast((value, None if failure is None else for_others(failure)))
+        if error is not None:
+            raise failure or error
+        return cast(T, found)
 
     def broadcast(self, value: T) -> T:
         """The first rank's value, on all of several ranks."""
@@ -146,24 +124,18 @@ class Ranks:
     def decide(self, step: int, decide: Decide, seen: bool) -> tuple[bool, int, bool]:
         """What ``decide`` says of a step on the first rank, and whether any rank has ``seen`` SIGTERM: the same on all,
         by one all-reduce of 48 bytes. A SaveProtocolError if the ranks ask about different steps."""
-        failure: Exception | None = None
-        answer, gap = False, 1
-        if self.is_first:
-            try:
-                answer, gap = decide(seen)
-            except Exception as error:  # noqa: BLE001 - the other ranks wait
-                failure = error
+        decided, failure = _run(lambda: decide(seen)) if self.is_first else (None, None)
+        answer, gap = decided or (False, 1)
         numbers = [failure is not None, answer, gap, seen, step, -step]
         failed, answers, gap, sigterms, last, first = self.maxima([int(number) for number in numbers])
         if failure is not None:
             raise failure
         if failed:
             raise CheckpointError(f"whether to save step {step} is not known: the policy has failed on rank 0")
-        check_same_step(-first, last)
+        _check_same_step(-first, last)
         return bool(answers), gap, bool(sigterms)
 
     def maxima(self, numbers: list[int]) -> list[int]:
-        """The highest of all ranks' numbers, one by one."""
         if self.size == 1:
             return numbers
         reduced = torch.tensor(numbers, dtype=torch.int64)
@@ -171,23 +143,40 @@ class Ranks:
         found: list[int] = reduced.tolist()
         return found
 
+    def choose(self, request: object, find: Callable[[], tuple[Any, ...] | None]) -> tuple[Any, ...] | None:
+        """What is found for a request, the same on all ranks."""
+        return find()
+
+    def count(self, url: str, step: int) -> CountedSave | None:
+        """Count a save, if the ranks tell saves apart by that: before anything of it can fail on this rank alone."""
+        return None
+
+    def committed(self, step: int) -> None:
+        """The save of a step is committed."""
+
+
+def _run(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """What it returns, or raises: whatever that is, the other ranks wait for this one."""
+    try:
+        return work(), None
+    except BaseException as error:  # noqa: BLE001
+        return None, error
+
 
 def for_others(error: BaseException) -> BaseException:
-    """The error as it is sent to the other ranks. An interrupt of one rank does not interrupt them: it becomes a
-    `CheckpointError`."""
+    """The error as it is sent to the other ranks: an interrupt of one does not interrupt them."""
     copied = portable(error) if isinstance(error, Exception) else None
     return copied or CheckpointError(f"{type(error).__name__}: {error}")
 
 
-def check_same_step(first: int, last: int) -> None:
-    """Refuse (SaveProtocolError) that the ranks ask about different steps."""
+def _check_same_step(first: int, last: int) -> None:
     if first != last:
         remedy = "call should_save and save with the same step on all"
         raise SaveProtocolError(f"the ranks ask whether to save different steps: {first} to {last}. Remedy: {remedy}")
 
 
 def check_same_run(runs: Sequence[Mapping[str, object]]) -> None:
-    """Refuse (CheckpointError) managers that are for different things on different ranks, by what these are called."""
+    """Refuse (CheckpointError) managers that are for different things on different ranks."""
     for name in runs[0]:
         by_rank = {rank: run[name] for rank, run in enumerate(runs)}
         if any(value != runs[0][name] for value in by_rank.values()):
@@ -222,7 +211,7 @@ class StoreRanks(Ranks):
         self._passed: dict[int, list[str]] = {}  # those that no rank needs once the save of a step is committed
 
     def choose(self, request: object, find: Callable[[], tuple[Any, ...] | None]) -> tuple[Any, ...] | None:
-        """What the rank that comes first finds for a request."""
+        """What the rank that comes first finds."""
         asked, self._restores = repr(request), self._restores + 1
         # The last save, too: a rank that has lost count must not take an old choice.
         theirs, found = self._settle(f"restore-{self._restores}-{self._last_save}", lambda: [asked, find()])
@@ -243,7 +232,7 @@ class StoreRanks(Ranks):
             return [step, *decide(known), known]
 
         asked, answer, gap, known = self._settle(f"decision-{self._decisions}", first)
-        check_same_step(min(asked, step), max(asked, step))
+        _check_same_step(min(asked, step), max(asked, step))
         self._decisions += 1
         return answer, gap, known
 
@@ -263,7 +252,6 @@ class StoreRanks(Ranks):
         return f"{self._about}-{self._number}-{name}"
 
     def count(self, url: str, step: int) -> CountedSave:
-        """Count a save, before anything of it can fail on this rank alone."""
         counted = count_save(parse_url(url), self._settings, step=step)
         self._last_save, self._passed[step] = str(step), self._older
         self._older, self._recent = self._recent, []

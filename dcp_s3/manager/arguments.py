@@ -29,7 +29,6 @@ def check_step(step: object) -> int:
 
 
 def check_save(step: object, state: object) -> None:
-    """Check what is to be saved."""
     _check_order("manager.save(step, state)", step=step, state=state)
     check_step(step)
     _check_state(state)
@@ -43,7 +42,6 @@ def check_metrics(metrics: object) -> None:
 
 
 def check_annotate(step: object, metrics: object) -> None:
-    """Check the arguments of `CheckpointManager.annotate`."""
     _check_order("manager.annotate(step, metrics)", step=step, metrics=metrics)
     check_step(step)
     check_metrics(metrics)
@@ -67,7 +65,6 @@ def check_restore(state: object, step: object, planner: object, best: object = N
 
 
 def check_planner(planner: object, kind: type[LoadPlanner] | type[SavePlanner]) -> None:
-    """Check a planner."""
     if planner is not None and not isinstance(planner, kind):
         raise errors.CheckpointError(f"planner is a {_kind(planner)}, expected a {kind.__name__} or None")
 
@@ -117,7 +114,6 @@ _SAMPLES = (12, 0, 1, 2, 9, 100, 999, 12345, 10**6, 99_999_999, 10**8, 2**40 + 1
 
 
 def check_coordination(coordination: object, process_group: object) -> None:
-    """Check how the ranks of a manager come together."""
     if coordination not in ("collectives", "s3"):
         raise errors.CheckpointError(f"coordination = {_show(coordination)}, expected 'collectives' or 's3'")
     if coordination == "s3" and process_group is not None:
@@ -126,13 +122,12 @@ def check_coordination(coordination: object, process_group: object) -> None:
 
 
 def check_separate(separate: object) -> None:
-    """Refuse (SettingsError) one FQN prefix instead of a list."""
     if isinstance(separate, str):
         raise errors.SettingsError(f"separate is text, expected a list of FQN prefixes. Remedy: [{_show(separate)}]")
 
 
 def resolve_policy(retention: PolicyFunction | str | None, settings: Settings) -> PolicyFunction | None:
-    """The given policy (an object or text), or else the policy in the settings. None: nothing is deleted."""
+    """None: nothing is deleted."""
     if retention is None:
         return policy_from_settings(settings)
     if isinstance(retention, str):

@@ -30,11 +30,9 @@ class Stopped(Exception):  # noqa: N818 - not an error
 
 
 class BackgroundRetention:
-    """Runs one prune at a time. Saves that commit during a prune share the next one.
-
-    The thread lives only while there is work. It is a daemon: a prune may be cut off anywhere, and the next one
-    finishes it. ``prune`` does the work; its argument is a function that raises if it must end early.
-    """
+    """Runs one prune at a time; its argument is a function that raises if it must end early. Saves that commit during a
+    prune share the next one. The thread lives only while there is work, and is a daemon: a prune may be cut off
+    anywhere."""
 
     def __init__(self, prune: Callable[[Callable[[], None]], object], root: str) -> None:
         self._prune, self._root = prune, root

@@ -138,7 +138,6 @@ class CheckpointManager(RunReader):
             return run, {each.info.url: each.info.step for each in waiting}
 
         disks = coordination == "collectives" and not read_only
-        self._joint = None
         if coordination == "collectives":
             # First: through the group the other ranks learn if the arguments of one rank are wrong.
             self._ranks = Ranks(process_group)
@@ -146,7 +145,7 @@ class CheckpointManager(RunReader):
             check_same_run([run for run, _ in found])
         else:
             found = [configure()]
-            self._ranks = self._joint = find_store_ranks(self.root, self.settings, read_only=read_only)
+            self._ranks = find_store_ranks(self.root, self.settings, read_only=read_only)
         self._left = {url: step for _, waiting in found for url, step in waiting.items()}
         self._in_flight = SavesInFlight(self._ranks.rank, queue=queue_length(overlap))
         # Beside a save under way, whose collectives must not mix with these.
@@ -217,8 +216,7 @@ class CheckpointManager(RunReader):
             self._check_open()
             arguments.check_save(step, state)
             url = self.url(step)
-            if self._joint is not None:
-                counted = self._joint.count(url, step)  # before anything that may be wrong on this rank alone
+            counted = ranks.count(url, step)  # before anything that may be wrong on this rank alone
             arguments.check_metrics(metrics)
             arguments.check_planner(planner, SavePlanner)
             writer = S3StorageWriter(
@@ -254,7 +252,7 @@ class CheckpointManager(RunReader):
                 if not begun:
                     withdraw(counted, self.settings, error)
             raise
-        if self._joint is not None:
+        if not ranks.collective:
             saves.raise_failure(save.number - 1)  # of an earlier save: the other ranks, too, have begun this one
         return True
 
@@ -284,8 +282,7 @@ class CheckpointManager(RunReader):
     def _saved(self, writer: S3StorageWriter, step: int) -> None:
         if self._retention is not None:
             self._retention.saved(commit_of(writer, self.settings))
-        if self._joint is not None:
-            self._joint.committed(step)
+        self._ranks.committed(step)
 
     def _save_and_exit(self, step: int, *args: Any, **options: Any) -> NoReturn:
         """The last save of a process that SIGTERM ends."""

@@ -22,7 +22,7 @@ from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager import arguments
 from dcp_s3.manager import select_checkpoint as select
-from dcp_s3.manager.agree import Failures, Ranks, StoreRanks, for_others
+from dcp_s3.manager.agree import Failures, Ranks, for_others
 from dcp_s3.manager.arguments import StepFormat, check_step, step_name
 from dcp_s3.manager.inflight import SavesInFlight
 from dcp_s3.manager.step_policy import StepDecisions
@@ -76,7 +76,6 @@ class RunReader(ABC):
     on_event: Listener | None
     _catalog: CheckpointCatalog
     _ranks: Ranks
-    _joint: StoreRanks | None
     _in_flight: SavesInFlight
     _decisions: StepDecisions
     _left: dict[str, int | None]
@@ -156,7 +155,7 @@ class RunReader(ABC):
                 select.choose, self._catalog, ranks, orders[0], passed_over=passed_over, disks=self._uses_disks,
                 finish=not self.read_only, drain_timeout=drain_timeout,
             )  # fmt: skip
-            chosen = find() if self._joint is None else self._joint.choose(requests[0], find)
+            chosen = ranks.choose(requests[0], find)
             if chosen is None:
                 return None
             found = select.ChosenCheckpoint(*chosen)
@@ -333,7 +332,7 @@ class RunReader(ABC):
     def _settle(self, *, restart: bool = False) -> None:
         self._in_flight.settle()
         self._check_open()
-        if self._joint is not None and not self.read_only:
+        if not self._ranks.collective and not self.read_only:
             end_era(self.root, self.settings, restart=restart)
 
     def _restored(self, step: int) -> None:

@@ -89,15 +89,10 @@ def find(
     wait: bool = True,
     finish: bool = False,
 ) -> ChosenCheckpoint | NotReady | None:
-    """The first checkpoint in ``order`` that can be loaded. None if the run has no checkpoints, a
-    CheckpointNotFoundError if ``order`` selects none of them, a CorruptCheckpointError if none of those can be loaded.
-
-    Args:
-        passed_over: URLs of checkpoints that could not be loaded.
-        disks: what each rank has on its disk.
-        wait: return a checkpoint that still waits on disks for S3, rather than pass it over.
-        finish: write the last object of checkpoints that are decided, and whose ranks died before that.
-    """
+    """The first checkpoint in ``order`` that can be loaded, but for the URLs that were ``passed_over``. None if the run
+    has none, a CheckpointNotFoundError if ``order`` selects none of them, a CorruptCheckpointError if none of those can
+    be loaded. ``wait``: return one that still waits on ``disks`` (of each rank) for S3, rather than pass it over.
+    ``finish``: write the last object of those that are decided, and whose ranks died before that."""
     waiting = {checkpoint.key: checkpoint for disk in disks for checkpoint in disk.commits}
     listing = CheckpointCatalog(str(catalog.root), settings=impatient(catalog.settings)) if waiting else catalog
     unusable, damages = set(passed_over), dict[str, str]()

@@ -287,11 +287,9 @@ class SigtermFlag:
 
 
 class StepDecisions:
-    """Decides which steps to save, the same on all ranks.
-
-    What goes by steps alone, each rank knows. For the rest the ranks come together (`Ranks.decide`), but not at each
-    step: at half of the steps that are left until a policy may say yes, at least every `_MOST_STEPS`.
-    """
+    """Decides which steps to save, the same on all ranks. What goes by steps alone, each rank knows. For the rest the
+    ranks come together (`Ranks.decide`): at half of the steps that are left until a policy may say yes, at least every
+    `_MOST_STEPS`."""
 
     def __init__(
         self,

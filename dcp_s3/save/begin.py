@@ -30,22 +30,9 @@ def begin_joint_save(
     step: int | None = None,
     in_lockstep: bool = True,
 ) -> Save:
-    """A save of this rank and others; a plain one if there are no others.
-
-    Args:
-        url: URL of the checkpoint.
-        save_id: random id, for a save of this rank alone.
-        options: the writer's options.
-        replicas: see `S3StorageWriter`.
-        ranks: the ranks of the save's process group; None: all ranks of the job.
-        counted: see `S3StorageWriter.counted`.
-        step: see `S3StorageWriter`.
-        in_lockstep: whether no rank is here while another one is at an earlier save: it is synchronous.
-
-    Raises:
-        SaveProtocolError: nothing tells this attempt from others, or this save from an earlier one.
-        SettingsError, StorageError
-    """
+    """A save of this rank and others (``ranks`` of the job; None: all); a plain one, of ``save_id``, if there are no
+    others. ``in_lockstep``: it is synchronous, so no rank is here while another one is at an earlier save. A
+    SaveProtocolError if nothing tells this attempt from others, or this save from an earlier one."""
     settings, attempt = options.settings, None
     if counted is not None:
         attempt = counted.attempt

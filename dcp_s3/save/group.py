@@ -26,11 +26,7 @@ class SaveGroup:
         return "the default process group" if ranks.world_size() > 1 else None
 
     def check_there(self, url: CheckpointURL) -> None:
-        """Refuse a save of one rank that was one of several when the writer was made.
-
-        Raises:
-            SaveProtocolError
-        """
+        """Refuse (SaveProtocolError) a save of one rank that was one of several when the writer was made."""
         if self._is_shared and not ranks.is_initialized():
             raise SaveProtocolError(
                 f"the save to {url} does not begin: the process group has been destroyed since its writer was made, "
@@ -39,15 +35,7 @@ class SaveGroup:
             )
 
     def check_rank(self, url: CheckpointURL, rank: int) -> None:
-        """Refuse a save without collectives of other ranks.
-
-        Args:
-            url: URL of the save.
-            rank: the rank that DCP says this is.
-
-        Raises:
-            SaveProtocolError
-        """
+        """Refuse (SaveProtocolError) a save without collectives of other ranks; ``rank`` is what DCP says."""
         expected = ranks.rank() if self.members is None else self.members.index(ranks.rank())
         if ranks.is_initialized() and rank != expected:
             raise SaveProtocolError(

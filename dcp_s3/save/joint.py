@@ -45,17 +45,8 @@ others. It writes them at once from then on."""
 
 
 class JointSave(Save):
-    """One rank's part in such a save.
-
-    Args:
-        url: URL of the checkpoint.
-        options: the writer's options when the save began.
-        attempt: the attempt, with the rank as its place among ``ranks``.
-        counted: the save as this rank has counted it; None: the ranks save in lockstep.
-        step: step of the save.
-        ranks: the ranks that save, as numbers of the whole job.
-        replicas: which ranks hold the same plain tensors and objects, see `S3StorageWriter`.
-    """
+    """One rank's part in such a save. ``attempt`` has the rank as its place among ``ranks``, which are numbers of the
+    whole job. Without ``counted`` the ranks save in lockstep."""
 
     _spills = False
 
@@ -88,11 +79,7 @@ class JointSave(Save):
     # --- in the order of DCP's calls ----------------------------------------------------------------
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Take part in the save, before any byte moves.
-
-        Raises:
-            CheckpointExistsError, SaveProtocolError, StorageError
-        """
+        """Join the save, before any byte moves."""
         self._deadline = self._start_deadline()
         member = make_member(self._attempt, self.url, overwrite=self._options.overwrite)
         self._driver = Driver(self._store(), self.url, member, self._settings.rank_timeout, self)
@@ -106,12 +93,7 @@ class JointSave(Save):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Upload this rank's share of its items. Returns when all objects are complete, or raises and leaves nothing
-        open.
-
-        Raises:
-            DeadlineExceededError: `save_timeout` has passed.
-            StorageError, SaveProtocolError
-        """
+        open."""
         began, self._planner = time.monotonic(), planner
         with collector_paused(), self._withdrawing():
             self._held = find_owners(
@@ -131,15 +113,7 @@ class JointSave(Save):
         return self._results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write this rank's part, and wait until the whole is committed, by this rank or another one.
-
-        Raises:
-            CheckpointExistsError: another save has committed meanwhile.
-            DeadlineExceededError: `save_timeout` has passed since this rank began to write.
-            SaveProtocolError: the save cannot be whole: a rank is dead, and no other one holds the same.
-            ShardingError: what the ranks wrote does not fit together.
-            StorageError
-        """
+        """Write this rank's part, and wait until the whole is committed, by this rank or another one."""
         if self._was_committed:
             return  # without this rank, whose own writing failed: others have made up for it
         with self._withdrawing():
@@ -149,12 +123,7 @@ class JointSave(Save):
     # --- after the save -----------------------------------------------------------------------------
 
     def is_committed(self) -> bool:
-        """Whether the save is committed, and was not replaced since.
-
-        Raises:
-            CheckpointError: it was committed, and is no longer there.
-            StorageError
-        """
+        """Whether the save is committed, and was not replaced since. A CheckpointError if it is no longer there."""
         identity = SaveIdentity(self.url, self.save_id)
         try:
             found = save_id_in(self._s3, identity, self._s3.head(identity.metadata_key))
@@ -205,13 +174,16 @@ class JointSave(Save):
 
     def merge(self, claim: Claim, parts: Iterator[bytes]) -> Merged:
         """Make the checkpoint of all parts, and write all of it but ``.metadata``."""
-        merging = Merging(claim.nonce, self._world_size, self._ranks.__getitem__)
-        for data in parts:
-            merging.add(data)
+        merging, sample = (Merging(claim.nonce, self._world_size, self._ranks.__getitem__) for _ in range(2))
+        for number, data in enumerate(parts):
+            if merging.add(data) or not number:
+                sample.add(data)
         store, identity = self._store(), SaveIdentity(self.url, claim.nonce + new_nonce()[:8])
         merged = merging.merged(save_id=identity.save_id, checkpoint_id=str(self.url))
         check_distinct(merged.objects)
-        check_readable(merged.metadata, self.url)
+        # Not all of it: to load it takes many times its memory.
+        few = sample.merged(save_id=identity.save_id, checkpoint_id=str(self.url), is_whole=False)
+        check_readable(few.metadata, self.url)
         facts: Mapping[str, Any] = merging.facts[0]
         made_up = {str(rank): by for rank, each in enumerate(merging.facts) if (by := each.get("by", rank)) != rank}
         manifest = Manifest(
@@ -268,11 +240,8 @@ class JointSave(Save):
         driver, steps = self._going, self._steps
         if steps is None:
             raise errors.SaveProtocolError("this save has ended", url=str(self.url))
-        try:
+        with self._withdrawing():
             found = driver.go_on(steps, answer, until=until)
-        except BaseException as error:
-            self._leave(f"rank {self._rank}: {type(error).__name__}: {error}"[:2000])
-            raise
         if until is not None and isinstance(found, until):
             return found
         self._end()
@@ -280,10 +249,7 @@ class JointSave(Save):
         if self._counted is not None:
             self._counted.decided(verdict)
         if verdict != values.COMMITTED:
-            # Without a nonce another rank has ended it before this one came to it.
-            claim = driver.claim
-            why = claim.why if claim is not None and self._nonce in (None, claim.nonce) else ""
-            raise verdict_error(self.url, verdict, why, driver.error)
+            raise verdict_error(self.url, verdict, self._attempt, driver.claim, self._nonce, driver.error)
         self._report()
         return None
 
@@ -297,14 +263,11 @@ class JointSave(Save):
         try:
             yield
         except BaseException as error:
-            self._leave(f"rank {self._rank}: {type(error).__name__}: {error}"[:2000])
+            if self._driver is not None and self._steps is not None:
+                with contextlib.suppress(Exception):
+                    self._driver.leave(self._steps, f"rank {self._rank}: {type(error).__name__}: {error}"[:2000])
+            self._end()
             raise
-
-    def _leave(self, why: str) -> None:
-        if self._driver is not None and self._steps is not None:
-            with contextlib.suppress(Exception):
-                self._driver.leave(self._steps, why)
-        self._end()
 
     def _is_own(self, each: OwnedItem) -> bool:
         return each.owner == self._ranks[self._rank] or (bool(_learned) and item_hash(each.item) in _learned)

@@ -26,16 +26,7 @@ T = TypeVar("T")
 
 
 def stage_separately(state: dict[str, Any], writer: S3StorageWriter, stager: S3Stager) -> dict[str, Any]:
-    """Copy this rank's part of a state, for `begin_separately`.
-
-    Args:
-        state: as for `dcp.save`, without Stateful objects.
-        writer: writer of this save.
-        stager: copies the state.
-
-    Raises:
-        StagingError: the state cannot be copied.
-    """
+    """Copy this rank's part of a state without Stateful objects, for `begin_separately`."""
     began = time.monotonic()
     staged = _told(writer, _stage, stager, state)
     stalled = time.monotonic() - began
@@ -62,17 +53,8 @@ def _stage(stager: S3Stager, state: dict[str, Any]) -> dict[str, Any]:
 def save_separately(
     state: dict[str, Any], writer: S3StorageWriter, rank: int, planner: SavePlanner | None = None
 ) -> None:
-    """Save this rank's part of a state, and wait until the whole is committed.
-
-    Args:
-        state: a state that does not change meanwhile.
-        writer: writer of this save.
-        rank: rank of this process in the job.
-        planner: see `dcp.save`.
-
-    Raises:
-        CheckpointExistsError, DeadlineExceededError, SaveProtocolError, StorageError
-    """
+    """Save this rank's part of a state that does not change meanwhile, and wait until the whole is committed. ``rank``
+    is that in the job."""
     counted = writer.counted
     try:
         written, metadata = _write(state, writer, rank, DefaultSavePlanner() if planner is None else planner)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 
 from dcp_s3 import errors
 from dcp_s3.coordination import driving, protocol
-from dcp_s3.coordination.driving import Driver
+from dcp_s3.coordination.driving import Clock, Driver
 from dcp_s3.coordination.identity import Attempt
 from dcp_s3.coordination.processes import settle_saves
 from dcp_s3.coordination.values import (
@@ -46,7 +48,10 @@ from dcp_s3.coordination.values import (
 from dcp_s3.coordination.watch import Watch
 from dcp_s3.format.layout import METADATA, data_object
 from dcp_s3.retention.prune import prune
-from dcp_s3.store import Expect
+from dcp_s3.s3.store import S3Store
+from dcp_s3.save.verdicts import verdict_error
+from dcp_s3.settings import resolve_settings
+from dcp_s3.store import Expect, ListedObject, StoredObject
 from dcp_s3.url import CheckpointURL, parse_url
 from tests.memory_store import MemoryStore
 
@@ -68,6 +73,7 @@ class Work:
     moved: int = 0
     driver: Driver | None = None
     asked: list[int] = field(default_factory=list)
+    cleaned: int = 0
 
     def join(self, _: Claim) -> Intent:
         return Intent("", 0, self.digest or str(self.rank), self.writes, self.leaves)
@@ -88,7 +94,7 @@ class Work:
         return merged
 
     def clean(self, claim: Claim) -> None:
-        """Nothing."""
+        self.cleaned += 1
 
 
 class _DeadError(BaseException):
@@ -313,6 +319,70 @@ def test_who_slept_looks_before_it_gives_others_up() -> None:
     assert watch.find_silent(frozenset({1}), 1.0) is None  # now it is waited for something else: the roll
 
 
+@pytest.mark.parametrize(("kind", "rank"), [("intent", 0), ("intent", 1), ("part", 0), ("part", 1)])
+def test_what_is_removed_by_hand_ends_the_save_and_nobody_asks_without_pause(kind: str, rank: int) -> None:
+    asked = Counter[str]()
+
+    class Removing(MemoryStore):
+        def put(self, key: str, data: Any, **options: Any) -> None:
+            if f".{kind}.{rank}" not in key:
+                super().put(key, data, **options)
+
+        def get(self, key: str) -> Any:
+            asked[key] += 1
+            return super().get(key)
+
+        def within(self, limit: Any) -> Any:
+            return self
+
+        def list(self, prefix: str) -> Any:
+            listed = super().list(prefix)
+            there = ListedObject(f"{prefix}{kind}.{rank}", 1, 0.0, '"gone"')
+            return dataclasses.replace(listed, objects=(*listed.objects, there))
+
+    removing = Removing()
+    works = [Work(removing, each) for each in range(2)]
+    assert set(save(works, rank_timeout=0.4).values()) == {ABORTED}
+    assert "removed" in claim_of(removing).why
+    assert max(asked.values()) < 100
+
+
+def test_a_merger_whose_answer_is_lost_cleans_up() -> None:
+    store, lost = MemoryStore(), list[str]()
+    put = store.put
+
+    def lose(key: str, data: Any, **options: Any) -> None:
+        put(key, data, **options)
+        claim = parse_claim(data) if key == URL.key(CLAIM.path) else None
+        if claim is not None and claim.state == COMMITTING and not lost:
+            lost.append(key)
+            raise errors.TransferError("lost on the way back")
+
+    store.put = lose  # type: ignore[method-assign]
+    works = [Work(store, rank) for rank in range(2)]
+    assert set(save(works, rank_timeout=20.0).values()) == {COMMITTED}
+    assert lost
+    assert sum(work.cleaned for work in works) == 1
+
+
+def test_at_the_end_of_the_program_others_are_waited_for_once_more(caplog: pytest.LogCaptureFixture) -> None:
+    store, now = MemoryStore(), [0.0]
+    work = Work(store, 0)
+    me = Member(0, ATTEMPT, "process-0")
+
+    def sleep(_: float) -> None:  # the other rank moves bytes without end
+        now[0] += 1.0
+        other = Intent("process-1", int(now[0]), "1").to_json()
+        store.put(URL.key(Key("intent", claim_of(store).nonce, 1).path), other)
+
+    clock = Clock(lambda: now[0], sleep, lambda: now[0] > 100.0)
+    work.driver = Driver(store, URL, me, 10.0, work, clock)
+    assert work.driver.run(protocol.save(me, (0, 1, 1), 1))[0] == ABORTED
+    assert 110.0 < now[0] < 115.0
+    assert "the program has ended" in claim_of(store).why
+    assert caplog.text.count("the program ends while the save to s3://bucket/run/step-1 waits for other ranks") == 1
+
+
 @pytest.mark.parametrize("who", ["a save that knows no claims", "a prune"])
 def test_who_writes_or_deletes_metadata_after_the_decision(who: str) -> None:
     works = works_of(2)
@@ -368,6 +438,17 @@ def test_a_newer_attempt_takes_over_what_a_dead_one_left_open() -> None:
     assert set(save(late, number=2, overwrite=True).values()) == {SUPERSEDED}
 
 
+def test_a_run_id_that_is_used_again_with_restarts_from_0_is_named_with_the_remedy() -> None:
+    again = dataclasses.replace(ATTEMPT, token="", began=None)
+    last = dataclasses.replace(again, restart=(2,))
+    works = works_of(2)
+    assert set(save(works, attempt=last, rank_timeout=20.0).values()) == {COMMITTED}
+    assert set(save(works, attempt=again, rank_timeout=20.0, overwrite=True).values()) == {SUPERSEDED}
+    error = verdict_error(URL, SUPERSEDED, again, claim_of(works[0].store), None, None)
+    assert re.search("restart 2 of the run 'run' has saved there, and this process is of restart 0. Remedy: .*"
+                     "each start a DCP_S3_RUN_ID", str(error))  # fmt: skip
+
+
 # --- stores ----------------------------------------------------------------------------------------------------
 
 
@@ -398,13 +479,31 @@ def test_a_store_without_conditional_writes_is_refused_before_a_byte_moves(lacks
 
 
 def test_a_store_is_asked_once_what_it_can() -> None:
-    driving._checked.discard("asked once")
+    driving._checked.discard(("asked once", None))
     store, puts = MemoryStore("asked once"), []
     put = store.put
     store.put = lambda key, *args, **options: (puts.append(key), put(key, *args, **options))[1]  # type: ignore[method-assign,func-returns-value]
     for number in (1, 2):
         save([Work(store, rank) for rank in range(2)], number=number, overwrite=True, rank_timeout=20.0)
     assert sum(".roll.00" in key for key in puts) in (4, 8)  # by one rank, or two at a time
+
+
+def test_buckets_of_one_name_at_two_endpoints_are_asked_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuses(store: S3Store, key: str, expect: Expect) -> bool:
+        asked.append(store.settings.endpoint_url)
+        return expect.etag != '"etag"'
+
+    monkeypatch.setattr(driving, "_refuses", refuses)
+    for name in ("put", "delete"):
+        monkeypatch.setattr(S3Store, name, lambda *_, **__: None)
+    monkeypatch.setattr(S3Store, "get", lambda *_: StoredObject(b"", {}, '"etag"'))
+    claim = open_claim(ATTEMPT, "0" * 16, None, 1, "", "")
+    for port in (1, 2, 1):
+        store = S3Store("same-name", resolve_settings({"endpoint_url": f"http://localhost:{port}"}))
+        driving.check_conditions(store, URL, claim)
+    assert asked == ["http://localhost:1"] * 3 + ["http://localhost:2"] * 3
 
 
 def test_a_store_that_does_not_answer_for_a_rank_timeout_ends_the_save_of_this_rank() -> None:
@@ -447,7 +546,7 @@ class _Lossy(MemoryStore):
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 100))])
 def test_whatever_answers_are_lost_all_hear_the_same_and_it_is_true(seed: int) -> None:
     store, draw = _Lossy(seed), random.Random(seed)
-    driving._checked.add(store.name)
+    driving._checked.add((store.name, None))
     works = [Work(store, rank, digest="same") for rank in range(3)]
     if draw.random() < 0.5:
         works[draw.randrange(3)].before = die
@@ -493,7 +592,7 @@ def test_a_save_that_wakes_up_after_the_grace_period_does_not_commit_what_a_prun
         assert len(found) == 2
         return
     works[1].before = sleep
-    told = save(works, rank_timeout=20.0)
+    told = save(works, rank_timeout=2.0)
     assert set(told.values()) <= {ABORTED, SUPERSEDED}, told
     assert not store.exists(URL.key(METADATA))
 
@@ -547,3 +646,7 @@ def test_no_url_or_rank_is_needed_to_join(monkeypatch: pytest.MonkeyPatch) -> No
     assert works[0].driver.leave(steps, "it was given up") == (ABORTED, asked.claim.nonce)
     assert claim_of(store).why == "it was given up"
     assert me.left == {asked.claim.nonce}
+    assert protocol.judge(asked.claim, me, (0, 1, 1), 1) == ABORTED, "it is never joined again"
+    for number in (None, (0, 1, 1)):
+        in_lockstep = dataclasses.replace(asked.claim, number=number)
+        assert protocol.judge(in_lockstep, me, None, 1) == OPEN

@@ -199,15 +199,3 @@ def test_ranks_agree_and_each_group_is_another_attempt(tmp_path: Path) -> None:
         assert {(size, number) for *_, size, number in attempts} == {(3, 1)}
     assert len({save for save, *_ in found[0]}) == 3
     assert found[0][2][1] == "mine"
-
-
-def test_a_group_of_torch_has_a_token_even_if_the_ids_are_used_again() -> None:
-    first, second = (run_ranks(2, _token, env={"DCP_S3_RUN_ID": "mine"}) for _ in range(2))
-    assert first[0] == first[1] != second[0] == second[1]
-
-
-def _token() -> str:
-    attempt = current_attempt(_URL, Settings())
-    assert attempt.run == "mine"
-    dist.barrier()  # the first rank has to be there for the others
-    return attempt.id

@@ -20,8 +20,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from benchmarks.coordinator import State, local_plan, results_of
+from dcp_s3.checkpoint.readback import find_names
 from dcp_s3.coordination.merge import MergedSave, Merging, assign
 from dcp_s3.errors import DcpS3Error, SaveProtocolError, ShardingError
+from dcp_s3.format import metadata_columns
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.part import Part, WrittenItem, encode
@@ -73,7 +75,9 @@ def dcp_part(rank: int, ranks: int, held: SavePlan, written: SavePlan) -> Part:
     return Part(SAVE, rank, ranks, items, objects, paths)
 
 
-def test_the_metadata_is_that_of_dcp_s_coordinator(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slab", [2**14, 7])
+def test_the_metadata_is_that_of_dcp_s_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slab: int) -> None:
+    monkeypatch.setattr(metadata_columns, "_SLAB", slab)  # after each, checksums of parts are let go
     state = State.of(50)
     held = [local_plan(state, 4, rank) for rank in range(4)]
     written, expected = DefaultSavePlanner().create_global_plan(held)
@@ -153,6 +157,22 @@ def test_offsets_beyond_4_gib_and_large_shapes_survive() -> None:
     objects = (ObjectEntry(part.objects[0].path, 2**40),)
     parts = [dataclasses.replace(part, written=written, objects=objects)]
     assert_same(merge(parts), parts)
+
+
+def test_what_is_read_back_before_the_commit_has_the_names_of_all_parts() -> None:
+    merging, sample = (Merging(SAVE, 4) for _ in range(2))
+    dtypes = (torch.float32, torch.float32, torch.int8, torch.int8)
+    added = []
+    for rank, dtype in enumerate(dtypes):
+        shard = tensor("w" if dtype.is_floating_point else "v", [4], [2 * (rank % 2)], [2], TensorProperties(dtype))
+        data = encode(part_of(rank, 4, [shard, other(f"state-{rank}")]))
+        added.append(merging.add(data))
+        if added[-1]:
+            sample.add(data)
+    assert added == [True, False, True, False]
+    few = sample.merged(save_id=SAVE_ID, checkpoint_id=URL, is_whole=False)
+    assert find_names(few.metadata) == find_names(merging.merged(save_id=SAVE_ID, checkpoint_id=URL).metadata)
+    assert len(load_metadata(few.metadata, url=URL).storage_data) == 4
 
 
 def test_stream_extensions_are_named() -> None:

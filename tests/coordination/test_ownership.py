@@ -139,37 +139,24 @@ def _training(model: nn.Module) -> State:
     return {"model": weights, "optimizer": {**moments, **steps, "param_groups": groups}, "step": 7}
 
 
-def _fsdp(rank: int, world_size: int) -> State:
-    return _training(_model(240, init_device_mesh("cpu", (world_size,))))
-
-
-def _fsdp_uneven(rank: int, world_size: int) -> State:
-    return _training(_model(241, init_device_mesh("cpu", (world_size,))))
-
-
-def _two(world_size: int, names: tuple[str, str], first: int = 2) -> DeviceMesh:
+def _two(world_size: int, names: tuple[str, ...], first: int = 2) -> DeviceMesh:
     return init_device_mesh("cpu", (first, world_size // first), mesh_dim_names=names)
 
 
-def _fsdp_tp(width: int, whole: bool = True, first: int = 2) -> Callable[[int, int], State]:
+def _parallel(width: int, *names: str, whole: bool = True, first: int = 2) -> Callable[[int, int], State]:
+    """A training over a mesh of these dimensions: FSDP's, HSDP's, and that of tensor parallelism."""
+
     def make(rank: int, world_size: int) -> State:
-        mesh = _two(world_size, ("fsdp", "tp"), first)
-        return _training(_model(width, mesh["fsdp"], mesh["tp"], whole))
+        if len(names) < 2:
+            return _training(_model(width, init_device_mesh("cpu", (world_size,)) if names else None))
+        if len(names) == 3:
+            mesh = init_device_mesh("cpu", (2, 2, world_size // 4), mesh_dim_names=names)
+            return _training(_model(width, mesh[names[:2]], mesh["tp"]))
+        mesh = _two(world_size, names, first)
+        over = (mesh["fsdp"], mesh["tp"]) if "tp" in names else (mesh,)
+        return _training(_model(width, *over, whole=whole))
 
     return make
-
-
-def _hsdp(rank: int, world_size: int) -> State:
-    return _training(_model(240, _two(world_size, ("replicate", "shard"))))
-
-
-def _hsdp_tp(rank: int, world_size: int) -> State:
-    mesh = init_device_mesh("cpu", (2, 2, world_size // 4), mesh_dim_names=("replicate", "shard", "tp"))
-    return _training(_model(241, mesh["replicate", "shard"], mesh["tp"]))
-
-
-def _ddp(rank: int, world_size: int) -> State:
-    return _training(_model(241, None))
 
 
 def _pipeline(rank: int, world_size: int) -> State:
@@ -208,29 +195,21 @@ def _edges(rank: int, world_size: int) -> State:
     }
 
 
-STATES: list[tuple[Callable[[int, int], State], tuple[int, ...]]] = [
-    (_fsdp, (1, 4)),
-    (_fsdp_uneven, (2, 3, 7)),
-    (_fsdp_tp(240), (4,)),
-    (_fsdp_tp(241), (4, 6, 8)),
-    (_fsdp_tp(241, first=4), (8,)),
-    (_fsdp_tp(241, whole=False), (4,)),
-    (_hsdp, (2, 8)),
-    (_hsdp_tp, (8,)),
-    (_ddp, (1, 3, 8)),
-    (_pipeline, (4,)),
-    (_by_hand, (2, 5, 8)),
-    (_edges, (2, 4, 6, 8)),
-]
-NAMES = [
-    "fsdp", "fsdp-uneven", "fsdp-tp", "fsdp-tp-uneven", "fsdp4-tp-uneven", "fsdp-tp-of-some-layers", "hsdp", "hsdp-tp",
-    "ddp", "pipeline", "by-hand", "edges",
-]  # fmt: skip
-CASES = [
-    pytest.param(make, size, id=f"{name}-{size}")
-    for name, (make, sizes) in zip(NAMES, STATES, strict=True)
-    for size in sizes
-]
+STATES: dict[str, tuple[Callable[[int, int], State], tuple[int, ...]]] = {
+    "fsdp": (_parallel(240, "fsdp"), (1, 4)),
+    "fsdp-uneven": (_parallel(241, "fsdp"), (2, 3, 7)),
+    "fsdp-tp": (_parallel(240, "fsdp", "tp"), (4,)),
+    "fsdp-tp-uneven": (_parallel(241, "fsdp", "tp"), (4, 6, 8)),
+    "fsdp4-tp-uneven": (_parallel(241, "fsdp", "tp", first=4), (8,)),
+    "fsdp-tp-of-some-layers": (_parallel(241, "fsdp", "tp", whole=False), (4,)),
+    "hsdp": (_parallel(240, "replicate", "shard"), (2, 8)),
+    "hsdp-tp": (_parallel(241, "replicate", "shard", "tp"), (8,)),
+    "ddp": (_parallel(241), (1, 3, 8)),
+    "pipeline": (_pipeline, (4,)),
+    "by-hand": (_by_hand, (2, 5, 8)),
+    "edges": (_edges, (2, 4, 6, 8)),
+}
+CASES = [pytest.param(make, size, id=f"{name}-{size}") for name, (make, sizes) in STATES.items() for size in sizes]
 
 
 def _plan(state: State) -> tuple[DefaultSavePlanner, SavePlan]:

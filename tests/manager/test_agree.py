@@ -109,6 +109,20 @@ def test_the_first_choice_stands_for_all() -> None:
     assert ranks[1].choose("latest", _never) is None, "that there is nothing stands, too"
 
 
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b'{"note": "[]", "crc64nvme": "0"}', b'{"note": 1, "crc64nvme": "0"}', b"[1]"]
+)
+def test_an_answer_that_is_damaged_or_foreign_is_refused_rather_than_replaced_by_one_s_own(data: bytes) -> None:
+    keys = MemoryKeys()
+    first, second = store_ranks(2, keys)
+    first.choose("latest", lambda: _at(5))
+    [key], store = keys.keys, keys._store
+    store.put(key, data)
+    with pytest.raises(errors.SaveProtocolError, match=f"{key} is damaged.*Remedy: delete it, and restart"):
+        second.choose("latest", lambda: _at(6))
+    assert store.get(key).data == data
+
+
 def test_ranks_that_ask_for_different_checkpoints_are_told() -> None:
     first, second = store_ranks(2, MemoryKeys())
     first.choose(("latest", None, None), lambda: _at(5))
@@ -133,7 +147,7 @@ def test_managers_of_a_process_have_answers_of_their_own() -> None:
     second = type(first)(first._root, first._settings, 0, 1, keys, "run", first._numbers)
     for each in (first, second):
         assert each.choose("latest", lambda: _at(1)) == _at(1)
-    assert len(keys.values) == 2
+    assert len(keys.keys) == 2
 
 
 def test_the_answers_that_all_have_read_are_removed_by_one_rank_two_saves_later() -> None:
@@ -150,7 +164,7 @@ def test_the_answers_that_all_have_read_are_removed_by_one_rank_two_saves_later(
             each.decide(step, lambda _: (True, 1), False)
 
     def left() -> list[str]:
-        return sorted(key.partition("-0-")[2] for key in keys.values)
+        return sorted(key.partition("-0-")[2] for key in keys.keys)
 
     ranks[0].choose("latest", lambda: _at(5))
     decide(10)

@@ -87,16 +87,19 @@ def _values(root: str) -> dict[int, list[float]]:
 # --- no collectives --------------------------------------------------------------------------------
 
 
-def _train_counting(root: str) -> tuple[dict[str, int], dict[str, int]]:
+def _train_counting(root: str, coordination: Any) -> tuple[dict[str, int], dict[str, int], int]:
     states = {step: _sharded(step) for step in (1, 2, 3)}
     blank = _sharded(0, dim=1)
     with counted() as called:
         policy = SaveEvery(steps=2) | SaveEvery(seconds=0.01) | SaveOnPreemption()
-        with CheckpointManager(root, coordination="s3", should_save=policy, retention="latest:2") as manager:
+        with CheckpointManager(root, coordination=coordination, should_save=policy, retention="latest:2") as manager:
             assert manager.restore(blank) is None
             for step, state in states.items():
                 manager.should_save(step)
-                assert manager.save(step, state, {"loss": 1.0 / step}, extra={"tokens": step}, force=True)
+                extra = {"tokens": step}
+                assert manager.save(step, state, {"loss": 1.0 / step}, extra=extra, force=True, blocking=step == 2)
+                if coordination != "s3":
+                    dist.all_reduce(torch.ones(1))  # as training's collectives, beside the save's
             manager.wait()
             assert not manager.preempted
             assert manager.restore(blank) == 3
@@ -112,12 +115,18 @@ def _train_counting(root: str) -> tuple[dict[str, int], dict[str, int]]:
         dist.distributed_c10d._get_default_group().allreduce(torch.ones(1)).wait()
         dist.new_group()
     dist.barrier()  # gloo's ranks may still connect when the first has made its group
-    return called, control
+    return called, control, dcp_s3.stats().prunes.runs
 
 
-def test_no_collective_is_called_and_no_group_made(memory_server: Any, root: str) -> None:
-    for called, control in run_ranks(2, _train_counting, root):
-        assert called == {"collectives": 0, "groups": 0}
+@pytest.mark.parametrize("coordination", ["collectives", "s3"])
+def test_ranks_save_and_restore_and_without_collectives_none_is_called(
+    memory_server: Any, root: str, coordination: str
+) -> None:
+    told = run_ranks(2, _train_counting, root, coordination)
+    assert [prunes > 0 for *_, prunes in told] == [True, False], "one of them prunes"
+    for called, control, _ in told:
+        if coordination == "s3":
+            assert called == {"collectives": 0, "groups": 0}
         assert control["collectives"] >= 2
         assert control["groups"] == 1
     found = _committed(root)
@@ -340,13 +349,6 @@ def _restore_beside_a_commit(root: str) -> list[int | None]:
             if rank == 1:
                 found.append(manager.restore(state))
             meet(f"restored-{number}")
-        # The first to ask asks for something else now.
-        if rank == 0:
-            manager.restore(state, 1)
-        meet("asked")
-        if rank == 1:
-            with pytest.raises(errors.CheckpointError, match="restore different steps"):
-                manager.restore(state, 2)
     return found
 
 

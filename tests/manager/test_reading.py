@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,12 @@ import pytest
 
 import dcp_s3
 from dcp_s3 import CheckpointManager, KeepBest, KeepLatest, S3StorageReader, S3StorageWriter, SaveEvery, errors
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.manager.making import blank, is_of, state
 from tests.memory_s3 import Fault
 
 ROOT = f"s3://{BUCKET}/run"
 EXTRA = {"tokens": 10**12, "data": {"shard": 3, "seen": [1, 2.5, None, True]}, "commit": "a1b2"}
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "1")
-    with serve(monkeypatch) as server:
-        yield server
 
 
 def names(root: str) -> list[str]:
@@ -52,9 +44,15 @@ def test_what_is_saved_with_a_step_is_read_back(root: str) -> None:
         assert manager.extra(2) == {}
         with pytest.raises(errors.CheckpointNotFoundError, match="step-00000009"):
             manager.extra(9)
-        manager.annotate(1, {"loss": 0.5})
-    [first, _] = dcp_s3.list_checkpoints(root)
-    assert (first.extra, first.metrics) == (EXTRA, {"loss": 0.5})
+        manager.save(3, state(3), {"loss": 0.75})
+        manager.annotate(3, {"loss": 0.25, "note": "evaluated"})  # waits for its save
+        assert manager.best_step("loss") == 3
+        manager.annotate(1, {"loss": 0.125})
+        assert manager.best_step("loss") == 1
+        with pytest.raises(errors.CheckpointNotFoundError, match="step-00000009"):
+            manager.annotate(9, {"loss": 0.0})
+    [first, *_] = dcp_s3.list_checkpoints(root)
+    assert (first.extra, first.metrics) == (EXTRA, {"loss": 0.125})
     assert S3StorageReader(first.url).extra() == EXTRA
 
 

@@ -8,7 +8,6 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,11 @@ from dcp_s3 import CheckpointManager, errors, list_checkpoints
 from dcp_s3.spill.background import stop_draining
 from dcp_s3.spill.drain import Drainer
 from dcp_s3.spill.store import SpillStore
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.ranks import RankFailed, run_ranks
 
 ROOT = f"s3://{BUCKET}/run"
-_LAYOUTS = pytest.mark.parametrize(
-    ("ranks", "shared"), [(1, True), (2, True), (2, False)], ids=["one_rank", "two_on_a_host", "two_hosts"]
-)
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "1")
-    with serve(monkeypatch) as server:
-        yield server
 
 
 def away(_: Any) -> Fault:
@@ -125,27 +114,16 @@ def _drained(spill: Path, *, expected: set[int]) -> None:
     assert {info.step for info in list_checkpoints(ROOT) if info.committed} == expected
 
 
-@pytest.mark.quick("two_on_a_host")
-@_LAYOUTS
-def test_what_was_durable_before_a_kill_is_restored_when_s3_is_back(
-    faulty: FaultyServer, tmp_path: Path, ranks: int, shared: bool
-) -> None:
-    run_ranks(ranks, _save_to_s3, 2)
-    faulty.rule = away
-    _live(ranks, str(tmp_path), shared, 3, 5)
-    faulty.rule = back
-    assert run_ranks(ranks, _resume, str(tmp_path), shared) == [5] * ranks
-    _drained(tmp_path, expected={1, 2, 3, 4, 5, 6})
-
-
-@pytest.mark.quick("2")
+@pytest.mark.quick("2-away")
+@pytest.mark.parametrize("then", [away, back])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_restarts_in_a_row_while_s3_stays_away_go_on_from_the_disk(
-    faulty: FaultyServer, tmp_path: Path, ranks: int
+def test_after_a_kill_what_is_on_the_disk_is_gone_on_from_whether_or_not_s3_is_back(
+    faulty: FaultyServer, tmp_path: Path, ranks: int, then: Any
 ) -> None:
     run_ranks(ranks, _save_to_s3, 2)
     faulty.rule = away
     _live(ranks, str(tmp_path), True, 3, 5)
+    faulty.rule = then
     _live(ranks, str(tmp_path), True, 6, 6, 5)
     _live(ranks, str(tmp_path), True, 7, 8, 6)
     assert run_ranks(ranks, _resume, str(tmp_path), True) == [8] * ranks

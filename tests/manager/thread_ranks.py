@@ -9,11 +9,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from dcp_s3.coordination.control_keys import ControlKeys
+from dcp_s3.coordination.control_keys import ControlKeys, StoreKeys
+from dcp_s3.coordination.identity import Attempt
 from dcp_s3.manager.agree import Ranks, StoreRanks
 from dcp_s3.settings import Settings
 from dcp_s3.url import parse_url
+from tests.memory_store import MemoryStore
 
+ROOT = parse_url("s3://bucket/run")
 _PATIENCE_SECONDS = 60
 
 
@@ -61,26 +64,18 @@ def on_threads(size: int, work: Callable[[ThreadRanks], Any]) -> list[Any]:
         return list(pool.map(run, range(size)))
 
 
-class MemoryKeys(ControlKeys):
-    """Control keys in memory."""
+class MemoryKeys(StoreKeys):
+    """Control keys below the root of a run in memory."""
 
     def __init__(self) -> None:
-        self.values: dict[str, str] = {}
+        super().__init__(MemoryStore(), ROOT, Attempt("run", (0,), "token", None, 2, 0))
 
-    def offer(self, key: str, value: str) -> str:
-        assert key.replace("-", "").isalnum()
-        return self.values.setdefault(key, value)
-
-    def look(self, key: str) -> str | None:
-        return self.values.get(key)
-
-    def remove(self, *keys: str) -> None:
-        for key in keys:
-            self.values.pop(key, None)
+    @property
+    def keys(self) -> list[str]:
+        return [each.key for each in self._store.list("").objects]
 
 
 def store_ranks(size: int, keys: ControlKeys) -> list[StoreRanks]:
     """The ranks of a job without collectives, each as in a process of its own."""
-    root = parse_url("s3://bucket/run")
     numbers = [defaultdict[str, Any](itertools.count) for _ in range(size)]
-    return [StoreRanks(root, Settings(), rank, size, keys, "run", numbers[rank]) for rank in range(size)]
+    return [StoreRanks(ROOT, Settings(), rank, size, keys, "run", numbers[rank]) for rank in range(size)]

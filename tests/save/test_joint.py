@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from dcp_s3.checkpoint.look import inspect
 from dcp_s3.coordination.identity import Attempt
 from dcp_s3.coordination.processes import count_of, settle_saves
 from dcp_s3.coordination.values import OPEN
+from dcp_s3.retention.prune import prune
 from dcp_s3.save import joint, save
 from dcp_s3.save.begin import begin_joint_save
 from dcp_s3.save.joint import JointSave
@@ -131,3 +133,18 @@ def test_what_a_prune_deletes_is_not_committed_once_more_by_who_finishes_saves(
     assert found is not None
     Deleter(store, all_versions=False).delete_committed(URL, found.info, since=0)
     assert store.list(URL.key("")).objects == ()
+
+
+def test_what_a_merger_leaves_that_died_before_it_had_cleaned_up_is_collected_by_a_prune(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(JointSave, "clean", lambda *_: None)
+    other = threading.Thread(target=_save, args=(0,))
+    other.start()
+    _save(1)
+    other.join(60)
+    store._storage.clock = lambda: time.time() + 3 * 86400
+    assert prune("s3://bucket/run", store=store, grace=86400).ok
+    left = [each.key for each in store.list("").objects]
+    assert not [key for key in left if "/joint-" in key]
+    assert inspect(store, URL).info.committed  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Saves without collectives by processes that a test kills: how they begin, and what must be there afterwards."""
+"""Saves by processes that a test kills: how they begin, and what must be there afterwards."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ _LONGEST = 120.0  # seconds: many times rank_timeout, for a busy machine
 def make_jobs(
     root: str, directory: Path, ranks: int, layout: Any, by: Any, *, overwrite: bool, attempt: int = 0,
     numbers: tuple[int, ...] = (1, 2), environment: dict[str, str] | None = None, large: bool = False,
-    own_keys: bool = True,
 ) -> list[Job]:  # fmt: skip
     """One for each rank of two saves, the second of which waits for the test."""
     known = dict(os.environ) if environment is None else environment
     return [
-        Job(root, directory, known, layout, by, overwrite, numbers, rank, ranks, attempt, large, own_keys)
+        Job(root, directory, known, layout, by, overwrite, numbers, rank, ranks, attempt, large)
         for rank in range(ranks)
     ]
 

@@ -1,4 +1,4 @@
-"""The process that tests/soak/test_kill_joint_saves.py kills: one rank of saves without collectives."""
+"""The process that tests/soak/test_kill_saves.py kills: one rank of two saves, most of them without collectives."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class Job:
     environment: Mapping[str, str]
     """All of it, but for what tells the ranks apart."""
     layout: Layout
-    by: Literal["dcp", "manager", "separately"]
-    """What drives the saves: `dcp.save` without a process group, `CheckpointManager`, or what both rest on."""
+    by: Literal["dcp", "manager", "separately", "collectives", "async"]
+    """What drives the saves: `dcp.save` without a process group, `CheckpointManager`, or what both rest on; with
+    collectives `dcp.save` or `dcp.async_save`."""
     overwrite: bool
     """Save to one URL again and again, otherwise to a new one each time."""
     numbers: tuple[int, ...]
@@ -43,8 +44,6 @@ class Job:
     attempt: int = 0
     large: bool = False
     """Whether a rank's rows are an object of two parts, rather than a small one."""
-    own_keys: bool = True
-    """Whether each rank signs with a key of its own, by which a server in memory tells them apart."""
 
     @property
     def columns(self) -> int:
@@ -53,8 +52,8 @@ class Job:
 
     @property
     def group(self) -> bool:
-        """Whether there is a process group: DTensors need one."""
-        return self.layout in ("fsdp", "hsdp")
+        """Whether there is a process group: DTensors and collectives need one."""
+        return self.layout in ("fsdp", "hsdp") or self.by in ("collectives", "async")
 
     @property
     def report(self) -> Path:
@@ -116,8 +115,9 @@ def save_when_told(job: Job) -> None:
     """Save, and report each save that is done, or has failed, as far as this rank knows."""
     begin(job.environment, job.directory / f"output-{job.attempt}-{job.rank}.log")
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
-    if job.own_keys:
-        os.environ["AWS_ACCESS_KEY_ID"] = access_key(job.rank + 10 * job.attempt)
+    os.environ["AWS_ACCESS_KEY_ID"] = access_key(job.rank + 10 * job.attempt)  # tells the ranks apart
+    clock = time.time
+    time.time = lambda: clock() + 3600 * (job.rank - 1)  # hosts whose clocks are hours apart
     from dcp_s3 import errors
 
     torch.set_num_threads(1)
@@ -155,6 +155,8 @@ def _meet(job: Job) -> Any:
         world_size=job.world_size,
         timeout=timedelta(seconds=60),
     )
+    if job.layout not in ("fsdp", "hsdp"):
+        return None
     return init_device_mesh("cpu", (job.world_size,) if job.layout == "fsdp" else (job.world_size // 2, 2))
 
 
@@ -177,6 +179,11 @@ def _driver(job: Job) -> Any:
         writer = S3StorageWriter(job.url(number), overwrite=job.overwrite, max_objects=2)
         if job.by == "dcp":
             dcp.save(state, storage_writer=writer, use_collectives=False)
+        elif job.by == "collectives":
+            dcp.save(state, storage_writer=writer)
+        elif job.by == "async":
+            future: Any = dcp.async_save(state, storage_writer=writer)
+            future.result()
         else:  # torch's own ends with a barrier where there is a group
             save_separately(state, writer, job.rank)
 

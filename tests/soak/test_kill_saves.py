@@ -1,29 +1,55 @@
-"""Training without a spill directory is killed in the middle of saves: what was saved stays, nothing torn is visible.
+"""Ranks are killed in the middle of saves: the checkpoint is whole, or the one before it stays.
 
-Real processes and SIGKILL. DCP_S3_TEST_KILLS says how many kill points there are (10), DCP_S3_TEST_SEED the first (0).
-Each has a number, which is in the name of its test: ``DCP_S3_TEST_SEED=17 DCP_S3_TEST_KILLS=1`` repeats number 17, as
-far as processes and sockets repeat at all.
+Real processes and SIGKILL. DCP_S3_TEST_KILLS says how many times for each test (10), DCP_S3_TEST_SEED the first seed
+(0). What was killed, and where, is a property of the test in pytest's JUnit XML (``-o junit_family=xunit1``). Where a
+machine is so busy that a process stands still for seconds, more ranks count as dead than were killed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
+import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from dcp_s3 import S3StorageReader, S3StorageWriter, latest, list_checkpoints
-from tests.end_to_end.states import assert_same, blank
+from dcp_s3 import S3StorageReader, S3StorageWriter, list_checkpoints
+from dcp_s3.format.layout import manifest_object
+from dcp_s3.s3.client import close_clients
+from dcp_s3.url import parse_url
+from tests.end_to_end.states import assert_same
 from tests.faulty import BUCKET, FaultyServer, serve
-from tests.killing import AtRequest, kill_all, new_process, read_lines, running, wait_until_quiet
-from tests.soak.saving_worker import Job, make_state, save_for_ever
+from tests.killing import (
+    AtRequest,
+    Shooting,
+    Shot,
+    kill_all,
+    new_process,
+    rank_of,
+    read_lines,
+    running,
+    wait_until_quiet,
+)
+from tests.soak.joint_saves import (
+    ENVIRONMENT,
+    check_whole,
+    committed_number,
+    join_all,
+    load,
+    make_jobs,
+    said,
+    wait_until,
+)  # fmt: skip
+from tests.soak.joint_worker import Job, make_whole_state, save_when_told
 
 pytestmark = [
     pytest.mark.counted,
@@ -34,116 +60,274 @@ pytestmark = [
 ROOT = f"s3://{BUCKET}/run"
 KILLS = int(os.environ.get("DCP_S3_TEST_KILLS", "10"))
 FIRST_SEED = int(os.environ.get("DCP_S3_TEST_SEED", "0"))
+SEEDS = range(FIRST_SEED, FIRST_SEED + KILLS)
 
-_START_SECONDS = 60.0
-_LONGEST_LIFE = 3.0  # of a process whose kill point does not come
-_OPERATIONS = (
-    "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload", "PutObject", "PutObject", "PutObject",
-    "GetObject",
+_KINDS = (
+    ("PutObject", "claim.json"), ("GetObject", "claim.json"), ("PutObject", ".intent."), ("PutObject", ".part."),
+    ("PutObject", ".merged."), ("PutObject", "manifest-"),
+    ("PutObject", "/.metadata"), ("CreateMultipartUpload", ""), ("UploadPart", ""), ("CompleteMultipartUpload", ""),
+    ("PutObject", ".distcp"), ("ListObjectsV2", ""), ("GetObject", ""), ("GetObject", ".part."), ("HeadObject", ""),
+    ("DeleteObjects", ""),
 )  # fmt: skip
-_OPERATIONS_OF_OVERWRITES = ("DeleteObjects", "ListObjectsV2", "GetObject")
 
 
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    for name, value in {
-        "DCP_S3_PART_SIZE": "5MiB",
-        "DCP_S3_CONCURRENCY": "4",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "MASTER_ADDR": "127.0.0.1",
-    }.items():
+    for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     with serve(monkeypatch) as server:
         yield server
 
 
-def points() -> list[Any]:
-    kinds = [(overwrite, ranks) for ranks in (1, 2) for overwrite in (False, True)]
-    found = []
-    for seed in range(FIRST_SEED, FIRST_SEED + KILLS):
-        overwrite, ranks = kinds[seed % len(kinds)]
-        name = f"{'overwrite' if overwrite else 'new_url'}-{ranks}_ranks-seed{seed}"
-        found.append(pytest.param(overwrite, ranks, seed, id=name))
-    return found
+# --- the tests -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("new_url-1_ranks-seed0", "overwrite-2_ranks-seed3")
-@pytest.mark.parametrize(("overwrite", "ranks", "seed"), points())
-def test_after_a_kill_a_checkpoint_is_whole_or_not_there(
-    faulty: FaultyServer, tmp_path: Path, overwrite: bool, ranks: int, seed: int
+@pytest.mark.quick("5", "7")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_without_replicas_a_checkpoint_is_whole_or_the_one_before_stays(
+    faulty: FaultyServer, tmp_path: Path, record_property: Callable[[str, object], None], seed: int
 ) -> None:
     rng = random.Random(seed)
-    asynchronous = rng.random() < 0.3
-    jobs = [
-        Job(ROOT, tmp_path, dict(os.environ), overwrite, asynchronous, rank, ranks) for rank in range(ranks)
-    ]  # fmt: skip
-    how = kill_in_the_middle(faulty, jobs, rng)
+    layout, by = [("sharded", "dcp"), ("fsdp", "separately"), ("sharded", "manager"), ("fsdp", "manager")][seed % 4]
+    jobs = make_jobs(
+        ROOT, tmp_path, 3, layout, by, overwrite=by != "manager" and rng.random() < 0.5, large=seed % 3 == 0
+    )
+    shots = [draw_shot(rng, 3)]
+    with ended(faulty, jobs, rng, shots) as (shooting, told):
+        record_property("hit", describe(jobs[0], shots))
+        assert all(words[0] in ("saved", "failed") for words in told.values()), told
+        committed = {words[0] for words in told.values()}
+        number = committed_number(jobs[0])
+        assert len(committed) == 1, told
+        if "saved" in committed or not shooting.hit:
+            assert number == 2, told
+        for words in told.values():
+            assert words[0] == "saved" or jobs[0].root in " ".join(words), told
+    check_whole(jobs[0], number, tmp_path)
+    record_property("committed", number)
+
+
+@pytest.mark.quick("2", "7")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_with_replicas_what_a_rank_has_joined_is_saved_without_it(
+    faulty: FaultyServer, tmp_path: Path, record_property: Callable[[str, object], None], seed: int
+) -> None:
+    rng = random.Random(seed)
+    layout, by = [
+        ("hsdp", "manager"), ("plain", "dcp"), ("boxes", "dcp"), ("hsdp", "separately"), ("plain", "manager"),
+    ][seed % 5]  # fmt: skip
+    overwrite = by != "manager" and rng.random() < 0.5
+    ranks = 3 if layout == "plain" and rng.random() < 0.5 else 4
+    jobs = make_jobs(ROOT, tmp_path, ranks, layout, by, overwrite=overwrite, large=seed % 3 == 0)
+    shots = [draw_shot(rng, ranks)]
+    if rng.random() < 0.5:
+        shots.append(draw_shot(rng, ranks))  # perhaps of one that makes up for the first one
+    spared = (lambda rank, hit: rank in hit or (rank + 2) % 4 in hit) if layout in ("hsdp", "boxes") else None
+    with ended(faulty, jobs, rng, shots, spared) as (shooting, told):
+        record_property("hit", describe(jobs[0], shots))
+        said_last = {words[0] for words in told.values()}
+        too_late = any("has not begun it" in " ".join(words) for words in told.values())  # on a busy machine
+        if all(has_written(shooting, rank, ".intent.") for rank in shooting.hit) and not too_late:
+            assert said_last == {"saved"}, (str(told), describe(jobs[0], shots))
+            made_up = read_made_up(faulty, jobs[0])
+            silent = {rank for rank in shooting.hit if not has_written(shooting, rank, ".part.")}
+            assert silent <= made_up, (silent, made_up)
+            record_property("made_up", sorted(made_up))
+        else:  # nobody knows what it would have written
+            assert said_last in ({"saved"}, {"failed"}), (told, describe(jobs[0], shots))
+        number = committed_number(jobs[0])
+        assert number == 2 or said_last == {"failed"}, told
+    check_whole(jobs[0], number, tmp_path)
+
+
+@pytest.mark.quick("0")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_stopped_rank_of_an_older_attempt_is_refused_when_it_goes_on(
+    faulty: FaultyServer, tmp_path: Path, record_property: Callable[[str, object], None], seed: int
+) -> None:
+    rng = random.Random(seed)
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "job", "DCP_S3_RUN_ID": ""}
+    del environment["DCP_S3_RUN_ID"]
+    layout, overwrite = rng.choice(["sharded", "plain"]), rng.random() < 0.5
+    old, new = (
+        make_jobs(
+            ROOT, tmp_path, 2, layout, "dcp", overwrite=overwrite, attempt=attempt, numbers=numbers,
+            environment={**environment, "TORCHELASTIC_RESTART_COUNT": str(attempt)},
+        )
+        for attempt, numbers in ((0, (1, 2)), (1, (2,)))
+    )  # fmt: skip
+    stop = draw_shot(rng, 2)
+    stop.count = 1 + stop.count % 12 if stop.rank is not None else stop.count  # a save of one rank has about as many
+    stop.signal_number, stop.held = signal.SIGSTOP, rng.random() < 0.5
+    early = rng.random() < 0.3
+    with running([new_process(save_when_told, job) for job in old]) as zombies:
+        wait_until(lambda: all(said(job, "ready 2") for job in old), zombies)
+        shooting = Shooting(zombies, [stop])
+        with shooting.on(faulty):
+            old[0].gate(2).touch()
+            while not shooting.over.wait(0.01) and not all(process.exitcode is not None for process in zombies):
+                pass
+            record_property("hit", describe(old[0], [stop]))
+            for rank, process in enumerate(zombies):
+                if rank != stop.hit:
+                    process.kill()
+            with running([new_process(save_when_told, job) for job in new]) as processes:
+                if early:
+                    wait_until(lambda: all(job.report.exists() for job in new))
+                    time.sleep(rng.uniform(0, 0.3))  # any instant will do
+                else:
+                    join_all(processes)
+                if stop.hit is not None:
+                    shooting.release()
+                    os.kill(zombies[stop.hit].pid, signal.SIGCONT)
+                    join_all([zombies[stop.hit]])
+                join_all(processes)
     wait_until_quiet(faulty)
-    saved = [
-        max((int(line.split()[1]) for line in read_lines(job.report) if line.startswith("saved")), default=0)
-        for job in jobs
-    ]
-    try:
-        check(jobs[0], saved)
-    except BaseException as error:
-        print(f"seed {seed}: {jobs[0]}, killed {how}; saved {saved}; output in {tmp_path}")
-        if hasattr(error, "add_note"):
-            error.add_note(f"killed {how}, when {saved} were saved; the output of the processes is in {tmp_path}")
-        raise
-
-
-def kill_in_the_middle(server: FaultyServer, jobs: list[Job], rng: random.Random) -> str:
-    """Kill all ranks at once at a request, or at any instant; how it was done."""
-    at_request = None
-    seconds = rng.uniform(0, 1.0)
-    if rng.random() < 0.7:
-        operations = _OPERATIONS + _OPERATIONS_OF_OVERWRITES * jobs[0].overwrite
-        at_request = AtRequest(rng.choice(operations), rng.randint(1, 8), applied=rng.random() < 0.5)
-        seconds = _LONGEST_LIFE
-    with running([new_process(save_for_ever, job) for job in jobs]) as processes:
-        with at_request.on(server) if at_request else contextlib.nullcontext():
-            deadline = time.monotonic() + _START_SECONDS
-            while not all(read_lines(job.report) for job in jobs):
-                assert time.monotonic() < deadline, "the ranks did not start"
-                assert all(process.exitcode is None for process in processes), "a rank ended before it began"
-                time.sleep(0.005)
-            if at_request:
-                at_request.reached.wait(seconds)
-            else:
-                time.sleep(seconds)  # any instant will do: there is no event to wait for
-            kill_all(processes)
-        assert {process.exitcode for process in processes} == {-9}, "a rank ended by itself"
-    return f"at {at_request}" if at_request else f"after {seconds:.2f} s"
-
-
-def check(job: Job, saved: list[int]) -> None:
-    """What is visible is whole, and what was reported is there; a save to the same URL works."""
-    known, begun = max(saved), max(saved) + 1
-    committed = {info.name for info in list_checkpoints(ROOT) if info.committed}
-    if job.overwrite:
-        assert committed == {"step-1"} or (not known and not committed)
-        numbers = {"step-1": range(known, begun + 1)}
+    told_new = [read_lines(job.report)[-1].split() for job in new]
+    told_old = None if stop.hit is None else read_lines(old[stop.hit].report)[-1].split()
+    record_property("told", [told_old and told_old[:3], *[words[:3] for words in told_new]])
+    assert {words[0] for words in told_new} <= {"saved", "failed"}, told_new
+    found = list_checkpoints(ROOT)[-1]
+    assert found.committed
+    saved_by_new = {words[0] for words in told_new} == {"saved"}
+    if saved_by_new:
+        check_whole(new[0], 2, tmp_path)
     else:
-        assert {f"step-{number}" for number in range(1, known + 1)} <= committed
-        numbers = {f"step-{number}": range(number, number + 1) for number in range(1, begun + 1)}
-    assert committed <= set(numbers)
-    for name in committed:
-        found = load(job, f"{ROOT}/{name}")
-        assert found["number"] in numbers[name]
-        assert_same(found, make_state(found["number"], job.world_size), name)
-    newest = latest(ROOT)
-    assert (newest.name if newest else None) == max(committed, default=None, key=lambda name: int(name[5:]))
-
-    name = job.url(begun).rpartition("/")[2]
-    again = make_state(1000, job.world_size)
-    dcp.save(again, storage_writer=S3StorageWriter(job.url(begun), overwrite=name in committed), no_dist=True)
-    assert_same(load(job, job.url(begun)), again)
-    newest = latest(ROOT)
-    assert newest is not None
-    assert newest.name == name
+        # The old attempt had committed before: that is no longer to be had for a save that does not overwrite.
+        assert not overwrite, told_new
+        assert "CheckpointExistsError" in {words[2].partition("(")[0] for words in told_new}, told_new
+        check_whole(old[0], 2, tmp_path)
+    if told_old is not None and saved_by_new and not overwrite:
+        assert told_old[0] == "failed", told_old
+        assert told_old[2].partition("(")[0] in ("SaveProtocolError", "CheckpointExistsError"), told_old
+        assert "Remedy" in " ".join(told_old), told_old
 
 
-def load(job: Job, url: str) -> dict[str, Any]:
-    found: dict[str, Any] = blank(make_state(0, job.world_size))
-    dcp.load(found, storage_reader=S3StorageReader(url), no_dist=True)
-    return found
+@pytest.mark.quick("0", "3")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_all_ranks_of_a_save_with_collectives_are_killed_at_once(
+    faulty: FaultyServer, tmp_path: Path, record_property: Callable[[str, object], None], seed: int
+) -> None:
+    rng = random.Random(seed)
+    ranks, overwrite = 1 + seed % 2, seed % 4 > 1
+    by = "async" if rng.random() < 0.3 else "collectives"
+    jobs = make_jobs(ROOT, tmp_path, ranks, "sharded", by, overwrite=overwrite, large=rng.random() < 0.5)
+    operation, key = rng.choice([each for each in _KINDS if not each[1].startswith((".", "claim")) or "dis" in each[1]])
+    moment = AtRequest(operation, rng.randint(1, 4), applied=rng.random() < 0.5, key=key)
+    with running([new_process(save_when_told, job) for job in jobs]) as processes:
+        wait_until(lambda: all(said(job, "ready 2") for job in jobs), processes)
+        with moment.on(faulty):
+            jobs[0].gate(2).touch()
+            while not moment.reached.wait(0.01) and any(process.exitcode is None for process in processes):
+                pass
+            kill_all(processes)
+    close_clients()
+    wait_until_quiet(faulty)
+    number = committed_number(jobs[0])
+    record_property("committed", f"{number}, killed at {moment}")
+    assert number == 2 or not any(said(job, "saved 2") for job in jobs)
+    check_whole(jobs[0], number, tmp_path)
+    again = make_whole_state(jobs[0], 3)
+    writer = S3StorageWriter(jobs[0].url(2), overwrite=overwrite or number == 2)
+    dcp.save(again, storage_writer=writer, no_dist=True)
+    assert_same(load(jobs[0], jobs[0].url(2), S3StorageReader(jobs[0].url(2))), again)
+
+
+# --- ranks, and what happens to them ------------------------------------------------------------------------
+
+
+def draw_shot(rng: random.Random, ranks: int, kinds: Sequence[tuple[str, str]] = _KINDS) -> Shot:
+    """Any request of one rank, or any of a kind, whosever it is."""
+    applied = rng.random() < 0.5
+    if rng.random() < 0.5:
+        return Shot(rng.randrange(ranks), rng.randint(1, 1000), applied)
+    operation, key = rng.choice(kinds)
+    most = 1 if key in ("manifest-", ".merged.", "/.metadata") else ranks
+    return Shot(None, rng.randint(1, most), applied, operation, key)
+
+
+@contextlib.contextmanager
+def ended(
+    server: FaultyServer,
+    jobs: Sequence[Job],
+    rng: random.Random,
+    shots: Sequence[Shot],
+    spares: Callable[[int, Sequence[int]], bool] | None = None,
+) -> Iterator[tuple[Shooting, dict[int, list[str]]]]:
+    """Two saves are over, the second with the shots; what each rank that lives has said of it, in words."""
+    requests: Counter[int | None] = Counter()
+    with running([new_process(save_when_told, job) for job in jobs]) as processes:
+        server.rule = lambda request: requests.update([rank_of(request)])
+        wait_until(lambda: all(said(job, "ready 2") for job in jobs), processes)
+        for shot in shots:
+            if shot.rank is not None:  # a number of the save's requests, of which there are about as many as before
+                shot.count = 1 + shot.count % requests[shot.rank]
+        shooting = Shooting(processes, shots, *([] if spares is None else [spares]))
+        with shooting.on(server), readable(jobs[0]):
+            jobs[0].gate(2).touch()
+            join_all(processes)
+        server.rule = lambda request: None
+        assert {process.exitcode for rank, process in enumerate(processes) if rank in shooting.hit} <= {-9}
+        close_clients()  # of the reader
+        wait_until_quiet(server)
+        last = {
+            rank: read_lines(jobs[rank].report)[-1].split() for rank in range(len(jobs)) if rank not in shooting.hit
+        }
+        yield shooting, last
+
+
+@contextlib.contextmanager
+def readable(job: Job) -> Iterator[None]:
+    """Meanwhile a checkpoint that is overwritten is whole whenever it is read."""
+    over, torn = threading.Event(), []
+
+    def read() -> None:
+        while not over.is_set():
+            try:
+                found = load(job, job.url(1), S3StorageReader(job.url(1)))
+                assert found["number"] in (1, 2)
+                assert_same(found, make_whole_state(job, found["number"]))
+            except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
+                # It read the old metadata, and objects of it are deleted already: the next look is at the new one.
+                if "Remedy: load it again" not in str(error) and "does not exist" not in str(error):
+                    torn.append(error)
+                    return
+            over.wait(0.05)
+
+    thread = threading.Thread(target=read)
+    if job.overwrite:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if job.overwrite:
+            thread.join()
+    if torn:
+        raise torn[0]
+
+
+# --- what is there afterwards -------------------------------------------------------------------------------
+
+
+def has_written(shooting: Shooting, rank: int, kind: str) -> bool:
+    """Its intent or part of the second save."""
+    return any(operation == "PutObject" and key.endswith(f"{kind}{rank}") for operation, key in shooting.done[rank])
+
+
+def read_made_up(server: FaultyServer, job: Job) -> set[int]:
+    """The ranks that others made up for, as the manifest of the second save says."""
+    found = list_checkpoints(ROOT)[-1]
+    assert found.save_id is not None
+    data = server.s3.read(BUCKET, parse_url(job.url(2)).key(manifest_object(found.save_id)))
+    return set(map(int, json.loads(data)["coordination"]["made_up"]))
+
+
+def describe(job: Job, shots: Sequence[Shot]) -> str:
+    told = [
+        f"rank {shot.hit} {'' if shot.applied else 'not applied'} {shot.operation}{shot.key}"
+        if shot.hit is not None
+        else f"nobody ({shot})"
+        for shot in shots
+    ]
+    return f"{job.layout} {job.by} {'overwrite' if job.overwrite else 'new URL'}: {'; '.join(told)}"
