@@ -148,7 +148,7 @@ def export(
             if on_total is not None:
                 on_total(sum(file.size for file in files))
             with target.removed_after_failure():
-                target.remove(present)
+                target.place.remove(present)
                 for name in small:
                     data = read_attachment(checkpoint.store, checkpoint.url, name)
                     target.write(name, len(data), [data])
@@ -302,26 +302,26 @@ class _Target:
     """Where the files go. They are written front to back, and appear complete."""
 
     def __init__(self, place: Place) -> None:
-        self._place, self._store = place, place.store
+        self.place = place
         self._written: list[str] = []
 
     def check(
         self, files: Sequence[_File], attached: Mapping[str, AttachmentEntry], *, overwrite: bool
     ) -> tuple[list[str], list[str]]:
         """The files to remove first, and the attachments to write; WeightsError if the destination is refused."""
-        where = self._place.name
+        where = self.place.name
         for file in files:
             if file.name in attached:
                 raise WeightsError(
                     f"the checkpoint has an attachment {file.name}, in whose place weights would be written"
                 )
-            if self._place.url is not None and file.size > _MAX_PART * MAX_PARTS:
+            if self.place.url is not None and file.size > _MAX_PART * MAX_PARTS:
                 raise WeightsError(
                     f"a file of {format_size(file.size)} cannot be uploaded to {where}: S3 takes {MAX_PARTS} parts, "
                     f"and in bounded memory they have at most {format_size(_MAX_PART)}. Remedy: a smaller "
                     "max_shard_size, or export to a directory"
                 )
-        found = self._place.names()
+        found = self.place.names()
         if METADATA in found:
             raise WeightsError(f"{where} is a checkpoint. Remedy: export to another place, or to one below it")
         if found and not overwrite:
@@ -347,10 +347,10 @@ class _Target:
 
     def _is_same(self, name: str, entry: AttachmentEntry) -> bool | None:
         """Whether an attachment is there; False if nothing is, None if something else is."""
-        key, directory = self._place.key(name), self._place.directory
+        key, directory = self.place.key(name), self.place.directory
         try:
-            same = self._store.head(key).size == entry.size
-            return True if same and crc_hex(crc64nvme(self._store.get(key).data)) == entry.crc64nvme else None
+            same = self.place.store.head(key).size == entry.size
+            return True if same and crc_hex(crc64nvme(self.place.store.get(key).data)) == entry.crc64nvme else None
         except ObjectNotFoundError:
             if directory is None:
                 return False
@@ -364,22 +364,14 @@ class _Target:
             yield
         except BaseException:
             with contextlib.suppress(StorageError):  # another error is on its way to the user
-                self.remove(self._written)
+                self.place.remove(self._written)
             raise
 
     def write(self, name: str, size: int, views: Iterable[bytes | memoryview]) -> None:
         part = max(_PART, -(-size // MAX_PARTS))
-        pieces = map(Sent.of, views) if self._place.url is None else _copies(views, part)
         self._written.append(name)
-        self._store.put_stream(self._place.key(name), size, pieces, part_size=part)
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove files; those that are not there count as removed."""
-        if self._place.directory is None:
-            self._store.delete([self._place.key(name) for name in names])
-            return
-        for name in names:
-            (self._place.directory / name).unlink(missing_ok=True)
+        pieces = map(Sent.of, views) if self.place.url is None else _copies(views, part)
+        self.place.write(name, size, pieces, part_size=part)
 
 
 def _copies(views: Iterable[bytes | memoryview], size: int) -> Iterator[Sent]:

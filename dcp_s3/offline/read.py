@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
+from dcp_s3.format.cover import find_flaw
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import allocate
@@ -220,7 +220,7 @@ class OpenCheckpoint:
                     torch.Size(saved_offsets),
                     torch.Size(lengths),
                 )
-        if sum(math.prod(lengths) for _, lengths in items) != math.prod(box) or _overlap(items):
+        if find_flaw(box, list(items)) is not None:
             raise self._contradiction(fqn, "its chunks do not cover it, each element once")
         return list(items.values())
 
@@ -289,7 +289,3 @@ class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         loaded = torch.load(value, map_location="cpu", weights_only=False)  # checked already, or ``weights_only=False``
         self.objects[read_item.dest_index.fqn] = loaded
-
-
-def _overlap(boxes: Collection[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    return len(find_overlaps(list(boxes), list(boxes)).saved) > len(boxes)
