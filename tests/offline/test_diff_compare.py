@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -149,24 +148,6 @@ def _with_one_change(tensor: torch.Tensor) -> torch.Tensor:
     changed = tensor.clone()
     changed.view(-1)[tensor.numel() // 2] += 1
     return changed
-
-
-@pytest.mark.parametrize(
-    ("shape", "one"),
-    [
-        ((64, 64), split((64, 64), 0, 2)),
-        ((10, 3), split((10, 3), 0, 4)),
-        ((64, 64), grid((64, 64), [[16, 32, 48], [32]])),
-        ((64, 1), split((64, 1), 0, 8)),
-    ],
-    ids=["rows", "uneven", "rows of columns", "one column"],
-)
-def test_equal_chunks_are_compared_in_any_order(shape: tuple[int, ...], one: list[Box]) -> None:
-    tensor = _random(*shape, dtype=_BF16)
-    assert _compare(tensor, Cut(one), tensor, Cut(one[::-1])).status == "same"
-    assert _compare(tensor, Cut(one), _with_one_change(tensor), Cut(one[::-1])) == EntryDiff(
-        "x", "tensor", "changed", "values", 2 * tensor.numel()
-    )
 
 
 def test_chunks_that_are_cut_differently_are_unknown() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 from collections import Counter
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 import dcp_s3
 from dcp_s3 import S3StorageWriter, VerifyReport, errors, verify
-from dcp_s3.checksum import crc64nvme, crc64nvme_between, crc_hex
+from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.blocks import get_raw_offset
 from dcp_s3.offline import verify_bytes
 from dcp_s3.offline.verify_plan import StoredData, StoredItem, cut_range, find_mismatches, group_items
@@ -224,19 +223,6 @@ def test_no_checkpoint_is_an_error(s3: Any, bucket: str, root: str) -> None:
         verify(root)
 
 
-@pytest.mark.servers("memory", "moto", "rgw")
-def test_a_missing_bucket_is_an_error(bucket: str) -> None:
-    with pytest.raises(errors.BucketNotFoundError):
-        verify(f"s3://{bucket}-not/run")
-
-
-def test_a_bad_url_or_setting_is_an_error() -> None:
-    with pytest.raises(errors.InvalidURLError):
-        verify("/local")
-    with pytest.raises(errors.SettingsError):
-        verify("s3://bucket/run", settings={"speed": 1})
-
-
 FAULTY_URL = f"s3://{BUCKET}/run/step-1"
 
 
@@ -314,12 +300,9 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_damaged(
 def test_reports_are_values() -> None:
     problem = dcp_s3.Problem("a.distcp", "w", "is wrong")
     report = VerifyReport("s3://b/c", "fast", 1, 2, 3, 0, 0, 0, (problem,))
-    assert not report.ok
     assert report.to_dict()["problems"] == ({"path": "a.distcp", "fqn": "w", "what": "is wrong"},)
-    assert report.to_dict()["ok"] is False
+    assert report.to_dict()["ok"] is report.ok is False
     assert str(problem) == "a.distcp: 'w' is wrong"
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        report.url = "x"  # type: ignore[misc]
 
 
 # --- what is planned ------------------------------------------------------------------------------------
@@ -405,11 +388,6 @@ def test_only_what_fails_twice_is_confirmed(first: Any, second: Any, confirmed: 
 
     found = {each.fqn: each.what for each in reading(first).confirmed_by(reading(second))}
     assert found == {None if n is None else f"at{n}": what for n, what in confirmed.items()}
-
-
-@given(before=st.binary(max_size=60), rest=st.binary(max_size=60))
-def test_the_checksum_of_the_rest(before: bytes, rest: bytes) -> None:
-    assert crc64nvme_between(crc64nvme(before), crc64nvme(before + rest), len(rest)) == crc64nvme(rest)
 
 
 @pytest.mark.parametrize(
