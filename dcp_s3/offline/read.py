@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.format.cover import find_flaw
 from dcp_s3.limit import Deadline, Limit
@@ -25,7 +26,7 @@ from dcp_s3.load.read import LoadExecutor
 from dcp_s3.offline.boxes import Index, Piece, Selection, select
 from dcp_s3.offline.names import closest, matches
 from dcp_s3.s3.store import store_of
-from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import with_copies
 from dcp_s3.torch_private import ReaderTransforms
 from dcp_s3.url import CheckpointURL, parse_url
@@ -115,6 +116,20 @@ def read_tensors(
 
 
 # --- the checkpoint ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reading_under_lease(
+    url: CheckpointURL, settings: Settings, *, metadata: Metadata | None = None, rank: int | None = None
+) -> Iterator[Reading]:
+    """Reads that may take long, of a checkpoint that no prune deletes meanwhile; ``rank``: whose commit it is."""
+    lease = ReaderLease(store_of(url, settings), url, settings.reader_lease)
+    lease.take()
+    with lease.renewed():
+        checkpoint = OpenCheckpoint(str(url), settings, bounded=False, metadata=metadata)
+        lease.check_not_deleted(None, rank=rank)
+        with checkpoint.reading(buffers=SMALL_BUFFERS) as reading:
+            yield reading
 
 
 class OpenCheckpoint:

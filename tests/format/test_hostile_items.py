@@ -131,25 +131,6 @@ def test_other_formats_are_refused() -> None:
             decode_item(data)
 
 
-KINDS = [
-    *(
-        "number",
-        "text",
-        "nothing",
-        "nested",
-        "keys",
-        "by dtype",
-        "1j",
-        "random",
-        "size",
-        "dtype",
-        "device",
-        "generator",
-    ),
-    *("tensors", "parameter", "state", "sparse", "csr", "scalar", "quantized", "complex", "float8", "expanded"),
-]
-
-
 def _states() -> dict[str, Any]:
     shared = torch.arange(12.0).reshape(3, 4)
     return {
@@ -165,13 +146,21 @@ def _states() -> dict[str, Any]:
     }  # fmt: skip
 
 
+KINDS = [
+    "number", "text", "nothing", "nested", "keys", "by dtype", "1j", "random", "size", "dtype", "device", "generator",
+    "tensors", "parameter", "state", "sparse", "csr", "scalar", "quantized", "complex", "float8", "expanded",
+]  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:.*are deprecated:UserWarning")
 @pytest.mark.parametrize("archived", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ordinary_states_are_taken(kind: str, archived: bool) -> None:
     if kind == "float8" and not archived:
         return  # torch itself cannot load it
-    value = _states()[kind]
+    states = _states()
+    assert states.keys() == set(KINDS)
+    value = states[kind]
     found = decode_item(save(value, _use_new_zipfile_serialization=archived))
     assert type(found) is type(value)
     assert repr(found) == repr(value)
