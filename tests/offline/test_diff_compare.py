@@ -150,30 +150,6 @@ def _with_one_change(tensor: torch.Tensor) -> torch.Tensor:
     return changed
 
 
-def test_chunks_that_are_cut_differently_are_unknown() -> None:
-    tensor = _random(64, 64)
-    rows = Cut(split((64, 64), 0, 2))
-    for other in (split((64, 64), 0, 4), split((64, 64), 1, 2), split((64, 64), 0, 1)):
-        found = _compare(tensor, rows, tensor, Cut(other))
-        assert (found.status, found.what) == ("unknown", "its chunks are cut differently")
-    half_and_quarters = grid((64, 64), [[32, 48], []])
-    assert _compare(tensor, rows, tensor, Cut(half_and_quarters)).status == "unknown"
-    changed = tensor.clone()
-    changed[0, 0] += 1  # in a chunk that both have
-    assert _compare(tensor, rows, changed, Cut(half_and_quarters)).status == "changed"
-
-
-def test_what_has_no_checksum_is_unknown_and_says_where() -> None:
-    tensor = _random(64, 64)
-    rows = split((64, 64), 0, 2)
-    found = _compare(tensor, Cut(rows, frozenset({1})), tensor, Cut(rows))
-    assert (found.status, found.what) == ("unknown", "no checksum in A")
-    found = _compare(tensor, Cut(rows), tensor, Cut(rows, frozenset({1})))
-    assert (found.status, found.what) == ("unknown", "no checksum in B")
-    found = _compare(_with_one_change(tensor), Cut(rows, frozenset({0})), tensor, Cut(rows))
-    assert found.status == "changed"  # the other chunk tells
-
-
 def _replace_infos(metadata: Metadata, **fields: object) -> Metadata:
     for info in metadata.storage_data.values():
         vars(info).update(fields)

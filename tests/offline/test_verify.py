@@ -135,17 +135,6 @@ def test_a_flipped_bit_in_an_item_names_its_entry(saved: Saved, fqn: str) -> Non
         saved.flip(info.relative_path, position)
 
 
-def test_a_flipped_bit_in_framing(saved: Saved) -> None:
-    info = saved.info("weight")
-    for position in (info.offset, info.offset + info.length - 1):
-        saved.flip(info.relative_path, position)
-        problem = saved.only_problem()
-        assert (problem.path, problem.fqn) == (info.relative_path, None)
-        assert "what is around them does not" in problem.what
-        saved.flip(info.relative_path, position)
-    assert saved.verify().ok
-
-
 def test_a_flipped_bit_anywhere_is_found(saved: Saved) -> None:
     """Every object of the checkpoint, its metadata and its manifest."""
     saved.sign_manifest()
@@ -357,6 +346,7 @@ def test_exactly_what_covers_a_changed_byte_does_not_match(
             crcs = crc64nvme(changed[a:b]), crc64nvme(data[a:b])
             assert "has CRC-64/NVME {}, recorded was {}".format(*map(crc_hex, crcs)) in found[each]
         assert crc_hex(crc64nvme(changed)) in found[None]
+        assert "what is around them does not" in found[None]
 
 
 def test_checksums_of_nothing_and_of_what_has_none() -> None:
