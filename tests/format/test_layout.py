@@ -273,7 +273,11 @@ def test_what_is_no_manifest(data: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"extra": 5}, "not a dcp_s3 manifest"), ({"format_version": 2}, "version 2"), ({"objects": [1]}, "not a dcp_s3 manifest")],
+    [
+        ({"extra": 5}, "not a dcp_s3 manifest"),
+        ({"format_version": 2}, "version 2"),
+        ({"objects": [1]}, "not a dcp_s3 manifest"),
+    ],
 )
 def test_a_manifest_that_is_wrong_or_of_a_later_format(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
