@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.metadata import TensorProperties as Properties
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TensorMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from dcp_s3.format import allow_list, item_values
+from dcp_s3.format import allow_list, safe_items
+from dcp_s3.format.archive import UNUSUAL_TENSORS
 from dcp_s3.format.blocks import make_storage_info
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.safe_items import check_item
@@ -57,7 +58,7 @@ def was_tripped() -> bool:
 def classes() -> dict[str, Any]:
     """The attributes of all that a pickle may name, and of what stands for it, to be compared."""
     found: dict[str, Any] = {}
-    for table in (allow_list.METADATA, allow_list.PLAIN, item_values.VALUES, allow_list.UNUSUAL_TENSORS):
+    for table in (allow_list.METADATA, allow_list.PLAIN, safe_items.ITEMS, UNUSUAL_TENSORS):
         for (module, qualified), stand_in in table.items():
             with contextlib.suppress(ImportError, AttributeError):
                 value = getattr(importlib.import_module(module), qualified)

@@ -1,18 +1,30 @@
 """The allow-list: each global that a pickle of metadata or of an item may name, and what is made of which arguments.
 
-Metadata has DCP's classes and plain values. Items have plain values, ordinary tensors, and what `item_values` adds.
+`PLAIN` are plain values, which both may hold; `METADATA` are DCP's classes; `VALUES` are what items may hold besides:
+values of Python's standard library and of numpy. Tensors are in `archive`.
+
+Trainers keep such values in every run: the state of numpy's random numbers, dates, counts, paths. torch's weights-only
+unpickler does not know them, but making one runs no code that a pickle chooses. Not accepted: arrays of objects or
+records, subclasses of arrays, and numpy's generators (their pickles name functions that change with numpy, and trust
+their arguments; ``generator.bit_generator.state`` is a dict of plain values).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import pathlib
+import re
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
 from enum import Enum
-from typing import Any, NamedTuple, TypeAlias, cast
+from fractions import Fraction
+from typing import Any, TypeAlias, cast
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint import planner
@@ -24,16 +36,20 @@ from dcp_s3.format.unpickling import (
     MalformedPickleError,
     Mirror,
     PlainDefaultDict,
+    Sealed,
     UnknownToTorchError,
     UnsafeGlobalError,
     expect,
 )
 from dcp_s3.torch_private import StorageInfo, StoragePrefix
 
+Names: TypeAlias = tuple[str, str]
+
 # S3's keys have at most 1024 bytes, local paths 4096.
 _MAX_PATH = 4096
 _MAX_INT = 2**63
-Names: TypeAlias = tuple[str, str]
+# Integers and texts of numbers that anybody keeps have fewer digits.
+_MAX_DIGITS = 1000
 
 
 def table(*rules: tuple[Any, ...], module: str = "") -> dict[Names, Allowed]:
@@ -115,7 +131,6 @@ PLAIN: dict[Names, Any] = {
         module=module,
     ).items()},
 }  # fmt: skip
-"""Stand-ins for the globals of plain values."""
 _RENAMED = {"unicode": "str", "xrange": "range", "long": "int"}
 
 
@@ -227,7 +242,6 @@ METADATA: dict[Names, Any] = {
     **table(*((enum, functools.partial(_defer_member, enum), (int,)) for enum in _ENUMS)),
     **table(("builtins.getattr", _get_member)),
 }
-"""Stand-ins for the globals of metadata, beyond those of plain values."""
 
 
 def find_in_metadata(module: str, name: str) -> Any:
@@ -247,113 +261,160 @@ def find_in_metadata(module: str, name: str) -> Any:
     raise UnsafeGlobalError(module, name)
 
 
-# --- items: tensors -------------------------------------------------------------------------------
+# --- items: numpy ---------------------------------------------------------------------------------
 
-_MAX_COUNT = 2**62  # elements
-
-
-class _StorageType(NamedTuple):
-    """The type of a storage, like ``torch.FloatStorage``: its dtype, or None if it holds mere bytes."""
-
-    dtype: torch.dtype | None
+_DTYPE = re.compile(r"b1|[iu][1248]|f(2|4|8|16)|c(8|16|32)|[SU][0-9]{1,9}|[Mm]8")
+_UNIT = re.compile(rb"[A-Za-z]{1,7}")
+# The limit of numpy 1; later versions allow 64.
+_MAX_DIMENSIONS = 32
+_MAX_BYTES = 2**62
 
 
-class PickledStorage(NamedTuple):
-    """A storage, whose bytes are elsewhere."""
+class Value(metaclass=Sealed):
+    """Stands for a value without state. It cannot be a key, unless a subclass says so."""
 
-    key: str
-    """Name of the storage in its archive."""
-    nbytes: int
-    """Size in bytes."""
-    dtype: torch.dtype | None
-    """Dtype of its elements; None if it consists of mere bytes."""
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
 
-
-class PickledTensor(NamedTuple):
-    """A tensor, or a parameter. It lies within its storage."""
-
-    storage: PickledStorage
-    dtype: torch.dtype
-    offset: int
-    """Offset of the first element, in elements."""
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    """Strides in elements."""
-    is_unusual: bool
-    """Whether something must still be done with it: it is a conjugate, for example."""
+    def __setstate__(self, state: Any) -> None:
+        raise MalformedPickleError(f"the state of a {type(self).__name__} is set")
 
 
-def load_storage(found: Any) -> PickledStorage:
-    """The storage that a persistent id describes; MalformedPickleError if it does not."""
-    # ("storage", type, key, location, number of elements), and a view's place in the format before archives.
-    right = type(found) is tuple and len(found) in (5, 6) and found[0] == "storage" and type(found[1]) is _StorageType
-    if not right or not (type(found[2]) is type(found[3]) is str) or not _is_count(found[4]):
-        raise MalformedPickleError("a storage is not described as torch does")
-    _, kind, key, _, numel = found[:5]
-    return PickledStorage(key, numel * (kind.dtype.itemsize if kind.dtype else 1), kind.dtype)
+class _Dtype(Value):
+    __slots__ = ("described", "dtype")
+
+    def __init__(self, *arguments: Any) -> None:
+        expect(len(arguments) == 3 and type(arguments[0]) is str and arguments[1:] == (False, True), "numpy.dtype")
+        if not _DTYPE.fullmatch(arguments[0]):
+            raise MalformedPickleError(f"a numpy.dtype of {arguments[0][:20]!r}, which is neither numbers nor texts")
+        self.dtype = np.dtype(arguments[0])
+        self.described = False
+
+    def __setstate__(self, state: Any) -> None:
+        """Take byte order and unit. A state that numpy would not write could make it read beyond its memory."""
+        expect(not self.described and type(state) is tuple and len(state) in (8, 9), "numpy.dtype")
+        self.described = True
+        if self.dtype.kind in "Mm":
+            expect(len(state) == 9 and type(state[8]) is tuple and len(state[8]) == 2, "numpy.dtype")
+            metadata, unit = state[8]
+            expect(not metadata and type(unit) is tuple and len(unit) == 4, "numpy.dtype")
+            expect(type(unit[0]) is bytes and _UNIT.fullmatch(unit[0]) is not None, "numpy.dtype")
+            expect(type(unit[1]) is int and 0 < unit[1] < 2**31, "numpy.dtype")
+            if unit[0] != b"generic":
+                self.dtype = np.dtype(f"{self.dtype.kind}8[{unit[1]}{unit[0].decode()}]")
+        if state[1] in ("<", ">"):
+            self.dtype = self.dtype.newbyteorder(state[1])
+        written: Any = self.dtype.__reduce__()[2]
+        same = state[:8] == written[:8] and [part[1] for part in state[8:]] == [part[1] for part in written[8:]]
+        expect(same, "numpy.dtype")
 
 
-def _describe(arguments: Sequence[Any], dtype: Any, *, is_unusual: bool) -> PickledTensor:
-    """The tensor of a storage, offset, shape, strides, requires_grad and hooks."""
-    storage, offset, shape, strides, requires_grad, hooks = arguments
-    if not _is_count(offset) or not _are_counts(shape) or not _are_counts(strides) or len(shape) != len(strides):
-        raise MalformedPickleError("a tensor without a shape")
-    if type(requires_grad) is not bool or type(hooks) is not OrderedDict:
-        raise MalformedPickleError("a tensor that is not an ordinary one")
-    last = sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
-    end = offset if 0 in shape else offset + last + 1
-    if end * dtype.itemsize > storage.nbytes:
-        raise MalformedPickleError("a tensor that is larger than its storage")
-    return PickledTensor(storage, dtype, offset, tuple(shape), tuple(strides), is_unusual)
+class _Array(Value):
+    __slots__ = ("filled",)
+
+    def __init__(self, *arguments: Any) -> None:
+        expect(len(arguments) == 3 and arguments[0] is _NDARRAY and arguments[1:] == ((0,), b"b"), "numpy.ndarray")
+        self.filled = False
+
+    def __setstate__(self, state: Any) -> None:
+        expect(not self.filled and type(state) is tuple and len(state) == 5 and state[0] == 1, "numpy.ndarray")
+        self.filled = True
+        _, shape, made, in_columns, data = state
+        expect(type(shape) is tuple and len(shape) <= _MAX_DIMENSIONS and type(made) is _Dtype, "numpy.ndarray")
+        expect(all(type(size) is int and size >= 0 for size in shape), "numpy.ndarray")
+        expect(type(in_columns) is bool and type(data) is bytes, "numpy.ndarray")
+        nbytes = made.dtype.itemsize * math.prod(shape)
+        if nbytes != len(data) or made.dtype.itemsize * math.prod(size or 1 for size in shape) > _MAX_BYTES:
+            raise MalformedPickleError(f"a numpy.ndarray of {nbytes} bytes is made from {len(data)}")
+        if made.dtype.kind == "U" and data:
+            points = np.frombuffer(data, np.dtype("u4").newbyteorder(made.dtype.byteorder))
+            if points.max() > sys.maxunicode:
+                raise MalformedPickleError("texts in a numpy.ndarray that are no Unicode")
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < _MAX_COUNT
+def _make_scalar(made: _Dtype, data: bytes) -> Any:
+    expect(len(data) == made.dtype.itemsize, "a scalar of numpy")
+    return np.frombuffer(data, made.dtype)[0] if data else made.dtype.type()
 
 
-def _are_counts(values: object) -> bool:
-    return type(values) in (tuple, torch.Size) and all(map(_is_count, values))  # type: ignore[call-overload]
+_NDARRAY = Allowed("numpy.ndarray")
 
 
-def _rebuild(
-    name: str, make: Callable[..., PickledTensor], *lengths: int, in_bytes: bool = False
-) -> tuple[str, Callable[..., PickledTensor]]:
-    """A function that makes a tensor of so many arguments, the first of which is a storage (of elements, or bytes)."""
-
-    def call(*arguments: Any) -> PickledTensor:
-        right = len(arguments) in lengths and type(arguments[0]) is PickledStorage
-        right = right and (arguments[0].dtype is None) == in_bytes
-        expect(right and (not in_bytes or isinstance(arguments[6], torch.dtype)), f"torch._utils.{name}")
-        return make(*arguments)
-
-    return name, call
+# --- items: the standard library ------------------------------------------------------------------
 
 
-_STORAGES = {
-    "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
-    "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
-    "Bool": torch.bool, "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64,
-    "QUInt8": torch.quint8, "QInt8": torch.qint8, "QInt32": torch.qint32, "QUInt4x2": torch.quint4x2,
-    "QUInt2x4": torch.quint2x4,
-}  # fmt: skip
-TENSORS: dict[Names, Any] = {
-    **{(module, f"{name}Storage"): _StorageType(dtype)
-       for module in ("torch", "torch.cuda") for name, dtype in _STORAGES.items()},
-    ("torch.storage", "UntypedStorage"): _StorageType(None),
+def _make_date(data: bytes) -> date:
+    expect(len(data) == 4, "datetime.date")
+    return date(int.from_bytes(data[:2], "big"), data[2], data[3])
+
+
+def _make_datetime(data: bytes, zone: timezone | None = None) -> datetime:
+    expect(len(data) == 10, "datetime.datetime")
+    return datetime.combine(_make_date(data[:4]), _make_time(data[4:], zone))
+
+
+def _make_time(data: bytes, zone: timezone | None = None) -> time:
+    expect(len(data) == 6, "datetime.time")
+    return time(data[0], data[1], data[2], int.from_bytes(data[3:], "big"), zone)
+
+
+def _make_deque(items: Any = (), length: int | None = None) -> deque[Any]:
+    expect(not items, "collections.deque")
+    return deque(maxlen=length)
+
+
+def _make_decimal(text: str) -> Decimal:
+    expect(len(text) <= _MAX_DIGITS, "decimal.Decimal")
+    return Decimal(text)
+
+
+def _defer_fraction(*parts: Any) -> Deferred:
+    if len(parts) == 1:  # not "1e999999999"
+        expect(len(parts[0]) <= _MAX_DIGITS and re.fullmatch(r"-?[0-9]+(/[0-9]+)?", parts[0]) is not None, "a Fraction")
+    Fraction(*parts)
+    return Deferred(Fraction, parts)
+
+
+def _with_state(name: str, is_right: Callable[[Any], bool]) -> Any:
+    """A stand-in that is made without arguments, and is hashable, with a check of its state."""
+
+    def set_state(_: Any, state: Any) -> None:
+        expect(is_right(state), name)
+
+    return Sealed(name, (Value,), {"__slots__": (), "__hash__": object.__hash__, "__setstate__": set_state})
+
+
+def _is_uuid(state: Any) -> bool:
+    return (
+        type(state) is dict
+        and state.keys() <= {"int", "is_safe"}
+        and type(state.get("int")) is int
+        and 0 <= state["int"] < 2**128
+        and state.get("is_safe", 0) in (0, -1)
+    )
+
+
+def _is_stream(state: Any) -> bool:
+    right = type(state) is tuple and len(state) == 3 and type(state[0]) is bytes and not state[2]
+    return right and type(state[1]) is int and 0 <= state[1] <= len(state[0])
+
+
+VALUES: dict[Names, Any] = {
     **table(
-        # After the hooks may come something unusual; in v3, whose storage holds bytes, a dtype before that.
-        _rebuild("_rebuild_tensor_v2", lambda *a: _describe(a[:6], a[0].dtype, is_unusual=len(a) > 6), 6, 7),
-        _rebuild("_rebuild_tensor_v3", lambda *a: _describe(a[:6], a[6], is_unusual=len(a) > 7), 7, 8, in_bytes=True),
-        ("_rebuild_parameter", lambda tensor, *_: tensor, (PickledTensor, bool, OrderedDict)),
-        module="torch._utils",
+        ("numpy.dtype", _Dtype),
+        *((f"numpy.{core}.multiarray._reconstruct", _Array) for core in ("core", "_core")),  # numpy 1, numpy 2
+        *((f"numpy.{core}.multiarray.scalar", _make_scalar, (_Dtype, bytes)) for core in ("core", "_core")),
+        ("collections.Counter", Counter, (), (dict,)),
+        ("collections.deque", _make_deque),
+        ("datetime.date", _make_date, (bytes,)),
+        ("datetime.datetime", _make_datetime, (bytes,), (bytes, timezone)),
+        ("datetime.time", _make_time, (bytes,), (bytes, timezone)),
+        ("datetime.timedelta", timedelta, (int, int, int)),
+        ("datetime.timezone", timezone, (timedelta,), (timedelta, str)),
+        ("decimal.Decimal", _make_decimal, (str,)),
+        ("fractions.Fraction", _defer_fraction, (str,), (int, int)),
     ),
-}  # fmt: skip
-"""Stand-ins for what makes ordinary tensors: types of storages, and functions."""
-
-UNUSUAL_TENSORS = table(
-    # Without requires_grad and hooks; with a quantizer's parameters before them.
-    _rebuild("_rebuild_tensor", lambda *a: _describe((*a, False, OrderedDict()), a[0].dtype, is_unusual=True), 4),
-    _rebuild("_rebuild_qtensor", lambda *a: _describe((*a[:4], *a[5:]), a[0].dtype, is_unusual=True), 7),
-    module="torch._utils",
-)
-"""Stand-ins for further functions, which only torch itself may judge."""
+    ("numpy", "ndarray"): _NDARRAY,
+    ("_io", "BytesIO"): _with_state("io.BytesIO", _is_stream),
+    ("uuid", "UUID"): _with_state("uuid.UUID", _is_uuid),
+}

@@ -12,14 +12,15 @@ import io
 import math
 import struct
 import sys
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from dcp_s3.format.allow_list import TENSORS, PickledTensor, find_plain, load_storage
-from dcp_s3.format.unpickling import MalformedPickleError, UnsafeGlobalError, unpickle
+from dcp_s3.format.allow_list import Names, find_plain, table
+from dcp_s3.format.unpickling import MalformedPickleError, UnsafeGlobalError, expect, unpickle
 
 MAX_HEAD = 64 * 2**10
 """Maximum bytes before a storage. torch 2.13 writes 704 for a usual tensor, 20 KiB if it aligns to pages."""
@@ -32,6 +33,119 @@ _DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 _HAS_DESCRIPTOR = 0x8
 _UTF8_NAMES = 0x800
 _PROTOCOL = b"\x80\x02"  # protocol 2, as torch.save writes
+
+
+# --- what a pickle says of tensors ----------------------------------------------------------------
+
+_MAX_COUNT = 2**62  # elements
+
+
+class _StorageType(NamedTuple):
+    """The type of a storage, like ``torch.FloatStorage``: its dtype, or None if it holds mere bytes."""
+
+    dtype: torch.dtype | None
+
+
+class PickledStorage(NamedTuple):
+    """A storage, whose bytes are elsewhere."""
+
+    key: str
+    """Name of the storage in its archive."""
+    nbytes: int
+    """Size in bytes."""
+    dtype: torch.dtype | None
+    """Dtype of its elements; None if it consists of mere bytes."""
+
+
+class PickledTensor(NamedTuple):
+    """A tensor, or a parameter. It lies within its storage."""
+
+    storage: PickledStorage
+    dtype: torch.dtype
+    offset: int
+    """Offset of the first element, in elements."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Strides in elements."""
+    is_unusual: bool
+    """Whether something must still be done with it: it is a conjugate, for example."""
+
+
+def load_storage(found: Any) -> PickledStorage:
+    """The storage that a persistent id describes; MalformedPickleError if it does not."""
+    # ("storage", type, key, location, number of elements), and a view's place in the format before archives.
+    right = type(found) is tuple and len(found) in (5, 6) and found[0] == "storage" and type(found[1]) is _StorageType
+    if not right or not (type(found[2]) is type(found[3]) is str) or not _is_count(found[4]):
+        raise MalformedPickleError("a storage is not described as torch does")
+    _, kind, key, _, numel = found[:5]
+    return PickledStorage(key, numel * (kind.dtype.itemsize if kind.dtype else 1), kind.dtype)
+
+
+def _tensor(arguments: Sequence[Any], dtype: Any, *, is_unusual: bool) -> PickledTensor:
+    """The tensor of a storage, offset, shape, strides, requires_grad and hooks."""
+    storage, offset, shape, strides, requires_grad, hooks = arguments
+    if not _is_count(offset) or not _are_counts(shape) or not _are_counts(strides) or len(shape) != len(strides):
+        raise MalformedPickleError("a tensor without a shape")
+    if type(requires_grad) is not bool or type(hooks) is not OrderedDict:
+        raise MalformedPickleError("a tensor that is not an ordinary one")
+    last = sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+    end = offset if 0 in shape else offset + last + 1
+    if end * dtype.itemsize > storage.nbytes:
+        raise MalformedPickleError("a tensor that is larger than its storage")
+    return PickledTensor(storage, dtype, offset, tuple(shape), tuple(strides), is_unusual)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MAX_COUNT
+
+
+def _are_counts(values: object) -> bool:
+    return type(values) in (tuple, torch.Size) and all(map(_is_count, values))  # type: ignore[call-overload]
+
+
+def _rebuild(
+    name: str, make: Callable[..., PickledTensor], *lengths: int, in_bytes: bool = False
+) -> tuple[str, Callable[..., PickledTensor]]:
+    """A function that makes a tensor of so many arguments, the first of which is a storage (of elements, or bytes)."""
+
+    def call(*arguments: Any) -> PickledTensor:
+        right = len(arguments) in lengths and type(arguments[0]) is PickledStorage
+        right = right and (arguments[0].dtype is None) == in_bytes
+        expect(right and (not in_bytes or isinstance(arguments[6], torch.dtype)), f"torch._utils.{name}")
+        return make(*arguments)
+
+    return name, call
+
+
+_STORAGES = {
+    "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
+    "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
+    "Bool": torch.bool, "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64,
+    "QUInt8": torch.quint8, "QInt8": torch.qint8, "QInt32": torch.qint32, "QUInt4x2": torch.quint4x2,
+    "QUInt2x4": torch.quint2x4,
+}  # fmt: skip
+TENSORS: dict[Names, Any] = {
+    **{(module, f"{name}Storage"): _StorageType(dtype)
+       for module in ("torch", "torch.cuda") for name, dtype in _STORAGES.items()},
+    ("torch.storage", "UntypedStorage"): _StorageType(None),
+    **table(
+        # After the hooks may come something unusual; in v3, whose storage holds bytes, a dtype before that.
+        _rebuild("_rebuild_tensor_v2", lambda *a: _tensor(a[:6], a[0].dtype, is_unusual=len(a) > 6), 6, 7),
+        _rebuild("_rebuild_tensor_v3", lambda *a: _tensor(a[:6], a[6], is_unusual=len(a) > 7), 7, 8, in_bytes=True),
+        ("_rebuild_parameter", lambda tensor, *_: tensor, (PickledTensor, bool, OrderedDict)),
+        module="torch._utils",
+    ),
+}  # fmt: skip
+UNUSUAL_TENSORS = table(
+    # Without requires_grad and hooks; with a quantizer's parameters before them.
+    _rebuild("_rebuild_tensor", lambda *a: _tensor((*a, False, OrderedDict()), a[0].dtype, is_unusual=True), 4),
+    _rebuild("_rebuild_qtensor", lambda *a: _tensor((*a[:4], *a[5:]), a[0].dtype, is_unusual=True), 7),
+    module="torch._utils",
+)
+"""Functions that only torch itself may judge."""
+
+
+# --- the head of an archive -----------------------------------------------------------------------
 
 
 class HeadError(Exception):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from dcp_s3.errors import SettingsError
 from dcp_s3.format.layout import classify, is_attachment_name, is_inside, manifest_object
@@ -129,7 +130,7 @@ class Manifest:
             ValueError: not a manifest, or of a version that this one cannot read.
         """
 
-        def make(fields: dict[str, Any]) -> Manifest:
+        with _parsing("a dcp_s3 manifest", data) as fields:
             return cls(
                 save_id=str(fields["save_id"]),
                 created_at=float(fields["created_at"]),
@@ -144,8 +145,6 @@ class Manifest:
                 started_at=None if fields.get("started_at") is None else float(fields["started_at"]),
                 coordination=dict(fields.get("coordination") or {}),
             )
-
-        return _parse(data, "a dcp_s3 manifest", make)
 
 
 def attachments_of(objects: Iterable[ObjectEntry]) -> dict[str, AttachmentEntry]:
@@ -258,11 +257,9 @@ class AddedMetrics:
             ValueError: not such a file, or of a version that this one cannot read.
         """
 
-        def make(fields: dict[str, Any]) -> AddedMetrics:
+        with _parsing("a file of metrics", data) as fields:
             metrics = {str(name): number_from_json(value) for name, value in fields["metrics"].items()}
             return cls(str(fields["save_id"]), metrics)
-
-        return _parse(data, "a file of metrics", make)
 
 
 def check_added(metrics: Mapping[str, Any], *, url: str) -> None:
@@ -307,7 +304,7 @@ class DeletionList:
             ValueError: not such a list, of a version that this one cannot read, or it names objects elsewhere.
         """
 
-        def make(fields: dict[str, Any]) -> DeletionList:
+        with _parsing("a list of a deletion", data) as fields:
             found = cls(
                 save_id=None if fields["save_id"] is None else str(fields["save_id"]),
                 commits={str(path): str(etag) for path, etag in fields["commits"].items()},
@@ -318,18 +315,14 @@ class DeletionList:
                 raise ValueError(f"it names {outside[0]!r}, which is not in the checkpoint")
             return found
 
-        return _parse(data, "a list of a deletion", make)
 
-
-_T = TypeVar("_T")
-
-
-def _parse(data: bytes, what: str, make: Callable[[dict[str, Any]], _T]) -> _T:
-    """What ``make`` makes of the fields. Raises `ValueError` if they are not what it is."""
+@contextlib.contextmanager
+def _parsing(what: str, data: bytes) -> Iterator[dict[str, Any]]:
+    """The fields of a file. Whatever is found to be wrong with them is a `ValueError`."""
     try:
         fields: dict[str, Any] = json.loads(data)
         if fields["format_version"] != FORMAT_VERSION:
             raise ValueError(f"format version {fields['format_version']}, this dcp_s3 reads {FORMAT_VERSION}")
-        return make(fields)
+        yield fields
     except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
         raise ValueError(f"not {what}: {error!r}") from error

@@ -8,7 +8,7 @@ import math
 import reprlib
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
@@ -31,37 +31,40 @@ def find_contradiction(metadata: Metadata, *, filled: bool = True) -> str | None
         return None  # without places of items: others say so
     for fqn, what in find_flaws(metadata, filled=filled):
         return f"{reprlib.repr(fqn)} {what}"
-    count = 0
-    for fqn, saved in metadata.state_dict_metadata.items():
-        places = [each.offsets for each in saved.chunks] if isinstance(saved, TensorStorageMetadata) else [None]
-        count += len(set(places))
-        for place in places:
-            if MetadataIndex(fqn, place) not in storage:
-                return f"it does not say where {reprlib.repr(fqn)} {'' if place is None else f'at {tuple(place)} '}lies"
+    entries = metadata.state_dict_metadata.values()
+    count = sum(len({each.offsets for each in saved.chunks}) if _is_tensor(saved) else 1 for saved in entries)
     if count != len(storage):
         return f"it places {len(storage)} items, and describes {count}"
     return _find_overlap(storage.items())
 
 
 def find_flaws(metadata: Metadata, *, filled: bool = True) -> Iterable[tuple[str, str]]:
-    """The tensors whose chunks overlap, do not fill them, or do not have the bytes that are stored; each with what is
-    wrong."""
+    """The entries that do not lie anywhere, and the tensors whose chunks overlap, do not fill them, or do not have the
+    bytes that are stored; each with what is wrong. The metadata says where its items lie."""
     check = functools.cache(functools.partial(find_flaw, filled=filled))  # tensors are cut alike
-    storage: dict[Any, Any] = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
+    storage: dict[Any, Any] = metadata.storage_data
     for fqn, saved in metadata.state_dict_metadata.items():
-        if not isinstance(saved, TensorStorageMetadata):
+        if not _is_tensor(saved):
+            if MetadataIndex(fqn) not in storage:
+                yield fqn, "lies in no object"
             continue
         flaw = check(saved.size, tuple((chunk.offsets, chunk.sizes) for chunk in saved.chunks))
         if flaw is not None:
             yield fqn, flaw
-            continue
         for chunk in saved.chunks:
             info = storage.get(MetadataIndex(fqn, chunk.offsets))
-            raw_offset, length = get_raw_offset(info), getattr(info, "length", 0)
-            size = math.prod(chunk.sizes) * saved.properties.dtype.itemsize
-            if raw_offset is not None and not 0 <= length - raw_offset - size <= _MAX_FRAMING:
-                yield fqn, f"has a chunk of {size} bytes, stored are {length - raw_offset} with their framing"
+            if info is None:
+                yield fqn, f"has a chunk at {tuple(chunk.offsets)} that lies in no object"
                 break
+            raw_offset, size = get_raw_offset(info), math.prod(chunk.sizes) * saved.properties.dtype.itemsize
+            if flaw is None and raw_offset is not None and not 0 <= info.length - raw_offset - size <= _MAX_FRAMING:
+                stored = info.length - raw_offset
+                yield fqn, f"has a chunk of {size} bytes, stored are {stored} with their framing"
+                break
+
+
+def _is_tensor(saved: object) -> TypeGuard[TensorStorageMetadata]:
+    return isinstance(saved, TensorStorageMetadata)
 
 
 def _find_overlap(items: Iterable[tuple[Any, Any]]) -> str | None:

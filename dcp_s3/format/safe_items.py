@@ -14,20 +14,24 @@ import pickletools
 import re
 import threading
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint
 
 from dcp_s3.errors import CheckpointError, CorruptCheckpointError, UnsafeItemError
-from dcp_s3.format.allow_list import TENSORS, UNUSUAL_TENSORS, PickledStorage, find_plain, load_storage
-from dcp_s3.format.item_values import KNOWN, allowed_by_user, find_in_item
-from dcp_s3.format.unpickling import MalformedPickleError, Opaque, UnsafeGlobalError, unpickle
+from dcp_s3.format.allow_list import PLAIN, VALUES, Value, find_plain
+from dcp_s3.format.archive import TENSORS, UNUSUAL_TENSORS, PickledStorage, load_storage
+from dcp_s3.format.unpickling import Allowed, MalformedPickleError, Opaque, UnsafeGlobalError, unpickle
 from dcp_s3.torch_private import FileReader, record_size
 
 logger = logging.getLogger(__name__)
 
+ITEMS = {**TENSORS, **VALUES}
+"""Stand-ins for the globals of items, beyond those of plain values."""
+_KNOWN = frozenset(f"{module}.{name}" for module, name in (*ITEMS, *PLAIN))
 # Finding the globals takes 0.1 us for each byte of the pickle.
 MAX_INSPECTED = 32 * 2**10
 _MAX_REASON = 300
@@ -81,7 +85,7 @@ def _find_refusal(stream: io.BytesIO) -> _Refusal | None:
     error: Exception = MalformedPickleError("it is no archive")
     if _is_archive(stream):
         try:
-            _unpickle_archive(stream, functools.partial(find_in_item, allowed=allowed_by_user()))
+            _unpickle_archive(stream, functools.partial(_find_in_item, allowed_by_user()))
         except BadArchiveError as found:
             return _Refusal([], found)
         except (UnsafeGlobalError, MalformedPickleError) as found:
@@ -93,12 +97,30 @@ def _find_refusal(stream: io.BytesIO) -> _Refusal | None:
         unknown = sorted(get_unsafe_globals_in_checkpoint(stream))
     except Exception:  # noqa: BLE001 - an old format, or no such stream at all
         unknown = []
-    names = [name for name in unknown if name not in KNOWN]
+    names = [name for name in unknown if name not in _KNOWN]
     if names or not unknown:
         return _Refusal(names, error, is_for_torch=not unknown)
     if isinstance(error, UnsafeGlobalError):
         error = MalformedPickleError(f"it has {error} beside {', '.join(unknown)}")
     return _Refusal([], error)
+
+
+def _find_in_item(allowed: Mapping[str, Any], module: str, name: str) -> Any:
+    found = ITEMS.get((module, name)) or find_plain(module, name) or allowed.get(f"{module}.{name}")
+    if found is None:
+        raise UnsafeGlobalError(module, name)
+    return found
+
+
+def allowed_by_user() -> dict[str, Any]:
+    """Stand-ins for globals of ``torch.serialization.add_safe_globals``, by their names in pickles."""
+    found: dict[str, Any] = {}
+    for each in get_safe_globals():
+        value, name = each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
+        # A function's result, or a member of an enumeration, may not be a new value: it has no state to set.
+        is_new = isinstance(value, type) and not issubclass(value, Enum)
+        found[name] = Opaque if is_new else Allowed(name, lambda *_: Value())
+    return found
 
 
 def _ask_torch(stream: io.BytesIO) -> _Refusal | None:

@@ -18,13 +18,14 @@ import operator
 import pickle
 import pickletools
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 _MAX_DEPTH = 50  # a plan of a nested state is flat
+_TOO_DEEP = f"it is nested more than {_MAX_DEPTH} levels deep, or contains itself"
 
 
 class MalformedPickleError(Exception):
@@ -278,9 +279,11 @@ class Settler:
                 for something that cannot be made.
         """
         try:
-            return self._settle(value, 1)[0]
+            return self._settle(value)[0]
         except (MalformedPickleError, UnsafeGlobalError):
             raise
+        except RecursionError:
+            raise MalformedPickleError(_TOO_DEEP) from None
         except Exception as error:  # an enumeration has no such member, or a hash fails
             raise MalformedPickleError(f"{type(error).__name__}: {str(error)[:200]}") from error
 
@@ -292,61 +295,60 @@ class Settler:
             attributes[name] = self.settle(attributes[name])
         type(mirror).complete(attributes)
 
-    def _settle(self, value: Any, depth: int) -> tuple[Any, int]:
+    def _settle(self, value: Any) -> tuple[Any, int]:
+        """What a value has become, and how deeply it is nested."""
         kind = type(value)
         if kind in _LEAVES:
             return value, 0
         found = self._known.get(id(value))
         if found is not None:
-            _check_depth(depth + found[2] - 1)
-            return found[1], found[2]
-        _check_depth(depth)
+            return found[1:]
         settled, height = value, 1
         if kind in (tuple, list, set, frozenset):
-            items, height = self._settle_all(value, depth)
+            items, height = self._settle_all(value)
             if kind is list:
                 value[:] = items
             elif kind is not tuple or not all(map(operator.is_, items, value)):
                 settled = kind(items)
         elif kind in (dict, OrderedDict, PlainDefaultDict):
-            settled, height = self._settle_dict(value, kind, depth)
+            settled, height = self._settle_dict(value, kind)
         elif kind is Deferred:
             settled, height = value.make(*value.arguments), 0
         elif isinstance(value, Mirror):
-            height = self._settle_attributes(value, depth)
+            height = self._settle_attributes(value)
             kind.complete(vars(value))
             if missing := kind.required - vars(value).keys():
                 raise MalformedPickleError(f"a {kind.__name__} has no {min(missing)}")
             object.__setattr__(value, "__class__", kind.stands_for)
         elif kind not in _STOOD_FOR:  # a mirror that was settled before
             raise MalformedPickleError(f"it has a {kind.__name__} where a value belongs")
+        if height > _MAX_DEPTH:
+            raise MalformedPickleError(_TOO_DEEP)
         self._known[id(value)] = value, settled, height
         return settled, height
 
-    def _settle_all(self, values: Any, depth: int) -> tuple[list[Any], int]:
+    def _settle_all(self, values: Iterable[Any]) -> tuple[list[Any], int]:
         settled, height = [], 0
         for value in values:
             kind = type(value)
             if kind in _LEAVES:
-                settled.append(value)
+                item, below = value, 0
             elif kind is tuple and _LEAVES.issuperset(map(type, value)):  # a path; plans have many
-                settled.append(value)
-                height = max(height, 1)
+                item, below = value, 1
             else:
-                item, below = self._settle(value, depth + 1)
-                settled.append(item)
-                height = max(height, below)
-        _check_depth(depth + height)
+                item, below = self._settle(value)
+            settled.append(item)
+            height = max(height, below)
         return settled, height + 1
 
-    def _settle_dict(self, value: Any, kind: type, depth: int) -> tuple[Any, int]:
-        items, height = self._settle_all(value.values(), depth)
+    def _settle_dict(self, value: Any, kind: type) -> tuple[Any, int]:
+        items, height = self._settle_all(value.values())
         keys: Any = value
         if not _LEAVES.issuperset(map(type, value)):
-            keys, below = self._settle_all(list(value), depth)
+            keys, below = self._settle_all(list(value))
             height = max(height, below)
         if kind is OrderedDict:
-            height = max(height, self._settle_attributes(value, depth))
+            height = max(height, self._settle_attributes(value))
         pairs = list(zip(keys, items, strict=True))
         if kind is PlainDefaultDict:
             return defaultdict(value.factory, pairs), height
@@ -355,18 +357,13 @@ class Settler:
         value.update(pairs)
         return value, height
 
-    def _settle_attributes(self, owner: Any, depth: int) -> int:
+    def _settle_attributes(self, owner: Any) -> int:
         attributes = vars(owner)
         for name in attributes:
             _check_name(owner, name)
-        items, height = self._settle_all(attributes.values(), depth)
+        items, height = self._settle_all(attributes.values())
         attributes.update(zip(list(attributes), items, strict=True))
         return height
-
-
-def _check_depth(depth: int) -> None:
-    if depth > _MAX_DEPTH:
-        raise MalformedPickleError(f"it is nested more than {_MAX_DEPTH} levels deep, or contains itself")
 
 
 def _check_name(owner: object, name: Any) -> None:

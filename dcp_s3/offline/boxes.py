@@ -11,6 +11,8 @@ from typing import SupportsIndex, TypeVar
 
 import torch
 
+from dcp_s3.load.boxes import Box
+
 T = TypeVar("T")
 
 BATCH = 48 * 2**20
@@ -85,12 +87,6 @@ def _number(part: object, size: int, dim: int) -> int:
 # --- pieces ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Box:
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-
-
 def cut(shape: Sequence[int], most: int) -> Iterator[Box]:
     """Cut a tensor into boxes of at most ``most`` elements (at least 1) that are runs of its elements in row-major
     order, from the first to the last; none if it is empty."""
@@ -125,7 +121,7 @@ class Piece:
 
     @property
     def size(self) -> int:
-        return math.prod(self.box.lengths) * self.dtype.itemsize
+        return self.box.numel * self.dtype.itemsize
 
     @property
     def room(self) -> int:

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dcp_s3 import errors
@@ -26,7 +26,7 @@ from dcp_s3.offline.place import BLOCK, OnProgress, OnTotal, Place, read_ahead
 from dcp_s3.s3.parts import MAX_PARTS
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import ABSENT, ListedObject, Store
-from dcp_s3.stores.directory import HIDDEN, DirectoryStore
+from dcp_s3.stores.directory import HIDDEN
 from dcp_s3.units import format_size, one_line, plural
 from dcp_s3.url import URLLike, is_s3_url, parse_url
 
@@ -101,26 +101,22 @@ def copy(
     if one.startswith(other) or other.startswith(one):
         what = "are the same" if one == other else "lie one inside the other"
         raise errors.InvalidURLError(f"{origin.name} and {target.name} {what}. Remedy: copy to another prefix")
-    job = _Job(find_source(origin), target, on_progress or (lambda _: None))
+    job = _Copy(find_source(origin), target, on_progress or (lambda _: None))
     return job.run(overwrite, on_total or (lambda _: None))
 
 
-@dataclass(frozen=True)
-class _Job:
-    source: CopySource
-    target: Place
-    moved: OnProgress
-    streams: threading.Semaphore = field(init=False)
-    """Large files that pass through this machine at a time: each takes some blocks of memory."""
-
-    def __post_init__(self) -> None:
-        many = _FILES_AT_ONCE if self.target.url is None else 1
-        object.__setattr__(self, "streams", threading.Semaphore(many))
+class _Copy:
+    def __init__(self, source: CopySource, target: Place, moved: OnProgress) -> None:
+        self.source, self.origin, self.target, self.moved = source, source.place, target, moved
+        # Of the two stores, the one on S3; of two on S3, the one that writes.
+        self.remote = self.origin.store if target.url is None else target.store
+        # Large files that pass through this machine at a time: each takes some blocks of memory.
+        self.streams = threading.Semaphore(_FILES_AT_ONCE if target.url is None else 1)
 
     def run(self, overwrite: bool, on_total: OnTotal) -> CopyResult:
         source, target = self.source, self.target
         if target.directory is not None:
-            _prepare_directory(target.directory, source, overwrite=overwrite)
+            _prepare_directory(target, target.directory, source, overwrite=overwrite)
         there = target.objects()
         wanted = {path: size for path, size in source.files.items() if path not in self._finished(there)}
         with self._replacing(there, wanted, overwrite=overwrite) as late:
@@ -131,7 +127,7 @@ class _Job:
             self._commit(overwrite=overwrite)
             self._move(sorted(late))
         if target.directory is not None:
-            (target.directory / DOWNLOAD_MARKER).unlink()
+            target.remove([DOWNLOAD_MARKER])
             with contextlib.suppress(OSError):  # not empty
                 (target.directory / CONTROL_PREFIX).rmdir()
         return CopyResult(source.count, source.size, sum(wanted.values()))
@@ -140,7 +136,7 @@ class _Job:
 
     def _finished(self, there: Mapping[str, ListedObject]) -> set[str]:
         """Relative paths of the files that an earlier call has copied."""
-        source, origin, target = self.source, self.source.place, self.target
+        source, origin, target = self.source, self.origin, self.target
         same_size = [path for path, size in source.files.items() if path in there and there[path].size == size]
 
         def is_same(path: str) -> bool:
@@ -154,12 +150,8 @@ class _Job:
             # Without a checksum of the store: a name with a nonce is of one save only.
             return bool(classify(path).nonce) if None in (expected, found) else found == expected
 
-        same = self._remote.map(lambda _, path: is_same(path), same_size)
+        same = self.remote.map(lambda _, path: is_same(path), same_size)
         return {path for path, found in zip(same_size, same, strict=True) if found}
-
-    @property
-    def _remote(self) -> Store:
-        return self.source.place.store if self.target.url is None else self.target.store
 
     @contextlib.contextmanager
     def _replacing(self, there: Collection[str], paths: Collection[str], *, overwrite: bool) -> Iterator[set[str]]:
@@ -207,35 +199,31 @@ class _Job:
     # --- the files ---------------------------------------------------------------------------------------
 
     def _move(self, paths: Collection[str]) -> None:
-        self._remote.map(lambda store, path: self._move_one(store, path), paths)
+        self.remote.map(self._move_one, paths)
 
     def _move_one(self, bounded: Store, path: str) -> None:
-        origin, target = self.source.place, self.target
-        one, other = origin.store.within(bounded.limit), target.store.within(bounded.limit)
+        one, other = (replace(each, store=each.store.within(bounded.limit)) for each in (self.origin, self.target))
         size, crc = self.source.files[path], self.source.crcs.get(path)
-        problem: str | None = ""
-        if self._copy_on_s3(one, other, path, size):
-            problem = _find_problem(other, target.key(path), size, crc)
-            if problem is None:
-                self.moved(size)
-        if problem is not None:  # also of a store that knows nothing of copies, and wrote an empty object
-            found = self._stream(one, other, path, size)
-            problem = _find_problem(other, target.key(path), size, crc, found)
+        copied = self._copy_on_s3(one, other, path, size)
+        problem = _find_problem(other, path, size, crc) if copied else None
+        if copied and problem is None:
+            self.moved(size)
+        else:  # also of a store that knows nothing of copies, and wrote an empty object
+            problem = _find_problem(other, path, size, crc, self._stream(one, other, path, size))
         if problem is not None:
-            other.delete([target.key(path)])  # so that the next call copies it again
-            verify = "" if origin.url is None else f": dcp-s3 verify --full {origin.url}"
+            other.remove([path])  # so that the next call copies it again
+            verify = "" if one.url is None else f": dcp-s3 verify --full {one.url}"
             raise errors.CorruptCheckpointError(
-                f"the copy of {path} of {origin.name} is damaged: it {problem}. Remedy: copy again; if it stays so, "
+                f"the copy of {path} of {one.name} is damaged: it {problem}. Remedy: copy again; if it stays so, "
                 f"the object itself is damaged{verify}",
-                url=origin.name,
+                url=one.name,
             )
 
-    def _copy_on_s3(self, one: Store, other: Store, path: str, size: int) -> bool:
-        origin, target = self.source.place, self.target
-        if None in (origin.url, target.url) or _is_small(path, size):
+    def _copy_on_s3(self, one: Place, other: Place, path: str, size: int) -> bool:
+        if None in (one.url, other.url) or _is_small(path, size):
             return False
         try:
-            other.copy(one, origin.key(path), target.key(path))
+            other.store.copy(one.store, one.key(path), other.key(path))
         except (errors.ObjectNotFoundError, errors.PreconditionFailedError, errors.TransferError,
                 errors.CredentialsError, errors.BucketNotFoundError, errors.DeadlineExceededError):  # fmt: skip
             raise
@@ -244,33 +232,32 @@ class _Job:
             return False
         return True
 
-    def _stream(self, one: Store, other: Store, path: str, size: int) -> int | None:
+    def _stream(self, one: Place, other: Place, path: str, size: int) -> int | None:
         """Move a file through this machine. Returns its CRC, None if that is not known."""
-        origin, target = self.source.place, self.target
-        if target.url is not None and _is_small(path, size):
-            found = one.get(origin.key(path))
-            other.put(target.key(path), found.data, metadata=found.metadata)
+        if other.url is not None and _is_small(path, size):
+            found = one.store.get(one.key(path))
+            other.store.put(other.key(path), found.data, metadata=found.metadata)
             self.moved(size)
             return crc64nvme(found.data)
         with contextlib.nullcontext() if size <= BLOCK else self.streams:
-            width = one.read_width() if target.url is not None else max(1, one.read_width() // _FILES_AT_ONCE)
-            etag = one.head(origin.key(path)).etag or None
-            with read_ahead(one, origin.key(path), size, etag, width=width, moved=self.moved) as pieces:
-                part = max(BLOCK, -(-size // MAX_PARTS))
-                return other.put_stream(target.key(path), size, pieces, part_size=part).crc64nvme
+            width = one.store.read_width()
+            if other.url is None:
+                width = max(1, width // _FILES_AT_ONCE)
+            etag = one.store.head(one.key(path)).etag or None
+            with read_ahead(one.store, one.key(path), size, etag, width=width, moved=self.moved) as pieces:
+                return other.write(path, size, pieces, part_size=max(BLOCK, -(-size // MAX_PARTS)))
 
     # --- the commit --------------------------------------------------------------------------------------
 
     def _commit(self, *, overwrite: bool) -> None:
         """Write the metadata of a copy whose files are all there: it is a checkpoint then."""
         source, target = self.source, self.target
-        if target.directory is not None:
-            for attachment, entry in source.attachments.items():  # S3 may lack the plain copy, or have an older one
-                _write(target.store, attachment, target.store.get(entry.path).data)
+        if target.url is None:  # S3 may lack plain copies of attachments, or have older ones
+            attached = {name: target.store.get(each.path).data for name, each in source.attachments.items()}
+            for name, data in (*attached.items(), *source.commits.items()):
+                target.write(name, len(data), [Piece.of(data)])
+            return
         for name, data in source.commits.items():
-            if target.url is None:
-                _write(target.store, name, data)
-                continue
             fields = {METADATA_CRC_KEY: crc_hex(crc64nvme(data))}
             if name in source.save_ids:
                 fields[SAVE_ID_KEY] = source.save_ids[name]
@@ -285,11 +272,11 @@ def _is_small(path: str, size: int) -> bool:
     return classify(path).what is not What.DATA and size <= BLOCK
 
 
-def _find_problem(store: Store, key: str, size: int, crc: str | None, sent: int | None = None) -> str | None:
+def _find_problem(place: Place, path: str, size: int, crc: str | None, sent: int | None = None) -> str | None:
     """What is wrong with a copy; None if it is good, as far as the store tells. ``sent``: CRC of what was written."""
     if sent is not None and crc not in (None, crc_hex(sent)):
         return f"has CRC-64/NVME {crc_hex(sent)} instead of {crc}"
-    found = store.head(key, checksum=crc is not None and sent is None)
+    found = place.store.head(place.key(path), checksum=crc is not None and sent is None)
     if found.size != size:
         return f"has {found.size} bytes instead of {size}"
     if crc is not None and found.crc64nvme not in (None, crc):
@@ -297,10 +284,7 @@ def _find_problem(store: Store, key: str, size: int, crc: str | None, sent: int 
     return None
 
 
-# --- a directory -----------------------------------------------------------------------------------------
-
-
-def _prepare_directory(directory: Path, source: CopySource, *, overwrite: bool) -> None:
+def _prepare_directory(target: Place, directory: Path, source: CopySource, *, overwrite: bool) -> None:
     """Mark a directory, which must be empty or hold an unfinished download of this very checkpoint."""
     digest = hashlib.sha256(b"".join(source.commits[name] for name in sorted(source.commits))).hexdigest()
     same: dict[str, object] = {"url": source.place.name, "metadata_sha256": digest}
@@ -320,11 +304,5 @@ def _prepare_directory(directory: Path, source: CopySource, *, overwrite: bool) 
             )
         # Existing files may have the right size by chance.
         commits = Directory.of_sizes(dict.fromkeys(os.listdir(directory), 0)).commits.values()
-        for name in [*(found.path for found in commits), *source.files]:
-            (directory / name).unlink(missing_ok=True)
-    _write(DirectoryStore(directory), DOWNLOAD_MARKER, mark)
-
-
-def _write(store: Store, key: str, data: bytes) -> None:
-    """Write a small file. Not with ``put``: that locks, which not every filesystem can."""
-    store.put_stream(key, len(data), [Piece.of(data)])
+        target.remove([*(found.path for found in commits), *source.files])
+    target.write(DOWNLOAD_MARKER, len(mark), [Piece.of(mark)])

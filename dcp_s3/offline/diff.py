@@ -13,12 +13,11 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp_s3.checkpoint.info import CheckpointInfo
-from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.format.blocks import get_crc, get_raw_offset
 from dcp_s3.offline.boxes import BATCH, Piece, in_batches
 from dcp_s3.offline.inspect import SavedCheckpoint, fetch_saved
 from dcp_s3.offline.names import matches, no_match_error
-from dcp_s3.offline.read import SMALL_BUFFERS, OpenCheckpoint, Reading
+from dcp_s3.offline.read import reading_under_lease
 from dcp_s3.process import collector_paused
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.torch_private import StorageInfo
@@ -362,7 +361,14 @@ def _compare_values(
                     yield piece
 
     with contextlib.ExitStack() as stack:
-        readings = [stack.enter_context(_reading(each, settings)) for each in (a, b)]
+        readings = [
+            stack.enter_context(
+                reading_under_lease(
+                    each.url, settings, metadata=each.metadata, rank=each.manifests[0].rank if each.manifests else None
+                )
+            )
+            for each in (a, b)
+        ]
         workers = stack.enter_context(contextlib.closing(Workers(2, "dcp_s3-diff")))
         buffers = [torch.empty(BATCH, dtype=torch.uint8) for _ in readings]
         for batch in in_batches(pieces(), lambda piece: piece.room):
@@ -382,15 +388,3 @@ def _compare_values(
     for fqn, entry in unknown.items():
         unknown[fqn] = replace(entry, status="changed" if fqn in changed else "same", what=changed.get(fqn, ""))
     return [unknown.get(each.fqn, each) for each in entries], bytes_read
-
-
-@contextlib.contextmanager
-def _reading(saved: SavedCheckpoint, settings: Settings) -> Iterator[Reading]:
-    """Reads of a checkpoint that no prune deletes meanwhile."""
-    checkpoint = OpenCheckpoint(str(saved.url), settings, bounded=False, metadata=saved.metadata)
-    lease = ReaderLease(checkpoint.store, saved.url, settings.reader_lease)
-    lease.take()
-    with lease.renewed():
-        lease.check_not_deleted(None, rank=saved.manifests[0].rank if saved.manifests else None)
-        with checkpoint.reading(buffers=SMALL_BUFFERS) as reading:
-            yield reading

@@ -18,7 +18,6 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_s3.checkpoint.attachments import find_attachments, read_attachment
-from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import ObjectNotFoundError, StorageError, WeightsError
 from dcp_s3.format.control_files import AttachmentEntry
@@ -37,9 +36,8 @@ from dcp_s3.memory import Piece as Sent
 from dcp_s3.offline.boxes import BATCH, Piece, in_batches
 from dcp_s3.offline.names import new_names
 from dcp_s3.offline.place import Place, ahead
-from dcp_s3.offline.read import SMALL_BUFFERS, OpenCheckpoint, Reading
+from dcp_s3.offline.read import OpenCheckpoint, Reading, reading_under_lease
 from dcp_s3.s3.parts import MAX_PARTS
-from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.stores.directory import HIDDEN
 from dcp_s3.tensor_memory import view_bytes
@@ -133,27 +131,23 @@ def export(
     wanted, most = parse_dtype(dtype), parse_shard_size(max_shard_size)
     few = given.model_copy(update={"concurrency": min(given.max_connections, _CONNECTIONS)})
     target = _Target(Place.of(destination, few))
-    lease = ReaderLease(store_of(parse_url(url), given), parse_url(url), given.reader_lease)
-    lease.take()
-    with lease.renewed():
-        checkpoint = OpenCheckpoint(url, given, bounded=False)
-        lease.check_not_deleted(None)
-        with checkpoint.reading(buffers=SMALL_BUFFERS) as reading:
-            tensors, skipped = _select(checkpoint, include, rename or {}, wanted)
-            files = _plan(str(checkpoint.url), tensors, most)
-            attached = find_attachments(checkpoint.store, checkpoint.url) or {}
-            if _ADAPTER in attached and files[0].name == SINGLE_FILE:
-                files = [replace(files[0], name=f"adapter_{SINGLE_FILE}")]  # as PEFT expects it
-            present, small = target.check(files, attached, overwrite=overwrite)
-            if on_total is not None:
-                on_total(sum(file.size for file in files))
-            with target.removed_after_failure():
-                target.remove(present)
-                for name in small:
-                    data = read_attachment(checkpoint.store, checkpoint.url, name)
-                    target.write(name, len(data), [data])
-                for file, contents in _contents(files, tensors, reading, on_progress or (lambda _: None)):
-                    target.write(file.name, file.size, contents)
+    with reading_under_lease(parse_url(url), given) as reading:
+        checkpoint = reading.checkpoint
+        tensors, skipped = _select(checkpoint, include, rename or {}, wanted)
+        files = _plan(str(checkpoint.url), tensors, most)
+        attached = find_attachments(checkpoint.store, checkpoint.url) or {}
+        if _ADAPTER in attached and files[0].name == SINGLE_FILE:
+            files = [replace(files[0], name=f"adapter_{SINGLE_FILE}")]  # as PEFT expects it
+        present, small = target.check(files, attached, overwrite=overwrite)
+        if on_total is not None:
+            on_total(sum(file.size for file in files))
+        with target.removed_after_failure():
+            target.place.remove(present)
+            for name in small:
+                data = read_attachment(checkpoint.store, checkpoint.url, name)
+                target.write(name, len(data), [data])
+            for file, contents in _contents(files, reading, on_progress or (lambda _: None)):
+                target.write(file.name, file.size, contents)
     if skipped:
         logger.info("%s: %d entries that are no tensors were left out", url, skipped)
     return ExportResult(tuple(file.name for file in files), len(tensors), sum(file.size for file in files), skipped)
@@ -184,23 +178,22 @@ def parse_shard_size(size: int | str) -> int:
 # --- plan ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _File:
-    name: str
-    parts: Sequence[bytes | TensorEntry]
-    """Runs of bytes, and tensors with their new names."""
-
-    @property
-    def size(self) -> int:
-        return sum(len(part) if isinstance(part, bytes) else part.nbytes for part in self.parts)
-
-
-class _Chosen(NamedTuple):
+class _Tensor(NamedTuple):
     entry: TensorEntry
-    """In the file."""
+    """In the file, with its new name."""
     fqn: str
     dtype: torch.dtype
     """In the checkpoint."""
+
+
+@dataclass(frozen=True)
+class _File:
+    name: str
+    parts: Sequence[bytes | _Tensor]
+
+    @property
+    def size(self) -> int:
+        return sum(len(part) if isinstance(part, bytes) else part.entry.nbytes for part in self.parts)
 
 
 def _select(
@@ -208,7 +201,7 @@ def _select(
     include: str | Iterable[str] | None,
     rules: Mapping[str, str],
     dtype: torch.dtype | None,
-) -> tuple[dict[str, _Chosen], int]:
+) -> tuple[dict[str, _Tensor], int]:
     """Tensors by their new names, and the number of other entries."""
     url, names = str(checkpoint.url), checkpoint.match(include)
     exported = [name for name in names if isinstance(checkpoint.find(name), TensorStorageMetadata)]
@@ -223,14 +216,17 @@ def _select(
         saved = checkpoint.find(fqn)
         kept = saved.properties.dtype
         new = dtype if dtype is not None and kept.is_floating_point and kept != PACKED else kept
-        chosen[renamed[fqn]] = _Chosen(TensorEntry(renamed[fqn], new, tuple(saved.size)), fqn, kept)
+        chosen[renamed[fqn]] = _Tensor(TensorEntry(renamed[fqn], new, tuple(saved.size)), fqn, kept)
     return chosen, len(names) - len(exported)
 
 
-def _plan(url: str, tensors: Mapping[str, _Chosen], most: int) -> list[_File]:
+def _plan(url: str, tensors: Mapping[str, _Tensor], most: int) -> list[_File]:
     try:
         shards = plan_shards([each.entry for each in tensors.values()], most)
-        files = [_File(shard.name, (make_header(shard.tensors), *shard.tensors)) for shard in shards]
+        files = [
+            _File(shard.name, (make_header(shard.tensors), *(tensors[each.name] for each in shard.tensors)))
+            for shard in shards
+        ]
         return files if len(files) == 1 else [*files, _File(INDEX, (make_index(shards),))]
     except SafetensorsError as error:
         raise WeightsError(f"{url} cannot be exported: {error}. Remedy: leave it out with include", url=url) from None
@@ -252,7 +248,7 @@ class _Step(NamedTuple):
 
 
 def _contents(
-    files: Sequence[_File], tensors: Mapping[str, _Chosen], reading: Reading, moved: Callable[[int], None]
+    files: Sequence[_File], reading: Reading, moved: Callable[[int], None]
 ) -> Iterator[tuple[_File, Iterator[bytes | memoryview]]]:
     """The files, each with its bytes. They are read in batches, each while the caller is busy with the one before; the
     memory of a run of bytes is valid until the next."""
@@ -263,8 +259,8 @@ def _contents(
                 if isinstance(part, bytes):
                     yield _Step(number, part)
                     continue
-                _, fqn, saved = tensors[part.name]
-                yield from (_Step(number, piece, part.dtype) for piece in Piece.all_of(fqn, part.shape, saved))
+                pieces = Piece.all_of(part.fqn, part.entry.shape, part.dtype)
+                yield from (_Step(number, piece, part.entry.dtype) for piece in pieces)
 
     def read(planned: tuple[Sequence[_Step], torch.Tensor]) -> list[tuple[_Step, torch.Tensor | None]]:
         batch, buffer = planned
@@ -302,26 +298,26 @@ class _Target:
     """Where the files go. They are written front to back, and appear complete."""
 
     def __init__(self, place: Place) -> None:
-        self._place, self._store = place, place.store
+        self.place = place
         self._written: list[str] = []
 
     def check(
         self, files: Sequence[_File], attached: Mapping[str, AttachmentEntry], *, overwrite: bool
     ) -> tuple[list[str], list[str]]:
         """The files to remove first, and the attachments to write; WeightsError if the destination is refused."""
-        where = self._place.name
+        where = self.place.name
         for file in files:
             if file.name in attached:
                 raise WeightsError(
                     f"the checkpoint has an attachment {file.name}, in whose place weights would be written"
                 )
-            if self._place.url is not None and file.size > _MAX_PART * MAX_PARTS:
+            if self.place.url is not None and file.size > _MAX_PART * MAX_PARTS:
                 raise WeightsError(
                     f"a file of {format_size(file.size)} cannot be uploaded to {where}: S3 takes {MAX_PARTS} parts, "
                     f"and in bounded memory they have at most {format_size(_MAX_PART)}. Remedy: a smaller "
                     "max_shard_size, or export to a directory"
                 )
-        found = self._place.names()
+        found = self.place.names()
         if METADATA in found:
             raise WeightsError(f"{where} is a checkpoint. Remedy: export to another place, or to one below it")
         if found and not overwrite:
@@ -347,10 +343,10 @@ class _Target:
 
     def _is_same(self, name: str, entry: AttachmentEntry) -> bool | None:
         """Whether an attachment is there; False if nothing is, None if something else is."""
-        key, directory = self._place.key(name), self._place.directory
+        key, directory = self.place.key(name), self.place.directory
         try:
-            same = self._store.head(key).size == entry.size
-            return True if same and crc_hex(crc64nvme(self._store.get(key).data)) == entry.crc64nvme else None
+            same = self.place.store.head(key).size == entry.size
+            return True if same and crc_hex(crc64nvme(self.place.store.get(key).data)) == entry.crc64nvme else None
         except ObjectNotFoundError:
             if directory is None:
                 return False
@@ -364,22 +360,14 @@ class _Target:
             yield
         except BaseException:
             with contextlib.suppress(StorageError):  # another error is on its way to the user
-                self.remove(self._written)
+                self.place.remove(self._written)
             raise
 
     def write(self, name: str, size: int, views: Iterable[bytes | memoryview]) -> None:
         part = max(_PART, -(-size // MAX_PARTS))
-        pieces = map(Sent.of, views) if self._place.url is None else _copies(views, part)
         self._written.append(name)
-        self._store.put_stream(self._place.key(name), size, pieces, part_size=part)
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove files; those that are not there count as removed."""
-        if self._place.directory is None:
-            self._store.delete([self._place.key(name) for name in names])
-            return
-        for name in names:
-            (self._place.directory / name).unlink(missing_ok=True)
+        pieces = map(Sent.of, views) if self.place.url is None else _copies(views, part)
+        self.place.write(name, size, pieces, part_size=part)
 
 
 def _copies(views: Iterable[bytes | memoryview], size: int) -> Iterator[Sent]:

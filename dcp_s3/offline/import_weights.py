@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from dcp_s3.errors import WeightsError
 from dcp_s3.format.archive import find_order
-from dcp_s3.offline.boxes import Box, cut, in_batches
+from dcp_s3.load.boxes import Box
+from dcp_s3.offline.boxes import cut, in_batches
 from dcp_s3.offline.names import new_names
 from dcp_s3.offline.weight_files import FoundTensor, FoundWeights, find_weights
 from dcp_s3.save.writer import S3StorageWriter

@@ -65,6 +65,21 @@ class Place:
         keys = [*(each.key for each in found.objects if each.key != self.prefix), *found.prefixes]
         return [key.removeprefix(self.prefix).rstrip("/") for key in keys]
 
+    def write(self, path: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None) -> int | None:
+        """Write a file, which appears complete. Returns its CRC-64/NVME, None if checksums are off.
+
+        Not with `Store.put`: in a directory that locks, which not every filesystem can.
+        """
+        return self.store.put_stream(self.key(path), size, pieces, part_size=part_size).crc64nvme
+
+    def remove(self, paths: Iterable[str]) -> None:
+        """Remove files, unfinished ones too; those that are not there count as removed."""
+        if self.directory is None:
+            self.store.delete([self.key(path) for path in paths])
+            return
+        for path in paths:
+            (self.directory / path).unlink(missing_ok=True)
+
 
 def ahead(
     function: Callable[[T], U],

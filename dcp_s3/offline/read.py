@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
+from dcp_s3.format.cover import find_flaw
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import allocate
@@ -25,7 +26,7 @@ from dcp_s3.load.read import LoadExecutor
 from dcp_s3.offline.boxes import Index, Piece, Selection, select
 from dcp_s3.offline.names import closest, matches
 from dcp_s3.s3.store import store_of
-from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import with_copies
 from dcp_s3.torch_private import ReaderTransforms
 from dcp_s3.url import CheckpointURL, parse_url
@@ -115,6 +116,20 @@ def read_tensors(
 
 
 # --- the checkpoint ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reading_under_lease(
+    url: CheckpointURL, settings: Settings, *, metadata: Metadata | None = None, rank: int | None = None
+) -> Iterator[Reading]:
+    """Reads that may take long, of a checkpoint that no prune deletes meanwhile; ``rank``: whose commit it is."""
+    lease = ReaderLease(store_of(url, settings), url, settings.reader_lease)
+    lease.take()
+    with lease.renewed():
+        checkpoint = OpenCheckpoint(str(url), settings, bounded=False, metadata=metadata)
+        lease.check_not_deleted(None, rank=rank)
+        with checkpoint.reading(buffers=SMALL_BUFFERS) as reading:
+            yield reading
 
 
 class OpenCheckpoint:
@@ -220,7 +235,7 @@ class OpenCheckpoint:
                     torch.Size(saved_offsets),
                     torch.Size(lengths),
                 )
-        if sum(math.prod(lengths) for _, lengths in items) != math.prod(box) or _overlap(items):
+        if find_flaw(box, list(items)) is not None:
             raise self._contradiction(fqn, "its chunks do not cover it, each element once")
         return list(items.values())
 
@@ -289,7 +304,3 @@ class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         loaded = torch.load(value, map_location="cpu", weights_only=False)  # checked already, or ``weights_only=False``
         self.objects[read_item.dest_index.fqn] = loaded
-
-
-def _overlap(boxes: Collection[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    return len(find_overlaps(list(boxes), list(boxes)).saved) > len(boxes)

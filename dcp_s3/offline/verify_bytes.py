@@ -18,11 +18,10 @@ from typing import Any, cast
 import torch
 
 from dcp_s3 import errors
-from dcp_s3.checksum import crc_hex
 from dcp_s3.load.archives import ArchiveHeads, ItemKind
 from dcp_s3.memory import ReadTarget
 from dcp_s3.offline.place import OnProgress, ahead
-from dcp_s3.offline.verify_plan import Mismatch, ObjectScan, Problem, StoredData, StoredItem, group_items
+from dcp_s3.offline.verify_plan import Problem, StoredData, StoredItem, cut_range, find_mismatches, group_items
 from dcp_s3.s3.store import S3Store
 from dcp_s3.torch_private import ReaderTransforms, narrow_tensor_by_index
 from dcp_s3.url import CheckpointURL
@@ -40,44 +39,31 @@ class _Reading:
     """One reading of an object, and what it has found."""
 
     data: StoredData
-    scan: ObjectScan
-    mismatch: Mismatch = field(default_factory=lambda: Mismatch({}, None))
-    damages: dict[StoredItem, str] = field(default_factory=dict)
-    """What is wrong with items that were decoded, or whose heads were looked at."""
+    segments: list[tuple[int, int, int]] = field(default_factory=list)
+    """Start, length and CRC-64/NVME of what has arrived."""
+    problems: dict[StoredItem | None, str] = field(default_factory=dict)
+    """What is wrong with items; at None, with the object."""
     undecoded: int = 0
-    change: str | None = None
-    """What happened to the object meanwhile."""
-
-    @property
-    def is_good(self) -> bool:
-        return not self.mismatch.any and not self.damages and self.change is None
+    changed: bool = False
+    """Whether it was deleted or written over meanwhile."""
 
     @property
     def suspect(self) -> StoredData:
         """What to read once more: all of the object, or only the items that could not be decoded."""
-        only_decoded = not self.mismatch.any and self.damages.keys() <= set(self.data.decoded)
-        return replace(self.data, items=tuple(self.damages)) if only_decoded else self.data
+        items = [item for item in self.problems if item is not None]
+        only_decoded = None not in self.problems and set(items) <= set(self.data.decoded)
+        return replace(self.data, items=tuple(items)) if only_decoded else self.data
 
     def confirmed_by(self, again: _Reading) -> Iterator[Problem]:
-        data, change = self.data, self.change or again.change
-        if change is not None:
-            yield Problem(data.path, None, change)
+        """What both readings have found; the object as a whole only where no item of it is wrong."""
+        if self.changed or again.changed:
+            what = (again if again.changed else self).problems[None]
+            yield Problem(self.data.path, None, what)
             return
-        found = self.mismatch.confirmed_by(again.mismatch)
-        for number, crc in sorted(found.items.items()):
-            item = data.checked[number]
-            what = f"has CRC-64/NVME {crc_hex(crc)}, recorded was {crc_hex(item.crc or 0)}"
-            if item.checked_length:
-                what += f" (bytes {item.checked_start} to {item.checked_start + item.checked_length - 1})"
-            if data.crc is not None and found.whole is None:
-                what += "; the object as a whole is as recorded, so that the metadata is wrong"
-            yield Problem(data.path, item.fqn, what)
-        if found.whole is not None and not found.items:
-            around = "its items match, what is around them does not"
-            yield Problem(data.path, None, f"has CRC-64/NVME {found.whole}, recorded was {data.crc}; {around}")
-        for item in self.damages:
-            if item in again.damages:
-                yield Problem(data.path, item.fqn, again.damages[item])
+        found = {item: what for item, what in again.problems.items() if item in self.problems}
+        for item, what in found.items():
+            if item is not None or len(found) == 1:
+                yield Problem(self.data.path, item.fqn if item else None, what)
 
 
 class ByteCheck:
@@ -101,13 +87,13 @@ class ByteCheck:
             self._blocks.put(memoryview(bytearray(BLOCK)))
         first = self._read_all(objects, on_progress)
         self.items_not_decoded = sum(reading.undecoded for reading in first)
-        bad = [reading for reading in first if not reading.is_good]
-        again = self._read_all([reading.suspect for reading in bad if reading.change is None], None)
+        bad = [reading for reading in first if reading.problems]
+        again = self._read_all([reading.suspect for reading in bad if not reading.changed], None)
         by_path = {reading.data.path: reading for reading in again}
         return [problem for each in bad for problem in each.confirmed_by(by_path.get(each.data.path, each))]
 
     def _read_all(self, objects: Sequence[StoredData], on_progress: OnProgress | None) -> list[_Reading]:
-        readings = [_Reading(data, ObjectScan(data)) for data in objects]
+        readings = [_Reading(data) for data in objects]
         requests = itertools.chain.from_iterable(map(self._requests, readings))
         if not bytes_to_read(*objects):
             return readings
@@ -117,8 +103,8 @@ class ByteCheck:
                 if on_progress is not None:
                     on_progress(count)
         for reading in readings:
-            if reading.data.streamed and reading.change is None:
-                reading.mismatch = reading.scan.mismatch()
+            if reading.data.streamed and not reading.changed:
+                reading.problems |= find_mismatches(reading.data, reading.segments)
         return readings
 
     def _requests(self, reading: _Reading) -> Iterator[Callable[[], int]]:
@@ -141,11 +127,12 @@ class ByteCheck:
             errors.PreconditionFailedError: "was replaced while it was read",
             errors.OutOfRangeError: "became shorter while it was read",
         }
-        if reading.change is None:
+        if not reading.changed:
             try:
                 read(reading, start, length, *what)
             except tuple(changes) as error:
-                reading.change = next(text for kind, text in changes.items() if isinstance(error, kind))
+                reading.problems[None] = next(text for kind, text in changes.items() if isinstance(error, kind))
+                reading.changed = True
             else:
                 with self._lock:
                     self.bytes_read += length
@@ -154,13 +141,14 @@ class ByteCheck:
     def _scan(self, reading: _Reading, start: int, length: int) -> None:
         block = self._blocks.get()
         try:
-            segments = reading.scan.segments(start, length, BLOCK)
+            segments = cut_range(reading.data, start, length, BLOCK)
             targets = [ReadTarget(block[:size], checksum=True) for size in segments]
             self._store.read(self._url.key(reading.data.path), start, targets)
         finally:
             self._blocks.put(block)
-        with self._lock:
-            reading.scan.add(start, ((target.crc or 0, target.view.nbytes) for target in targets))
+        for target in targets:
+            reading.segments.append((start, target.view.nbytes, target.crc or 0))
+            start += target.view.nbytes
 
     def _decode(self, reading: _Reading, start: int, length: int, items: Sequence[StoredItem]) -> None:
         streams = [io.BytesIO(bytes(item.length)) for item in items]
@@ -174,7 +162,7 @@ class ByteCheck:
                 reading.undecoded += 1
             else:
                 if damage is not None:
-                    reading.damages[item] = damage
+                    reading.problems[item] = damage
 
     def _check_head(self, reading: _Reading, start: int, length: int, item: StoredItem) -> None:
         data = bytearray(length)
@@ -183,7 +171,7 @@ class ByteCheck:
             kind = ItemKind(item.dtype, item.shape, item.length)
             fault = self._heads.find_fault(kind, length, bytes(data))
             if fault is not None:
-                reading.damages[item] = f"is not what the metadata says: {fault}"
+                reading.problems[item] = f"is not what the metadata says: {fault}"
 
 
 def bytes_to_read(*objects: StoredData) -> int:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme_between, crc_hex
 from dcp_s3.format.blocks import get_crc, get_raw_offset
@@ -95,6 +91,12 @@ class StoredData:
     def checked(self) -> tuple[StoredItem, ...]:
         return tuple(item for item in self.items if item.crc is not None)
 
+    @cached_property
+    def cuts(self) -> Sequence[int]:
+        """Ends of the object and of what its items' checksums cover, ascending."""
+        ends = ((item.checked_start, item.checked_start + item.checked_length) for item in self.checked)
+        return sorted({0, self.size}.union(*ends))
+
     @property
     def streamed(self) -> bool:
         """Whether all bytes are read, because some have a checksum."""
@@ -143,19 +145,8 @@ def find_items(
             items.append(found)
         else:
             problems.append(Problem(metadata_path, index.fqn, found))
-    for fqn, saved in metadata.state_dict_metadata.items():
-        if isinstance(saved, TensorStorageMetadata):
-            missing = [
-                chunk for chunk in saved.chunks if MetadataIndex(fqn, chunk.offsets) not in metadata.storage_data
-            ]
-            if missing:
-                where = tuple(missing[0].offsets)
-                problems.append(Problem(metadata_path, fqn, f"has a chunk at {where} that lies in no object"))
-        elif isinstance(saved, BytesStorageMetadata) and MetadataIndex(fqn) not in metadata.storage_data:
-            problems.append(Problem(metadata_path, fqn, "lies in no object"))
-    for fqn, flaw in find_flaws(metadata, filled=not of_rank):
-        problems.append(Problem(metadata_path, fqn, flaw))
-    return items, problems
+    flaws = find_flaws(metadata, filled=not of_rank)
+    return items, problems + [Problem(metadata_path, fqn, flaw) for fqn, flaw in flaws]
 
 
 def _make_item(index: MetadataIndex, info: StorageInfo, saved: object, *, proven: bool) -> StoredItem | str:
@@ -261,58 +252,40 @@ def place_items(
 # --- checksums of an object that is read in ranges -----------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Mismatch:
-    items: dict[int, int]
-    """CRC of each mismatching item, by its number among the object's checked items."""
-    whole: str | None
-    """CRC of the whole object, None if it matches or is not recorded."""
-
-    @property
-    def any(self) -> bool:
-        return bool(self.items) or self.whole is not None
-
-    def confirmed_by(self, second: Mismatch) -> Mismatch:
-        items = {number: crc for number, crc in second.items.items() if number in self.items}
-        return Mismatch(items, None if self.whole is None else second.whole)
+def cut_range(data: StoredData, start: int, length: int, block: int) -> list[int]:
+    """Lengths of a range's segments: it is cut at both ends of every checked item, and after ``block`` bytes."""
+    stop = start + length
+    lengths = []
+    for end in [*data.cuts[bisect_right(data.cuts, start) : bisect_left(data.cuts, stop)], stop] if length else []:
+        lengths += [min(block, end - at) for at in range(start, end, block)]
+        start = end
+    return lengths
 
 
-class ObjectScan:
-    """The checksums of an object that arrives in ranges, in any order."""
+def find_mismatches(data: StoredData, segments: Iterable[tuple[int, int, int]]) -> dict[StoredItem | None, str]:
+    """What the checksums say of an object: what is wrong with items, and at None with all of it.
 
-    def __init__(self, data: StoredData) -> None:
-        self.data = data
-        ends = ((item.checked_start, item.checked_start + item.checked_length) for item in data.checked)
-        self._cuts = sorted({0, data.size}.union(*ends))
-        self._runs: list[tuple[int, int, int]] = []  # start, length, CRC
-
-    def segments(self, start: int, length: int, block: int) -> list[int]:
-        """Lengths of a range's segments: it is cut at both ends of every checked item, and after ``block`` bytes."""
-        stop = start + length
-        inner = self._cuts[bisect_right(self._cuts, start) : bisect_left(self._cuts, stop)]
-        lengths = []
-        for end in [*inner, stop] if length else []:
-            lengths += [min(block, end - at) for at in range(start, end, block)]
-            start = end
-        return lengths
-
-    def add(self, start: int, crcs: Iterable[tuple[int, int]]) -> None:
-        """Take the (CRC, length) pairs of a range's `segments`."""
-        for crc, length in crcs:
-            self._runs.append((start, length, crc))
-            start += length
-
-    def mismatch(self) -> Mismatch:
-        """Compare the checksums. Call it when all bytes have arrived."""
-        crc = 0
-        before = {0: 0}  # CRC of all bytes before a segment
-        for start, length, found in sorted(self._runs):
-            crc = combine_crc64nvme([(crc, start), (found, length)])
-            before[start + length] = crc
-        items = {}
-        for number, item in enumerate(self.data.checked):
-            stop = item.checked_start + item.checked_length
-            found = crc64nvme_between(before[item.checked_start], before[stop], item.checked_length)
-            if found != item.crc:
-                items[number] = found
-        return Mismatch(items, crc_hex(crc) if self.data.crc not in (None, crc_hex(crc)) else None)
+    Args:
+        segments: start, length and CRC-64/NVME of each segment, in any order; together they are all its bytes.
+    """
+    crc = 0
+    before = {0: 0}  # CRC of all bytes before a segment
+    for start, length, found in sorted(segments):
+        crc = combine_crc64nvme([(crc, start), (found, length)])
+        before[start + length] = crc
+    is_whole = data.crc in (None, crc_hex(crc))
+    problems: dict[StoredItem | None, str] = {}
+    for item in data.checked:
+        stop = item.checked_start + item.checked_length
+        found = crc64nvme_between(before[item.checked_start], before[stop], item.checked_length)
+        if found != item.crc:
+            what = f"has CRC-64/NVME {crc_hex(found)}, recorded was {crc_hex(item.crc or 0)}"
+            if item.checked_length:
+                what += f" (bytes {item.checked_start} to {stop - 1})"
+            if data.crc is not None and is_whole:
+                what += "; the object as a whole is as recorded, so that the metadata is wrong"
+            problems[item] = what
+    if not is_whole:
+        around = "its items match, what is around them does not"
+        problems[None] = f"has CRC-64/NVME {crc_hex(crc)}, recorded was {data.crc}; {around}"
+    return problems

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import io
-import math
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from dcp_s3.errors import ObjectNotFoundError, WeightsError
 from dcp_s3.format import safetensors
 from dcp_s3.format.safetensors import SafetensorsError
+from dcp_s3.load.boxes import row_major_strides
 from dcp_s3.offline.place import Place
 from dcp_s3.settings import Settings
 from dcp_s3.store import Store
@@ -153,14 +153,12 @@ def _parse_safetensors(file: WeightFile) -> FoundWeights:
     except SafetensorsError as error:
         raise WeightsError(f"{file.name} cannot be imported: {error}") from None
     tensors = {
-        each.entry.name: FoundTensor(file, each.start, each.entry.dtype, each.entry.shape, row_major(each.entry.shape))
+        each.entry.name: FoundTensor(
+            file, each.start, each.entry.dtype, each.entry.shape, row_major_strides(each.entry.shape)
+        )
         for each in placed
     }
     return FoundWeights(tensors, {}, {name: (name,) for name in tensors})
-
-
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _parse_torch(file: WeightFile) -> FoundWeights:

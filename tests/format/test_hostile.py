@@ -137,14 +137,12 @@ def test_what_is_allowed_is_harmless(module: str, qualified: str) -> None:
 )
 def test_no_other_global(opcodes: bytes) -> None:
     for data in (stream(opcodes), metadata_with(opcodes)):
-        with pytest.raises(REFUSED):
+        with pytest.raises(REFUSED) as refused:
             decode_metadata(data)
+        if opcodes == call("tests.hostile", "trip"):
+            assert isinstance(refused.value, UnsafeMetadataError)
+            assert "names the global tests.hostile.trip" in str(refused.value)
     assert not hostile.was_tripped()
-
-
-def test_the_refused_global_is_named() -> None:
-    with pytest.raises(UnsafeMetadataError, match=r"tests\.hostile\.trip"):
-        decode_metadata(metadata_with(call("tests.hostile", "trip")))
 
 
 # --- fields ---------------------------------------------------------------------------------------------
@@ -302,17 +300,6 @@ def test_mutated_metadata(data: bytes) -> None:
 # --- what planners add ----------------------------------------------------------------------------------
 
 
-@given(
-    st.recursive(
-        st.none() | st.integers() | st.text(),
-        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
-    )
-)
-def test_what_is_nested_little_stays_what_it_is(value: Any) -> None:
-    expected = repr(value)
-    assert repr(Settler().settle(value)) == expected
-
-
 def test_depth_counts_what_occurs_often_wherever_it_is() -> None:
     deep: Any = "x"
     for _ in range(50):
@@ -364,8 +351,8 @@ _META = name("torch.distributed.checkpoint.metadata", "StorageMeta")
         name("collections", "OrderedDict"),
         name("torch.distributed.checkpoint.metadata", "Metadata"),
         b"]" + name("torch.distributed.checkpoint.planner", "WriteItemType") + b"a",
-        _META + b")\x81" + plain({"__reduce_ex__": "x"}) + b"b",
-        _META + b")\x81" + plain({1: "x"}) + b"b",
+        _META + b")\x81" + plain({"modules": [], "__reduce_ex__": "x"}) + b"b",
+        _META + b")\x81" + plain({"modules": [], 1: "x"}) + b"b",
         _META + b")\x81" + plain((None, {"save_id": "x"})) + b"b",
         _META + b")\x81K\x01a",
         _META + plain({"save_id": "x"}) + b"b",

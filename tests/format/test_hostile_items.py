@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import copyreg
 import io
 import json
 import random
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -21,7 +24,24 @@ from dcp_s3 import errors
 from dcp_s3.format.safe_items import check_item, check_storages
 from dcp_s3.format.unpickling import MalformedPickleError
 from tests import hostile
-from tests.hostile import HOSTILE, archive, call, decode_item, decode_tensor, name, plain, save, stream, text
+from tests.format.test_items import VALUES, same
+from tests.hostile import (
+    HOSTILE,
+    TEXT,
+    U1,
+    archive,
+    array,
+    call,
+    decode_item,
+    decode_tensor,
+    dtype,
+    name,
+    plain,
+    save,
+    scalar,
+    stream,
+    text,
+)
 from tests.mutations import mutated
 
 REFUSED = (errors.UnsafeItemError, errors.CorruptCheckpointError)
@@ -111,25 +131,6 @@ def test_other_formats_are_refused() -> None:
             decode_item(data)
 
 
-KINDS = [
-    *(
-        "number",
-        "text",
-        "nothing",
-        "nested",
-        "keys",
-        "by dtype",
-        "1j",
-        "random",
-        "size",
-        "dtype",
-        "device",
-        "generator",
-    ),
-    *("tensors", "parameter", "state", "sparse", "csr", "scalar", "quantized", "complex", "float8", "expanded"),
-]
-
-
 def _states() -> dict[str, Any]:
     shared = torch.arange(12.0).reshape(3, 4)
     return {
@@ -145,13 +146,21 @@ def _states() -> dict[str, Any]:
     }  # fmt: skip
 
 
+KINDS = [
+    "number", "text", "nothing", "nested", "keys", "by dtype", "1j", "random", "size", "dtype", "device", "generator",
+    "tensors", "parameter", "state", "sparse", "csr", "scalar", "quantized", "complex", "float8", "expanded",
+]  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:.*are deprecated:UserWarning")
 @pytest.mark.parametrize("archived", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ordinary_states_are_taken(kind: str, archived: bool) -> None:
     if kind == "float8" and not archived:
         return  # torch itself cannot load it
-    value = _states()[kind]
+    states = _states()
+    assert states.keys() == set(KINDS)
+    value = states[kind]
     found = decode_item(save(value, _use_new_zipfile_serialization=archived))
     assert type(found) is type(value)
     assert repr(found) == repr(value)
@@ -261,4 +270,77 @@ def test_mutated_items(data: bytes) -> None:
 def test_mutated_tensors(data: bytes) -> None:
     with contextlib.suppress(errors.CorruptCheckpointError):
         assert decode_tensor(data).shape == (2, 2)
+    assert not hostile.was_tripped()
+
+
+# --- values of numpy and of the standard library --------------------------------------------------------
+
+
+def test_what_the_user_has_not_allowed_is_not_called() -> None:
+    trip = call("tests.hostile", "trip")
+    for opcodes in (
+        b"(" + call("datetime", "timedelta", b"K\x01", b"K\x02", b"K\x03") + trip + b"t",
+        call("collections", "defaultdict", name("tests.hostile", "trip")),
+        call("collections", "deque") + trip + b"a",
+    ):
+        with pytest.raises(errors.UnsafeItemError, match="trip"):
+            decode_item(archive(stream(opcodes)))
+    assert not hostile.was_tripped()
+
+
+_BEGIN = call("datetime", "timedelta", b"K\x01", b"K\x02", b"K\x03")
+
+
+@pytest.mark.parametrize("label", HOSTILE)
+@pytest.mark.parametrize("beside", [False, True])
+def test_hostile_values_are_refused(label: str, beside: bool) -> None:
+    pickled = stream(b"(" + _BEGIN + HOSTILE[label] + b"t" if beside else HOSTILE[label])
+    with pytest.raises(REFUSED):
+        decode_item(archive(pickled, ("data/0", bytes(16))))
+    assert not hostile.was_tripped()
+
+
+def test_what_the_hostile_ones_are_made_of_is_taken() -> None:
+    """Otherwise they would be refused for the wrong reason."""
+    assert same(decode_item(archive(stream(array((2,), b"xy")))), np.frombuffer(b"xy", "u1"))
+    assert same(decode_item(archive(stream(scalar(dtype("U3", TEXT), b"x\0\0\0y\0\0\0z\0\0\0")))), np.str_("xyz"))
+    for unit in (None, {}):
+        state = (4, "<", None, None, None, -1, -1, 0, (unit, (b"ns", 1, 1, 1)))
+        check_item(io.BytesIO(archive(stream(dtype("M8", state)))), fqn="x", url=hostile.URL, verified=True)
+
+
+def test_the_extension_registry_is_no_way_around() -> None:
+    copyreg.add_extension("datetime", "timedelta", 0x7FFF)
+    try:
+        with pytest.raises(REFUSED):
+            decode_item(archive(stream(b"\x83\xff\x7f(K\x01K\x02K\x03tR")))
+    finally:
+        copyreg.remove_extension("datetime", "timedelta", 0x7FFF)
+
+
+_VALUES = [
+    save(value)
+    for value in (
+        [np.arange(6.0).reshape(2, 3), np.float32(1), np.array(["x"]), np.datetime64("2020-01-01", "ns")],
+        [VALUES[label] for label in ("stream", "aware", "time", "delta", "uuid", "decimals", "fractions", "path")],
+        [VALUES[label] for label in ("nested", "bounded", "counter", "by set", "range", "beside tensors", "keys")],
+        [np.random.RandomState(1).get_state(), random.getstate()[1][:5], collections.deque([VALUES["stream"]])],
+    )
+]
+_OF_VALUES = [
+    *(HOSTILE[label] for label in sorted(HOSTILE) if len(HOSTILE[label]) < 300),
+    U1, dtype("U3", TEXT), array((1,), b"x"), scalar(dtype("f8"), bytes(8)), plain((0,)), b"R", b"\x81", b"b",
+    b"h\x01", b"0", b"(", b"]", b"}", b"s", b"u", b"a", b"e", b"\x85", b".", b"N", b"\x88",
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning", "ignore::DeprecationWarning:numpy")
+@given(mutated_items(_VALUES, _OF_VALUES))
+def test_mutated_values(data: bytes) -> None:
+    """Refused, or unpickled by Python without harm."""
+    found = io.BytesIO(data)
+    with contextlib.suppress(*REFUSED):
+        check_item(found, fqn="x", url=hostile.URL, verified=True)
+        with contextlib.suppress(ModuleNotFoundError, NotImplementedError):  # a path of another system, or Python
+            repr(torch.load(found, map_location="cpu", weights_only=False))
     assert not hostile.was_tripped()

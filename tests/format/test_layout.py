@@ -13,20 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.errors import SettingsError
 from dcp_s3.format import layout
 from dcp_s3.format.control_files import MAX_EXTRA_BYTES, Manifest, ObjectEntry, check_extra
 from dcp_s3.format.layout import Kind, What
-
-
-def test_data_objects_of_two_saves_never_share_a_name() -> None:
-    first = layout.data_object(3, 0, layout.new_nonce())
-    second = layout.data_object(3, 0, layout.new_nonce())
-    assert first != second
-    assert first.startswith("__3_0-")
-    assert first.endswith(".distcp")
-
 
 _hex = st.text("0123456789abcdef", min_size=1, max_size=16)
 _ranks = st.integers(0, 10**6)
@@ -147,11 +137,6 @@ def test_spread_data_is_told_by_its_hash(digits: int) -> None:
     assert layout.classify(f"{directory}/__3_1.distcp") == Kind(What.NESTED_DATA, 3, below=directory)
 
 
-@pytest.mark.parametrize("path", ["", "/etc/passwd", "../other/x", "a/../../b"])
-def test_paths_that_leave_the_checkpoint(path: str) -> None:
-    assert not layout.is_inside(path)
-
-
 @pytest.mark.parametrize(
     ("name", "step"),
     [
@@ -195,23 +180,6 @@ MANIFEST = Manifest(
 def test_round_trip() -> None:
     assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST
     assert json.loads(MANIFEST.to_json())["total_size"] == MANIFEST.total_size == 15
-
-
-def test_fields_of_later_versions_are_ignored() -> None:
-    fields = json.loads(MANIFEST.to_json()) | {"colour": "blue"}
-    assert Manifest.from_json(json.dumps(fields).encode()) == MANIFEST
-
-
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b"{}", b"null"])
-def test_what_is_no_manifest(data: bytes) -> None:
-    with pytest.raises(ValueError, match="manifest"):
-        Manifest.from_json(data)
-
-
-def test_a_later_format_is_refused() -> None:
-    fields = json.loads(MANIFEST.to_json()) | {"format_version": 2}
-    with pytest.raises(ValueError, match="version 2"):
-        Manifest.from_json(json.dumps(fields).encode())
 
 
 def test_metrics_that_are_not_finite_are_still_json() -> None:
@@ -292,13 +260,25 @@ def test_it_is_a_copy_of_plain_values() -> None:
 
 
 def test_manifests_without_it_and_with_later_fields_are_read() -> None:
-    fields = json.loads(Manifest("ab", 1.0, 5, 1, (), 0).to_json())
+    fields = json.loads(MANIFEST.to_json())
     del fields["extra"]
-    assert Manifest.from_json(json.dumps({**fields, "later": [1]}).encode()).extra == {}
+    assert Manifest.from_json(json.dumps({**fields, "later": [1]}).encode()) == MANIFEST
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b"{}", b"null"])
+def test_what_is_no_manifest(data: bytes) -> None:
     with pytest.raises(ValueError, match="not a dcp_s3 manifest"):
-        Manifest.from_json(json.dumps({**fields, "extra": 5}).encode())
+        Manifest.from_json(data)
 
 
-def test_a_summary_with_it_is_hashable() -> None:
-    info = CheckpointInfo("s3://b/x", "x", "committed", 1, 1.0, 1, 1, 1, extra={"a": [1]})
-    assert hash(info) == hash(info)
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"extra": 5}, "not a dcp_s3 manifest"),
+        ({"format_version": 2}, "version 2"),
+        ({"objects": [1]}, "not a dcp_s3 manifest"),
+    ],
+)
+def test_a_manifest_that_is_wrong_or_of_a_later_format(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Manifest.from_json(json.dumps(json.loads(MANIFEST.to_json()) | wrong).encode())

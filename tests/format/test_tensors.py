@@ -7,7 +7,6 @@ import itertools
 import random
 import resource
 from collections.abc import Sequence
-from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -15,11 +14,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from dcp_s3 import S3StorageReader, S3StorageWriter
+from dcp_s3 import S3StorageReader, S3StorageWriter, read_tensor
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.errors import CorruptCheckpointError
 from dcp_s3.format.blocks import (
@@ -37,8 +33,8 @@ from dcp_s3.format.blocks import (
 from dcp_s3.format.cover import find_flaw
 from dcp_s3.format.framing import FrameCache, compute_frame
 from dcp_s3.memory import Piece
-from dcp_s3.tensor_memory import iterate_bytes
-from tests.end_to_end.loads import failure
+from tests.end_to_end.states import DTYPES, bits, random_tensor
+from tests.offline.conftest import Saved
 from tests.servers import S3Server
 
 pytestmark = pytest.mark.servers("memory")
@@ -47,47 +43,21 @@ pytestmark = pytest.mark.servers("memory")
 # --- frames ----------------------------------------------------------------------------------------------
 
 
-DTYPES = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.uint16, torch.uint32, torch.uint64,
-]  # fmt: skip
-SHAPES = [(), (0,), (3, 0, 2), (1,), (7, 9), (129, 33)]
-
-
-def _random(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    size = torch.empty(shape, dtype=dtype).nbytes
-    if dtype == torch.bool:
-        return torch.randint(0, 2, shape, dtype=torch.uint8).view(torch.bool) if shape else torch.tensor(True)
-    raw = torch.randint(0, 256, (size,), dtype=torch.uint8)
-    return raw.view(dtype).reshape(shape)
-
-
-def _all_bytes(tensor: torch.Tensor) -> bytes:
-    return b"".join(bytes(view) for view in iterate_bytes(tensor, 1 << 20))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_torch_load_reads_it_and_only_checksums_differ_from_torch_save(
-    dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    tensor = _random(dtype, shape)
-    frame = compute_frame(dtype, torch.Size(shape))
-    raw = _all_bytes(tensor)
-    item = frame.header + raw + frame.trailer
-    assert len(item) == frame.length
-
-    loaded = torch.load(io.BytesIO(item), weights_only=True)
-    assert (loaded.dtype, loaded.shape) == (dtype, torch.Size(shape))
-    assert _all_bytes(loaded) == raw
-
-    saved = io.BytesIO()
-    torch.save(tensor, saved)
-    differing = [i for i, (a, b) in enumerate(zip(item, saved.getvalue(), strict=True)) if a != b]
-    # The zip CRC-32 of the data, in two places, and of the id record that is made from it.
-    assert len(differing) <= 64
-    assert not [i for i in differing if len(frame.header) <= i < len(frame.header) + frame.nbytes]
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_torch_load_reads_it_and_only_checksums_differ_from_torch_save(dtype: torch.dtype) -> None:
+    for shape in [(), (0,), (3, 0, 2), (1,), (7, 9), (129, 33)]:
+        tensor = random_tensor(shape, dtype)
+        frame = compute_frame(dtype, torch.Size(shape))
+        item = frame.header + bits(tensor) + frame.trailer
+        assert len(item) == frame.length
+        loaded = torch.load(io.BytesIO(item), weights_only=True)
+        assert (loaded.dtype, loaded.shape, bits(loaded)) == (dtype, torch.Size(shape), bits(tensor))
+        saved = io.BytesIO()
+        torch.save(tensor, saved)
+        differing = [i for i, (a, b) in enumerate(zip(item, saved.getvalue(), strict=True)) if a != b]
+        # The zip CRC-32 of the data, in two places, and of the id record that is made from it.
+        assert len(differing) <= 64
+        assert not [i for i in differing if len(frame.header) <= i < len(frame.header) + frame.nbytes]
 
 
 def test_the_cache_is_bounded_and_returns_equal_frames() -> None:
@@ -111,7 +81,6 @@ def test_a_large_shape_is_never_touched() -> None:
 # --- blocks ----------------------------------------------------------------------------------------------
 
 
-MIB = 2**20
 _BLOCK = 64  # the smallest that is allowed: the pure functions know no other limit
 
 
@@ -171,40 +140,7 @@ def test_a_record_that_does_not_fit_is_none(size: int, count: int, nbytes: int) 
     assert not Blocks(size, bytes(8 * count), 0).is_for(nbytes)
 
 
-# --- loads -----------------------------------------------------------------------------------------------
-
-
-class BoxPlanner(DefaultLoadPlanner):
-    """Loads a box of the saved tensor ``t`` into the tensor ``t`` of the state."""
-
-    def __init__(self, offsets: Sequence[int]) -> None:
-        super().__init__()
-        self._offsets = torch.Size(offsets)
-
-    def create_local_plan(self) -> LoadPlan:
-        lengths = self.state_dict["t"].size()
-        origin = torch.Size([0] * len(lengths))
-        index = MetadataIndex("t", origin, 0)
-        return LoadPlan([ReadItem(LoadItemType.TENSOR, index, origin, index, self._offsets, lengths)])
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        tensor: torch.Tensor = self.state_dict["t"]
-        return tensor
-
-
-def save(url: str) -> torch.Tensor:
-    """A tensor of 6 MiB in two parts and 64 blocks."""
-    tensor = torch.arange(6 * MIB // 4, dtype=torch.int32).view(48, -1)
-    dcp.save({"t": tensor}, storage_writer=S3StorageWriter(url, settings={"part_size": "5MiB"}))
-    return tensor
-
-
-def load_box(url: str, offsets: Sequence[int], lengths: Sequence[int], dtype: torch.dtype = torch.int32) -> Any:
-    state = {"t": torch.full(tuple(lengths), -1, dtype=dtype)}
-    reader = S3StorageReader(url, settings={"part_size": "5MiB"})
-    dcp.load(state, storage_reader=reader, planner=BoxPlanner(offsets))
-    return state["t"]
-
+# --- parts of a tensor -----------------------------------------------------------------------------------
 
 BOXES = {
     "first rows": ((0, 0), (3, 32768)),
@@ -216,60 +152,39 @@ BOXES = {
 }
 
 
+@pytest.fixture
+def sliced(s3: object, root: str) -> tuple[Saved, torch.Tensor]:
+    """A tensor of 6 MiB in two parts and 64 blocks."""
+    tensor = torch.arange(6 * 2**20 // 4, dtype=torch.int32).view(48, -1)
+    return Saved(s3, root).save({"t": tensor}), tensor
+
+
 @pytest.mark.parametrize("box", BOXES.values(), ids=list(BOXES))
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["direct", "through a buffer"])
-def test_a_part_is_loaded_and_little_more_is_fetched(
-    memory_server: S3Server, root: str, box: tuple[tuple[int, int], tuple[int, int]], dtype: torch.dtype
+def test_a_part_is_read_with_little_more_and_a_flipped_bit_in_it_is_found(
+    memory_server: S3Server, sliced: tuple[Saved, torch.Tensor], box: tuple[tuple[int, int], tuple[int, int]]
 ) -> None:
-    tensor = save(f"{root}/c")
+    saved, tensor = sliced
     (row, column), (rows, columns) = box
-    before = bytes_out(memory_server)
-    found = load_box(f"{root}/c", *box, dtype=dtype)
-    assert torch.equal(found, tensor[row : row + rows, column : column + columns].to(dtype))
+    index = slice(row, row + rows), slice(column, column + columns)
+    before = memory_server.handle.counters.bytes_out
+    assert torch.equal(read_tensor(saved.url, "t", index), tensor[index])
     covering = 4 * (rows * 32768 if columns == 32768 else (rows - 1) * 32768 + columns)
-    assert bytes_out(memory_server) - before < covering + 2 * block_size(tensor.nbytes) + 64 * 1024
-
-
-def bytes_out(server: Any) -> int:
-    return int(server.handle.counters.bytes_out)
-
-
-@pytest.mark.parametrize("box", BOXES.values(), ids=list(BOXES))
-def test_a_flipped_bit_in_the_part_is_found(
-    s3: Any, bucket: str, root: str, box: tuple[tuple[int, int], tuple[int, int]]
-) -> None:
-    save(f"{root}/c")
-    (row, column), (rows, columns) = box
+    fetched = memory_server.handle.counters.bytes_out - before
+    assert fetched < covering + 2 * block_size(tensor.nbytes) + 64 * 1024
+    info = saved.info("t")
+    start = info.offset + (get_raw_offset(info) or 0)
     for position in (row * 32768 + column, (row + rows - 1) * 32768 + column + columns - 1):
-        with flipped(s3, bucket, f"{root}/c", 4 * position):
-            assert "'t'" in str(failure(lambda: load_box(f"{root}/c", *box), CorruptCheckpointError))
+        saved.flip(info.relative_path, start + 4 * position)
+        with pytest.raises(CorruptCheckpointError, match="'t'"):
+            read_tensor(saved.url, "t", index)
+        saved.flip(info.relative_path, start + 4 * position)
 
 
-def test_a_flipped_bit_far_from_the_part_is_not_seen(s3: Any, bucket: str, root: str) -> None:
-    tensor = save(f"{root}/c")
-    with flipped(s3, bucket, f"{root}/c", 4 * 47 * 32768):
-        assert torch.equal(load_box(f"{root}/c", (0, 0), (3, 32768)), tensor[:3])
-
-
-class flipped:
-    """One bit of the tensor's bytes on S3 is another one."""
-
-    def __init__(self, s3: Any, bucket: str, url: str, position: int) -> None:
-        reader = S3StorageReader(url)
-        ((_, info),) = reader.read_metadata().storage_data.items()
-        key = f"{url.removeprefix(f's3://{bucket}/')}/{info.relative_path}"
-        self._where = {"Bucket": bucket, "Key": key}
-        self._position = info.offset + (get_raw_offset(info) or 0) + position
-        self._s3 = s3
-        self._data = s3.get_object(**self._where)["Body"].read()
-
-    def __enter__(self) -> None:
-        data = bytearray(self._data)
-        data[self._position] ^= 4
-        self._s3.put_object(**self._where, Body=bytes(data))
-
-    def __exit__(self, *_: object) -> None:
-        self._s3.put_object(**self._where, Body=self._data)
+def test_a_flipped_bit_far_from_the_part_is_not_seen(sliced: tuple[Saved, torch.Tensor]) -> None:
+    saved, tensor = sliced
+    info = saved.info("t")
+    saved.flip(info.relative_path, info.offset + (get_raw_offset(info) or 0) + 4 * 47 * 32768)
+    assert torch.equal(read_tensor(saved.url, "t", slice(0, 3)), tensor[:3])
 
 
 def test_small_tensors_are_one_block_and_large_ones_have_a_record(root: str) -> None:

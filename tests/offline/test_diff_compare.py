@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -149,48 +148,6 @@ def _with_one_change(tensor: torch.Tensor) -> torch.Tensor:
     changed = tensor.clone()
     changed.view(-1)[tensor.numel() // 2] += 1
     return changed
-
-
-@pytest.mark.parametrize(
-    ("shape", "one"),
-    [
-        ((64, 64), split((64, 64), 0, 2)),
-        ((10, 3), split((10, 3), 0, 4)),
-        ((64, 64), grid((64, 64), [[16, 32, 48], [32]])),
-        ((64, 1), split((64, 1), 0, 8)),
-    ],
-    ids=["rows", "uneven", "rows of columns", "one column"],
-)
-def test_equal_chunks_are_compared_in_any_order(shape: tuple[int, ...], one: list[Box]) -> None:
-    tensor = _random(*shape, dtype=_BF16)
-    assert _compare(tensor, Cut(one), tensor, Cut(one[::-1])).status == "same"
-    assert _compare(tensor, Cut(one), _with_one_change(tensor), Cut(one[::-1])) == EntryDiff(
-        "x", "tensor", "changed", "values", 2 * tensor.numel()
-    )
-
-
-def test_chunks_that_are_cut_differently_are_unknown() -> None:
-    tensor = _random(64, 64)
-    rows = Cut(split((64, 64), 0, 2))
-    for other in (split((64, 64), 0, 4), split((64, 64), 1, 2), split((64, 64), 0, 1)):
-        found = _compare(tensor, rows, tensor, Cut(other))
-        assert (found.status, found.what) == ("unknown", "its chunks are cut differently")
-    half_and_quarters = grid((64, 64), [[32, 48], []])
-    assert _compare(tensor, rows, tensor, Cut(half_and_quarters)).status == "unknown"
-    changed = tensor.clone()
-    changed[0, 0] += 1  # in a chunk that both have
-    assert _compare(tensor, rows, changed, Cut(half_and_quarters)).status == "changed"
-
-
-def test_what_has_no_checksum_is_unknown_and_says_where() -> None:
-    tensor = _random(64, 64)
-    rows = split((64, 64), 0, 2)
-    found = _compare(tensor, Cut(rows, frozenset({1})), tensor, Cut(rows))
-    assert (found.status, found.what) == ("unknown", "no checksum in A")
-    found = _compare(tensor, Cut(rows), tensor, Cut(rows, frozenset({1})))
-    assert (found.status, found.what) == ("unknown", "no checksum in B")
-    found = _compare(_with_one_change(tensor), Cut(rows, frozenset({0})), tensor, Cut(rows))
-    assert found.status == "changed"  # the other chunk tells
 
 
 def _replace_infos(metadata: Metadata, **fields: object) -> Metadata:

@@ -1,10 +1,11 @@
-"""What trainers keep beside tensors is loaded by default, and none of it can do harm."""
+"""Items that are no tensors: what a load takes, what it refuses, how that is allowed, and what a save warns of.
+
+What trainers keep beside tensors is taken, and none of it can do harm (test_hostile_items.py).
+"""
 
 from __future__ import annotations
 
 import collections
-import contextlib
-import copyreg
 import datetime
 import decimal
 import enum
@@ -15,6 +16,7 @@ import pathlib
 import pickle
 import random
 import uuid
+import zipfile
 import zoneinfo
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from typing import Any
@@ -23,21 +25,21 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
-from dcp_s3.format import item_values, safe_items
+from dcp_s3.format import safe_items
 from dcp_s3.format.allow_list import PLAIN
-from dcp_s3.format.safe_items import check_item
+from dcp_s3.format.safe_items import check_item, warn_of_unsafe_item
 from tests import hostile
 from tests.end_to_end.loads import failure, load
-from tests.format.test_hostile_items import mutated_items
-from tests.hostile import HOSTILE, TEXT, U1, archive, array, call, dtype, name, plain, save, scalar, stream, text
+from tests.end_to_end.states import assert_same, blank
+from tests.hostile import archive, call, name, save, stream, text
 
 pytestmark = pytest.mark.servers("memory")
 
-REFUSED = (errors.UnsafeItemError, errors.CorruptCheckpointError)
 UTC = datetime.timezone.utc
 EAST = datetime.timezone(datetime.timedelta(hours=5, minutes=30), "IST")
 
@@ -45,8 +47,14 @@ EAST = datetime.timezone(datetime.timedelta(hours=5, minutes=30), "IST")
 class Config:
     """A class of the user's own."""
 
+    unpickled = 0
+
     def __init__(self, value: Any = None) -> None:
         self.value = value
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Config.unpickled += 1
+        vars(self).update(state)
 
     def __repr__(self) -> str:
         return f"Config({self.value})"
@@ -56,6 +64,12 @@ class Colour(enum.Enum):
     """Another."""
 
     RED = 1
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safe_items, "_inspected", {})
+    monkeypatch.setattr(Config, "unpickled", 0)
 
 
 def _stream() -> io.BytesIO:
@@ -123,11 +137,6 @@ def same(found: Any, expected: Any) -> bool:
     return repr(found) == repr(expected)
 
 
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safe_items, "_inspected", {})
-
-
 def decode(data: bytes) -> Any:
     found = io.BytesIO(data)
     check_item(found, fqn="x", url=hostile.URL, verified=True)
@@ -190,7 +199,7 @@ def test_arguments_as_other_versions_of_python_write_them() -> None:
 
 def test_python_imports_what_the_check_takes_it_for() -> None:
     """In pickles of protocol 2, Python's unpickler translates the names of Python 2."""
-    for module, qualified in (*item_values.VALUES, *PLAIN):
+    for module, qualified in (*safe_items.ITEMS, *PLAIN):
         assert (module, qualified) not in NAME_MAPPING
         assert module not in IMPORT_MAPPING
         pickled = stream(name("__builtin__", qualified)) if module == "builtins" else b""
@@ -219,16 +228,17 @@ NOT_TAKEN: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("label", NOT_TAKEN)
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
-def test_a_save_warns_of_what_a_load_refuses(root: str, label: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_warns_of_what_a_load_refuses(label: str, caplog: pytest.LogCaptureFixture) -> None:
     value, reason = NOT_TAKEN[label]
+    data = save((value,))
     with caplog.at_level(logging.WARNING, "dcp_s3"):
-        dcp.save({"x": (value,)}, storage_writer=S3StorageWriter(root))
+        warn_of_unsafe_item("x", io.BytesIO(data))
     (record,) = caplog.records
     assert reason in record.getMessage()
     assert "weights_only=False" in record.getMessage()
-    assert reason in str(failure(lambda: load({"x": ()}, root), errors.UnsafeItemError))
-    found = load({"x": ()}, root, weights_only=False)
-    assert repr(found["x"]).partition(" at 0x")[0] == repr((value,)).partition(" at 0x")[0]
+    with pytest.raises(errors.UnsafeItemError) as refused:
+        decode(data)
+    assert reason in str(refused.value)
 
 
 def test_what_the_user_allows_may_hold_them() -> None:
@@ -243,74 +253,155 @@ def test_what_the_user_allows_may_hold_them() -> None:
         assert decode(save((Colour.RED, np.ones(1))))[0] is Colour.RED
 
 
-def test_what_the_user_has_not_allowed_is_not_called() -> None:
-    trip = call("tests.hostile", "trip")
-    for opcodes in (
-        b"(" + call("datetime", "timedelta", b"K\x01", b"K\x02", b"K\x03") + trip + b"t",
-        call("collections", "defaultdict", name("tests.hostile", "trip")),
-        call("collections", "deque") + trip + b"a",
+def refusal(root: str, state: Any, **arguments: Any) -> errors.UnsafeItemError:
+    error: errors.UnsafeItemError = failure(lambda: load(state, root, **arguments), errors.UnsafeItemError)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), copy.fqn, str(copy)) == (type(error), error.fqn, str(error))
+    return error
+
+
+@pytest.mark.parametrize("checksum", ["crc64nvme", "none"])
+def test_a_class_is_refused_and_both_remedies_work(root: str, checksum: str) -> None:
+    writer = S3StorageWriter(root, settings={"checksum": checksum})
+    dcp.save({"t": torch.ones(3), "job": {"config": Config(7)}}, storage_writer=writer)
+
+    def target() -> dict[str, Any]:
+        return {"t": torch.zeros(3), "job": {"config": None}}
+
+    error = refusal(root, target())
+    assert (error.fqn, error.url) == ("job.config", root)
+    for part in ("'job.config'", root, f"{__name__}.Config", "add_safe_globals", "S3StorageReader(weights_only=False)"):
+        assert part in str(error)
+    assert Config.unpickled == 0
+    with torch.serialization.safe_globals([Config]):
+        assert load(target(), root)["job"]["config"].value == 7
+    refusal(root, target())
+    assert load(target(), root, weights_only=False)["job"]["config"].value == 7
+
+
+def test_the_planner_sees_only_what_was_checked(root: str) -> None:
+    dcp.save({"a": 1, "b": Config(1)}, storage_writer=S3StorageWriter(root))
+    seen: list[str] = []
+
+    class Planner(DefaultLoadPlanner):
+        def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+            assert value.tell() == 0
+            seen.append(read_item.dest_index.fqn)
+            super().load_bytes(read_item, value)
+
+    with pytest.raises(CheckpointException):
+        dcp.load({"a": 0, "b": None}, storage_reader=S3StorageReader(root), planner=Planner())
+    assert set(seen) <= {"a"}
+
+
+def test_a_reader_takes_its_choice_along(root: str) -> None:
+    dcp.save({"b": Config(3)}, storage_writer=S3StorageWriter(root))
+    assert S3StorageReader(root).weights_only
+    reader = pickle.loads(pickle.dumps(S3StorageReader(root, weights_only=False)))
+    state = {"b": Config()}
+    dcp.load(state, storage_reader=reader)
+    assert state["b"].value == 3
+
+
+def test_ordinary_training_states_load(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    state = {
+        "model": dict(model.state_dict()),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "rng": {"torch": torch.get_rng_state(), "python": random.getstate()},
+        # What StatefulDataLoader keeps is plain containers.
+        "loader": {"_snapshot": {"_step": 3, "_workers": [{"worker": None, "fetched": (1, 2.5)}]}, "_yielded": 3},
+        "progress": {"step": 10, "loss": 0.5, "done": False, "name": "x", "best": None, "seen": {1, 2}},
+        "ordered": collections.OrderedDict(a=1),
+        "kinds": [torch.Size([1, 2]), torch.bfloat16, torch.device("cpu"), (torch.ones(2), {"t": torch.ones(1)})],
+    }
+    with caplog.at_level(logging.WARNING, "dcp_s3"):
+        dcp.save(state, storage_writer=S3StorageWriter(root))
+    assert not caplog.records
+    found = load(blank(state), root)
+    assert repr(found["kinds"]) == repr(state["kinds"])
+    assert found["rng"]["python"] == state["rng"]["python"]  # type: ignore[index]
+    for part in ("model", "optimizer", "scheduler", "loader", "progress"):
+        assert_same(found[part], state[part], part)
+
+
+def test_what_the_user_allows_of_numpy_is_torch_s_to_check(root: str) -> None:
+    """As before dcp_s3 knew arrays; those of objects need it still."""
+    from numpy._core import multiarray
+
+    state = {"numpy": (np.random.RandomState(3).get_state(), np.array(["x", 1], object))}
+    dcp.save(state, storage_writer=S3StorageWriter(root))
+    assert "'O8'" in str(refusal(root, {"numpy": None}))
+    kinds = [np.dtypes.UInt32DType, np.dtypes.ObjectDType]  # type: ignore[attr-defined]
+    with torch.serialization.safe_globals([multiarray._reconstruct, np.ndarray, np.dtype, *kinds]):  # type: ignore[attr-defined]
+        found, objects = load({"numpy": None}, root)["numpy"]
+    assert found[0] == "MT19937"
+    assert (found[1] == state["numpy"][0][1]).all()
+    assert objects.tolist() == ["x", 1]
+
+
+# --- when saving ----------------------------------------------------------------------------------------
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, root: str, state: Any) -> list[str]:
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "dcp_s3"):
+        dcp.save(state, storage_writer=S3StorageWriter(root, overwrite=True))
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_save_says_once_what_a_load_will_need(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"config": Config(1), "colour": Colour.RED, "when": datetime.timedelta(1), "step": 3, "t": torch.ones(2)}
+    first = sorted(warnings_of(caplog, root, state))
+    assert len(first) == 2
+    for message, fqn, needed in zip(
+        first, ("colour", "config"), (f"{__name__}.Colour", f"{__name__}.Config"), strict=True
     ):
-        with pytest.raises(errors.UnsafeItemError, match="trip"):
-            decode(archive(stream(opcodes)))
-    assert not hostile.was_tripped()
+        assert f"'{fqn}'" in message
+        assert f"add_safe_globals([{needed}])" in message
+        assert "weights_only=False" in message
+    assert warnings_of(caplog, root, state) == []
+    assert len(warnings_of(caplog, root, {"other": Config(1)})) == 1
+    with torch.serialization.safe_globals([Colour]):
+        (message,) = warnings_of(caplog, root, state)
+        assert "'config'" in message
 
 
-# --- hostile --------------------------------------------------------------------------------------------
+def test_a_save_looks_at_each_item_once_and_at_no_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(safe_items, "get_unsafe_globals_in_checkpoint", lambda stream: seen.append(stream) or [])
+    small, large = io.BytesIO(b"x"), io.BytesIO(bytes(safe_items.MAX_INSPECTED + 1))
+    for _ in range(3):
+        warn_of_unsafe_item("small", small)
+        warn_of_unsafe_item("large", large)
+    assert seen == [small]
 
 
-_BEGIN = call("datetime", "timedelta", b"K\x01", b"K\x02", b"K\x03")
+@pytest.mark.parametrize(
+    "data", [b"", b"what a planner of one's own writes", bytes(1000), b"PK\x03\x04", pickle.dumps(3)]
+)
+def test_a_save_takes_items_that_are_no_archives(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    stream = io.BytesIO(data)
+    stream.seek(0, io.SEEK_END)
+    with caplog.at_level(logging.WARNING, "dcp_s3"):
+        warn_of_unsafe_item("x", stream)
+    assert not caplog.records
+    assert stream.tell() == len(data)
 
 
-@pytest.mark.parametrize("label", HOSTILE)
-@pytest.mark.parametrize("beside", [False, True])
-def test_hostile_values_are_refused(label: str, beside: bool) -> None:
-    pickled = stream(b"(" + _BEGIN + HOSTILE[label] + b"t" if beside else HOSTILE[label])
-    with pytest.raises(REFUSED):
-        decode(archive(pickled, ("data/0", bytes(16))))
-    assert not hostile.was_tripped()
-
-
-def test_what_the_hostile_ones_are_made_of_is_taken() -> None:
-    """Otherwise they would be refused for the wrong reason."""
-    assert same(decode(archive(stream(array((2,), b"xy")))), np.frombuffer(b"xy", "u1"))
-    assert same(decode(archive(stream(scalar(dtype("U3", TEXT), b"x\0\0\0y\0\0\0z\0\0\0")))), np.str_("xyz"))
-    for unit in (None, {}):
-        state = (4, "<", None, None, None, -1, -1, 0, (unit, (b"ns", 1, 1, 1)))
-        check_item(io.BytesIO(archive(stream(dtype("M8", state)))), fqn="x", url=hostile.URL, verified=True)
-
-
-def test_the_extension_registry_is_no_way_around() -> None:
-    copyreg.add_extension("datetime", "timedelta", 0x7FFF)
-    try:
-        with pytest.raises(REFUSED):
-            decode(archive(stream(b"\x83\xff\x7f(K\x01K\x02K\x03tR")))
-    finally:
-        copyreg.remove_extension("datetime", "timedelta", 0x7FFF)
-
-
-_SEEDS = [
-    save(value)
-    for value in (
-        [np.arange(6.0).reshape(2, 3), np.float32(1), np.array(["x"]), np.datetime64("2020-01-01", "ns")],
-        [VALUES[label] for label in ("stream", "aware", "time", "delta", "uuid", "decimals", "fractions", "path")],
-        [VALUES[label] for label in ("nested", "bounded", "counter", "by set", "range", "beside tensors", "keys")],
-        [np.random.RandomState(1).get_state(), random.getstate()[1][:5], collections.deque([_stream()])],
-    )
-]
-_SNIPPETS = [
-    *(HOSTILE[label] for label in sorted(HOSTILE) if len(HOSTILE[label]) < 300),
-    U1, dtype("U3", TEXT), array((1,), b"x"), scalar(dtype("f8"), bytes(8)), plain((0,)), b"R", b"\x81", b"b",
-    b"h\x01", b"0", b"(", b"]", b"}", b"s", b"u", b"a", b"e", b"\x85", b".", b"N", b"\x88",
-]  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning", "ignore::DeprecationWarning:numpy")
-@given(mutated_items(_SEEDS, _SNIPPETS))
-def test_mutated_values(data: bytes) -> None:
-    """Refused, or unpickled by Python without harm."""
-    found = io.BytesIO(data)
-    with contextlib.suppress(*REFUSED):
-        check_item(found, fqn="x", url=hostile.URL, verified=True)
-        with contextlib.suppress(ModuleNotFoundError, NotImplementedError):  # a path of another system, or Python
-            repr(torch.load(found, map_location="cpu", weights_only=False))
-    assert not hostile.was_tripped()
+@pytest.mark.parametrize(
+    ("entry", "why"), [("constants.pkl", "TorchScript"), ("DATA.pkl", "two entries"), ("Data/0", "two entries")]
+)
+def test_entries_that_only_torch_would_see_differently_are_refused(entry: str, why: str) -> None:
+    """torch.load gives an archive with constants.pkl to torch.jit.load, and its reader ignores case."""
+    data = io.BytesIO(save({"a": 1, "t": torch.ones(3)}))
+    with zipfile.ZipFile(data, "a") as file:
+        (root, *_) = file.namelist()[0].split("/")
+        file.writestr(f"{root}/{entry}", b"x")
+    with pytest.raises(errors.UnsafeItemError, match=why):
+        decode(data.getvalue())
