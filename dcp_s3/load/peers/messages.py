@@ -9,8 +9,10 @@ locked.
 from __future__ import annotations
 
 import logging
+import queue
 import secrets
 import struct
+import threading
 import time
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
@@ -81,6 +83,27 @@ class Failure(NamedTuple):
     text: str
 
 
+class _Waiter(threading.Thread):
+    """Waits for transfers, and can be left behind: of a lost connection gloo may forget a message that it was sending
+    or receiving, and the wait for that ends only with the timeout of the group."""
+
+    def __init__(self) -> None:
+        super().__init__(name="dcp_s3-wait", daemon=True)
+        self.asked: queue.SimpleQueue[tuple[Any, Any] | None] = queue.SimpleQueue()  # the work, and the memory it uses
+        self.errors: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while (asked := self.asked.get()) is not None:
+            try:
+                asked[0].wait()
+            except RuntimeError as error:
+                self.errors.put(error)
+            else:
+                self.errors.put(None)
+            del asked
+
+
 class Messages:
     """Messages between this rank and its ``peers`` in a group, with tags from ``tag`` on; and what failed first."""
 
@@ -93,6 +116,8 @@ class Messages:
         self.is_on = False
         self._lost: set[int] = set()
         self._greetings: list[tuple[int, torch.Tensor, Any]] = []
+        self._local = threading.local()
+        self._waiters: list[_Waiter] = []
 
     @property
     def error(self) -> BaseException | None:
@@ -165,17 +190,20 @@ class Messages:
                     if self.wait(work, peer, answers[peer]):
                         found[peer] = Header.unpack(answers[peer])
             if waiting and time.monotonic() - probed > _PROBES_EVERY:
-                probed = time.monotonic()  # one that was killed is found out by sending to it
-                self._tell(Header(FAILED, self.rank).pack(), PROBE, waiting)
+                probed = time.monotonic()
+                self._probe(waiting)
             if waiting:
                 time.sleep(LOOKS_EVERY)
         _unanswered.extend((answers[peer], work) for peer, work in waiting.items())
         return found
 
-    def _tell(self, message: torch.Tensor, kind: int, peers: Iterable[int] | None = None) -> None:
-        for peer in self.peers if peers is None else peers:
-            work = self.send(message, peer, kind)
-            (_unanswered if kind == PROBE else self._greetings).append((peer, message, work))
+    def _tell(self, message: torch.Tensor, kind: int) -> None:
+        self._greetings += [(peer, message, self.send(message, peer, kind)) for peer in self.peers]
+
+    def _probe(self, peers: Iterable[int]) -> None:
+        """Find out who was killed: sending to it fails. Nobody receives this."""
+        message = Header(FAILED, self.rank).pack()
+        _unanswered.extend((message, self.send(message, peer, PROBE)) for peer in peers)
 
     def fail_as(self, rank: int, text: str) -> None:
         """Fail because ``rank`` did."""
@@ -195,22 +223,32 @@ class Messages:
                 self.wait(work, peer, message)
         else:
             _unanswered.extend(self._greetings)
+        for waiter in self._waiters:
+            waiter.asked.put(None)
 
     # --- gloo -------------------------------------------------------------------------------------------
 
     def wait(self, work: Any, peer: int, message: Any) -> bool:
         """Whether the transfer of ``message`` is done; False if ``peer`` is lost."""
-        if work is None:
+        if work is None or peer in self._lost:
             return False
-        if peer in self._lost:  # of several transfers that a lost connection cuts off, gloo may end only the first
-            _unanswered.append((message, work))
-            return False
-        try:
-            work.wait()
-        except RuntimeError as error:
+        waiter = getattr(self._local, "waiter", None)
+        if waiter is None:
+            waiter = self._local.waiter = _Waiter()
+            self._waiters.append(waiter)
+        waiter.asked.put((work, message))
+        while True:
+            try:
+                error = waiter.errors.get(timeout=_PROBES_EVERY)
+                break
+            except queue.Empty:
+                self._probe([peer])
+            if peer in self._lost:
+                self._local.waiter = None
+                return False
+        if error is not None:
             self._lose_connection(peer, error)
-            return False
-        return True
+        return error is None
 
     def send(self, tensor: torch.Tensor, peer: int, kind: int) -> Any:
         return self._post(dist.isend, tensor, peer, self._tag + kind, group_dst=peer)

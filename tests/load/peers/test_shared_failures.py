@@ -31,7 +31,7 @@ from dcp_s3 import S3StorageWriter, errors
 from dcp_s3.limit import Cancelled
 from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.peers.exchange import Exchange
-from dcp_s3.load.peers.messages import GREETING, VERDICT
+from dcp_s3.load.peers.messages import GREETING, PAYLOAD, VERDICT, Messages
 from dcp_s3.load.peers.pieces import OwnedPiece, ReceivedPiece, SharedItems
 from tests.faulty import BUCKET
 from tests.interrupting import Interrupts
@@ -351,6 +351,33 @@ def test_a_rank_that_is_killed_lets_no_other_hang(recording: Recording, tmp_path
     with pytest.raises(RankFailed, match="exit code -9"):
         run_ranks(3, _killed, tmp_path, before, timeout=60, grace=30)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def _cut_off(number: int, folder: Path) -> None:
+    """Rank 1 is killed in the middle of several long messages in both directions."""
+    tensors = [torch.zeros(2**23, dtype=torch.uint8) for _ in range(8)]
+    messages = Messages(dist.group.WORLD, [1 - dist.get_rank()], "s3://b/run", 1 << 29, None)  # type: ignore[arg-type]
+    peer, works = 1 - messages.rank, []
+    for index, tensor in enumerate(tensors):
+        works.append((messages.receive if index % 2 == messages.rank else messages.send)(tensor, peer, PAYLOAD))
+    if messages.rank == 1:
+        time.sleep(number * 0.002)
+        _die()
+    for work, tensor in zip(works, tensors, strict=True):
+        messages.wait(work, peer, tensor)
+    messages.end()
+    assert messages.failure is not None
+    assert isinstance(messages.failure.error, errors.PeerReadError)
+    assert "the connection to rank 1 was lost" in str(messages.failure.error)
+    (folder / str(number)).touch()
+
+
+def test_messages_that_a_killed_rank_cuts_off_end(tmp_path: Path) -> None:
+    """gloo forgets the one that was under way, and waits for it."""
+    for number in range(4):
+        with pytest.raises(RankFailed, match="exit code -9"):
+            run_ranks(2, _cut_off, number, tmp_path, timeout=60, grace=20)
+        assert (tmp_path / str(number)).exists()
 
 
 def _timed_out() -> list[tuple[dict[int, tuple[str, str]], float]]:
