@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from dcp_s3.load import overlaps
-from dcp_s3.load.overlaps import Box, Overlaps, find_overlaps
+from dcp_s3.load import boxes as overlaps
+from dcp_s3.load.boxes import AnyBox as Box
+from dcp_s3.load.boxes import Overlaps, find_overlaps
 from tests.relying import in_torchs_order
 
 

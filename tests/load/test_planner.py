@@ -28,7 +28,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, errors
-from dcp_s3.load.overlaps import Box
+from dcp_s3.load.boxes import AnyBox as Box
 from tests.load.test_overlaps import chunkings, chunks, grid
 from tests.ranks import run_ranks
 from tests.relying import BEFORE_2_10, in_torchs_order

@@ -21,9 +21,9 @@ from dcp_s3.checksum import crc64nvme
 from dcp_s3.load.boxes import Box, boxes_of_section, elements_before, find_section
 from dcp_s3.load.peers import assign as sharing
 from dcp_s3.load.peers.assign import plan_sharing
-from dcp_s3.load.peers.assignment import Assignment, Offer, SharedPart, SharedPiece, choose_group, hash_ranks
 from dcp_s3.load.peers.exchange import Exchange
-from dcp_s3.load.peers.pieces import OwnedPiece, ReceivedPiece, SharedItems
+from dcp_s3.load.peers.messages import Offer, choose_group, hash_ranks
+from dcp_s3.load.peers.pieces import Assignment, OwnedPiece, ReceivedPiece, SharedItems, SharedPart, SharedPiece
 from dcp_s3.load.plan import StoredChunk, box_of, find_stored
 from dcp_s3.load.prepare import TransferFactory
 from dcp_s3.torch_private import ReaderTransforms
