@@ -25,8 +25,7 @@ from dcp_s3 import S3LoadPlanner, S3Stager, S3StorageReader, S3StorageWriter, er
 from dcp_s3.load.boxes import AnyBox as Box
 from dcp_s3.save.plan import check_shapes
 from tests.end_to_end.loads import failure, load, save
-from tests.load.test_overlaps import grid
-from tests.load.test_planner import details, make_plan, saved_as
+from tests.load.test_planner import details, grid, make_plan, saved_as
 from tests.servers import S3Server
 
 pytestmark = pytest.mark.servers("memory")
