@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -56,6 +57,7 @@ class Fetcher:
 
     Attributes:
         pin: whether buffers are page-locked, for copies to a device.
+        fetched: bytes of each request that was carried out.
     """
 
     def __init__(
@@ -78,12 +80,8 @@ class Fetcher:
         """Maximum number of such requests at once."""
         self._local = threading.local()
         self._count = itertools.count(1)
-        self._fetched: list[int] = []
+        self.fetched: list[int] = []
         self.pin = False
-
-    @property
-    def fetched_bytes(self) -> int:
-        return sum(self._fetched)
 
     def cancel(self) -> None:
         """Make all that is under way, and all later reads, fail soon. Safe to call from any thread."""
@@ -168,7 +166,7 @@ class Fetcher:
             buffer = self._local.buffer = Buffer(pin=self.pin)
         reception = Reception(request, buffer)
         self.read(request.path, request.start, reception.targets, moved=moved)
-        self._fetched.append(request.length)  # one operation: no lock
+        self.fetched.append(request.length)  # one operation: no lock
         finished: list[Transfer] = []
         again: list[Segment] = []
         complete = reception.deliver()
@@ -231,16 +229,13 @@ class Fetcher:
             raise errors.CorruptCheckpointError(f"{self.url} {what}", url=str(self.url)) from error
 
 
-_CarryOut = Callable[[ReadRequest, "Moved | None"], tuple[list[Transfer], list[ReadRequest]]]
-
-
 class _Work:
     """The threads of one fetch, their queue of requests, and the outcomes.
 
     Requests are halved where there are fewer than threads that were added.
     """
 
-    def __init__(self, requests: Collection[ReadRequest], carry_out: _CarryOut, name: str) -> None:
+    def __init__(self, requests: Collection[ReadRequest], carry_out: Callable[..., Any], name: str) -> None:
         self._queue = deque(requests)
         """Requests to be taken first: the largest, or what is fetched again."""
         self._carry_out, self._name = carry_out, name
@@ -343,7 +338,8 @@ class Reception:
         self.targets: list[ReadTarget] = []
         self._received: list[tuple[Segment, ReadTarget | None, memoryview | None]] = []
         """Each with the target that received it alone, if one did, and its part of the buffer, if it is in there."""
-        runs = list(_runs(request))
+        shortest = sys.maxsize if request.shared else _LONG
+        runs = list(_runs(request, shortest))
         rest = memoryview(b"")
         if size := sum([_aligned(stop - start) for start, stop, _, direct in runs if not direct]):
             rest = buffer.reserve(size)
@@ -363,12 +359,12 @@ class Reception:
         region = 0
         for segment in request.segments:
             start, stop, _ = segment
-            if start < stop and _is_long(segment, request):
+            if stop - start >= shortest:
                 continue
             while region + 1 < len(regions) and regions[region + 1][0] <= start:
                 region += 1
-            view = regions[region][1][start - regions[region][0] :][: stop - start] if start < stop else memoryview(b"")
-            self._received.append((segment, None, view))
+            first, view = regions[region]
+            self._received.append((segment, None, view[start - first : stop - first]))
 
     def deliver(self) -> list[Transfer]:
         """Put what was received in place; returns the transfers that this completed.
@@ -394,20 +390,15 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _is_long(segment: Segment, request: ReadRequest) -> bool:
-    return segment[1] - segment[0] >= _LONG and not request.shared
-
-
-def _runs(request: ReadRequest) -> Iterator[tuple[int, int, Transfer | None, bool]]:
+def _runs(request: ReadRequest, shortest: int) -> Iterator[tuple[int, int, Transfer | None, bool]]:
     """Cut a request into runs, each received by itself: first byte, end, transfer, and whether in place.
 
-    Short segments and gaps between two long ones are one run, without a transfer.
+    Segments of less than ``shortest`` bytes and gaps between two longer ones are one run, without a transfer.
     """
     at, end = request.start, request.start + request.length
-    for segment in request.segments:
-        if not _is_long(segment, request):
+    for start, stop, transfer in request.segments:
+        if stop - start < shortest:
             continue
-        start, stop, transfer = segment
         if at < start:
             yield at, start, None, False
         # Bytes fetched only for a checksum lie before and after those that have a place in memory.

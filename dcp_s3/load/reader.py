@@ -317,7 +317,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
                 weights_only=self.weights_only, allow_dtype_cast=self.allow_dtype_cast,
             )  # fmt: skip
             executor.run(plan, planner, exchange)
-            self._tell_loaded(fetcher.fetched_bytes, store.near.read_bytes if isinstance(store, Overlay) else 0)
+            self._tell_loaded(sum(fetcher.fetched), store.near.read_bytes if isinstance(store, Overlay) else 0)
         future: Future[None] = Future()
         future.set_result(None)
         return future
