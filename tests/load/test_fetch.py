@@ -103,15 +103,6 @@ def test_what_is_to_be_fetched_instead_is_fetched_and_finished() -> None:
     assert instead.data == DATA[300_000:300_010]
 
 
-def _lost(_: str, __: int, ___: bytearray) -> None:
-    raise errors.CorruptCheckpointError("it is gone", url=URL)
-
-
-def test_an_object_that_changed_is_an_error() -> None:
-    with pytest.raises(errors.CorruptCheckpointError, match="it is gone"):
-        fetch(MemoryFetcher({"a": DATA}, damage=_lost), requests_for(Bytes(0, 10)))
-
-
 def test_an_error_of_the_caller_cancels_what_is_under_way() -> None:
     source = MemoryFetcher({"a": DATA})
 
