@@ -58,20 +58,11 @@ def check_box(sizes: Sequence[int], box: Box) -> None:
         raise ValueError(f"box at {tuple(offsets)} of {tuple(lengths)} is not inside a chunk of {tuple(sizes)}")
 
 
-def boxes_of_run(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Elements ``start`` to ``stop`` of an array in row-major order, as boxes in that order.
+def _boxes_of_run(sizes: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """Elements ``start`` to ``stop`` (after it) of an array in row-major order, as boxes in that order.
 
     There are at most ``2 * len(sizes) - 1`` boxes (one for an array without dimensions).
-
-    Raises:
-        ValueError: there are no such elements.
     """
-    if not 0 <= start <= stop <= math.prod(sizes):
-        raise ValueError(f"elements {start} to {stop} are not in an array of {tuple(sizes)}")
-    return list(_boxes_of_run(tuple(sizes), start, stop)) if start < stop else []
-
-
-def _boxes_of_run(sizes: tuple[int, ...], start: int, stop: int) -> list[Box]:
     if not sizes:
         return [Box((), ())]
     inner = sizes[1:]
@@ -171,11 +162,13 @@ def boxes_of_section(sizes: Sequence[int], box: Box, section: Section) -> list[t
     Returns:
         Each box with the position of its first element in the array, in row-major order.
     """
+    if section.start >= section.stop:
+        return []
     strides = row_major_strides(sizes)
     first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
     return [
         (part, first + sum(offset * stride for offset, stride in zip(part.offsets, strides, strict=True)))
-        for part in boxes_of_run(box.lengths, *section)
+        for part in _boxes_of_run(tuple(box.lengths), *section)
     ]
 
 

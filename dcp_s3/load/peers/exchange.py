@@ -110,7 +110,7 @@ class Exchange(Messages):
                     self._has_ended = self._finished.get() is None
                 except BaseException as raised:  # noqa: BLE001
                     self.fail(raised)
-        cause = self.error
+        cause = None if self.failure is None else self.failure.error
         if cause is not None and cause is not error and (error is None or isinstance(error, Exception)):
             raise cause  # ``error`` is what came of it
 

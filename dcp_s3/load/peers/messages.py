@@ -213,11 +213,6 @@ class Messages:
         self._local = threading.local()
         self._waiters: list[_Waiter] = []
 
-    @property
-    def error(self) -> BaseException | None:
-        """The first failure."""
-        return None if self.failure is None else self.failure.error
-
     def fail(self, error: BaseException) -> None:
         """Send no more, and tell the peers why. Only the first failure counts. Safe to call at any time."""
         try:
