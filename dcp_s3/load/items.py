@@ -160,16 +160,6 @@ class ItemTransfer(Transfer):
         return self.item.storage_index.fqn
 
 
-class Array(NamedTuple):
-    """An array of raw bytes, in row-major order: a saved chunk, or an item's box of it, packed, as a rank sends it."""
-
-    base: int
-    """Position of the first byte in the object."""
-    sizes: Sequence[int]
-    """Shape in elements."""
-    dtype: torch.dtype
-
-
 class ExpectedHead(NamedTuple):
     """The head of an item that was stored without a checksum: it must prove that the array is where it is expected."""
 
@@ -182,10 +172,11 @@ class ExpectedHead(NamedTuple):
 
 
 class TensorTransfer(ItemTransfer):
-    """Loads a box of an array, whose place is known, into a tensor.
+    """Loads a box of an array of raw bytes, whose place is known, into a tensor.
 
     Args:
         ranges: ranges of the array to fetch.
+        array: the array; None: ``stored``. Or the item's box of it, packed, as it comes from another rank.
         into: ``target`` with its dimensions in the order of the array's; None: they are.
         head: fetched as well, if given. It lies before byte 0 of the array.
     """
@@ -197,17 +188,17 @@ class TensorTransfer(ItemTransfer):
         item: ReadItem,
         stored: StoredChunk,
         target: torch.Tensor,
-        array: Array,
         box: Box,
         ranges: Sequence[Range],
         *,
+        array: StoredChunk | None = None,
         into: torch.Tensor | None = None,
         head: ExpectedHead | None = None,
     ) -> None:
-        self._array, self._box, self._expected = array, box, head
+        self._array = array = stored if array is None else array
+        self._box, self._expected = box, head
         self._into = into = target if into is None else into
-        base, sizes, dtype = array
-        owned = None
+        sizes, dtype, owned = array.sizes, array.dtype, None
         if dtype == into.dtype and ranges and is_direct(into):
             if is_whole(box, sizes):
                 owned = 0, into.nbytes
@@ -223,7 +214,7 @@ class TensorTransfer(ItemTransfer):
                 ranges = [Range(start, ranges[0].stop, None), *ranges[1:]]
             else:
                 ranges = [Range(start, stop, None), *ranges]
-        super().__init__(item, stored, base, ranges, target, owned)
+        super().__init__(item, stored, array.base, ranges, target, owned)
 
     def memory(self, start: int, stop: int) -> memoryview:
         first = self.owned[0] if self.owned else 0
@@ -238,7 +229,7 @@ class TensorTransfer(ItemTransfer):
         if self.owned is not None or not data.nbytes:
             super().place(offset, data)  # the other bytes are only for a checksum
             return
-        _, sizes, dtype = self._array
+        sizes, dtype = self._array.sizes, self._array.dtype
         elements, first = elements_of(data, dtype), offset // dtype.itemsize
         section = find_section(sizes, self._box, first, first + elements.numel())
         for part, source in cut_out(elements, first, sizes, self._box, section):

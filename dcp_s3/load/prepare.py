@@ -23,7 +23,7 @@ from dcp_s3.format.safe_items import check_storages
 from dcp_s3.load.archives import SMALL_ITEM, ArchiveHeads, ItemKind
 from dcp_s3.load.boxes import Box
 from dcp_s3.load.fetch import Fetcher
-from dcp_s3.load.items import Array, ExpectedHead, ItemTransfer, StreamTransfer, TensorTransfer, is_whole, tensor_in
+from dcp_s3.load.items import ExpectedHead, ItemTransfer, StreamTransfer, TensorTransfer, is_whole, tensor_in
 from dcp_s3.load.names import Conversion, keeps_values, warn_of_narrowing
 from dcp_s3.load.plan import READ_GAP, StoredChunk, find_stored, ranges_of_box
 from dcp_s3.tensor_memory import view_bytes
@@ -62,8 +62,8 @@ class TransferFactory:
             stored, target = self._find(item, planner)
             if target is not None and not stored.whole and number in shared:
                 lengths, ranges = item.lengths, [Range(0, item.lengths.numel() * stored.dtype.itemsize, None)]
-                array, box = Array(0, lengths, stored.dtype), Box((0,) * len(lengths), lengths)
-                transfers.append(TensorTransfer(item, stored, target, array, box, ranges))
+                array, box = stored._replace(base=0, sizes=lengths), Box((0,) * len(lengths), lengths)
+                transfers.append(TensorTransfer(item, stored, target, box, ranges, array=array))
                 continue
             if target is None or not stored.whole or number in shared:
                 transfers.append(self._make(item, stored, target))
@@ -130,9 +130,8 @@ class TransferFactory:
             ranges = [Range(0, stored.nbytes, stored.crc)] if stored.nbytes else []
         else:
             ranges = ranges_of_box(sizes, box, dtype.itemsize, blocks=stored.blocks, max_gap=READ_GAP)
-        array = Array(stored.base, sizes, dtype)
         if not self._unproven:
-            return TensorTransfer(item, stored, target, array, box, ranges)
+            return TensorTransfer(item, stored, target, box, ranges)
         raw_offset = stored.base - stored.info.offset
         if not 0 < raw_offset <= MAX_HEAD:
             raise errors.CorruptCheckpointError(
@@ -142,7 +141,7 @@ class TransferFactory:
             )
         kind = ItemKind(dtype, sizes, stored.info.length)
         head = ExpectedHead(raw_offset, raw_offset, functools.partial(self._check_recorded, item, kind, raw_offset))
-        return TensorTransfer(item, stored, target, array, box, ranges, head=head)
+        return TensorTransfer(item, stored, target, box, ranges, head=head)
 
     def _check_recorded(self, item: ReadItem, kind: ItemKind, raw_offset: int, head: bytes) -> None:
         """Check that an item is what metadata says that no checksum proves."""
@@ -174,8 +173,8 @@ class TransferFactory:
         into = target if head.is_row_major else target.permute(head.order)
         check = functools.partial(self._check_expected, item, stored, target, kind, head, last=found is not None)
         return TensorTransfer(
-            item, stored, target, Array(stored.base + head.raw_offset, sizes, head.dtype), box, ranges, into=into,
-            head=ExpectedHead(head.length, head.raw_offset, check),
+            item, stored, target, box, ranges, into=into, head=ExpectedHead(head.length, head.raw_offset, check),
+            array=stored._replace(base=stored.base + head.raw_offset, sizes=sizes, dtype=head.dtype),
         )  # fmt: skip
 
     def _check_expected(
