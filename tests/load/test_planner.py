@@ -34,6 +34,7 @@ from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, errors
 from dcp_s3.load import boxes as overlaps
 from dcp_s3.load.boxes import AnyBox as Box
 from dcp_s3.load.boxes import find_overlaps
+from dcp_s3.load.planner import check_filled
 from tests.ranks import run_ranks
 from tests.relying import BEFORE_2_10, in_torchs_order
 from tests.servers import S3Server
@@ -279,6 +280,15 @@ def test_the_first_error_is_torchs_first_error() -> None:
     metadata = Metadata({"x": saved_as((2,), grid((2,), (1,))), "other": BytesStorageMetadata()})
     with pytest.raises(errors.TensorMismatchError):
         make_plan(S3LoadPlanner(), {"x": torch.zeros(3), "missing": torch.zeros(1)}, metadata)
+
+
+def test_a_plan_that_does_not_fill_the_state_is_refused() -> None:
+    metadata, planner = Metadata({"x": saved_as((4,), grid((4,), (2,)))}), S3LoadPlanner()
+    items = make_plan(planner, {"x": torch.zeros(4)}, metadata).items
+    check_filled(LoadPlan(items), planner, metadata, "s3://b/x")
+    for wrong in (items[:1], [*items, *items]):
+        with pytest.raises(errors.CorruptCheckpointError, match="of the 4 elements of 'x'"):
+            check_filled(LoadPlan(wrong), planner, metadata, "s3://b/x")
 
 
 def test_chunks_that_are_not_of_the_usual_kind_are_left_to_torch() -> None:
