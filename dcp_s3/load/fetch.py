@@ -14,21 +14,22 @@ import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
 from dcp_s3 import errors
-from dcp_s3.checksum import crc_hex
+from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.limit import Cancelled
+from dcp_s3.load.items import Transfer
 from dcp_s3.load.plan import READ_GAP, ReadRequest, Segment, halve, plan_requests
-from dcp_s3.load.transfer import Buffer, Reception, Transfer
 from dcp_s3.memory import ReadTarget
 from dcp_s3.process import collect_young
 from dcp_s3.settings import Settings
 from dcp_s3.store import Moved, Store
+from dcp_s3.tensor_memory import view_bytes
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
 
@@ -48,15 +49,6 @@ _BUFFER = 16 * 2**20
 _TOO_LATE = (queue.Empty, errors.DeadlineExceededError)
 
 
-class Arrival(NamedTuple):
-    """A request that has been carried out."""
-
-    request: ReadRequest
-    """The request as it was planned."""
-    finished: list[Transfer]
-    """Transfers that this request completed: in place, and verified."""
-
-
 class Fetcher:
     """Fetches from one checkpoint's objects in a store, on threads of a ``name``.
 
@@ -65,6 +57,7 @@ class Fetcher:
 
     Attributes:
         pin: whether buffers are page-locked, for copies to a device.
+        fetched: bytes of each request that was carried out.
     """
 
     def __init__(
@@ -87,12 +80,8 @@ class Fetcher:
         """Maximum number of such requests at once."""
         self._local = threading.local()
         self._count = itertools.count(1)
-        self._fetched: list[int] = []
+        self.fetched: list[int] = []
         self.pin = False
-
-    @property
-    def fetched_bytes(self) -> int:
-        return sum(self._fetched)
 
     def cancel(self) -> None:
         """Make all that is under way, and all later reads, fail soon. Safe to call from any thread."""
@@ -100,41 +89,31 @@ class Fetcher:
 
     @contextlib.contextmanager
     def fetch(
-        self,
-        requests: Iterable[ReadRequest],
-        *,
-        threads: int | None = None,
-        most: int = sys.maxsize,
-        total: int = 0,
-        divide: bool = False,
-    ) -> Iterator[Iterator[Arrival]]:
-        """Carry out ``requests``, in order, several at once; iterate over what has arrived.
+        self, requests: Collection[ReadRequest], *, threads: int | None = None, most: int = sys.maxsize
+    ) -> Iterator[Iterator[Transfer]]:
+        """Carry out ``requests``, in order, several at once; iterate over the transfers that are finished: in place,
+        and verified.
 
         The iterator raises an error of any thread. An error that leaves the block cancels everything.
 
         Args:
-            requests: requests, taken as threads become free.
             threads: number of requests at once; None: as many as fill the link.
             most: highest number of requests at once.
-            total: bytes of all requests, for the deadline's error message; 0 to leave them out.
-            divide: whether requests may be halved, so that connections that are added have some.
 
         Raises:
             CorruptCheckpointError: stored bytes are missing, cut short or not what was written.
             DeadlineExceededError: the store's deadline has passed.
             StorageError: S3 failed despite retries.
         """
-        work = _Work(requests, self.carry_out, self._name, divide=divide)
+        work = _Work(requests, self.carry_out, self._name)
         try:
             with contextlib.ExitStack() as stack:
                 if threads is None:
                     width = self.store.adapt_reads(resize=work.resize, is_busy=lambda: not work.is_over, most=most)
                     work.moved, threads = width.moved, width.connections
-                    work.resize(threads)
                     stack.enter_context(width)
-                else:
-                    work.resize(min(threads, most))
-                yield self._arrivals(work, total)
+                work.resize(min(threads, most))
+                yield self._arrivals(work, sum([request.length for request in requests]))
         except BaseException:
             self.cancel()
             raise
@@ -153,7 +132,7 @@ class Fetcher:
         while left:
             left += self.carry_out(left.pop())[1]
 
-    def _arrivals(self, work: _Work, total: int) -> Iterator[Arrival]:
+    def _arrivals(self, work: _Work, total: int) -> Iterator[Transfer]:
         deadline, received, ended = self.store.limit.deadline, 0, 0
         while ended < work.started:
             try:
@@ -162,15 +141,14 @@ class Fetcher:
                 outcome = empty
             if outcome is None:
                 ended += 1
-            elif isinstance(outcome, Arrival):
-                received += outcome.request.length
-                yield outcome
+            elif isinstance(outcome, tuple):
+                received += outcome[0]
+                yield from outcome[1]
             else:
                 try:
                     if deadline is not None and deadline.passed and isinstance(outcome, _TOO_LATE):
-                        came = f"{format_size(received)} of the {format_size(total)}" if total else "nothing"
-                        what = f"the load of {self.url}"
-                        raise deadline.error(what, f"{came} of this rank had arrived") from outcome
+                        came = f"{format_size(received)} of the {format_size(total)} of this rank had arrived"
+                        raise deadline.error(f"the load of {self.url}", came) from outcome
                     raise outcome
                 finally:
                     del outcome  # its traceback has this frame: no cycle
@@ -188,7 +166,7 @@ class Fetcher:
             buffer = self._local.buffer = Buffer(pin=self.pin)
         reception = Reception(request, buffer)
         self.read(request.path, request.start, reception.targets, moved=moved)
-        self._fetched.append(request.length)  # one operation: no lock
+        self.fetched.append(request.length)  # one operation: no lock
         finished: list[Transfer] = []
         again: list[Segment] = []
         complete = reception.deliver()
@@ -251,26 +229,22 @@ class Fetcher:
             raise errors.CorruptCheckpointError(f"{self.url} {what}", url=str(self.url)) from error
 
 
-_CarryOut = Callable[[ReadRequest, "Moved | None"], tuple[list[Transfer], list[ReadRequest]]]
-
-
 class _Work:
     """The threads of one fetch, their queue of requests, and the outcomes.
 
-    With ``divide`` requests are halved where there are fewer than threads that were added.
+    Requests are halved where there are fewer than threads that were added.
     """
 
-    def __init__(self, requests: Iterable[ReadRequest], carry_out: _CarryOut, name: str, *, divide: bool) -> None:
-        self._requests = iter(() if divide else requests)
-        self._queue: deque[ReadRequest] = deque(requests if divide else ())
+    def __init__(self, requests: Collection[ReadRequest], carry_out: Callable[..., Any], name: str) -> None:
+        self._queue = deque(requests)
         """Requests to be taken first: the largest, or what is fetched again."""
-        self._carry_out, self._name, self._divide = carry_out, name, divide
+        self._carry_out, self._name = carry_out, name
         self._inference = torch.is_inference_mode_enabled()  # a property of the thread
         self._changed = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._alive = self._wanted = self._starting = 0
-        self.outcomes: queue.SimpleQueue[Arrival | BaseException | None] = queue.SimpleQueue()
-        """Also None from each thread that has ended."""
+        self.outcomes: queue.SimpleQueue[tuple[int, list[Transfer]] | BaseException | None] = queue.SimpleQueue()
+        """Bytes and finished transfers of each request that was carried out. None from each thread that has ended."""
         self.started = 0
         """Threads that were started, and therefore end."""
         self.is_over = False
@@ -299,7 +273,7 @@ class _Work:
                     if again:
                         with self._changed:
                             self._queue.extendleft(again)
-                    self.outcomes.put(Arrival(request, finished))
+                    self.outcomes.put((request.length, finished))
         except BaseException as error:  # noqa: BLE001 - the iterator raises it
             self.outcomes.put(error)
         finally:
@@ -312,12 +286,10 @@ class _Work:
             if self._alive > self._wanted:
                 self._alive -= 1
                 return None
-            request = self._queue.popleft() if self._queue else next(self._requests, None)
-            if self._divide and request is not None and len(self._queue) < self._starting:
-                halves = halve(request)
-                if halves is not None:
-                    request = halves[0]
-                    self._queue.append(halves[1])
+            request = self._queue.popleft() if self._queue else None
+            if request is not None and len(self._queue) < self._starting and (halves := halve(request)) is not None:
+                request, other = halves
+                self._queue.append(other)
             self.is_over = request is None
             self._alive -= self.is_over
             return request
@@ -325,8 +297,116 @@ class _Work:
     def close(self) -> None:
         """Begin no more requests, and wait for those under way."""
         with self._changed:
-            self._requests, self.is_over = iter(()), True
+            self.is_over = True
             self._queue.clear()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
+
+
+# --- memory that receives -----------------------------------------------------------------------------
+
+
+class Buffer:
+    """Memory of one thread that requests go through; grows to the largest. ``pin``: page-locked, for a device."""
+
+    def __init__(self, *, pin: bool) -> None:
+        self._pin = pin
+        self._view = memoryview(b"")
+
+    def reserve(self, size: int) -> memoryview:
+        """``size`` bytes at least; what was in it is lost."""
+        if self._view.nbytes < size:
+            self._view = memoryview(b"")  # the old memory is freed first
+            self._view = view_bytes(torch.empty(size, dtype=torch.uint8, pin_memory=self._pin))
+        return self._view
+
+
+# Runs of at least this many bytes are received by themselves.
+_LONG = 64 * 2**10
+_ALIGNMENT = 64
+
+
+class Reception:
+    """The memory that receives one request, and the work to do when it has arrived.
+
+    Attributes:
+        targets: memory to be filled, in order.
+    """
+
+    def __init__(self, request: ReadRequest, buffer: Buffer) -> None:
+        self.targets: list[ReadTarget] = []
+        self._received: list[tuple[Segment, ReadTarget | None, memoryview | None]] = []
+        """Each with the target that received it alone, if one did, and its part of the buffer, if it is in there."""
+        shortest = sys.maxsize if request.shared else _LONG
+        runs = list(_runs(request, shortest))
+        rest = memoryview(b"")
+        if size := sum([_aligned(stop - start) for start, stop, _, direct in runs if not direct]):
+            rest = buffer.reserve(size)
+        regions: list[tuple[int, memoryview]] = []  # many runs: first byte in the object, memory
+        for start, stop, transfer, direct in runs:
+            if direct and transfer is not None:
+                view = transfer.memory(start - transfer.base, stop - transfer.base)
+            else:
+                view = rest[: stop - start]
+                rest = rest[_aligned(stop - start) :]
+            target = ReadTarget(view, checksum=transfer is not None and transfer.checked)
+            self.targets.append(target)
+            if transfer is None:
+                regions.append((start, view))
+            else:
+                self._received.append((Segment(start, stop, transfer), target, None if direct else view))
+        region = 0
+        for segment in request.segments:
+            start, stop, _ = segment
+            if stop - start >= shortest:
+                continue
+            while region + 1 < len(regions) and regions[region + 1][0] <= start:
+                region += 1
+            first, view = regions[region]
+            self._received.append((segment, None, view[start - first : stop - first]))
+
+    def deliver(self) -> list[Transfer]:
+        """Put what was received in place; returns the transfers that this completed.
+
+        A range that came into the buffer in one piece and is damaged is never put in place.
+        """
+        complete = []
+        for (start, stop, transfer), target, view in self._received:
+            crc = 0
+            if target is not None:
+                crc = target.crc or 0
+            elif view is not None and transfer.checked:
+                crc = crc64nvme(view)
+            offset = start - transfer.base
+            if view is not None and not (transfer.checked and transfer.is_damaged(offset, stop - start, crc)):
+                transfer.place(offset, view)
+            if transfer.arrived(offset, stop - start, crc):
+                complete.append(transfer)
+        return complete
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _runs(request: ReadRequest, shortest: int) -> Iterator[tuple[int, int, Transfer | None, bool]]:
+    """Cut a request into runs, each received by itself: first byte, end, transfer, and whether in place.
+
+    Segments of less than ``shortest`` bytes and gaps between two longer ones are one run, without a transfer.
+    """
+    at, end = request.start, request.start + request.length
+    for start, stop, transfer in request.segments:
+        if stop - start < shortest:
+            continue
+        if at < start:
+            yield at, start, None, False
+        # Bytes fetched only for a checksum lie before and after those that have a place in memory.
+        owned = (stop, stop) if transfer.owned is None else [transfer.base + offset for offset in transfer.owned]
+        low, high = (min(max(place, start), stop) for place in owned)
+        for first, last, direct in ((start, low, False), (low, high, True), (high, stop, False)):
+            if first < last:
+                yield first, last, transfer, direct
+        at = stop
+    if at < end:
+        yield at, end, None, False

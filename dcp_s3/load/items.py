@@ -1,25 +1,134 @@
-"""The items of a load plan on their way: which bytes each needs, and how they come to their place.
+"""What a load has to move: ranges of bytes of an object, their checksums, and where each item of the plan belongs.
 
-They come as ranges of the object (from S3), or as runs of the item's box (from another rank, `load/peers`).
+Items come as ranges of the object (from S3), or as runs of the item's box (from another rank, `load/peers`).
 """
 
 from __future__ import annotations
 
+import bisect
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_s3 import errors
+from dcp_s3.checksum import combine_crc64nvme
 from dcp_s3.format.archive import ArchiveHead
 from dcp_s3.format.blocks import Range
 from dcp_s3.load.boxes import Box, Section, boxes_of_section, covering_run, find_section, row_major_strides
-from dcp_s3.load.plan import StoredChunk
-from dcp_s3.load.transfer import Transfer
+from dcp_s3.load.plan import Segment, StoredChunk
 from dcp_s3.tensor_memory import is_direct, view_bytes
 from dcp_s3.torch_private import narrow_tensor_by_index
+
+
+class Transfer(ABC):
+    """Ranges of one object's bytes: where they go, how many are missing, and their checksums.
+
+    Offsets count from an origin that the transfer chooses, for example a saved chunk's first byte.
+
+    Args:
+        path: path of the object, relative to the checkpoint.
+        base: position in the object of offset 0.
+        ranges: ranges to fetch, in order, not touching each other.
+        owned: offsets (start, stop) of the bytes that can be received in `memory`, in place; None if there are none.
+        checked: whether to compute checksums although none is recorded.
+
+    Attributes:
+        length: number of bytes to fetch.
+        missing: number of bytes that have not arrived.
+        fetched_again: whether this is the second try, because a checksum did not match.
+    """
+
+    __slots__ = ("_crcs", "_lock", "base", "checked", "fetched_again", "length", "missing", "owned", "path", "ranges")
+
+    def __init__(
+        self, path: str, base: int, ranges: Sequence[Range], owned: tuple[int, int] | None, *, checked: bool = False
+    ) -> None:
+        self.path, self.base, self.ranges, self.owned = path, base, ranges, owned
+        length = 0  # one loop: there may be many transfers, mostly of one range
+        for start, stop, crc in ranges:
+            length += stop - start
+            checked = checked or crc is not None
+        self.length = self.missing = length
+        self.checked = checked
+        self.fetched_again = False
+        self._crcs: list[tuple[int, int, int]] = []
+        self._lock = threading.Lock()
+
+    def segments(self, ranges: Iterable[Range] | None = None) -> list[Segment]:
+        """The segments of the object that ``ranges`` are; None: all ranges."""
+        base = self.base
+        return [Segment(base + start, base + stop, self) for start, stop, _ in ranges or self.ranges]
+
+    @abstractmethod
+    def name_of(self, part: Range) -> str:
+        """The name of what a range belongs to, for errors."""
+
+    def memory(self, start: int, stop: int) -> memoryview:
+        """The memory where bytes within `owned` belong. To be overridden where there are such bytes."""
+        raise NotImplementedError
+
+    def place(self, offset: int, data: memoryview) -> None:
+        """Put bytes that were received elsewhere in place: here, those within `owned`.
+
+        They are whole elements; ``data`` is reused afterwards.
+        """
+        if self.owned is not None:
+            start, stop = max(offset, self.owned[0]), min(offset + data.nbytes, self.owned[1])
+            if start < stop:
+                self.memory(start, stop)[:] = data[start - offset : stop - offset]
+
+    def arrived(self, offset: int, length: int, crc: int) -> bool:
+        """Count bytes that are in place and remember their checksum; returns True for the last ones."""
+        with self._lock:
+            self._crcs.append((offset, crc, length))
+            self.missing -= length
+            return self.missing == 0
+
+    def is_damaged(self, offset: int, length: int, crc: int) -> bool:
+        """Whether these bytes are a whole range, with the wrong checksum."""
+        at = bisect.bisect_left(self.ranges, (offset,))
+        start, stop, expected = self.ranges[at] if at < len(self.ranges) else (0, 0, None)
+        return (start, stop) == (offset, offset + length) and expected is not None and expected != crc
+
+    def mismatches(self) -> Sequence[tuple[Range, int]]:
+        """The ranges whose bytes are not what was saved, with the CRC-64/NVME that was found. For when all are here."""
+        if not self.checked:
+            return []
+        pairs = zip(self.ranges, self.checksums(), strict=True)
+        return [(part, crc) for part, crc in pairs if part.crc is not None and part.crc != crc]
+
+    def checksums(self) -> list[int]:
+        """CRC-64/NVME of each range, as it arrived."""
+        if len(self._crcs) == 1:  # most of them, and there may be many
+            return [self._crcs[0][1]]
+        pieces = sorted(self._crcs)
+        found, at = [], 0
+        for _, stop, _ in self.ranges:
+            first = at
+            while at < len(pieces) and pieces[at][0] < stop:
+                at += 1
+            found.append(combine_crc64nvme((crc, n) for _, crc, n in pieces[first:at]))
+        return found
+
+    def forget(self, part: Range) -> None:
+        """Prepare to receive a range again."""
+        with self._lock:
+            self._crcs = [piece for piece in self._crcs if not part.start <= piece[0] < part.stop]
+            self.missing += part.stop - part.start
+
+    def finish(self) -> Transfer | None:
+        """Complete the transfer: all bytes are in place, and verified.
+
+        Returns:
+            A transfer to fetch instead, if the bytes are not where they were expected.
+        """
+        return None
 
 
 class ItemTransfer(Transfer):
@@ -51,36 +160,45 @@ class ItemTransfer(Transfer):
         return self.item.storage_index.fqn
 
 
+class ExpectedHead(NamedTuple):
+    """The head of an item that was stored without a checksum: it must prove that the array is where it is expected."""
+
+    length: int
+    """Number of bytes."""
+    raw_offset: int
+    """Bytes from its beginning to the array."""
+    check: Callable[[bytes], Transfer | None]
+    """Called with the head when all has arrived; returns the transfer to fetch instead, or raises."""
+
+
 class TensorTransfer(ItemTransfer):
     """Loads a box of an array of raw bytes, whose place is known, into a tensor.
 
-    The array is the saved chunk; or the item's box of it, packed, as it comes from another rank.
-
     Args:
-        base: position in the object of the array's first byte.
         ranges: ranges of the array to fetch.
-        sizes, dtype: shape and dtype of the array.
-        box: the box of the array.
+        array: the array; None: ``stored``. Or the item's box of it, packed, as it comes from another rank.
         into: ``target`` with its dimensions in the order of the array's; None: they are.
+        head: fetched as well, if given. It lies before byte 0 of the array.
     """
 
-    __slots__ = ("_box", "_dtype", "_into", "_sizes")
+    __slots__ = ("_array", "_box", "_expected", "_head", "_into")
 
     def __init__(
         self,
         item: ReadItem,
         stored: StoredChunk,
-        base: int,
-        ranges: Sequence[Range],
         target: torch.Tensor,
-        sizes: Sequence[int],
-        dtype: torch.dtype,
         box: Box,
+        ranges: Sequence[Range],
+        *,
+        array: StoredChunk | None = None,
         into: torch.Tensor | None = None,
+        head: ExpectedHead | None = None,
     ) -> None:
+        self._array = array = stored if array is None else array
+        self._box, self._expected = box, head
         self._into = into = target if into is None else into
-        self._sizes, self._dtype, self._box = sizes, dtype, box
-        owned = None
+        sizes, dtype, owned = array.sizes, array.dtype, None
         if dtype == into.dtype and ranges and is_direct(into):
             if is_whole(box, sizes):
                 owned = 0, into.nbytes
@@ -88,71 +206,37 @@ class TensorTransfer(ItemTransfer):
                 start, stop = covering_run(sizes, box)
                 start, stop = start * dtype.itemsize, stop * dtype.itemsize
                 owned = (start, stop) if stop - start == into.nbytes else None
-        super().__init__(item, stored, base, ranges, target, owned)
+        if head is not None:
+            self._head = bytearray(head.length)
+            start, stop = -head.raw_offset, head.length - head.raw_offset
+            # Cuts fall on multiples of 64 bytes from where a range begins, and must not divide elements.
+            if ranges and ranges[0].start == stop and ranges[0].crc is None and head.length % 64 == 0:
+                ranges = [Range(start, ranges[0].stop, None), *ranges[1:]]
+            else:
+                ranges = [Range(start, stop, None), *ranges]
+        super().__init__(item, stored, array.base, ranges, target, owned)
 
     def memory(self, start: int, stop: int) -> memoryview:
         first = self.owned[0] if self.owned else 0
         return view_bytes(self._into)[start - first : stop - first]
 
     def place(self, offset: int, data: memoryview) -> None:
-        if self.owned is not None or not data.nbytes:
-            super().place(offset, data)  # the other bytes are only for a checksum
-            return
-        elements, first = elements_of(data, self._dtype), offset // self._dtype.itemsize
-        section = find_section(self._sizes, self._box, first, first + elements.numel())
-        for part, source in cut_out(elements, first, self._sizes, self._box, section):
-            narrow_tensor_by_index(self._into, part.offsets, part.lengths).copy_(source)
-
-
-class HeadedTransfer(TensorTransfer):
-    """Loads a box of a chunk from the place where its bytes are expected; the head of its item must prove the place.
-
-    The head is fetched, too. It lies before byte 0 of the chunk, from ``-raw_offset`` on.
-
-    Args:
-        head: bytes of the head.
-        raw_offset: bytes from the beginning of the head to the chunk.
-        ranges: ranges of the chunk.
-        check: called with the head when all has arrived; returns the transfer to fetch instead, or raises.
-    """
-
-    __slots__ = ("_check", "_head", "_raw_offset")
-
-    def __init__(
-        self,
-        item: ReadItem,
-        stored: StoredChunk,
-        base: int,
-        ranges: Sequence[Range],
-        target: torch.Tensor,
-        sizes: Sequence[int],
-        dtype: torch.dtype,
-        box: Box,
-        into: torch.Tensor | None = None,
-        *,
-        head: int,
-        raw_offset: int,
-        check: Callable[[bytes], Transfer | None],
-    ) -> None:
-        start, stop = -raw_offset, head - raw_offset
-        # Cuts fall on multiples of 64 bytes from where a range begins, and must not divide elements.
-        if ranges and ranges[0].start == stop and ranges[0].crc is None and head % 64 == 0:
-            ranges = [Range(start, ranges[0].stop, None), *ranges[1:]]
-        else:
-            ranges = [Range(start, stop, None), *ranges]
-        super().__init__(item, stored, base, ranges, target, sizes, dtype, box, into)
-        self._head, self._raw_offset, self._check = bytearray(head), raw_offset, check
-
-    def place(self, offset: int, data: memoryview) -> None:
-        if offset < 0:
-            start = offset + self._raw_offset
+        if offset < 0 and self._expected is not None:
+            start = offset + self._expected.raw_offset
             end = min(start + data.nbytes, len(self._head))
             self._head[start:end] = data[: end - start]
             offset, data = 0, data[-offset:]
-        super().place(offset, data)
+        if self.owned is not None or not data.nbytes:
+            super().place(offset, data)  # the other bytes are only for a checksum
+            return
+        sizes, dtype = self._array.sizes, self._array.dtype
+        elements, first = elements_of(data, dtype), offset // dtype.itemsize
+        section = find_section(sizes, self._box, first, first + elements.numel())
+        for part, source in cut_out(elements, first, sizes, self._box, section):
+            narrow_tensor_by_index(self._into, part.offsets, part.lengths).copy_(source)
 
     def finish(self) -> Transfer | None:
-        return self._check(bytes(self._head))
+        return None if self._expected is None else self._expected.check(bytes(self._head))
 
 
 class StreamTransfer(ItemTransfer):

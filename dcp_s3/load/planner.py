@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from dcp_s3 import errors
 from dcp_s3.failures import called_by_dcp
+from dcp_s3.load.boxes import AnyBox, find_overlaps
 from dcp_s3.load.names import count_by_prefix, find_mismatch, is_other_kind
-from dcp_s3.load.overlaps import Box, find_overlaps
 from dcp_s3.process import collector_paused
 from dcp_s3.tensor_memory import is_plain
 from dcp_s3.torch_private import ShardedTensor, create_chunk_list
@@ -26,7 +26,7 @@ from dcp_s3.torch_private import ShardedTensor, create_chunk_list
 logger = logging.getLogger(__name__)
 
 
-_Boxes = tuple[Box, ...]
+_Boxes = tuple[AnyBox, ...]
 
 
 class S3LoadPlanner(DefaultLoadPlanner):

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import IO, cast
 
 import torch
@@ -24,17 +23,11 @@ from dcp_s3.format.safe_items import check_storages
 from dcp_s3.load.archives import SMALL_ITEM, ArchiveHeads, ItemKind
 from dcp_s3.load.boxes import Box
 from dcp_s3.load.fetch import Fetcher
-from dcp_s3.load.items import HeadedTransfer, ItemTransfer, StreamTransfer, TensorTransfer, is_whole, tensor_in
+from dcp_s3.load.items import ExpectedHead, ItemTransfer, StreamTransfer, TensorTransfer, is_whole, tensor_in
+from dcp_s3.load.names import Conversion, keeps_values, warn_of_narrowing
 from dcp_s3.load.plan import READ_GAP, StoredChunk, find_stored, ranges_of_box
 from dcp_s3.tensor_memory import view_bytes
 from dcp_s3.torch_private import ReaderTransforms, narrow_tensor_by_index
-
-logger = logging.getLogger(__name__)
-
-_NAMED = 5  # names in a warning, for each conversion
-
-Conversion = tuple[torch.dtype, torch.dtype]
-"""The saved dtype, and the dtype of the tensor to load into."""
 
 
 class TransferFactory:
@@ -69,8 +62,8 @@ class TransferFactory:
             stored, target = self._find(item, planner)
             if target is not None and not stored.whole and number in shared:
                 lengths, ranges = item.lengths, [Range(0, item.lengths.numel() * stored.dtype.itemsize, None)]
-                box = Box((0,) * len(lengths), lengths)
-                transfers.append(TensorTransfer(item, stored, 0, ranges, target, lengths, stored.dtype, box))
+                array, box = stored._replace(base=0, sizes=lengths), Box((0,) * len(lengths), lengths)
+                transfers.append(TensorTransfer(item, stored, target, box, ranges, array=array))
                 continue
             if target is None or not stored.whole or number in shared:
                 transfers.append(self._make(item, stored, target))
@@ -138,7 +131,7 @@ class TransferFactory:
         else:
             ranges = ranges_of_box(sizes, box, dtype.itemsize, blocks=stored.blocks, max_gap=READ_GAP)
         if not self._unproven:
-            return TensorTransfer(item, stored, stored.base, ranges, target, sizes, dtype, box)
+            return TensorTransfer(item, stored, target, box, ranges)
         raw_offset = stored.base - stored.info.offset
         if not 0 < raw_offset <= MAX_HEAD:
             raise errors.CorruptCheckpointError(
@@ -146,10 +139,9 @@ class TransferFactory:
                 "own. Remedy: load an earlier checkpoint",
                 url=self._url,
             )
-        return HeadedTransfer(
-            item, stored, stored.base, ranges, target, sizes, dtype, box, head=raw_offset, raw_offset=raw_offset,
-            check=functools.partial(self._check_recorded, item, ItemKind(dtype, sizes, stored.info.length), raw_offset),
-        )  # fmt: skip
+        kind = ItemKind(dtype, sizes, stored.info.length)
+        head = ExpectedHead(raw_offset, raw_offset, functools.partial(self._check_recorded, item, kind, raw_offset))
+        return TensorTransfer(item, stored, target, box, ranges, head=head)
 
     def _check_recorded(self, item: ReadItem, kind: ItemKind, raw_offset: int, head: bytes) -> None:
         """Check that an item is what metadata says that no checksum proves."""
@@ -179,10 +171,10 @@ class TransferFactory:
         box = Box(offsets, lengths)
         ranges = ranges_of_box(sizes, box, head.dtype.itemsize, blocks=None, max_gap=READ_GAP)
         into = target if head.is_row_major else target.permute(head.order)
-        return HeadedTransfer(
-            item, stored, stored.base + head.raw_offset, ranges, target, sizes, head.dtype, box, into,
-            head=head.length, raw_offset=head.raw_offset,
-            check=functools.partial(self._check_expected, item, stored, target, kind, head, last=found is not None),
+        check = functools.partial(self._check_expected, item, stored, target, kind, head, last=found is not None)
+        return TensorTransfer(
+            item, stored, target, box, ranges, into=into, head=ExpectedHead(head.length, head.raw_offset, check),
+            array=stored._replace(base=stored.base + head.raw_offset, sizes=sizes, dtype=head.dtype),
         )  # fmt: skip
 
     def _check_expected(
@@ -249,55 +241,3 @@ def _kind_of(stored: StoredChunk) -> ItemKind | None:
     if stored.tensor is None or stored.info.transform_descriptors:
         return None
     return ItemKind(*stored.tensor, stored.nbytes)
-
-
-# --- dtypes -----------------------------------------------------------------------------------------
-
-
-def keeps_values(saved: torch.dtype, target: torch.dtype) -> bool:
-    """Whether ``target`` holds every value of ``saved`` exactly."""
-    if saved == target or saved == torch.bool:
-        return True
-    if target == torch.bool or (saved.is_complex and not target.is_complex):
-        return False
-    if saved.is_floating_point or saved.is_complex:
-        return (target.is_floating_point or target.is_complex) and _contains(target, saved)
-    try:
-        integer = torch.iinfo(saved)
-        if not (target.is_floating_point or target.is_complex):
-            other = torch.iinfo(target)
-            return bool(other.min <= integer.min and integer.max <= other.max)
-    except TypeError:  # quantized, or bare bits
-        return False
-    found = torch.finfo(target)
-    return bool(integer.max <= 2 / found.eps and integer.max <= found.max)
-
-
-def _contains(target: torch.dtype, saved: torch.dtype) -> bool:
-    """Whether a floating-point ``target`` has the precision and range of ``saved``, subnormal numbers included."""
-    large, small = torch.finfo(target), torch.finfo(saved)
-    return bool(
-        large.eps <= small.eps
-        and large.max >= small.max
-        and large.smallest_normal * large.eps <= small.smallest_normal * small.eps
-    )
-
-
-def warn_of_narrowing(narrowed: Mapping[str, Conversion], url: str) -> None:
-    """Log one warning for all tensors that a load converts to a dtype that does not hold their values."""
-    if not narrowed:
-        return
-    kinds: dict[Conversion, list[str]] = {}
-    for name, conversion in narrowed.items():
-        kinds.setdefault(conversion, []).append(name)
-    parts = []
-    for (saved, target), names in kinds.items():
-        more = ", ..." if len(names) > _NAMED else ""
-        parts.append(f"{len(names)} from {saved} to {target} ({', '.join(names[:_NAMED])}{more})")
-    logger.warning(
-        "%s: %d tensors are loaded into dtypes that do not hold all their values: %s. If that is not meant: build the "
-        "state with the saved dtypes; S3StorageReader(allow_dtype_cast=False) makes it an error",
-        url,
-        len(narrowed),
-        "; ".join(parts),
-    )

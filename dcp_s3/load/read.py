@@ -114,11 +114,10 @@ class LoadExecutor:
         fetched = sum([request.length for request in requests])
         most = max(len(requests), fetched // SMALL_HALF)
         most = most if all_direct else min(most, fetcher.max_buffers)
-        with fetcher.fetch(requests, threads=threads, most=most, total=fetched, divide=True) as arrivals:
-            for arrival in arrivals:
-                for finished in arrival.finished:
-                    if isinstance(finished, ItemTransfer):
-                        self._commit(finished, planner)
+        with fetcher.fetch(requests, threads=threads, most=most) as arrivals:
+            for finished in arrivals:
+                if isinstance(finished, ItemTransfer):
+                    self._commit(finished, planner)
 
     def _commit(self, transfer: ItemTransfer, planner: LoadPlanner) -> None:
         """Hand a tensor that is in place to the planner; for another item, all items whose turn it is."""

@@ -24,13 +24,12 @@ from dcp_s3.events import Listener, Loaded, LoadFailed, LoadStarted, emit
 from dcp_s3.failures import called_by_dcp
 from dcp_s3.format.layout import metadata_object, new_save_id
 from dcp_s3.limit import Deadline, Limit
-from dcp_s3.load.attachments import AttachmentReader
 from dcp_s3.load.fetch import LOAD_BUFFERS, Fetcher
-from dcp_s3.load.metadata import FailureTeller, UnreadableMetadata, fetch
+from dcp_s3.load.metadata import AttachmentReader, FailureTeller, UnreadableMetadata, fetch
 from dcp_s3.load.peers.assign import MAX_PIECE, plan_sharing
-from dcp_s3.load.peers.assignment import Assignment, Offer, choose_group, make_offer
 from dcp_s3.load.peers.exchange import Exchange
-from dcp_s3.load.peers.messages import new_tag
+from dcp_s3.load.peers.messages import Offer, choose_group, make_offer, new_tag
+from dcp_s3.load.peers.pieces import Assignment
 from dcp_s3.load.plan import READ_GAP
 from dcp_s3.load.planner import check_filled, log_unexpected
 from dcp_s3.load.read import LoadExecutor
@@ -318,7 +317,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
                 weights_only=self.weights_only, allow_dtype_cast=self.allow_dtype_cast,
             )  # fmt: skip
             executor.run(plan, planner, exchange)
-            self._tell_loaded(fetcher.fetched_bytes, store.near.read_bytes if isinstance(store, Overlay) else 0)
+            self._tell_loaded(sum(fetcher.fetched), store.near.read_bytes if isinstance(store, Overlay) else 0)
         future: Future[None] = Future()
         future.set_result(None)
         return future

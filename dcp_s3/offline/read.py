@@ -19,9 +19,9 @@ from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.format.cover import find_flaw
 from dcp_s3.limit import Deadline, Limit
+from dcp_s3.load.boxes import find_overlaps
 from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import allocate
-from dcp_s3.load.overlaps import find_overlaps
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.offline.boxes import Index, Piece, Selection, select
 from dcp_s3.offline.names import closest, matches

@@ -164,24 +164,6 @@ def convert_to_torch_save(directory: str, file: str) -> None:
 # --- sharded states -------------------------------------------------------------------------------------
 
 
-def sharded_state(placement: Any, *, blank: bool = False) -> dict[str, Any]:
-    """DTensors over all ranks (uneven shards among them), a replicated tensor and an object."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-
-    def make(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> DTensor:
-        whole = random_tensor(shape, dtype, seed)
-        return distribute_tensor(torch.zeros_like(whole) if blank else whole, mesh, [placement])
-
-    plain = random_tensor((4, 3), torch.int64, 33)
-    return {
-        "even": make((8, 6), torch.float32, 30),
-        "uneven": make((7, 5), torch.bfloat16, 31),
-        "fewer_rows_than_ranks": make((1, 9), torch.float16, 32),
-        "plain": torch.zeros_like(plain) if blank else plain,
-        "step": 0 if blank else 17,
-    }
-
-
 def whole_sharded_state() -> dict[str, Any]:
     """What the tensors of `sharded_state` are on one rank."""
     return {
@@ -193,13 +175,22 @@ def whole_sharded_state() -> dict[str, Any]:
     }
 
 
+def sharded_state(placement: Any, *, empty: bool = False) -> dict[str, Any]:
+    """DTensors over all ranks (uneven shards among them), a replicated tensor and an object."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = blank(whole_sharded_state()) if empty else whole_sharded_state()
+    for name in ("even", "uneven", "fewer_rows_than_ranks"):
+        state[name] = distribute_tensor(state[name], mesh, [placement])
+    return state
+
+
 PLACEMENTS: dict[str, Any] = {"rows": Shard(0), "columns": Shard(1), "replicated": Replicate()}
 
 
 def read_sharded(client: str, place: str, placement: str) -> None:
     """Load `sharded_state` with a foreign reader and compare this rank's part."""
     with without_dcp_s3():
-        found = sharded_state(PLACEMENTS[placement], blank=True)
+        found = sharded_state(PLACEMENTS[placement], empty=True)
         dcp.load(found, storage_reader=make_reader(client, place))
         assert_same_shards(found, sharded_state(PLACEMENTS[placement]))
 

@@ -353,17 +353,3 @@ def test_every_rank_is_told_that_a_checkpoint_is_not_there_or_that_it_is(root: s
     assert isinstance(failures_by_rank(exists)[0], errors.CheckpointExistsError)
     # One checkpoint: .metadata, manifest, data.
     assert s3.list_objects_v2(Bucket=bucket)["KeyCount"] == 3
-
-
-def _save_and_load_failing(url: str) -> BaseException | None:
-    assert _save_failing(url) is None
-    return _load_failing(url)
-
-
-def test_a_read_that_fails_on_one_rank_is_told_to_all(faulty: FaultyServer) -> None:
-    # In equal worlds only rank 1 reads what rank 1 wrote.
-    fault = Fault.error(403, "AccessDenied")
-    faulty.rule = lambda request: fault if request.operation == "GetObject" and "__1_" in request.key else None
-    failures = failures_by_rank(run_ranks(2, _save_and_load_failing, f"s3://{BUCKET}/run"))
-    assert set(failures) == {1}
-    assert isinstance(failures[1], errors.AccessDeniedError)

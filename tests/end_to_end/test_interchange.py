@@ -167,7 +167,7 @@ def test_reads_what_s3torchconnector_wrote(server: S3Server, root: str) -> None:
 
 
 def _load_sharded(url: str, placement: str) -> None:
-    found = foreign.sharded_state(foreign.PLACEMENTS[placement], blank=True)
+    found = foreign.sharded_state(foreign.PLACEMENTS[placement], empty=True)
     dcp.load(found, storage_reader=S3StorageReader(url, settings=SETTINGS))
     foreign.assert_same_shards(found, foreign.sharded_state(foreign.PLACEMENTS[placement]))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -13,7 +12,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
 from tests.end_to_end import loads
-from tests.end_to_end.states import DTYPES, assert_same, bits, blank, every_kind, random_tensor
+from tests.end_to_end.states import assert_same, blank, every_kind, random_tensor
 from tests.spread import spread_out
 
 SMALL = {"part_size": "5MiB", "concurrency": 3}
@@ -69,47 +68,6 @@ def test_what_earlier_versions_spread_over_directories_is_read(memory_server: An
     save(state, root, settings=SMALL)
     spread_out(s3, root)
     assert_same(load(blank(state), root), state)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_parts_of_a_saved_tensor(memory_server: Any, root: str, dtype: torch.dtype) -> None:
-    """What resharding asks for: boxes of a saved chunk, dense and not, into all sorts of memory."""
-    saved = random_tensor((6, 8, 5), dtype)
-    save({"x": saved}, root)
-    boxes = [
-        (slice(0, 6), slice(0, 8), slice(0, 5)),
-        (slice(2, 5), slice(0, 8), slice(0, 5)),
-        (slice(1, 2), slice(3, 7), slice(0, 5)),
-        (slice(0, 6), slice(2, 3), slice(0, 5)),
-        (slice(1, 4), slice(2, 7), slice(1, 4)),
-        (slice(5, 6), slice(7, 8), slice(4, 5)),
-    ]
-    for box in boxes:
-        found = torch.zeros_like(saved[box].contiguous())
-        _load_box(root, "x", box, found)
-        assert bits(found) == bits(saved[box]), box
-        strided = torch.zeros((*found.shape, 2), dtype=dtype)[..., 1]
-        _load_box(root, "x", box, strided)
-        assert bits(strided) == bits(saved[box]), box
-
-
-def _load_box(url: str, fqn: str, box: tuple[slice, ...], into: torch.Tensor) -> None:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-    from torch.distributed.checkpoint.planner import LoadPlan
-    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-
-    class Planner(DefaultLoadPlanner):
-        def create_local_plan(self) -> LoadPlan:
-            chunk = ChunkStorageMetadata(
-                torch.Size([s.start for s in box]), torch.Size([s.stop - s.start for s in box])
-            )
-            assert self.metadata is not None
-            return LoadPlan(create_read_items_for_chunk_list(fqn, self.metadata.state_dict_metadata[fqn], [chunk]))
-
-        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
-            return into
-
-    dcp.load({fqn: torch.empty(0)}, storage_reader=S3StorageReader(url), planner=Planner())
 
 
 def test_no_bytes_but_the_needed_ones_are_fetched_by_few_requests(memory_server: Any, root: str) -> None:

@@ -27,30 +27,12 @@ def test_what_this_torch_writes_is_expected_without_a_look() -> None:
     assert heads.expect(ItemKind(torch.float32, (2**60,), 2**62)) is None  # more than there is memory
 
 
-def test_what_was_read_is_expected_of_its_kind_only() -> None:
-    heads = ArchiveHeads()
-    assert heads.read(kind_of(OLD), OLD) == parse_head(OLD)
-    assert heads.expect(kind_of(OLD)) == parse_head(OLD)
-    assert heads.expect(kind_of(OLD, (100, 30))) is None
-
-
 def test_a_known_head_is_not_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = ArchiveHeads()
     first = heads.read(kind_of(OLD), memoryview(OLD))
     monkeypatch.setattr(archives, "parse_head", lambda data: pytest.fail("parsed"))
     assert heads.read(kind_of(OLD), memoryview(bytearray(OLD))) is first
     assert heads.read(kind_of(OLD), OLD[: first.length]) is first
-
-
-def test_several_heads_of_one_kind_are_told_apart() -> None:
-    value = torch.randn(30, 30)
-    row_major, transposed = saved(value), saved(value.t())
-    kind = kind_of(row_major, (30, 30))
-    assert len(row_major) == len(transposed)
-    heads = ArchiveHeads()
-    for _ in range(2):
-        assert heads.read(kind, transposed).order == (1, 0)
-        assert heads.read(kind, row_major).order == (0, 1)
 
 
 @pytest.mark.parametrize(

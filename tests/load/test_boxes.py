@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_s3.load.boxes import Box, boxes_of_run, covering_run, row_major_strides, runs_of_box
+from dcp_s3.load.boxes import Box, covering_run, row_major_strides, runs_of_box
 
 
 @st.composite
@@ -50,16 +49,6 @@ def test_runs_cover_a_box_and_take_along_gaps_up_to_the_limit(chunk: tuple[tuple
         else:
             expected.append((at, at + 1))
     assert runs == expected
-
-
-@given(st.lists(st.integers(1, 5), max_size=4), st.data())
-def test_a_run_is_a_few_boxes_in_order(sizes: list[int], draw: st.DataObject) -> None:
-    numel = math.prod(sizes)
-    start = draw.draw(st.integers(0, numel))
-    stop = draw.draw(st.integers(start, numel))
-    found = boxes_of_run(sizes, start, stop)
-    assert list(itertools.chain.from_iterable(positions(tuple(sizes), box) for box in found)) == [*range(start, stop)]
-    assert len(found) <= max(1, 2 * len(sizes) - 1)
 
 
 @pytest.mark.parametrize(

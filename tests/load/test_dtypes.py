@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
-from dcp_s3.load.prepare import keeps_values
-from dcp_s3.load.transfer import Buffer
+from dcp_s3.load.fetch import Buffer
+from dcp_s3.load.names import keeps_values
 from tests.end_to_end.states import DTYPES, assert_same, random_tensor
 from tests.end_to_end.test_bad_input import failure_of_load
 from tests.servers import S3Server
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.timeout(180),
 ]
 
-_LOGGER = "dcp_s3.load.prepare"
+_LOGGER = "dcp_s3.load.names"
 SHAPES = [(), (7, 5), (300, 90)]
 
 

@@ -13,9 +13,8 @@ from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.blocks import Range
 from dcp_s3.limit import Cancelled, Deadline
-from dcp_s3.load.fetch import Arrival
+from dcp_s3.load.items import Transfer
 from dcp_s3.load.plan import ReadRequest, plan_requests
-from dcp_s3.load.transfer import Transfer
 from tests.load.sources import URL, MemoryFetcher
 
 DATA = bytes(range(256)) * 2048
@@ -41,7 +40,7 @@ def requests_for(*transfers: Transfer, max_request: int = 2**17) -> list[ReadReq
     return plan_requests([s for each in transfers for s in each.segments()], max_request=max_request, max_gap=0)
 
 
-def fetch(source: MemoryFetcher, requests: list[ReadRequest], *, threads: int = 3) -> list[Arrival]:
+def fetch(source: MemoryFetcher, requests: list[ReadRequest], *, threads: int = 3) -> list[Transfer]:
     with source.fetch(requests, threads=threads) as arrivals:
         return list(arrivals)
 
@@ -61,35 +60,27 @@ def flip(*places: int, times: int) -> Callable[[str, int, bytearray], None]:
 
 def test_all_come_to_their_place_and_each_is_finished_once() -> None:
     transfers = [Bytes(start, 100_000) for start in range(0, 500_000, 100_000)]
-    requests = requests_for(*transfers)
-    arrivals = fetch(MemoryFetcher({"a": DATA}), requests)
-    assert sorted(map(id, (arrival.request for arrival in arrivals))) == sorted(map(id, requests))
-    finished = [transfer for arrival in arrivals for transfer in arrival.finished]
+    finished = fetch(MemoryFetcher({"a": DATA}), requests_for(*transfers))
     assert sorted(map(id, finished)) == sorted(map(id, transfers))
     assert all(transfer.data == DATA[transfer.base : transfer.base + 100_000] for transfer in transfers)
 
 
-@pytest.mark.parametrize("divide", [True, False])
-def test_where_there_are_more_threads_than_requests_they_get_halves(
-    monkeypatch: pytest.MonkeyPatch, divide: bool
-) -> None:
+def test_where_there_are_more_threads_than_requests_they_get_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dcp_s3.load.plan.SMALL_HALF", 1000)
     transfers = [Bytes(start, 100_000) for start in (0, 200_000)]
     source = MemoryFetcher({"a": DATA})
-    with source.fetch(requests_for(*transfers), threads=8, divide=divide) as arrivals:
-        finished = [each for arrival in arrivals for each in arrival.finished]
+    finished = fetch(source, requests_for(*transfers), threads=8)
     assert sorted(each.base for each in finished) == [0, 200_000]
     assert all(bytes(each.data) == DATA[each.base :][:100_000] for each in transfers)
     asked = sorted((start, start + length) for _, start, length in source.asked)
     assert sum(stop - start for start, stop in asked) == 200_000, "each byte once"
-    assert (len(asked) > 4) == divide
+    assert len(asked) > 4
 
 
 def test_what_does_not_match_is_fetched_once_more_and_not_from_the_disk(caplog: pytest.LogCaptureFixture) -> None:
     source = MemoryFetcher({"a": DATA}, damage=flip(150_000, times=1))
     transfers = [Bytes(0, 100_000), Bytes(100_000, 100_000)]
-    arrivals = fetch(source, requests_for(*transfers))
-    assert [transfer for arrival in arrivals for transfer in arrival.finished].count(transfers[1]) == 1
+    assert fetch(source, requests_for(*transfers)).count(transfers[1]) == 1
     assert transfers[1].data == DATA[100_000:200_000]
     assert source.distrusted == ["a"]
     assert sum(size for _, _, size in source.asked) == 300_000
@@ -108,18 +99,8 @@ def test_what_is_to_be_fetched_instead_is_fetched_and_finished() -> None:
             return instead
 
     instead = Bytes(300_000, 10)
-    (arrival, other) = fetch(MemoryFetcher({"a": DATA}), requests_for(Elsewhere(0, 10)), threads=1)
-    assert (arrival.finished, other.finished) == ([], [instead])
+    assert fetch(MemoryFetcher({"a": DATA}), requests_for(Elsewhere(0, 10)), threads=1) == [instead]
     assert instead.data == DATA[300_000:300_010]
-
-
-def _lost(_: str, __: int, ___: bytearray) -> None:
-    raise errors.CorruptCheckpointError("it is gone", url=URL)
-
-
-def test_an_object_that_changed_is_an_error() -> None:
-    with pytest.raises(errors.CorruptCheckpointError, match="it is gone"):
-        fetch(MemoryFetcher({"a": DATA}, damage=_lost), requests_for(Bytes(0, 10)))
 
 
 def test_an_error_of_the_caller_cancels_what_is_under_way() -> None:
@@ -153,7 +134,7 @@ def test_the_deadline_says_how_far_it_came() -> None:
     requests = sorted(requests_for(Bytes(0, SIZE)), key=lambda request: request.start)
 
     def take() -> None:
-        with source.fetch(requests, threads=2, total=SIZE) as arrivals:
+        with source.fetch(requests, threads=2) as arrivals:
             try:
                 list(arrivals)
             finally:

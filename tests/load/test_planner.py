@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
@@ -28,13 +31,47 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, errors
-from dcp_s3.load.overlaps import Box
-from tests.load.test_overlaps import chunkings, chunks, grid
+from dcp_s3.load import boxes as overlaps
+from dcp_s3.load.boxes import AnyBox as Box
+from dcp_s3.load.boxes import find_overlaps
+from dcp_s3.load.planner import check_filled
 from tests.ranks import run_ranks
 from tests.relying import BEFORE_2_10, in_torchs_order
 from tests.servers import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+def grid(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Box]:
+    """The tensor cut into so many pieces in each dimension, as even as it goes (empty, if there are too many)."""
+    cuts = [[(i * n // p, (i + 1) * n // p) for i in range(p)] for n, p in zip(shape, parts, strict=True)]
+    return [
+        (tuple(start for start, _ in cell), tuple(stop - start for start, stop in cell))
+        for cell in itertools.product(*cuts)
+    ]
+
+
+def chunks(boxes: list[Box]) -> list[ChunkStorageMetadata]:
+    return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+
+
+@st.composite
+def chunkings(draw: st.DrawFn) -> tuple[list[Box], list[Box]]:
+    """Saved and local chunks of a tensor: grids, and boxes anywhere; empty, equal and overlapping ones among them."""
+    dims = draw(st.integers(0, 4))
+    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=dims, max_size=dims)))
+
+    def some() -> list[Box]:
+        boxes = grid(shape, tuple(draw(st.integers(1, 4)) for _ in shape)) if draw(st.booleans()) else []
+        for _ in range(draw(st.integers(0, 5))):
+            starts = [draw(st.integers(0, n)) for n in shape]
+            sizes = [draw(st.integers(0, n - start)) for n, start in zip(shape, starts, strict=True)]
+            boxes.append((tuple(starts), tuple(sizes)))
+        if boxes and draw(st.booleans()):
+            boxes += draw(st.lists(st.sampled_from(boxes), max_size=4))  # replicated
+        return draw(st.permutations(boxes))
+
+    return some(), some()
 
 
 class Pieces(torch.Tensor):
@@ -84,9 +121,13 @@ def assert_same_plan(state: dict[str, Any], metadata: Metadata, **arguments: Any
     return found
 
 
+@pytest.mark.parametrize("pairs", [(24, 2**14), (0, 2**14), (0, 4), (0, 1), (10**9, 1)], ids=str)
 @settings(max_examples=60)
 @given(tensors=st.lists(chunkings(), min_size=1, max_size=3), data=st.data())
-def test_random_chunks_and_objects(tensors: list[tuple[list[Box], list[Box]]], data: st.DataObject) -> None:
+def test_random_chunks_and_objects(
+    pairs: tuple[int, int], tensors: list[tuple[list[Box], list[Box]]], data: st.DataObject
+) -> None:
+    """However many pairs are compared by a loop, and at once."""
     saved: dict[str, Any] = {}
     state: dict[str, Any] = {}
     for number, (stored, local) in enumerate([*tensors, *tensors[:1]]):  # two that are cut alike
@@ -103,7 +144,62 @@ def test_random_chunks_and_objects(tensors: list[tuple[list[Box], list[Box]]], d
     metadata = Metadata(saved)
     expected = DefaultLoadPlanner(flatten_sharded_tensors=False, flatten_state_dict=False)
     found = S3LoadPlanner(flatten_sharded_tensors=False, flatten_state_dict=False)
-    assert details(make_plan(found, state, metadata).items) == details(make_plan(expected, state, metadata).items)
+    with mock.patch.multiple(overlaps, _FEW_PAIRS=pairs[0], _BLOCK_PAIRS=pairs[1]):
+        assert details(make_plan(found, state, metadata).items) == details(make_plan(expected, state, metadata).items)
+
+
+@pytest.mark.parametrize(
+    ("shape", "saved", "local"),
+    [
+        ((640, 8), (80, 1), (80, 1)),
+        ((640, 8), (80, 1), (79, 1)),
+        ((80, 999), (80, 1), (80, 1)),
+        ((80, 80), (80, 1), (1, 80)),
+        ((96, 96), (12, 12), (9, 16)),
+        ((24, 24, 24), (6, 5, 4), (4, 5, 6)),
+        ((640,), (300,), (1,)),
+        ((640,), (1,), (300,)),
+        ((10,), (40,), (37,)),
+    ],
+    ids=str,
+)
+def test_grids(shape: tuple[int, ...], saved: tuple[int, ...], local: tuple[int, ...]) -> None:
+    state = {"x": in_pieces(shape, grid(shape, local))}
+    assert_same_plan(state, Metadata({"x": saved_as(shape, grid(shape, saved))}), flatten_sharded_tensors=False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "saved", "local"),
+    [
+        ((3000, 9000), (3000, 1), (3000, 1)),
+        ((9000, 3000), (1, 3000), (1, 3000)),
+        ((900, 900), (45, 50), (50, 45)),
+    ],
+    ids=["the shorter dimension", "the inner dimension", "a grid"],
+)
+def test_far_fewer_than_all_pairs_are_compared(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], saved: tuple[int, ...], local: tuple[int, ...]
+) -> None:
+    compared = 0
+    nonzero = overlaps.np.nonzero
+
+    def counting(hits: Any) -> Any:
+        nonlocal compared
+        compared += hits.size
+        return nonzero(hits)
+
+    monkeypatch.setattr(overlaps.np, "nonzero", counting)
+    left, right = grid(shape, saved), grid(shape, local)
+    found = find_overlaps(left, right)
+    assert sum(map(torch.Size.numel, map(torch.Size, found.lengths))) == shape[0] * shape[1]
+    assert 0 < compared < len(left) * len(right) / 10
+
+
+def test_negative_sizes_are_treated_as_torch_does() -> None:
+    saved: list[Box] = [((i,), (-1,)) for i in range(20)]
+    local: list[Box] = [((0,), (i,)) for i in range(20)]
+    state = {"x": in_pieces((20,), local)}
+    assert_same_plan(state, Metadata({"x": saved_as((20,), saved)}), flatten_sharded_tensors=False)
 
 
 def test_equal_places_share_their_indices() -> None:
@@ -184,6 +280,15 @@ def test_the_first_error_is_torchs_first_error() -> None:
     metadata = Metadata({"x": saved_as((2,), grid((2,), (1,))), "other": BytesStorageMetadata()})
     with pytest.raises(errors.TensorMismatchError):
         make_plan(S3LoadPlanner(), {"x": torch.zeros(3), "missing": torch.zeros(1)}, metadata)
+
+
+def test_a_plan_that_does_not_fill_the_state_is_refused() -> None:
+    metadata, planner = Metadata({"x": saved_as((4,), grid((4,), (2,)))}), S3LoadPlanner()
+    items = make_plan(planner, {"x": torch.zeros(4)}, metadata).items
+    check_filled(LoadPlan(items), planner, metadata, "s3://b/x")
+    for wrong in (items[:1], [*items, *items]):
+        with pytest.raises(errors.CorruptCheckpointError, match="of the 4 elements of 'x'"):
+            check_filled(LoadPlan(wrong), planner, metadata, "s3://b/x")
 
 
 def test_chunks_that_are_not_of_the_usual_kind_are_left_to_torch() -> None:

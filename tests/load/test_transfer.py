@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.blocks import Blocks, Range, cuts_between, make_storage_info, pack_crcs
 from dcp_s3.load.boxes import Box
-from dcp_s3.load.items import ItemTransfer, StreamTransfer, TensorTransfer
+from dcp_s3.load.fetch import Buffer, Reception
+from dcp_s3.load.items import ItemTransfer, StreamTransfer, TensorTransfer, Transfer
 from dcp_s3.load.plan import ReadRequest, StoredChunk, plan_requests, ranges_of_box
-from dcp_s3.load.transfer import Buffer, Reception, Transfer
 from dcp_s3.tensor_memory import view_bytes
 from tests.load.test_boxes import boxes_in
 
@@ -31,7 +31,7 @@ _PATH = "__0_0.distcp"
 @pytest.fixture(autouse=True, scope="module")
 def _runs_of_a_few_bytes_are_long() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dcp_s3.load.transfer._LONG", 100)
+        patch.setattr("dcp_s3.load.fetch._LONG", 100)
         yield
 
 
@@ -63,7 +63,7 @@ class Item:
         stored = StoredChunk(
             make_storage_info(_PATH, self.start, len(data)), self.start, len(data), sizes, dtype, False
         )
-        return TensorTransfer(item, stored, self.start, ranges, self.target, sizes, dtype, self.box)
+        return TensorTransfer(item, stored, self.target, self.box, ranges)
 
 
 @st.composite
@@ -179,9 +179,8 @@ def test_the_buffer_of_an_item_is_let_go_when_it_is_decoded() -> None:
 def test_planned_requests_keep_no_target_alive() -> None:
     """A load pauses the garbage collector: what it held in a cycle would stay."""
     target = torch.zeros(2)
-    transfer = TensorTransfer(
-        ITEM, STORED, 0, [Range(0, 8, None)], target, target.size(), target.dtype, Box((0,), (2,))
-    )
+    stored = STORED._replace(sizes=target.size(), dtype=target.dtype)
+    transfer = TensorTransfer(ITEM, stored, target, Box((0,), (2,)), [Range(0, 8, None)])
     gc.disable()
     try:
         requests = plan_requests(transfer.segments(), max_request=8, max_gap=0)

@@ -22,11 +22,10 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import dcp_s3
 from dcp_s3 import S3LoadPlanner, S3Stager, S3StorageReader, S3StorageWriter, errors, read_tensor, shard, verify
-from dcp_s3.load.overlaps import Box
+from dcp_s3.load.boxes import AnyBox as Box
 from dcp_s3.save.plan import check_shapes
 from tests.end_to_end.loads import failure, load, save
-from tests.load.test_overlaps import grid
-from tests.load.test_planner import details, make_plan, saved_as
+from tests.load.test_planner import details, grid, make_plan, saved_as
 from tests.servers import S3Server
 
 pytestmark = pytest.mark.servers("memory")

@@ -26,7 +26,7 @@ from dcp_s3.errors import CorruptCheckpointError
 from dcp_s3.format.blocks import MIN_BLOCK
 from dcp_s3.format.metadata import is_unproven
 from dcp_s3.load.boxes import Box, covering_run, runs_of_box
-from dcp_s3.load.peers.assignment import Assignment, Boxes, Peer, SharedPart, SharedPiece
+from dcp_s3.load.peers.pieces import Assignment, Boxes, Peer, SharedPart, SharedPiece
 from dcp_s3.load.plan import StoredChunk, box_of, find_stored
 
 MAX_PIECE = 16 * 2**20

@@ -30,9 +30,8 @@ from dcp_s3 import errors
 from dcp_s3.limit import Cancelled, Deadline
 from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import ItemTransfer
-from dcp_s3.load.peers.assignment import Assignment
 from dcp_s3.load.peers.messages import FAILED, FOLLOWS, HEADER, HEADER_BYTES, LOOKS_EVERY, PAYLOAD, Header, Messages
-from dcp_s3.load.peers.pieces import OwnedPiece, ReceivedPiece, SharedItems
+from dcp_s3.load.peers.pieces import Assignment, OwnedPiece, ReceivedPiece, SharedItems
 from dcp_s3.load.plan import find_stored
 from dcp_s3.workers import Workers
 
@@ -111,7 +110,7 @@ class Exchange(Messages):
                     self._has_ended = self._finished.get() is None
                 except BaseException as raised:  # noqa: BLE001
                     self.fail(raised)
-        cause = self.error
+        cause = None if self.failure is None else self.failure.error
         if cause is not None and cause is not error and (error is None or isinstance(error, Exception)):
             raise cause  # ``error`` is what came of it
 

@@ -1,4 +1,7 @@
-"""Messages between the ranks of one load, by gloo: greetings, who is lost, and the first failure.
+"""The ranks of one load: in which group they exchange data, and messages in it by gloo.
+
+The coordinator sees an offer of each rank, and chooses the group. Messages are greetings and data; who is lost, and
+what failed first, is known from them.
 
 The ranks greet each other first, with a time limit: a rank that failed before does not come. When a timeout of gloo
 runs out, it closes the group's connections, and the caller could not load anything else with the group. So greetings
@@ -8,21 +11,114 @@ locked.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import queue
 import secrets
 import struct
+import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from dcp_s3 import errors
+from dcp_s3 import errors, ranks
 from dcp_s3.limit import Deadline
 from dcp_s3.tensor_memory import view_bytes
 
 logger = logging.getLogger(__name__)
+
+# --- the group ---------------------------------------------------------------------------------------
+
+
+class Offer(NamedTuple):
+    """What a rank says of itself in its local plan, so that the coordinator can tell which ranks may share."""
+
+    rank: int
+    """Rank in the default group."""
+    shares: bool
+    """Whether it shares what it reads."""
+    checkpoint: int
+    """Hash of the URL of the checkpoint, and of its endpoint."""
+    version: int
+    """Hash of the metadata that it read."""
+    world_size: int
+    """Number of ranks of the default group; 0 if that cannot carry CPU tensors."""
+    given: int
+    """`hash_ranks` of the reader's ``process_group``; 0 if there is none, or if it cannot carry CPU tensors."""
+
+
+def hash_text(text: str) -> int:
+    """63 bits of a hash, the same in every process and never 0."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1 | 1
+
+
+def hash_ranks(members: Sequence[int]) -> int:
+    """63 bits that say which ranks, in this order."""
+    return hash_text(",".join(map(str, members)))
+
+
+def make_offer(checkpoint: str, version: int, given: dist.ProcessGroup | None, *, shares: bool) -> Offer:
+    """The offer of this rank, for a checkpoint and a reader's ``process_group``."""
+    return Offer(
+        rank=ranks.rank(),
+        shares=shares,
+        checkpoint=hash_text(checkpoint),
+        version=version,
+        world_size=ranks.world_size() if _has_gloo(None) else 0,
+        given=hash_ranks(dist.get_process_group_ranks(given)) if given is not None and _has_gloo(given) else 0,
+    )
+
+
+def _has_gloo(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group carries CPU tensors by gloo, the only backend that is supported here."""
+    return "cpu:gloo" in dist.get_backend_config(group).split(",")
+
+
+def choose_group(offers: Sequence[Offer], url: str) -> tuple[str, str]:
+    """In which process group the ranks with these offers, in order, can exchange data.
+
+    Returns:
+        ``given`` (the readers' own) or ``default``, and nothing; or nothing, and the reason.
+
+    Raises:
+        CorruptCheckpointError: they have read different metadata of the checkpoint at ``url``.
+    """
+    first = offers[0]
+    for offer in offers:
+        if offer.checkpoint == first.checkpoint and offer.version != first.version:
+            raise errors.CorruptCheckpointError(
+                f"{url} changed while it was read: ranks {first.rank} and {offer.rank} read different metadata. "
+                "Remedy: load it again",
+                url=url,
+            )
+    if len(offers) == 1:
+        return "", "it loads alone"
+    if not all(offer.shares for offer in offers):
+        return "", "not all ranks share (load_sharing=)"
+    if any(offer.checkpoint != first.checkpoint for offer in offers):
+        return "", "not all ranks load it"
+    members = [offer.rank for offer in offers]
+    expected = hash_ranks(members)
+    if all(offer.given == expected for offer in offers):
+        return "given", ""
+    if members == list(range(first.world_size)) and all(offer.world_size == len(members) for offer in offers):
+        return "default", ""
+    if not all(offer.world_size for offer in offers):
+        return "", (
+            "the default process group has no gloo for CPU tensors. To read what several ranks need once: "
+            'init_process_group("cpu:gloo,cuda:nccl"), which async_save needs as well, or give S3StorageReader a '
+            "process_group with gloo"
+        )
+    return "", (
+        f"{len(members)} ranks load it, which are not all ranks of the job. To read what several of them need once: "
+        "S3StorageReader(process_group=...) with the group that dcp.load is given"
+    )
+
+
+# --- messages ----------------------------------------------------------------------------------------
 
 PATIENCE = 300.0
 """Seconds for which a rank waits for the others to begin to read."""
@@ -81,6 +177,27 @@ class Failure(NamedTuple):
     text: str
 
 
+class _Waiter(threading.Thread):
+    """Waits for transfers, and can be left behind: of a lost connection gloo may forget a message that it was sending
+    or receiving, and the wait for that ends only with the timeout of the group."""
+
+    def __init__(self) -> None:
+        super().__init__(name="dcp_s3-wait", daemon=True)
+        self.asked: queue.SimpleQueue[tuple[Any, Any] | None] = queue.SimpleQueue()  # the work, and the memory it uses
+        self.errors: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while (asked := self.asked.get()) is not None:
+            try:
+                asked[0].wait()
+            except RuntimeError as error:
+                self.errors.put(error)
+            else:
+                self.errors.put(None)
+            del asked
+
+
 class Messages:
     """Messages between this rank and its ``peers`` in a group, with tags from ``tag`` on; and what failed first."""
 
@@ -93,11 +210,8 @@ class Messages:
         self.is_on = False
         self._lost: set[int] = set()
         self._greetings: list[tuple[int, torch.Tensor, Any]] = []
-
-    @property
-    def error(self) -> BaseException | None:
-        """The first failure."""
-        return None if self.failure is None else self.failure.error
+        self._local = threading.local()
+        self._waiters: list[_Waiter] = []
 
     def fail(self, error: BaseException) -> None:
         """Send no more, and tell the peers why. Only the first failure counts. Safe to call at any time."""
@@ -165,17 +279,20 @@ class Messages:
                     if self.wait(work, peer, answers[peer]):
                         found[peer] = Header.unpack(answers[peer])
             if waiting and time.monotonic() - probed > _PROBES_EVERY:
-                probed = time.monotonic()  # one that was killed is found out by sending to it
-                self._tell(Header(FAILED, self.rank).pack(), PROBE, waiting)
+                probed = time.monotonic()
+                self._probe(waiting)
             if waiting:
                 time.sleep(LOOKS_EVERY)
         _unanswered.extend((answers[peer], work) for peer, work in waiting.items())
         return found
 
-    def _tell(self, message: torch.Tensor, kind: int, peers: Iterable[int] | None = None) -> None:
-        for peer in self.peers if peers is None else peers:
-            work = self.send(message, peer, kind)
-            (_unanswered if kind == PROBE else self._greetings).append((peer, message, work))
+    def _tell(self, message: torch.Tensor, kind: int) -> None:
+        self._greetings += [(peer, message, self.send(message, peer, kind)) for peer in self.peers]
+
+    def _probe(self, peers: Iterable[int]) -> None:
+        """Find out who was killed: sending to it fails. Nobody receives this."""
+        message = Header(FAILED, self.rank).pack()
+        _unanswered.extend((message, self.send(message, peer, PROBE)) for peer in peers)
 
     def fail_as(self, rank: int, text: str) -> None:
         """Fail because ``rank`` did."""
@@ -195,22 +312,32 @@ class Messages:
                 self.wait(work, peer, message)
         else:
             _unanswered.extend(self._greetings)
+        for waiter in self._waiters:
+            waiter.asked.put(None)
 
     # --- gloo -------------------------------------------------------------------------------------------
 
     def wait(self, work: Any, peer: int, message: Any) -> bool:
         """Whether the transfer of ``message`` is done; False if ``peer`` is lost."""
-        if work is None:
+        if work is None or peer in self._lost:
             return False
-        if peer in self._lost:  # of several transfers that a lost connection cuts off, gloo may end only the first
-            _unanswered.append((message, work))
-            return False
-        try:
-            work.wait()
-        except RuntimeError as error:
+        waiter = getattr(self._local, "waiter", None)
+        if waiter is None:
+            waiter = self._local.waiter = _Waiter()
+            self._waiters.append(waiter)
+        waiter.asked.put((work, message))
+        while True:
+            try:
+                error = waiter.errors.get(timeout=_PROBES_EVERY)
+                break
+            except queue.Empty:
+                self._probe([peer])
+            if peer in self._lost:
+                self._local.waiter = None
+                return False
+        if error is not None:
             self._lose_connection(peer, error)
-            return False
-        return True
+        return error is None
 
     def send(self, tensor: torch.Tensor, peer: int, kind: int) -> Any:
         return self._post(dist.isend, tensor, peer, self._tag + kind, group_dst=peer)

@@ -1,4 +1,4 @@
-"""The pieces of an exchange, as seen by the rank that fetches one and by the ranks that receive it."""
+"""The pieces of an exchange: what each rank is told of them, and they themselves where they are fetched or received."""
 
 from __future__ import annotations
 
@@ -14,11 +14,67 @@ from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.format.blocks import Range, widen
 from dcp_s3.load.boxes import Box, Section, find_section
 from dcp_s3.load.fetch import Fetcher
-from dcp_s3.load.items import ItemTransfer, StreamTransfer, cut_out, elements_of
-from dcp_s3.load.peers.assignment import SharedPart, SharedPiece
+from dcp_s3.load.items import ItemTransfer, StreamTransfer, Transfer, cut_out, elements_of
 from dcp_s3.load.plan import StoredChunk, box_of
-from dcp_s3.load.transfer import Transfer
 from dcp_s3.tensor_memory import view_bytes
+
+
+class SharedPart(NamedTuple):
+    """A run of bytes of a stored chunk, as one rank sees it."""
+
+    items: tuple[int, ...]
+    """Numbers of the rank's items that need bytes of the part."""
+    start: int
+    """First byte in the chunk."""
+    stop: int
+    """The byte after the last."""
+
+
+Boxes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+"""Offsets and lengths of boxes of a chunk."""
+
+
+class Peer(NamedTuple):
+    """A rank that the owner of a piece sends to."""
+
+    rank: int
+    """Rank in the load's group."""
+    needs: tuple[Boxes | None, ...] | None
+    """For each part, the boxes of its items, or None where the part's only box contains all of it. None if so in all
+    parts."""
+
+
+class SharedPiece(NamedTuple):
+    """The bytes that one request fetches and several ranks need, as seen by one of these ranks."""
+
+    number: int
+    """Place in the order in which all ranks process the pieces."""
+    owner: int
+    """Rank that fetches the piece."""
+    parts: tuple[SharedPart, ...]
+    """Parts in the order in which they lie in the object."""
+    peers: tuple[Peer, ...]
+    """Ranks that the piece is sent to; for the owner only."""
+
+
+class Assignment(NamedTuple):
+    """One rank's work on shared pieces."""
+
+    items: tuple[ReadItem, ...]
+    """The items of the plan that was shared out: a planner may change it afterwards."""
+    pieces: tuple[SharedPiece, ...]
+    """Pieces that the rank fetches or needs, in order of their numbers."""
+    group: str = "default"
+    """The process group to exchange them in, see `choose_group`."""
+    tag: int = 0
+    """The first tag of messages, another one for each load."""
+
+    def shared_items(self) -> set[int]:
+        """Numbers of the items that arrive in pieces, and only so."""
+        return {number for piece in self.pieces for part in piece.parts for number in part.items}
+
+
+# --- on their way -------------------------------------------------------------------------------------
 
 _ALIGNMENT = 64
 """Parts and sections begin at multiples of this many bytes of a message, a multiple of any dtype's element size."""

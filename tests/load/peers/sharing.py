@@ -85,3 +85,10 @@ def copy_checkpoint(source: str, *runs: str) -> None:
 
 def large_state(blank: bool) -> dict[str, Any]:
     return {f"t{n}": torch.zeros(300_000 + n) if blank else random_values(n, 300_000 + n) for n in range(8)}
+
+
+def assert_large_loads(url: str) -> None:
+    """`large_state` is there, and the group is as good as new."""
+    state = load_into(url, large_state(True))
+    for name, value in large_state(False).items():
+        assert torch.equal(state[name], value), name

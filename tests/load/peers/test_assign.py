@@ -21,9 +21,9 @@ from dcp_s3.checksum import crc64nvme
 from dcp_s3.load.boxes import Box, boxes_of_section, elements_before, find_section
 from dcp_s3.load.peers import assign as sharing
 from dcp_s3.load.peers.assign import plan_sharing
-from dcp_s3.load.peers.assignment import Assignment, Offer, SharedPart, SharedPiece, choose_group, hash_ranks
 from dcp_s3.load.peers.exchange import Exchange
-from dcp_s3.load.peers.pieces import OwnedPiece, ReceivedPiece, SharedItems
+from dcp_s3.load.peers.messages import Offer, choose_group, hash_ranks
+from dcp_s3.load.peers.pieces import Assignment, OwnedPiece, ReceivedPiece, SharedItems, SharedPart, SharedPiece
 from dcp_s3.load.plan import StoredChunk, box_of, find_stored
 from dcp_s3.load.prepare import TransferFactory
 from dcp_s3.torch_private import ReaderTransforms
@@ -74,7 +74,9 @@ def test_a_section_is_what_a_run_has_of_a_box(case: Case, data: st.DataObject) -
     expected = [number for number in inside if start <= number < stop]
     assert inside[section.start : section.stop] == expected
     array, found = torch.arange(tensor.numel()), []
-    for part, position in boxes_of_section(sizes, box, section):
+    boxes = boxes_of_section(sizes, box, section)
+    assert len(boxes) <= max(1, 2 * len(sizes) - 1)
+    for part, position in boxes:
         strides = torch.empty(sizes).stride()
         found += array.as_strided(part.lengths, strides, position).flatten().tolist()
     assert found == expected
@@ -363,7 +365,8 @@ def test_the_first_failure_counts_though_nothing_can_be_said_of_it(error: BaseEx
 
     with pytest.raises(type(error)) as caught:
         take_part()
-    assert caught.value is error is exchange.error
+    assert exchange.failure is not None
+    assert caught.value is error is exchange.failure.error
 
 
 def test_items_that_a_planner_moved_are_shared_and_others_are_not() -> None:

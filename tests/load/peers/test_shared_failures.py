@@ -31,14 +31,15 @@ from dcp_s3 import S3StorageWriter, errors
 from dcp_s3.limit import Cancelled
 from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.peers.exchange import Exchange
-from dcp_s3.load.peers.messages import GREETING, VERDICT
-from dcp_s3.load.peers.pieces import OwnedPiece, ReceivedPiece, SharedItems
+from dcp_s3.load.peers.messages import GREETING, PAYLOAD, VERDICT, Messages
+from dcp_s3.load.peers.pieces import OwnedPiece, ReceivedPiece
 from tests.faulty import BUCKET
 from tests.interrupting import Interrupts
 from tests.load.peers.sharing import (
     RUN,
     SMALL,
     Recording,
+    assert_large_loads,
     copy_checkpoint,
     large_state,
     load_into,
@@ -84,6 +85,9 @@ def _raising(error: BaseException, after: int = 0) -> Callable[..., Any]:
     return method
 
 
+_PLANNER = "torch.distributed.checkpoint.default_planner.DefaultLoadPlanner"
+
+
 def _failures() -> dict[str, tuple[dict[int, tuple[str, str]], float]]:
     dcp.save(large_state(False), storage_writer=S3StorageWriter(f"{RUN}/good", max_objects=1, settings=SMALL))
     copy_checkpoint("good", "deleted", "damaged", "metadata")
@@ -100,28 +104,20 @@ def _failures() -> dict[str, tuple[dict[int, tuple[str, str]], float]]:
     dist.barrier()
     told = {run: _failing(f"{RUN}/{run}") for run in ("deleted", "damaged", "metadata", "absent")}
     down = errors.TransferError("S3 is down", bucket=BUCKET, key="k", operation="GetObject", attempts=3)
-    with _on_rank(1, mock.patch("dcp_s3.s3.store.fetch_into", _raising(down))):
-        told["down"] = _failing(f"{RUN}/good")
-    with _on_rank(2, mock.patch.object(OwnedPiece, "message", _raising(MemoryError("no memory")))):
-        told["sending"] = _failing(f"{RUN}/good")
-    with _on_rank(0, mock.patch.object(SharedItems, "memory", _raising(KeyError("place")))):
-        told["receiving"] = _failing(f"{RUN}/good")
-    with _on_rank(1, mock.patch.object(DefaultLoadPlanner, "commit_tensor", _raising(ValueError("mine"), 2))):
-        told["planner"] = _failing(f"{RUN}/good")
-    with _on_rank(0, mock.patch.object(DefaultLoadPlanner, "commit_tensor", _raising(KeyboardInterrupt(), 1))):
-        told["interrupt"] = _failing(f"{RUN}/good")
-    with _on_rank(1, mock.patch.object(DefaultLoadPlanner, "resolve_tensor", _raising(ValueError("no tensor")))):
-        told["preparing"] = _failing(f"{RUN}/good")
-    with _on_rank(1, mock.patch("dcp_s3.load.peers.exchange.Workers", _raising(RuntimeError("no threads")))):
-        told["threads"] = _failing(f"{RUN}/good")
-    with _on_rank(2, mock.patch("dcp_s3.spill.local.open_store", _raising(OSError("no disk")))):
-        told["disk"] = _failing(f"{RUN}/good")
-    with _on_rank(0, mock.patch("dcp_s3.load.metadata.fetch_metadata", _raising(KeyboardInterrupt()))):
-        told["metadata_interrupt"] = _failing(f"{RUN}/good")
-    # After all that the group is as good as new.
-    state = load_into(f"{RUN}/good", large_state(True))
-    for name, value in large_state(False).items():
-        assert torch.equal(state[name], value), name
+    for name, rank, place, error, after in (
+        ("down", 1, "dcp_s3.s3.store.fetch_into", down, 0),
+        ("sending", 2, "dcp_s3.load.peers.pieces.OwnedPiece.message", MemoryError("no memory"), 0),
+        ("receiving", 0, "dcp_s3.load.peers.pieces.SharedItems.memory", KeyError("place"), 0),
+        ("planner", 1, f"{_PLANNER}.commit_tensor", ValueError("mine"), 2),
+        ("interrupt", 0, f"{_PLANNER}.commit_tensor", KeyboardInterrupt(), 1),
+        ("preparing", 1, f"{_PLANNER}.resolve_tensor", ValueError("no tensor"), 0),
+        ("threads", 1, "dcp_s3.load.peers.exchange.Workers", RuntimeError("no threads"), 0),
+        ("disk", 2, "dcp_s3.spill.local.open_store", OSError("no disk"), 0),
+        ("metadata_interrupt", 0, "dcp_s3.load.metadata.fetch_metadata", KeyboardInterrupt(), 0),
+    ):
+        with _on_rank(rank, mock.patch(place, _raising(error, after))):
+            told[name] = _failing(f"{RUN}/good")
+    assert_large_loads(f"{RUN}/good")
     return told
 
 
@@ -180,9 +176,7 @@ def _failing_at_random(seed: int, count: int) -> None:
         for kind, text in failures.values():
             assert kind in ("ValueError", "PeerReadError"), (seed, number, failures)
             assert "rank" in text
-    state = load_into(url, large_state(True))
-    for name, value in large_state(False).items():
-        assert torch.equal(state[name], value), name
+    assert_large_loads(url)
 
 
 def _raising_later(method: Callable[..., Any], error: BaseException, after: int) -> Callable[..., Any]:
@@ -240,9 +234,7 @@ def _interrupted() -> dict[str, dict[int, tuple[str, str]]]:
         finally:
             returned.set()
     assert early == ([False] if dist.get_rank() == 0 else []), "nothing is written any more when the load has failed"
-    state = load_into(url, large_state(True))
-    for name, value in large_state(False).items():
-        assert torch.equal(state[name], value), name
+    assert_large_loads(url)
     return told
 
 
@@ -274,9 +266,7 @@ def _begin_badly() -> dict[str, dict[int, tuple[str, str]]]:
         with mock.patch("dcp_s3.load.peers.messages.PATIENCE", 1.0), _on_rank(1, patch):
             told[name], seconds = _failing(url)
             assert seconds < 15
-    state = load_into(url, large_state(True))  # the group is as good as new
-    for name, value in large_state(False).items():
-        assert torch.equal(state[name], value), name
+    assert_large_loads(url)
     return told
 
 
@@ -353,14 +343,39 @@ def test_a_rank_that_is_killed_lets_no_other_hang(recording: Recording, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
+def _cut_off(number: int, folder: Path) -> None:
+    """Rank 1 is killed in the middle of several long messages in both directions."""
+    tensors = [torch.zeros(2**23, dtype=torch.uint8) for _ in range(8)]
+    messages = Messages(dist.group.WORLD, [1 - dist.get_rank()], "s3://b/run", 1 << 29, None)  # type: ignore[arg-type]
+    peer, works = 1 - messages.rank, []
+    for index, tensor in enumerate(tensors):
+        works.append((messages.receive if index % 2 == messages.rank else messages.send)(tensor, peer, PAYLOAD))
+    if messages.rank == 1:
+        time.sleep(number * 0.002)
+        _die()
+    for work, tensor in zip(works, tensors, strict=True):
+        messages.wait(work, peer, tensor)
+    messages.end()
+    assert messages.failure is not None
+    assert isinstance(messages.failure.error, errors.PeerReadError)
+    assert "the connection to rank 1 was lost" in str(messages.failure.error)
+    (folder / str(number)).touch()
+
+
+def test_messages_that_a_killed_rank_cuts_off_end(tmp_path: Path) -> None:
+    """gloo forgets the one that was under way, and waits for it."""
+    for number in range(4):
+        with pytest.raises(RankFailed, match="exit code -9"):
+            run_ranks(2, _cut_off, number, tmp_path, timeout=60, grace=20)
+        assert (tmp_path / str(number)).exists()
+
+
 def _timed_out() -> list[tuple[dict[int, tuple[str, str]], float]]:
     for name in ("slow", "good"):
         dcp.save(large_state(False), storage_writer=S3StorageWriter(f"{RUN}/{name}", settings=SMALL))
     told = [_failing(f"{RUN}/slow", settings={"load_timeout": 1.5})]
     dist.barrier()
-    state = load_into(f"{RUN}/good", large_state(True))  # the group is as good as new
-    for name, value in large_state(False).items():
-        assert torch.equal(state[name], value), name
+    assert_large_loads(f"{RUN}/good")
     return told
 
 
