@@ -231,7 +231,7 @@ class DoctorReport:
 
     @property
     def row(self) -> str:
-        """The store's row in the table of docs/stores.md, as Markdown. A cell is ``unknown`` if it was not found out."""
+        """The store's row in the table of docs/stores.md, as Markdown; ``unknown``: it was not found out."""
         cells = {each.name: each.cell or "unknown" for each in self.checks}
         columns = [", ".join(cells.get(name, "unknown") for name in names) for _, names in COLUMNS]
         return f"| {' | '.join([self.store.replace('|', ' '), *columns])} |"

@@ -1,4 +1,4 @@
-"""The commands that delete and mark checkpoints: ``prune``, ``rm``, ``pin``, ``unpin`` and ``annotate``."""
+"""The commands that delete and mark checkpoints: ``prune``, ``rm``, ``pin`` and ``annotate``."""
 
 from __future__ import annotations
 
@@ -143,23 +143,19 @@ def rm(
 def pin(
     url: cli.URL,
     reason: Annotated[str | None, typer.Option(help="Why it is pinned; shown later.")] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the pin.")] = False,
 ) -> None:
-    """Protect a checkpoint from every policy, until `unpin`."""
+    """Protect a checkpoint from every policy, until `pin --remove`."""
     from dcp_s3.retention import marks
 
-    marks.pin(url, reason)
-    cli.note(f"{url} is pinned")
-
-
-@cli.app.command()
-def unpin(url: cli.URL) -> None:
-    """Remove the pin of a checkpoint."""
-    from dcp_s3.retention import marks
-
-    if not marks.unpin(url):
+    if not remove:
+        marks.pin(url, reason)
+        cli.note(f"{url} is pinned")
+    elif marks.unpin(url):
+        cli.note(f"{url} is no longer pinned")
+    else:
         cli.note(f"{url} is not pinned")
         raise typer.Exit(group.NOTHING_THERE)
-    cli.note(f"{url} is no longer pinned")
 
 
 @cli.app.command()

@@ -1,4 +1,4 @@
-"""The commands that check and try: ``config``, ``doctor``, ``verify``, ``bench`` and ``demo``."""
+"""The commands that check and try: ``doctor``, ``verify``, ``bench`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from dcp_s3.offline.verify import VerifyReport
 
 
-@cli.app.command()
-def config(ctx: typer.Context, as_json: cli.AsJSON = False) -> None:
-    """Show the settings in effect, and the environment variable or AWS profile that each comes from."""
+def _show_settings(ctx: typer.Context, as_json: bool) -> None:
     from dcp_s3.cli import tables
     from dcp_s3.retention.parse import policy_from_settings
     from dcp_s3.s3.client import find_chain
@@ -47,14 +45,26 @@ _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": 
 
 @cli.app.command()
 def doctor(
-    url: Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix below which checkpoints are to lie.")],
+    ctx: typer.Context,
+    url: Annotated[
+        str | None, typer.Argument(metavar="URL", help="s3://bucket/prefix below which checkpoints are to lie.")
+    ] = None,
     read_only: Annotated[bool, typer.Option("--read-only", help="Leave out everything that writes.")] = False,
+    settings: Annotated[
+        bool,
+        typer.Option("--settings", help="Only show each setting, and the variable or AWS profile that it comes from."),
+    ] = False,
     as_json: cli.AsJSON = False,
 ) -> None:
     """Check settings, credentials, endpoint, permissions and what the store can do, before a run starts.
 
-    Small probe objects are written below URL and removed again.
+    Small probe objects are written below URL and removed again. The last line is the store's row in docs/stores.md.
     """
+    if settings:
+        _show_settings(ctx, as_json)
+        return
+    if url is None:
+        raise typer.BadParameter("missing; only --settings goes without", param_hint="URL")
     from dcp_s3.checkup.doctor import conclude, examine, format_result
     from dcp_s3.checkup.probes import CheckResult
     from dcp_s3.cli import tables

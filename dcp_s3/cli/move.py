@@ -44,10 +44,6 @@ def cp(
     )
 
 
-cli.app.command("download", hidden=True)(cp)
-cli.app.command("upload", hidden=True)(cp)
-
-
 @cli.app.command()
 def export(
     url: cli.URL,
