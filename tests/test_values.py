@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pickle
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from dcp_s3 import errors
 from dcp_s3.errors import InvalidURLError
 from dcp_s3.failures import WIDTH, Failed, first_cause, headline, name_ranks, panel
-from dcp_s3.launcher import read_launch
 from dcp_s3.units import format_size, parse_duration, parse_size, plural
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
@@ -167,29 +165,6 @@ def test_sizes_for_people() -> None:
 def test_counts_are_in_the_right_number() -> None:
     assert [plural(count, "object") for count in (0, 1, 2)] == ["0 objects", "1 object", "2 objects"]
     assert [plural(count, "entry") for count in (1, 2)] == ["1 entry", "2 entries"]
-
-
-# --- what a launcher says --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("environment", "found"),
-    [
-        ({}, ("", (), 0, 1)),
-        ({"RANK": "1", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, ("", (), 1, 2)),
-        ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}, ("", (), 3, 4)),
-        ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "2"}, ("slurm-7.0", (2,), 0, 1)),
-        ({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}, ("", (1,), 0, 1)),
-    ],
-)
-def test_a_launcher(environment: dict[str, str], found: tuple[Any, ...]) -> None:
-    assert dataclasses.astuple(read_launch(environment)) == found
-
-
-@pytest.mark.parametrize(("rank", "size"), [("2", "2"), ("-1", "2"), ("one", "2")])
-def test_a_rank_that_is_not_below_the_world_size_is_refused(rank: str, size: str) -> None:
-    with pytest.raises(errors.SettingsError, match="RANK = .*the rank below the world size"):
-        read_launch({"RANK": rank, "WORLD_SIZE": size})
 
 
 # --- errors ----------------------------------------------------------------------------------------------
