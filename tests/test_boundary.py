@@ -245,16 +245,6 @@ def test_saves_that_succeed_and_saves_that_raise_to_their_caller_log_nothing(
 # --- without our frames ------------------------------------------------------------------------------------
 
 
-def test_a_save_that_nobody_catches_shows_the_cause_and_none_of_our_frames(
-    faulty: FaultyServer, run: Callable[[str], Any]
-) -> None:
-    _deny(faulty, "PutObject", ".distcp")
-    done = run("dcp.save(state, storage_writer=writer)")
-    assert done.returncode == 1
-    _assert_plain(done.stderr)
-    assert "boto" not in done.stderr
-
-
 def _assert_plain(text: str) -> None:
     assert text.startswith("Traceback"), text
     assert _our_frames(text) == [], text
@@ -301,16 +291,6 @@ def test_errors_show_none_of_our_frames(
     _assert_plain("".join(traceback.format_exception(caught.value)))
     # torch says of whatever its loader catches that there is no metadata.
     assert _logged(caplog, logging.WARNING) == []
-
-
-@pytest.mark.parametrize("listed", [True, False])
-def test_the_metadata_of_a_single_rank_is_still_looked_for(faulty: FaultyServer, listed: bool) -> None:
-    dcp.save({"w": torch.ones(3)}, storage_writer=S3StorageWriter(_URL), use_collectives=False)
-    if not listed:
-        faulty.rule = lambda r: _DENIED if r.operation.startswith("List") else None
-    state = {"w": torch.zeros(3)}
-    dcp.load(state, storage_reader=S3StorageReader(_URL))
-    assert torch.equal(state["w"], torch.ones(3))
 
 
 def _failures(url: str) -> tuple[list[tuple[Any, ...]], str]:

@@ -257,6 +257,15 @@ def test_a_subscriber_may_ask_for_the_stats() -> None:
     assert len(found) == 2
 
 
+def test_a_prune_that_left_something_counts_as_failed() -> None:
+    before = dcp_s3.stats().prunes
+    for ok in (False, True):
+        events.emit(events.Pruned(root="s3://bucket/run", deleted=2, freed_bytes=5, seconds=1.0, ok=ok, time=7.0 + ok))
+        after = dcp_s3.stats().prunes
+        assert (after.failed - before.failed, after.last_success == 8.0) == (1, ok)
+    assert (after.deleted - before.deleted, after.freed_bytes - before.freed_bytes) == (4, 10)
+
+
 class Board:
     """A run of Weights & Biases, or a writer of TensorBoard, that keeps what it is told."""
 

@@ -290,7 +290,11 @@ def test_the_reason_of_a_pin_can_be_read(s3: Any) -> None:
 def test_a_pins_reason_is_one_line(faulty: FaultyServer) -> None:
     url = save(f"{ROOT}/step-1")
     dcp_s3.pin(url, "good\ns3://bucket/run/step-2 is deleted\x1b[2J")
-    for status, command in ((0, ["show", url]), (0, ["prune", "--dry-run", ROOT, "latest:1"]), (1, ["rm", "--yes", url])):
+    for status, command in (
+        (0, ["show", url]),
+        (0, ["prune", "--dry-run", ROOT, "latest:1"]),
+        (1, ["rm", "--yes", url]),
+    ):
         result = run(*command, status=status)
         assert "good s3://bucket/run/step-2 is deleted" in " ".join(result.output.split())
         assert not any(line.startswith("s3://bucket/run/step-2") for line in result.output.splitlines())
