@@ -40,8 +40,8 @@ Environment variables with the prefix `DCP_S3_`, read when a writer, a reader or
 Python the same names, in lower case and without the prefix, override them:
 `S3StorageWriter(url, settings={{"part_size": "64MiB"}})`. Sizes are written like `64MiB`, durations like `30s`, `5m`,
 `24h`. What is unset follows AWS's own chain (`AWS_ENDPOINT_URL_S3`, profiles, instance roles); credentials always do.
-`dcp-s3 doctor --settings` shows what is in force, and where each value comes from. A variable that does not exist is reported, and
-a value that is not allowed names what is.
+`dcp-s3 doctor --settings` shows what is in force, and where each value comes from. A variable that does not exist is
+reported, and a value that is not allowed names what is.
 
 ## The five that matter first
 
