@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import dcp_s3
-from dcp_s3 import S3LoadPlanner, S3Stager, S3StorageReader, S3StorageWriter, errors
+from dcp_s3 import S3LoadPlanner, S3Stager, S3StorageReader, S3StorageWriter, errors, events
 from tests.faulty import BUCKET, FaultyServer
 from tests.interpreter import Interpreter
 from tests.memory_s3 import Fault
@@ -149,7 +149,8 @@ def _collected() -> list[str]:
 
 
 def _fail_on_rank_1(url: str, staging: str) -> list[str]:
-    lines = _collected()
+    lines, told = _collected(), list[str]()
+    events.subscribe(lambda event: told.append(type(event).__name__))
     rank = dist.get_rank()
     stager = S3Stager({"staging_limit": "1MiB"} if rank == 1 and staging == "fails" else {}, asynchronous=True)
     answer: Any = dcp.async_save(
@@ -160,7 +161,9 @@ def _fail_on_rank_1(url: str, staging: str) -> list[str]:
     assert isinstance(answer, AsyncSaveResponse)
     assert answer.upload_completion.exception(_PATIENCE_SECONDS) is not None
     _wait_for_one(lambda: lines)
+    assert _wait_for_one(lambda: [name for name in told if name == "SaveFailed"]) == ["SaveFailed"]
     dist.barrier()
+    assert dcp_s3.stats().saves.failed == 1
     return lines
 
 

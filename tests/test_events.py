@@ -367,23 +367,6 @@ def test_a_state_that_cannot_be_staged_is_told(root: str, asynchronous: bool) ->
     assert len(heard.wait_for(events.SaveFailed)) == 1
 
 
-def save_where_one_rank_fails(root: str) -> tuple[list[str], int]:
-    heard = Heard()
-    writer = S3StorageWriter(f"{root}/step-1", on_event=heard)
-    if dist.get_rank() == 1:
-        writer.attach("x", b"1")
-        writer.separate = None  # type: ignore[assignment]  # fails in write_data, on this rank alone
-    saving: Any = dcp.async_save(state(), storage_writer=writer)
-    assert saving.exception(PATIENCE) is not None
-    heard.wait_for(events.SaveFailed)
-    return heard.kinds, dcp_s3.stats().saves.failed
-
-
-def test_the_rank_that_fails_and_the_first_one_tell_of_an_asynchronous_save(root: str) -> None:
-    for kinds, failed in run_ranks(2, save_where_one_rank_fails, root):
-        assert kinds.count("SaveFailed") == failed == 1
-
-
 def test_loads_that_fail_are_told_once_also_of_a_reader_that_is_used_again(memory_server: S3Server, root: str) -> None:
     dcp.save(state(), storage_writer=S3StorageWriter(f"{root}/step-3"))
     before = dcp_s3.stats().loads

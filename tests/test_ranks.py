@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from tests.ranks import RankFailed, run_ranks
 
@@ -81,19 +78,3 @@ def test_a_rank_that_fails_is_reported_while_the_other_hangs(ranks: int, kind: s
     assert found is None if exception is None else isinstance(found, exception)
     if isinstance(found, CheckpointException):
         assert isinstance(found.failures[1][0], OSError)
-
-
-def _save_in_a_process(directory: str) -> Any:
-    state = {"w": torch.full((4,), float(dist.get_rank()))}
-    future = dcp.async_save(
-        state,
-        checkpoint_id=directory,
-        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-        process_group=dist.group.WORLD,
-    )
-    future.result()
-    return sorted(p.name for p in Path(directory).iterdir() if p.suffix != ".tmp")
-
-
-def test_a_rank_may_start_torchs_checkpoint_process(tmp_path: Path) -> None:
-    assert ".metadata" in run_ranks(2, _save_in_a_process, str(tmp_path))[0]
