@@ -235,7 +235,7 @@ def check_whole_object(exam: Examination) -> CheckResult:
 def check_copies(exam: Examination) -> CheckResult:
     """Whether objects, and parts of them, are copied inside of the store."""
     exam.put(PROBE, DATA)
-    source = {"CopySource": {"Bucket": exam.url.bucket, "Key": exam.key(PROBE)}}
+    source: dict[str, Any] = {"CopySource": {"Bucket": exam.url.bucket, "Key": exam.key(PROBE)}}
     exam.keys.append(exam.key(_COPY))
     done: list[str] = []
     try:
