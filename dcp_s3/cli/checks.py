@@ -64,7 +64,7 @@ def doctor(
         _show_settings(ctx, as_json)
         return
     if url is None:
-        raise typer.BadParameter("missing; only --settings goes without", param_hint="URL")
+        raise typer.BadParameter("s3://bucket/prefix is missing; only --settings needs none", param_hint="URL")
     from dcp_s3.checkup.doctor import conclude, examine, format_result
     from dcp_s3.checkup.probes import CheckResult
     from dcp_s3.cli import tables
