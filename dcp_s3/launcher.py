@@ -64,8 +64,8 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
             rank, size = environment[rank_name], environment[size_name]
             if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
                 raise SettingsError(
-                    f"{rank_name} = {rank!r} and {size_name} = {size!r} are not allowed: expected whole numbers, the rank "
-                    "below the world size. Remedy: unset them, or set them as a launcher such as torchrun does"
+                    f"{rank_name} = {rank!r} and {size_name} = {size!r} are not allowed: expected whole numbers, the "
+                    "rank below the world size. Remedy: unset them, or set them as a launcher such as torchrun does"
                 )
             break
     return Launch("+".join(runs), tuple(restart), int(rank), int(size))
