@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, Protocol
 
 from awscrt import checksums
 
 ChecksumAlgorithm = Literal["crc64nvme", "crc32c", "none"]
 
 
-def crc64nvme(data: bytes | memoryview, previous: int = 0) -> int:
-    """CRC-64/NVME of ``data``, continuing from ``previous``."""
-    return int(checksums.crc64nvme(data, previous))
+class _CRC(Protocol):
+    """The CRC of ``data``, continuing from ``previous``."""
+
+    def __call__(self, data: bytes | memoryview, previous: int = 0, /) -> int: ...
 
 
-def crc32c(data: bytes | memoryview, previous: int = 0) -> int:
-    """CRC-32C of ``data``, continuing from ``previous``."""
-    return int(checksums.crc32c(data, previous))
+crc64nvme: _CRC = checksums.crc64nvme
+crc32c: _CRC = checksums.crc32c
 
 
 def combine_crc64nvme(parts: Iterable[tuple[int, int]]) -> int:

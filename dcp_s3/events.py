@@ -109,8 +109,7 @@ class Committed(Event):
     """Bytes of all ranks that took the way over a spill directory. None if the commit took it: then it is not known."""
 
     def count(self) -> None:
-        totals.add("saves", committed=1)
-        totals.note("saves", last_step=self.step, last_commit=self.time)
+        totals.add("saves", {"last_step": self.step, "last_commit": self.time}, committed=1)
 
     def __str__(self) -> str:
         """One line: ``step 1000 committed: 840.0 GiB, 512 ranks, stall 0.14 s, upload 47 s (17.9 GiB/s), ...``."""
@@ -249,9 +248,8 @@ class Pruned(Event):
     """Whether everything was deleted that should have been."""
 
     def count(self) -> None:
-        totals.add("prunes", failed=not self.ok, deleted=self.deleted, freed_bytes=self.freed_bytes)
-        if self.ok:
-            totals.note("prunes", last_success=self.time)
+        latest = {"last_success": self.time} if self.ok else None
+        totals.add("prunes", latest, failed=not self.ok, deleted=self.deleted, freed_bytes=self.freed_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

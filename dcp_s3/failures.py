@@ -65,21 +65,18 @@ class Failed:
     """The line of code to go on with; empty if there is none."""
 
 
-def headline(failed: Failed) -> str:
-    """``the save of step 1000 to s3://bucket/run/step-00001000 failed on ranks 0 to 7``."""
-    if failed.cause is not None:
-        return f"{failed.what} failed"
-    return f"{failed.what} failed on {name_ranks(real_causes(failed.failures))}"
-
-
 def panel(failed: Failed) -> str:
     """The failure as lines of text: what failed on which ranks, each cause once with its remedy, how to go on.
 
     At most `WIDTH` characters wide, and about ten lines if there is one cause.
     """
-    causes = [("", _tell(failed.cause))] if failed.cause is not None else _causes(failed.failures)
+    where = ""
+    if failed.cause is not None:
+        causes = [("", _tell(failed.cause))]
+    else:
+        causes, where = _causes(failed.failures), f" on {name_ranks(real_causes(failed.failures))}"
     one = len(causes) == 1
-    lines = textwrap.wrap(headline(failed), WIDTH, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(f"{failed.what} failed{where}", WIDTH, break_long_words=False, break_on_hyphens=False)
     for ranks, text in causes:
         cause, *remedies = _REMEDY.split(text)
         lines += _field("Cause" if one else f"On {ranks}", cause)

@@ -58,22 +58,17 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         restart.append(_count(environment, "TORCHELASTIC_RESTART_COUNT"))
         if elastic != "none":
             runs.append(f"torchrun-{elastic}")
-    rank, world_size = _read_rank(environment)
-    return Launch("+".join(runs), tuple(restart), rank, world_size)
-
-
-def _read_rank(environment: Mapping[str, str]) -> tuple[int, int]:
+    rank, size = "0", "1"
     for rank_name, size_name in _RANKS:
-        rank, size = environment.get(rank_name, ""), environment.get(size_name, "")
-        if not rank or not size:
-            continue
-        if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
-            raise SettingsError(
-                f"{rank_name} = {rank!r} and {size_name} = {size!r} are not allowed: expected whole numbers, the rank "
-                "below the world size. Remedy: unset them, or set them as a launcher such as torchrun does"
-            )
-        return int(rank), int(size)
-    return 0, 1
+        if environment.get(rank_name) and environment.get(size_name):
+            rank, size = environment[rank_name], environment[size_name]
+            if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+                raise SettingsError(
+                    f"{rank_name} = {rank!r} and {size_name} = {size!r} are not allowed: expected whole numbers, the "
+                    "rank below the world size. Remedy: unset them, or set them as a launcher such as torchrun does"
+                )
+            break
+    return Launch("+".join(runs), tuple(restart), int(rank), int(size))
 
 
 def _count(environment: Mapping[str, str], name: str) -> int:

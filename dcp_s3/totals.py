@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from dcp_s3.process import reset_in_child
 
@@ -87,21 +86,13 @@ class Totals:
     prunes: PruneTotals = PruneTotals()
 
 
-def add(to: str, **amounts: float) -> None:
-    """Add to the counts of one group of `Totals`. Thread safe."""
-    _change(to, lambda group: {name: getattr(group, name) + amount for name, amount in amounts.items()})
-
-
-def note(to: str, **values: float | None) -> None:
-    """Set values of one group of `Totals`. Thread safe."""
-    _change(to, lambda _: values)
-
-
-def _change(to: str, change: Callable[[Any], Mapping[str, Any]]) -> None:
+def add(to: str, latest: Mapping[str, float | None] | None = None, **amounts: float) -> None:
+    """Add to the counts of one group of `Totals`, and set its ``latest`` values. Thread safe."""
     global _totals
     with _lock:
         group = getattr(_totals, to)
-        _totals = replace(_totals, **{to: replace(group, **change(group))})
+        sums = {name: getattr(group, name) + amount for name, amount in amounts.items()}
+        _totals = replace(_totals, **{to: replace(group, **sums, **(latest or {}))})
 
 
 def totals() -> Totals:

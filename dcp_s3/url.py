@@ -49,7 +49,8 @@ class CheckpointURL:
 
 def is_s3_url(value: object) -> bool:
     """Whether ``value`` is text or a path that starts with ``s3:/`` (any case). The rest is not checked."""
-    return _text(value)[: len(_FOLDED)].lower() == _FOLDED
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return isinstance(text, str) and text[: len(_FOLDED)].lower() == _FOLDED
 
 
 def parse_url(value: URLLike) -> CheckpointURL:
@@ -69,7 +70,7 @@ def parse_url(value: URLLike) -> CheckpointURL:
                 "dcp.save or dcp.load. Remedy: S3StorageWriter('s3://bucket/prefix')"
             )
         raise InvalidURLError(f"{value!r} is not an S3 URL: expected s3://bucket/prefix")
-    text = _text(value)
+    text = os.fspath(value)
     rest = text[len(_FOLDED) :].removeprefix("/")
     arn = re.match(r"arn:[A-Za-z0-9:_.-]*?:accesspoint[:/][A-Za-z0-9_.-]+", rest)
     bucket, _, prefix = (arn[0], "", rest[arn.end() + 1 :]) if arn else rest.partition("/")
@@ -87,9 +88,3 @@ def parse_url(value: URLLike) -> CheckpointURL:
             f"{_MAX_KEY_BYTES}, and {_RESERVED_KEY_BYTES} are needed for the names below it"
         )
     return CheckpointURL(bucket, prefix)
-
-
-def _text(value: object) -> str:
-    """A URL or path as text; empty for anything else."""
-    text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    return text if isinstance(text, str) else ""

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import dcp_s3
-from dcp_s3 import S3LoadPlanner, S3Stager, S3StorageReader, S3StorageWriter, errors
+from dcp_s3 import S3LoadPlanner, S3Stager, S3StorageReader, S3StorageWriter, errors, events
 from tests.faulty import BUCKET, FaultyServer
 from tests.interpreter import Interpreter
 from tests.memory_s3 import Fault
@@ -149,7 +149,8 @@ def _collected() -> list[str]:
 
 
 def _fail_on_rank_1(url: str, staging: str) -> list[str]:
-    lines = _collected()
+    lines, told = _collected(), list[str]()
+    events.subscribe(lambda event: told.append(type(event).__name__))
     rank = dist.get_rank()
     stager = S3Stager({"staging_limit": "1MiB"} if rank == 1 and staging == "fails" else {}, asynchronous=True)
     answer: Any = dcp.async_save(
@@ -160,7 +161,9 @@ def _fail_on_rank_1(url: str, staging: str) -> list[str]:
     assert isinstance(answer, AsyncSaveResponse)
     assert answer.upload_completion.exception(_PATIENCE_SECONDS) is not None
     _wait_for_one(lambda: lines)
+    assert _wait_for_one(lambda: [name for name in told if name == "SaveFailed"]) == ["SaveFailed"]
     dist.barrier()
+    assert dcp_s3.stats().saves.failed == 1
     return lines
 
 
@@ -245,16 +248,6 @@ def test_saves_that_succeed_and_saves_that_raise_to_their_caller_log_nothing(
 # --- without our frames ------------------------------------------------------------------------------------
 
 
-def test_a_save_that_nobody_catches_shows_the_cause_and_none_of_our_frames(
-    faulty: FaultyServer, run: Callable[[str], Any]
-) -> None:
-    _deny(faulty, "PutObject", ".distcp")
-    done = run("dcp.save(state, storage_writer=writer)")
-    assert done.returncode == 1
-    _assert_plain(done.stderr)
-    assert "boto" not in done.stderr
-
-
 def _assert_plain(text: str) -> None:
     assert text.startswith("Traceback"), text
     assert _our_frames(text) == [], text
@@ -301,16 +294,6 @@ def test_errors_show_none_of_our_frames(
     _assert_plain("".join(traceback.format_exception(caught.value)))
     # torch says of whatever its loader catches that there is no metadata.
     assert _logged(caplog, logging.WARNING) == []
-
-
-@pytest.mark.parametrize("listed", [True, False])
-def test_the_metadata_of_a_single_rank_is_still_looked_for(faulty: FaultyServer, listed: bool) -> None:
-    dcp.save({"w": torch.ones(3)}, storage_writer=S3StorageWriter(_URL), use_collectives=False)
-    if not listed:
-        faulty.rule = lambda r: _DENIED if r.operation.startswith("List") else None
-    state = {"w": torch.zeros(3)}
-    dcp.load(state, storage_reader=S3StorageReader(_URL))
-    assert torch.equal(state["w"], torch.ones(3))
 
 
 def _failures(url: str) -> tuple[list[tuple[Any, ...]], str]:

@@ -257,6 +257,15 @@ def test_a_subscriber_may_ask_for_the_stats() -> None:
     assert len(found) == 2
 
 
+def test_a_prune_that_left_something_counts_as_failed() -> None:
+    before = dcp_s3.stats().prunes
+    for ok in (False, True):
+        events.emit(events.Pruned(root="s3://bucket/run", deleted=2, freed_bytes=5, seconds=1.0, ok=ok, time=7.0 + ok))
+        after = dcp_s3.stats().prunes
+        assert (after.failed - before.failed, after.last_success == 8.0) == (1, ok)
+    assert (after.deleted - before.deleted, after.freed_bytes - before.freed_bytes) == (4, 10)
+
+
 class Board:
     """A run of Weights & Biases, or a writer of TensorBoard, that keeps what it is told."""
 
@@ -356,23 +365,6 @@ def test_a_state_that_cannot_be_staged_is_told(root: str, asynchronous: bool) ->
         saving: Any = dcp.async_save(state(2**20), storage_writer=writer, async_stager=stager)
         saving.upload_completion.exception(PATIENCE)
     assert len(heard.wait_for(events.SaveFailed)) == 1
-
-
-def save_where_one_rank_fails(root: str) -> tuple[list[str], int]:
-    heard = Heard()
-    writer = S3StorageWriter(f"{root}/step-1", on_event=heard)
-    if dist.get_rank() == 1:
-        writer.attach("x", b"1")
-        writer.separate = None  # type: ignore[assignment]  # fails in write_data, on this rank alone
-    saving: Any = dcp.async_save(state(), storage_writer=writer)
-    assert saving.exception(PATIENCE) is not None
-    heard.wait_for(events.SaveFailed)
-    return heard.kinds, dcp_s3.stats().saves.failed
-
-
-def test_the_rank_that_fails_and_the_first_one_tell_of_an_asynchronous_save(root: str) -> None:
-    for kinds, failed in run_ranks(2, save_where_one_rank_fails, root):
-        assert kinds.count("SaveFailed") == failed == 1
 
 
 def test_loads_that_fail_are_told_once_also_of_a_reader_that_is_used_again(memory_server: S3Server, root: str) -> None:

@@ -22,11 +22,6 @@ from dcp_s3 import versions
 from dcp_s3.versions import TESTED, TORCH, release, require_torch
 
 
-def test_dir_is_what_is_public() -> None:
-    assert dir(dcp_s3) == sorted(dcp_s3.__all__)
-    assert not [name for name in dir(dcp_s3) if name.startswith("_") and name != "__version__"]
-
-
 @pytest.mark.parametrize("name", [name for name in dcp_s3.__all__ if name != "__version__"])
 def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
     found = getattr(dcp_s3, name)
@@ -78,6 +73,7 @@ def test_a_star_brings_every_name_and_values_are_pickled_by_theirs() -> None:
     namespace: dict[str, Any] = {}
     exec("from dcp_s3 import *", namespace)
     assert set(dcp_s3.__all__) <= set(namespace)
+    assert dir(dcp_s3) == sorted(dcp_s3.__all__)
     for value in (
         dcp_s3.KeepLatest(3) | dcp_s3.KeepDaily(7),
         dcp_s3.SaveEvery(steps=5) | dcp_s3.SaveFirst(),
@@ -115,17 +111,13 @@ def _pretend(folder: Path, version: str) -> None:
 
 
 def test_an_old_torch_is_refused_with_what_to_install(tmp_path: Path) -> None:
+    assert release("2.13.0a0+git1234") == (2, 13) > release(TORCH)
     _pretend(tmp_path, "2.5.1")
     done = _python("from dcp_s3 import S3StorageWriter", tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
         f"ImportError: dcp_s3 needs torch>={TORCH}, and torch 2.5.1 is installed. Remedy: pip install --upgrade"
     )
-
-
-@pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.13.0a0+git1234", "2.14.1", "3.0"])
-def test_a_torch_that_is_recent_enough_is_taken(tmp_path: Path, version: str) -> None:
-    assert release(version) >= release(TORCH)
 
 
 def test_a_missing_torch_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from tests.ranks import RankFailed, RanksTimedOut, run_ranks
+from tests.ranks import RankFailed, run_ranks
 
 
 def _sum_of_ranks(offset: int) -> tuple[int, int, int]:
@@ -81,47 +78,3 @@ def test_a_rank_that_fails_is_reported_while_the_other_hangs(ranks: int, kind: s
     assert found is None if exception is None else isinstance(found, exception)
     if isinstance(found, CheckpointException):
         assert isinstance(found.failures[1][0], OSError)
-
-
-def _write_pids_and_hang(directory: str) -> None:
-    child = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "600")
-    Path(directory, f"{dist.get_rank()}").write_text(f"{os.getpid()} {child}")
-    time.sleep(600)
-
-
-@pytest.mark.soak
-def test_a_timeout_kills_every_rank_and_what_it_started(tmp_path: Path) -> None:
-    run_ranks(1, _environment)  # so that the time below is not spent on starting the fork server
-    # gloo is to be connected within this time too, whatever else this machine does.
-    with pytest.raises(RanksTimedOut, match=r"ranks \[0, 1\] of 2 did not end within 10 s"):
-        run_ranks(2, _write_pids_and_hang, str(tmp_path), timeout=10)
-    pids = [int(pid) for rank in ("0", "1") for pid in (tmp_path / rank).read_text().split()]
-    assert len(pids) == 4
-    deadline = time.monotonic() + 60  # an orphan is reaped by init, in its own time
-    while any(map(_runs, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
-def _save_in_a_process(directory: str) -> Any:
-    state = {"w": torch.full((4,), float(dist.get_rank()))}
-    future = dcp.async_save(
-        state,
-        checkpoint_id=directory,
-        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-        process_group=dist.group.WORLD,
-    )
-    future.result()
-    return sorted(p.name for p in Path(directory).iterdir() if p.suffix != ".tmp")
-
-
-def test_a_rank_may_start_torchs_checkpoint_process(tmp_path: Path) -> None:
-    assert ".metadata" in run_ranks(2, _save_in_a_process, str(tmp_path))[0]

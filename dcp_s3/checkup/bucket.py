@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dcp_s3 import errors
+from dcp_s3.checksum import crc64nvme, encode_crc
 from dcp_s3.checkup.probes import CONFIGURATION, DATA, PROBE, CheckResult, Examination, fail, from_error, ok, skip, warn
 from dcp_s3.format.layout import METADATA, deletion_object, manifest_object
 from dcp_s3.s3.diagnosis import answered_code, answered_status
@@ -15,6 +16,7 @@ from dcp_s3.s3.operations import checksum_arguments, wire_checksum
 # --- permissions: None says that it is allowed ---------------------------------------------------------
 
 _OTHER = bytes(256)
+_COPY = "__0_1-probe.distcp"
 
 
 def check_bucket(exam: Examination) -> CheckResult:
@@ -57,13 +59,14 @@ def do_list_uploads(exam: Examination) -> CheckResult | None:
     upload = exam.begin_upload()
     remedy = "a lifecycle rule or job of the store's own that aborts them"
     try:
-        answer = exam.ask("ListMultipartUploads", Prefix=exam.key(PROBE))
+        answer = exam.ask("ListMultipartUploads", Prefix=exam.key(""))  # of a directory, as prune asks
     except errors.StorageError as error:
         found = f"the store does not list multipart uploads ({_code_if(error, 404, 405, 501)})"
-        return warn(f"{found}: those that were left open may cost storage", remedy)
+        return warn(f"{found}: those that were left open may cost storage", remedy, cell="no")
     if upload in [str(each.get("UploadId")) for each in answer.get("Uploads", ())]:
-        return None
-    return warn("allowed, but it does not show an open upload: prune will not find what killed processes leave", remedy)
+        return CheckResult("", "ok", "", cell="yes")
+    found = "allowed, but it does not show an open upload: prune will not find what killed processes leave"
+    return warn(found, remedy, cell="not what is open")
 
 
 def do_list_parts(exam: Examination) -> CheckResult | None:
@@ -81,7 +84,7 @@ def do_abort(exam: Examination) -> None:
 
 
 def do_delete_batch(exam: Examination) -> CheckResult | None:
-    names = (PROBE, "__0_1-probe.distcp")
+    names = (PROBE, _COPY)
     for name in names:
         exam.put(name, DATA)
     try:
@@ -100,12 +103,13 @@ def do_list_versions(exam: Examination) -> CheckResult | None:
     except errors.StorageError as error:
         return skip(f"not known; needs {CONFIGURATION['GetBucketVersioning']}: {from_error(error).found}")
     if not status:
-        return skip("the bucket keeps no old versions: what is deleted is gone")
+        return skip("the bucket keeps no old versions: what is deleted is gone", cell="off")
     exam.is_versioned = True
     exam.ask("ListObjectVersions", Prefix=exam.url.key(""), MaxKeys=1)
     return warn(
         f"versioning is {status.lower()}: deleted and overwritten checkpoints stay as old versions, and cost",
         "dcp-s3 prune --all-versions, or a lifecycle rule for old versions (docs/security.md)",
+        cell="on" if status == "Enabled" else "suspended",
     )
 
 
@@ -147,12 +151,12 @@ def _try_condition(exam: Examination, operation: str, consequence: str, remedy: 
     except errors.StorageError as error:
         status = answered_status(error)
         if status in _REFUSED or (status == 404 and operation == "PutObject" and "IfMatch" in arguments):
-            return ok(f"honoured: refused with {status}")
+            return ok(f"honoured: refused with {status}", cell="honoured")
         if status == 501:
-            return warn(f"not implemented (501); {consequence}", remedy)
+            return warn(f"not implemented (501); {consequence}", remedy, cell="not implemented")
         if status != 404:
             raise
-    return warn(f"ignored; {consequence}", remedy)
+    return warn(f"ignored; {consequence}", remedy, cell="ignored")
 
 
 def check_if_none_match(exam: Examination) -> CheckResult:
@@ -175,8 +179,9 @@ def check_if_match(exam: Examination) -> CheckResult:
             "refused even where the ETag is the object's; saves look at the object themselves and then write "
             "without it, so that one that overwrites may not notice another",
             _ONE_WRITER,
+            cell="refused always",
         )
-    return ok("honoured: refused with 412")
+    return found
 
 
 def check_conditional_delete(exam: Examination) -> CheckResult:
@@ -196,15 +201,56 @@ def check_checksums(exam: Examination) -> CheckResult:
     except errors.StorageError as error:
         found = f"the store does not know {shown} ({_code_if(error, 400, 501)})"
         if exam.settings.checksum == "auto":
-            return warn(f"{found}: objects are sent without; {ignored}", remedy)
+            return warn(f"{found}: objects are sent without; {ignored}", remedy, cell="refused")
         wanted = "DCP_S3_CHECKSUM=auto, which does without where it is not known"
-        return fail(f"{found}, but DCP_S3_CHECKSUM={exam.settings.checksum} insists on it", wanted)
+        return fail(f"{found}, but DCP_S3_CHECKSUM={exam.settings.checksum} insists on it", wanted, cell="refused")
     try:
         # A save would send it again, and say so. Here the refusal is what is asked for.
         exam.ask("PutObject", PROBE, attempts=1, Body=DATA, **checksum_arguments(exam.settings, _OTHER))
     except errors.StorageError as error:
-        return ok(f"{shown} is compared: a wrong one was refused ({_code_if(error, 400)})")
-    return warn(f"{shown} is accepted, but not compared: an object was stored with a wrong one; {ignored}", remedy)
+        found = f"{shown} is compared: a wrong one was refused ({_code_if(error, 400)})"
+        return ok(found, cell=f"compared ({shown})")
+    found = f"{shown} is accepted, but not compared: an object was stored with a wrong one; {ignored}"
+    return warn(found, remedy, cell=f"not compared ({shown})")
+
+
+def check_whole_object(exam: Examination) -> CheckResult:
+    """Whether the store compares and keeps the CRC-64 of an object of several parts, by an upload of one."""
+    whole, wrong = {"ChecksumType": "FULL_OBJECT"}, {"ChecksumCRC64NVME": encode_crc(crc64nvme(_OTHER), "crc64nvme")}
+    refused: tuple[int, ...] = (400, 501)
+    try:
+        upload = exam.begin_upload(ChecksumAlgorithm="CRC64NVME", **whole)
+        exam.complete_upload(exam.key(PROBE), upload, **whole, **wrong)
+    except errors.StorageError as error:
+        if not exam.uploads:
+            found = f"no upload with it can be begun ({_code_if(error, *refused)}): one of several parts goes without"
+            return skip(found, cell="refused")
+        found = f"a wrong CRC-64 of a whole object is refused ({_code_if(error, *refused)})"
+        return ok(f"{found}: so is an object whose parts are not in order", cell="compared")
+    kept = exam.ask("HeadObject", PROBE, ChecksumMode="ENABLED").get("ChecksumCRC64NVME")
+    found = "the CRC-64 of a whole object is accepted, and not compared"
+    return skip(f"{found}; the parts' own are seen to by the check before", cell="kept" if kept else "not kept")
+
+
+def check_copies(exam: Examination) -> CheckResult:
+    """Whether objects, and parts of them, are copied inside of the store."""
+    exam.put(PROBE, DATA)
+    source: dict[str, Any] = {"CopySource": {"Bucket": exam.url.bucket, "Key": exam.key(PROBE)}}
+    exam.keys.append(exam.key(_COPY))
+    done: list[str] = []
+    try:
+        if exam.ask("CopyObject", _COPY, **source).get("CopyObjectResult"):
+            done.append("objects")
+        answer = exam.ask("UploadPartCopy", PROBE, UploadId=exam.begin_upload(), PartNumber=1, **source)
+        if answer.get("CopyPartResult"):
+            done.append("parts")
+    except errors.StorageError as error:
+        _code_if(error, 400, 403, 404, 405, 501)
+    cell = ", ".join(done) or "no"
+    if len(done) == 2:
+        return ok("objects and parts of them are copied inside of the store", cell=cell)
+    found = f"copied inside of the store: {cell}; the bytes of others pass through the host of `dcp-s3 cp`"
+    return warn(found, "nothing; copies take longer", cell=cell)
 
 
 def check_lifecycle(exam: Examination) -> CheckResult:

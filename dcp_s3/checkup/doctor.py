@@ -116,10 +116,24 @@ CHECKS = (
     Check("conditional delete", bucket.check_conditional_delete, "PutObject", writes=True, deletes=True),
     Check("commit", bucket.check_commit, "PutObject", writes=True, deletes=True),
     Check("checksums", bucket.check_checksums, "PutObject", writes=True),
+    Check("whole-object CRC-64", bucket.check_whole_object, "multipart upload", writes=True),
+    Check("copies", bucket.check_copies, "multipart upload", writes=True, deletes=True),
     Check("lifecycle", bucket.check_lifecycle, "bucket"),
     Check("ListObjectVersions", bucket.do_list_versions, "bucket", "ListObjectVersions"),
     Check("spill disk", host.check_spill, "settings"),
 )
+
+
+COLUMNS = (
+    ("If-None-Match, If-Match, delete", ("If-None-Match", "If-Match", "conditional delete")),
+    ("checksum on upload", ("checksums",)),
+    ("whole-object CRC-64", ("whole-object CRC-64",)),
+    ("lists uploads", ("ListMultipartUploads",)),
+    ("versions", ("ListObjectVersions",)),
+    ("copies", ("copies",)),
+    ("clock", ("clock",)),
+)
+"""Columns of the table of stores in docs/stores.md, and the checks that fill them."""
 
 
 def doctor(url: URLLike, settings: SettingsLike = None, read_only: bool = False) -> DoctorReport:
@@ -163,7 +177,8 @@ def examine(
                 make(check)
         if exam.keys or exam.uploads:
             make(Check("clean-up", bucket.clean_up))
-    return DoctorReport(str(exam.url), read_only, tuple(results.values()), time.monotonic() - began)
+    store = exam.server or str(exam.url.bucket)
+    return DoctorReport(str(exam.url), read_only, tuple(results.values()), time.monotonic() - began, store)
 
 
 def _make(check: Check, exam: Examination) -> CheckResult:
@@ -174,9 +189,10 @@ def _make(check: Check, exam: Examination) -> CheckResult:
         if needed is None or not isinstance(error, errors.StorageError):
             return from_error(error)
         return from_error(error, status="failed" if needed.required else "warning", consequence=needed.without)
-    if found is None and needed is not None:
-        return ok(f"allowed; needed for {needed.used_by.replace('`', '')} ({needed.action})")
-    return found or ok("")
+    found = found or ok("")
+    if found.found or needed is None:
+        return found
+    return replace(found, found=f"allowed; needed for {needed.used_by.replace('`', '')} ({needed.action})")
 
 
 def _find_reason_to_skip(check: Check, exam: Examination, results: Mapping[str, CheckResult]) -> CheckResult | None:
@@ -210,6 +226,15 @@ class DoctorReport:
     """The checks, in the order in which they were made."""
     seconds: float = 0.0
     """Seconds that all checks took."""
+    store: str = ""
+    """What the endpoint calls itself; the bucket's name if it does not say."""
+
+    @property
+    def row(self) -> str:
+        """The store's row in the table of docs/stores.md, as Markdown; ``unknown``: it was not found out."""
+        cells = {each.name: each.cell or "unknown" for each in self.checks}
+        columns = [", ".join(cells.get(name, "unknown") for name in names) for _, names in COLUMNS]
+        return f"| {' | '.join([self.store.replace('|', ' '), *columns])} |"
 
     @property
     def ok(self) -> bool:
@@ -239,7 +264,7 @@ class DoctorReport:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        fields = ("url", "ok", "read_only", "seconds")
+        fields = ("url", "ok", "read_only", "seconds", "row")
         return {**{name: getattr(self, name) for name in fields}, "checks": [asdict(each) for each in self.checks]}
 
     def __repr__(self) -> str:
@@ -268,4 +293,5 @@ def conclude(report: DoctorReport) -> str:
     if report.ok and report.read_only:
         verdict = "nothing failed; whether saves work was not tried (read-only)"
     summary = f"{report.url}: {verdict}: {told}, in {report.seconds:.1f} s"
-    return "\n".join([summary, *map(format_result, report.failed)])
+    row = [] if report.read_only else ["this store's row in the table of docs/stores.md", report.row]
+    return "\n".join([summary, *row, *map(format_result, report.failed)])

@@ -190,13 +190,16 @@ def check_endpoint(exam: Examination) -> CheckResult:
 
 def check_clock(exam: Examination) -> CheckResult:
     if exam.skew is None:
-        return skip("the endpoint's answers have no Date")
+        return skip("the endpoint's answers have no Date", cell="not told")
     seconds = abs(exam.skew)
+    if seconds < 2:
+        return ok("this host's clock agrees with the endpoint's", cell="agrees")
+    cell = f"{seconds:.0f} s {'behind' if exam.skew > 0 else 'ahead'}"  # the endpoint's clock, seen from this host
     found = f"this host's clock is {seconds:.0f} s {'ahead of' if exam.skew > 0 else 'behind'} the endpoint's"
     if seconds > _SKEW_WARNS:
         remedy = "synchronise it (NTP, chrony); S3 refuses requests from 15 minutes on"
-        return (fail if seconds > _SKEW_FAILS else warn)(found, remedy)
-    return ok("this host's clock agrees with the endpoint's" if seconds < 2 else found)
+        return (fail if seconds > _SKEW_FAILS else warn)(found, remedy, cell=cell)
+    return ok(found, cell=cell)
 
 
 def check_identity(exam: Examination) -> CheckResult:

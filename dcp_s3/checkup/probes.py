@@ -61,6 +61,8 @@ class CheckResult:
     """What to do about it; empty if nothing."""
     seconds: float = 0.0
     """Seconds that the check took."""
+    cell: str = ""
+    """What the store's row in docs/stores.md says of it, in a few words; empty: nothing."""
 
     def __repr__(self) -> str:
         return one_line("CheckResult", repr(self.name), self.status, " ".join(self.found.split()))
@@ -94,6 +96,8 @@ class Examination:
     """Settings as the caller gave them."""
     settings: Settings = field(default_factory=Settings.model_construct)
     """Settings in force, once they are known to be valid."""
+    server: str = ""
+    """What the endpoint calls itself; empty if it does not say."""
     skew: float | None = None
     """Seconds by which this host's clock is ahead of the endpoint's, to within one; None if that is not known."""
     dead: str = ""
@@ -149,17 +153,18 @@ class Examination:
                 self.keys.remove(self.key(name))  # it is certain that nothing was written
             raise
 
-    def begin_upload(self) -> str:
-        answer = self.ask("CreateMultipartUpload", PROBE, **creation_arguments(self.settings, data=True))
+    def begin_upload(self, **arguments: Any) -> str:
+        arguments |= creation_arguments(self.settings, data=True)
+        answer = self.ask("CreateMultipartUpload", PROBE, **arguments)
         self.uploads.append((self.key(PROBE), str(answer["UploadId"])))
         return str(answer["UploadId"])
 
-    def complete_upload(self, key: str, upload: str) -> None:
-        """Make an object of an upload, by one part."""
+    def complete_upload(self, key: str, upload: str, **arguments: Any) -> None:
+        """Make an object of an upload, by one part; ``arguments`` are of the completion."""
         where: dict[str, Any] = {"Key": key, "UploadId": upload}
         part = {"ETag": self.ask("UploadPart", Body=DATA, PartNumber=1, **where)["ETag"], "PartNumber": 1}
         self.keys.append(key)
-        self.ask("CompleteMultipartUpload", MultipartUpload={"Parts": [part]}, **where)
+        self.ask("CompleteMultipartUpload", MultipartUpload={"Parts": [part]}, **where, **arguments)
         self.uploads = [each for each in self.uploads if each != (key, upload)]
 
     def greet(self) -> float:
@@ -172,6 +177,7 @@ class Examination:
                 raise
             answer = error.__cause__.response
         seconds = time.monotonic() - began
+        self.server = str(answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("server", ""))
         there = server_time(answer)
         if there is not None:
             self.skew = clock + seconds / 2 - (there + 0.5)  # a Date is cut to the second below

@@ -1,4 +1,4 @@
-"""The commands that check and try: ``config``, ``doctor``, ``verify``, ``bench`` and ``demo``."""
+"""The commands that check and try: ``doctor``, ``verify``, ``bench`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from dcp_s3.offline.verify import VerifyReport
 
 
-@cli.app.command()
-def config(ctx: typer.Context, as_json: cli.AsJSON = False) -> None:
-    """Show the settings in effect, and the environment variable or AWS profile that each comes from."""
+def _show_settings(ctx: typer.Context, as_json: bool) -> None:
     from dcp_s3.cli import tables
     from dcp_s3.retention.parse import policy_from_settings
     from dcp_s3.s3.client import find_chain
@@ -47,14 +45,26 @@ _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": 
 
 @cli.app.command()
 def doctor(
-    url: Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix below which checkpoints are to lie.")],
+    ctx: typer.Context,
+    url: Annotated[
+        str | None, typer.Argument(metavar="URL", help="s3://bucket/prefix below which checkpoints are to lie.")
+    ] = None,
     read_only: Annotated[bool, typer.Option("--read-only", help="Leave out everything that writes.")] = False,
+    settings: Annotated[
+        bool,
+        typer.Option("--settings", help="Only show each setting, and the variable or AWS profile that it comes from."),
+    ] = False,
     as_json: cli.AsJSON = False,
 ) -> None:
     """Check settings, credentials, endpoint, permissions and what the store can do, before a run starts.
 
-    Small probe objects are written below URL and removed again.
+    Small probe objects are written below URL and removed again. The last line is the store's row in docs/stores.md.
     """
+    if settings:
+        _show_settings(ctx, as_json)
+        return
+    if url is None:
+        raise typer.BadParameter("s3://bucket/prefix is missing; only --settings needs none", param_hint="URL")
     from dcp_s3.checkup.doctor import conclude, examine, format_result
     from dcp_s3.checkup.probes import CheckResult
     from dcp_s3.cli import tables
@@ -88,27 +98,34 @@ def verify(
     Without --full: metadata, manifest, and that every object is there with its size. With --full also every byte.
     """
     from dcp_s3.offline import verify as verifying
+    from dcp_s3.retention.catalog import list_checkpoints
 
     documents: list[Any] = []
     statuses: list[int] = []
-
-    def show(url: str, report: VerifyReport | None, error: Exception | None = None) -> None:
-        if report is None:
-            documents.append({"url": url, "ok": None, "error": str(error)})
-            statuses.append(group.status_of(error) if error is not None else group.DONE)
-            lines = [f"{url}: could not be verified: {error}"]
-        else:
-            documents.append(report.to_dict())
-            statuses.append(group.DONE if report.ok else group.DAMAGED)
-            lines = _lines(report, one_line=root)
-        for line in () if as_json else lines:
-            cli.print_line(line)
-
+    totals: list[int] = []
     with cli.progress("verify") as callbacks:
-        if root:
-            _verify_all(url, full, callbacks, show)
-        else:
-            show(url, verifying.verify(url, full=full, **callbacks))
+
+        def add(total: int) -> None:
+            totals.append(total)
+            callbacks["on_total"](sum(totals))
+
+        for each in [info.url for info in list_checkpoints(url) if info.committed] if root else [url]:
+            try:
+                report = verifying.verify(each, full=full, on_total=add, on_progress=callbacks["on_progress"])
+            except (DcpS3Error, OSError) as error:
+                if not root:
+                    raise
+                if isinstance(error, CheckpointNotFoundError):
+                    continue  # deleted meanwhile
+                documents.append({"url": each, "ok": None, "error": str(error)})
+                statuses.append(group.status_of(error))
+                lines = [f"{each}: could not be verified: {error}"]
+            else:
+                documents.append(report.to_dict())
+                statuses.append(group.DONE if report.ok else group.DAMAGED)
+                lines = _lines(report, one_line=root)
+            for line in () if as_json else lines:
+                cli.print_line(line)
     if as_json:
         cli.print_json(documents if root else documents[0])
     if not documents:
@@ -133,30 +150,6 @@ def _lines(report: VerifyReport, *, one_line: bool) -> list[str]:
         return [f"{report.url}: damaged: {problems[0]} ({counts}{more})"]
     last = f"{counts}, {plural(len(problems), 'problem')}{unchecked}"
     return [f"{report.url}: damaged", *(f"  {problem}" for problem in problems), last]
-
-
-def _verify_all(root: str, full: bool, callbacks: dict[str, Any], show: Any) -> None:
-    """Verify every committed checkpoint under a root, oldest first. Those deleted meanwhile are left out."""
-    from dcp_s3.offline import verify as verifying
-    from dcp_s3.retention.catalog import list_checkpoints
-
-    totals: list[int] = []
-
-    def add(total: int) -> None:
-        totals.append(total)
-        callbacks["on_total"](sum(totals))
-
-    for info in list_checkpoints(root):
-        if not info.committed:
-            continue
-        try:
-            report = verifying.verify(info.url, full=full, on_total=add, on_progress=callbacks["on_progress"])
-        except CheckpointNotFoundError:
-            continue
-        except (DcpS3Error, OSError) as error:
-            show(info.url, None, error)
-        else:
-            show(info.url, report)
 
 
 @cli.app.command()

@@ -54,12 +54,20 @@ def statuses() -> str:
 
 
 ORDER = (
-    "ls", "latest", "show", "diff", "verify", "report",
-    "cp", "export", "import", "drain",
-    "prune", "pin", "unpin", "annotate", "rm",
-    "config", "doctor", "bench",
+    "ls", "show", "diff", "verify", "report", "cp", "export", "import", "drain", "prune", "pin", "annotate", "rm",
+    "doctor", "bench", "demo",
 )  # fmt: skip
-"""The order in which ``--help`` shows the commands; others come after these."""
+"""The order in which ``--help`` shows the commands."""
+
+ALIASES = {
+    "latest": ("ls", "--latest"),
+    "inspect": ("show",),
+    "download": ("cp",),
+    "upload": ("cp",),
+    "unpin": ("pin", "--remove"),
+    "config": ("doctor", "--settings"),
+}
+"""Commands of earlier versions, and what they are now; for one release."""
 
 GIVEN = "given"
 """Key in a context's ``meta``: options that stand for settings, by the name of the setting."""
@@ -86,13 +94,16 @@ class Group(TyperGroup):
     """Whether this process's command is to print JSON, and has printed none."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(self.commands, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+        return sorted(self.commands, key=ORDER.index)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command: Any = super().get_command(ctx, cmd_name)
         if command is not None and not command.epilog:
             command.epilog = "Options of all commands: -v, --endpoint-url, --profile, --region (see dcp-s3 --help)."
         return command
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, [*ALIASES.get(args[0], args[:1]), *args[1:]])
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, self._general_first(list(args)))
@@ -116,7 +127,7 @@ class Group(TyperGroup):
                 continue
             rest.append(word)
             if command is None:
-                command = self.commands.get(word)
+                command = self.commands.get(ALIASES.get(word, (word,))[0])
             elif word in _with_values(command):  # the next word is its value, whatever it looks like
                 rest += words[:1]
                 del words[:1]

@@ -1,4 +1,4 @@
-"""The commands that look at checkpoints: ``ls``, ``latest``, ``show``, ``diff`` and ``report``."""
+"""The commands that look at checkpoints: ``ls``, ``show``, ``diff`` and ``report``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,23 @@ def ls(
     root: cli.ROOT,
     as_json: cli.AsJSON = False,
     everything: Annotated[bool, typer.Option("--all", help="Show incomplete ones too.")] = False,
+    latest: Annotated[
+        bool,
+        typer.Option(
+            "--latest", help="Print only the URL of the newest that can be loaded: $(dcp-s3 ls --latest ROOT)."
+        ),
+    ] = False,
+    include_uncommitted: Annotated[
+        bool, typer.Option("--include-uncommitted", help="Of --latest: those too that wait in DCP_S3_SPILL_DIR here.")
+    ] = False,
 ) -> None:
     """List the checkpoints under ROOT, oldest first."""
     from dcp_s3.cli import tables
     from dcp_s3.retention.catalog import CheckpointCatalog, check_newest
 
+    if latest or include_uncommitted:
+        _print_latest(root, as_json, include_uncommitted)
+        return
     catalog = CheckpointCatalog(root)
     found = catalog.checkpoints()
     if found:
@@ -43,15 +55,7 @@ def ls(
         raise typer.Exit(group.NOTHING_THERE)
 
 
-@cli.app.command()
-def latest(
-    root: cli.ROOT,
-    as_json: cli.AsJSON = False,
-    include_uncommitted: Annotated[
-        bool, typer.Option("--include-uncommitted", help="Also those that wait in this host's DCP_S3_SPILL_DIR.")
-    ] = False,
-) -> None:
-    """Print the URL of the newest checkpoint under ROOT that can be loaded, and nothing else: $(dcp-s3 latest ROOT)."""
+def _print_latest(root: str, as_json: bool, include_uncommitted: bool) -> None:
     from dcp_s3.retention.catalog import latest as find_latest
 
     found = find_latest(root, include_uncommitted=include_uncommitted)
@@ -104,9 +108,6 @@ def show(
         console.print(tables.entries(entries, alone=everything or top is not None))
     if not chosen and (everything or any(each.size is None or not each.used for each in details.objects)):
         console.print(tables.objects(details.objects))
-
-
-cli.app.command("inspect", hidden=True)(show)
 
 
 @cli.app.command()

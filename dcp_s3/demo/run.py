@@ -11,10 +11,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
 from rich import box
@@ -27,6 +26,7 @@ from dcp_s3.errors import CheckpointNotFoundError, DcpS3Error
 from dcp_s3.rank_processes import RankProcesses
 from dcp_s3.retention.plan import Plan
 from dcp_s3.s3.client import get_client
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings
 from dcp_s3.units import format_size, plural
 from dcp_s3.url import parse_url
@@ -40,8 +40,6 @@ SETTLE = 1.0  # seconds until S3 serves no more requests of a killed process
 #: Small parts, few at a time: a state of 60 MB is then uploaded like one of many gigabytes, in several multipart
 #: uploads at once, and takes long enough to be interrupted.
 _SLOW_UPLOADS = {"DCP_S3_PART_SIZE": "5MiB", "DCP_S3_CONCURRENCY": "1"}
-# A store may not list open uploads, or may not permit it. The demo then shows none.
-_UPLOADS_UNKNOWN = ("AccessDenied", "MethodNotAllowed", "NoSuchUpload", "NotImplemented")
 
 
 class DemoError(Exception):
@@ -70,15 +68,15 @@ def run_demo(url: str | None, *, keep: bool, plan_table: Callable[[Plan], Table]
                 stack.callback(demo.say_how_to_remove)
             return demo.run(plan_table)
     except ModuleNotFoundError as error:
-        demo.raw([f"{error}. Remedy: pip install 'moto[server]>=5.1'"], "bold red")
+        demo.raw(f"{error}. Remedy: pip install 'moto[server]>=5.1'", style="bold red")
     except (DemoError, DcpS3Error, BotoCoreError, ClientError) as error:
-        demo.raw([f"The demo has failed: {error}"], "bold red")
+        demo.raw(f"The demo has failed: {error}", style="bold red")
     except KeyboardInterrupt:
-        demo.raw(["Interrupted; nothing is left running."], "bold red")
+        demo.raw("Interrupted; nothing is left running.", style="bold red")
         raise
     finally:
         if keep:
-            demo.raw(["", "Logs and digests", f"   {demo.folder}"])
+            demo.raw("", "Logs and digests", f"   {demo.folder}")
         else:
             shutil.rmtree(demo.folder, ignore_errors=True)
     return False
@@ -103,10 +101,8 @@ class Demo:
         self.list_all(killed)
         self.retain(killed, plan_table)
         self.console.print(f"\n[bold]What you saw[/]  [dim]({time.monotonic() - self.began:.0f} s)[/]")
-        table = Table.grid(padding=(0, 1))
         for holds, text in self.checks:
-            table.add_row("[bold green]PASS[/]" if holds else "[bold red]FAIL[/]", text)
-        self.console.print(Padding(table, (0, 0, 0, 2), expand=False))
+            self.say(f"{'[bold green]PASS[/]' if holds else '[bold red]FAIL[/]'} {text}")
         return all(holds for holds, _ in self.checks)
 
     def train_and_kill(self) -> StepDirectory:
@@ -134,26 +130,26 @@ class Demo:
 
     def look_at(self, killed: StepDirectory) -> dcp_s3.CheckpointInfo:
         """Look at what the kill left. Returns the checkpoint to restart from."""
-        left, uploads = plural(killed.objects, "data object"), plural(len(killed.uploads), "multipart upload")
+        left = (
+            f"{plural(killed.objects, 'data object')} ({format_size(killed.size)}), {plural(killed.uploads, 'upload')} "
+        )
         self.act(
             "SIGKILL in the middle of a save",
-            f"Every rank is dead, at once: no handler ran, nothing was cleaned up. Of [bold]{killed.name}[/] "
-            f"S3 has {left} ({format_size(killed.size)}), {uploads} still open, and no .metadata, which is "
-            "written last and makes a checkpoint.",
+            f"Every rank is dead, at once: no handler ran, nothing was cleaned up. S3 has {left} still open of "
+            f"[bold]{killed.name}[/], and no .metadata, which is written last and makes a checkpoint.",
         )
         self.check(
-            not killed.committed and killed.objects > 0,
-            f"the kill interrupted a save: {killed.name} has {left} and {uploads}, and no .metadata",
+            not killed.committed and killed.objects > 0, f"the kill interrupted a save: {killed.name} has {left} open"
         )
         try:
             dcp_s3.S3StorageReader(f"{self.root}/{killed.name}").read_metadata()
-            refused, answer = False, "[bold red]it was loaded[/]"
+            refused = False
         except CheckpointNotFoundError:
-            refused, answer = True, "[bold]CheckpointNotFoundError[/]"
-        self.say(f"Loading it anyway: {answer}")
+            refused = True
         newest = dcp_s3.latest(self.root)
         if newest is None:
             raise DemoError(f"dcp_s3.latest found no complete checkpoint at {self.root}")
+        self.say(f"Loading it anyway: {'CheckpointNotFoundError' if refused else '[bold red]it was loaded[/]'}")
         self.say(f"dcp_s3.latest(root): [bold]{newest.name}[/]")
         self.check(
             refused and newest.name == self.complete()[-1] and newest.name != killed.name,
@@ -188,13 +184,15 @@ class Demo:
             "save, and again after the restore.",
         )
         events = [json.loads(line) for line in (self.folder / "digests.jsonl").read_text().splitlines()]
-        wanted = [("saved", newest.step, BEFORE), ("restored", newest.step, AFTER)]
-        found = [[each for each in events if (each["event"], each["step"], each["ranks"]) == want] for want in wanted]
-        if not all(found):
-            raise DemoError(f"the training has not recorded that it saved and restored step {newest.step}")
-        for event in (each[-1] for each in found):
-            self.say(f"{event['event']:8}  step {event['step']}  on {event['ranks']} ranks  {event['sha256']}")
-        same = found[0][-1]["sha256"] == found[1][-1]["sha256"]
+        digests = []
+        for event, ranks in (("saved", BEFORE), ("restored", AFTER)):
+            wanted = {"event": event, "step": newest.step, "ranks": ranks}
+            found = [each["sha256"] for each in events if wanted.items() <= each.items()]
+            if not found:
+                raise DemoError(f"the training has not recorded that it {event} step {newest.step}")
+            digests.append(found[-1])
+            self.say(f"{event:8}  step {newest.step}  on {ranks} ranks  {found[-1]}")
+        same = digests[0] == digests[1]
         self.check(
             same,
             f"the state restored on {AFTER} ranks is {'' if same else 'NOT '}bit-identical to "
@@ -203,19 +201,18 @@ class Demo:
 
     def list_all(self, killed: StepDirectory) -> None:
         """Show what is on S3 in a table."""
-        self.act("What lies on S3", "Seen by plain boto3; state and ranks are what dcp_s3.list_checkpoints says.")
+        self.act("What lies on S3", "Seen by a listing; state and ranks are what dcp_s3.list_checkpoints says.")
         found, latest = look(self.root), self.latest_name()
         infos = {info.name: info for info in dcp_s3.list_checkpoints(self.root) if info.committed}
-        table = Table(title=self.root, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
-        for name in ("checkpoint", "state", "ranks", "objects", "size", "open uploads"):
-            table.add_column(name, justify="left" if name in ("checkpoint", "state") else "right", no_wrap=True)
+        table = Table(
+            "checkpoint", "state", "ranks", "objects", "size", "open uploads", title=self.root, box=box.SIMPLE_HEAD
+        )
         for each in found:
-            state, ranks = "[red]incomplete (invisible)[/]", "-"
-            if info := infos.get(each.name):
+            state, info = "[red]incomplete (invisible)[/]", infos.get(each.name)
+            if info is not None:
                 state = f"[green]committed{', latest' if info.name == latest else ''}[/]"
-                ranks = str(info.world_size or "-")
-            cells = (str(each.objects), format_size(each.size), str(len(each.uploads) or "-"))
-            table.add_row(each.name, state, ranks, *cells)
+            ranks = "-" if info is None else str(info.world_size)
+            table.add_row(each.name, state, ranks, str(each.objects), format_size(each.size), str(each.uploads or "-"))
         self.console.print(Padding(table, (1, 0, 0, 2), expand=False))
         self.check(
             set(infos) == {each.name for each in found if each.committed} and killed.name not in infos,
@@ -290,59 +287,52 @@ class Demo:
     def say(self, text: str) -> None:
         self.console.print(Padding(text, (0, 0, 0, 3), expand=False))
 
-    def raw(self, lines: Iterable[str], style: str = "") -> None:
+    def raw(self, *lines: str, style: str = "") -> None:
         """Lines as they are, to be copied: no markup, not wrapped."""
         for line in lines:
             self.console.print(line, style=style, markup=False, soft_wrap=True)
 
     def show_training(self, workers: RankProcesses) -> None:
         lines = workers.lines(0)
-        self.raw((f"     {workers.ranks} ranks | {line}" for line in lines[self.shown :]), "dim")
+        self.raw(*(f"     {workers.ranks} ranks | {line}" for line in lines[self.shown :]), style="dim")
         self.shown = len(lines)
 
     def say_how_to_remove(self) -> None:
         """First what no checkpoint needs, open uploads too."""
         endpoint, url = Settings().endpoint_url, shlex.quote(f"{self.root}/")
         aws = f"aws --endpoint-url {shlex.quote(endpoint)}" if endpoint else "aws"
-        commands = (f"dcp-s3 prune {url} --grace 0 --force --yes", f"{aws} s3 rm --recursive {url}")
-        self.raw(["", "To remove what the demo has left on S3", *(f"   {command}" for command in commands)])
-
-
-# --- what lies on S3, by plain boto3: the demo does not rely on what dcp_s3 says ---------------------------
+        self.raw("", "To remove what the demo has left on S3", f"   dcp-s3 prune {url} --grace 0 --force --yes")
+        self.raw(f"   {aws} s3 rm --recursive {url}")
 
 
 @dataclass
 class StepDirectory:
-    """What is below one step's URL: data objects, bytes of all objects, key and id of each open multipart upload."""
+    """What a listing shows below one step's URL: data objects, bytes of all objects, open multipart uploads."""
 
     name: str
     committed: bool = False
     objects: int = 0
     size: int = 0
-    uploads: list[tuple[str, str]] = field(default_factory=list)
+    uploads: int = 0
 
 
 def look(root: str) -> list[StepDirectory]:
     """All directories below a URL, by name."""
-    url = parse_url(root)
+    url, settings = parse_url(root), Settings()
+    store = store_of(url, settings)
     found: dict[str, StepDirectory] = {}
 
-    def entries(operation: str, kind: str) -> Iterator[tuple[StepDirectory, str, dict[str, Any]]]:
-        for page in get_client(Settings()).get_paginator(operation).paginate(Bucket=url.bucket, Prefix=url.key("")):
-            for entry in page.get(kind, []):
-                name, _, path = entry["Key"].removeprefix(url.key("")).partition("/")
-                yield found.setdefault(name, StepDirectory(name)), path, entry
+    def split(key: str) -> tuple[StepDirectory, str]:
+        name, _, path = key.removeprefix(url.key("")).partition("/")
+        return found.setdefault(name, StepDirectory(name)), path
 
-    for directory, path, entry in entries("list_objects_v2", "Contents"):
+    for each in store.list(url.key("")).objects:
+        directory, path = split(each.key)
         directory.committed |= path == ".metadata"
         directory.objects += path.endswith(".distcp")
-        directory.size += entry["Size"]
-    try:
-        for directory, _, upload in entries("list_multipart_uploads", "Uploads"):
-            directory.uploads.append((upload["Key"], upload["UploadId"]))
-    except ClientError as error:
-        if error.response["Error"]["Code"] not in _UPLOADS_UNKNOWN:
-            raise
+        directory.size += each.size
+    for upload in store.uploads(url.key("")):
+        split(upload.key)[0].uploads += 1
     return [found[name] for name in sorted(found)]
 
 

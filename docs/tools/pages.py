@@ -40,8 +40,8 @@ Environment variables with the prefix `DCP_S3_`, read when a writer, a reader or
 Python the same names, in lower case and without the prefix, override them:
 `S3StorageWriter(url, settings={{"part_size": "64MiB"}})`. Sizes are written like `64MiB`, durations like `30s`, `5m`,
 `24h`. What is unset follows AWS's own chain (`AWS_ENDPOINT_URL_S3`, profiles, instance roles); credentials always do.
-`dcp-s3 config` shows what is in force, and where each value comes from. A variable that does not exist is reported, and
-a value that is not allowed names what is.
+`dcp-s3 doctor --settings` shows what is in force, and where each value comes from. A variable that does not exist is
+reported, and a value that is not allowed names what is.
 
 ## The five that matter first
 
@@ -59,7 +59,7 @@ _CLI = """# Command line
 
 `pip install dcp-s3` brings `dcp-s3`. Data goes to stdout, notes and progress to stderr; `--json` prints one JSON
 document. `dcp-s3 COMMAND --help` says what stands here. Examples: [start](start.md),
-[retention](retention.md#command-line), [export](export.md).
+[retention](retention.md#command-line), [export](export.md). Names of earlier versions work for one release: {aliases}.
 
 ## Exit status
 
@@ -135,6 +135,7 @@ def cli_page() -> str:
         options = _parameters(root, context)
         order = root.list_commands(context)  # type: ignore[attr-defined]
     return _CLI.format(
+        aliases=", ".join(f"`{old}` is `{' '.join(new)}`" for old, new in exits.ALIASES.items()),
         exits=_table("status | meaning", statuses),
         options=_table("option | meaning", iter(options)),
         commands="\n\n".join(_commands(root, "dcp-s3", order)),

@@ -1,9 +1,11 @@
-"""Whole examinations against a server with faults: permissions, credentials, the way to it."""
+"""Whole examinations against a server with faults: what each finds, and that the bucket is left as it was."""
 
 from __future__ import annotations
 
+import re
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,19 @@ import pytest
 
 from dcp_s3 import errors
 from dcp_s3.checkup import probes
-from dcp_s3.checkup.doctor import CHECKS, doctor
+from dcp_s3.checkup.bucket import find_harm
+from dcp_s3.checkup.doctor import CHECKS, COLUMNS, WORDS, doctor, examine
+from dcp_s3.s3.client import close_clients
 from dcp_s3.s3.diagnosis import permission_of
-from tests.checkup.examining import DENIED, URL, deny, statuses
+from dcp_s3.s3.store import S3Store
+from dcp_s3.settings import Settings
+from tests.checkup.examining import BEFORE, DENIED, URL, deny, statuses
+from tests.checkup.test_servers import FOUND
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault, MemoryS3
 from tests.servers.process import free_port
+
+PAGE = (Path(__file__).parents[2] / "docs" / "stores.md").read_text()
 
 
 def test_a_good_store_has_nothing_that_failed(faulty: FaultyServer) -> None:
@@ -30,6 +39,8 @@ def test_a_good_store_has_nothing_that_failed(faulty: FaultyServer) -> None:
     assert "BadDigest" in report["checksums"].found
     assert "S3-only" in report["identity"].found
     assert faulty.s3.counters.requests["CompleteMultipartUpload"] >= 1
+    keys = {request.key for request in faulty.s3.request_log if request.key}
+    assert {bool(re.match(r"run/doctor-probe-[a-z]+/", key)) for key in keys} == {True}, "a digit would be a step"
 
 
 def test_read_only_writes_nothing(faulty: FaultyServer, tmp_path: Path) -> None:
@@ -39,19 +50,69 @@ def test_read_only_writes_nothing(faulty: FaultyServer, tmp_path: Path) -> None:
     assert not set(written) & set(faulty.s3.counters.requests)
     assert not {check.name for check in CHECKS if check.writes} & set(statuses(report))
     assert not (tmp_path / "spill").exists()
+    assert repr(report).startswith(f"DoctorReport('{URL}', ")
+    assert "ok       settings" in str(report)
+    assert "docs/stores.md" not in str(report)
+    with pytest.raises(KeyError, match="no check 'nothing' was made; there are: settings"):
+        report["nothing"]
+    with pytest.raises(errors.InvalidURLError):
+        doctor("file:///tmp")
+
+
+# --- the row of the table of stores ------------------------------------------------------------------------
+
+
+def test_the_row_takes_at_most_25_requests(faulty: FaultyServer) -> None:
+    asked, taken = 0, {}
+
+    def count(result: Any) -> None:
+        nonlocal asked
+        before, asked = asked, sum(faulty.s3.counters.requests.values())
+        taken[result.name] = asked - before
+
+    report = examine(URL, None, read_only=False, on_result=count)
+    names = {name for _, names in COLUMNS for name in names} | {"endpoint"}  # which asks for the clock
+    assert 15 < sum(taken[name] for name in names) <= 25
+    assert report.row == f"| MemoryS3 | {FOUND['memory']} |"
+    assert str(report).endswith(f"docs/stores.md\n{report.row}")
+    assert report.to_dict()["row"] == report.row
+
+
+def test_the_table_in_the_docs_is_what_the_tests_find_on_real_servers() -> None:
+    rows = dict(re.findall(r"^\| ([^|]+) \| (.*) \|$", PAGE, re.MULTILINE))
+    names = {"moto 5.2": "moto", "`rclone serve s3` 1.75": "rclone", "Ceph RGW 16.2": "rgw",
+             "Ceph RGW 16.2, bucket with versions": "rgw with versions"}  # fmt: skip
+    assert {title: rows[title] for title in names} == {title: FOUND[name] for title, name in names.items()}
+    assert f"| store | {' | '.join(title for title, _ in COLUMNS)} |" in PAGE
+
+
+def test_the_output_in_the_docs_has_todays_checks() -> None:
+    (output,) = re.findall(r"^```text\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    for check in CHECKS:
+        assert re.search(rf"^({'|'.join(WORDS.values())}) +{re.escape(check.name)} ", output, re.MULTILINE), check.name
+    assert "saves and loads will work" in output.splitlines()[-3]
+    assert output.splitlines()[-1].endswith(f"| {FOUND['rgw']} |")
+
+
+# --- permissions -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "operation", ["GetObject", "PutObject", "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"]
+    ("operation", "check"),
+    [
+        ("GetObject", "ListObjectsV2"),  # which looks for an object that is missing
+        ("PutObject", "PutObject"),
+        ("CreateMultipartUpload", "multipart upload"),
+        ("UploadPart", "multipart upload"),
+        ("CompleteMultipartUpload", "multipart upload"),
+    ],
 )
-def test_what_every_save_needs_fails(faulty: FaultyServer, operation: str) -> None:
+def test_what_every_save_needs_fails(faulty: FaultyServer, operation: str, check: str) -> None:
     deny(faulty, operation)
     report = doctor(URL)
-    names = {"PutObject": "PutObject", "GetObject": "ListObjectsV2"}  # which looks for an object that is missing
-    found = report[names.get(operation, "multipart upload")]
-    assert found.status == "failed"
-    assert operation in found.found
-    assert permission_of(operation) in found.remedy
+    assert report[check].status == "failed"
+    assert operation in report[check].found
+    assert permission_of(operation) in report[check].remedy
     assert not report.ok
 
 
@@ -90,20 +151,23 @@ def test_without_listings_missing_checkpoints_read_as_forbidden(faulty: FaultySe
     assert report["clean-up"].status == "ok"
 
 
-@pytest.mark.parametrize("key", ["/.metadata", ".json"])
-def test_a_policy_that_denies_some_names_fails(faulty: FaultyServer, key: str) -> None:
-    deny(faulty, "PutObject", key=key)
+@pytest.mark.parametrize(
+    ("key", "failed", "text"),
+    [
+        ("/.metadata", ["commit"], "fail to commit"),
+        ("manifest-", ["commit"], "fail to commit"),
+        ("/.dcp_s3/deletion-", [], "prune cannot delete"),
+    ],
+)
+def test_a_policy_that_denies_some_names(faulty: FaultyServer, key: str, failed: list[str], text: str) -> None:
+    faulty.rule = lambda request: DENIED if request.operation == "PutObject" and key in request.key else None
     report = doctor(URL)
-    assert [each.name for each in report.failed] == ["commit"]
-    assert "fail to commit" in report["commit"].found
+    assert [each.name for each in report.failed] == failed
+    assert text in report["commit"].found
     assert "s3:PutObject" in report["commit"].remedy
 
 
-def test_a_policy_that_denies_only_the_lists_of_deletions_is_a_warning(faulty: FaultyServer) -> None:
-    faulty.rule = lambda request: DENIED if "/.dcp_s3/deletion-" in request.key else None
-    report = doctor(URL)
-    assert report.ok
-    assert "prune cannot delete" in report["commit"].found
+# --- the way to it -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("seconds", "status"), [(120.0, "warning"), (-3600.0, "failed")])
@@ -114,35 +178,43 @@ def test_a_clock_that_is_wrong(monkeypatch: pytest.MonkeyPatch, seconds: float, 
         found = doctor(URL)["clock"]
     assert found.status == status
     assert ("behind" if seconds > 0 else "ahead") in found.found
-    assert "NTP" in found.remedy
+    assert ("ahead" if seconds > 0 else "behind") in found.cell
 
 
-def test_a_bucket_in_another_region(faulty: FaultyServer) -> None:
-    body = (
-        b"<?xml version='1.0'?><Error><Code>PermanentRedirect</Code><Message>elsewhere</Message>"
-        b"<Region>eu-central-1</Region></Error>"
-    )
+def _elsewhere(request: Any) -> Fault:
+    body = b"<Error><Code>PermanentRedirect</Code><Message>m</Message><Region>eu-central-1</Region></Error>"
+    headers = {"x-amz-bucket-region": "eu-central-1", "Content-Type": "application/xml"}
+    return Fault.forge(301, b"" if request.method == "HEAD" else body, headers)
 
-    def rule(request: Any) -> Fault:
-        headers = {"x-amz-bucket-region": "eu-central-1", "Content-Type": "application/xml"}
-        return Fault.forge(301, b"" if request.method == "HEAD" else body, headers)
 
-    faulty.rule = rule
-    report = doctor(URL)
-    assert [each.name for each in report.failed] == ["bucket"]
-    assert "set DCP_S3_REGION=eu-central-1" in report["bucket"].remedy
+@pytest.mark.parametrize(
+    ("url", "rule", "environment", "failed", "found", "remedy"),
+    [
+        (URL, _elsewhere, {}, "bucket", "", "set DCP_S3_REGION=eu-central-1"),
+        (f"s3://{BUCKET}-not/run", None, {}, "bucket", f"{BUCKET}-not", "create the bucket"),
+        (URL, lambda _: Fault.error(403, "InvalidAccessKeyId"), {}, "credentials", "InvalidAccessKeyId", "credentials"),
+        (URL, None, {"DCP_S3_PART_SIZE": "1MiB"}, "settings", "DCP_S3_PART_SIZE = '1MiB'", ""),
+        (URL, None, {"DCP_S3_ENDPOINT_URL": "http://127.0.0.1:PORT"}, "endpoint", "", "DCP_S3_ENDPOINT_URL"),
+    ],
+    ids=["region", "bucket", "credentials", "settings", "endpoint"],
+)
+def test_what_stands_in_the_way_fails_alone_and_the_rest_is_skipped(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, url: str, rule: Any, environment: dict[str, str],
+    failed: str, found: str, remedy: str,
+) -> None:  # fmt: skip
+    faulty.rule = rule or faulty.rule
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value.replace("PORT", str(free_port())))
+    report = doctor(url)
+    assert [each.name for each in report.failed] == [failed]
+    assert found in report[failed].found
+    assert remedy in report[failed].remedy
     assert report["PutObject"].status == "skipped"
-
-
-def test_an_endpoint_that_is_down_is_told_at_once(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DCP_S3_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
-    began = time.monotonic()
-    report = doctor(URL)
-    assert time.monotonic() - began < 60  # with all retries of all checks it would be minutes
-    assert [each.name for each in report.failed] == ["endpoint"]
-    offline = {check.name for check in CHECKS if not check.online}
-    assert {each.name for each in report.checks if each.passed} <= offline
+    assert report["versions"].status == "ok"
     assert "clean-up" not in statuses(report)
+    if failed in ("settings", "bucket"):
+        dependent = "endpoint" if failed == "settings" else "PutObject"
+        assert report[dependent].found == f"not checked: see {failed}"
 
 
 def test_an_endpoint_that_connects_and_says_nothing(monkeypatch: pytest.MonkeyPatch, faulty: FaultyServer) -> None:
@@ -154,45 +226,6 @@ def test_an_endpoint_that_connects_and_says_nothing(monkeypatch: pytest.MonkeyPa
     assert "read timeout" in report["endpoint"].found.lower()
     online = [check.name for check in CHECKS if check.online and check.name != "endpoint"]
     assert {report[name].status for name in online} == {"skipped"}
-
-
-def test_a_bucket_that_is_not_there(faulty: FaultyServer) -> None:
-    report = doctor(f"s3://{BUCKET}-not/run")
-    assert [each.name for each in report.failed] == ["bucket"]
-    assert f"{BUCKET}-not" in report["bucket"].found
-    assert "create the bucket" in report["bucket"].remedy
-    assert report["PutObject"].found == "not checked: see bucket"
-
-
-def test_credentials_that_s3_does_not_accept(faulty: FaultyServer) -> None:
-    faulty.rule = lambda _: Fault.error(403, "InvalidAccessKeyId")
-    report = doctor(URL)
-    assert [each.name for each in report.failed] == ["credentials"]
-    assert "InvalidAccessKeyId" in report["credentials"].found
-    assert "check the credentials" in report["credentials"].remedy
-
-
-def test_a_setting_that_is_not_valid(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DCP_S3_PART_SIZE", "1MiB")
-    report = doctor(URL)
-    assert [each.name for each in report.failed] == ["settings"]
-    assert "DCP_S3_PART_SIZE = '1MiB'" in report["settings"].found
-    assert report["versions"].status == "ok"
-    assert report["endpoint"].found == "not checked: see settings"
-
-
-def test_urls_that_are_none_of_s3_are_refused() -> None:
-    with pytest.raises(errors.InvalidURLError):
-        doctor("file:///tmp")
-
-
-def test_the_report_is_short_to_look_at_and_whole_in_print(faulty: FaultyServer) -> None:
-    report = doctor(URL, read_only=True)
-    assert repr(report).startswith(f"DoctorReport('{URL}', ")
-    text = str(report)
-    assert "ok       settings" in text
-    with pytest.raises(KeyError, match="no check 'nothing' was made; there are: settings"):
-        report["nothing"]
 
 
 def test_an_endpoint_that_changes_in_the_environment_is_the_one_that_is_asked(
@@ -208,3 +241,241 @@ def test_an_endpoint_that_changes_in_the_environment_is_the_one_that_is_asked(
         assert doctor(URL, read_only=True).ok
         assert sum(faulty.s3.counters.requests.values()) == asked
         assert sum(other.counters.requests.values()) > 0
+
+
+# --- stores that lack something ----------------------------------------------------------------------------
+
+
+def ignore(server: FaultyServer, monkeypatch: pytest.MonkeyPatch, *headers: str) -> None:
+    """Let the server not see these headers."""
+    operations = server.s3._operations
+    handle = operations.handle
+
+    def without(operation: str, call: Any) -> Any:
+        for name in headers:
+            call.headers.pop(name, None)
+        return handle(operation, call)
+
+    monkeypatch.setattr(operations, "handle", without)
+
+
+def test_a_store_that_ignores_conditions(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    ignore(faulty, monkeypatch, "if-none-match", "if-match")
+    report = doctor(URL)
+    assert report.ok
+    assert [each.name for each in report.warnings] == ["If-None-Match", "If-Match", "conditional delete"]
+    assert "| ignored, ignored, ignored |" in report.row
+    assert "one job only" in report["If-None-Match"].remedy
+
+
+def test_ranges_that_are_ignored_fail(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    ignore(faulty, monkeypatch, "range")
+    report = doctor(URL)
+    assert report["GetObject"].status == "failed"
+    assert "ranges" in report["GetObject"].remedy
+
+
+def test_a_store_that_ignores_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FaultyServer()
+    server.s3 = MemoryS3(verify_checksums=False)
+    with serve(monkeypatch, server):
+        report = doctor(URL)
+        assert report.ok
+        assert report["checksums"].status == "warning"
+        assert "accepted, but not compared" in report["checksums"].found
+        assert report["whole-object CRC-64"].cell in ("kept", "not kept")
+        assert server.s3.objects(BUCKET) == {}
+
+
+def test_a_store_that_refuses_checksums(faulty: FaultyServer) -> None:
+    faulty.rule = lambda request: (
+        Fault.error(400, "InvalidRequest")
+        if {"x-amz-checksum-crc64nvme", "x-amz-checksum-algorithm"} & set(request.headers)
+        else None
+    )
+    report = doctor(URL)
+    assert report.ok
+    assert "does not know CRC-64/NVME" in report["checksums"].found
+    assert "| refused | refused |" in report.row
+    close_clients()
+    insisting = doctor(URL, {"checksum": "crc64nvme"})
+    assert insisting["checksums"].status == "failed"
+    assert "DCP_S3_CHECKSUM=auto" in insisting["checksums"].remedy
+
+
+def test_crc32c_is_checked_where_it_is_set(faulty: FaultyServer) -> None:
+    assert "CRC-32C is compared" in doctor(URL, {"checksum": "crc32c"})["checksums"].found
+    assert doctor(URL, {"checksum": "none"})["checksums"].status == "skipped"
+
+
+def test_a_store_that_lists_uploads_only_by_their_exact_names(faulty: FaultyServer) -> None:
+    """As AIStor: prune, which asks for a directory, does not find them."""
+    empty = Fault.forge(200, b"<ListMultipartUploadsResult/>", {"Content-Type": "application/xml"})
+    faulty.rule = lambda request: empty if request.operation == "ListMultipartUploads" else None
+    report = doctor(URL)
+    assert "prune will not find" in report["ListMultipartUploads"].found
+    assert "| not what is open |" in report.row
+
+
+@pytest.mark.parametrize(("operation", "cell"), [("CopyObject", "no"), ("UploadPartCopy", "objects")])
+def test_a_store_that_does_not_copy(faulty: FaultyServer, operation: str, cell: str) -> None:
+    faulty.rule = lambda request: Fault.error(501, "NotImplemented") if request.operation == operation else None
+    report = doctor(URL)
+    assert (report["copies"].status, report["copies"].cell) == ("warning", cell)
+    assert report.ok
+
+
+XML = {"Content-Type": "application/xml"}
+CONFIGURATIONS = {
+    "lifecycle": (
+        "lifecycle",
+        b"<LifecycleConfiguration><Rule><ID>tidy</ID><Status>Enabled</Status><Filter><Prefix>ru</Prefix></Filter>"
+        b"<Expiration><Days>30</Days></Expiration></Rule></LifecycleConfiguration>",
+        "rule 'tidy' deletes objects after 30 days",
+        "s3:GetLifecycleConfiguration",
+    ),
+    "ListObjectVersions": (
+        "versioning",
+        b"<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>",
+        "prune --all-versions does not work",
+        "s3:GetBucketVersioning",
+    ),
+}
+
+
+@pytest.mark.parametrize("check", CONFIGURATIONS)
+def test_the_configuration_of_the_bucket(faulty: FaultyServer, check: str) -> None:
+    query, body, text, action = CONFIGURATIONS[check]
+    faulty.rule = lambda request: Fault.forge(200, body, XML) if query in request.query else None
+    report = doctor(URL)
+    assert report[check].status == "warning"
+    assert text in report[check].found
+    faulty.rule = lambda request: DENIED if query in request.query else None
+    report = doctor(URL)
+    assert report.ok
+    assert not report.warnings
+    assert report[check].status == "skipped"
+    assert action in report[check].found
+
+
+EXPIRE: dict[str, Any] = {"Expiration": {"Days": 30}}
+
+
+@pytest.mark.parametrize(
+    ("harms", "rule"),
+    [
+        (True, EXPIRE),  # of the whole bucket
+        (True, {"Filter": {}, **EXPIRE}),
+        (True, {"Filter": {"Prefix": "team/"}, **EXPIRE}),
+        (True, {"Prefix": "team/run/", **EXPIRE}),  # as before there were filters
+        (True, {"Filter": {"Prefix": "team/run/step-1"}, **EXPIRE}),  # some of them
+        (True, {"Filter": {"And": {"Prefix": "team/", "ObjectSizeGreaterThan": 10**6}}, **EXPIRE}),
+        (True, {"Expiration": {"Date": "2030-01-01"}}),
+        (True, {"Transitions": [{"Days": 30, "StorageClass": "GLACIER"}]}),
+        (True, {"Transitions": [{"StorageClass": "STANDARD_IA"}, {"StorageClass": "DEEP_ARCHIVE"}]}),
+        (False, {"Filter": {"Prefix": "team/other/"}, **EXPIRE}),
+        (False, {"Filter": {"Tag": {"Key": "k", "Value": "v"}}, **EXPIRE}),
+        (False, {"Filter": {"And": {"Prefix": "team/", "Tags": [{"Key": "k", "Value": "v"}]}}, **EXPIRE}),
+        (False, {"Expiration": {"ExpiredObjectDeleteMarker": True}}),
+        (False, {"Transitions": [{"Days": 30, "StorageClass": "GLACIER_IR"}]}),  # read like any other
+        (False, {"Transitions": [{"Days": 0, "StorageClass": "INTELLIGENT_TIERING"}]}),
+        (False, {"AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 7}}),
+        (False, {"NoncurrentVersionExpiration": {"NoncurrentDays": 7}}),
+    ],
+)
+def test_lifecycle_rules_that_harm_checkpoints(harms: bool, rule: dict[str, Any]) -> None:
+    rule = {"ID": "r", "Status": "Enabled", **rule}
+    assert ("'r'" in find_harm(rule, "team/run/")) == harms
+    assert not find_harm({**rule, "Status": "Disabled"}, "team/run/")
+
+
+# --- whatever goes wrong, the bucket is as before, or it says what is left ---------------------------------
+
+
+def test_without_deletes_one_probe_object_stays_and_is_named(faulty: FaultyServer) -> None:
+    deny(faulty, "DeleteObject", "DeleteObjects")
+    report = doctor(URL)
+    assert report.ok
+    assert report["DeleteObject"].status == "warning"
+    assert "prune does not" in report["DeleteObject"].found
+    for name in ("DeleteObjects", "commit", "conditional delete", "copies"):
+        assert report[name].status == "skipped"
+    (left,) = set(faulty.s3.objects(BUCKET)) - set(BEFORE)
+    assert left in report["clean-up"].found
+    assert report["clean-up"].status == "warning"
+    faulty.rule = lambda _: None
+    S3Store(BUCKET, Settings()).delete([left])
+
+
+def test_an_endpoint_that_goes_down_in_the_middle(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "_LIMIT", probes.Limit(hang=0.2, attempts=2))
+    down = []
+
+    def rule(request: Any) -> Fault | None:
+        if request.operation == "ListParts":
+            down.append(request)
+        return Fault.reset() if down else None
+
+    faulty.rule = rule
+    report = doctor(URL)
+    names = [each.name for each in report.checks]
+    after = report.checks[names.index("ListParts") + 1 :]
+    assert "stopped answering at ListParts" in report["AbortMultipartUpload"].found
+    assert all(each.status == "skipped" for each in after if not each.passed and each.name != "clean-up")
+    assert len(down) <= 4
+    assert report["clean-up"].status == "warning"
+    assert "doctor-probe" in report["clean-up"].found
+    faulty.rule = lambda _: None
+    store = S3Store(BUCKET, Settings())
+    for upload in store.uploads("run/doctor-probe-"):
+        store.abort(upload)
+    store.delete([each.key for each in store.list("run/doctor-probe-").objects])
+
+
+@pytest.mark.parametrize("operation", ["PutObject", "CreateMultipartUpload", "CompleteMultipartUpload"])
+def test_lost_answers_leave_nothing(faulty: FaultyServer, operation: str) -> None:
+    """Every second time: the request was carried out, nobody knows."""
+    seen: list[int] = []
+
+    def rule(request: Any) -> Fault | None:
+        if request.operation != operation:
+            return None
+        seen.append(request.number)
+        return Fault.apply_then_reset() if len(seen) % 2 else None
+
+    faulty.rule = rule
+    doctor(URL)
+    assert seen
+
+
+@pytest.mark.parametrize("check", [each.name for each in CHECKS if each.writes] + ["clean-up"])
+def test_interrupted_after_any_check_nothing_is_left(faulty: FaultyServer, check: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(probes, "_LATE_SECONDS", 0.0)
+
+    def interrupt(result: Any) -> None:
+        if result.name == check:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        examine(URL, None, read_only=False, on_result=interrupt)
+
+
+@pytest.mark.parametrize("operation", ["UploadPart", "DeleteObjects"])
+def test_interrupted_within_a_request_nothing_is_left(
+    faulty: FaultyServer, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "_LATE_SECONDS", 0.0)
+    ask: Callable[..., Any] = probes.Examination.ask
+    done = []
+
+    def interrupted(self: Any, name: str, *arguments: Any, **more: Any) -> Any:
+        answer = ask(self, name, *arguments, **more)
+        if name == operation and not done:
+            done.append(name)
+            raise KeyboardInterrupt
+        return answer
+
+    monkeypatch.setattr(probes.Examination, "ask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        doctor(URL)
+    assert done

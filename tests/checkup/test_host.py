@@ -1,19 +1,27 @@
-"""Checks of the host."""
+"""Checks of this host and of the way to the endpoint: settings, versions, spill disk, credentials, names, clocks."""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
 from dcp_s3 import versions
 from dcp_s3.checkup import host
 from dcp_s3.checkup.doctor import doctor
-from dcp_s3.checkup.host import filesystem_of
 from dcp_s3.checkup.probes import CheckResult, Examination
+from dcp_s3.s3.client import close_clients
 from dcp_s3.settings import Settings
 from dcp_s3.url import parse_url
+from tests.servers.process import free_port
 
 MOUNTS = """\
 overlay / overlay rw 0 0
@@ -21,14 +29,18 @@ tmpfs /dev/shm tmpfs rw 0 0
 /dev/nvme0n1 /nvme ext4 rw 0 0
 /dev/nvme1n1 /nvme/with\\040space xfs rw 0 0
 """
+KEY, TOKEN = "AKIAIOSFODNN7EXAMPLE", "a-session-token-EXAMPLE"
 
 
 def examination(read_only: bool = False, **settings: Any) -> Examination:
     return Examination(parse_url("s3://bucket/run"), read_only, settings, Settings(**settings))
 
 
-def spill(directory: Path, *, read_only: bool = False, **settings: Any) -> CheckResult:
-    return host.check_spill(examination(read_only, spill_dir=str(directory), **settings))
+def spill(directory: Path, *, read_only: bool = False) -> CheckResult:
+    return host.check_spill(examination(read_only, spill_dir=str(directory)))
+
+
+# --- this host -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -42,18 +54,13 @@ def spill(directory: Path, *, read_only: bool = False, **settings: Any) -> Check
     ],
 )
 def test_the_filesystem_of_a_path(path: str, kind: str) -> None:
-    assert filesystem_of(Path(path), MOUNTS) == kind
+    assert host.filesystem_of(Path(path), MOUNTS) == kind
 
 
-def test_a_spill_disk_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
-    directory = tmp_path / "deep" / "spill"
-    found = spill(directory)
+def test_a_spill_disk_is_tried_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = spill(tmp_path / "deep" / "spill")
     assert found.passed
     assert "free" in found.found
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_read_only_neither_makes_nor_tries_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert spill(tmp_path / "spill", read_only=True).status == "skipped"
     monkeypatch.setattr(host, "_try_disk", None)
     assert spill(tmp_path, read_only=True).passed
@@ -65,28 +72,24 @@ def test_a_spill_disk_in_memory_is_a_warning(tmp_path: Path, monkeypatch: pytest
     mounts.write_text("tmpfs / tmpfs rw 0 0\n")
     monkeypatch.setattr(host, "_MOUNTS", mounts)
     found = spill(tmp_path / "spill")
-    assert found.status == "warning"
-    assert "tmpfs is memory" in found.found
+    assert (found.status, "tmpfs is memory" in found.found) == ("warning", True)
     assert "DCP_S3_SPILL_DIR" in found.remedy
 
 
-def test_a_spill_disk_that_cannot_be_written_fails_with_the_remedy(tmp_path: Path) -> None:
+def test_a_spill_disk_that_cannot_be_written_or_flushed_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(b"")
     found = doctor("s3://bucket/run", {"spill_dir": str(tmp_path / "file" / "spill")})["spill disk"]
-    assert found.status == "failed"
-    assert str(tmp_path / "file") in found.found
+    assert (found.status, str(tmp_path / "file") in found.found) == ("failed", True)
     assert "DCP_S3_SPILL_DIR" in found.remedy
 
-
-def test_a_disk_that_does_not_flush_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: int) -> None:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("os.fsync", refuse)
-    found = doctor("s3://bucket/run", {"spill_dir": str(tmp_path)})["spill disk"]
-    assert found.status == "failed"
-    assert "Input/output error" in found.found
-    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "disk").mkdir()
+    found = doctor("s3://bucket/run", {"spill_dir": str(tmp_path / "disk")})["spill disk"]
+    assert (found.status, "Input/output error" in found.found) == ("failed", True)
+    assert list((tmp_path / "disk").iterdir()) == []
 
 
 def test_misspelled_settings_are_named_with_the_closest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +106,141 @@ def test_a_torch_newer_than_all_that_was_run_is_a_warning(monkeypatch: pytest.Mo
     assert not versions.is_newer_than_tested(f"{versions.TESTED[-1]}.7+cu130")
     assert versions.is_newer_than_tested("99.0.0")
     monkeypatch.setattr(host, "is_newer_than_tested", lambda _: True)
-    found = host.check_versions(Examination(parse_url("s3://bucket/run"), True, None))
+    found = host.check_versions(examination(True))
     assert found.status == "warning"
     assert "never run with this torch, the newest was 2.10" in found.found
+
+
+# --- credentials: where they come from and how long they hold, never what they are -----------------------
+
+
+@pytest.fixture
+def credentials(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Checks the credentials of an environment with these variables."""
+
+    def check(**environment: str) -> CheckResult:
+        for name, value in {"AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI", **environment}.items():
+            monkeypatch.setenv(name, value)
+        return host.check_credentials(examination(endpoint_url=f"http://127.0.0.1:{free_port()}"))
+
+    return check
+
+
+def test_lasting_ones_are_good_and_nothing_that_could_be_used_is_shown(credentials: Any) -> None:
+    found = credentials(AWS_ACCESS_KEY_ID=KEY)
+    assert found.status == "ok"
+    assert found.found == "AKIA...MPLE from the environment (AWS_ACCESS_KEY_ID); they do not expire"
+    short = credentials(AWS_ACCESS_KEY_ID="short").found
+    assert short.startswith("an access key from")
+    assert "short" not in short
+
+
+def test_those_of_a_profile_are_named_by_it(credentials: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    file = tmp_path / "credentials"
+    file.write_text(f"[trainer]\naws_access_key_id = {KEY}\naws_secret_access_key = b\n")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    found = credentials(AWS_SHARED_CREDENTIALS_FILE=str(file), AWS_PROFILE="trainer")
+    assert "shared-credentials-file, profile 'trainer'" in found.found
+
+
+def test_temporary_ones_are_a_warning_that_names_their_end(credentials: Any) -> None:
+    """Also that botocore still keeps the end where `expiry_of` looks for it."""
+    found = credentials(AWS_ACCESS_KEY_ID=KEY, AWS_SESSION_TOKEN=TOKEN)
+    assert (found.status, "temporary" in found.found, TOKEN in str(found)) == ("warning", True, False)
+    end = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(hours=5, minutes=30, seconds=30)
+    found = credentials(AWS_CREDENTIAL_EXPIRATION=end.isoformat())
+    assert (found.status, "they expire in 5 h 30 min" in found.found) == ("warning", True)
+    assert "instance or pod role" in found.remedy
+
+
+@pytest.mark.parametrize(("method", "status"), [("iam-role", "ok"), ("sso", "warning")])
+def test_those_that_are_renewed_are_good(method: str, status: str) -> None:
+    assert host.judge_expiry("x", method, 7200.0, is_temporary=True, now=3600.0).status == status
+    assert host.judge_expiry("x", method, 3600.0, is_temporary=True, now=7200.0).status == "failed"
+
+
+# --- the endpoint ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "is_aws"),
+    [
+        ("https://s3.eu-west-1.amazonaws.com", True),
+        ("https://s3.cn-north-1.amazonaws.com.cn", True),
+        ("http://127.0.0.1:9000", False),
+        ("https://amazonaws.com.example.org", False),
+    ],
+)
+def test_other_stores_are_told_from_aws(url: str, is_aws: bool) -> None:
+    assert host.is_aws_endpoint(url) is is_aws
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Checks an endpoint, reached without a proxy."""
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    yield lambda url, **more: host.check_endpoint(examination(endpoint_url=url, region="us-east-1", **more))
+    close_clients()
+
+
+@contextlib.contextmanager
+def tls(context: ssl.SSLContext) -> Iterator[int]:
+    """A port on 127.0.0.1 that does TLS handshakes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with contextlib.suppress(OSError), context.wrap_socket(connection, server_side=True) as wrapped:
+                    wrapped.recv(1)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join(30)
+
+
+def test_a_name_that_is_not_known(endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    found = endpoint("http://s3.example.org")
+    assert (found.status, "s3.example.org" in found.found, "DNS" in found.remedy) == ("failed", True, True)
+    virtual = endpoint("http://s3.example.org", addressing_style="virtual")
+    assert "bucket.s3.example.org" in virtual.found
+    assert "DCP_S3_ADDRESSING_STYLE=path" in virtual.remedy
+
+
+def test_a_certificate_that_is_not_trusted(endpoint: Any) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
+    with tls(context) as port:
+        found = endpoint(f"https://127.0.0.1:{port}")
+    assert (found.status, "AWS_CA_BUNDLE" in found.remedy) == ("failed", True)
+
+
+@pytest.mark.parametrize(
+    ("skew", "status", "cell"),
+    [
+        (0.4, "ok", "agrees"),
+        (-30, "ok", "30 s ahead"),
+        (70, "warning", "70 s behind"),
+        (-899, "warning", "899 s ahead"),
+        (901, "failed", "901 s behind"),
+        (None, "skipped", "not told"),
+    ],
+)
+def test_clocks(skew: float | None, status: str, cell: str) -> None:
+    exam = examination()
+    exam.skew = skew
+    found = host.check_clock(exam)
+    assert (found.status, found.cell) == (status, cell)
+    assert ("NTP" in found.remedy) == (status in ("warning", "failed"))

@@ -71,7 +71,7 @@ def test_json_is_strict_and_whole(faulty: FaultyServer) -> None:
     found = json.loads(result.stdout, parse_constant=refuse)
     assert (found["url"], found["ok"], found["read_only"]) == (URL, True, False)
     assert [each["name"] for each in found["checks"]] == [*(check.name for check in CHECKS), "clean-up"]
-    assert set(found["checks"][0]) == {"name", "status", "found", "remedy", "seconds"}
+    assert set(found["checks"][0]) == {"name", "status", "found", "remedy", "seconds", "cell"}
 
 
 @pytest.mark.parametrize("url", ["file:///tmp", "s3://b//c", "s3:bucket"])

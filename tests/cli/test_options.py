@@ -1,8 +1,10 @@
-"""Options of all commands, what a command says while S3 does not answer, and how it ends."""
+"""What all commands share: options, settings, retries, pipes, Ctrl-C, names that are shown, and what is imported."""
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -13,8 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from typer.main import get_command
 
+import dcp_s3
+from dcp_s3.cli import app as shared
 from dcp_s3.cli import group as exits
+from dcp_s3.cli import tables
+from dcp_s3.cli.group import LAYOUT, printable, show_log
+from dcp_s3.cli.main import app
 from dcp_s3.s3 import diagnosis
 from tests.cli.looking import run
 from tests.faulty import BUCKET, FaultyServer
@@ -112,6 +121,68 @@ def test_verbose_logs_to_stderr(faulty: FaultyServer) -> None:
     assert run("ls", ROOT, "--json").stderr == ""
 
 
+def _config() -> dict[str, dict[str, Any]]:
+    return rows("doctor", "--settings", "--json")
+
+
+def test_settings_say_where_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DCP_S3_PART_SIZE", "16MiB")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+    found = _config()
+    assert found["part_size"] == {"name": "part_size", "value": 16 * 2**20, "source": "DCP_S3_PART_SIZE"}
+    assert found["concurrency"]["source"] == "default"
+    assert found.keys() == dcp_s3.Settings.model_fields.keys()
+    text = run("config").stdout  # its old name
+    assert ["part_size", "16777216", "DCP_S3_PART_SIZE"] in [line.split() for line in text.splitlines()]
+    assert "hunter2" not in text
+    assert "only --settings" in " ".join(run("doctor", status=2).stderr.split())
+
+
+def test_settings_show_what_awss_chain_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "config"
+    file.write_text(
+        "[default]\nregion = eu-west-1\n[profile lab]\nregion = eu-north-1\nservices = lab\n"
+        "[services lab]\ns3 =\n  endpoint_url = http://lab:9000\n"
+    )
+    steps: list[tuple[dict[str, str], str, Any, str]] = [
+        ({}, "endpoint_url", None, "default"),
+        ({"AWS_CONFIG_FILE": str(file)}, "region", "eu-west-1", f"region of profile 'default' in {file}"),
+        ({"AWS_PROFILE": "lab"}, "endpoint_url", "http://lab:9000", f"endpoint_url of profile 'lab' in {file}"),
+        ({}, "region", "eu-north-1", f"region of profile 'lab' in {file}"),
+        ({"AWS_DEFAULT_REGION": "us-west-2"}, "region", "us-west-2", "AWS_DEFAULT_REGION"),
+        ({"AWS_ENDPOINT_URL": "http://all:9000"}, "endpoint_url", "http://all:9000", "AWS_ENDPOINT_URL"),
+        ({"AWS_ENDPOINT_URL_S3": "http://s3:9000"}, "endpoint_url", "http://s3:9000", "AWS_ENDPOINT_URL_S3"),
+        ({"AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true"}, "endpoint_url", None, "default"),
+        ({"DCP_S3_ENDPOINT_URL": "http://ours:9000"}, "endpoint_url", "http://ours:9000", "DCP_S3_ENDPOINT_URL"),
+    ]
+    for environment, name, value, source in steps:
+        for variable, text in environment.items():
+            monkeypatch.setenv(variable, text)
+        assert _config()[name] == {"name": name, "value": value, "source": source}
+    monkeypatch.delenv("DCP_S3_ENDPOINT_URL")
+    monkeypatch.setenv("AWS_PROFILE", "no-such")
+    assert "no-such" in run("doctor", "--settings", status=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("DCP_S3_RETENTION", "latest:x"), ("DCP_S3_RETENTION", "best:2:loss"), ("AWS_ENDPOINT_URL_S3", "minio:9000")],
+)
+def test_settings_that_are_wrong_are_named(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, value)
+    text = run("doctor", "--settings", status=2).stderr
+    assert f"{variable} = {value!r}" in text
+
+
+@pytest.mark.parametrize("arguments", [["ls"], ["lss"], ["ls", "s3://b/r", "--jason"], ["upload", "only-one"]])
+def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
+    run(*arguments, status=2)
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"dcp-s3 {dcp_s3.__version__}\n"
+
+
 def test_completion(interpreter: Interpreter) -> None:
     words = {"_DCP_S3_COMPLETE": "complete_bash", "COMP_WORDS": "dcp-s3 ver", "COMP_CWORD": "1"}
     program = "import sys; sys.argv = ['dcp-s3']; from dcp_s3.cli.main import app; app()"
@@ -203,3 +274,98 @@ def test_ctrl_c_ends_a_command_at_once(faulty: FaultyServer, interpreter: Interp
     assert process.returncode == exits.INTERRUPTED
     assert messages.splitlines()[-1] == "dcp-s3: interrupted"
     assert "Traceback" not in messages
+
+
+# --- names that would move the cursor, set the title or forge a line: a terminal is shown what they are -----
+
+_EVIL = "step-1\x1b[31m\x1b]0;owned\x07\nstep-2  committed\u202e\udc80"
+_SHOWN = r"step-1\x1b[31m\x1b]0;owned\x07\nstep-2  committed\u202e\udc80"
+
+
+def test_what_a_terminal_would_obey_is_escaped_and_all_else_stays() -> None:
+    assert printable(_EVIL) == _SHOWN
+    assert printable("one\n\ttwo\r", keep=LAYOUT) == "one\n\ttwo\\r"
+    assert printable(text := "détails\u00a0\u3000\\ \U0001f600") == text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_tables_show_it_escaped(terminal: bool) -> None:
+    table = tables.make_table(("name", "state"))
+    tables.add_row(table, (_EVIL, "committed"))
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=200)
+    console.print(table)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count(_SHOWN) == 1
+    assert _SHOWN in tables.plain_lines(table)[1]
+
+
+def test_notes_lines_and_the_log_show_it_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    shared.note(f"left alone: {_EVIL}")
+    shared.print_line(_EVIL)
+    with show_log(0):
+        logging.getLogger("dcp_s3.test").warning("%s", _EVIL.replace("\udc80", ""))
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out + err
+    assert "\x07" not in out + err
+    assert err.count(r"\x1b[31m") == 2
+
+
+# --- imports: what takes seconds is imported by what needs it ----------------------------------------------
+
+_HEAVY = {
+    *("torch", "numpy", "boto3", "botocore", "s3transfer", "asyncio"),
+    *("pydantic", "pydantic_settings", "rich.table", "rich.progress", "dcp_s3.settings"),
+}
+# Carries out commands, and tells what each has imported that the ones before it had not.
+_PROGRAM = """
+import contextlib, io, json, sys
+told, before, output = [], set(), io.StringIO()
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["dcp-s3", *arguments]
+    with contextlib.redirect_stdout(output):
+        from dcp_s3.cli.main import app
+        try:
+            app()
+        except SystemExit as end:
+            status = end.code
+    told.append((arguments, status or 0, sorted(set(sys.modules) - before)))
+    before = set(sys.modules)
+print(json.dumps(told))
+"""
+
+
+def _imported(commands: list[list[str]]) -> dict[str, set[str]]:
+    command = [sys.executable, "-c", _PROGRAM, json.dumps(commands)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert [status for _, status, _ in told] == [0] * len(commands), told
+    return {" ".join(arguments): set(modules) for arguments, _, modules in told}
+
+
+def test_help_imports_nothing_heavy() -> None:
+    commands = sorted(get_command(app).commands)  # type: ignore[attr-defined]
+    assert {"ls", "show", "verify", "drain", "prune", "import"} <= set(commands)
+    found = _imported([["--help"], ["--version"], *([name, "--help"] for name in commands)])
+    assert "dcp_s3.cli.main" in found["--help"]
+    loaded = set().union(*found.values())
+    typers_own = {"pydantic"} if "typer._adapters" in loaded else set()  # since typer 0.29; 0.1 s
+    assert {command: heavy for command, new in found.items() if (heavy := new & _HEAVY - typers_own)} == {}
+
+
+def test_what_decodes_no_tensors_imports_no_torch(faulty: FaultyServer) -> None:
+    for step in (1, 2, 3):
+        save(f"{ROOT}/step-{step}")
+    dcp_s3.pin(f"{ROOT}/step-3")
+    found = _imported(
+        [
+            ["ls", ROOT],
+            ["ls", "--latest", ROOT],
+            ["pin", f"{ROOT}/step-3", "--reason", "good"],
+            ["pin", "--remove", f"{ROOT}/step-3"],
+            ["prune", "--dry-run", ROOT, "latest:1"],
+            ["prune", "--yes", ROOT, "latest:2"],
+            ["cp", f"{ROOT}/step-3", f"s3://{BUCKET}/kept/step-3"],
+        ]
+    )
+    assert {command: heavy for command, new in found.items() if (heavy := new & {"torch", "numpy"})} == {}

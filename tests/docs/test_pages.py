@@ -168,7 +168,7 @@ def test_the_examples_are_found() -> None:
     prunes = [arguments for arguments in found if arguments[0] == "prune"]
     assert len(prunes) >= 7, found  # four as typed, cron, Kubernetes, systemd
     assert sum("--json" in arguments for arguments in prunes) == 1
-    assert {"pin", "unpin", "annotate", "rm", "ls"} <= {arguments[0] for arguments in found}
+    assert {"pin", "annotate", "rm", "ls"} <= {arguments[0] for arguments in found}
     assert sum(len(_POLICIES.findall(page)) for page in pages) == 3
     with pytest.raises(Exception, match="No such option"):
         parse(["prune", "s3://bucket/run", "--no-such-option"])

@@ -3,6 +3,8 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+import pytest
+
 from dcp_s3.checkpoint.info import LeftoverObject
 from dcp_s3.reporting.report import Problem
 from dcp_s3.retention.plan import OpenUpload
@@ -27,6 +29,12 @@ def test_a_silence_after_the_newest_is_bad_and_names_it() -> None:
     assert "21.0 h" in found.text
     assert "usual interval is 60.0 min" in found.text
     assert found.remedy == f"dcp-s3 ls {ROOT} --all"
+
+
+@pytest.mark.parametrize(("hours", "silent"), [(2.9, False), (3.1, True)])
+def test_a_silence_is_three_times_the_usual_interval(hours: float, silent: bool) -> None:
+    infos = [saved(100 * number, hours + 10 - number) for number in range(11)]
+    assert ("no new checkpoint" in problems(*infos)) == silent
 
 
 def test_a_pause_in_the_past_does_not_make_a_silence() -> None:

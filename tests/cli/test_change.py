@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -247,3 +248,54 @@ def test_annotate_adds_metrics(run_of_four: str) -> None:
     assert info.metrics["good"] is True
     for bad in ("val_loss", "=1", "val_loss=inf"):
         run("annotate", f"{ROOT}/step-1", bad, status=2)
+
+
+def test_rm_shows_what_it_would_delete(s3: Any) -> None:
+    url = save(f"{ROOT}/step-1", metrics={"loss": 0.5})
+    before = keys(s3, url)
+    result = run("rm", url, "--dry-run")
+    assert "loss=0.5" in result.stdout
+    shown = re.search(r"would be deleted: (\d+) objects, (.*)", result.stderr)
+    assert shown is not None
+    assert keys(s3, url) == before
+    deleted = run("rm", url, "--yes").stderr
+    assert f"is deleted: {shown[1]} objects, {shown[2]}" in deleted
+    torn = save(f"{ROOT}/step-2")
+    delete(s3, torn, ".metadata")
+    before = keys(s3, torn)
+    assert "in progress" in run("rm", torn, "--dry-run", status=1).stderr
+    shown = re.search(r"would be deleted: (\d+) objects, (.*)", run("rm", torn, "--dry-run", "--force").stderr)
+    assert shown is not None
+    assert keys(s3, torn) == before
+    assert f"is deleted: {shown[1]} objects, {shown[2]}" in run("rm", torn, "--yes", "--force").stderr
+    pinned = save(f"{ROOT}/step-3")
+    dcp_s3.pin(pinned, "mine")
+    assert "it is pinned (mine)" in run("rm", pinned, "--dry-run", status=1).stderr
+
+
+def test_the_reason_of_a_pin_can_be_read(s3: Any) -> None:
+    url = save(f"{ROOT}/step-1")
+    run("pin", url, "--reason", "the paper's [bold] baseline")
+    [listed] = json.loads(run("ls", ROOT, "--json").stdout)
+    assert (listed["pinned"], listed["pin_reason"]) == (True, "the paper's [bold] baseline")
+    assert json.loads(run("show", url, "--json").stdout)["info"]["pin_reason"] == "the paper's [bold] baseline"
+    assert "the paper's [bold] baseline" in run("show", url).stdout
+    save(f"{ROOT}/step-2")
+    assert "pinned (the paper's [bold] baseline)" in run("prune", ROOT, "latest:1", "--dry-run").stdout
+    assert dcp_s3.list_checkpoints(ROOT)[0].pin_reason == "the paper's [bold] baseline"
+    run("pin", url)
+    assert dcp_s3.list_checkpoints(ROOT)[0].pin_reason is None
+
+
+def test_a_pins_reason_is_one_line(faulty: FaultyServer) -> None:
+    url = save(f"{ROOT}/step-1")
+    dcp_s3.pin(url, "good\ns3://bucket/run/step-2 is deleted\x1b[2J")
+    for status, command in (
+        (0, ["show", url]),
+        (0, ["prune", "--dry-run", ROOT, "latest:1"]),
+        (1, ["rm", "--yes", url]),
+    ):
+        result = run(*command, status=status)
+        assert "good s3://bucket/run/step-2 is deleted" in " ".join(result.output.split())
+        assert not any(line.startswith("s3://bucket/run/step-2") for line in result.output.splitlines())
+        assert "\x1b" not in result.output

@@ -1,0 +1,340 @@
+"""``dcp-s3 ls``, ``show``, ``diff``, ``verify`` and ``report``: what they print, and by which status a script knows."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+
+from dcp_s3 import S3StorageWriter, annotate, errors, pin
+from dcp_s3.checkpoint.info import CheckpointInfo
+from dcp_s3.cli import tables
+from dcp_s3.reporting import report as reporting
+from tests.cli.looking import run, save_layers, words
+from tests.faulty import BUCKET, FaultyServer
+from tests.memory_s3 import Fault
+from tests.retention.making import delete, get, keys, put, save, save_foreign, save_on_ranks, state
+from tests.spill.making import allow_all, refuse_all
+
+pytestmark = pytest.mark.servers("memory")
+
+
+def loads(*arguments: object, status: int = 0) -> Any:
+    """The JSON that a command prints, read by a strict parser."""
+    return json.loads(run(*arguments, "--json", status=status).stdout, parse_constant=pytest.fail)
+
+
+# --- ls --------------------------------------------------------------------------------------------------
+
+
+def test_ls_shows_a_line_for_each_committed_checkpoint(root: str, s3: Any) -> None:
+    for nothing in (root, f"{root}/other"):
+        result = run("ls", nothing, status=3)
+        assert result.stdout == ""
+        assert f"no checkpoints right under {nothing}" in result.stderr
+        assert "dcp-s3 show" in result.stderr
+    assert loads("ls", root, status=3) == []
+    delete(s3, save(f"{root}/step-11"), ".metadata")
+    assert "1 incomplete checkpoint not shown: see --all" in run("ls", root, status=3).stderr
+    save(f"{root}/step-9", metrics={"loss": 0.25})
+    save(f"{root}/step-10")
+    put(s3, f"{root}/data", "part/1.bin")
+    rows = words(run("ls", f"{root}/").stdout)
+    assert [row[:5] for row in rows[1:]] == [
+        ["step-9", "committed", "9", "1", "1"],
+        ["step-10", "committed", "10", "1", "1"],
+    ]
+    assert rows[1][-1] == "loss=0.25"
+    assert [row[:2] for row in words(run("ls", root, "--all").stdout)][-1] == ["step-11", "in_progress"]
+    first, _ = loads("ls", root)
+    assert (first["url"], first["metrics"]) == (f"{root}/step-9", {"loss": 0.25})
+    assert [info["state"] for info in loads("ls", root, "--all")] == ["committed", "committed", "in_progress"]
+
+
+def test_output_into_a_pipe_is_not_cut_off(root: str) -> None:
+    name = "long-" * 60 + "[bold]:smile:1"
+    save(f"{root}/{name}", metrics={f"metric-number-{i}": i for i in range(20)})
+    line = next(line for line in run("ls", root).stdout.splitlines() if "committed" in line)
+    assert line.startswith(f"{name}\t")
+    assert {f"metric-number-{i}={i}" for i in range(20)} <= set(line.split())
+    assert f"{root}/{name}" in run("show", f"{root}/{name}").stdout
+
+
+def test_80_columns_break_no_metric() -> None:
+    info = CheckpointInfo(
+        url=f"s3://{BUCKET}/run/step-00001000", name="step-00001000", step=1000, state="committed", world_size=64,
+        objects=128, size=10**11, created_at=0.0,
+        metrics={"train/loss": 1.234567, "val_loss": 2.34567, "tokens_per_second": 123456.7},
+    )  # fmt: skip
+    console = Console(width=80, file=io.StringIO())
+    console.print(tables.checkpoints([info], now=90000.0, width=80))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    for word in ("step-00001000", "committed", "93.1 GiB", "train/loss=1.23457", "tokens_per_second=123457"):
+        assert word in shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-5, "0s"), (59.9, "59s"), (60, "1m"), (3599, "59m"), (3660, "1h 1m"), (90000, "1d 1h"), (86400 * 400, "400d 0h")],
+)
+def test_age(seconds: float, text: str) -> None:
+    assert tables.format_age(seconds) == text
+
+
+@pytest.mark.parametrize("command", [("ls", "--latest"), ("latest",)], ids=" ".join)
+def test_latest_prints_a_url_and_nothing_else(root: str, s3: Any, command: tuple[str, ...]) -> None:
+    assert run(*command, root, status=3).stdout == ""
+    assert loads(*command, root, status=3) is None
+    save(f"{root}/step-1")
+    save(f"{root}/step-10", metrics={"loss": math.nan})
+    delete(s3, save(f"{root}/step-11"), ".metadata")
+    result = run(*command, root)
+    assert (result.stdout, result.stderr) == (f"{root}/step-10\n", "")
+    assert loads(*command, root)["step"] == 10
+
+
+def test_latest_counts_what_waits_on_this_host_when_told_to(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from dcp_s3.spill.background import stop_draining
+
+    save(f"s3://{BUCKET}/run/step-1")
+    faulty.rule = refuse_all
+    monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "1")
+    monkeypatch.setenv("DCP_S3_SPILL_AFTER", "1s")
+    save(f"s3://{BUCKET}/run/step-2", settings={"spill_dir": str(tmp_path), "durability": "local"})
+    stop_draining()
+    faulty.rule = allow_all
+    monkeypatch.setenv("DCP_S3_SPILL_DIR", str(tmp_path))
+    assert run("ls", "--latest", f"s3://{BUCKET}/run").stdout.endswith("/step-1\n")
+    assert run("ls", "--include-uncommitted", f"s3://{BUCKET}/run").stdout.endswith("/step-2\n")
+
+
+# --- show ------------------------------------------------------------------------------------------------
+
+
+def test_show_tells_what_was_saved(root: str, s3: Any) -> None:
+    url = save(f"{root}/step-7", metrics={"loss": math.nan})
+    annotate(url, {"accuracy": 0.75})
+    put(s3, url, "__0_9-abcdef.distcp", b"left over")
+    details = loads("show", url)
+    assert details["info"]["step"] == 7
+    assert details["info"]["metrics"] == {"loss": "NaN", "accuracy": 0.75}
+    assert details["items"] == 3
+    entries = {entry["fqn"]: entry for entry in details["entries"]}
+    assert (entries["weight"]["dtype"], entries["weight"]["shape"]) == ("float32", [3, 4])
+    assert (entries["half"]["dtype"], entries["half"]["shape"]) == ("bfloat16", [5])
+    assert (entries["step"]["kind"], entries["step"]["dtype"]) == ("bytes", None)
+    assert all(entry["chunks"] == 1 and entry["size"] > 0 for entry in entries.values())
+    used = {stored["path"]: stored for stored in details["objects"] if stored["used"]}
+    assert {path: stored["size"] for path, stored in used.items()} == {
+        path: size for path, size in keys(s3, url).items() if path.endswith(".distcp") and "_9-" not in path
+    }
+    assert all(len(stored["crc64nvme"]) == 16 for stored in used.values())
+    text = run("show", url).stdout
+    assert all(word in text for word in ("3x4", "bfloat16", "not used"))
+
+
+def test_show_works_on_foreign_incomplete_damaged_and_joint_ones(root: str, s3: Any, tmp_path: Path) -> None:
+    url = save_foreign(s3, f"{root}/step-7", tmp_path)
+    details = loads("show", url)
+    assert details["info"]["foreign"]
+    assert {entry["fqn"] for entry in details["entries"]} == set(state())
+    assert "something other than dcp_s3" in run("show", url).stdout
+    delete(s3, url, next(path for path in keys(s3, url) if path.endswith(".distcp")))
+    assert "missing" in run("show", url).stdout
+    torn = save(f"{root}/step-8")
+    delete(s3, torn, ".metadata")
+    assert "incomplete" in run("show", torn).stdout
+    details = loads("show", save_on_ranks(f"{root}/step-9", 2))
+    assert details["info"]["world_size"] == 2
+    assert all(stored["used"] for stored in details["objects"])
+    assert {entry["fqn"]: entry["chunks"] for entry in details["entries"]} == dict.fromkeys(state(), 2)
+
+
+def test_show_has_a_line_for_names_that_are_alike_and_chooses_entries(root: str) -> None:
+    url = save_layers(f"{root}/step-7", 32)
+    rows = words(run("inspect", url).stdout)  # its old name
+    assert ["holds", "33 tensors with 2.05K parameters; 1 other entry"] in rows
+    rows = rows[rows.index(["name", "entries", "parameters", "size", "dtype", "shape", "chunks"]) + 1 :]
+    assert [row[0] for row in rows] == ["model.layers.0..31.w", "model.norm", "step"]
+    assert (rows[0][1:3], rows[0][-3:]) == (["32", "2.05K"], ["float32", "8x8", "32"])
+    everything = run("show", url, "--all").stdout
+    assert all(f"{number}.w" in everything for number in range(32))
+    assert ".distcp" in everything
+    top = words(run("show", url, "--top", 2).stdout)[1:]
+    assert [row[0] for row in top] == ["model.layers.0.w", "model.layers.1.w"]
+    assert [entry["fqn"] for entry in loads("show", url, "--top", 1)["entries"]] == ["model.layers.0.w"]
+    filtered = run("show", url, "--filter", "*.norm", "--filter", "step").stdout
+    assert [row[0] for row in words(filtered)[1:]] == ["model.norm", "step"]
+    assert "no entry that matches 'modle.*'" in run("show", url, "--filter", "modle.*", status=1).stderr
+
+
+# --- diff ------------------------------------------------------------------------------------------------
+
+
+def test_diff_says_by_its_status_whether_they_are_the_same(root: str) -> None:
+    one, two = save_layers(f"{root}/1", 12), save_layers(f"{root}/2", 12, metrics={"loss": 2.0})
+    same = run("diff", one, two)
+    assert same.stdout.splitlines() == ["0 of 14 entries differ, 14 same", "metric loss: None -> 2.0"]
+    other = save_layers(f"{root}/3", 13, value=2.0)
+    summary, *lines = run("diff", one, other, status=5).stdout.splitlines()
+    assert summary == "13 of 15 entries differ (12 changed, 1 only in B), 2 same"
+    assert words("\n".join(lines))[1:] == [
+        ["model.layers.0..11.w", "12", "changed", "values", "3.0 KiB"],
+        ["model.layers.12.w", "-", "only in B", "-", "256 B"],
+    ]
+    assert len(words(run("diff", one, other, "--all", status=5).stdout)) == 1 + 1 + 15
+    assert run("diff", one, other, "--filter", "*.norm").stdout.splitlines() == ["0 of 1 entries differ, 1 same"]
+    found = loads("diff", one, other, status=5)
+    assert (found["status"], len(found["entries"])) == ("changed", 13)
+    assert len(loads("diff", one, other, "--all", status=5)["entries"]) == 15
+
+
+def test_diff_of_what_is_not_known_asks_for_full(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DCP_S3_CHECKSUM", "none")
+    one, two = save(f"{root}/1"), save(f"{root}/2")
+    result = run("diff", one, two, status=5)
+    assert result.stdout.splitlines()[0] == "0 of 3 entries differ, 3 unknown"
+    assert "--full reads and compares it" in result.stderr
+    full = run("diff", one, two, "--full")
+    assert (full.stdout.splitlines(), full.stderr) == (["0 of 3 entries differ, 3 same"], "")
+
+
+def test_diff_prints_a_bounded_table(root: str) -> None:
+    for letter in "ab":
+        saved = {f"{letter}{n}": torch.full((1,), float(n)) for n in range(60)}
+        dcp.save(saved, storage_writer=S3StorageWriter(f"{root}/{letter}"), no_dist=True)
+    result = run("diff", f"{root}/a", f"{root}/b", status=5)
+    assert len(words(result.stdout)) == 1 + 1 + 40
+    assert "80 more lines: see --all" in result.stderr
+    assert len(words(run("diff", f"{root}/a", f"{root}/b", "--all", status=5).stdout)) == 1 + 1 + 120
+
+
+# --- verify ----------------------------------------------------------------------------------------------
+
+
+def damage(s3: Any, url: str) -> str:
+    """Flip a bit of a tensor; the path of the object."""
+    path = next(path for path in keys(s3, url) if path.endswith(".distcp"))
+    data = bytearray(get(s3, url, path))
+    data[data.index(b"\x00\x00\xe0\x40")] ^= 1  # weight[1, 3] = 7.0
+    put(s3, url, path, bytes(data))
+    return path
+
+
+def test_verify_says_good_in_one_line_and_names_damage(root: str, s3: Any) -> None:
+    url = save(f"{root}/step-1")
+    for mode, option in (("fast", ()), ("full", ("--full",))):
+        (line,) = run("verify", url, *option).stdout.splitlines()
+        assert line.startswith(f"{url}: good ({mode}: 1 object, 3 items, ")
+        assert "without checksum" not in line
+    other = save(f"{root}/step-2", settings={"checksum": "none"})
+    assert "without checksum: 1 object, 3 items" in run("verify", other, "--full").stdout
+    path = damage(s3, url)
+    assert loads("verify", url)["ok"] is True
+    first, problem, last = run("verify", url, "--full", status=4).stdout.splitlines()
+    assert first == f"{url}: damaged"
+    assert problem.startswith(f"  {path}: 'weight' has CRC-64/NVME ")
+    assert "1 problem" in last
+    report = loads("verify", url, "--full", status=4)
+    assert (report["ok"], report["url"], report["mode"]) == (False, url, "full")
+    assert [(found["path"], found["fqn"]) for found in report["problems"]] == [(path, "weight")]
+
+
+def test_verify_of_a_root_looks_at_every_checkpoint(root: str, s3: Any, memory_server: Any) -> None:
+    assert "no committed checkpoints" in run("verify", root, "--root", status=3).stderr
+    assert loads("verify", root, "--root", status=3) == []
+    for step in (9, 10, 12):
+        save(f"{root}/step-{step}")
+    delete(s3, save(f"{root}/step-11"), ".metadata")
+    lines = run("verify", root, "--root", "--full").stdout.splitlines()
+    assert [line.partition(": good (full: ")[0] for line in lines] == [f"{root}/step-{step}" for step in (9, 10, 12)]
+    data = next(path for path in keys(s3, f"{root}/step-10") if path.endswith(".distcp"))
+    refused = Fault.error(403, "AccessDenied")
+    memory_server.handle.fault = lambda request: refused if request.key.endswith(data) else None
+    try:
+        _, second, _ = run("verify", root, "--root", "--full", status=1).stdout.splitlines()
+        assert second.startswith(f"{root}/step-10: could not be verified: ")
+        path = damage(s3, f"{root}/step-9")
+        first, _, last = run("verify", root, "--root", "--full", status=4).stdout.splitlines()
+        assert first.startswith(f"{root}/step-9: damaged: {path}: 'weight' has ")
+        assert ": good " in last
+        found = loads("verify", root, "--root", "--full", status=4)
+        assert [report["ok"] for report in found] == [False, None, True]
+        assert "AccessDenied" in found[1]["error"]
+    finally:
+        memory_server.handle.fault = None
+
+
+def test_the_progress_bar_takes_nothing_that_goes_into_a_pipe(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors on a terminal, output into a file: rich would send all to the terminal."""
+    save(f"{root}/step-1")
+    monkeypatch.setattr(Console, "is_terminal", property(lambda self: bool(self.stderr)))
+    result = run("verify", root, "--root", "--full")
+    assert f"{root}/step-1: good" in result.stdout
+    assert "good" not in result.stderr
+
+
+# --- report ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def filled(root: str, s3: Any, tmp_path: Path) -> str:
+    """Of ours with metrics, of another writer, damaged, left over."""
+    for step in range(1, 6):
+        save(f"{root}/step-{step}", metrics={"loss": 1 / step if step != 3 else math.nan})
+    save_foreign(s3, f"{root}/step-6", tmp_path / "foreign")
+    pin(f"{root}/step-1", "the first")
+    delete(s3, f"{root}/step-2", next(path for path in keys(s3, f"{root}/step-2") if path.startswith("__")))
+    put(s3, f"{root}/step-9", "__0_0-abcdef012345.distcp", b"left")
+    return root
+
+
+def test_the_page_is_written_and_said(filled: str, tmp_path: Path) -> None:
+    pytest.importorskip("bokeh", reason="the charts are drawn with bokeh: pip install 'dcp-s3[report]'")
+    out = tmp_path / "page.html"
+    result = run("report", filled, "-o", out, "--policy", "latest:2 best:1:loss:min")
+    assert (result.stdout, "7 checkpoints" in result.stderr) == ("", True)
+    text = out.read_text()
+    for shown in (f"<h1>{filled}</h1>", "pinned (the first)", "dcp-s3 verify", "latest:2, number 1"):
+        assert shown in text
+    before = set(tmp_path.iterdir())
+    run("report", filled, "-o", out)  # what is there is replaced
+    assert set(tmp_path.iterdir()) == before
+    assert "No policy" in out.read_text()
+
+
+def test_a_report_in_json_needs_no_bokeh(filled: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(reporting.util, "find_spec", lambda _: None)
+    found = loads("report", filled, "--policy", "latest:2")
+    assert found["policy"] == "latest:2"
+    assert [each["action"] for each in found["plan"]["decisions"]].count("keep") >= 3
+    assert {each["kind"] for each in found["problems"]} - {"no new checkpoint"} == {"damaged"}  # on a slow host
+    committed = [each["checkpoint"] for each in found["plan"]["decisions"] if each["checkpoint"]["save_id"]]
+    assert all(each["started_at"] <= each["created_at"] for each in committed)
+    message = run("report", filled, "-o", tmp_path / "page.html", status=1).stderr
+    assert "pip install 'bokeh>=3.9,<4'" in message
+    assert not (tmp_path / "page.html").exists()
+    monkeypatch.setenv("DCP_S3_RETENTION", "latest:3")
+    assert loads("report", filled)["policy"] == "latest:3"
+    assert loads("report", filled, "--policy", "")["policy"] is None
+    mine = reporting.report(filled, None, lambda infos, now: {infos[-1].name: ["mine"]}, grace="24h")
+    assert (mine.policy, mine.newest is not None and mine.newest.name) == ("<lambda>", "step-6")
+    assert mine.stored >= sum(each.checkpoint.size or 0 for each in mine.plan.decisions)
+
+
+def test_a_report_of_nothing_and_wrong_usage(root: str) -> None:
+    assert "no checkpoints under" in run("report", root, "--json", status=3).stderr
+    with pytest.raises(errors.CheckpointNotFoundError, match="URL above the checkpoints"):
+        reporting.report(root, None)
+    for option, value in (("--policy", "latest"), ("--grace", "soon"), ("-o", "s3://bucket/page.html")):
+        message = run("report", root, option, value, status=2).stderr
+        assert option in message or "S3 URL" in message

@@ -1,0 +1,336 @@
+"""``dcp-s3 cp``, ``export``, ``import`` and ``drain``."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from prometheus_client.parser import text_string_to_metric_families
+
+import dcp_s3
+from dcp_s3.format.layout import deletion_object, lease_object
+from dcp_s3.offline.copy_source import CopySource
+from dcp_s3.s3.store import S3Store
+from dcp_s3.settings import MIN_PART_SIZE
+from dcp_s3.spill.background import stop_draining
+from dcp_s3.spill.store import SpillStore
+from dcp_s3.stores.directory import HIDDEN
+from tests.cli import looking
+from tests.cli.looking import run
+from tests.end_to_end.states import assert_same
+from tests.faulty import BUCKET, FaultyServer
+from tests.interpreter import Interpreter, Program
+from tests.offline import weights
+from tests.retention.making import delete, get, keys, put, save, save_locally, state, zeros
+from tests.spill.making import allow_all, assert_complete, make_state, refuse_all
+from tests.spread import spread_out
+
+pytestmark = [
+    pytest.mark.servers("memory"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+]
+
+
+def files_of(directory: Path) -> set[str]:
+    return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+
+
+def assert_loads(where: Path | str) -> None:
+    """Load by torch's own reader from a directory, by ours from a URL."""
+    loaded: dict[str, Any] = zeros()
+    reader = dcp.FileSystemReader(where) if isinstance(where, Path) else dcp_s3.S3StorageReader(where)
+    dcp.load(loaded, storage_reader=reader, no_dist=True)
+    assert_same(loaded, state())
+
+
+# --- cp --------------------------------------------------------------------------------------------------
+
+
+def test_cp_copies_and_goes_on(root: str, s3: Any) -> None:
+    url = save(f"{root}/step-1", metrics={"loss": float("nan")})
+    first = json.loads(run("cp", url, f"{root}-copy/step-1", "--json").stdout)
+    assert (first["files"], first["moved"]) == (len(keys(s3, url)), first["size"] - keys(s3, url)[".metadata"])
+    assert keys(s3, f"{root}-copy/step-1") == keys(s3, url)
+    assert "(0 B copied)" in run("cp", url, f"{root}-copy/step-1").stderr
+    other = save(f"{root}/step-2")
+    assert "--overwrite" in run("cp", other, f"{root}-copy/step-1", status=1).stderr
+    run("cp", other, f"{root}-copy/step-1", "--overwrite")
+    assert keys(s3, f"{root}-copy/step-1") == keys(s3, other)
+    assert "no committed checkpoint" in run("cp", f"{root}/none", f"{root}/copy", status=3).stderr
+    assert "the same" in run("cp", url, url, status=2).stderr
+    for wrong in ("gs://bucket/run", "s3://", "s3://bucket/a/../b"):
+        assert wrong in run("cp", wrong, f"{root}/copy", status=2).stderr
+        assert wrong in run("cp", url, wrong, status=2).stderr
+
+
+@pytest.mark.servers("memory", "rgw")
+def test_torch_reads_what_was_downloaded_and_we_what_was_uploaded_again(root: str, s3: Any, tmp_path: Path) -> None:
+    url = spread_out(s3, save(f"{root}/step 7+%é", metrics={"loss": 0.25}), 1)
+    put(s3, url, "tokenizer/vocab.json", b"{}")
+    put(s3, url, "__0_9-abcdef.distcp", b"left over")
+    others = [".dcp_s3/pin", lease_object("ab", 3600), deletion_object("ab"), "500/.metadata", "500/__0_0.distcp"]
+    for path in others:
+        put(s3, url, path)
+    run("download", url, tmp_path / "a" / "b")  # old names
+    assert_loads(tmp_path / "a" / "b")
+    run("upload", tmp_path / "a" / "b", f"{root}/copy")
+    assert_loads(f"{root}/copy")
+    expected = {path: size for path, size in keys(s3, url).items() if "_9-" not in path and path not in others}
+    assert keys(s3, f"{root}/copy") == expected
+    copied = {info["name"]: info for info in json.loads(run("ls", root, "--json").stdout)}["copy"]
+    assert (copied["foreign"], copied["metrics"], copied["world_size"]) == (False, {"loss": 0.25}, 1)
+
+
+def test_large_files_move_in_parts(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DCP_S3_PART_SIZE", str(MIN_PART_SIZE))
+    tensor = torch.randint(0, 255, (2 * MIN_PART_SIZE + 1000,), dtype=torch.uint8)
+    dcp.save({"t": tensor}, storage_writer=dcp_s3.S3StorageWriter(f"{root}/1"), no_dist=True)
+    run("cp", f"{root}/1", tmp_path / "d")
+    run("cp", tmp_path / "d", f"{root}/2")
+    assert torch.equal(dcp_s3.read_tensor(f"{root}/2", "t"), tensor)
+
+
+def test_a_directory_must_be_empty_or_replaced(root: str, tmp_path: Path) -> None:
+    url = save(f"{root}/1")
+    (tmp_path / "notes").write_text("mine")
+    stale = save_locally(tmp_path / "old")
+    (stale / "__0_0.distcp").unlink()
+    assert "not empty" in run("cp", url, tmp_path, status=1).stderr
+    assert not (tmp_path / ".metadata").exists()
+    run("cp", url, stale, "--overwrite")
+    assert_loads(stale)
+    assert "not empty" in run("cp", url, stale, status=1).stderr
+
+
+def test_a_download_that_was_cut_off_is_no_checkpoint_and_goes_on(root: str, s3: Any, tmp_path: Path) -> None:
+    url = save(f"{root}/1", separate=["weight", "half"])
+    first, second, *_ = sorted(path for path in keys(s3, url) if path.endswith(".distcp"))
+    data = get(s3, url, second)
+    put(s3, url, second, bytes(len(data)))  # the CRC in the manifest finds it
+    assert "is damaged" in run("cp", url, tmp_path, status=4).stderr
+    assert not (tmp_path / ".metadata").exists()
+    assert not (tmp_path / second).exists()
+    before = (tmp_path / first).stat().st_mtime_ns
+    (tmp_path / f"{HIDDEN}1a2b").write_text("of a download that was killed")
+    put(s3, url, second, data)
+    assert f"({len(data) / 1024:.1f} KiB copied)" in run("cp", url, tmp_path).stderr
+    assert (tmp_path / first).stat().st_mtime_ns == before
+    assert_loads(tmp_path)
+    assert files_of(tmp_path) == keys(s3, url).keys()
+
+
+def test_what_is_incomplete_is_not_copied(root: str, s3: Any, tmp_path: Path) -> None:
+    url = save(f"{root}/1")
+    data = next(path for path in keys(s3, url) if path.endswith(".distcp"))
+    delete(s3, url, data)
+    assert data in run("cp", url, tmp_path / "a", status=4).stderr
+    delete(s3, url, ".metadata")
+    assert "no committed checkpoint" in run("cp", url, tmp_path / "a", status=3).stderr
+    assert not (tmp_path / "a").exists()
+    directory = save_locally(tmp_path / "b")
+    file = directory / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "__0_0.distcp" in run("cp", directory, f"{root}/2", status=4).stderr
+    assert "no committed checkpoint" in run("cp", tmp_path / "nowhere", f"{root}/2", status=3).stderr
+    assert keys(s3, f"{root}/2") == {}
+
+
+@pytest.mark.servers("memory", "rgw")
+def test_an_upload_does_not_replace_what_another_committed_meanwhile(
+    root: str, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{root}/1"
+    monkeypatch.setattr(CopySource, "check_unchanged", lambda _: put(s3, url, ".metadata", b"theirs"))
+    assert "already" in run("cp", save_locally(tmp_path), url, status=1).stderr
+    assert get(s3, url, ".metadata") == b"theirs"
+
+
+def test_a_replacement_that_is_cut_off_leaves_the_old_checkpoint_or_none(
+    root: str, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, other_names = save_locally(tmp_path / "1"), save(f"{root}/1")
+    run("cp", save_locally(tmp_path / "2"), f"{root}/2")
+    put(s3, f"{root}/2", "__0_0.distcp", b"of another save")
+
+    def cut_off(*_: Any, **__: Any) -> None:
+        raise dcp_s3.errors.TransferError("cut off")
+
+    monkeypatch.setattr(S3Store, "put_stream", cut_off)
+    before = keys(s3, other_names)
+    run("cp", directory, other_names, "--overwrite", status=1)
+    assert keys(s3, other_names) == before
+    run("cp", directory, f"{root}/2", "--overwrite", status=1)  # its objects were about to be replaced
+    assert ".metadata" not in keys(s3, f"{root}/2")
+
+
+def test_keys_that_are_no_file_names_stay_where_they_are(root: str, s3: Any, tmp_path: Path) -> None:
+    url = save(f"{root}/1")
+    expected = keys(s3, url).keys()
+    for path in ("folder/", "../outside", "./.metadata", "a//b", "/absolute"):
+        put(s3, url, path, b"bad")
+    run("cp", url, tmp_path / "in" / "d")
+    assert files_of(tmp_path / "in") == {f"d/{path}" for path in expected}
+    assert_loads(tmp_path / "in" / "d")
+
+
+# --- export and import -----------------------------------------------------------------------------------
+
+WEIGHTS = {"model": {"a": torch.arange(4.0), "b": torch.arange(5.0)}, "optim": {"a": torch.zeros(2)}, "step": 7}
+
+
+def test_export_and_import(root: str, tmp_path: Path) -> None:
+    weights.save(WEIGHTS, f"{root}/x")
+    rename = ("--include", "model.*", "--rename", "^model[.]=", "--rename", "^b$=c")
+    result = run("export", f"{root}/x", tmp_path, *rename, "--dtype", "bf16")
+    assert f"{tmp_path}: 2 tensors, 1 file, " in result.stderr
+    assert "left out" not in result.stderr
+    expected = {"a": torch.arange(4).bfloat16(), "c": torch.arange(5).bfloat16()}
+    assert_same(weights.read(tmp_path / "model.safetensors"), expected)
+    result = run("import", tmp_path, f"{root}/y", "--prefix", "model.", "--rename", "^c$=d")
+    assert f"{root}/y: 2 tensors, 18 B" in result.stderr
+    assert_same(dcp_s3.read_tensors(f"{root}/y"), {"model.a": expected["a"], "model.d": expected["c"]})
+    assert "already" in run("import", tmp_path, f"{root}/y", status=1).stderr
+    run("import", tmp_path / "model.safetensors", f"{root}/y", "--overwrite")
+    assert "--overwrite" in run("export", f"{root}/x", tmp_path, status=1).stderr
+    run("export", f"{root}/x", tmp_path, "--overwrite")
+    run("export", f"{root}/none", tmp_path / "none", status=3)
+    assert "has no weights" in run("import", f"{root}/none", f"{root}/y", status=1).stderr
+
+
+def test_what_is_left_out_is_counted(root: str, tmp_path: Path) -> None:
+    weights.save(WEIGHTS, f"{root}/x")
+    result = run("export", f"{root}/x", tmp_path / "a", "--max-shard-size", "28B")
+    assert "left out: 1 entry without a tensor" in result.stderr
+    assert len(list((tmp_path / "a").glob("model-0000?-of-00002.safetensors"))) == 2
+    (tmp_path / "b").mkdir()
+    torch.save(dcp_s3.read_tensors(f"{root}/x"), tmp_path / "b" / "pytorch_model.bin")
+    assert "3 tensors, 1 other entries" in run("import", tmp_path / "b", f"{root}/y").stderr
+    assert dcp_s3.read_tensors(f"{root}/y", "step") == {"step": 7}
+
+
+@pytest.mark.parametrize(("option", "value"), [("--rename", "x"), ("--dtype", "int8"), ("--max-shard-size", "big")])
+def test_wrong_usage_of_export_is_status_2(tmp_path: Path, option: str, value: str) -> None:
+    assert option in run("export", "s3://bucket/x", tmp_path, option, value, status=2).stderr
+
+
+# --- drain -----------------------------------------------------------------------------------------------
+
+URL = f"s3://{BUCKET}/run/step-1"
+_COMMAND = [sys.executable, "-m", "dcp_s3.cli.main", "drain"]
+drain = partial(looking.run, "drain")
+
+
+@pytest.fixture
+def directory(faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """With one save that S3 refused; S3 is back. The command sets handlers of signals in this process."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    path = tmp_path / "spill"
+    monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "1")
+    monkeypatch.setenv("DCP_S3_SPILL_AFTER", "2s")
+    faulty.rule = refuse_all
+    settings = {"spill_dir": str(path), "durability": "local"}
+    dcp.save(make_state(1), storage_writer=dcp_s3.S3StorageWriter(URL, settings=settings))
+    stop_draining()
+    faulty.rule = allow_all
+    yield path
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_drain_shows_what_waits_then_commits_it(directory: Path) -> None:
+    before = sorted(directory.rglob("*"))
+    found = json.loads(drain(directory, "--status", "--json").stdout)
+    kinds = sorted((save["what"], save["state"], save["url"]) for save in found["saves"])
+    assert kinds == [("commit", "sealed", URL), ("data", "sealed", URL)]
+    assert max(save["size"] for save in found["saves"]) > make_state(1)["large"].nbytes
+    assert sum(URL in line for line in drain(directory, "--status").stdout.splitlines()) == 2
+    assert sorted(directory.rglob("*")) == before
+    store = SpillStore(directory)
+    with store.drainer():
+        assert "another process drains" in drain(directory, status=1).stderr
+    assert len(store.scan()) == 2
+    result = drain(directory)
+    assert f"committed {URL}" in result.stderr
+    assert "1 committed, 0 given up, 0 waiting, 0 set aside" in result.stderr
+    assert_complete(URL, make_state(1))
+    assert "0 committed" in drain(directory).stderr  # nothing is left, and that is no failure
+
+
+def test_drain_fails_while_s3_refuses_and_says_what_waits(directory: Path, faulty: FaultyServer) -> None:
+    faulty.rule = refuse_all
+    result = drain(directory, "--json", status=1)
+    report = json.loads(result.stdout)
+    assert (len(report["waiting"]), report["committed"]) == (2, [])
+    assert result.stderr.count("waits: ") == 2
+    assert "HeadObject on s3://bucket/run/step-1/__0_0" in result.stderr
+    faulty.rule = allow_all
+    report = json.loads(drain(directory, "--json").stdout)
+    assert (report["committed"], report["waiting"]) == ([URL], {})
+    assert report["uploaded"] > 0
+
+
+def test_a_damaged_journal_is_set_aside_and_reported(directory: Path) -> None:
+    commit, data = sorted(SpillStore(directory).scan(), key=lambda save: save.journal.commit is None)
+    journal = data.path / "journal"
+    journal.write_bytes(journal.read_bytes()[:-10])
+    assert "cut off or damaged" in drain(directory, "--status").stdout
+    assert data.path.exists()
+    result = drain(directory, status=1)
+    assert "cut off or damaged" in result.stderr
+    assert "1 waiting, 1 set aside" in result.stderr
+    (found,) = json.loads(drain(directory, "--status", "--json").stdout)["refused"]
+    assert found["path"].endswith(data.name)
+    assert "cut off or damaged" in found["reason"]
+    assert "cut off or damaged" in drain(directory, "--status").stdout
+    assert (directory / "saves" / commit.name).exists()
+    shutil.rmtree(commit.path)
+    assert "0 waiting" in drain(directory, status=1).stderr  # what is set aside is still to be looked at
+
+
+def wait_for(condition: Any, process: Program) -> None:
+    deadline = time.monotonic() + 40
+    while not condition():
+        assert process.poll() is None, "it ended by itself"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_watch_waits_for_s3_serves_metrics_and_ends_with_sigterm(
+    directory: Path, faulty: FaultyServer, tmp_path: Path, interpreter: Interpreter
+) -> None:
+    assert "Remedy: --watch" in drain(directory, "--metrics-port", "0", status=2).stderr
+    faulty.rule = refuse_all
+    output = tmp_path / "output.json"
+    command = [*_COMMAND, str(directory), "--watch", "--json", "--metrics-port", "0"]
+    with output.open("w") as out:
+        process = interpreter.popen(command, stdout=out, stderr=subprocess.PIPE)
+        try:
+            assert process.stderr is not None
+            found = re.search(r"http://127\.0\.0\.1:\d+/metrics", process.stderr.readline())
+            assert found
+            with urllib.request.urlopen(found[0], timeout=30) as answer:
+                families = list(text_string_to_metric_families(answer.read().decode()))
+            served = {sample.name: sample.value for family in families for sample in family.samples}
+            assert (served["dcp_s3_saves_done_total"], served["dcp_s3_spill_drained_bytes_total"]) == (0, 0)
+            wait_for(lambda: faulty.s3.counters.requests.get("HeadObject", 0) > 2, process)
+            faulty.rule = allow_all
+            wait_for(lambda: any(key.endswith("/.metadata") for key in faulty.s3.objects(BUCKET)), process)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+    assert json.loads(output.read_text())["committed"] == [URL]
+    assert_complete(URL, make_state(1))
