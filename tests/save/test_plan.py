@@ -23,7 +23,7 @@ from dcp_s3 import S3StorageWriter
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.save.items import BLOCK_SIZE, PinnedRing, shared_ring
-from dcp_s3.save.plan import group_items, item_size, matches_prefix, plan_buckets
+from dcp_s3.save.plan import group_items, item_size, plan_buckets
 from dcp_s3.tensor_memory import iterate_bytes
 from tests.end_to_end.loads import assert_loads, load
 from tests.end_to_end.states import bits, random_tensor
@@ -97,7 +97,9 @@ def test_items_of_a_bucket_keep_the_order_of_the_plan() -> None:
     ],
 )  # fmt: skip
 def test_prefixes_end_at_dots_and_with_a_star_anywhere(name: str, prefix: str, matches: bool) -> None:
-    assert matches_prefix(name, prefix) is matches
+    groups = group_items([bytes_item(name), bytes_item("else")], [[prefix]])
+    assert [item.index.fqn for item in groups[0]] == ([name] if matches and prefix != "*" else [name, "else"])
+    assert len(groups) == (2 if matches and prefix != "*" else 1)
 
 
 def test_groups_take_the_first_match_and_leave_the_rest() -> None:
