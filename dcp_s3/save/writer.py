@@ -406,7 +406,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
         `dcp.async_save` calls this if it is given no ``async_stager``. The process keeps the buffers for its next save.
         """
-        return shared_stager(self.settings).stage(state_dict)
+        return shared_stager(self.settings.staging_limit, self.settings.spill_dir).stage(state_dict)
 
     def synchronize_staging(self) -> None:
         """Return: the copy is complete when `stage` returns."""

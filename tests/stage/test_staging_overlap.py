@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import multiprocessing.connection
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -20,8 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,10 +25,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter
+from tests.end_to_end.loads import assert_loads
 from tests.end_to_end.states import DTYPES, bits, random_tensor
 from tests.ranks import run_ranks
 from tests.servers import S3Server
-from tests.stage.making import PATIENCE, PROCESS, STAGERS, THREAD, Saver
+from tests.stage.making import PATIENCE, PROCESS, STAGERS, THREAD, Saver, UntilFile, WaitingPlanner
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -142,105 +139,54 @@ class _Job:
             f"counter of {self.own}": self.counter,
         }
 
-    def bits(self) -> dict[str, Any]:
-        """Every leaf by its name: what must be the same for two jobs to be in the same state."""
-        flat: dict[str, Any] = {}
-        _flatten({name: v.state_dict() if isinstance(v, _Counter) else v for name, v in self.state().items()}, "", flat)
-        return flat
 
-
-def _flatten(value: Any, path: str, flat: dict[str, Any]) -> None:
+def _leaves(value: Any, path: str = "") -> dict[str, Any]:
+    """Every leaf by its name: what must be the same for two jobs to be in the same state."""
+    if isinstance(value, _Counter):
+        value = value.state_dict()
     if isinstance(value, DTensor):
         value = value.to_local()
     if isinstance(value, torch.Tensor):
-        flat[path] = (value.dtype, tuple(value.shape), zlib.crc32(bits(value)), bits(value)[:64])
-    elif isinstance(value, dict):
-        for key, entry in value.items():
-            _flatten(entry, f"{path}/{key}", flat)
-    elif isinstance(value, (list, tuple)):
-        for number, entry in enumerate(value):
-            _flatten(entry, f"{path}/{number}", flat)
-    else:
-        flat[path] = value
-
-
-def _state_at(step: int, changes: int) -> dict[str, Any]:
-    """What a job that was changed ``changes`` times, last to ``step``, has; `_Counter.seen` adds up."""
-    job = _Job(0)
-    for each in range(1, changes):
-        job.change(each)
-    assert job.values["list"][0] == step
-    return job.bits()
-
-
-def _loaded(url: str) -> dict[str, Any]:
-    """Into another job with other values."""
-    job = _Job(100)
-    state = job.state()
-    dcp.load(state, storage_reader=S3StorageReader(url))
-    flat: dict[str, Any] = {}
-    _flatten({name: v.state_dict() if isinstance(v, _Counter) else v for name, v in state.items()}, "", flat)
-    return flat
+        return {path: (value.dtype, tuple(value.shape), zlib.crc32(bits(value)), bits(value)[:64])}
+    if isinstance(value, (dict, list, tuple)):
+        inner = value.items() if isinstance(value, dict) else enumerate(value)
+        return {name: leaf for key, each in inner for name, leaf in _leaves(each, f"{path}/{key}").items()}
+    return {path: value}
 
 
 def _assert_saved(url: str, step: int) -> None:
-    found, expected = _loaded(url), _state_at(step, step + 1)
-    assert set(found) == set(expected)
-    wrong = [name for name, value in expected.items() if found[name] != value]
+    """It loads, into another job with other values, as the state of one that was changed to that step."""
+    expected, found = _Job(0), _Job(100)
+    for each in range(1, step + 1):
+        expected.change(each)  # one after the other: `_Counter.seen` adds up
+    state = found.state()
+    dcp.load(state, storage_reader=S3StorageReader(url))
+    wanted, loaded = _leaves(expected.state()), _leaves(state)
+    assert set(loaded) == set(wanted)
+    wrong = [name for name, value in wanted.items() if loaded[name] != value]
     assert not wrong, f"{url}: {wrong}"
 
 
 # --- slow saves ------------------------------------------------------------------------------------------
 
 
-class _UntilFile:
-    """Waits for a file; for a planner that is pickled into another process."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __call__(self) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not self._path.exists():
-            assert time.monotonic() < deadline, f"{self._path} did not appear"
-            time.sleep(0.01)
-
-
-class _WaitingPlanner(DefaultSavePlanner):
-    """Gives out no data before `go` does not block any more: what the save reads, it reads after that."""
-
-    def __init__(self, go: Callable[[], Any]) -> None:
-        super().__init__()
-        self._go = go
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        self._go()
-        return super().resolve_data(write_item)
-
-
-class _WhenStagingWaits(logging.Handler):
-    """Calls `act` as soon as the stager says that it waits for an earlier save."""
-
-    def __init__(self, act: Callable[[], Any]) -> None:
-        super().__init__()
-        self._act = act
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.getMessage().startswith("staging waits"):
-            self._act()
-
-
 @contextmanager
 def _when_staging_waits(act: Callable[[], Any]) -> Iterator[None]:
-    logger, handler = logging.getLogger("dcp_s3.stage.pool"), _WhenStagingWaits(act)
-    logger.addHandler(handler)
-    before = logger.level
+    """Call ``act`` as soon as the stager says that it waits for an earlier save."""
+    logger, before = logging.getLogger("dcp_s3.stage.pool"), logging.getLogger("dcp_s3.stage.pool").level
+
+    def look(record: logging.LogRecord) -> bool:
+        if record.getMessage().startswith("staging waits"):
+            act()
+        return True
+
+    logger.addFilter(look)
     logger.setLevel(logging.INFO)
     try:
         yield
     finally:
         logger.setLevel(before)
-        logger.removeHandler(handler)
+        logger.removeFilter(look)
 
 
 @contextmanager
@@ -280,7 +226,7 @@ def _save_three(url: str, directory: str, stager_name: str, kind: AsyncCheckpoin
             answer: Any = dcp.async_save(
                 job.state(),
                 storage_writer=S3StorageWriter(f"{url}/{step}", process_group=group, settings={"part_size": "5MiB"}),
-                planner=_WaitingPlanner(_UntilFile(go)),
+                planner=WaitingPlanner(UntilFile(go)),
                 process_group=group,
                 async_checkpointer_type=kind,
                 async_stager=stager,
@@ -306,20 +252,19 @@ def _save_three(url: str, directory: str, stager_name: str, kind: AsyncCheckpoin
 
 
 @pytest.mark.quick("blocking-1-PROCESS", "asynchronous-2-PROCESS", "writer-2-THREAD")
-@pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=lambda kind: str(kind.name))
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("world_size", "kind"),
+    [(0, THREAD), (1, THREAD), (1, PROCESS), (2, THREAD), (2, PROCESS)],
+    ids=["0-THREAD", "1-THREAD", "1-PROCESS", "2-THREAD", "2-PROCESS"],
+)
 @pytest.mark.parametrize("stager", STAGERS)
 def test_three_saves_in_a_row_are_each_the_state_at_their_call(
     root: str, memory_server: S3Server, tmp_path: Path, stager: str, world_size: int, kind: AsyncCheckpointerType
 ) -> None:
-    run_ranks(world_size, _save_three, root, str(tmp_path), stager, kind)
-
-
-@pytest.mark.parametrize("stager", STAGERS)
-def test_three_saves_in_a_row_without_process_group(
-    root: str, memory_server: S3Server, tmp_path: Path, stager: str
-) -> None:
-    _save_three(root, str(tmp_path), stager, THREAD)
+    if world_size:
+        run_ranks(world_size, _save_three, root, str(tmp_path), stager, kind)
+    else:
+        _save_three(root, str(tmp_path), stager, kind)
 
 
 # --- a script that ends ----------------------------------------------------------------------------------
@@ -355,14 +300,8 @@ def test_a_script_may_end_right_after_an_asynchronous_save(
     command = [sys.executable, "-W", "ignore", str(script), root, kind, str(tmp_path / "rendezvous")]
     ended = subprocess.run(command, timeout=120, check=False, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    state = {
-        "x": torch.zeros(3_000_000, dtype=torch.int64),
-        "y": {"z": torch.zeros(3, dtype=torch.bfloat16), "epoch": 0},
-    }
-    dcp.load(state, storage_reader=S3StorageReader(root))
-    assert torch.equal(state["x"], torch.arange(3_000_000))
-    assert torch.equal(state["y"]["z"], torch.ones(3, dtype=torch.bfloat16))
-    assert state["y"]["epoch"] == 7
+    expected = {"x": torch.arange(3_000_000), "y": {"z": torch.ones(3, dtype=torch.bfloat16), "epoch": 7}}
+    assert_loads(root, expected)
 
 
 # --- CUDA ------------------------------------------------------------------------------------------------
@@ -418,31 +357,19 @@ def _stage_while_the_gpu_works(url: str, stager: S3Stager, devices: list[torch.d
                 for key in ("large", "transposed", "strided", "bfloat16", "alone", "step"):
                     for _ in range(50 * (3 * step + 1)):
                         tensors[key].add_(1)
-        found = {
-            k: {n: torch.zeros_like(t) for n, t in v.items()} if k != "cpu" else v * 0 for k, v in expected.items()
-        }
-        dcp.load(found, storage_reader=S3StorageReader(f"{url}/{step}"))
-        flat_found: dict[str, Any] = {}
-        flat_expected: dict[str, Any] = {}
-        _flatten(found, "", flat_found)
-        _flatten(expected, "", flat_expected)
-        assert flat_found == flat_expected
+        assert_loads(f"{url}/{step}", expected)
 
 
 @needs_cuda
+@pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
 def test_a_cuda_state_is_that_of_the_call_while_the_gpu_goes_on(
-    root: str, memory_server: S3Server, asynchronous: bool
+    root: str, memory_server: S3Server, asynchronous: bool, devices: int
 ) -> None:
+    if torch.cuda.device_count() < devices:
+        pytest.skip("no second CUDA device")
     with S3Stager(asynchronous=asynchronous) as stager:
-        _stage_while_the_gpu_works(root, stager, [torch.device("cuda:0")])
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA device")
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
-def test_states_on_two_devices(root: str, memory_server: S3Server, asynchronous: bool) -> None:
-    with S3Stager(asynchronous=asynchronous) as stager:
-        _stage_while_the_gpu_works(root, stager, [torch.device("cuda:0"), torch.device("cuda:1")])
+        _stage_while_the_gpu_works(root, stager, [torch.device(f"cuda:{number}") for number in range(devices)])
 
 
 @needs_cuda
