@@ -165,23 +165,26 @@ def shard(
         )
     starts = tuple(_numbers(place, "offsets") for place in places)
     for box, start in zip(boxes, starts, strict=True):
+        wrong = ""
         if not isinstance(box, torch.Tensor) or not _is_local(box):
-            raise ShardingError(
+            wrong = (
                 f"a {type(box).__name__} cannot be a shard, expected a dense local tensor. Remedy: put DTensors into "
                 "the state as they are; DCP knows where they lie"
             )
-        if (box.dtype, box.device) != (boxes[0].dtype, boxes[0].device):
-            raise ShardingError(
+        elif (box.dtype, box.device) != (boxes[0].dtype, boxes[0].device):
+            wrong = (
                 f"the boxes of a tensor are {boxes[0].dtype} on {boxes[0].device} and {box.dtype} on {box.device}, "
                 "expected one dtype and device"
             )
-        if not box.dim() == len(start) == len(shape):
-            raise ShardingError(
+        elif not box.dim() == len(start) == len(shape):
+            wrong = (
                 f"a tensor of shape {tuple(box.shape)} at {start} in {shape}: expected as many offsets, and as many "
                 "dimensions of global_shape, as the tensor has dimensions"
             )
-        if any(o + n > g for o, n, g in zip(start, box.shape, shape, strict=True)):
-            raise ShardingError(f"the box {_box(start, box.shape)} is not inside global_shape {shape}")
+        elif any(o + n > g for o, n, g in zip(start, box.shape, shape, strict=True)):
+            wrong = f"the box {_box(start, box.shape)} is not inside global_shape {shape}"
+        if wrong:
+            raise ShardingError(wrong)
     for (a, at), (b, bt) in itertools.combinations(zip(boxes, starts, strict=True), 2):
         if all(max(i, j) < min(i + m, j + n) for i, m, j, n in zip(at, a.shape, bt, b.shape, strict=True)):
             raise ShardingError(f"the boxes {_box(at, a.shape)} and {_box(bt, b.shape)} of this rank overlap")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,15 +20,15 @@ from dcp_s3.checkpoint.attachments import make_attachment
 from dcp_s3.checkpoint.commit import check_metrics
 from dcp_s3.coordination.ownership import Replicas
 from dcp_s3.coordination.processes import CountedSave
-from dcp_s3.errors import CheckpointError, InvalidURLError, SaveProtocolError, SettingsError
+from dcp_s3.errors import CheckpointError, SaveProtocolError, SettingsError
 from dcp_s3.events import Listener
 from dcp_s3.failures import called_by_dcp
 from dcp_s3.format.control_files import check_extra
-from dcp_s3.format.layout import new_save_id
 from dcp_s3.save.begin import begin_joint_save
 from dcp_s3.save.group import SaveGroup
 from dcp_s3.save.plan import OBJECTS_PER_RANK, check_shapes
 from dcp_s3.save.save import Attached, Save, SaveOptions, StallSince, tell_failed, wait_committed
+from dcp_s3.save.target import Target
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.stage.handover import raise_if_failed
 from dcp_s3.stage.stager import shared_stager
@@ -39,31 +37,7 @@ from dcp_s3.torch_private import WriterTransforms
 from dcp_s3.units import one_line
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
-logger = logging.getLogger(__name__)
-
 Separate = Sequence[str | Sequence[str]]
-
-
-class _ThreadState(threading.local):
-    """The state of a writer in one thread: DCP makes all calls of a save in one thread."""
-
-    url: CheckpointURL | None = None
-    """URL of its next save."""
-    save_id: str | None = None
-    """Id of its next save; None if not chosen yet."""
-    save: Save | None = None
-    """The save under way, or the last one."""
-    is_home: bool = False
-    """Whether the writer was made in this thread."""
-
-    @classmethod
-    def at_home(cls) -> _ThreadState:
-        made = cls()
-        made.is_home = True
-        return made
-
-    def __reduce__(self) -> Any:
-        return _ThreadState.at_home, ()  # in another process, nothing has begun
 
 
 class S3StorageWriter(StorageWriter, AsyncStager):
@@ -150,12 +124,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             raise SettingsError(f"max_objects = {self.max_objects!r}, expected a whole number above 0")
         self.replicas, self.step = replicas, step
         self._transforms = WriterTransforms(_extensions)
-        self._url: CheckpointURL | None = None if url is None else parse_url(url)
-        self._unused = set() if self._url is None else {self._url}
+        self._target = Target(None if url is None else parse_url(url))
         self._attached = Attached()
         self._last: Save | None = None
         self._group = SaveGroup(process_group)
-        self._here = _ThreadState.at_home()
 
     def __repr__(self) -> str:
         url = [] if self.checkpoint_id is None else [repr(self.checkpoint_id)]
@@ -179,12 +151,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         Raises:
             InvalidURLError: ``checkpoint_id`` is not an S3 URL.
         """
-        if checkpoint_id is not None:
-            self._here.url = parse_url(checkpoint_id)
-            if self._here.is_home:
-                self._url = self._here.url
-                self._unused.add(self._url)
-        self._here.save_id = None
+        self._target.reset(None if checkpoint_id is None else parse_url(checkpoint_id))
 
     @called_by_dcp
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -194,11 +161,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             InvalidURLError: neither the writer nor the save has a URL.
             SaveProtocolError: several URLs are possible for this save.
         """
-        here, save_id = self._here, self._next_save_id()
-        url = self._settle_url()
+        here, save_id = self._target.here, self._target.next_id
+        url = self._choose_url(begin=True)
         if self.counted is None:
             self._group.check_there(url)
-        self._unused.discard(url)
         use_collectives = bool(kwargs.get("use_collectives", True))
         rank = kwargs.get("rank")
         if rank is None:  # some frameworks that call this directly do not pass it
@@ -287,10 +253,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     @called_by_dcp
     def storage_meta(self) -> StorageMeta | None:
         """URL and id of the save under way in this thread, or of its next save; for DCP's logs and planners."""
-        here = self._here
+        here = self._target.here
         if here.save is not None and here.save_id is None and not here.save.written:
             return here.save.storage_meta
-        here.url = self._settle_url()
+        here.url = self._choose_url()
         if (turn := current_turn()) is not None:
             error = CheckpointError(
                 "it was not committed: another rank failed, or something other than dcp_s3. Remedy: the future of "
@@ -300,7 +266,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             turn.if_unfinished = functools.partial(
                 tell_failed, here.url, error, self.settings, self.on_event, logged=not self.caller_reports
             )
-        return StorageMeta(checkpoint_id=str(here.url), save_id=self._next_save_id())
+        return StorageMeta(checkpoint_id=str(here.url), save_id=self._target.next_id)
 
     def attach(
         self, name: str, data: bytes | bytearray | memoryview, *, checkpoint_id: str | os.PathLike[str] | None = None
@@ -348,7 +314,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             StorageError: S3 refuses the request.
         """
         save = self._last
-        url = self._choose_url() if save is None else save.url
+        url = self._target.choose() if save is None else save.url
         wait_committed(url, save, self.settings, timeout)
 
     @property
@@ -358,12 +324,12 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         >>> S3StorageWriter("s3://bucket/run/step-3000").checkpoint_id
         's3://bucket/run/step-3000'
         """
-        url = self._here.url or self._url or (self._last.url if self._last is not None else None)
+        url = self._target.here.url or self._target.url or (self._last.url if self._last is not None else None)
         return None if url is None else str(url)
 
     def _tell_failed(self, error: Exception) -> None:
         """Tell subscribers to events that a save failed on this rank; in an asynchronous save also the log."""
-        url = self._here.url or (self._last.url if self._last is not None else self._url)
+        url = self._target.here.url or (self._last.url if self._last is not None else self._target.url)
         turn = current_turn()
         if turn is None or turn.tell(error):
             logged = turn is not None and not self.caller_reports
@@ -378,8 +344,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         >>> latest("s3://bucket/run").save_id == writer.save_id
         True
         """
-        save = self._here.save or self._last
-        return self._next_save_id() if save is None or self._here.save_id is not None else save.save_id
+        here = self._target.here
+        save = here.save or self._last
+        return self._target.next_id if save is None or here.save_id is not None else save.save_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -414,37 +381,16 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     def close(self) -> None:
         """Nothing to release: threads end with each save, and connections belong to the process."""
 
-    def _next_save_id(self) -> str:
-        if self._here.save_id is None:
-            self._here.save_id = new_save_id()
-        return self._here.save_id
-
     @property
     def _save(self) -> Save:
-        save = self._here.save or self._last  # a framework may write in a different thread than it plans in
+        save = self._target.here.save or self._last  # a framework may write in a different thread than it plans in
         if save is None:
             raise SaveProtocolError("there is no save under way: DCP calls set_up_storage_writer first")
         return save
 
-    def _settle_url(self) -> CheckpointURL:
+    def _choose_url(self, *, begin: bool = False) -> CheckpointURL:
         try:
-            return self._choose_url()
+            return self._target.choose(begin=begin)
         finally:  # before the ranks exchange anything, even failures
             if (key := self._group.turn_key) is not None:
                 take_turn(key)
-
-    def _choose_url(self) -> CheckpointURL:
-        if self._here.url is not None:
-            return self._here.url
-        if self._url is None:
-            raise InvalidURLError(
-                "S3StorageWriter has no URL. Remedy: S3StorageWriter('s3://bucket/prefix'), or pass "
-                "checkpoint_id='s3://bucket/prefix' to dcp.save"
-            )
-        if candidates := self._unused - {self._url}:
-            raise SaveProtocolError(
-                "it is unclear which URL this asynchronous save is for: before it began the writer was given "
-                f"{', '.join(sorted(str(url) for url in candidates | {self._url}))}; nothing was written. Remedy: "
-                "pass checkpoint_id=... to each dcp.async_save, or make a writer for each"
-            )
-        return self._url

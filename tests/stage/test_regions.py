@@ -96,7 +96,10 @@ _WHOLE = TensorSpan("a", 0, 1000, 1000)
         ([TensorSpan("a", 5, 5, 0)], []),
         ([TensorSpan("a", _HUGE // 2, _HUGE // 2 + 400, 400)], [Region((0,), _HUGE // 2, 400)]),
         ([_column(_HUGE, nbytes=400)], [Region((0,), 0, 400, gathered=True)]),
-        ([TensorSpan("a", 0, 4, 4), TensorSpan("a", _HUGE - 4, _HUGE, 4)], [Region((0,), 0, 4), Region((1,), _HUGE - 16, 16)]),
+        (
+            [TensorSpan("a", 0, 4, 4), TensorSpan("a", _HUGE - 4, _HUGE, 4)],
+            [Region((0,), 0, 4), Region((1,), _HUGE - 16, 16)],
+        ),
         (_GAPS, [Region(tuple(range(10)), 0, 960)]),
         (_TOUCHING, [Region((0, 1), 0, 32), Region((2,), _HUGE, 16)]),
         ([TensorSpan("a", 0, 9, 9), TensorSpan("b", 0, 9, 9)], [Region((0,), 0, 9), Region((1,), 0, 9)]),
