@@ -135,7 +135,7 @@ def write_buckets(
             f"the save to {names.url}", f"of about {format_size(total)} of rank {names.rank}, {batch.progress}"
         ) from error
     seconds = time.monotonic() - started
-    logger.debug("wrote %s in %d objects in %.3f s", format_size(total), len(buckets), seconds)
+    logger.debug("wrote about %d bytes in %d objects in %.3f s", total, len(buckets), seconds)
     return [result for key in keys for result in written[key]]
 
 

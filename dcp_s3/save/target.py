@@ -23,14 +23,8 @@ class ThreadTarget(threading.local):
     is_home: bool = False
     """Whether the writer was made in this thread."""
 
-    @classmethod
-    def at_home(cls) -> ThreadTarget:
-        made = cls()
-        made.is_home = True
-        return made
-
     def __reduce__(self) -> Any:
-        return ThreadTarget.at_home, ()  # in another process, nothing has begun
+        return ThreadTarget, (), {"is_home": True}  # in another process, nothing has begun
 
 
 class Target:
@@ -39,7 +33,8 @@ class Target:
     def __init__(self, url: CheckpointURL | None) -> None:
         self.url = url
         """URL of saves that were given none."""
-        self.here = ThreadTarget.at_home()
+        self.here = ThreadTarget()
+        self.here.is_home = True
         self._unused = set() if url is None else {url}
 
     def reset(self, url: CheckpointURL | None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -158,41 +157,3 @@ def _save_and_fork(url: str) -> None:
 
 def test_a_writer_survives_fork(root: str) -> None:
     run_ranks(1, _save_and_fork, root, timeout=60)
-
-
-# --- nothing is left -------------------------------------------------------------------------------------
-
-
-def _descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def _many_saves(url: str) -> None:
-    settings = {"part_size": "5MiB", "concurrency": 2}
-    state = {"w": torch.zeros(1_500_000), "b": torch.zeros(3)}  # 6 MB: multipart
-    found = {"w": torch.zeros(1_500_000), "b": torch.zeros(3)}
-    before = (0, 0)
-    for step in range(30):
-        state["w"].fill_(step)
-        writer = S3StorageWriter(url, overwrite=True, settings=settings)
-        if step % 3:
-            dcp.async_save(state, storage_writer=writer).result(_PATIENCE_SECONDS)
-        else:
-            dcp.save(state, storage_writer=writer)
-        dcp.load(found, storage_reader=S3StorageReader(url, settings=settings))
-        assert torch.equal(found["w"], state["w"])
-        assert _own_threads() == []
-        if step == 9:
-            before = (threading.active_count(), _descriptors())
-    # A thread of torch's executor may not be gone yet when its future is done.
-    deadline = time.monotonic() + 10
-    while threading.active_count() > before[0] and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert threading.active_count() <= before[0], threading.enumerate()
-    # One client, whose pool holds at most concurrency + 4 connections: far from one for each save.
-    assert _descriptors() <= before[1] + 6
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts the entries of /proc/self/fd")
-def test_thirty_saves_and_loads_leave_no_threads_nor_descriptors(root: str) -> None:
-    run_ranks(1, _many_saves, root)

@@ -6,7 +6,6 @@ import errno
 import gc
 import mmap
 import os
-import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,7 +19,6 @@ from dcp_s3.errors import StagingError
 from dcp_s3.stage import buffers
 from dcp_s3.stage.buffers import HostBuffer, Kind, map_shared
 from dcp_s3.tensor_memory import view_bytes
-from tests.interpreter import Interpreter
 
 KINDS: tuple[Kind, ...] = ("private", "shared", "file")
 PAGE = mmap.PAGESIZE
@@ -136,7 +134,8 @@ def test_shared_memory_without_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("size", [PAGE, 3 * PAGE], ids=["mapped", "too large"])
 def test_a_mapping_closes_the_descriptor(size: int) -> None:
-    descriptor = os.dup(HostBuffer(PAGE, "shared").fileno())
+    buffer = HostBuffer(PAGE, "shared")
+    descriptor = os.dup(buffer.fileno())
     with pytest.raises(ValueError) if size > PAGE else nullcontext():
         map_shared(descriptor, size)
     with pytest.raises(OSError):
@@ -173,30 +172,6 @@ def test_no_room_names_what_is_full_and_the_settings(
     del failure
     gc.collect()
     assert _descriptors() == before
-
-
-_TOO_LARGE = """
-import resource, signal, sys
-from dcp_s3.errors import StagingError
-from dcp_s3.stage.buffers import HostBuffer
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-HostBuffer(1 << 20, "file", directory=sys.argv[1])
-try:
-    HostBuffer((1 << 20) + 1, "file", directory=sys.argv[1])
-except StagingError as error:
-    print(error)
-"""
-
-
-def test_a_file_system_that_takes_no_more(tmp_path: Path, interpreter: Interpreter) -> None:
-    """The limit of file sizes is one that every user can set; a full disk answers in the same place."""
-    command = [sys.executable, "-W", "ignore", "-c", _TOO_LARGE, str(tmp_path)]
-    run = interpreter.run(command, timeout=100, check=True, capture_output=True)
-    assert "cannot reserve 1.0 MiB" in run.stdout
-    assert repr(str(tmp_path)) in run.stdout
-    assert "DCP_S3_SPILL_DIR" in run.stdout
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_spill_directory_that_is_a_file_or_cannot_be_written(tmp_path: Path) -> None:
