@@ -112,9 +112,12 @@ class _BufferUnpickler(pickle.Unpickler):
         return torch._conj(tensor) if conjugate else tensor
 
 
-def _reduce(state: StagedState) -> tuple[Any, ...]:
+def _reduce(state: StagedState | FailedStaging) -> tuple[Any, ...]:
     state.begin(sent=True)
     take_turn(PIPE)
+    if isinstance(state, FailedStaging):
+        forget(state)
+        return _rebuild_failed, (state.error,)
     file = io.BytesIO()
     try:
         _BufferPickler(file, state.buffers).dump(dict(state))
@@ -186,13 +189,6 @@ def raise_if_failed(names: Iterable[str]) -> None:
                 raise error
 
 
-def _reduce_failed(state: FailedStaging) -> tuple[Any, ...]:
-    state.begin()
-    take_turn(PIPE)
-    forget(state)
-    return _rebuild_failed, (state.error,)
-
-
 def _rebuild_failed(error: BaseException) -> FailedStaging:
     state = FailedStaging(error)
     Turn().go_with(state)
@@ -200,4 +196,4 @@ def _rebuild_failed(error: BaseException) -> FailedStaging:
 
 
 ForkingPickler.register(StagedState, _reduce)
-ForkingPickler.register(FailedStaging, _reduce_failed)
+ForkingPickler.register(FailedStaging, _reduce)
