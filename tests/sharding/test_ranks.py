@@ -218,25 +218,6 @@ def test_replicas_of_shards_are_saved_once(root: str, bucket: str, memory_server
     assert manifest["items"] == boxes
 
 
-def _few_heads(url: str) -> None:
-    """4 ranks, 2 heads of k and v."""
-    rank = dist.get_rank()
-    full = random_values(1, 12, 3)
-    q, k, v = full.split([8, 2, 2])
-    local = torch.cat([q[2 * rank : 2 * rank + 2], k[rank // 2 : rank // 2 + 1], v[rank // 2 : rank // 2 + 1]])
-    plan = {"qkv": Fused(0, (2, 1, 1), copies=(1, 2, 2))}
-    state = shard_state({"qkv": local}, plan, group=dist.group.WORLD)
-    dcp.save(state, storage_writer=S3StorageWriter(url))
-    found = torch.zeros_like(local)
-    dcp.load(shard_state({"qkv": found}, plan, rank=rank, world_size=4), storage_reader=S3StorageReader(url))
-    assert torch.equal(found, local)
-
-
-def test_heads_that_several_ranks_share(root: str) -> None:
-    run_ranks(4, _few_heads, root)
-    assert torch.equal(read_tensor(root, "qkv"), random_values(1, 12, 3))
-
-
 # --- what does not fit ------------------------------------------------------------------------------------
 
 

@@ -17,14 +17,13 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import dcp_s3
 from dcp_s3 import S3LoadPlanner, S3Stager, S3StorageReader, S3StorageWriter, errors, read_tensor, shard, verify
 from dcp_s3.load.overlaps import Box
-from dcp_s3.save.plan import check_shapes
-from tests.end_to_end.loads import failure, load, save
+from tests.end_to_end.loads import failure, save
 from tests.load.test_overlaps import grid
 from tests.load.test_planner import details, make_plan, saved_as
 from tests.servers import S3Server
@@ -103,17 +102,6 @@ def test_another_shape_than_was_saved(root: str) -> None:
     failure(lambda: dcp.load(state, storage_reader=reader, planner=S3LoadPlanner()), errors.TensorMismatchError)
 
 
-def test_metadata_that_cannot_be_read_is_an_error(root: str, bucket: str, s3: Any, memory_server: S3Server) -> None:
-    save({"w": FULL}, root)
-    part = torch.full((2, 5), 3.0)
-    for spoilt in (b"", b"no pickle", memory_server.handle.read(bucket, "run/.metadata")[:-20]):
-        s3.put_object(Bucket=bucket, Key="run/.metadata", Body=spoilt)
-        failure(
-            lambda: load({"w": shard(part, global_shape=SHAPE, offsets=(3, 0))}, root), errors.CorruptCheckpointError
-        )
-        assert torch.equal(part, torch.full((2, 5), 3.0))
-
-
 # --- planners ---------------------------------------------------------------------------------------------
 
 
@@ -151,18 +139,6 @@ def test_torchs_planner_and_ours_plan_the_same_of_it(
         for box, part in zip(boxes, parts, strict=True):
             cut(found, box).copy_(part)
     assert torch.equal(found, values)
-
-
-def test_boxes_that_overlap_in_some_dimensions_only_do_not_overlap() -> None:
-    """On a diagonal, and side by side in each dimension: nothing of the one is read for the other."""
-    boxes: list[Box] = [((0, 0), (3, 2)), ((3, 2), (3, 3)), ((0, 2), (3, 3)), ((3, 0), (3, 2))]
-    in_boxes(FULL, boxes)  # does not raise
-    metadata = Metadata({"w": saved_as(SHAPE, boxes)})
-    for box in boxes:
-        state = {"w": shard(torch.zeros(box[1]), global_shape=SHAPE, offsets=box[0])}
-        for planner in (DefaultLoadPlanner(), S3LoadPlanner()):
-            (item,) = make_plan(planner, state, metadata).items
-            assert item.storage_index.offset == box[0]
 
 
 def test_an_empty_box_does_not_hide_the_one_that_begins_there() -> None:
@@ -224,20 +200,6 @@ def test_a_hole_is_an_error_where_there_are_no_other_ranks(
     assert not memory_server.handle.objects(bucket)
     del state["a"]["w"]
     save(state, root)
-
-
-def test_shards_of_other_wholes_are_told_apart() -> None:
-    """Rank 0 takes the tensor for (3, 5), and holds all of that."""
-    plans = [
-        SavePlan(write_items(shard(torch.zeros(shape), global_shape=shape, offsets=(0, 0))))
-        for shape in ((3, 5), (3, 5), (6, 5))
-    ]
-    check_shapes(plans[:2])
-    with pytest.raises(
-        errors.ShardingError, match=r"'w' has shape \(3, 5\) on rank 0, but \(6, 5\) on rank 2"
-    ) as caught:
-        check_shapes(plans)
-    assert caught.value.fqn == "w"
 
 
 def test_nothing_is_computed_with_it_and_a_box_that_is_not_there_is_named() -> None:
