@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.device_mesh import init_device_mesh
@@ -51,68 +52,50 @@ class _Counter:
         self.seen, self.names = state["seen"], state["names"]
 
 
-def _refill(tensor: torch.Tensor, name: str, step: int) -> None:
-    """Random bits that only depend on the arguments (and, for a shard, on the rank), put in place."""
-    seed = f"{name}/{step}"
-    if isinstance(tensor, DTensor):
-        if any(placement.is_shard() for placement in tensor.placements):
-            seed += f"/{dist.get_rank()}"
-        tensor = tensor.to_local()
-    with torch.no_grad():
-        tensor.copy_(random_tensor(tuple(tensor.shape), tensor.dtype, zlib.crc32(seed.encode())))
+def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of this rank in a state, by their names: a shard's has the rank in it."""
+    if isinstance(value, DTensor):
+        sharded = any(placement.is_shard() for placement in value.placements)
+        yield f"{path}/{dist.get_rank()}" if sharded else path, value.to_local()
+    elif isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _tensors(entry, f"{path}/{key}")
 
 
 class _Job:
     """A model, its optimizer and all else that a training has; DTensors where there are ranks."""
 
     def __init__(self, step: int) -> None:
-        self._distributed = dist.is_initialized()
-        rank = dist.get_rank() if self._distributed else 0
         model = nn.Sequential(nn.Linear(300, 501), nn.Linear(501, 300, dtype=torch.bfloat16))
         model.register_buffer("count", torch.tensor(0))
-        base = torch.zeros(60, 40)
-        self.tensors: dict[str, torch.Tensor] = {
-            **{str(dtype): torch.zeros(5, 7, dtype=dtype) for dtype in DTYPES},
-            "base": base,
-            "alone": torch.zeros(3000, 30),
-            "large": torch.zeros(1_500_000),  # 6 MB
-        }
-        self.sharded: dict[str, torch.Tensor] = {}
-        if self._distributed:
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.own, self.sharded = "rank 0", {}
+        if dist.is_initialized():
+            self.own, mesh = f"rank {dist.get_rank()}", init_device_mesh("cpu", (dist.get_world_size(),))
             fully_shard(model, mesh=mesh)
-            for name, shape, placement in (
-                ("rows", (7, 1000), Shard(0)),
-                ("columns", (5, 9), Shard(1)),
-                ("one row", (1, 4), Shard(0)),  # the second rank has nothing of it
-                ("copies", (11, 3), Replicate()),
-            ):
+            shapes: dict[str, tuple[tuple[int, int], Any]] = {
+                "rows": ((7, 1000), Shard(0)), "columns": ((5, 9), Shard(1)), "copies": ((11, 3), Replicate()),
+                "one row": ((1, 4), Shard(0)),  # the second rank has nothing of it
+            }  # fmt: skip
+            for name, (shape, placement) in shapes.items():
                 self.sharded[name] = distribute_tensor(torch.zeros(shape), mesh, [placement])
         self.model, self.optimizer = model, torch.optim.AdamW(model.parameters())
-        get_state_dict(model, self.optimizer)  # makes the optimizer's state
-        self.own = f"rank {rank}"
-        self.values: dict[str, Any] = {
-            "list": [0, [0], {"x": 0}],
-            "text": "",
-            "bytes": b"",
-            "none": None,
-            "number": 0.0,
-        }
+        self.tensors = {str(dtype): torch.zeros(5, 7, dtype=dtype) for dtype in DTYPES}
+        self.tensors |= {"base": torch.zeros(60, 40), "large": torch.zeros(1_500_000)}  # 6 MB
+        self.alone = torch.zeros(3000, 30)
+        self.values: dict[str, Any] = {"list": [0, [0], {"x": 0}], "none": None}
         self.counter = _Counter()
         self.change(step)
 
     def change(self, step: int) -> None:
-        """Everything, in place."""
-        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-            _refill(tensor, name, step)
-        for name, parameter in self.model.named_parameters():
-            for key, tensor in self.optimizer.state[parameter].items():
-                _refill(tensor, f"{name}.{key}", step)
+        """Everything, in place, to random bits that depend on names and step only."""
+        for name, tensor in _tensors({**self.state(), "alone": {self.own: self.alone}}):
+            if "/views/" not in name:
+                with torch.no_grad():
+                    seed = zlib.crc32(f"{name}/{step}".encode())
+                    tensor.copy_(random_tensor(tuple(tensor.shape), tensor.dtype, seed))
         self.optimizer.param_groups[0]["lr"] = 0.5**step
-        for name, tensor in self.sharded.items():
-            _refill(tensor, name, step)
-        for name, tensor in self.tensors.items():
-            _refill(tensor, f"{self.own}.{name}", step)
         self.values["list"][0] = step
         self.values["list"][1][0] = step + 10
         self.values["list"][2]["x"] = step + 20
@@ -122,36 +105,26 @@ class _Job:
 
     def state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        base, alone = self.tensors["base"], self.tensors["alone"]
+        base = self.tensors["base"]
         views = {
-            "columns": base[:, 1:3],
-            "transposed": base.t(),
-            "flat": base.view(-1)[7:19],
-            "of a large one": alone[5:7],
-            "strided": alone[::100, 3],
-        }
-        own = {"tensors": {n: t for n, t in self.tensors.items() if n != "alone"}, "views": views}
+            "columns": base[:, 1:3], "transposed": base.t(), "flat": base.view(-1)[7:19],
+            "of a large one": self.alone[5:7], "strided": self.alone[::100, 3],
+        }  # fmt: skip
         return {
             "model": model,
             "optimizer": optimizer,
             "sharded": self.sharded,
-            self.own: {**own, "values": self.values},
+            self.own: {"tensors": self.tensors, "views": views, "values": self.values},
             f"counter of {self.own}": self.counter,
         }
 
 
-def _leaves(value: Any, path: str = "") -> dict[str, Any]:
+def _leaves(state: dict[str, Any]) -> dict[str, Any]:
     """Every leaf by its name: what must be the same for two jobs to be in the same state."""
-    if isinstance(value, _Counter):
-        value = value.state_dict()
-    if isinstance(value, DTensor):
-        value = value.to_local()
-    if isinstance(value, torch.Tensor):
-        return {path: (value.dtype, tuple(value.shape), zlib.crc32(bits(value)), bits(value)[:64])}
-    if isinstance(value, (dict, list, tuple)):
-        inner = value.items() if isinstance(value, dict) else enumerate(value)
-        return {name: leaf for key, each in inner for name, leaf in _leaves(each, f"{path}/{key}").items()}
-    return {path: value}
+    state = {name: value.state_dict() if isinstance(value, _Counter) else value for name, value in state.items()}
+    flat, _ = flatten_state_dict(state)
+    tensors = {name: (each.dtype, tuple(each.shape), zlib.crc32(bits(each))) for name, each in _tensors(flat)}
+    return {**tensors, **{name: each for name, each in flat.items() if not isinstance(each, torch.Tensor)}}
 
 
 def _assert_saved(url: str, step: int) -> None:
