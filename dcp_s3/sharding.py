@@ -165,26 +165,23 @@ def shard(
         )
     starts = tuple(_numbers(place, "offsets") for place in places)
     for box, start in zip(boxes, starts, strict=True):
-        wrong = ""
         if not isinstance(box, torch.Tensor) or not _is_local(box):
-            wrong = (
+            raise ShardingError(
                 f"a {type(box).__name__} cannot be a shard, expected a dense local tensor. Remedy: put DTensors into "
                 "the state as they are; DCP knows where they lie"
             )
-        elif (box.dtype, box.device) != (boxes[0].dtype, boxes[0].device):
-            wrong = (
+        if (box.dtype, box.device) != (boxes[0].dtype, boxes[0].device):
+            raise ShardingError(
                 f"the boxes of a tensor are {boxes[0].dtype} on {boxes[0].device} and {box.dtype} on {box.device}, "
                 "expected one dtype and device"
             )
-        elif not box.dim() == len(start) == len(shape):
-            wrong = (
+        if not box.dim() == len(start) == len(shape):
+            raise ShardingError(
                 f"a tensor of shape {tuple(box.shape)} at {start} in {shape}: expected as many offsets, and as many "
                 "dimensions of global_shape, as the tensor has dimensions"
             )
-        elif any(o + n > g for o, n, g in zip(start, box.shape, shape, strict=True)):
-            wrong = f"the box {_box(start, box.shape)} is not inside global_shape {shape}"
-        if wrong:
-            raise ShardingError(wrong)
+        if any(o + n > g for o, n, g in zip(start, box.shape, shape, strict=True)):
+            raise ShardingError(f"the box {_box(start, box.shape)} is not inside global_shape {shape}")
     for (a, at), (b, bt) in itertools.combinations(zip(boxes, starts, strict=True), 2):
         if all(max(i, j) < min(i + m, j + n) for i, m, j, n in zip(at, a.shape, bt, b.shape, strict=True)):
             raise ShardingError(f"the boxes {_box(at, a.shape)} and {_box(bt, b.shape)} of this rank overlap")
