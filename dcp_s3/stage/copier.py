@@ -106,8 +106,9 @@ class Copier:
         """Copy one region, enqueue its copy, or add it to ``pending``. Returns its staged tensors."""
         originals = [self._tensors[number] for number in region.tensors]
         source = originals[0]
-        # Two storages may begin at one address (torch.from_numpy of an array and of its beginning).
-        source_storage = max((tensor.untyped_storage() for tensor in originals), key=torch.UntypedStorage.nbytes)
+        source_storage = source.untyped_storage()
+        if len(originals) > 1:  # two storages may begin at one address (torch.from_numpy of an array and its beginning)
+            source_storage = max((tensor.untyped_storage() for tensor in originals), key=torch.UntypedStorage.nbytes)
         if not region.gathered and source_storage.nbytes() < region.start + region.size:
             raise StagingError(
                 "the memory of a tensor was freed before it was staged. Remedy: wait for staging_completion of "
