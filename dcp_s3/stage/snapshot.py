@@ -91,7 +91,7 @@ class Snapshot:
         A change to a DTensor does not change the version of its local tensor: the wrappers around it count, too.
         """
         return [
-            (each[0].untyped_storage().data_ptr(), *(0 if one.is_inference() else one._version for one in each))
+            (each[0].untyped_storage().data_ptr(), *[0 if one.is_inference() else one._version for one in each])
             for each in self._watched
         ]
 
