@@ -6,7 +6,7 @@ import io
 import queue
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -25,12 +25,14 @@ from dcp_s3.format.blocks import (
 from dcp_s3.format.framing import FrameCache, FramingError
 from dcp_s3.format.safe_items import warn_of_unsafe_item
 from dcp_s3.memory import Piece, crc_of, sent_pieces
+from dcp_s3.save.plan import WriteBucket
 from dcp_s3.stage.buffers import HostBuffer
 from dcp_s3.tensor_memory import copy_to_host, is_plain, iterate_bytes, view_bytes
 from dcp_s3.torch_private import StorageInfo, WriterTransforms
 
 BLOCK_SIZE = 16 * 2**20
 _MIN_SIZE = 2**20  # bytes; a smaller tensor would leave a block mostly empty
+_STREAMED = 2**20  # bytes that a transform is given at a time
 
 
 @dataclass
@@ -72,142 +74,117 @@ class WrittenItem:
         )
 
 
-class ItemWriter:
-    """Resolves items, and makes the pieces that they are sent as. Thread-safe.
+@dataclass(frozen=True)
+class ItemSource:
+    """What the items of all objects of a save are made from. Thread-safe."""
 
-    Args:
-        planner: the save's planner. Its `resolve_data` is called lazily, once per item and try.
-        transforms: torch's stream extensions, applied to each item as FileSystemWriter does.
-        chunk_size: bytes of a strided tensor that are made contiguous at a time.
-        device_memory: bytes of pinned memory, in total, for copies of tensors on a device.
+    planner: SavePlanner
+    """The save's planner. Its `resolve_data` is called lazily, once per item and try."""
+    transforms: WriterTransforms
+    """torch's stream extensions, applied to each item as FileSystemWriter does."""
+    chunk_size: int
+    """Bytes of a strided tensor that are made contiguous at a time."""
+    device_memory: int
+    """Bytes of pinned memory, in total, for copies of tensors on a device."""
+    frames: FrameCache = field(default_factory=FrameCache)
+
+
+class ObjectPieces:
+    """The bytes of one object, item after item. Each iteration begins anew.
+
+    Raises:
+        SaveProtocolError: while it is iterated: the planner resolved an item to something that cannot be stored.
     """
 
-    def __init__(
-        self, planner: SavePlanner, transforms: WriterTransforms, *, chunk_size: int, device_memory: int
-    ) -> None:
-        self._planner = planner
-        self._transforms = transforms
-        self._chunk_size = chunk_size
-        self._device_memory = device_memory
-        self._frames = FrameCache()
+    def __init__(self, source: ItemSource, bucket: WriteBucket) -> None:
+        self._source, self._bucket = source, bucket
+        self.written: list[WrittenItem] = []
+        """The items, whole once the iteration has ended."""
 
-    def pieces(self, written: WrittenItem) -> Iterator[Piece]:
-        """The bytes of an item; fills in ``written``.
+    def __iter__(self) -> Iterator[Piece]:
+        if self._bucket.attachment is not None:
+            yield Piece.of(self._bucket.attachment.data)
+            return
+        self.written, size = [], 0
+        for item in self._bucket.items:
+            written = WrittenItem(item, size)
+            self.written.append(written)
+            for piece in self._item(written):
+                size += piece.size
+                yield piece
+            written.length = size - written.offset
 
-        Raises:
-            SaveProtocolError: the planner resolved the item to something that cannot be stored.
-        """
+    def _item(self, written: WrittenItem) -> Iterator[Piece]:
+        """The bytes of an item; fills in ``written``."""
         item = written.item
-        data = self._planner.resolve_data(item)
-        if item.type == WriteItemType.BYTE_IO:
-            if not isinstance(data, io.BytesIO):
-                raise SaveProtocolError(
-                    f"the planner resolved {item.index.fqn!r} to a {type(data).__name__}, expected BytesIO"
-                )
-        elif not isinstance(data, torch.Tensor):
+        data = self._source.planner.resolve_data(item)
+        expected: type = io.BytesIO if item.type == WriteItemType.BYTE_IO else torch.Tensor
+        if not isinstance(data, expected):
+            what = "BytesIO" if expected is io.BytesIO else "a tensor"
             raise SaveProtocolError(
-                f"the planner resolved {item.index.fqn!r} to a {type(data).__name__}, expected a tensor"
+                f"the planner resolved {item.index.fqn!r} to a {type(data).__name__}, expected {what}"
             )
         if isinstance(data, io.BytesIO):
             warn_of_unsafe_item(item.index.fqn, data)
-        if self._transforms.extensions:
-            yield _whole(written, self._transform(written, data))
-        elif isinstance(data, torch.Tensor):
-            yield from self._tensor_pieces(written, data.detach())
+        if self._source.transforms.extensions:
+            whole = self._transform(written, data)
+        elif isinstance(data, io.BytesIO):
+            whole = data.getbuffer()
+        elif is_plain(tensor := data.detach()) or tensor.device.type == "meta":
+            yield from self._tensor(written, tensor)
+            return
         else:
-            yield _whole(written, data.getbuffer())
+            whole = _serialise(tensor)
+        written.pieces.append(Piece.of(whole))
+        yield written.pieces[0]
 
-    def _tensor_pieces(self, written: WrittenItem, tensor: torch.Tensor) -> Iterator[Piece]:
+    def _tensor(self, written: WrittenItem, tensor: torch.Tensor) -> Iterator[Piece]:
+        """The bytes of a dense tensor: its memory, in the frame that torch.save would put around it."""
         if tensor.device.type == "meta":
             raise SaveProtocolError(
                 f"{written.item.index.fqn!r} is on the meta device: it has no data to save. Remedy: materialise the "
                 "model before saving"
             )
         try:
-            frame = self._frames.get(tensor.dtype, tensor.shape) if is_plain(tensor) else None
+            frame = self._source.frames.get(tensor.dtype, tensor.shape)
         except FramingError:
-            frame = None
-        if frame is None:
-            yield _whole(written, _serialise(tensor))
+            written.pieces.append(Piece.of(_serialise(tensor)))
+            yield written.pieces[0]
             return
         planned = written.item.tensor_data
         if planned is not None and planned.properties.dtype == tensor.dtype and planned.chunk.sizes == tensor.shape:
             written.raw_offset = len(frame.header)
             if tensor.nbytes > MIN_BLOCK:
                 written.block = block_size(tensor.nbytes)
-        covers_frame = written.raw_offset is None
         header, trailer = Piece.of(frame.header), Piece.of(frame.trailer)
-        if covers_frame:
-            written.pieces.append(header)
         yield header
+        if tensor.device.type == "cpu":
+            views = iterate_bytes(tensor, self._source.chunk_size)
+        else:
+            ring = shared_ring(self._source.device_memory)
+            views = iterate_bytes(tensor, min(self._source.chunk_size, ring.block_size), ring.copy)
         done = 0
-        for view in self._host_bytes(tensor):
+        for view in views:
             cuts = cuts_between(done, done + view.nbytes, written.block) if written.block else ()
             piece = Piece.of(view, cuts=cuts)
             done += piece.size
             written.pieces.append(piece)
             yield piece
-        if covers_frame:
-            written.pieces.append(trailer)
+        if written.raw_offset is None:  # then the CRC covers the frame, too
+            written.pieces = [header, *written.pieces, trailer]
         yield trailer
 
-    def _host_bytes(self, tensor: torch.Tensor) -> Iterator[memoryview]:
-        if tensor.device.type == "cpu":
-            return iterate_bytes(tensor, self._chunk_size)
-        ring = shared_ring(self._device_memory)
-        return iterate_bytes(tensor, min(self._chunk_size, ring.block_size), ring.copy)
-
     def _transform(self, written: WrittenItem, data: torch.Tensor | io.BytesIO) -> memoryview:
-        buffer = io.BytesIO()
-        stream, _ = self._transforms.transform_save_stream(written.item, buffer)
-        if isinstance(data, torch.Tensor):
-            for block in _blocks(_serialise(data.detach())):
-                stream.write(block)
-        else:
-            stream.write(data.getbuffer())
+        buffer, transforms = io.BytesIO(), self._source.transforms
+        stream, _ = transforms.transform_save_stream(written.item, buffer)
+        whole = data.getbuffer() if isinstance(data, io.BytesIO) else _serialise(data.detach())
+        for start in range(0, whole.nbytes, _STREAMED):
+            stream.write(whole[start : start + _STREAMED])
         stream.close()
         # In the order in which a reader must undo them: the first one is next to the stored bytes. torch 2.13 writes
         # them reversed. Then neither its reader nor ours can load an item that went through two that do not commute.
-        written.transform_descriptors = [extension.get_descriptor() for extension in self._transforms.extensions]
+        written.transform_descriptors = [extension.get_descriptor() for extension in transforms.extensions]
         return buffer.getbuffer()
-
-
-class ObjectPieces:
-    """The bytes of one object, item after item. Each iteration begins anew."""
-
-    def __init__(self, writer: ItemWriter, items: Sequence[WriteItem]) -> None:
-        self._writer = writer
-        self._items = items
-        self.written: list[WrittenItem] = []
-        """The items, whole once the iteration has ended."""
-
-    def __iter__(self) -> Iterator[Piece]:
-        self.written = []
-        size = 0
-        for item in self._items:
-            written = WrittenItem(item, size)
-            self.written.append(written)
-            for piece in self._writer.pieces(written):
-                size += piece.size
-                yield piece
-            written.length = size - written.offset
-
-
-class PiecesOf:
-    """Bytes as one piece."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def __iter__(self) -> Iterator[Piece]:
-        yield Piece.of(self._data)
-
-
-def _whole(written: WrittenItem, data: memoryview) -> Piece:
-    """The only piece of an item."""
-    piece = Piece.of(data)
-    written.pieces.append(piece)
-    return piece
 
 
 def _serialise(tensor: torch.Tensor) -> memoryview:
@@ -219,11 +196,6 @@ def _serialise(tensor: torch.Tensor) -> memoryview:
     buffer = io.BytesIO()
     torch.save(tensor, buffer)
     return buffer.getbuffer()
-
-
-def _blocks(data: memoryview, size: int = 2**20) -> Iterator[memoryview]:
-    for start in range(0, data.nbytes, size):
-        yield data[start : start + size]
 
 
 class PinnedRing:
@@ -251,14 +223,16 @@ class PinnedRing:
         weakref.finalize(lease, self._free.put, block).atexit = False
         target = torch.frombuffer(lease, dtype=torch.uint8, count=tensor.nbytes)
         del lease
-        stream = self._stream(tensor.device)
-        if stream is None:
+        if tensor.device.type == "cpu":
             _copy(tensor, target)
-        else:
-            stream.wait_stream(torch.accelerator.current_stream(tensor.device))  # on which the planner worked
-            with stream:
-                _copy(tensor, target)
-            stream.synchronize()
+            return view_bytes(target)
+        streams = self._local.__dict__  # one for each thread and device, so that copies of several threads overlap
+        if (stream := streams.get(str(tensor.device))) is None:
+            stream = streams[str(tensor.device)] = torch.Stream(tensor.device)
+        stream.wait_stream(torch.accelerator.current_stream(tensor.device))  # on which the planner worked
+        with stream:
+            _copy(tensor, target)
+        stream.synchronize()
         return view_bytes(target)
 
     def _take(self) -> HostBuffer | None:
@@ -280,17 +254,6 @@ class PinnedRing:
             block.pin()
         return block
 
-    def _stream(self, device: torch.device) -> torch.Stream | None:
-        """A stream for each thread and device, so that copies of several threads overlap."""
-        if device.type == "cpu":
-            return None
-        streams: dict[torch.device, torch.Stream] | None = getattr(self._local, "streams", None)
-        if streams is None:
-            streams = self._local.streams = {}
-        if device not in streams:
-            streams[device] = torch.Stream(device)
-        return streams[device]
-
 
 def _copy(tensor: torch.Tensor, target: torch.Tensor) -> None:
     plain = tensor.resolve_conj().resolve_neg().contiguous()
@@ -298,12 +261,10 @@ def _copy(tensor: torch.Tensor, target: torch.Tensor) -> None:
 
 
 _rings: dict[int, PinnedRing] = {}
-_rings_lock = threading.Lock()
 
 
 def shared_ring(memory: int) -> PinnedRing:
     """This process's ring of about ``memory`` bytes."""
-    with _rings_lock:
-        if memory not in _rings:
-            _rings[memory] = PinnedRing(max(1, memory // BLOCK_SIZE), pin=torch.cuda.is_available())
-        return _rings[memory]
+    if memory not in _rings:  # threads may meet here: the first ring is taken, and another one has no blocks yet
+        _rings.setdefault(memory, PinnedRing(max(1, memory // BLOCK_SIZE), pin=torch.cuda.is_available()))
+    return _rings[memory]

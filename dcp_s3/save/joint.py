@@ -108,8 +108,7 @@ class JointSave(Save):
             answer = self._going.carry_out(asked)
         if answer != b"":
             self._go_on(answer)
-        self.written = True
-        self._progress.written(self._results, time.monotonic() - began)
+        self._tell_written(self._results, time.monotonic() - began)
         return self._results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -303,7 +302,7 @@ class JointSave(Save):
             each.object_entry for each in results if isinstance(each, ItemWriteResult) and each.object_entry is not None
         ]
         facts: dict[str, Any] = {
-            "started_at": self._beginning.at, "throttled": self._progress.throttled, "by": self._rank,
+            "started_at": self._beginning.at, "throttled": self.throttled, "by": self._rank,
         }  # fmt: skip
         if rank == 0:
             facts |= {"metrics": dict(self._options.metrics), "extra": dict(self._options.extra)}
@@ -326,7 +325,7 @@ class JointSave(Save):
             names = name_ranks(self._ranks[int(place)] for place in made_up)
             logger.warning("%s is committed without %s, which others made up for", self.url, names)
         commit = Commit(SaveIdentity(self.url, self.save_id), b"", b"", manifest.objects)
-        self._progress.committed(commit, ranks=self._world_size, spilled=0, throttled=self._progress.throttled)
+        self._tell_committed(commit, ranks=self._world_size, spilled=0, throttled=self.throttled)
 
 
 def _paths_in(metadata: Metadata) -> Mapping[str, tuple[str | int, ...]] | None:

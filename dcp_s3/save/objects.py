@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -18,7 +19,7 @@ from dcp_s3.errors import DeadlineExceededError
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import data_object
 from dcp_s3.limit import Cancelled, Deadline
-from dcp_s3.save.items import ItemWriter, ObjectPieces, PiecesOf
+from dcp_s3.save.items import ItemSource, ObjectPieces
 from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket
 from dcp_s3.store import Batch, Store
 from dcp_s3.torch_private import WriterTransforms
@@ -42,21 +43,12 @@ class ItemWriteResult(WriteResult):
     """Whether the object is on a local disk, not on S3."""
 
 
-@dataclass(frozen=True)
-class ObjectNames:
-    """The names of one rank's data objects in one save."""
+class ObjectNames(NamedTuple):
+    """What the data objects of one rank in one save are named by."""
 
     url: CheckpointURL
     rank: int
     nonce: str
-
-    def relative_path(self, number: int) -> str:
-        """Path of object ``number``, relative to the checkpoint."""
-        return data_object(self.rank, number, self.nonce)
-
-    def key(self, number: int) -> str:
-        """Key of object ``number``."""
-        return self.url.key(self.relative_path(number))
 
 
 def write_buckets(
@@ -92,98 +84,85 @@ def write_buckets(
     """
     if not buckets:
         return []
-    started, total = time.monotonic(), sum(planned.size for planned in buckets)
+    started, total, deadline = time.monotonic(), sum(planned.size for planned in buckets), store.limit.deadline
     device: int | None = None
     if torch.accelerator.is_available() and _is_initialized():
         torch.accelerator.synchronize()  # the threads below do not wait for work on the caller's stream
         device = torch.accelerator.current_device_index()
-    numbers = range(len(buckets))
-    batch = store.batch(total=total, ranks=ranks, keys=[names.key(number) for number in numbers])
+    paths = [data_object(names.rank, number, names.nonce) for number in range(len(buckets))]
+    keys = [names.url.key(path) for path in paths]
+    batch = store.batch(total=total, ranks=ranks, keys=keys)
     watch(batch)
-    item_writer = ItemWriter(
-        planner,
-        transforms,
-        chunk_size=batch.chunk_size,
-        # Besides what the store holds, each bucket fills a piece.
-        device_memory=(batch.in_flight + OBJECTS_PER_RANK) * batch.chunk_size,
-    )
+    # Besides what the store holds, each bucket fills a piece.
+    device_memory = (batch.in_flight + OBJECTS_PER_RANK) * batch.chunk_size
+    source = ItemSource(planner, transforms, batch.chunk_size, device_memory)
 
-    def write(number: int) -> list[ItemWriteResult]:
+    def write(number: int) -> list[WriteResult]:
         if device is not None:
             torch.accelerator.set_device_index(device)  # a new thread would make a context on device 0
-        return _write(batch, item_writer, buckets[number], names.key(number), names.relative_path(number))
+        bucket, path = buckets[number], paths[number]
+        pieces = ObjectPieces(source, bucket)
+        stored = batch.put_stream(keys[number], bucket.size, pieces)
+        if bucket.attachment is not None:
+            entry: ObjectEntry = bucket.attachment.entry(path)
+            return [ItemWriteResult(MetadataIndex(bucket.attachment.name), entry.size, None, entry, stored.spilled)]
+        crc = stored.crc64nvme
+        entry = ObjectEntry(path, stored.size, None if crc is None else crc_hex(crc))
+        return [
+            ItemWriteResult(
+                each.item.index,
+                each.length,
+                each.storage_info(path, checksum=crc is not None),
+                None if position else entry,
+                stored.spilled,
+            )
+            for position, each in enumerate(pieces.written)
+        ]
 
-    written: dict[int, list[ItemWriteResult]] = {}
+    written: dict[str, list[WriteResult]] = {}
     try:
         with batch:
-            missing: Sequence[int] = numbers
+            missing = dict(zip(keys, range(len(buckets)), strict=True))
             while missing:
-                written |= _write_all(batch, store.limit.deadline, missing, write)
+                results = _write_all(batch, deadline, list(missing.values()), write)
+                written |= zip(missing, results, strict=True)
                 unsettled = batch.settle()
-                missing = [number for number in numbers if names.key(number) in unsettled]
+                missing = {key: number for number, key in enumerate(keys) if key in unsettled}
     except DeadlineExceededError as error:
-        if store.limit.deadline is None:
+        if deadline is None:
             raise
-        raise store.limit.deadline.error(
+        raise deadline.error(
             f"the save to {names.url}", f"of about {format_size(total)} of rank {names.rank}, {batch.progress}"
         ) from error
-    results: list[WriteResult] = [result for number in numbers for result in written[number]]
     seconds = time.monotonic() - started
-    logger.debug("wrote %d items in %d objects in %.3f s", len(results), len(buckets), seconds)
-    return results
+    logger.debug("wrote about %d bytes in %d objects in %.3f s", total, len(buckets), seconds)
+    return [result for key in keys for result in written[key]]
 
 
 def _write_all(
     batch: Batch,
     deadline: Deadline | None,
     numbers: Sequence[int],
-    write: Callable[[int], list[ItemWriteResult]],
-) -> dict[int, list[ItemWriteResult]]:
+    write: Callable[[int], list[WriteResult]],
+) -> list[list[WriteResult]]:
     """Write these buckets, each in its own thread."""
     producers = Workers(len(numbers), "dcp_s3-bucket")
     try:
-        futures = [producers.submit(write, number) for number in numbers]
+        futures: list[Future[list[WriteResult]]] = [producers.submit(write, number) for number in numbers]
         done, pending = wait(futures, None if deadline is None else deadline.left, FIRST_EXCEPTION)
         if any(future.exception() for future in done):
             batch.stop()
         elif pending and deadline is not None:
             raise deadline.error("the upload")
-        return dict(zip(numbers, [future.result() for future in futures], strict=True))
-    except Cancelled:
-        raise _cause(batch, futures) from None
+        return [future.result() for future in futures]
+    except Cancelled as cancelled:  # raise what has cancelled the others
+        errors = [batch.error, *(future.exception() for future in futures)]
+        raise next((e for e in errors if e is not None and not isinstance(e, Cancelled)), cancelled) from None
     except BaseException:
         batch.stop()
         raise
     finally:
         producers.close()
-
-
-def _write(batch: Batch, writer: ItemWriter, planned: WriteBucket, key: str, path: str) -> list[ItemWriteResult]:
-    """Write one bucket."""
-    if (attachment := planned.attachment) is not None:
-        stored = batch.put_stream(key, planned.size, PiecesOf(attachment.data))
-        attached = attachment.entry(path)
-        return [ItemWriteResult(MetadataIndex(attachment.name), attached.size, None, attached, stored.spilled)]
-    pieces = ObjectPieces(writer, planned.items)
-    stored = batch.put_stream(key, planned.size, pieces)
-    crc = stored.crc64nvme
-    entry = ObjectEntry(path, stored.size, None if crc is None else crc_hex(crc))
-    return [
-        ItemWriteResult(
-            each.item.index,
-            each.length,
-            each.storage_info(path, checksum=crc is not None),
-            None if position else entry,
-            stored.spilled,
-        )
-        for position, each in enumerate(pieces.written)
-    ]
-
-
-def _cause(batch: Batch, futures: Sequence[Future[list[ItemWriteResult]]]) -> BaseException:
-    """The failure behind a cancellation."""
-    errors = [batch.error, *(future.exception() for future in futures)]
-    return next((e for e in errors if e is not None and not isinstance(e, Cancelled)), Cancelled())
 
 
 def _is_initialized() -> bool:

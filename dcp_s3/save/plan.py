@@ -47,30 +47,22 @@ def item_size(item: WriteItem) -> int:
     return math.prod(item.tensor_data.chunk.sizes) * element_size + _FRAMING_BYTES
 
 
-def matches_prefix(fqn: str, prefix: str) -> bool:
-    """Whether ``fqn`` is ``prefix`` or lies below it (``model`` matches ``model.layers.0``, not ``model2``).
-
-    With a star at its end it is plain text: ``model*`` matches ``model2``, too.
-    """
-    if prefix.endswith("*"):
-        return fqn.startswith(prefix[:-1])
-    return fqn == prefix or fqn.startswith(prefix.rstrip(".") + ".")
-
-
 def group_items(items: Sequence[WriteItem], separate: Sequence[Sequence[str]]) -> list[list[WriteItem]]:
     """Group items by FQN: one group for each entry of ``separate`` (the first that matches), then one for the rest.
 
-    Empty groups are left out.
+    A prefix ends where a name in the FQN does (``model`` is that of ``model.layers.0``, not of ``model2``); with a star
+    at its end it is plain text. Empty groups are left out.
     """
+
+    def has(fqn: str, prefix: str) -> bool:
+        if prefix.endswith("*"):
+            return fqn.startswith(prefix[:-1])
+        return fqn == prefix or fqn.startswith(prefix.rstrip(".") + ".")
+
     groups: list[list[WriteItem]] = [[] for _ in range(len(separate) + 1)]
     for item in items:
-        fqn = item.index.fqn
-        for number, prefixes in enumerate(separate):
-            if any(matches_prefix(fqn, prefix) for prefix in prefixes):
-                groups[number].append(item)
-                break
-        else:
-            groups[-1].append(item)
+        fits = (n for n, prefixes in enumerate(separate) if any(has(item.index.fqn, prefix) for prefix in prefixes))
+        groups[next(fits, len(separate))].append(item)
     return [group for group in groups if group]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,19 +14,21 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3.checkpoint.attachments import Attachment, check_distinct
-from dcp_s3.checkpoint.commit import make_commit
+from dcp_s3.checkpoint.commit import Commit, make_commit
 from dcp_s3.checkpoint.commit_state import Beginning, CommitState, SaveIdentity, find_state
 from dcp_s3.checkpoint.info import find_step
 from dcp_s3.errors import CheckpointError, SaveProtocolError, TransferError
-from dcp_s3.events import Listener
+from dcp_s3.events import Committed, Listener, SaveFailed, SaveStarted, Written, emit
+from dcp_s3.failures import frames_of_others
+from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import DCP_VERSION, metadata_object, new_nonce
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.process import collector_paused
+from dcp_s3.ranks import rank as rank_of_job
 from dcp_s3.ranks import world_size
 from dcp_s3.s3.store import store_of
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, write_buckets
 from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket, check_filled, plan_buckets
-from dcp_s3.save.progress import Progress, StallSince, spilled_bytes, unknown_stall
 from dcp_s3.settings import Settings, launch
 from dcp_s3.spill.saving import drain_url, open_for_save
 from dcp_s3.store import Store
@@ -36,6 +38,9 @@ from dcp_s3.url import CheckpointURL
 logger = logging.getLogger(__name__)
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between looks at S3
+
+StallSince = Callable[[float], "float | None"]
+"""Seconds for which a save that began at a time (of time.monotonic) has held the training up; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +55,54 @@ class SaveOptions:
     attachments: Sequence[Attachment] = ()
     """Small files that belong to this save."""
     on_event: Listener | None = None
-    stall_since: StallSince = unknown_stall
+    stall_since: StallSince | None = None
+    """None: not known, as for a save that was staged elsewhere."""
     max_objects: int = OBJECTS_PER_RANK
     """See `S3StorageWriter.max_objects`."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         # Some frameworks save in a process of their own: who listens is here, and so was the staging.
-        return {**self.__dict__, "on_event": None, "stall_since": unknown_stall}
+        return {**self.__dict__, "on_event": None, "stall_since": None}
 
-    extra: Mapping[str, Any] = field(default_factory=dict)
+
+class Attached(dict[tuple["CheckpointURL | None", str], Attachment]):
+    """What was attached to saves that have not begun, by their URL (None: the next one, whatever its URL) and its name.
+
+    Saves begin in other threads: each change is one operation.
+    """
+
+    _copied: frozenset[CheckpointURL | None] = frozenset()
+    """URLs whose attachments went to another process, too, which may have saved them by now."""
+
+    def add(self, url: CheckpointURL | None, attachment: Attachment) -> None:
+        """Attach a file. SaveProtocolError if there is another one of that name, with other bytes."""
+        if url in self._copied:
+            self._copied -= {url}
+            self._pop(url)  # of a save that has gone
+        if self.setdefault((url, attachment.name), attachment).data != attachment.data:
+            raise SaveProtocolError(
+                f"{attachment.name!r} is already attached to this save, with other bytes. Remedy: attach it once, or "
+                "under another name"
+            )
+
+    def take(self, url: CheckpointURL) -> list[Attachment]:
+        """What is attached to the save to ``url`` that begins now. It is not kept."""
+        found = Attached()
+        for attachment in [*self._pop(None), *self._pop(url)]:
+            found.add(None, attachment)
+        return list(found.values())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Hand over to a copy of the writer, which saves in another process. Of which save it is nobody knows, so what
+        is attached to a URL stays here, too, until more is attached to it."""
+        other = dict(self)
+        self._pop(None)
+        self._copied = frozenset(url for url, _ in self)
+        return Attached, (other,)
+
+    def _pop(self, url: CheckpointURL | None) -> list[Attachment]:
+        return [self.pop(key) for key in list(self) if key[0] == url]
 
 
 @dataclass
@@ -104,29 +148,25 @@ class Save:
         self._rank, self._is_coordinator, self._use_collectives = rank, is_coordinator, use_collectives
         self._world_size = world_size()  # now: data may be written in a process that has no process group
         self._identity = SaveIdentity(url, save_id, None if use_collectives else rank)
-        self._overwrite = options.overwrite and use_collectives
-        self._beginning = Beginning()
+        self._beginning, self._began = Beginning(), time.monotonic()
         self._s3 = store_of(url, self._settings)
         self._base_store, self._committer = open_for_save(
-            self._s3, self._identity, self._beginning, rank=rank, overwrite=self._overwrite, spills=self._spills,
-            on_event=options.on_event,
+            self._s3, self._identity, self._beginning, rank=rank, overwrite=options.overwrite and use_collectives,
+            spills=self._spills, on_event=options.on_event,
         )  # fmt: skip
+        self.step = find_step(url.name, self._settings)
+        self._throttled_before = self._s3.counters().throttled
         self._an_object: str | None = None  # path of an object that this rank wrote
         self._deadline: Deadline | None = None
 
-    @property
-    def storage_meta(self) -> StorageMeta:
-        """URL and save id, for DCP's logs and for ``.metadata``."""
-        return StorageMeta(checkpoint_id=str(self.url), save_id=self.save_id)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_throttled_before": 0}  # another process counts anew
 
     # --- in the order of DCP's calls ----------------------------------------------------------------
 
     def begin(self) -> None:
-        """Say so."""
-        step = find_step(self.url.name, self._settings)
-        self._progress = Progress(
-            self.url, step, self._rank, self._store(), self._options.on_event, self._options.stall_since
-        )
+        """Tell subscribers, and drain what an earlier process left on the disk."""
+        emit(SaveStarted(url=str(self.url), step=self.step, rank=self._rank), self._options.on_event)
         self._committer.begin()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -161,10 +201,8 @@ class Save:
         results = write_buckets(
             self._store(), buckets, planner, self._options.transforms, names, ranks=self._world_size
         )
-        self._an_object = names.relative_path(0) if buckets else None
-        self.written = True
-        self._progress.written(results, time.monotonic() - began)
-        return _RankResults(str(self.url), results, self._progress.throttled)
+        self._tell_written(results, time.monotonic() - began)
+        return _RankResults(str(self.url), results, self.throttled)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit what all ranks have written; without collectives, what this rank has written."""
@@ -174,34 +212,40 @@ class Save:
                 self._check_same_save(written.url, rank)
         with collector_paused():
             all_results = [result for rank in results for result in rank]
-            ours = [result for result in all_results if isinstance(result, ItemWriteResult)]
+            objects, spilled = _objects_of(all_results)
+            is_spilled = any(isinstance(each, ItemWriteResult) and each.spilled for each in all_results)
+            check_distinct(objects)
             metadata.version = DCP_VERSION
             metadata.storage_data = {
                 result.index: result.storage_data for result in all_results if result.storage_data is not None
             }
             metadata.storage_meta = self.storage_meta
-            objects = [result.object_entry for result in ours if result.object_entry is not None]
-            check_distinct(objects)
             commit = make_commit(
                 self._identity,
                 # A copy: with plan caching, the next save gets this very object while it is being pickled.
                 dataclasses.replace(metadata),
                 objects,
-                step=self._progress.step,
+                step=self.step,
                 world_size=len(results) if self._use_collectives else self._world_size,
                 metrics=self._options.metrics,
                 extra=self._options.extra,
                 started_at=self._beginning.at,
             )
-        if self._committer.commit(self._store(), commit, spilled=any(result.spilled for result in ours)):
-            self._progress.committed(
-                commit,
-                ranks=len(results) if self._use_collectives else 1,
-                spilled=spilled_bytes(ours),
-                throttled=sum(rank.throttled for rank in results if isinstance(rank, _RankResults)),
-            )
+        if self._committer.commit(self._store(), commit, spilled=is_spilled):
+            throttled = sum(rank.throttled for rank in results if isinstance(rank, _RankResults))
+            self._tell_committed(commit, ranks=len(results), spilled=spilled, throttled=throttled)
 
-    # --- after the save -----------------------------------------------------------------------------
+    # --- what it tells --------------------------------------------------------------------------------
+
+    @property
+    def storage_meta(self) -> StorageMeta:
+        """URL and save id, for DCP's logs and for ``.metadata``."""
+        return StorageMeta(checkpoint_id=str(self.url), save_id=self.save_id)
+
+    @property
+    def throttled(self) -> int:
+        """Requests of this process to the bucket that S3 has throttled since the save began."""
+        return max(0, self._s3.counters().throttled - self._throttled_before)
 
     def is_committed(self) -> bool:
         """Whether the save is committed on S3. For a rank that wrote nothing: whether any checkpoint is there.
@@ -210,15 +254,37 @@ class Save:
             CheckpointError: a save that began later has replaced it.
             StorageError: S3 refuses the request.
         """
-        store = self._s3
         if self._an_object is None:
-            return store.exists(self._identity.metadata_key)
-        state = find_state(store, self._identity, path=self._an_object, started_at=self._beginning.at)
+            return self._s3.exists(self._identity.metadata_key)
+        state = find_state(self._s3, self._identity, path=self._an_object, started_at=self._beginning.at)
         if state is CommitState.REPLACED:
             raise CheckpointError(
                 f"{self.url} holds a checkpoint that began later: this save was replaced", url=str(self.url)
             )
         return state is CommitState.COMMITTED
+
+    def _tell_written(self, results: Sequence[WriteResult], seconds: float) -> None:
+        """This rank's objects are complete; they took so many seconds."""
+        self.written = True
+        objects, spilled = _objects_of(results)
+        self._an_object = objects[0].path if objects else None
+        event = Written(
+            url=str(self.url), step=self.step, rank=self._rank, bytes=sum(each.size for each in objects),
+            objects=len(objects), spilled_bytes=spilled, seconds=seconds,
+        )  # fmt: skip
+        emit(event, self._options.on_event)
+
+    def _tell_committed(self, commit: Commit, *, ranks: int, spilled: int, throttled: int) -> None:
+        """The checkpoint is committed; ``spilled`` bytes and ``throttled`` requests are those of all ranks."""
+        stall_since = self._options.stall_since
+        event = Committed(
+            url=str(self.url), step=self.step, bytes=sum(entry.size for entry in commit.objects),
+            objects=len(commit.objects), ranks=ranks, seconds=time.monotonic() - self._began,
+            stall_seconds=None if stall_since is None else stall_since(self._began), throttled=throttled,
+            spilled_bytes=spilled,
+        )  # fmt: skip
+        logger.info("%s", event)
+        emit(event, self._options.on_event)
 
     # --- internal -----------------------------------------------------------------------------------
 
@@ -235,6 +301,13 @@ class Save:
 
     def _start_deadline(self) -> Deadline | None:
         return Deadline.start("DCP_S3_SAVE_TIMEOUT", self._settings.save_timeout)
+
+
+def _objects_of(results: Sequence[WriteResult]) -> tuple[list[ObjectEntry], int]:
+    """The objects that were written, and how many bytes of them went to a spill directory."""
+    ours = [each for each in results if isinstance(each, ItemWriteResult) and each.object_entry is not None]
+    entries = [each.object_entry for each in ours if each.object_entry is not None]
+    return entries, sum(entry.size for each, entry in zip(ours, entries, strict=True) if each.spilled)
 
 
 def wait_committed(url: CheckpointURL, save: Save | None, settings: Settings, timeout: float | None) -> None:
@@ -259,3 +332,17 @@ def wait_committed(url: CheckpointURL, save: Save | None, settings: Settings, ti
             raise TimeoutError(f"{url} is not committed after {timeout:g} s: {reason}")
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def tell_failed(
+    url: CheckpointURL | None, error: Exception, settings: Settings, on_event: Listener | None, *, logged: bool
+) -> None:
+    """Tell subscribers to events that a save failed on this rank; with ``logged`` also the log."""
+    step = None if url is None else find_step(url.name, settings)
+    if logged:
+        logger.error(
+            "the asynchronous save%s to %s failed on rank %d: %s: %s%s",
+            "" if step is None else f" of step {step}", url, rank_of_job(), type(error).__name__, error,
+            frames_of_others(error),
+        )  # fmt: skip
+    emit(SaveFailed(url=None if url is None else str(url), step=step, error=error), on_event)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
-import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,20 +18,17 @@ from torch.futures import Future
 from dcp_s3 import ranks
 from dcp_s3.checkpoint.attachments import make_attachment
 from dcp_s3.checkpoint.commit import check_metrics
-from dcp_s3.checkpoint.info import find_step
 from dcp_s3.coordination.ownership import Replicas
 from dcp_s3.coordination.processes import CountedSave
-from dcp_s3.errors import CheckpointError, InvalidURLError, SaveProtocolError, SettingsError
-from dcp_s3.events import Listener, SaveFailed, emit
-from dcp_s3.failures import called_by_dcp, frames_of_others
+from dcp_s3.errors import CheckpointError, SaveProtocolError, SettingsError
+from dcp_s3.events import Listener
+from dcp_s3.failures import called_by_dcp
 from dcp_s3.format.control_files import check_extra
-from dcp_s3.format.layout import new_save_id
-from dcp_s3.save.attached import Attachments
 from dcp_s3.save.begin import begin_joint_save
 from dcp_s3.save.group import SaveGroup
 from dcp_s3.save.plan import OBJECTS_PER_RANK, check_shapes
-from dcp_s3.save.progress import StallSince, stall_of, unknown_stall
-from dcp_s3.save.save import Save, SaveOptions, wait_committed
+from dcp_s3.save.save import Attached, Save, SaveOptions, StallSince, tell_failed, wait_committed
+from dcp_s3.save.target import Target
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.stage.handover import raise_if_failed
 from dcp_s3.stage.stager import shared_stager
@@ -41,20 +37,7 @@ from dcp_s3.torch_private import WriterTransforms
 from dcp_s3.units import one_line
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
-logger = logging.getLogger(__name__)
-
 Separate = Sequence[str | Sequence[str]]
-
-
-class _ThreadState(threading.local):
-    """The state of a writer in one thread: DCP makes all calls of a save in one thread."""
-
-    url: CheckpointURL | None = None
-    """URL of its next save."""
-    save_id: str | None = None
-    """Id of its next save; None if not chosen yet."""
-    save: Save | None = None
-    """The save under way, or the last one."""
 
 
 class S3StorageWriter(StorageWriter, AsyncStager):
@@ -109,8 +92,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     """How long a save has held the training up, if the caller knows better."""
     counted: CountedSave | None = None
     """The next save, which is one without collectives, if the caller has counted it (`count_save`)."""
-    _stages_here = True
     _was_sent = False
+    """Whether this is a copy in another process, whose state was staged elsewhere."""
 
     def __init__(
         self,
@@ -141,31 +124,20 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             raise SettingsError(f"max_objects = {self.max_objects!r}, expected a whole number above 0")
         self.replicas, self.step = replicas, step
         self._transforms = WriterTransforms(_extensions)
-        self._url: CheckpointURL | None = None if url is None else parse_url(url)
-        self._unused = set() if self._url is None else {self._url}
-        self._attached = Attachments()
+        self._target = Target(None if url is None else parse_url(url))
+        self._attached = Attached()
         self._last: Save | None = None
         self._group = SaveGroup(process_group)
-        self._begin_here()
 
     def __repr__(self) -> str:
         url = [] if self.checkpoint_id is None else [repr(self.checkpoint_id)]
         return one_line("S3StorageWriter", *url, overwrite=self.overwrite or None)
 
-    def _begin_here(self) -> None:
-        self._home, self._here = threading.get_ident(), _ThreadState()
-
     @called_by_dcp
     def __getstate__(self) -> dict[str, Any]:
-        # For AsyncCheckpointerType.PROCESS: from here on only DCP knows how the save ends.
-        attached = self._attached.hand_over()
-        group = SaveGroup(None)  # the default one of the checkpoint process
-        left = {"_home": None, "_here": None, "_last": None, "on_event": None, "_stages_here": False, "_was_sent": True}
-        return {**self.__dict__, **left, "_attached": attached, "_group": group}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._begin_here()
+        # For AsyncCheckpointerType.PROCESS: from here on only DCP knows how the save ends, in the default group.
+        left = {"_last": None, "on_event": None, "_was_sent": True, "_group": SaveGroup(None)}
+        return {**self.__dict__, **left}
 
     # --- StorageWriter ------------------------------------------------------------------------------
 
@@ -179,12 +151,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         Raises:
             InvalidURLError: ``checkpoint_id`` is not an S3 URL.
         """
-        if checkpoint_id is not None:
-            self._here.url = parse_url(checkpoint_id)
-            if threading.get_ident() == self._home:
-                self._url = self._here.url
-                self._unused.add(self._url)
-        self._here.save_id = None
+        self._target.reset(None if checkpoint_id is None else parse_url(checkpoint_id))
 
     @called_by_dcp
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -194,31 +161,36 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             InvalidURLError: neither the writer nor the save has a URL.
             SaveProtocolError: several URLs are possible for this save.
         """
-        here, save_id = self._here, self._next_save_id()
-        url = self._settle_url()
+        here, save_id = self._target.here, self._target.next_id
+        url = self._choose_url(begin=True)
         if self.counted is None:
             self._group.check_there(url)
-        self._unused.discard(url)
         use_collectives = bool(kwargs.get("use_collectives", True))
         rank = kwargs.get("rank")
         if rank is None:  # some frameworks that call this directly do not pass it
             rank = ranks.rank()
         if not use_collectives or self._group.turn_key is None:
             take_turn(str(url))
-        if use_collectives and not is_coordinator and (turn := current_turn()) is not None:
+        turn = current_turn()
+        if turn is not None and use_collectives and not is_coordinator:
             turn.if_unfinished = None  # the coordinator knows whether it is committed
+        stall_since = self.stall_since
+        if turn is not None:
+            stalled = turn.stall_seconds  # known, as `stage` has returned; the turn may hold the whole save
+            stall_since = stall_since or (lambda _: stalled)
+        elif here.is_home and not self._was_sent:  # in another thread it may be a save that somebody else staged
+            stall_since = stall_since or (lambda began: time.monotonic() - began)
         options = SaveOptions(
             self.settings, self.overwrite, dict(self.metrics), self.separate, self._transforms,
-            self._attached.take(url), self.on_event, self._find_stall(), self.max_objects, check_extra(self.extra),
+            self._attached.take(url), self.on_event, stall_since, self.max_objects, check_extra(self.extra),
         )  # fmt: skip
         save: Save | None = None
         if not use_collectives:
             if self.counted is None:
                 self._group.check_rank(url, int(rank))
-            is_elsewhere = threading.get_ident() != self._home or current_turn() is not None or self._was_sent
             save = begin_joint_save(
                 url, save_id, options, self.replicas, ranks=self._group.members, counted=self.counted, step=self.step,
-                in_lockstep=not is_elsewhere,
+                in_lockstep=here.is_home and turn is None and not self._was_sent,
             )  # fmt: skip
             self.counted = None
         if save is None:
@@ -281,13 +253,20 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     @called_by_dcp
     def storage_meta(self) -> StorageMeta | None:
         """URL and id of the save under way in this thread, or of its next save; for DCP's logs and planners."""
-        here = self._here
+        here = self._target.here
         if here.save is not None and here.save_id is None and not here.save.written:
             return here.save.storage_meta
-        here.url = self._settle_url()
+        here.url = self._choose_url()
         if (turn := current_turn()) is not None:
-            turn.if_unfinished = functools.partial(self._tell_unfinished, here.url)
-        return StorageMeta(checkpoint_id=str(here.url), save_id=self._next_save_id())
+            error = CheckpointError(
+                "it was not committed: another rank failed, or something other than dcp_s3. Remedy: the future of "
+                "dcp.async_save has the error",
+                url=str(here.url),
+            )
+            turn.if_unfinished = functools.partial(
+                tell_failed, here.url, error, self.settings, self.on_event, logged=not self.caller_reports
+            )
+        return StorageMeta(checkpoint_id=str(here.url), save_id=self._target.next_id)
 
     def attach(
         self, name: str, data: bytes | bytearray | memoryview, *, checkpoint_id: str | os.PathLike[str] | None = None
@@ -335,7 +314,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             StorageError: S3 refuses the request.
         """
         save = self._last
-        url = self._choose_url() if save is None else save.url
+        url = self._target.choose() if save is None else save.url
         wait_committed(url, save, self.settings, timeout)
 
     @property
@@ -345,29 +324,16 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         >>> S3StorageWriter("s3://bucket/run/step-3000").checkpoint_id
         's3://bucket/run/step-3000'
         """
-        url = self._here.url or self._url or (self._last.url if self._last is not None else None)
+        url = self._target.here.url or self._target.url or (self._last.url if self._last is not None else None)
         return None if url is None else str(url)
 
     def _tell_failed(self, error: Exception) -> None:
         """Tell subscribers to events that a save failed on this rank; in an asynchronous save also the log."""
-        url = self._here.url or (self._last.url if self._last is not None else self._url)
+        url = self._target.here.url or (self._last.url if self._last is not None else self._target.url)
         turn = current_turn()
         if turn is None or turn.tell(error):
-            self._tell(url, error, logged=turn is not None)
-
-    def _tell_unfinished(self, url: CheckpointURL) -> None:
-        why = "another rank failed, or something other than dcp_s3. Remedy: the future of dcp.async_save has the error"
-        self._tell(url, CheckpointError(f"it was not committed: {why}", url=str(url)), logged=True)
-
-    def _tell(self, url: CheckpointURL | None, error: Exception, *, logged: bool) -> None:
-        step = None if url is None else find_step(url.name, self.settings)
-        if logged and not self.caller_reports:
-            logger.error(
-                "the asynchronous save%s to %s failed on rank %d: %s: %s%s",
-                "" if step is None else f" of step {step}", url, ranks.rank(), type(error).__name__, error,
-                frames_of_others(error),
-            )  # fmt: skip
-        emit(SaveFailed(url=None if url is None else str(url), step=step, error=error), self.on_event)
+            logged = turn is not None and not self.caller_reports
+            tell_failed(url, error, self.settings, self.on_event, logged=logged)
 
     @property
     def save_id(self) -> str:
@@ -378,8 +344,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         >>> latest("s3://bucket/run").save_id == writer.save_id
         True
         """
-        save = self._here.save or self._last
-        return self._next_save_id() if save is None or self._here.save_id is not None else save.save_id
+        here = self._target.here
+        save = here.save or self._last
+        return self._target.next_id if save is None or here.save_id is not None else save.save_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -406,7 +373,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
         `dcp.async_save` calls this if it is given no ``async_stager``. The process keeps the buffers for its next save.
         """
-        return shared_stager(self.settings).stage(state_dict)
+        return shared_stager(self.settings.staging_limit, self.settings.spill_dir).stage(state_dict)
 
     def synchronize_staging(self) -> None:
         """Return: the copy is complete when `stage` returns."""
@@ -414,45 +381,16 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     def close(self) -> None:
         """Nothing to release: threads end with each save, and connections belong to the process."""
 
-    def _next_save_id(self) -> str:
-        if self._here.save_id is None:
-            self._here.save_id = new_save_id()
-        return self._here.save_id
-
-    def _find_stall(self) -> StallSince:
-        if self.stall_since is not None:
-            return self.stall_since
-        if (turn := current_turn()) is not None:
-            return stall_of(turn)
-        # In another thread than the writer's it may be an asynchronous save that somebody else staged.
-        return stall_of(None) if self._home == threading.get_ident() and self._stages_here else unknown_stall
-
     @property
     def _save(self) -> Save:
-        save = self._here.save or self._last  # a framework may write in a different thread than it plans in
+        save = self._target.here.save or self._last  # a framework may write in a different thread than it plans in
         if save is None:
             raise SaveProtocolError("there is no save under way: DCP calls set_up_storage_writer first")
         return save
 
-    def _settle_url(self) -> CheckpointURL:
+    def _choose_url(self, *, begin: bool = False) -> CheckpointURL:
         try:
-            return self._choose_url()
+            return self._target.choose(begin=begin)
         finally:  # before the ranks exchange anything, even failures
             if (key := self._group.turn_key) is not None:
                 take_turn(key)
-
-    def _choose_url(self) -> CheckpointURL:
-        if self._here.url is not None:
-            return self._here.url
-        if self._url is None:
-            raise InvalidURLError(
-                "S3StorageWriter has no URL. Remedy: S3StorageWriter('s3://bucket/prefix'), or pass "
-                "checkpoint_id='s3://bucket/prefix' to dcp.save"
-            )
-        if candidates := self._unused - {self._url}:
-            raise SaveProtocolError(
-                "it is unclear which URL this asynchronous save is for: before it began the writer was given "
-                f"{', '.join(sorted(str(url) for url in candidates | {self._url}))}; nothing was written. Remedy: "
-                "pass checkpoint_id=... to each dcp.async_save, or make a writer for each"
-            )
-        return self._url

@@ -11,13 +11,11 @@ import ctypes
 import queue
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from dcp_s3.errors import StagingError
-from dcp_s3.stage.buffers import HostBuffer
 from dcp_s3.stage.pool import BufferPool, Slot
 from dcp_s3.stage.regions import Region
 from dcp_s3.workers import Workers
@@ -39,12 +37,10 @@ class MemoryCopy(NamedTuple):
 def run_copies(copies: Sequence[MemoryCopy]) -> None:
     """Carry out ``copies``, which must not overlap. Returns when all are done."""
     pieces: queue.SimpleQueue[MemoryCopy] = queue.SimpleQueue()
-    count = 0
     for target, source, size in copies:
         for start in range(0, size, _PIECE):
             pieces.put(MemoryCopy(target + start, source + start, min(_PIECE, size - start)))
-            count += 1
-    helpers = min(_MAX_THREADS, torch.get_num_threads(), count) - 1
+    helpers = min(_MAX_THREADS, torch.get_num_threads(), pieces.qsize()) - 1
     if helpers < 1:
         _run_pieces(pieces)
         return
@@ -67,147 +63,80 @@ def _run_pieces(pieces: queue.SimpleQueue[MemoryCopy]) -> None:
         ctypes.memmove(target, source, size)  # releases the interpreter's lock
 
 
-@dataclass(frozen=True)
-class StagedTensors:
-    """Copies of tensors, in the order of the originals, and the slots that hold them."""
-
-    tensors: list[torch.Tensor]
-    slots: list[Slot]
-
-    @property
-    def buffers(self) -> list[HostBuffer]:
-        """The buffers behind the tensors."""
-        return list({id(slot.buffer): slot.buffer for slot in self.slots}.values())
-
-
-class Versions:
-    """The versions of tensors, each with the wrappers around it, before they are copied."""
-
-    def __init__(self, watched: Sequence[tuple[torch.Tensor, ...]]) -> None:
-        self._watched = watched
-        self._versions = [_versions(each) for each in watched]
-
-    def check_unchanged(self) -> None:
-        """Reject a copy whose tensors were changed in place while they were copied.
-
-        Raises:
-            StagingError: they were changed.
-        """
-        now = map(_versions, self._watched)
-        changed = sum(a != b for a, b in zip(self._versions, now, strict=True))
-        if changed:
-            raise StagingError(
-                f"{changed} tensors were changed in place while they were staged in the background, so the copy may "
-                "mix old and new values and is not saved. Remedy: wait for staging_completion of async_save's response "
-                "before the next optimizer step, or use a blocking stager: S3Stager(asynchronous=False)"
-            )
-
-
-def _versions(watched: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
-    """A value that changes with the tensor's bytes, and when its storage is freed or moved."""
-    versions = [0 if tensor.is_inference() else tensor._version for tensor in watched]
-    return watched[0].untyped_storage().data_ptr(), *versions
-
-
 class Copier:
-    """Makes one copy of tensors. Has its own stream on each accelerator that it copies from."""
+    """Makes one copy of tensors, of what they hold after all work queued so far on the caller's streams."""
 
-    def __init__(self) -> None:
-        self._device: int | None = None
-        self._streams: dict[torch.device, torch.Stream] = {}
-
-    def mark(self, tensors: Sequence[torch.Tensor]) -> list[torch.Event]:
-        """Events that come after all work queued so far on the caller's streams, on the devices of ``tensors``."""
-        events = []
-        for device in _accelerators(tensors):
-            if device not in self._streams:
-                self._streams[device] = torch.Stream(device)
-            event = torch.Event(device)
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        devices = sorted({tensor.device for tensor in tensors if tensor.device.type != "cpu"}, key=str)
+        self._streams = {device: torch.Stream(device) for device in devices}
+        self._events = {device: torch.Event(device) for device in devices}
+        for device, event in self._events.items():
             event.record(torch.accelerator.current_stream(device))
-            events.append(event)
-        if events:
-            self._device = torch.accelerator.current_device_index()
-        return events
+        self._device = torch.accelerator.current_device_index() if devices else None
 
-    def copy(
-        self,
-        tensors: Sequence[torch.Tensor],
-        regions: Sequence[Region],
-        pool: BufferPool,
-        events: Sequence[torch.Event],
-    ) -> StagedTensors:
-        """Copy ``regions`` of ``tensors`` to memory from ``pool``, after ``events``. Returns when the bytes are there.
+    def copy(self, regions: Sequence[Region], pool: BufferPool) -> tuple[list[torch.Tensor], list[Slot]]:
+        """Copy ``regions`` of the tensors to memory from ``pool``. Returns when the bytes are there: the copies, in the
+        order of the originals, and the slots that hold them.
 
         Raises:
             StagingError: there is no memory.
         """
         if self._device is not None:
             torch.accelerator.set_device_index(self._device)  # a new thread would make a context on device 0
-        devices = _accelerators(tensors)
-        slots = pool.acquire([r.size for r in regions], pin=any(device.type == "cuda" for device in devices))
-        streams = [self._streams[device] for device in devices]
-        for stream, event in zip(streams, events, strict=False):
-            stream.wait_event(event)
-        staged: list[torch.Tensor | None] = [None] * len(tensors)
+        slots = pool.acquire([r.size for r in regions], pin=any(device.type == "cuda" for device in self._streams))
+        for device, stream in self._streams.items():
+            stream.wait_event(self._events[device])
+        staged: dict[int, torch.Tensor] = {}
         pending: list[MemoryCopy] = []
         try:
             for region, slot in zip(regions, slots, strict=True):
-                source = tensors[region.tensors[0]]
-                with self._streams.get(source.device) or nullcontext():
-                    copies = _copy_region(region, slot, tensors, pending)
-                for number, copied in zip(region.tensors, copies, strict=True):
-                    staged[number] = copied
+                with self._streams.get(self._tensors[region.tensors[0]].device) or nullcontext():
+                    staged.update(zip(region.tensors, self._copy_region(region, slot, pending), strict=True))
             run_copies(pending)
         finally:
-            for stream in streams:
+            for stream in self._streams.values():
                 stream.synchronize()  # also after an error: the buffers go back while copies may be under way
-        return StagedTensors([_or_empty(s, tensor) for s, tensor in zip(staged, tensors, strict=True)], slots)
+        for number, tensor in enumerate(self._tensors):
+            if number not in staged:  # it has no bytes
+                staged[number] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return [staged[number] for number in range(len(self._tensors))], slots
 
-
-def _accelerators(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
-    return sorted({t.device for t in tensors if t.device.type != "cpu"}, key=str)
-
-
-def _or_empty(staged: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
-    if staged is None:  # it has no bytes
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    return staged
-
-
-def _copy_region(
-    region: Region, slot: Slot, tensors: Sequence[torch.Tensor], pending: list[MemoryCopy]
-) -> list[torch.Tensor]:
-    """Copy one region, enqueue its copy, or add it to ``pending``. Returns its staged tensors."""
-    source = tensors[region.tensors[0]]
-    # Two storages may begin at one address (torch.from_numpy of an array and of its beginning).
-    source_storage = max((tensors[n].untyped_storage() for n in region.tensors), key=torch.UntypedStorage.nbytes)
-    if not region.gathered and source_storage.nbytes() < region.start + region.size:
-        raise StagingError(
-            "the memory of a tensor was freed before it was staged. Remedy: wait for staging_completion of "
-            "async_save's response before the state is changed or resharded"
-        )
-    small = region.size < _SMALL and source.device.type == "cpu"
-    if small and len(region.tensors) == 1 and region.size == source.nbytes and source.is_contiguous():
-        ctypes.memmove(slot.address, source.data_ptr(), region.size)  # by far the most frequent case: kept short
-        copied = torch.frombuffer(slot.lease, dtype=source.dtype, count=source.numel(), offset=slot.offset)
-        return [copied.resize_(source.shape)]  # not a view: that would keep the memory when `StagedState` releases it
-    target = torch.frombuffer(slot.lease, dtype=torch.uint8, count=region.size, offset=slot.offset)
-    storage = target.untyped_storage()
-    if region.gathered:
-        bits = _BITS[source.element_size()]  # torch cannot copy every dtype
-        gathered = target.view(bits).view(source.shape)
-        gathered.copy_(source.view(bits), non_blocking=True)
-        copied = torch.empty(0, dtype=source.dtype).set_(storage, 0, gathered.shape, gathered.stride())
-        return [copied] * len(region.tensors)
-    if source.device.type == "cpu":
-        pending.append(MemoryCopy(slot.address, source_storage.data_ptr() + region.start, region.size))
-    else:
-        raw = torch.empty(0, dtype=torch.uint8, device=source.device)
-        raw.set_(source_storage, region.start, (region.size,), (1,))
-        target.copy_(raw, non_blocking=True)
-    return [_view(tensors[number], storage, region) for number in region.tensors]
-
-
-def _view(tensor: torch.Tensor, storage: torch.UntypedStorage, region: Region) -> torch.Tensor:
-    offset = tensor.storage_offset() - region.start // tensor.element_size()
-    return torch.empty(0, dtype=tensor.dtype).set_(storage, offset, tensor.shape, tensor.stride())
+    def _copy_region(self, region: Region, slot: Slot, pending: list[MemoryCopy]) -> list[torch.Tensor]:
+        """Copy one region, enqueue its copy, or add it to ``pending``. Returns its staged tensors."""
+        originals = [self._tensors[number] for number in region.tensors]
+        source = originals[0]
+        source_storage = source.untyped_storage()
+        if len(originals) > 1:  # two storages may begin at one address (torch.from_numpy of an array and its beginning)
+            source_storage = max((tensor.untyped_storage() for tensor in originals), key=torch.UntypedStorage.nbytes)
+        if not region.gathered and source_storage.nbytes() < region.start + region.size:
+            raise StagingError(
+                "the memory of a tensor was freed before it was staged. Remedy: wait for staging_completion of "
+                "async_save's response before the state is changed or resharded"
+            )
+        small = region.size < _SMALL and source.device.type == "cpu"
+        if small and len(originals) == 1 and region.size == source.nbytes and source.is_contiguous():
+            ctypes.memmove(slot.address, source.data_ptr(), region.size)  # by far the most frequent case: kept short
+            copied = torch.frombuffer(slot.lease, dtype=source.dtype, count=source.numel(), offset=slot.offset)
+            # Not a view: that would keep the memory when `StagedState` releases it.
+            return [copied.resize_(source.shape)]
+        target = torch.frombuffer(slot.lease, dtype=torch.uint8, count=region.size, offset=slot.offset)
+        storage = target.untyped_storage()
+        if region.gathered:
+            bits = _BITS[source.element_size()]  # torch cannot copy every dtype
+            gathered = target.view(bits).view(source.shape)
+            gathered.copy_(source.view(bits), non_blocking=True)
+            copied = torch.empty(0, dtype=source.dtype).set_(storage, 0, gathered.shape, gathered.stride())
+            return [copied] * len(originals)
+        if source.device.type == "cpu":
+            pending.append(MemoryCopy(slot.address, source_storage.data_ptr() + region.start, region.size))
+        else:
+            raw = torch.empty(0, dtype=torch.uint8, device=source.device)
+            raw.set_(source_storage, region.start, (region.size,), (1,))
+            target.copy_(raw, non_blocking=True)
+        return [
+            torch.empty(0, dtype=tensor.dtype).set_(
+                storage, tensor.storage_offset() - region.start // tensor.element_size(), tensor.shape, tensor.stride()
+            )
+            for tensor in originals
+        ]

@@ -25,9 +25,9 @@ import torch
 from dcp_s3.errors import StagingError
 from dcp_s3.failures import portable, without_tracebacks
 from dcp_s3.stage.buffers import HostBuffer, map_shared
-from dcp_s3.stage.copier import MemoryCopy, StagedTensors, run_copies
+from dcp_s3.stage.copier import MemoryCopy, run_copies
 from dcp_s3.stage.pool import BufferPool
-from dcp_s3.stage.turns import StagedDict, Turn, take_turn_at_pipe
+from dcp_s3.stage.turns import PIPE, StagedDict, Turn, take_turn
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +39,13 @@ _failures: dict[str, BaseException] = {}
 class StagedState(StagedDict):
     """A staged state dict, and the memory of its tensors."""
 
-    def __init__(self, state: dict[str, Any], copied: StagedTensors, pool: BufferPool) -> None:
+    def __init__(
+        self, state: dict[str, Any], tensors: list[torch.Tensor], buffers: list[HostBuffer], pool: BufferPool
+    ) -> None:
         super().__init__(state)
-        self.buffers = copied.buffers
+        self.buffers = buffers
         self.pool = weakref.ref(pool)
-        self._tensors = copied.tensors
+        self._tensors = tensors
         self._released = False
 
     def begin(self, *, sent: bool = False) -> None:
@@ -110,9 +112,12 @@ class _BufferUnpickler(pickle.Unpickler):
         return torch._conj(tensor) if conjugate else tensor
 
 
-def _reduce(state: StagedState) -> tuple[Any, ...]:
+def _reduce(state: StagedState | FailedStaging) -> tuple[Any, ...]:
     state.begin(sent=True)
-    take_turn_at_pipe()
+    take_turn(PIPE)
+    if isinstance(state, FailedStaging):
+        forget(state)
+        return _rebuild_failed, (state.error,)
     file = io.BytesIO()
     try:
         _BufferPickler(file, state.buffers).dump(dict(state))
@@ -184,13 +189,6 @@ def raise_if_failed(names: Iterable[str]) -> None:
                 raise error
 
 
-def _reduce_failed(state: FailedStaging) -> tuple[Any, ...]:
-    state.begin()
-    take_turn_at_pipe()
-    forget(state)
-    return _rebuild_failed, (state.error,)
-
-
 def _rebuild_failed(error: BaseException) -> FailedStaging:
     state = FailedStaging(error)
     Turn().go_with(state)
@@ -198,4 +196,4 @@ def _rebuild_failed(error: BaseException) -> FailedStaging:
 
 
 ForkingPickler.register(StagedState, _reduce)
-ForkingPickler.register(FailedStaging, _reduce_failed)
+ForkingPickler.register(FailedStaging, _reduce)

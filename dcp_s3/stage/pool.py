@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dcp_s3.errors import StagingError
@@ -34,13 +34,6 @@ _NOTICE_SECONDS = 1.0
 _REPORT_SECONDS = 30.0
 _COLLECT_SECONDS = 1.0
 _MAX_SLACK = 2  # a free buffer may be this many times larger than the request
-
-
-@dataclass(eq=False)
-class Generation:
-    """The buffers of one staged state. In use until all their leases are gone."""
-
-    buffers: list[HostBuffer] = field(default_factory=list)
 
 
 class Slot(NamedTuple):
@@ -73,11 +66,13 @@ class BufferPool:
         self.spill_dir = spill_dir
         self.shared = shared
         self._free: list[HostBuffer] = []
-        self._in_use: set[Generation] = set()
+        self._in_use: dict[int, list[HostBuffer]] = {}
+        """The buffers of each staged state, until their leases are gone, by the number of its generation."""
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
         # Filled by callbacks of weak references. These may run at any time in any thread, even one that holds the
         # lock; SimpleQueue is made for that.
-        self._returned: queue.SimpleQueue[tuple[Generation, HostBuffer]] = queue.SimpleQueue()
+        self._returned: queue.SimpleQueue[tuple[int, HostBuffer]] = queue.SimpleQueue()
         self._closed = threading.Event()
 
     @property
@@ -129,22 +124,24 @@ class BufferPool:
 
     def _allocate(self, sizes: Sequence[int]) -> list[Slot]:
         in_memory = split(sizes, self._room())
-        generation = Generation()
+        parts: dict[Kind, list[int]] = {
+            "shared" if self.shared else "private": [number for number, chosen in enumerate(in_memory) if chosen],
+            "file": [number for number, chosen in enumerate(in_memory) if not chosen],
+        }
+        buffers: list[HostBuffer] = []
         slots: dict[int, Slot] = {}
         try:
-            for on_disk in (False, True):
-                numbers = [number for number, choice in enumerate(in_memory) if choice != on_disk]
-                if not numbers:
-                    continue
-                offsets, size = place([sizes[number] for number in numbers])
-                buffer = self._take(size, "file" if on_disk else "shared" if self.shared else "private")
-                generation.buffers.append(buffer)
-                lease = buffer.lease()
-                slots.update((n, Slot(buffer, lease, offset)) for n, offset in zip(numbers, offsets, strict=True))
+            for kind, numbers in parts.items():
+                if numbers:
+                    offsets, size = place([sizes[number] for number in numbers])
+                    buffers.append(self._take(size, kind))
+                    lease = buffers[-1].lease()
+                    slots.update((n, Slot(buffers[-1], lease, at)) for n, at in zip(numbers, offsets, strict=True))
         except BaseException:
-            self._free.extend(generation.buffers)
+            self._free.extend(buffers)
             raise
-        self._in_use.add(generation)
+        generation = next(self._numbers)
+        self._in_use[generation] = buffers
         for slot in {id(slot.lease): slot for slot in slots.values()}.values():
             callback = weakref.finalize(slot.lease, _give_back, self._returned, self._closed, generation, slot.buffer)
             callback.atexit = False
@@ -166,16 +163,16 @@ class BufferPool:
                 return
             self._take_back(generation, buffer)
 
-    def _take_back(self, generation: Generation, buffer: HostBuffer) -> None:
+    def _take_back(self, generation: int, buffer: HostBuffer) -> None:
         if self._closed.is_set():
             return
         self._free.append(buffer)
-        generation.buffers.remove(buffer)
-        if not generation.buffers:
-            self._in_use.discard(generation)
+        self._in_use[generation].remove(buffer)
+        if not self._in_use[generation]:
+            del self._in_use[generation]
 
     def _buffers_in_use(self) -> list[HostBuffer]:
-        return [buffer for generation in self._in_use for buffer in generation.buffers]
+        return list(itertools.chain.from_iterable(self._in_use.values()))
 
     def _room(self) -> int | None:
         """Bytes of the budget that are not in use; None: no limit."""
@@ -213,9 +210,8 @@ class BufferPool:
             free = [b for b in self._free if (b.kind == "file") == on_disk]
             if not free:
                 raise
-            for buffer in free:
-                self._free.remove(buffer)
-            del free, buffer
+            self._free = [b for b in self._free if b not in free]
+            del free
         return HostBuffer(size, kind, directory=self.spill_dir)
 
     def _drop_for(self, size: int, *, on_disk: bool) -> None:
@@ -238,8 +234,8 @@ class _Waiting:
     """
 
     def __init__(self) -> None:
-        self._started = self._reported = self._collected = 0.0
-        self._noticed = False
+        self._started = self._collected = 0.0
+        self._next_report, self._level = _NOTICE_SECONDS, logging.INFO
         self._reason = ""
 
     def go_on(self, reason: str) -> bool:
@@ -250,14 +246,11 @@ class _Waiting:
             gc.collect()
             return False
         if not self._started:
-            self._started = self._reported = now
+            self._started = now
             logger.info("staging waits: %s", reason)
         waited = now - self._started
-        if not self._noticed and waited >= _NOTICE_SECONDS:
-            self._noticed = True
-            logger.warning("staging has waited for %.0f s: %s", waited, reason)
-        elif now - self._reported >= _REPORT_SECONDS:
-            self._reported = now
+        if waited >= self._next_report:
+            self._next_report, self._level = waited + _REPORT_SECONDS, logging.WARNING
             logger.warning(
                 "staging has waited for %.0f s: %s. (A planner or staged state that is kept also holds its copy.)",
                 waited,
@@ -271,14 +264,13 @@ class _Waiting:
     def end(self) -> None:
         """Log how long the wait took, if there was one."""
         if self._started:
-            level = logging.WARNING if self._noticed else logging.INFO
-            logger.log(level, "staging waited for %.1f s: %s", time.monotonic() - self._started, self._reason)
+            logger.log(self._level, "staging waited for %.1f s: %s", time.monotonic() - self._started, self._reason)
 
 
 def _give_back(
-    returned: queue.SimpleQueue[tuple[Generation, HostBuffer]],
+    returned: queue.SimpleQueue[tuple[int, HostBuffer]],
     closed: threading.Event,
-    generation: Generation,
+    generation: int,
     buffer: HostBuffer,
 ) -> None:
     if not closed.is_set():

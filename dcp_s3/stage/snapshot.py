@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -20,8 +19,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _Build = Callable[[Sequence[torch.Tensor]], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Hole:
+class _Hole(NamedTuple):
     """The place of a tensor: `build` makes the staged tensor from the staged plain tensors."""
 
     build: _Build
@@ -37,8 +35,6 @@ class Snapshot:
     Attributes:
         tensors: the plain tensors to copy, each once, including those inside DTensor, ShardedTensor and other wrappers.
             They share memory with the original.
-        watched: for each of `tensors`, the tensors whose versions show a change: itself and the wrappers around it. A
-            change to a DTensor does not change the version of its local tensor.
         regions: the bytes of the storages that hold `tensors`.
 
     Raises:
@@ -47,7 +43,8 @@ class Snapshot:
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
-        self.watched: list[tuple[torch.Tensor, ...]] = []
+        self._watched: list[tuple[torch.Tensor, ...]] = []
+        self._versions: list[tuple[int, ...]] | None = None
         self._wrappers: list[torch.Tensor] = []
         self._spans: list[TensorSpan] = []
         self._numbers: dict[int, int] = {}
@@ -67,6 +64,36 @@ class Snapshot:
             filled: dict[str, Any] = _Filler(staged).fill(self._structure)
         self._structure = None
         return filled
+
+    def watch(self) -> None:
+        """Note the versions of the tensors, for `check_unchanged`."""
+        self._versions = self._read_versions()
+
+    def check_unchanged(self) -> None:
+        """Reject a copy whose tensors were changed in place, or freed, since `watch` (if that was called).
+
+        Raises:
+            StagingError: they were changed.
+        """
+        if self._versions is None:
+            return
+        changed = sum(before != now for before, now in zip(self._versions, self._read_versions(), strict=True))
+        if changed:
+            raise StagingError(
+                f"{changed} tensors were changed in place while they were staged in the background, so the copy may "
+                "mix old and new values and is not saved. Remedy: wait for staging_completion of async_save's response "
+                "before the next optimizer step, or use a blocking stager: S3Stager(asynchronous=False)"
+            )
+
+    def _read_versions(self) -> list[tuple[int, ...]]:
+        """For each tensor, values that change with its bytes, and when its storage is freed or moved.
+
+        A change to a DTensor does not change the version of its local tensor: the wrappers around it count, too.
+        """
+        return [
+            (each[0].untyped_storage().data_ptr(), *[0 if one.is_inference() else one._version for one in each])
+            for each in self._watched
+        ]
 
     def _copy(self, value: Any) -> Any:
         kind = type(value)
@@ -114,28 +141,29 @@ class Snapshot:
 
     def _tensor(self, tensor: torch.Tensor) -> _Hole:
         """The hole for ``tensor``: the same one for every occurrence."""
-        known = self._holes.get(id(tensor))
-        if known is not None:
-            return known[0]
-        try:
-            hole = _Hole(self._build(tensor))
-        except StagingError:
-            raise
-        except Exception as error:
-            raise self._not_copyable(tensor, error) from error
-        self._holes[id(tensor)] = hole, tensor
-        return hole
+        if id(tensor) not in self._holes:
+            try:
+                self._holes[id(tensor)] = _Hole(self._build(tensor)), tensor
+            except StagingError:
+                raise
+            except Exception as error:
+                raise self._not_copyable(tensor, error) from error
+        return self._holes[id(tensor)][0]
+
+    def _name(self) -> str:
+        return repr(".".join(map(str, self._path)))
 
     def _build(self, tensor: Any) -> _Build:
         if hasattr(tensor, "trigger_wait"):  # AsyncCollectiveTensor: the result of a collective under way
             return self._build(tensor.wait())
         if isinstance(tensor, torch_private.ShardedTensor):
-            return self._build_sharded(tensor)
+            shards = [self._build(shard.tensor) for shard in tensor.local_shards()]
+            return lambda staged: torch_private.rebuild_sharded_tensor(tensor, [build(staged) for build in shards])
         if torch_private.is_traceable_wrapper_subclass(tensor):
             return self._build_wrapper(tensor)
-        if not _is_memory(tensor):
-            staged = self._copy_apart(tensor)
-            return lambda _: staged
+        if not _is_memory(tensor):  # sparse, quantized, nested: copied outside the pool
+            apart = tensor if tensor.device.type == "meta" else tensor.detach().to("cpu", copy=True)
+            return lambda _: apart
         span = _span(tensor)
         if span.nbytes and tensor.untyped_storage().nbytes() < span.stop:
             raise StagingError(
@@ -148,7 +176,7 @@ class Snapshot:
             return lambda staged: build(staged).conj()
         number = len(self.tensors)
         self.tensors.append(tensor.detach())
-        self.watched.append((self.tensors[-1], *self._wrappers))
+        self._watched.append((self.tensors[-1], *self._wrappers))
         self._spans.append(span)
         return lambda staged: staged[number]
 
@@ -166,19 +194,6 @@ class Snapshot:
             return cls.__tensor_unflatten__(parts, context, size, stride)
 
         return build
-
-    def _build_sharded(self, tensor: torch_private.ShardedTensor) -> _Build:
-        shards = [self._build(shard.tensor) for shard in tensor.local_shards()]
-        return lambda staged: torch_private.rebuild_sharded_tensor(tensor, [build(staged) for build in shards])
-
-    def _copy_apart(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy, outside the pool, of a tensor that is not plain memory (sparse, quantized, nested)."""
-        if tensor.device.type == "meta":
-            return tensor
-        return tensor.detach().to("cpu", copy=True)
-
-    def _name(self) -> str:
-        return repr(".".join(map(str, self._path)))
 
 
 class _Filler:
@@ -223,9 +238,9 @@ class _OffloadCopies(TorchFunctionMode):
 
 def _is_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor is nothing but strided elements in a storage."""
-    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized or tensor.is_neg():
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
         return False
-    if tensor.is_nested:
+    if tensor.is_quantized or tensor.is_neg() or tensor.is_nested:
         return False
     if type(tensor) in _PLAIN or not tensor.numel():
         return True

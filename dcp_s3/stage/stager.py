@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from dcp_s3.failures import without_tracebacks
 from dcp_s3.ranks import world_size
 from dcp_s3.settings import Settings, SettingsLike, local_world_size, resolve_settings
 from dcp_s3.stage.buffers import measure_available, resolve_limit
-from dcp_s3.stage.copier import Copier, Versions
+from dcp_s3.stage.copier import Copier
 from dcp_s3.stage.handover import FailedStaging, StagedState
 from dcp_s3.stage.pool import GENERATIONS, BufferPool
 from dcp_s3.stage.snapshot import Snapshot
@@ -103,12 +102,14 @@ class S3Stager(AsyncStager):
         """
         if self._closed:
             raise StagingError("this S3Stager was closed. Remedy: close it after the last save, or make a new one")
-        stall, turn = _Stall(), draw_turn()
+        began, turn = time.monotonic(), draw_turn()
         try:
-            result = self._begin(state_dict, turn, stall) if self.asynchronous else self._stage(state_dict, turn, stall)
-            turn.stall_seconds = stall.end()
-            if isinstance(result, Future):
+            if not self.asynchronous:
+                result: dict[str, Any] | Future[dict[str, Any]] = self._stage(state_dict, turn, began)
+            else:
+                result = self._begin(state_dict, turn, began)
                 self._latest = weakref.ref(result)  # a strong one would keep the copy
+            turn.stall_seconds = time.monotonic() - began
         except BaseException:  # an interrupt at any place, too: later saves would wait for this one
             turn.end()
             raise
@@ -122,7 +123,7 @@ class S3Stager(AsyncStager):
         >>> copied["weight"].data_ptr() != state["weight"].data_ptr()
         True
         """
-        return self._stage(state_dict, None, _Stall())
+        return self._stage(state_dict, None, time.monotonic())
 
     def synchronize_staging(self) -> None:
         """Wait until the latest copy is complete."""
@@ -139,32 +140,25 @@ class S3Stager(AsyncStager):
     def __enter__(self) -> S3Stager:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _stage(self, state_dict: dict[str, Any], turn: Turn | None, stall: _Stall) -> dict[str, Any]:
+    def _stage(self, state_dict: dict[str, Any], turn: Turn | None, began: float) -> dict[str, Any]:
         def stage() -> dict[str, Any]:
-            snapshot, copier = Snapshot(state_dict), Copier()
-            return self._copy(snapshot, copier, copier.mark(snapshot.tensors), stall)
+            snapshot = Snapshot(state_dict)
+            return self._copy(snapshot, Copier(snapshot.tensors), turn, began)
 
         staged: dict[str, Any] = self._guard(stage, turn)
         return staged
 
-    def _begin(self, state_dict: dict[str, Any], turn: Turn, stall: _Stall) -> Future[dict[str, Any]]:
+    def _begin(self, state_dict: dict[str, Any], turn: Turn, began: float) -> Future[dict[str, Any]]:
         """Take the snapshot now, copy its tensors in the background."""
 
         def begin() -> Future[dict[str, Any]]:
             snapshot = Snapshot(state_dict)
-            versions, copier = Versions(snapshot.watched), Copier()
-            events = copier.mark(snapshot.tensors)
-            copying = self._background.submit(
-                self._guard, lambda: self._copy(snapshot, copier, events, stall, versions), turn
-            )
+            snapshot.watch()
+            copier = Copier(snapshot.tensors)
+            copying = self._background.submit(self._guard, lambda: self._copy(snapshot, copier, turn, began), turn)
             copying.add_done_callback(_log_failure)
             return copying
 
@@ -175,32 +169,38 @@ class S3Stager(AsyncStager):
         future.set_result(begun)
         return future
 
-    def _copy(
-        self,
-        snapshot: Snapshot,
-        copier: Copier,
-        events: list[torch.Event],
-        stall: _Stall,
-        versions: Versions | None = None,
-    ) -> dict[str, Any]:
+    def _copy(self, snapshot: Snapshot, copier: Copier, turn: Turn | None, began: float) -> dict[str, Any]:
         started = time.monotonic()
         with torch.no_grad():
-            staged = copier.copy(snapshot.tensors, snapshot.regions, self._pool, events)
-        if versions is not None:
-            versions.check_unchanged()
-        seconds = time.monotonic() - started
-        size = sum(buffer.size for buffer in staged.buffers)
-        on_disk = sum(buffer.size for buffer in staged.buffers if buffer.kind == "file")
-        logger.debug("staged %s (%s on disk) in %.3f s", format_size(size), format_size(on_disk), seconds)
-        state = StagedState(snapshot.fill(staged.tensors), staged, self._pool)
-        event = Staged(bytes=size, disk_bytes=on_disk, seconds=seconds, stall_seconds=stall.seconds)
-        emit(event, self._on_event)
+            tensors, slots = copier.copy(snapshot.regions, self._pool)
+        snapshot.check_unchanged()
+        ended = time.monotonic()
+        buffers = list({id(slot.buffer): slot.buffer for slot in slots}.values())
+        size = sum(buffer.size for buffer in buffers)
+        on_disk = sum(buffer.size for buffer in buffers if buffer.kind == "file")
+        logger.debug("staged %s (%s on disk) in %.3f s", format_size(size), format_size(on_disk), ended - started)
+        state = StagedState(snapshot.fill(tensors), tensors, buffers, self._pool)
+        stalled = None if turn is None else turn.stall_seconds  # None: the training still waits
+        stalled = ended - began if stalled is None else stalled
+        emit(Staged(bytes=size, disk_bytes=on_disk, seconds=ended - started, stall_seconds=stalled), self._on_event)
         return state
 
     def _guard(self, work: Callable[[], Any], turn: Turn | None) -> Any:
-        """The result of ``work``. A state goes with ``turn``, which is over if ``work`` fails."""
+        """The result of ``work``. If it fails and there are other ranks: a state that carries the failure to them.
+
+        A state goes with ``turn``, which is over if ``work`` fails.
+        """
         try:
-            result = _carry_failure(work, self._on_event)
+            try:
+                result = work()
+            except Exception as error:
+                logger.debug("staging failed:", exc_info=True)
+                without_tracebacks(error)  # their frames hold a generation, and the error may be kept
+                if world_size() < 2:
+                    # Its writer will never be asked.
+                    emit(SaveFailed(url=None, step=None, error=error), self._on_event)
+                    raise
+                result = FailedStaging(error)
             if turn is not None and isinstance(result, StagedDict):
                 turn.go_with(result)
         except BaseException:
@@ -208,36 +208,6 @@ class S3Stager(AsyncStager):
                 turn.end()
             raise
         return result
-
-
-class _Stall:
-    """How long a call of `stage` holds the training up."""
-
-    def __init__(self) -> None:
-        self._began, self._ended = time.monotonic(), 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Until now, if the call has not returned."""
-        return (self._ended or time.monotonic()) - self._began
-
-    def end(self) -> float:
-        """The call returns. Returns its seconds."""
-        self._ended = time.monotonic()
-        return self.seconds
-
-
-def _carry_failure(work: Callable[[], Any], on_event: Listener | None) -> Any:
-    """The result of ``work``. If it fails and there are other ranks: a state that carries the failure to them."""
-    try:
-        return work()
-    except Exception as error:
-        logger.debug("staging failed:", exc_info=True)
-        without_tracebacks(error)  # their frames hold a generation, and the error may be kept
-        if world_size() < 2:
-            emit(SaveFailed(url=None, step=None, error=error), on_event)  # its writer will never be asked
-            raise
-        return FailedStaging(error)
 
 
 def _log_failure(copying: Future[dict[str, Any]]) -> None:
@@ -279,11 +249,7 @@ class StagedBefore(AsyncStager):
         """Nothing is left to clean up: the copy belongs to the stager that made it."""
 
 
-def shared_stager(settings: Settings) -> S3Stager:
-    """The blocking stager that all writers of this process with these settings share."""
-    return _shared_stager(settings.staging_limit, settings.spill_dir)
-
-
 @functools.lru_cache(maxsize=8)
-def _shared_stager(limit: int | float | None, spill_dir: str | None) -> S3Stager:
+def shared_stager(limit: int | float | None, spill_dir: str | None) -> S3Stager:
+    """The blocking stager that all writers of this process with these settings share."""
     return S3Stager({"staging_limit": limit, "spill_dir": spill_dir})

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any
 
@@ -29,7 +29,8 @@ from dcp_s3.torch_private import has_checkpoint_process
 
 logger = logging.getLogger(__name__)
 
-_PIPE = "the checkpoint process"
+PIPE = "the checkpoint process"
+"""What saves by `AsyncCheckpointerType.PROCESS` share: the state of each is sent when all earlier ones are answered."""
 _REPORT_SECONDS = 30.0
 _LOOK_SECONDS = 0.05
 _LOST_SECONDS = 5.0
@@ -82,11 +83,6 @@ class Turn:
         """Whether its state is staged, and its save has not begun."""
         return self._staged_at is not None and not self.begun.is_set()
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether something holds the state, as the save does."""
-        return self._state() is not None
-
     def begin(self, *, sent: bool = False) -> None:
         """The state is taken up: in the thread of its save (always if it is ``sent`` to the checkpoint process), which
         ends with the save, or in a thread of the user's, where nobody can say when its save ends."""
@@ -95,11 +91,6 @@ class Turn:
         elif getattr(_thread, "running", None) is None or _thread.running.turn is not self:
             _thread.running = _Running(self)
             self.begun.set()
-
-    def share(self, key: str) -> None:
-        """Say what the save shares with others."""
-        with contextlib.suppress(InvalidStateError):
-            self.shared.set_result(key)
 
     def tell(self, error: BaseException) -> bool:
         """Note a failure of the save. Returns whether it is the first one."""
@@ -197,24 +188,16 @@ def draw_turn() -> Turn:
 def current_turn() -> Turn | None:
     """The turn of the asynchronous save of this thread; None if there is none."""
     running = getattr(_thread, "running", None)
-    return running.turn if running is not None and running.turn.is_under_way else None
+    return running.turn if running is not None and running.turn._state() is not None else None
 
 
 def take_turn(key: str) -> None:
     """Wait for the asynchronous saves of this process that came earlier and share ``key``. May be called again."""
     ours, turns = current_turn(), list(_turns)
     if ours is not None and ours in turns:
-        ours.share(key)
+        with contextlib.suppress(InvalidStateError):  # it has said so before
+            ours.shared.set_result(key)
         turns = turns[: turns.index(ours)]
-    _wait_for(turns, key)
-
-
-def take_turn_at_pipe() -> None:
-    """In the thread of a save, before its state is sent: wait for the answers to all earlier saves."""
-    take_turn(_PIPE)
-
-
-def _wait_for(turns: Sequence[Turn], key: str) -> None:
     started = reported = time.monotonic()
     for turn in turns:
         while not turn.ended.done():

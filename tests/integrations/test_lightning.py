@@ -225,7 +225,7 @@ def test_with_local_durability_the_save_that_began_last_counts_whatever_ends_las
     original, on_s3 = S3StorageWriter.wait_committed, threading.Event()
 
     def wait_committed(writer: S3StorageWriter, timeout: float) -> None:
-        if str(writer._url) == LAST and not on_s3.wait(0.1):
+        if writer.checkpoint_id == LAST and not on_s3.wait(0.1):
             raise TimeoutError
         original(writer, timeout)
 

@@ -60,16 +60,14 @@ def _assert_holds(url: str, step: int) -> None:
     assert verify(url, full=True).ok
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["new", "overwriting"])
-@pytest.mark.parametrize("stager", [None, S3Stager], ids=["writer stages", "S3Stager"])
 @pytest.mark.parametrize("held", [1, 2], ids=["the second is done first", "the first is done first"])
-def test_two_saves_at_once(root: str, held: int, stager: type[S3Stager] | None, before: bool) -> None:
+def test_two_saves_at_once(root: str, held: int) -> None:
+    """Over checkpoints that are there, and through a stager that copies in the background, if the first is held."""
     writer = S3StorageWriter(overwrite=True)
-    if before:
-        for step in (1, 2):
-            dcp.save(_state(-step), checkpoint_id=f"{root}/step-{step}", storage_writer=writer)
+    for step in (1, 2) if held == 1 else ():
+        dcp.save(_state(-step), checkpoint_id=f"{root}/step-{step}", storage_writer=writer)
     planners = {step: _Planner(hold=step == held) for step in (1, 2)}
-    stagers = stager(asynchronous=True) if stager else None
+    stager = S3Stager(asynchronous=True) if held == 1 else None
     saves = {}
     for step, planner in planners.items():
         saves[step] = dcp.async_save(
@@ -77,15 +75,15 @@ def test_two_saves_at_once(root: str, held: int, stager: type[S3Stager] | None, 
             checkpoint_id=f"{root}/step-{step}",
             storage_writer=writer,
             planner=planner,
-            async_stager=stagers,
+            async_stager=stager,
         )
         assert planner.writing.wait(_PATIENCE_SECONDS)
     futures = {step: getattr(save, "upload_completion", save) for step, save in saves.items()}
     futures[3 - held].result(_PATIENCE_SECONDS)
     planners[held].go.set()
     futures[held].result(_PATIENCE_SECONDS)
-    if stagers:
-        stagers.close()
+    if stager:
+        stager.close()
     for step in (1, 2):
         _assert_holds(f"{root}/step-{step}", step)
     assert {info.name for info in list_checkpoints(root)} == {"step-1", "step-2"}
@@ -166,8 +164,7 @@ def test_a_url_given_beforehand_is_that_of_an_asynchronous_save(root: str) -> No
     for step in (1, 2):
         writer.reset(f"{root}/step-{step}")
         dcp.async_save(_state(step), storage_writer=writer).result(_PATIENCE_SECONDS)
-    for step in (1, 2):
-        _assert_holds(f"{root}/step-{step}", step)
+        assert_loads(f"{root}/step-{step}", _state(step))
 
 
 # --- on several ranks ------------------------------------------------------------------------------------

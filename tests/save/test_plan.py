@@ -23,7 +23,7 @@ from dcp_s3 import S3StorageWriter
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.save.items import BLOCK_SIZE, PinnedRing, shared_ring
-from dcp_s3.save.plan import group_items, item_size, matches_prefix, plan_buckets
+from dcp_s3.save.plan import group_items, item_size, plan_buckets
 from dcp_s3.tensor_memory import iterate_bytes
 from tests.end_to_end.loads import assert_loads, load
 from tests.end_to_end.states import bits, random_tensor
@@ -70,15 +70,12 @@ def test_the_chunk_counts_and_not_the_whole_tensor() -> None:
     assert sorted(len(bucket.items) for bucket in plan) == [2, 2]
 
 
-def test_small_states_get_one_object() -> None:
+def test_small_states_get_one_object_and_bytes_are_spread() -> None:
     items = [tensor_item(f"t{i}", 1000) for i in range(50)]
     assert len(plan_buckets(items, max_buckets=8, min_bucket_size=2**20)) == 1
     assert plan_buckets([], max_buckets=8, min_bucket_size=1) == []
-
-
-def test_bytes_items_are_spread() -> None:
-    plan = plan_buckets([bytes_item(f"b{i}") for i in range(9)], max_buckets=3, min_bucket_size=1)
-    assert [len(bucket.items) for bucket in plan] == [3, 3, 3]
+    spread = plan_buckets([bytes_item(f"b{i}") for i in range(9)], max_buckets=3, min_bucket_size=1)
+    assert [len(bucket.items) for bucket in spread] == [3, 3, 3]
 
 
 def test_items_of_a_bucket_keep_the_order_of_the_plan() -> None:
@@ -88,22 +85,14 @@ def test_items_of_a_bucket_keep_the_order_of_the_plan() -> None:
         assert positions == sorted(positions)
 
 
-@pytest.mark.parametrize(
-    ("name", "prefix", "matches"),
-    [
-        ("model.w", "model", True), ("model.w", "model.", True), ("model", "model", True), ("model2.w", "model", False),
-        ("mode", "model", False), ("model2.w", "model*", True), ("model", "model*", True), ("a.model", "model*", False),
-        ("anything", "*", True),
-    ],
-)  # fmt: skip
-def test_prefixes_end_at_dots_and_with_a_star_anywhere(name: str, prefix: str, matches: bool) -> None:
-    assert matches_prefix(name, prefix) is matches
-
-
-def test_groups_take_the_first_match_and_leave_the_rest() -> None:
-    items = [bytes_item(name) for name in ("a.x", "b.x", "a.y.z", "c", "d.a")]
-    groups = group_items(items, [["a.y"], ["a", "b"]])
-    assert [[item.index.fqn for item in group] for group in groups] == [["a.y.z"], ["a.x", "b.x"], ["c", "d.a"]]
+def test_a_group_takes_what_its_prefixes_are_the_first_to_match() -> None:
+    """Prefixes end at dots, and with a star anywhere."""
+    names = ["a.x", "b.x", "a.y.z", "c", "d.a", "model.w", "model2.w", "mode", "star", "star2.w", "a.star"]
+    groups = group_items([bytes_item(name) for name in names], [["a.y"], ["a", "b"], ["model."], ["star*"]])
+    assert [[item.index.fqn for item in group] for group in groups] == [
+        ["a.y.z"], ["a.x", "b.x", "a.star"], ["model.w"], ["star", "star2.w"], ["c", "d.a", "model2.w", "mode"],
+    ]  # fmt: skip
+    assert len(group_items([bytes_item("model"), bytes_item("x")], [["model"], ["nothing"], ["*"]])) == 2
 
 
 @given(SIZES, st.integers(1, 5))
@@ -163,10 +152,6 @@ _SAVES: list[dict[str, Any]] = [{}, {}, {"extra": True}, {"rows": 7}, {"rows": 7
 _FROM_CACHE = [False, True, False, False, True]
 
 
-def _assert_loads(url: str, step: int, **kwargs: Any) -> None:
-    assert_loads(url, _state(step, **kwargs))
-
-
 def _assert_complete(server: S3Server, bucket: str, name: str) -> set[str]:
     """The checkpoint refers to itself only, and to all that lies there; returns the random parts of its names."""
     url = f"s3://{bucket}/{name}"
@@ -198,36 +183,33 @@ def _one_writer() -> Callable[[str], dict[str, Any]]:
     return lambda url: {"storage_writer": writer, "checkpoint_id": url}
 
 
-@pytest.mark.parametrize("make", [_new_writer, _one_writer], ids=["a writer each", "one writer"])
+def _overwriting() -> Callable[[str], dict[str, Any]]:
+    writer = S3StorageWriter(overwrite=True)
+    return lambda url: {"storage_writer": writer, "checkpoint_id": f"{url[:-1]}0"}
+
+
+@pytest.mark.parametrize("make", [_new_writer, _one_writer, _overwriting])
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_each_checkpoint_is_complete_in_itself(
-    root: str, bucket: str, memory_server: S3Server, make: Callable[[], Callable[[str], dict[str, Any]]]
-) -> None:
+    root: str, bucket: str, memory_server: S3Server, make: Callable[[], Callable[[str], dict[str, Any]]],
+    asynchronous: bool,
+) -> None:  # fmt: skip
     target = make()
     nonces: list[set[str]] = []
     for step, shape in enumerate(_SAVES):
         planner = _CountingPlanner()
-        dcp.save(_state(step, **shape), planner=planner, **target(f"{root}/{step}"))
+        if asynchronous:
+            dcp.async_save(_state(step, **shape), planner=planner, **target(f"{root}/{step}")).result(60)
+        else:
+            dcp.save(_state(step, **shape), planner=planner, **target(f"{root}/{step}"))
         assert planner.from_cache is _FROM_CACHE[step], step
-        nonces.append(_assert_complete(memory_server, bucket, f"run/{step}"))
-    # At the end, when all later saves have been through the cache.
-    for step, shape in enumerate(_SAVES):
+        name = "0" if make is _overwriting else str(step)
+        nonces.append(_assert_complete(memory_server, bucket, f"run/{name}"))  # nothing is left of a save before
+        assert_loads(f"{root}/{name}", _state(step, **shape))
+    for step, shape in enumerate(_SAVES if make is not _overwriting else ()):  # when all have been through the cache
         assert _assert_complete(memory_server, bucket, f"run/{step}") == nonces[step]
-        _assert_loads(f"{root}/{step}", step, **shape)
+        assert_loads(f"{root}/{step}", _state(step, **shape))
     assert len(set().union(*nonces)) == sum(map(len, nonces))
-
-
-def test_overwriting_with_a_cached_plan(root: str, bucket: str, memory_server: S3Server) -> None:
-    writer = S3StorageWriter(root, overwrite=True)
-    seen: set[str] = set()
-    for step, shape in enumerate(_SAVES):
-        planner = _CountingPlanner()
-        dcp.save(_state(step, **shape), storage_writer=writer, planner=planner)
-        assert planner.from_cache is _FROM_CACHE[step], step
-        # Complete also means: nothing is left of the save before.
-        nonces = _assert_complete(memory_server, bucket, "run")
-        assert seen.isdisjoint(nonces)
-        seen |= nonces
-        _assert_loads(root, step, **shape)
 
 
 def test_a_save_that_failed_leaves_a_cache_that_works(root: str, bucket: str, memory_server: S3Server) -> None:
@@ -239,16 +221,7 @@ def test_a_save_that_failed_leaves_a_cache_that_works(root: str, bucket: str, me
     assert planner.from_cache
     for step in (0, 2):
         _assert_complete(memory_server, bucket, f"run/{step}")
-        _assert_loads(f"{root}/{step}", step)
-
-
-def test_async_saves_with_a_cached_plan(root: str, bucket: str, memory_server: S3Server) -> None:
-    for step in range(3):
-        writer = S3StorageWriter(f"{root}/{step}")
-        dcp.async_save(_state(step), storage_writer=writer, planner=_CountingPlanner()).result(60)
-    for step in range(3):
-        _assert_complete(memory_server, bucket, f"run/{step}")
-        _assert_loads(f"{root}/{step}", step)
+        assert_loads(f"{root}/{step}", _state(step))
 
 
 # --- on several ranks ------------------------------------------------------------------------------------
@@ -322,18 +295,11 @@ def test_a_block_is_used_again_when_nothing_refers_to_its_bytes() -> None:
     where = address(first)
     del first
     second = ring.copy(tensor + 1)
-    assert address(second) != where, "the block is still read through a slice"
+    assert address(second) != where, "the block is still read through a slice: this one is in ordinary memory"
     assert bytes(part) == bits(tensor)[100:200]
+    assert bytes(second) == bits(tensor + 1)
     del part, second
     assert address(ring.copy(tensor)) == where
-
-
-def test_without_a_free_block_copies_go_to_ordinary_memory() -> None:
-    ring = PinnedRing(2, pin=False)
-    tensors = [random_tensor((MIB,), torch.float32, seed) for seed in range(5)]
-    views = [ring.copy(tensor) for tensor in tensors]
-    assert len({address(view) for view in views}) == 5
-    assert [bytes(view) for view in views] == [bits(tensor) for tensor in tensors]
 
 
 def test_large_tensors_come_in_pieces_of_a_block() -> None:
@@ -342,6 +308,7 @@ def test_large_tensors_come_in_pieces_of_a_block() -> None:
     pieces = [bytes(view) for view in iterate_bytes(tensor, ring.block_size, ring.copy)]
     assert max(map(len, pieces)) <= 2 * MIB
     assert b"".join(pieces) == bits(tensor.contiguous())
+    assert shared_ring(10 * BLOCK_SIZE) is shared_ring(10 * BLOCK_SIZE), "the process keeps one"
 
 
 def test_several_threads_share_a_ring() -> None:
@@ -360,10 +327,6 @@ def test_several_threads_share_a_ring() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-
-
-def test_the_process_keeps_one_ring() -> None:
-    assert shared_ring(10 * BLOCK_SIZE) is shared_ring(10 * BLOCK_SIZE)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -27,7 +24,6 @@ from dcp_s3 import (
     S3StorageReader,
     S3StorageWriter,
     errors,
-    latest,
     read_tensor,
     read_tensors,
     shard,
@@ -37,7 +33,7 @@ from dcp_s3 import (
 from tests.end_to_end.distributed import failures_by_rank, manifests, random_values
 from tests.end_to_end.foreign import read_tensors_from_directory
 from tests.end_to_end.test_interchange import download, run_foreign
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
 from tests.servers import S3Server
 
 pytestmark = pytest.mark.servers("memory")
@@ -192,13 +188,22 @@ def test_any_number_of_ranks_loads_what_any_other_saved(
 
 
 def _data_parallel(url: str) -> None:
-    """Two replicas of two shards."""
+    """Two replicas of two shards, saved by the checkpoint process."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     rank = dist.get_rank() % 2
     plan, group = plan_of(rank, 2), pairs[dist.get_rank() // 2]
-    state = shard_state({"model": local_state(rank, 2)}, plan, group=group)
-    dcp.save(state, storage_writer=S3StorageWriter(url))
-    local = local_state(rank, 2, blank=True)
+    local = local_state(rank, 2)
+    with S3Stager(asynchronous=True) as stager:
+        saving: Any = dcp.async_save(
+            shard_state({"model": local}, plan, group=group),
+            storage_writer=S3StorageWriter(url),
+            async_stager=stager,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+        saving.staging_completion.result(60)
+        for tensor in local.values():
+            tensor.fill_(-1)
+        saving.upload_completion.result(120)
     dcp.load(shard_state({"model": local}, plan, group=group), storage_reader=S3StorageReader(url))
     assert_equal(local, local_state(rank, 2))
 
@@ -211,102 +216,6 @@ def test_replicas_of_shards_are_saved_once(root: str, bucket: str, memory_server
     assert stored < sum(each.nbytes for each in full_state().values()) + 2048 * manifest["items"]
     boxes = 2 * (2 * (3 + 3 + 1 + 1 + 2 + 1) + 1) + 1  # qkv twice, gate_up; norm and the step are whole
     assert manifest["items"] == boxes
-
-
-def _few_heads(url: str) -> None:
-    """4 ranks, 2 heads of k and v."""
-    rank = dist.get_rank()
-    full = random_values(1, 12, 3)
-    q, k, v = full.split([8, 2, 2])
-    local = torch.cat([q[2 * rank : 2 * rank + 2], k[rank // 2 : rank // 2 + 1], v[rank // 2 : rank // 2 + 1]])
-    plan = {"qkv": Fused(0, (2, 1, 1), copies=(1, 2, 2))}
-    state = shard_state({"qkv": local}, plan, group=dist.group.WORLD)
-    dcp.save(state, storage_writer=S3StorageWriter(url))
-    found = torch.zeros_like(local)
-    dcp.load(shard_state({"qkv": found}, plan, rank=rank, world_size=4), storage_reader=S3StorageReader(url))
-    assert torch.equal(found, local)
-
-
-def test_heads_that_several_ranks_share(root: str) -> None:
-    run_ranks(4, _few_heads, root)
-    assert torch.equal(read_tensor(root, "qkv"), random_values(1, 12, 3))
-
-
-# --- a training that is killed ----------------------------------------------------------------------------
-
-
-class _Killed(DefaultSavePlanner):
-    """Ends a rank with SIGKILL in the middle of its data."""
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        if dist.get_rank() == 1 and "exp_avg" in write_item.index.fqn:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().resolve_data(write_item)
-
-
-def _step(local: dict[str, torch.Tensor], step: int, rank: int, world: int) -> None:
-    """One step of a training whose arithmetic is the same on any number of ranks."""
-    for name, full in full_state().items():
-        if full.dim():
-            local[name].mul_(0.5).add_(local_part(name, full * step, rank, world))
-
-
-def _train(directory: str, root: str, steps: int, killed_at: int) -> int:
-    os.chdir(directory)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    group, plan = dist.group.WORLD, plan_of(rank, world)
-    local = local_state(rank, world, blank=True)
-    state = shard_state({"model": local, "step": 0}, plan, group=group)
-    newest = [latest(root) if rank == 0 else None]
-    dist.broadcast_object_list(newest)
-    if newest[0] is not None:
-        dcp.load(state, storage_reader=S3StorageReader(newest[0].url))
-    begun = state["step"]
-    for step in range(begun + 1, steps + 1):
-        _step(local, step, rank, world)
-        planner = _Killed() if step == killed_at else DefaultSavePlanner()
-        state["step"] = step
-        dcp.save(state, storage_writer=S3StorageWriter(f"{root}/step-{step}"), planner=planner)
-    return int(begun)
-
-
-def test_a_job_killed_in_a_save_goes_on_with_other_ranks_to_the_last_bit(root: str, tmp_path: Path) -> None:
-    directory = tmp_path / "work"
-    directory.mkdir()
-    with pytest.raises(RankFailed, match=f"exit code {-signal.SIGKILL}"):
-        run_ranks(4, _train, str(directory), root, 4, 3)
-    assert run_ranks(3, _train, str(directory), root, 4, 0) == [2] * 3
-    uninterrupted = local_state(0, 1, blank=True)
-    for step in range(1, 5):
-        _step(uninterrupted, step, 0, 1)
-    found = read_tensors(f"{root}/step-4")
-    assert found.pop("step") == 4
-    assert_equal(found, {f"model.{name}": each for name, each in uninterrupted.items()})
-    assert not list(directory.iterdir())
-
-
-# --- asynchronous saves -----------------------------------------------------------------------------------
-
-
-def _save_by_process(url: str) -> None:
-    rank = dist.get_rank()
-    local = local_state(rank, 2)
-    with S3Stager(asynchronous=True) as stager:
-        saving: Any = dcp.async_save(
-            shard_state({"model": local}, plan_of(rank, 2), group=dist.group.WORLD),
-            storage_writer=S3StorageWriter(url),
-            async_stager=stager,
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-        )
-        saving.staging_completion.result(60)
-        for tensor in local.values():
-            tensor.zero_()
-        saving.upload_completion.result(120)
-
-
-def test_asynchronous_saves_by_a_process(root: str) -> None:
-    run_ranks(2, _save_by_process, root)
-    assert_equal(read_tensors(root), {f"model.{name}": each for name, each in full_state().items()})
 
 
 # --- what does not fit ------------------------------------------------------------------------------------

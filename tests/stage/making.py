@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from dcp_s3 import S3Stager, S3StorageWriter
@@ -70,6 +75,28 @@ class Saver:
         )
         upload: Future[Any] = answer.upload_completion if isinstance(answer, AsyncSaveResponse) else answer
         return upload
+
+
+class UntilFile:
+    """Waits for a file; for a planner that is pickled into another process."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self) -> None:
+        until(self._path.exists)
+
+
+class WaitingPlanner(DefaultSavePlanner):
+    """Gives out no data before `go` does not block any more: what the save reads, it reads after that."""
+
+    def __init__(self, go: Callable[[], Any]) -> None:
+        super().__init__()
+        self._go = go
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        self._go()
+        return super().resolve_data(write_item)
 
 
 class Waiter:

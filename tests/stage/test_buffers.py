@@ -6,9 +6,9 @@ import errno
 import gc
 import mmap
 import os
-import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from dcp_s3.errors import StagingError
 from dcp_s3.stage import buffers
 from dcp_s3.stage.buffers import HostBuffer, Kind, map_shared
 from dcp_s3.tensor_memory import view_bytes
-from tests.interpreter import Interpreter
 
 KINDS: tuple[Kind, ...] = ("private", "shared", "file")
 PAGE = mmap.PAGESIZE
@@ -40,25 +39,27 @@ def buffer(request: pytest.FixtureRequest, tmp_path: Path) -> HostBuffer:
 
 
 def test_memory_can_be_written_and_read(buffer: HostBuffer) -> None:
+    """It starts on a page; only what is shared has a descriptor."""
     lease = buffer.lease()
     assert (len(lease), buffer.size) == (3 * PAGE + 5, 3 * PAGE + 5)
     assert bytes(lease) == bytes(len(lease))
     tensor = torch.frombuffer(lease, dtype=torch.uint8)
     assert tensor.data_ptr() == buffer.address
+    assert buffer.address % PAGE == 0
     tensor.fill_(7)
     assert bytes(buffer.lease()) == b"\x07" * buffer.size
     assert not buffer.pinned
-
-
-def test_memory_starts_on_a_page_and_only_what_is_shared_has_a_descriptor(buffer: HostBuffer) -> None:
-    assert buffer.address % PAGE == 0
     if buffer.kind == "private":
         with pytest.raises(ValueError, match="private"):
             buffer.fileno()
-    else:
-        assert os.fstat(buffer.fileno()).st_size == buffer.size
-        assert os.fstat(buffer.fileno()).st_blocks * 512 >= buffer.size, "space is reserved"
-        assert not os.get_inheritable(buffer.fileno())
+        return
+    state = os.fstat(buffer.fileno())
+    assert state.st_size == buffer.size
+    assert state.st_blocks * 512 >= buffer.size, "space is reserved"
+    assert not os.get_inheritable(buffer.fileno())
+    mapped = map_shared(os.dup(buffer.fileno()), buffer.size)
+    buffer.lease()[PAGE] = 42
+    assert mapped[PAGE] == 42, "another mapping shows the same"
 
 
 def _views() -> dict[str, Callable[[torch.Tensor], Any]]:
@@ -99,28 +100,7 @@ def test_a_lease_lives_as_long_as_what_reads_it(buffer: HostBuffer, kind: str) -
     assert alive() is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_reads_outlives_the_buffer(kind: Kind, tmp_path: Path) -> None:
-    buffer = HostBuffer(3 * PAGE, kind, directory=str(tmp_path))
-    tensor = torch.frombuffer(buffer.lease(), dtype=torch.uint8, count=100, offset=PAGE)
-    gone = weakref.ref(buffer)
-    del buffer
-    gc.collect()
-    tensor.fill_(9)
-    assert tensor.tolist() == [9] * 100
-    assert gone() is None
-
-
-def test_a_file_leaves_no_name(tmp_path: Path) -> None:
-    directory = tmp_path / "made" / "at need"
-    buffer = HostBuffer(PAGE, "file", directory=str(directory))
-    assert os.listdir(directory) == []
-    assert os.fstat(buffer.fileno()).st_nlink == 0
-    assert os.fstat(buffer.fileno()).st_mode & 0o077 == 0
-    assert os.fstat(buffer.fileno()).st_dev == os.stat(directory).st_dev
-
-
-def test_a_file_without_o_tmpfile_leaves_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _refuse_o_tmpfile(patch: pytest.MonkeyPatch) -> None:
     opened = os.open
 
     def refuse(path: Any, flags: int, *mode: Any, **options: Any) -> int:
@@ -128,13 +108,21 @@ def test_a_file_without_o_tmpfile_leaves_no_name(tmp_path: Path, monkeypatch: py
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
         return opened(path, flags, *mode, **options)
 
-    monkeypatch.setattr(os, "open", refuse)
+    patch.setattr(os, "open", refuse)
+
+
+@pytest.mark.parametrize("has_tmpfile", [True, False])
+def test_a_file_leaves_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_tmpfile: bool) -> None:
+    directory = tmp_path / "made" / "at need"
+    if not has_tmpfile:
+        _refuse_o_tmpfile(monkeypatch)
     before = _descriptors()
-    buffer = HostBuffer(PAGE, "file", directory=str(tmp_path))
+    buffer = HostBuffer(PAGE, "file", directory=str(directory))
     assert _descriptors() == before + 2  # the mapping has a duplicate
-    assert os.listdir(tmp_path) == []
-    assert os.fstat(buffer.fileno()).st_nlink == 0
-    assert os.fstat(buffer.fileno()).st_size == PAGE
+    assert os.listdir(directory) == []
+    state = os.fstat(buffer.fileno())
+    assert (state.st_nlink, state.st_mode & 0o077, state.st_size) == (0, 0, PAGE)
+    assert state.st_dev == os.stat(directory).st_dev
 
 
 def test_shared_memory_without_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,24 +132,12 @@ def test_shared_memory_without_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bytes(map_shared(os.dup(buffer.fileno()), PAGE)[:3]) == b"abc"
 
 
-@pytest.mark.parametrize("kind", ["shared", "file"])
-def test_another_mapping_shows_the_same_bytes(kind: Kind, tmp_path: Path) -> None:
-    buffer = HostBuffer(2 * PAGE, kind, directory=str(tmp_path))
-    descriptor = os.dup(buffer.fileno())
-    mapped = map_shared(descriptor, buffer.size)
-    buffer.lease()[PAGE] = 42
-    assert mapped[PAGE] == 42
-    with pytest.raises(OSError):
-        os.fstat(descriptor)  # closed
-    del buffer
-    assert mapped[PAGE] == 42
-
-
-def test_a_mapping_that_fails_closes_the_descriptor() -> None:
+@pytest.mark.parametrize("size", [PAGE, 3 * PAGE], ids=["mapped", "too large"])
+def test_a_mapping_closes_the_descriptor(size: int) -> None:
     buffer = HostBuffer(PAGE, "shared")
     descriptor = os.dup(buffer.fileno())
-    with pytest.raises(ValueError):
-        map_shared(descriptor, 3 * PAGE)
+    with pytest.raises(ValueError) if size > PAGE else nullcontext():
+        map_shared(descriptor, size)
     with pytest.raises(OSError):
         os.fstat(descriptor)
 
@@ -196,30 +172,6 @@ def test_no_room_names_what_is_full_and_the_settings(
     del failure
     gc.collect()
     assert _descriptors() == before
-
-
-_TOO_LARGE = """
-import resource, signal, sys
-from dcp_s3.errors import StagingError
-from dcp_s3.stage.buffers import HostBuffer
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-HostBuffer(1 << 20, "file", directory=sys.argv[1])
-try:
-    HostBuffer((1 << 20) + 1, "file", directory=sys.argv[1])
-except StagingError as error:
-    print(error)
-"""
-
-
-def test_a_file_system_that_takes_no_more(tmp_path: Path, interpreter: Interpreter) -> None:
-    """The limit of file sizes is one that every user can set; a full disk answers in the same place."""
-    command = [sys.executable, "-W", "ignore", "-c", _TOO_LARGE, str(tmp_path)]
-    run = interpreter.run(command, timeout=100, check=True, capture_output=True)
-    assert "cannot reserve 1.0 MiB" in run.stdout
-    assert repr(str(tmp_path)) in run.stdout
-    assert "DCP_S3_SPILL_DIR" in run.stdout
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_spill_directory_that_is_a_file_or_cannot_be_written(tmp_path: Path) -> None:

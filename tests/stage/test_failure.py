@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, _stateful_to_state_dict
 
-from dcp_s3 import CheckpointManager, S3Stager, S3StorageReader, S3StorageWriter, errors
+from dcp_s3 import CheckpointManager, S3Stager, S3StorageWriter, errors
 from dcp_s3.errors import StagingError
-from dcp_s3.stage import pool as pool_module
 from dcp_s3.stage.handover import MARK, FailedStaging, raise_if_failed
+from tests.end_to_end.loads import assert_loads
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
@@ -56,15 +56,6 @@ def _make_state(mebibytes: int = 4, value: float = 1.0) -> dict[str, Any]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     parts = [torch.full((MIB // 4,), value + number) for number in range(mebibytes)]
     return {f"of rank {rank}": {"parts": parts, "epoch": 3}}
-
-
-def _assert_saved(url: str, expected: dict[str, Any]) -> None:
-    ((name, own),) = expected.items()
-    found = {name: {"parts": [torch.zeros_like(part) for part in own["parts"]], "epoch": 0}}
-    dcp.load(found, storage_reader=S3StorageReader(url))
-    assert found[name]["epoch"] == own["epoch"]
-    for part, wanted in zip(found[name]["parts"], own["parts"], strict=True):
-        assert torch.equal(part, wanted)
 
 
 # --- staging that fails ----------------------------------------------------------------------------------
@@ -121,31 +112,51 @@ CASES = {
 }  # fmt: skip
 
 
-def _fail_on_one_rank(directory: str, staging: str, kind: AsyncCheckpointerType) -> None:
-    rank = dist.get_rank()
+def _fail_on_one_rank(directory: str, staging: str, kind: AsyncCheckpointerType) -> bool:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    kept = []
     for name in CASES:
         case = _Case(name, Path(directory, f"{name}-{rank}"))
-        fails_here = rank == case.rank
+        failing = case.rank % ranks
+        fails_here = rank == failing
         saver = Saver(staging, kind, case.settings if fails_here else {})
+        state = case.bad if fails_here else _make_state()
+        kept.append(weakref.ref(next(own for key, own in state.items() if key.startswith("of rank"))["parts"][0]))
+        # One rank hears of it from async_save, or from the upload's future what failed in the background.
+        later = ranks > 1 or (staging == "asynchronous" and name != "uncopyable")
         with case.broken() if fails_here else nullcontext():
-            error = saver.save(f"{ROOT}/{name}-bad", case.bad if fails_here else _make_state()).exception(PATIENCE)
-        assert isinstance(error, CheckpointException), f"{name}: {error!r}"
-        failures = {failed: cause for failed, (cause, _) in error.failures.items()}
-        assert set(failures) == {case.rank}, f"{name}: {failures}"
-        assert type(failures[case.rank]) is StagingError, f"{name}: {failures}"
-        assert case.words in str(failures[case.rank]), f"{name}: {failures}"
+            try:
+                error = saver.save(f"{ROOT}/{name}-bad", state).exception(PATIENCE)
+                assert later, name
+            except StagingError as raised:
+                assert not later, name
+                error = raised
+        if ranks > 1:
+            assert isinstance(error, CheckpointException), f"{name}: {error!r}"
+            failures = {failed: cause for failed, (cause, _) in error.failures.items()}
+            assert set(failures) == {failing}, f"{name}: {failures}"
+            error = failures[failing]
+        assert type(error) is StagingError, f"{name}: {error!r}"
+        assert case.words in str(error), f"{name}: {error}"
+        case.bad = {}
         good = case.good if fails_here else _make_state(value=5.0)
         saver.save(f"{ROOT}/{name}-good", good).result(PATIENCE)
-        _assert_saved(f"{ROOT}/{name}-good", good)
+        assert_loads(f"{ROOT}/{name}-good", good)
+    del state, error
+    failures = {}
+    gc.collect()
+    return all(each() is None for each in kept)
 
 
-@pytest.mark.quick("asynchronous-THREAD", "blocking-PROCESS", "writer-PROCESS")
+@pytest.mark.quick("asynchronous-THREAD-2", "blocking-PROCESS-2", "writer-PROCESS-1", "asynchronous-THREAD-1")
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=lambda kind: str(kind.name))
 @pytest.mark.parametrize("staging", STAGERS)
 def test_staging_that_fails_on_one_rank_fails_the_save_on_all_and_the_next_is_right(
-    faulty: FaultyServer, tmp_path: Path, staging: str, kind: AsyncCheckpointerType
+    faulty: FaultyServer, tmp_path: Path, staging: str, kind: AsyncCheckpointerType, ranks: int
 ) -> None:
-    run_ranks(2, _fail_on_one_rank, str(tmp_path), staging, kind)
+    """And nothing of the state that failed is kept."""
+    assert run_ranks(ranks, _fail_on_one_rank, str(tmp_path), staging, kind) == [True] * ranks
     keys = list(faulty.s3.objects(BUCKET))
     assert [key for key in keys if "-bad/" in key] == []
     assert sum(key.endswith("-good/.metadata") for key in keys) == len(CASES)
@@ -159,7 +170,7 @@ def _fail_to_pickle_on_one_rank(staging: str) -> None:
     assert isinstance(error, CheckpointException), repr(error)
     assert set(error.failures) == {0}, error
     saver.save(f"{ROOT}/good", _make_state(value=5.0)).result(PATIENCE)
-    _assert_saved(f"{ROOT}/good", _make_state(value=5.0))
+    assert_loads(f"{ROOT}/good", _make_state(value=5.0))
 
 
 @pytest.mark.parametrize("staging", ["blocking", "asynchronous"])
@@ -167,57 +178,6 @@ def test_what_can_not_reach_the_checkpoint_process_of_one_rank_fails_the_save_on
     faulty: FaultyServer, staging: str
 ) -> None:
     run_ranks(2, _fail_to_pickle_on_one_rank, staging)
-
-
-def _fail_on_the_only_rank(directory: str, staging: str, kind: AsyncCheckpointerType) -> None:
-    """It raises from `async_save`; from the future of the upload what failed in the background."""
-    for name in CASES:
-        case = _Case(name, Path(directory, name))
-        saver = Saver(staging, kind, case.settings)
-        later = staging == "asynchronous" and name != "uncopyable"  # which is found out before
-        with case.broken():
-            error: BaseException | None = None
-            try:
-                future = saver.save(f"{ROOT}/{name}-bad", case.bad)
-                assert later
-                error = future.exception(PATIENCE)
-            except StagingError as raised:
-                assert not later
-                error = raised
-        assert type(error) is StagingError, repr(error)
-        assert case.words in str(error)
-        saver.save(f"{ROOT}/{name}-good", case.good).result(PATIENCE)
-        _assert_saved(f"{ROOT}/{name}-good", case.good)
-
-
-@pytest.mark.quick("blocking-THREAD", "asynchronous-THREAD", "writer-THREAD", "asynchronous-PROCESS")
-@pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=lambda kind: str(kind.name))
-@pytest.mark.parametrize("staging", STAGERS)
-def test_a_single_rank_hears_of_it_at_once_or_from_the_upload(
-    faulty: FaultyServer, tmp_path: Path, staging: str, kind: AsyncCheckpointerType
-) -> None:
-    if kind is PROCESS:
-        run_ranks(1, _fail_on_the_only_rank, str(tmp_path), staging, kind)
-    else:
-        _fail_on_the_only_rank(str(tmp_path), staging, kind)
-    assert not any("-bad/" in key for key in faulty.s3.objects(BUCKET))
-
-
-def _fail_and_forget(kind: AsyncCheckpointerType) -> bool:
-    saver = Saver("blocking", kind, {"staging_limit": "3MiB"} if dist.get_rank() == 1 else {})
-    state = _make_state()
-    (own,) = state.values()
-    tensor = weakref.ref(own["parts"][0])
-    error = saver.save(f"{ROOT}/bad", state).exception(PATIENCE)
-    assert isinstance(error, CheckpointException), repr(error)
-    del state, own, error
-    gc.collect()
-    return tensor() is None
-
-
-@pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=lambda kind: str(kind.name))
-def test_a_failed_staging_does_not_keep_the_state(faulty: FaultyServer, kind: AsyncCheckpointerType) -> None:
-    assert run_ranks(2, _fail_and_forget, kind) == [True, True]
 
 
 # --- saves that fail later -------------------------------------------------------------------------------
@@ -256,14 +216,19 @@ def _fail_again_and_again(staging: str, kind: AsyncCheckpointerType, keep: bool)
             del future, error
         good = _make_state(12, value=77.0)
         saver.save(f"{ROOT}/good", good).result(PATIENCE)
-    _assert_saved(f"{ROOT}/good", good)
+    assert_loads(f"{ROOT}/good", good)
     return str(kept[0][1]) if keep else ""
 
 
-@pytest.mark.quick("denied-blocking-False", "slow down-asynchronous-True", "reset-writer-True", "exists-blocking-True")
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("staging", STAGERS)
-@pytest.mark.parametrize("fault", list(_FAULTS))
+@pytest.mark.quick("denied-blocking-False", "reset-writer-True")
+@pytest.mark.parametrize(
+    ("fault", "staging", "keep"),
+    [
+        ("denied", "blocking", False), ("denied", "blocking", True), ("denied", "asynchronous", True),
+        ("slow down", "asynchronous", True), ("reset", "writer", True), ("reset", "blocking", False),
+        ("exists", "blocking", True), ("exists", "asynchronous", False), ("exists", "writer", True),
+    ],
+)  # fmt: skip
 def test_saves_of_one_rank_that_fail_do_not_hold_up_the_next(
     faulty: FaultyServer, fault: str, staging: str, keep: bool
 ) -> None:
@@ -272,22 +237,21 @@ def test_saves_of_one_rank_that_fail_do_not_hold_up_the_next(
     assert not keep or "dcp_s3.errors." in text
 
 
-@pytest.mark.quick("both-blocking", "first-asynchronous")
-@pytest.mark.parametrize("staging", ["blocking", "asynchronous"])
-@pytest.mark.parametrize("rank", [None, 0, 1], ids=["both", "first", "second"])
-def test_nor_do_those_of_two_ranks_of_which_one_or_both_fail(
-    faulty: FaultyServer, rank: int | None, staging: str
+@pytest.mark.quick("both", "first of two")
+@pytest.mark.parametrize(
+    ("fault", "staging", "kind", "ranks", "failing"),
+    [
+        ("denied", "blocking", THREAD, 2, None), ("denied", "asynchronous", THREAD, 2, 0),
+        ("denied", "blocking", THREAD, 2, 1), ("denied", "asynchronous", PROCESS, 1, None),
+        ("exists", "blocking", PROCESS, 1, None),
+    ],
+    ids=["both", "first of two", "second of two", "process", "process that plans"],
+)  # fmt: skip
+def test_nor_do_those_of_two_ranks_of_which_one_or_both_fail_or_of_another_process(
+    faulty: FaultyServer, fault: str, staging: str, kind: AsyncCheckpointerType, ranks: int, failing: int | None
 ) -> None:
-    _refuse(faulty, "denied", rank=rank)
-    run_ranks(2, _fail_again_and_again, staging, THREAD, True)
-
-
-@pytest.mark.quick("denied-blocking", "exists-asynchronous")
-@pytest.mark.parametrize("staging", ["blocking", "asynchronous"])
-@pytest.mark.parametrize("fault", ["denied", "exists"])
-def test_nor_do_those_of_another_process(faulty: FaultyServer, fault: str, staging: str) -> None:
-    _refuse(faulty, fault)
-    run_ranks(1, _fail_again_and_again, staging, PROCESS, True)
+    _refuse(faulty, fault, rank=failing)
+    run_ranks(ranks, _fail_again_and_again, staging, kind, True)
 
 
 def _manager_fails_again_and_again() -> list[str]:
@@ -307,18 +271,6 @@ def test_nor_do_those_of_a_manager(faulty: FaultyServer, ranks: int) -> None:
     assert all(len(texts) == 4 for texts in run_ranks(ranks, _manager_fails_again_and_again))
 
 
-def test_nor_does_a_save_that_fails_while_the_next_one_waits_for_its_copy(
-    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool_module, "_REPORT_SECONDS", 1e9)  # what was only found then is never found
-    with no_collector():
-        _refuse(faulty, "denied")
-        saver = Saver("blocking", THREAD, _ONCE, generations=1)
-        kept = [saver.save(f"{ROOT}/bad/step-{number}", _make_state()) for number in range(3)]
-        for future in kept:
-            assert isinstance(future.exception(PATIENCE), CheckpointException)
-
-
 def test_the_error_of_a_save_in_the_foreground_keeps_its_traceback(faulty: FaultyServer) -> None:
     _refuse(faulty, "denied")
     staged: Any = S3Stager(_ONCE, generations=1).stage(_make_state())
@@ -331,15 +283,10 @@ def test_the_error_of_a_save_in_the_foreground_keeps_its_traceback(faulty: Fault
     assert "_save_state_dict" in names
 
 
-@pytest.mark.parametrize("writer", ["torch", "dcp_s3"])
-def test_a_kept_future_of_a_failed_save_does_not_pin_memory(faulty: FaultyServer, tmp_path: Path, writer: str) -> None:
+def test_a_kept_future_of_a_failed_save_of_torchs_writer_does_not_pin_memory(tmp_path: Path) -> None:
     stager, blocked = S3Stager(generations=1), tmp_path / "file"
     blocked.write_text("x")
-    made: Any = (
-        dcp.FileSystemWriter(blocked / "below")
-        if writer == "torch"
-        else S3StorageWriter("s3://no-such-bucket-here/run")
-    )
+    made = dcp.FileSystemWriter(blocked / "below")
     future: Any = dcp.async_save({"w": torch.ones(1000)}, storage_writer=made, async_stager=stager)
     with pytest.raises(CheckpointException):
         future.result(PATIENCE)
@@ -372,21 +319,13 @@ def test_nothing_is_left_of_a_save_that_has_ended(faulty: FaultyServer, fails: b
 # --- what passes for a state ----------------------------------------------------------------------------
 
 
-def test_it_looks_like_a_state_of_one_entry_with_a_name_of_its_own() -> None:
-    state, other = (FailedStaging(StagingError("no room")) for _ in range(2))
-    assert isinstance(state, dict)
-    assert list(_stateful_to_state_dict(state)) == list(state) != list(other)
+def test_what_passes_for_a_state_raises_the_cause_for_its_name_and_to_whoever_pickles_it() -> None:
+    error = StagingError("no room")
+    state, other = FailedStaging(error), FailedStaging(error)
+    assert list(_stateful_to_state_dict(state)) == list(state) == [state.name] != [other.name]
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(state), is_coordinator=True)
     assert [item.index.fqn for item in planner.create_local_plan().items] == [state.name]
-    assert state.name.startswith(MARK)
-    assert state.name != other.name
-
-
-def test_the_cause_is_raised_for_its_name_and_to_whoever_pickles_or_copies_it() -> None:
-    error = StagingError("no room")
-    state = FailedStaging(error)
-    raise_if_failed([])
     raise_if_failed(["model.weight", MARK, f"{MARK}0"])
     uses: list[Callable[[], object]] = [
         lambda: raise_if_failed(["model.weight", state.name]),
@@ -397,13 +336,9 @@ def test_the_cause_is_raised_for_its_name_and_to_whoever_pickles_or_copies_it() 
         with pytest.raises(StagingError) as failure:
             use()
         assert failure.value is error
-
-
-def test_it_crosses_to_another_process() -> None:
-    found = pickle.loads(bytes(ForkingPickler.dumps(FailedStaging(StagingError("no room")))))
+    found = pickle.loads(bytes(ForkingPickler.dumps(other)))
     assert isinstance(found, FailedStaging)
-    assert isinstance(found.error, StagingError)
-    with pytest.raises(StagingError, match="no room"):
+    with pytest.raises(StagingError, match="no room"):  # in another process, too
         raise_if_failed(found)
 
 
@@ -419,26 +354,6 @@ def test_writers_raise_the_cause_and_leave_no_half_of_a_checkpoint(
     assert [type(cause) for cause, _ in failure.value.failures.values()] == [StagingError]
     assert not (tmp_path / "c" / ".metadata").exists()
     dcp.save({"w": torch.ones(3)}, storage_writer=writer())
-
-
-def _fail_to_stage_on_one_rank(path: str) -> None:
-    limit = "1MiB" if dist.get_rank() == 1 else None
-    for asynchronous in (False, True):
-        with S3Stager({"staging_limit": limit}, asynchronous=asynchronous) as stager:
-            answer: Any = dcp.async_save(
-                {"w": torch.ones(1_000_000)},
-                storage_writer=dcp.FileSystemWriter(path),
-                async_stager=stager,
-                process_group=dist.group.WORLD,
-            )
-            with pytest.raises(CheckpointException) as failure:
-                getattr(answer, "upload_completion", answer).result(PATIENCE)
-            assert list(failure.value.failures) == [1]
-            assert isinstance(failure.value.failures[1][0], StagingError)
-
-
-def test_every_rank_of_torchs_writer_learns_of_a_failure_on_one(tmp_path: Path) -> None:
-    run_ranks(2, _fail_to_stage_on_one_rank, str(tmp_path))
 
 
 def test_an_error_that_can_not_cross_to_another_process_is_told_by_its_text() -> None:

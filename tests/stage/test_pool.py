@@ -7,7 +7,7 @@ import gc
 import logging
 import os
 import random
-import threading
+import re
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -31,73 +31,66 @@ def _reported_waits(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_slots_are_apart_and_writable() -> None:
-    slots = make_pool().acquire([100, 1, 5000])
+    pool = make_pool(generations=1)
+    slots = pool.acquire([100, 1, 5000])
     for number, slot in enumerate(slots):
         slot.lease[slot.offset : slot.offset + 1] = bytes([number + 1])
     assert [slot.lease[slot.offset] for slot in slots] == [1, 2, 3]
     assert [slot.address - slot.buffer.address for slot in slots] == [0, 128, 192]
     assert len({id(slot.lease) for slot in slots}) == 1
     assert slots[0].buffer.size == 192 + 5056
+    assert (pool.acquire([]), pool.in_use) == ([], 1), "nothing needs no memory"
 
 
-def test_nothing_needs_no_memory() -> None:
-    pool = make_pool(generations=1)
-    held = pool.acquire([10])
-    assert (pool.acquire([]), pool.in_use) == ([], 1)
-    del held
-
-
-def test_memory_is_used_again() -> None:
-    pool = make_pool()
-    slots = pool.acquire([MIB])
-    first, buffer = slots[0].buffer.address, weakref.ref(slots[0].buffer)
-    del slots
-    for _ in range(5):
-        again = pool.acquire([MIB])
-        assert again[0].buffer is buffer()
-        assert again[0].buffer.address == first
-        del again
-    assert (pool.in_use, pool.size) == (0, MIB)
-
-
-def test_memory_in_use_is_not_used_again() -> None:
+def test_memory_is_used_again_but_not_while_in_use() -> None:
     pool = make_pool(generations=3)
     held = [pool.acquire([MIB]) for _ in range(3)]
-    assert len({slots[0].address for slots in held}) == 3
+    addresses = {slots[0].address for slots in held}
+    assert len(addresses) == 3
     assert (pool.in_use, pool.size) == (3, 3 * MIB)
     kept = torch.frombuffer(held[1][0].lease, dtype=torch.uint8, count=5)[2:]
     held.clear()
     assert pool.in_use == 1
     more = [pool.acquire([MIB]) for _ in range(2)]
-    assert kept.data_ptr() not in [slots[0].address + 2 for slots in more]
+    assert {slots[0].address for slots in more} == addresses - {kept.data_ptr() - 2}
     assert pool.size == 3 * MIB
+    more.clear()
+    small = pool.acquire([MIB // 4])
+    assert small[0].buffer.size == MIB // 4, "a much larger buffer is not taken for a small request"
+    assert pool.acquire([MIB * 3 // 5])[0].buffer.size == MIB
 
 
-def test_a_request_beyond_the_generations_waits_and_is_woken(caplog: pytest.LogCaptureFixture) -> None:
-    pool = make_pool(generations=2)
-    first, second = pool.acquire([MIB]), pool.acquire([MIB])
-    address = second[0].address
-    waiter = Waiter(pool, [MIB], caplog)
-    waiter.waits()
-    assert not waiter.done
-    assert "2 earlier saves" in caplog.text
-    assert "as many as may exist at a time" in caplog.text
-    del second  # in another thread than the one that waits
-    assert waiter.result()[0].address == address
-    assert "staging waited for" in caplog.text
-    del first
-
-
-def test_a_long_wait_is_reported_again(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "held", "asked", "words"),
+    [
+        ({"generations": 2}, 2, MIB, "2 earlier saves still hold their staged copies, as many as may exist at a time"),
+        ({"generations": 5, "limit": 3 * MIB}, 2, 2 * MIB, "most of the 3.0 MiB .* DCP_S3_SPILL_DIR is not set"),
+        ({"generations": 5, "limit": 2 * MIB}, 1, 3 * MIB, "most of the 2.0 MiB"),  # it never can fit
+    ],
+    ids=["generations", "budget", "never"],
+)
+def test_a_request_that_has_to_wait_says_why_and_is_woken(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, options: Any, held: int, asked: int, words: str
+) -> None:
     monkeypatch.setattr(pool_module, "_NOTICE_SECONDS", 0.0)
     monkeypatch.setattr(pool_module, "_REPORT_SECONDS", 0.0)
-    pool = make_pool(generations=1)
-    held = pool.acquire([100])
-    waiter = Waiter(pool, [100], caplog)
-    until(lambda: caplog.text.count("staging has waited for") >= 2)
-    del held
-    waiter.result()
+    pool = make_pool(**options)
+    kept = [pool.acquire([MIB]) for _ in range(held)]
+    waiter = Waiter(pool, [asked], caplog)
+    waiter.waits()
+    until(lambda: caplog.text.count("staging has waited for") >= 2)  # and again every now and then
+    assert re.search(words, caplog.text)
+    assert not waiter.done
+    kept.pop()  # in another thread than the one that waits
+    if asked > options.get("limit", asked):
+        with pytest.raises(StagingError):
+            waiter.result()
+        assert len(pool.acquire([2 * MIB])) == 1
+        return
+    assert waiter.result()[0].buffer.size == asked
+    assert pool.size == options.get("limit", 2 * MIB), "what is free has made room"
     assert [record.levelname for record in caplog.records][:: len(caplog.records) - 1] == ["INFO", "WARNING"]
+    assert "staging waited for" in caplog.text
 
 
 def test_a_lease_in_a_cycle_is_found_before_waiting(caplog: pytest.LogCaptureFixture) -> None:
@@ -135,25 +128,16 @@ def test_a_failed_allocation_leaves_the_pool_usable(
     assert pool.size == 3 * MIB
 
 
-def test_close_frees_what_is_not_in_use() -> None:
-    pool = make_pool()
-    slots = pool.acquire([MIB])
-    buffer = weakref.ref(slots[0].buffer)
-    del slots
-    assert buffer() is not None
-    pool.close()
-    assert (buffer(), pool.size) == (None, 0)
-    pool.close()
-
-
 @pytest.mark.parametrize("dropped", [False, True])
-def test_the_end_frees_the_rest_when_it_is_not_used_any_more(dropped: bool) -> None:
+def test_close_frees_what_is_free_and_the_rest_when_it_is_not_used_any_more(dropped: bool) -> None:
     pool = make_pool(shared=True)
-    slots = pool.acquire([MIB])
+    slots, free = pool.acquire([MIB]), pool.acquire([MIB])
     tensor = torch.frombuffer(slots[0].lease, dtype=torch.uint8, count=3)
-    buffer = weakref.ref(slots[0].buffer)
-    del slots
+    buffer, other = weakref.ref(slots[0].buffer), weakref.ref(free[0].buffer)
+    del slots, free
     pool.close()
+    pool.close()
+    assert (other(), pool.size) == (None, 0)
     if dropped:
         del pool
         gc.collect()
@@ -165,17 +149,15 @@ def test_the_end_frees_the_rest_when_it_is_not_used_any_more(dropped: bool) -> N
     assert buffer() is None
 
 
-def test_close_while_a_request_waits(caplog: pytest.LogCaptureFixture) -> None:
+def test_close_ends_a_wait(caplog: pytest.LogCaptureFixture) -> None:
     pool = make_pool(generations=1)
     held = pool.acquire([100])
     waiter = Waiter(pool, [100], caplog)
     waiter.waits()
-    closer = threading.Thread(target=pool.close, daemon=True)
-    closer.start()
-    until(pool._closed.is_set)
+    pool.close()
+    with pytest.raises(StagingError, match="closed"):
+        waiter.result()
     del held
-    closer.join(60)
-    assert not closer.is_alive()
 
 
 def test_free_buffers_that_do_not_fit_make_room_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,34 +194,11 @@ def test_over_the_budget_with_nothing_in_use_names_both_settings(spill_dir: str 
     assert len(pool.acquire([MIB])) == 1
 
 
-def test_over_the_budget_with_others_in_use_waits(caplog: pytest.LogCaptureFixture) -> None:
-    pool = make_pool(limit=3 * MIB, generations=5)
-    held = [pool.acquire([MIB]), pool.acquire([MIB])]
-    waiter = Waiter(pool, [2 * MIB], caplog)
-    waiter.waits()
-    assert "3.0 MiB" in caplog.text
-    assert "DCP_S3_SPILL_DIR is not set" in caplog.text
-    held.pop()
-    slots = waiter.result()
-    assert slots[0].buffer.size == 2 * MIB
-    assert pool.size == 3 * MIB  # the free one made room
-
-
-def test_one_that_waits_and_never_can_fit_is_refused_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    pool = make_pool(limit=2 * MIB)
-    held = pool.acquire([MIB])
-    waiter = Waiter(pool, [3 * MIB], caplog)
-    waiter.waits()
-    del held
-    with pytest.raises(StagingError):
-        waiter.result()
-    assert len(pool.acquire([2 * MIB])) == 1
-
-
 def test_what_exceeds_the_budget_goes_to_disk(tmp_path: Path) -> None:
     pool = make_pool(limit=2 * MIB, spill_dir=str(tmp_path))
     slots = pool.acquire([3 * MIB, MIB, 100])
     assert [slot.buffer.kind for slot in slots] == ["file", "private", "private"]
+    assert pool.acquire([2 * MIB])[0].buffer.kind == "file", "memory is not waited for"
     assert sum({b.size for b in (s.buffer for s in slots) if b.kind != "file"}) <= 2 * MIB
     node = os.fstat(slots[0].buffer.fileno()).st_ino
     assert pool.in_use == 1
@@ -248,17 +207,6 @@ def test_what_exceeds_the_budget_goes_to_disk(tmp_path: Path) -> None:
     del slots
     assert pool.in_use == 0
     assert os.fstat(pool.acquire([3 * MIB])[0].buffer.fileno()).st_ino == node, "files are used again"
-
-
-def test_with_a_spill_directory_memory_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pool = make_pool(limit=2 * MIB, generations=3, spill_dir=str(tmp_path))
-    first = pool.acquire([2 * MIB])
-    second = pool.acquire([2 * MIB])
-    assert [first[0].buffer.kind, second[0].buffer.kind] == ["private", "file"]
-    del first
-    assert pool.acquire([2 * MIB])[0].buffer.kind == "private"
-    del second
-    assert caplog.records == []
 
 
 def _in_memory(pool: BufferPool) -> int:
@@ -290,14 +238,6 @@ def test_sizes_that_alternate_do_not_grow_the_pool(generations: int) -> None:
         slots = pool.acquire([(1, 10, 100, 1000)[number % 4] * 4096])
         assert len([*pool._free, *pool._buffers_in_use()]) <= generations
         del slots
-
-
-def test_a_much_larger_buffer_is_not_taken_for_a_small_request() -> None:
-    pool = make_pool()
-    slots = pool.acquire([10 * MIB])
-    del slots
-    assert pool.acquire([MIB])[0].buffer.size == MIB
-    assert pool.acquire([6 * MIB])[0].buffer.size == 10 * MIB
 
 
 @pytest.mark.parametrize("spills", [True, False])

@@ -79,43 +79,39 @@ def test_the_plan_depends_on_nothing_but_the_spans(spans: list[TensorSpan]) -> N
     assert together == apart
 
 
-def test_nothing_to_stage() -> None:
-    assert plan_regions([]) == []
-    assert plan_regions([TensorSpan("a", 5, 5, 0)]) == []
+def _column(stop: int, start: int = 0, nbytes: int = 10) -> TensorSpan:
+    return TensorSpan("a", start, stop, nbytes, "column")
 
 
-def test_a_small_view_of_a_huge_storage_costs_the_view_only() -> None:
-    huge = 2**40
-    (region,) = plan_regions([TensorSpan("a", huge // 2, huge // 2 + 400, 400)])
-    assert region == Region((0,), huge // 2, 400)
-    (region,) = plan_regions([TensorSpan("a", 0, huge, 400, "column")])
-    assert region == Region((0,), 0, 400, gathered=True)
-    regions = plan_regions([TensorSpan("a", 0, 4, 4), TensorSpan("a", huge - 4, huge, 4)])
-    assert sum(region.size for region in regions) < 64
-
-
-def test_views_with_small_gaps_are_one_region() -> None:
-    spans = [TensorSpan("a", start, start + 60, 60) for start in range(0, 1000, 100)]
-    assert plan_regions(spans) == [Region(tuple(range(10)), 0, 960)]
-    touching = [TensorSpan("a", 0, 16, 16), TensorSpan("a", 16, 32, 16), TensorSpan("a", 2**20, 2**20 + 16, 16)]
-    assert [region.tensors for region in plan_regions(touching)] == [(0, 1), (2,)]
+_HUGE = 2**40
+_GAPS = [TensorSpan("a", start, start + 60, 60) for start in range(0, 1000, 100)]
+_TOUCHING = [TensorSpan("a", 0, 16, 16), TensorSpan("a", 16, 32, 16), TensorSpan("a", _HUGE, _HUGE + 16, 16)]
+_WHOLE = TensorSpan("a", 0, 1000, 1000)
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("spans", "expected"),
     [
-        (TensorSpan("a", 0, 1000, 1000), TensorSpan("a", 0, 990, 10, "column")),
-        (TensorSpan("a", 0, 1000, 1000), TensorSpan("a", 4, 990, 10, "column")),
-        (TensorSpan("a", 0, 990, 10, "column"), TensorSpan("a", 0, 1000, 1000)),
-        (TensorSpan("a", 0, 990, 10, "column"), TensorSpan("a", 4, 1000, 996)),
+        ([], []),
+        ([TensorSpan("a", 5, 5, 0)], []),
+        ([TensorSpan("a", _HUGE // 2, _HUGE // 2 + 400, 400)], [Region((0,), _HUGE // 2, 400)]),
+        ([_column(_HUGE, nbytes=400)], [Region((0,), 0, 400, gathered=True)]),
+        (
+            [TensorSpan("a", 0, 4, 4), TensorSpan("a", _HUGE - 4, _HUGE, 4)],
+            [Region((0,), 0, 4), Region((1,), _HUGE - 16, 16)],
+        ),
+        (_GAPS, [Region(tuple(range(10)), 0, 960)]),
+        (_TOUCHING, [Region((0, 1), 0, 32), Region((2,), _HUGE, 16)]),
+        ([TensorSpan("a", 0, 9, 9), TensorSpan("b", 0, 9, 9)], [Region((0,), 0, 9), Region((1,), 0, 9)]),
+        ([_WHOLE, _column(990)], [Region((0, 1), 0, 1000)]),
+        ([_WHOLE, _column(990, 4)], [Region((0, 1), 0, 1000)]),
+        ([_column(990), _WHOLE], [Region((0, 1), 0, 1000)]),
+        ([_column(990), TensorSpan("a", 4, 1000, 996)], [Region((0, 1), 0, 1000)]),
     ],
-)
-def test_a_sparse_view_goes_with_the_whole_tensor(first: TensorSpan, second: TensorSpan) -> None:
-    assert plan_regions([first, second]) == [Region((0, 1), 0, 1000)]
-
-
-def test_the_same_span_in_two_storages_is_two_regions() -> None:
-    assert [r.tensors for r in plan_regions([TensorSpan("a", 0, 9, 9), TensorSpan("b", 0, 9, 9)])] == [(0,), (1,)]
+)  # fmt: skip
+def test_plans(spans: list[TensorSpan], expected: list[Region]) -> None:
+    """A small view of a huge storage costs the view only; a sparse one goes with the whole tensor."""
+    assert plan_regions(spans) == expected
 
 
 _sizes = st.lists(st.integers(1, 10_000), max_size=30)
@@ -141,10 +137,5 @@ def test_what_goes_to_memory_fits_there(sizes: list[int], room: int) -> None:
         if not chosen:  # and nothing is sent to disk that would have had room
             assert place([size])[1] > room - used
             assert all(size >= other for other, taken in zip(sizes, choice, strict=True) if taken)
-
-
-@given(_sizes)
-def test_without_a_limit_all_goes_to_memory(sizes: list[int]) -> None:
-    assert split(sizes, None) == [True] * len(sizes)
-    assert split(sizes, 0) == [False] * len(sizes)
-    assert split(sizes, place(sizes)[1]) == [True] * len(sizes)
+    for enough in (None, place(sizes)[1]):
+        assert split(sizes, enough) == [True] * len(sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -82,30 +83,50 @@ def test_every_kind_of_entry_survives_changes() -> None:
     assert_same(staged, expected)
 
 
-def _quantized() -> torch.Tensor:
-    return torch.quantize_per_channel(torch.ones(4, 3), torch.tensor([0.1] * 4), torch.tensor([0] * 4), 0, torch.qint8)
+def _quantized(channels: bool, dtype: torch.dtype) -> torch.Tensor:
+    if channels:
+        return torch.quantize_per_channel(torch.ones(4, 3), torch.tensor([0.1] * 4), torch.tensor([0] * 4), 0, dtype)
+    return torch.quantize_per_tensor(torch.arange(12.0), 0.5, 3, dtype)
 
 
+_MATRIX = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
 _APART: dict[str, Callable[[], torch.Tensor]] = {
-    "coo": lambda: torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse(),
-    "csr": lambda: torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse_csr(),
-    "csc": lambda: torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse_csc(),
+    "coo": lambda: _MATRIX.to_sparse(),
+    "csr": lambda: _MATRIX.to_sparse_csr(),
+    "csc": lambda: _MATRIX.to_sparse_csc(),
     "bsr": lambda: torch.arange(16.0).view(4, 4).to_sparse_bsr((2, 2)),
     "hybrid": lambda: torch.arange(12.0).view(2, 3, 2).to_sparse(1),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.arange(3.0)], layout=torch.jagged),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.arange(3.0)]),
+    "channels": lambda: _quantized(True, torch.qint8),
+    **{str(each): functools.partial(_quantized, False, each) for each in (torch.qint8, torch.quint8, torch.qint32)},
 }
 
 
+def _dense(tensor: torch.Tensor) -> Any:
+    if tensor.is_nested:
+        return [part.tolist() for part in tensor.unbind()]
+    if tensor.is_quantized:
+        scale = tensor.q_per_channel_scales() if tensor.qscheme() == torch.per_channel_affine else tensor.q_scale()
+        return tensor.dtype, str(scale), tensor.int_repr().tolist()
+    return tensor.layout, tensor.to_dense().tolist()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", _APART)
-def test_sparse_tensors(kind: str) -> None:
+def test_tensors_that_are_no_plain_memory(kind: str) -> None:
     original, expected = _APART[kind](), _APART[kind]()
-    staged = stage_once({"s": original})["s"]
-    values = original._values() if original.layout == torch.sparse_coo else original.values()
-    values.fill_(9)
-    assert staged.layout == expected.layout
-    assert torch.equal(staged.to_dense(), expected.to_dense())
-    for name in ("_indices",) if kind in ("coo", "hybrid") else ():
-        getattr(original, name)().zero_()
-        assert torch.equal(getattr(staged, name)(), getattr(expected, name)())
+    staged = stage_once({"s": original, "m": torch.empty(3, 4, device="meta")})
+    if original.is_quantized:
+        original.copy_(torch.zeros(original.shape))
+    elif original.layout == torch.sparse_coo:
+        original._values().fill_(9)
+        original._indices().zero_()
+    elif kind != "nested":
+        original.values().fill_(9)
+    assert _dense(staged["s"]) == _dense(expected)
+    assert kind == "nested" or _dense(original) != _dense(expected)
+    assert (staged["m"].device.type, tuple(staged["m"].shape)) == ("meta", (3, 4)), "it stays what it is"
 
 
 def test_the_result_of_a_collective_that_is_under_way_is_waited_for(tmp_path: Path) -> None:
@@ -118,35 +139,6 @@ def test_the_result_of_a_collective_that_is_under_way_is_waited_for(tmp_path: Pa
         dist.destroy_process_group()
     assert type(staged) is torch.Tensor
     assert torch.equal(staged, torch.arange(5.0))
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_quantized_tensors() -> None:
-    for dtype in (torch.qint8, torch.quint8, torch.qint32):
-        original = torch.quantize_per_tensor(torch.arange(12.0), 0.5, 3, dtype)
-        expected = original.int_repr().clone()
-        staged = stage_once({"q": original})["q"]
-        original.copy_(torch.quantize_per_tensor(torch.zeros(12), 0.5, 3, dtype))
-        assert (staged.dtype, staged.q_scale(), staged.q_zero_point()) == (dtype, 0.5, 3)
-        assert torch.equal(staged.int_repr(), expected)
-    staged = stage_once({"q": _quantized()})["q"]
-    assert torch.equal(staged.q_per_channel_scales(), _quantized().q_per_channel_scales())
-    assert torch.equal(staged.dequantize(), _quantized().dequantize())
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
-def test_nested_tensors(layout: torch.layout) -> None:
-    original = torch.nested.nested_tensor([torch.ones(2), torch.arange(3.0)], layout=layout)
-    staged = stage_once({"n": original})["n"]
-    if layout == torch.jagged:
-        original.values().zero_()
-    assert [part.tolist() for part in staged.unbind()] == [[1, 1], [0, 1, 2]]
-
-
-def test_meta_tensors_stay_what_they_are() -> None:
-    staged = stage_once({"m": torch.empty(3, 4, device="meta")})["m"]
-    assert (staged.device.type, tuple(staged.shape)) == ("meta", (3, 4))
 
 
 def test_lazy_views_and_parameters() -> None:
@@ -171,21 +163,15 @@ class _Marked(torch.Tensor):
     pass
 
 
-def test_subclasses_with_memory_of_their_own() -> None:
-    original = torch.arange(5.0).as_subclass(_Marked)
-    staged = stage_once({"m": original})["m"]
-    torch.Tensor.zero_(original)
-    assert staged.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_wrappers_of_tensors() -> None:
-    a, b = torch.arange(4.0), torch.ones(4)
-    staged = stage_once({"w": TwoTensor(a, b), "p": nn.Parameter(TwoTensor(a, b)), "a": a})
-    a.zero_()
-    b.zero_()
+def test_wrappers_of_tensors_and_subclasses_with_memory_of_their_own() -> None:
+    a, b, marked = torch.arange(4.0), torch.ones(4), torch.arange(5.0).as_subclass(_Marked)
+    staged = stage_once({"w": TwoTensor(a, b), "p": nn.Parameter(TwoTensor(a, b)), "a": a, "m": marked})
+    for tensor in (a, b, marked):
+        torch.Tensor.zero_(tensor)
     for name in "wp":
         assert isinstance(staged[name], TwoTensor)
         assert (staged[name].a.tolist(), staged[name].b.tolist()) == ([0, 1, 2, 3], [1] * 4)
+    assert staged["m"].tolist() == [0, 1, 2, 3, 4]
     staged["a"].fill_(7)
     assert staged["w"].a.tolist() == [7] * 4
 
@@ -193,54 +179,44 @@ def test_wrappers_of_tensors() -> None:
 # --- aliases, and where the bytes lie --------------------------------------------------------------------
 
 
-def test_views_stay_aliased_to_each_other_and_not_to_the_original() -> None:
-    base = torch.arange(24.0).view(4, 6)
-    staged = stage_once({"base": base, "row": base[1], "t": base.t(), "bytes": base.view(torch.uint8), "same": base})
+@pytest.mark.parametrize("turned", [False, True])
+def test_views_stay_aliased_to_each_other_and_not_to_the_original(turned: bool) -> None:
+    base, wide = torch.arange(24.0).view(4, 6), torch.zeros(8, 100)
+    state = {"base": base, "row": base[1], "t": base.t(), "bytes": base.view(torch.uint8), "same": base}
+    state |= {"wide": wide, "column": wide[:, 0]}
+    staged = stage_once(dict(reversed(state.items())) if turned else state)
     assert staged["same"] is staged["base"]
     staged["base"].fill_(5)
+    staged["wide"].fill_(1)
     assert staged["row"].tolist() == [5] * 6
     assert staged["t"].tolist() == [[5] * 4] * 6
+    assert staged["column"].tolist() == [1] * 8
     assert torch.equal(staged["bytes"].view(torch.float32), staged["base"])
     assert torch.equal(base, torch.arange(24.0).view(4, 6))
 
 
-@pytest.mark.parametrize("order", [("w", "column"), ("column", "w")])
-def test_a_column_stays_aliased_to_its_matrix(order: tuple[str, str]) -> None:
-    w = torch.zeros(8, 100)
-    entries = {"w": w, "column": w[:, 0]}
-    staged = stage_once({name: entries[name] for name in order})
-    staged["w"].fill_(1)
-    assert staged["column"].tolist() == [1] * 8
-
-
 @pytest.mark.parametrize("count", [1000, 1_000_000])
-@pytest.mark.parametrize("offset", [1, 3, 5])
-def test_memory_that_is_not_aligned(count: int, offset: int) -> None:
-    memory = bytearray(4 * count + 16)
-    tensor = torch.frombuffer(memory, dtype=torch.float32, count=count, offset=offset)
-    tensor.copy_(torch.arange(count))
-    staged = stage_once({"x": tensor, "part": tensor[3:9], "sparse": tensor[::5]})
-    tensor.zero_()
-    assert torch.equal(staged["x"], torch.arange(count).float())
-    assert staged["part"].tolist() == list(range(3, 9))
-    assert torch.equal(staged["sparse"], torch.arange(0, count, 5).float())
-    assert staged["x"].data_ptr() % 4 == 0
-
-
-@pytest.mark.parametrize("count", [1000, 1_000_000])
-def test_two_storages_of_one_address(count: int) -> None:
+def test_memory_that_is_not_aligned_and_two_storages_of_one_address(count: int) -> None:
+    for offset in (1, 3, 5):
+        memory = bytearray(4 * count + 16)
+        tensor = torch.frombuffer(memory, dtype=torch.float32, count=count, offset=offset)
+        tensor.copy_(torch.arange(count))
+        staged = stage_once({"x": tensor, "part": tensor[3:9], "sparse": tensor[::5]})
+        tensor.zero_()
+        assert torch.equal(staged["x"], torch.arange(count).float())
+        assert staged["part"].tolist() == list(range(3, 9))
+        assert torch.equal(staged["sparse"], torch.arange(0, count, 5).float())
+        assert staged["x"].data_ptr() % 4 == 0
     array = np.arange(count, dtype=np.float32)
     state = {"head": torch.from_numpy(array[:10]), "all": torch.from_numpy(array)}
-    staged = stage_once(state)
-    assert_same(staged, state)
+    assert_same(stage_once(state), state)
 
 
 @pytest.mark.parametrize("count", [10, 5_000_000])
 def test_a_small_view_of_a_large_storage_costs_the_view_only(count: int) -> None:
     base = torch.arange(count * 10)
     stager = S3Stager()
-    staged = stager.stage({"part": base[count : 2 * count], "every": base[::100]})
-    assert isinstance(staged, dict)
+    staged: Any = stager.stage({"part": base[count : 2 * count], "every": base[::100]})
     assert stager._pool.size <= base.nbytes // 4 + 256
     assert torch.equal(staged["part"], base[count : 2 * count])
     assert torch.equal(staged["every"], base[::100])
@@ -269,6 +245,20 @@ class _Pair(tuple[Any, ...]):
     pass
 
 
+class _Twice(collections.namedtuple("_Twice", "a b")):
+    """A named tuple with a constructor of its own."""
+
+    def __new__(cls, both: Any) -> Any:
+        return super().__new__(cls, both, both)
+
+
+class _Lazy(dict[int, Any]):
+    """Its `items` makes new tensors."""
+
+    def items(self) -> Any:
+        return ((key, torch.full((3,), float(key))) for key in self)
+
+
 def test_containers_keep_their_kind() -> None:
     ordered: Any = nn.Linear(2, 2).state_dict()
     lists: Any = collections.defaultdict(list, {"a": [torch.ones(1)]})
@@ -283,6 +273,8 @@ def test_containers_keep_their_kind() -> None:
         "max": torch.max(torch.ones(2, 2), 0),
         "set": {1, 2},
         1: {"int key": (torch.ones(1), ())},
+        "twice": _Twice(torch.ones(1)),
+        "lazy": _Lazy.fromkeys(range(200)),
     }
     staged = stage_once(state)
     for name, value in state.items():
@@ -290,6 +282,7 @@ def test_containers_keep_their_kind() -> None:
     assert list(staged["ordered"]) == list(ordered)
     assert staged["ordered"]._metadata == ordered._metadata
     assert staged["default"]["new"] == []
+    assert [value.tolist() for value in dict.values(staged["lazy"])] == [[float(n)] * 3 for n in range(200)]
     assert staged["point"].x.tolist() == [1, 1, 1]
     assert staged["names"].label == "kept"
     ordered["weight"].zero_()
@@ -304,16 +297,6 @@ def test_containers_keep_their_kind() -> None:
     assert staged["names"][0].tolist() == [1, 1]
     assert staged["pair"][0].item() == 1
     assert staged["set"] == {1, 2}
-
-
-class _Twice(collections.namedtuple("_Twice", "a b")):
-    def __new__(cls, both: Any) -> Any:
-        return super().__new__(cls, both, both)
-
-
-def test_a_named_tuple_with_a_constructor_of_its_own() -> None:
-    staged = stage_once({"t": _Twice(torch.ones(1))})
-    assert type(staged["t"]) is _Twice
 
 
 def test_shared_and_recursive_containers() -> None:
@@ -346,15 +329,6 @@ def test_objects_that_hold_tensors() -> None:
 def test_what_can_not_be_copied_is_named() -> None:
     with pytest.raises(StagingError, match=r"'model\.locks\.1' is a _thread\.lock .*Remedy"):
         stage_once({"model": {"locks": [1, threading.Lock()]}})
-
-
-def test_values_of_an_items_method_that_makes_new_tensors() -> None:
-    class Lazy(dict[int, Any]):
-        def items(self) -> Any:
-            return ((key, torch.full((3,), float(key))) for key in self)
-
-    staged = stage_once({"lazy": Lazy.fromkeys(range(200))})
-    assert [value.tolist() for value in dict.values(staged["lazy"])] == [[float(n)] * 3 for n in range(200)]
 
 
 # --- random states ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,59 +21,46 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="
 _ROOT = Path(__file__).parents[2]
 _MIB = 2**20
 
-_COMMON = """
+_OVER_BUDGET = """
 import json, os, sys, threading, time
 import torch, torch.distributed.checkpoint as dcp
 from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter
 
-MIB = 2**20
+url, spill = sys.argv[1:]
 torch.set_num_threads(1)
+sizes = [1, 7, 20, 36, 64, 128, 256, 512]  # MiB: 1 GiB in all
+state = {str(number): torch.empty(size * 2**20 // 8, dtype=torch.int64) for number, size in enumerate(sizes)}
 
 def memory():
-    "Bytes: anonymous and shared memory, and that mapped from files."
+    "Bytes of anonymous and shared memory."
     with open("/proc/self/status") as file:
         found = dict(line.split(":") for line in file)
-    anonymous, shared, files = (int(found[f"Rss{name}"].split()[0]) * 1024 for name in ("Anon", "Shmem", "File"))
-    return anonymous + shared, files
-
-def save(url, state, stager, overwrite=False):
-    answer = dcp.async_save(state, storage_writer=S3StorageWriter(url, overwrite=overwrite), async_stager=stager)
-    if not stager.asynchronous:
-        return answer
-    answer.staging_completion.result(60)
-    return answer.upload_completion
-"""
-
-_OVER_BUDGET = """
-url, spill = sys.argv[1:]
-sizes = [1, 7, 20, 36, 64, 128, 256, 512]  # MiB: 1 GiB in all
-state = {}
-for number, size in enumerate(sizes):
-    state[str(number)] = torch.empty(size * MIB // 8, dtype=torch.int64)
+    return sum(int(found[f"Rss{name}"].split()[0]) * 1024 for name in ("Anon", "Shmem"))
 
 def fill(seed):
     for number, tensor in enumerate(state.values()):
         torch.arange(seed + number, seed + number + tensor.numel(), out=tensor)
 
 fill(0)
-save(url + "/small", {"w": torch.ones(3)}, S3Stager()).result(60)  # clients and all else that comes once
-before, peak, peak_files, names = memory(), 0, 0, set()
+# Clients and all else that comes once.
+dcp.async_save({"w": torch.ones(3)}, storage_writer=S3StorageWriter(url + "/small")).result(60)
+before, peak, names = memory(), 0, set()
 stop = threading.Event()
 
 def sample():
-    global peak, peak_files
+    global peak
     while not stop.is_set():
-        now = memory()
-        peak, peak_files = max(peak, now[0]), max(peak_files, now[1])
+        peak = max(peak, memory())
         names.update(os.listdir(spill))
         time.sleep(0.002)
 
 sampler = threading.Thread(target=sample)
 sampler.start()
 stager = S3Stager(asynchronous=True)  # blocking differs in who waits only
-upload = save(url + "/large", state, stager)
+answer = dcp.async_save(state, storage_writer=S3StorageWriter(url + "/large"), async_stager=stager)
+answer.staging_completion.result(60)
 fill(1000)
-upload.result(100)
+answer.upload_completion.result(100)
 stop.set()
 sampler.join()
 stager.close()
@@ -80,13 +68,8 @@ dcp.load(state, storage_reader=S3StorageReader(url + "/large"))
 right = all(
     torch.equal(tensor, torch.arange(number, number + tensor.numel())) for number, tensor in enumerate(state.values())
 )
-print(json.dumps({
-    "grown": peak - before[0], "files": peak_files - before[1], "right": right, "names": sorted(names),
-    "left": os.listdir(spill),
-}))
+print(json.dumps({"grown": peak - before, "right": right, "names": sorted(names), "left": os.listdir(spill)}))
 """
-
-
 _OF_THE_SPILL_TIER = {"drainer.lock", "new", "saves"}
 
 
@@ -94,34 +77,20 @@ _OF_THE_SPILL_TIER = {"drainer.lock", "new", "saves"}
 def environment() -> Iterator[dict[str, str]]:
     """Leads a process to a server, with a bucket, in another one."""
     with MemoryS3Process() as server:
-        client = boto3.client(
-            "s3",
-            endpoint_url=server.endpoint_url,
-            aws_access_key_id="a",
-            aws_secret_access_key="b",
+        aws = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
+        with closing(boto3.client(
+            "s3", endpoint_url=server.endpoint_url, aws_access_key_id="a", aws_secret_access_key="b",
             region_name="us-east-1",
-        )
-        client.create_bucket(Bucket="bucket")
-        client.close()
-        yield {
-            **os.environ,
-            "PYTHONPATH": str(_ROOT),
-            "AWS_ACCESS_KEY_ID": "a",
-            "AWS_SECRET_ACCESS_KEY": "b",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "DCP_S3_ENDPOINT_URL": server.endpoint_url,
-        }
+        )) as client:  # fmt: skip
+            client.create_bucket(Bucket="bucket")
+        yield {**os.environ, **aws, "PYTHONPATH": str(_ROOT), "DCP_S3_ENDPOINT_URL": server.endpoint_url}
 
 
 def _run(script: str, environment: dict[str, str], *arguments: Any) -> Any:
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _COMMON + script, *map(str, arguments)],
-        env=environment,
-        timeout=150,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+        [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)],
+        env=environment, timeout=150, check=False, capture_output=True, text=True,
+    )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])
 

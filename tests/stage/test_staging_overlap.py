@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import multiprocessing.connection
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -20,8 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,10 +26,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter
+from tests.end_to_end.loads import assert_loads
 from tests.end_to_end.states import DTYPES, bits, random_tensor
 from tests.ranks import run_ranks
 from tests.servers import S3Server
-from tests.stage.making import PATIENCE, PROCESS, STAGERS, THREAD, Saver
+from tests.stage.making import PATIENCE, PROCESS, STAGERS, THREAD, Saver, UntilFile, WaitingPlanner
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -54,68 +52,50 @@ class _Counter:
         self.seen, self.names = state["seen"], state["names"]
 
 
-def _refill(tensor: torch.Tensor, name: str, step: int) -> None:
-    """Random bits that only depend on the arguments (and, for a shard, on the rank), put in place."""
-    seed = f"{name}/{step}"
-    if isinstance(tensor, DTensor):
-        if any(placement.is_shard() for placement in tensor.placements):
-            seed += f"/{dist.get_rank()}"
-        tensor = tensor.to_local()
-    with torch.no_grad():
-        tensor.copy_(random_tensor(tuple(tensor.shape), tensor.dtype, zlib.crc32(seed.encode())))
+def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of this rank in a state, by their names: a shard's has the rank in it."""
+    if isinstance(value, DTensor):
+        sharded = any(placement.is_shard() for placement in value.placements)
+        yield f"{path}/{dist.get_rank()}" if sharded else path, value.to_local()
+    elif isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _tensors(entry, f"{path}/{key}")
 
 
 class _Job:
     """A model, its optimizer and all else that a training has; DTensors where there are ranks."""
 
     def __init__(self, step: int) -> None:
-        self._distributed = dist.is_initialized()
-        rank = dist.get_rank() if self._distributed else 0
         model = nn.Sequential(nn.Linear(300, 501), nn.Linear(501, 300, dtype=torch.bfloat16))
         model.register_buffer("count", torch.tensor(0))
-        base = torch.zeros(60, 40)
-        self.tensors: dict[str, torch.Tensor] = {
-            **{str(dtype): torch.zeros(5, 7, dtype=dtype) for dtype in DTYPES},
-            "base": base,
-            "alone": torch.zeros(3000, 30),
-            "large": torch.zeros(1_500_000),  # 6 MB
-        }
-        self.sharded: dict[str, torch.Tensor] = {}
-        if self._distributed:
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.own, self.sharded = "rank 0", {}
+        if dist.is_initialized():
+            self.own, mesh = f"rank {dist.get_rank()}", init_device_mesh("cpu", (dist.get_world_size(),))
             fully_shard(model, mesh=mesh)
-            for name, shape, placement in (
-                ("rows", (7, 1000), Shard(0)),
-                ("columns", (5, 9), Shard(1)),
-                ("one row", (1, 4), Shard(0)),  # the second rank has nothing of it
-                ("copies", (11, 3), Replicate()),
-            ):
+            shapes: dict[str, tuple[tuple[int, int], Any]] = {
+                "rows": ((7, 1000), Shard(0)), "columns": ((5, 9), Shard(1)), "copies": ((11, 3), Replicate()),
+                "one row": ((1, 4), Shard(0)),  # the second rank has nothing of it
+            }  # fmt: skip
+            for name, (shape, placement) in shapes.items():
                 self.sharded[name] = distribute_tensor(torch.zeros(shape), mesh, [placement])
         self.model, self.optimizer = model, torch.optim.AdamW(model.parameters())
-        get_state_dict(model, self.optimizer)  # makes the optimizer's state
-        self.own = f"rank {rank}"
-        self.values: dict[str, Any] = {
-            "list": [0, [0], {"x": 0}],
-            "text": "",
-            "bytes": b"",
-            "none": None,
-            "number": 0.0,
-        }
+        self.tensors = {str(dtype): torch.zeros(5, 7, dtype=dtype) for dtype in DTYPES}
+        self.tensors |= {"base": torch.zeros(60, 40), "large": torch.zeros(1_500_000)}  # 6 MB
+        self.alone = torch.zeros(3000, 30)
+        self.values: dict[str, Any] = {"list": [0, [0], {"x": 0}], "none": None}
         self.counter = _Counter()
         self.change(step)
 
     def change(self, step: int) -> None:
-        """Everything, in place."""
-        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-            _refill(tensor, name, step)
-        for name, parameter in self.model.named_parameters():
-            for key, tensor in self.optimizer.state[parameter].items():
-                _refill(tensor, f"{name}.{key}", step)
+        """Everything, in place, to random bits that depend on names and step only."""
+        for name, tensor in _tensors({**self.state(), "alone": {self.own: self.alone}}):
+            if "/views/" not in name:
+                with torch.no_grad():
+                    seed = zlib.crc32(f"{name}/{step}".encode())
+                    tensor.copy_(random_tensor(tuple(tensor.shape), tensor.dtype, seed))
         self.optimizer.param_groups[0]["lr"] = 0.5**step
-        for name, tensor in self.sharded.items():
-            _refill(tensor, name, step)
-        for name, tensor in self.tensors.items():
-            _refill(tensor, f"{self.own}.{name}", step)
         self.values["list"][0] = step
         self.values["list"][1][0] = step + 10
         self.values["list"][2]["x"] = step + 20
@@ -125,122 +105,61 @@ class _Job:
 
     def state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        base, alone = self.tensors["base"], self.tensors["alone"]
+        base = self.tensors["base"]
         views = {
-            "columns": base[:, 1:3],
-            "transposed": base.t(),
-            "flat": base.view(-1)[7:19],
-            "of a large one": alone[5:7],
-            "strided": alone[::100, 3],
-        }
-        own = {"tensors": {n: t for n, t in self.tensors.items() if n != "alone"}, "views": views}
+            "columns": base[:, 1:3], "transposed": base.t(), "flat": base.view(-1)[7:19],
+            "of a large one": self.alone[5:7], "strided": self.alone[::100, 3],
+        }  # fmt: skip
         return {
             "model": model,
             "optimizer": optimizer,
             "sharded": self.sharded,
-            self.own: {**own, "values": self.values},
+            self.own: {"tensors": self.tensors, "views": views, "values": self.values},
             f"counter of {self.own}": self.counter,
         }
 
-    def bits(self) -> dict[str, Any]:
-        """Every leaf by its name: what must be the same for two jobs to be in the same state."""
-        flat: dict[str, Any] = {}
-        _flatten({name: v.state_dict() if isinstance(v, _Counter) else v for name, v in self.state().items()}, "", flat)
-        return flat
 
-
-def _flatten(value: Any, path: str, flat: dict[str, Any]) -> None:
-    if isinstance(value, DTensor):
-        value = value.to_local()
-    if isinstance(value, torch.Tensor):
-        flat[path] = (value.dtype, tuple(value.shape), zlib.crc32(bits(value)), bits(value)[:64])
-    elif isinstance(value, dict):
-        for key, entry in value.items():
-            _flatten(entry, f"{path}/{key}", flat)
-    elif isinstance(value, (list, tuple)):
-        for number, entry in enumerate(value):
-            _flatten(entry, f"{path}/{number}", flat)
-    else:
-        flat[path] = value
-
-
-def _state_at(step: int, changes: int) -> dict[str, Any]:
-    """What a job that was changed ``changes`` times, last to ``step``, has; `_Counter.seen` adds up."""
-    job = _Job(0)
-    for each in range(1, changes):
-        job.change(each)
-    assert job.values["list"][0] == step
-    return job.bits()
-
-
-def _loaded(url: str) -> dict[str, Any]:
-    """Into another job with other values."""
-    job = _Job(100)
-    state = job.state()
-    dcp.load(state, storage_reader=S3StorageReader(url))
-    flat: dict[str, Any] = {}
-    _flatten({name: v.state_dict() if isinstance(v, _Counter) else v for name, v in state.items()}, "", flat)
-    return flat
+def _leaves(state: dict[str, Any]) -> dict[str, Any]:
+    """Every leaf by its name: what must be the same for two jobs to be in the same state."""
+    state = {name: value.state_dict() if isinstance(value, _Counter) else value for name, value in state.items()}
+    flat, _ = flatten_state_dict(state)
+    tensors = {name: (each.dtype, tuple(each.shape), zlib.crc32(bits(each))) for name, each in _tensors(flat)}
+    return {**tensors, **{name: each for name, each in flat.items() if not isinstance(each, torch.Tensor)}}
 
 
 def _assert_saved(url: str, step: int) -> None:
-    found, expected = _loaded(url), _state_at(step, step + 1)
-    assert set(found) == set(expected)
-    wrong = [name for name, value in expected.items() if found[name] != value]
+    """It loads, into another job with other values, as the state of one that was changed to that step."""
+    expected, found = _Job(0), _Job(100)
+    for each in range(1, step + 1):
+        expected.change(each)  # one after the other: `_Counter.seen` adds up
+    state = found.state()
+    dcp.load(state, storage_reader=S3StorageReader(url))
+    wanted, loaded = _leaves(expected.state()), _leaves(state)
+    assert set(loaded) == set(wanted)
+    wrong = [name for name, value in wanted.items() if loaded[name] != value]
     assert not wrong, f"{url}: {wrong}"
 
 
 # --- slow saves ------------------------------------------------------------------------------------------
 
 
-class _UntilFile:
-    """Waits for a file; for a planner that is pickled into another process."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __call__(self) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not self._path.exists():
-            assert time.monotonic() < deadline, f"{self._path} did not appear"
-            time.sleep(0.01)
-
-
-class _WaitingPlanner(DefaultSavePlanner):
-    """Gives out no data before `go` does not block any more: what the save reads, it reads after that."""
-
-    def __init__(self, go: Callable[[], Any]) -> None:
-        super().__init__()
-        self._go = go
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        self._go()
-        return super().resolve_data(write_item)
-
-
-class _WhenStagingWaits(logging.Handler):
-    """Calls `act` as soon as the stager says that it waits for an earlier save."""
-
-    def __init__(self, act: Callable[[], Any]) -> None:
-        super().__init__()
-        self._act = act
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.getMessage().startswith("staging waits"):
-            self._act()
-
-
 @contextmanager
 def _when_staging_waits(act: Callable[[], Any]) -> Iterator[None]:
-    logger, handler = logging.getLogger("dcp_s3.stage.pool"), _WhenStagingWaits(act)
-    logger.addHandler(handler)
-    before = logger.level
+    """Call ``act`` as soon as the stager says that it waits for an earlier save."""
+    logger, before = logging.getLogger("dcp_s3.stage.pool"), logging.getLogger("dcp_s3.stage.pool").level
+
+    def look(record: logging.LogRecord) -> bool:
+        if record.getMessage().startswith("staging waits"):
+            act()
+        return True
+
+    logger.addFilter(look)
     logger.setLevel(logging.INFO)
     try:
         yield
     finally:
         logger.setLevel(before)
-        logger.removeHandler(handler)
+        logger.removeFilter(look)
 
 
 @contextmanager
@@ -280,7 +199,7 @@ def _save_three(url: str, directory: str, stager_name: str, kind: AsyncCheckpoin
             answer: Any = dcp.async_save(
                 job.state(),
                 storage_writer=S3StorageWriter(f"{url}/{step}", process_group=group, settings={"part_size": "5MiB"}),
-                planner=_WaitingPlanner(_UntilFile(go)),
+                planner=WaitingPlanner(UntilFile(go)),
                 process_group=group,
                 async_checkpointer_type=kind,
                 async_stager=stager,
@@ -306,20 +225,19 @@ def _save_three(url: str, directory: str, stager_name: str, kind: AsyncCheckpoin
 
 
 @pytest.mark.quick("blocking-1-PROCESS", "asynchronous-2-PROCESS", "writer-2-THREAD")
-@pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=lambda kind: str(kind.name))
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("world_size", "kind"),
+    [(0, THREAD), (1, THREAD), (1, PROCESS), (2, THREAD), (2, PROCESS)],
+    ids=["0-THREAD", "1-THREAD", "1-PROCESS", "2-THREAD", "2-PROCESS"],
+)
 @pytest.mark.parametrize("stager", STAGERS)
 def test_three_saves_in_a_row_are_each_the_state_at_their_call(
     root: str, memory_server: S3Server, tmp_path: Path, stager: str, world_size: int, kind: AsyncCheckpointerType
 ) -> None:
-    run_ranks(world_size, _save_three, root, str(tmp_path), stager, kind)
-
-
-@pytest.mark.parametrize("stager", STAGERS)
-def test_three_saves_in_a_row_without_process_group(
-    root: str, memory_server: S3Server, tmp_path: Path, stager: str
-) -> None:
-    _save_three(root, str(tmp_path), stager, THREAD)
+    if world_size:
+        run_ranks(world_size, _save_three, root, str(tmp_path), stager, kind)
+    else:
+        _save_three(root, str(tmp_path), stager, kind)
 
 
 # --- a script that ends ----------------------------------------------------------------------------------
@@ -355,14 +273,8 @@ def test_a_script_may_end_right_after_an_asynchronous_save(
     command = [sys.executable, "-W", "ignore", str(script), root, kind, str(tmp_path / "rendezvous")]
     ended = subprocess.run(command, timeout=120, check=False, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    state = {
-        "x": torch.zeros(3_000_000, dtype=torch.int64),
-        "y": {"z": torch.zeros(3, dtype=torch.bfloat16), "epoch": 0},
-    }
-    dcp.load(state, storage_reader=S3StorageReader(root))
-    assert torch.equal(state["x"], torch.arange(3_000_000))
-    assert torch.equal(state["y"]["z"], torch.ones(3, dtype=torch.bfloat16))
-    assert state["y"]["epoch"] == 7
+    expected = {"x": torch.arange(3_000_000), "y": {"z": torch.ones(3, dtype=torch.bfloat16), "epoch": 7}}
+    assert_loads(root, expected)
 
 
 # --- CUDA ------------------------------------------------------------------------------------------------
@@ -418,31 +330,19 @@ def _stage_while_the_gpu_works(url: str, stager: S3Stager, devices: list[torch.d
                 for key in ("large", "transposed", "strided", "bfloat16", "alone", "step"):
                     for _ in range(50 * (3 * step + 1)):
                         tensors[key].add_(1)
-        found = {
-            k: {n: torch.zeros_like(t) for n, t in v.items()} if k != "cpu" else v * 0 for k, v in expected.items()
-        }
-        dcp.load(found, storage_reader=S3StorageReader(f"{url}/{step}"))
-        flat_found: dict[str, Any] = {}
-        flat_expected: dict[str, Any] = {}
-        _flatten(found, "", flat_found)
-        _flatten(expected, "", flat_expected)
-        assert flat_found == flat_expected
+        assert_loads(f"{url}/{step}", expected)
 
 
 @needs_cuda
+@pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
 def test_a_cuda_state_is_that_of_the_call_while_the_gpu_goes_on(
-    root: str, memory_server: S3Server, asynchronous: bool
+    root: str, memory_server: S3Server, asynchronous: bool, devices: int
 ) -> None:
+    if torch.cuda.device_count() < devices:
+        pytest.skip("no second CUDA device")
     with S3Stager(asynchronous=asynchronous) as stager:
-        _stage_while_the_gpu_works(root, stager, [torch.device("cuda:0")])
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA device")
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
-def test_states_on_two_devices(root: str, memory_server: S3Server, asynchronous: bool) -> None:
-    with S3Stager(asynchronous=asynchronous) as stager:
-        _stage_while_the_gpu_works(root, stager, [torch.device("cuda:0"), torch.device("cuda:1")])
+        _stage_while_the_gpu_works(root, stager, [torch.device(f"cuda:{number}") for number in range(devices)])
 
 
 @needs_cuda

@@ -122,13 +122,20 @@ def test_a_state_that_is_dropped_gives_up_its_turn() -> None:
     assert turn.ended.done()
 
 
-def test_a_turn_of_another_key_is_not_waited_for() -> None:
-    turn = Turn()
-    turn.share("another key")
-    try:
-        take_turn("key")
-    finally:
-        turn.end()
+def test_a_save_says_what_it_waits_for_which_is_no_turn_of_another_key(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dcp_s3.stage.turns._REPORT_SECONDS", 0.01)
+    other, turn = Turn(), Turn()
+    other.shared.set_result("another key")
+    waiting = threading.Thread(target=take_turn, args=("key",))
+    waiting.start()
+    until(lambda: "an earlier one that shares key with it" in caplog.text)
+    assert waiting.is_alive()
+    turn.end()
+    waiting.join(PATIENCE)
+    assert not waiting.is_alive()
+    other.end()
 
 
 def test_a_save_that_was_never_begun_does_not_hold_the_others_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,22 +147,10 @@ def test_a_save_that_was_never_begun_does_not_hold_the_others_up(monkeypatch: py
     assert not turn.ended.done()
 
 
-def test_a_save_says_every_now_and_then_what_it_waits_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("dcp_s3.stage.turns._REPORT_SECONDS", 0.01)
-    turn = Turn()
-    waiting = threading.Thread(target=take_turn, args=("key",))
-    waiting.start()
-    until(lambda: "an earlier one that shares key with it" in caplog.text)
-    assert waiting.is_alive()
-    turn.end()
-    waiting.join(PATIENCE)
-    assert not waiting.is_alive()
-
-
-def test_a_turn_ends_with_the_thread_of_its_save() -> None:
-    """Even if the error of the save, and with it its state, is kept."""
+@pytest.mark.parametrize("ours", [False, True], ids=["a thread of torch's", "its own thread"])
+def test_a_turn_ends_with_the_thread_of_its_save(ours: bool) -> None:
+    """Even if the error of the save, and with it its state, is kept. Who looks at it in the thread that staged it does
+    not save it asynchronously."""
     turn, state = Turn(threading.current_thread()), StagedDict(w=1)
     turn.go_with(state)
     seen: list[bool] = []
@@ -164,10 +159,13 @@ def test_a_turn_ends_with_the_thread_of_its_save() -> None:
         assert dict(state.items()) == {"w": 1}
         seen.append(current_turn() is turn and not turn.ended.done())
 
-    thread = threading.Thread(target=save, name="AsyncCheckpointExecutor_0")
-    thread.start()
-    thread.join()
-    assert seen == [True]
+    if ours:
+        save()
+    else:
+        thread = threading.Thread(target=save, name="AsyncCheckpointExecutor_0")
+        thread.start()
+        thread.join()
+    assert seen == [not ours]
     assert turn.ended.done()
     assert current_turn() is None
 
@@ -217,11 +215,3 @@ def test_an_interrupt_in_stage_leaves_no_turn(monkeypatch: pytest.MonkeyPatch, a
     with pytest.raises(KeyboardInterrupt):
         S3Stager(asynchronous=asynchronous).stage(_state(0.0))
     assert turns._turns == before
-
-
-def test_a_state_that_its_own_thread_looks_at_is_not_that_of_an_asynchronous_save() -> None:
-    turn, state = Turn(threading.current_thread()), StagedDict()
-    turn.go_with(state)
-    state.items()
-    assert current_turn() is None
-    assert turn.ended.done()

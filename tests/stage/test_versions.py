@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter, errors
 from dcp_s3.load.peers.exchange import Exchange
@@ -32,39 +33,16 @@ LARGE = (700, 300)  # more than what is received through a buffer, and than an i
 SMALL = (5, 3)
 
 
-def _transposed(shape: tuple[int, ...]) -> nn.Parameter:
-    return nn.Parameter(torch.ones(shape[::-1]).permute(tuple(range(len(shape))[::-1])))
-
-
-def _double(shape: tuple[int, ...]) -> nn.Parameter:
-    return nn.Parameter(torch.ones(shape, dtype=torch.float64))
-
-
-def _ordinary(shape: tuple[int, ...]) -> nn.Parameter:
-    return nn.Parameter(torch.ones(shape))
-
-
-def _itself(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter
-
-
-def _detached(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.detach()
-
-
-def _part(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.detach()[:1] if parameter.dim() else parameter.detach().view(1)
-
-
-_MAKERS = (_ordinary, _transposed, _double)
-_VIEWS = (_itself, _detached, _part)
-
-
-def _backward(parameter: torch.Tensor, load: Callable[[], object]) -> None:
-    """A load between forward and backward."""
-    loss = (parameter * parameter).sum()
-    load()
-    loss.backward()
+_MAKERS: dict[str, Callable[[tuple[int, ...]], nn.Parameter]] = {
+    "ordinary": lambda shape: nn.Parameter(torch.ones(shape)),
+    "transposed": lambda shape: nn.Parameter(torch.ones(shape[::-1]).permute(tuple(range(len(shape))[::-1]))),
+    "double": lambda shape: nn.Parameter(torch.ones(shape, dtype=torch.float64)),
+}
+_VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "itself": lambda parameter: parameter,
+    "detached": lambda parameter: parameter.detach(),
+    "part": lambda parameter: parameter.detach()[:1] if parameter.dim() else parameter.detach().view(1),
+}
 
 
 @pytest.mark.parametrize("writer", ["dcp_s3", "torch"])
@@ -74,9 +52,9 @@ def test_a_load_between_forward_and_backward_is_an_error_as_with_torch(
     """However the bytes arrive, and whatever is given of the parameter."""
     parameters, stored, targets = {}, {}, {}
     for make, shape, view in itertools.product(_MAKERS, (SMALL, LARGE, ()), _VIEWS):
-        name = f"{make.__name__} {shape} {view.__name__}"
-        parameters[name] = make(shape)
-        targets[name] = view(parameters[name])
+        name = f"{make} {shape} {view}"
+        parameters[name] = _MAKERS[make](shape)
+        targets[name] = _VIEWS[view](parameters[name])
         stored[name] = torch.rand_like(targets[name], dtype=torch.float32)
     if writer == "torch":
         dcp.save(stored, checkpoint_id=tmp_path)
@@ -92,55 +70,19 @@ def test_a_load_between_forward_and_backward_is_an_error_as_with_torch(
             loss.backward()
 
 
-def test_what_is_not_loaded_keeps_its_version(memory_server: S3Server, root: str) -> None:
-    dcp.save({"w": torch.ones(3)}, storage_writer=S3StorageWriter(root))
-    parameter, other = nn.Parameter(torch.ones(2)), torch.zeros(3)
-    _backward(parameter, lambda: dcp.load({"w": other}, storage_reader=S3StorageReader(root)))
-    assert parameter.grad is not None
-
-
-def test_tensors_without_versions(memory_server: S3Server, root: str) -> None:
-    """Those of inference mode have none; others change in it as well."""
-    dcp.save({"w": torch.ones(3), "v": torch.ones(3)}, storage_writer=S3StorageWriter(root))
-    ordinary = torch.zeros(3)
-    before = ordinary._version
+def test_tensors_without_versions_and_wrappers(memory_server: S3Server, root: str) -> None:
+    """Those of inference mode have none; others change in it as well. What is not loaded keeps its version."""
+    dcp.save({"w": torch.ones(4), "v": torch.ones(4), "two": torch.ones(4)}, storage_writer=S3StorageWriter(root))
+    ordinary, other, wrapper = torch.zeros(4), torch.zeros(4), TwoTensor(torch.zeros(4), torch.zeros(4))
+    before = ordinary._version, wrapper._version, other._version
     with torch.inference_mode():
-        made = torch.zeros(3)
+        made = torch.zeros(4)
         dcp.load({"w": made, "v": ordinary}, storage_reader=S3StorageReader(root))
-    assert made.tolist() == ordinary.tolist() == [1, 1, 1]
-    assert ordinary._version > before
-
-
-class _Wrapper(torch.Tensor):
-    """A traceable wrapper subclass, which has no memory of its own."""
-
-    inner: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Any:
-        wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        wrapper.inner = inner
-        return wrapper
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = torch.utils._pytree.tree_map_only(cls, lambda wrapper: wrapper.inner, args)
-        found = func(*plain, **(kwargs or {}))
-        if func is torch.ops.aten.copy_.default:
-            return args[0]
-        return cls(found) if isinstance(found, torch.Tensor) else found
-
-
-def test_a_wrapper(memory_server: S3Server, root: str) -> None:
-    dcp.save({"w": torch.ones(3)}, storage_writer=S3StorageWriter(root))
-    wrapper = _Wrapper(torch.zeros(3))
-    before = wrapper._version
-    dcp.load({"w": wrapper}, storage_reader=S3StorageReader(root))
-    assert wrapper.inner.tolist() == [1, 1, 1]
-    assert wrapper._version > before
+    dcp.load({"two": wrapper}, storage_reader=S3StorageReader(root))
+    assert made.tolist() == ordinary.tolist() == wrapper.a.tolist() == [1] * 4
+    assert ordinary._version > before[0]
+    assert wrapper._version > before[1]
+    assert other._version == before[2]
 
 
 def test_a_load_that_fails_counts(memory_server: S3Server, root: str, s3: Any, bucket: str) -> None:
@@ -151,13 +93,11 @@ def test_a_load_that_fails_counts(memory_server: S3Server, root: str, s3: Any, b
     body[len(body) // 2] ^= 1
     s3.put_object(Bucket=bucket, Key=data, Body=bytes(body))
     parameter = nn.Parameter(torch.zeros(LARGE))
-
-    def load() -> None:
-        with pytest.raises(CheckpointException):
-            dcp.load({"w": parameter}, storage_reader=S3StorageReader(root))
-
+    loss = (parameter * parameter).sum()
+    with pytest.raises(CheckpointException):
+        dcp.load({"w": parameter}, storage_reader=S3StorageReader(root))
     with pytest.raises(RuntimeError, match=_MODIFIED):
-        _backward(parameter, load)
+        loss.backward()
 
 
 # --- while the state is staged ---------------------------------------------------------------------------
