@@ -349,7 +349,7 @@ class Deleter:
 
     def _delete_batch(self, store: Store, batch: Sequence[DeleteTarget], limit: Limit) -> Sequence[str]:
         with self._slots:
-            return store.within(replace(limit, cancel=store.limit.cancel)).delete(batch)
+            return store.within(replace(limit, cancel=store.limit.cancel, progress=store.limit.progress)).delete(batch)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ names bucket, key, operation, attempts and the last cause. `call` only carries t
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import TypeVar
 
 from dcp_s3 import errors
 from dcp_s3.failures import without_tracebacks
-from dcp_s3.limit import Cancelled, Deadline, Limit
+from dcp_s3.limit import Cancelled, Deadline, Limit, Progress
 from dcp_s3.s3.diagnosis import REQUEST_ERRORS, describe, is_retryable, tell_retry, to_storage_error
 from dcp_s3.s3.throttle import Gate
 
@@ -51,6 +52,7 @@ class Tries:
     _last: str = ""  # not the error itself: its traceback would keep the frames it came through
 
     def __post_init__(self) -> None:
+        self._progress = self.limit.progress or Progress(math.inf)
         logger.debug("%s s3://%s/%s", self.operation, self.bucket, self.key)
 
     def check(self) -> None:
@@ -59,6 +61,22 @@ class Tries:
             raise Cancelled
         if self.limit.deadline is not None and self.limit.deadline.passed:
             raise self._too_late(self.limit.deadline)
+        if self._is_stalled():
+            raise self._stalled()
+
+    @property
+    def what(self) -> str:
+        where = f"s3://{self.bucket}/{self.key}" if self.key else f"bucket {self.bucket!r}"
+        return f"{self.operation} on {where}"
+
+    def is_over(self) -> bool:
+        """Whether `check` would raise."""
+        limit = self.limit
+        return (
+            (limit.cancel is not None and limit.cancel.is_set())
+            or (limit.deadline is not None and limit.deadline.passed)
+            or self._is_stalled()
+        )
 
     def seconds_at_gate(self) -> float | None:
         """Most seconds to wait for the turn while S3 throttles; None for as long as it takes."""
@@ -86,10 +104,12 @@ class Tries:
         """Seconds to wait between a failed attempt (``made`` counts it) and the next one."""
         if self.limit.cancel is not None and self.limit.cancel.is_set():
             raise Cancelled from None
+        self._last = describe(error)
+        if is_retryable(error) and self._is_stalled():
+            raise self._stalled() from error
         if self.made >= self.attempts or not is_retryable(error):
             raise self._failed(error) from error
         wait = backoff(self.made)
-        self._last = describe(error)
         if self.limit.deadline is not None and wait > self.limit.deadline.left:
             raise self._too_late(self.limit.deadline) from error
         if self.limit.patience is not None and self._elapsed() + wait > self.limit.patience:
@@ -97,7 +117,7 @@ class Tries:
         tell_retry(error, self.bucket, made=self.made, attempts=self.attempts, wait=wait)
         logger.debug("%s s3://%s/%s failed (%s); attempt %d of %d, next in %.2f s",
                      self.operation, self.bucket, self.key, error, self.made, self.attempts, wait)  # fmt: skip
-        return wait
+        return min(wait, self._progress.left)
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._started
@@ -106,9 +126,20 @@ class Tries:
         return to_storage_error(error, self.operation, self.bucket, self.key, self.made)
 
     def _too_late(self, deadline: Deadline) -> errors.DeadlineExceededError:
-        where = f"s3://{self.bucket}/{self.key}" if self.key else f"bucket {self.bucket!r}"
-        progress = f"{self.made} attempts, the last: {self._last}" if self.made else "it was not begun"
-        error = deadline.error(f"{self.operation} on {where}", progress)
+        return self._locate(deadline.error(self.what, self._tried("it was not begun")))
+
+    def _is_stalled(self) -> bool:
+        return self._progress.is_over(self.what)
+
+    def _stalled(self) -> errors.DeadlineExceededError:
+        return self._locate(self._progress.error(self.what, self._tried("it was not begun")))
+
+    def _tried(self, never: str) -> str:
+        if not self.made:
+            return never
+        return f"{self.made} attempts, the last: {self._last}" if self._last else f"{self.made} attempts"
+
+    def _locate(self, error: errors.DeadlineExceededError) -> errors.DeadlineExceededError:
         error.bucket, error.key, error.operation, error.attempts = self.bucket, self.key, self.operation, self.made
         return error
 
@@ -122,7 +153,7 @@ def call(request: Callable[[], T], tries: Tries, *, gate: Gate | None = None, da
     cancel = tries.limit.cancel
     while True:
         tries.check()
-        if gate is not None and data and not gate.enter(cancel=cancel, timeout=tries.seconds_at_gate()):
+        if gate is not None and data and not gate.enter(is_over=tries.is_over, timeout=tries.seconds_at_gate()):
             tries.check()
             raise tries.never_admitted()
         tries.made += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,10 +12,10 @@ from typing import Any, TypeVar
 from botocore import xform_name
 
 from dcp_s3 import errors
-from dcp_s3.limit import UNLIMITED, Limit
+from dcp_s3.limit import UNLIMITED, Limit, Progress
 from dcp_s3.memory import Piece, ReadTarget, targets_of
 from dcp_s3.s3 import listing, multipart, operations, retry
-from dcp_s3.s3.botocore_private import hang_at_most
+from dcp_s3.s3.attempt import Attempt
 from dcp_s3.s3.client import forget_client, get_client
 from dcp_s3.s3.connections import Tuning, connections_of, most_connections
 from dcp_s3.s3.download import fetch_into
@@ -22,7 +23,8 @@ from dcp_s3.s3.hedge import hedges_of
 from dcp_s3.s3.many import map_in_threads
 from dcp_s3.s3.multipart import copy_object
 from dcp_s3.s3.operations import Operation, Request, request_arguments
-from dcp_s3.s3.throttle import Gate, gate_of
+from dcp_s3.s3.ranged import read_whole
+from dcp_s3.s3.throttle import Gate, gate_of, pace_of
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
 from dcp_s3.store import (
@@ -98,7 +100,7 @@ class S3Store(Store):
             raise
         if "Body" in answer:
             body = answer["Body"]
-            answer = {**answer, "Body": body.read() if request.reads_body else body.close()}
+            answer = {**answer, "Body": read_whole(answer) if request.reads_body else body.close()}
         return answer if request.parse is None else request.parse(answer)
 
     def send(self, request: Request) -> Any:
@@ -108,7 +110,7 @@ class S3Store(Store):
             boto3's answer; its ``Body``, if there is one, has not been read.
         """
         method = getattr(self.client, xform_name(request.operation))
-        return method(**operations.common_arguments(self), **request_arguments(request))
+        return method(**operations.common_arguments(self, request.operation), **request_arguments(request))
 
     def call(
         self,
@@ -125,20 +127,22 @@ class S3Store(Store):
         ``attempts`` overrides the most attempts of settings and limit.
         """
         settings, limit = self.settings, self.limit
-        if cancel is not None:
-            limit = replace(limit, cancel=cancel)
+        progress = limit.progress or Progress.start(settings.stall_timeout)
+        limit = replace(limit, progress=progress, cancel=cancel or limit.cancel)
         most = settings.retry_attempts if limit.attempts is None else min(settings.retry_attempts, limit.attempts)
         tries = retry.Tries(operation, self.name, key, most if attempts is None else attempts, limit)
-        connect, read = settings.connect_timeout, settings.read_timeout
-        if limit.hang is not None:
-            connect, read = min(connect, limit.hang), min(read, limit.hang)
-
-        def attempt() -> T:
-            with hang_at_most(connect, read):
-                return request()
-
+        hang = math.inf if limit.hang is None else limit.hang
+        attempt = Attempt(
+            tries.what,
+            connect=min(settings.connect_timeout, hang),
+            read=min(settings.read_timeout, hang),
+            progress=progress,
+            cancel=limit.cancel,
+            pace=pace_of(settings.max_bandwidth),
+        )
         try:
-            return retry.call(attempt, tries, gate=self.gate, data=data)
+            with progress, attempt.on_this_thread():
+                return retry.call(request, tries, gate=self.gate, data=data)
         except errors.CredentialsError:
             forget_client(settings)  # the next save or load looks for credentials again
             raise

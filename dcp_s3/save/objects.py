@@ -122,7 +122,7 @@ def write_buckets(
                 unsettled = batch.settle()
                 missing = [number for number in numbers if names.key(number) in unsettled]
     except DeadlineExceededError as error:
-        if store.limit.deadline is None:
+        if store.limit.deadline is None or error.setting != store.limit.deadline.setting:
             raise
         raise store.limit.deadline.error(
             f"the save to {names.url}", f"of about {format_size(total)} of rank {names.rank}, {batch.progress}"
