@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from dcp_s3.s3.attempt import current_attempt
+from dcp_s3.s3.retry import current_attempt
 
 # Smaller pieces are copied out of a buffer: a call for each would cost more than the copy.
 _DIRECT = 16 * 2**10

@@ -13,10 +13,10 @@ from botocore.exceptions import ClientError
 from dcp_s3.limit import Cancelled
 from dcp_s3.memory import ReadTarget
 from dcp_s3.s3 import operations
-from dcp_s3.s3.attempt import current_attempt
 from dcp_s3.s3.botocore_private import Flight, finish_response, readinto_response
 from dcp_s3.s3.diagnosis import TruncatedBodyError
 from dcp_s3.s3.operations import Bucket
+from dcp_s3.s3.retry import current_attempt
 from dcp_s3.store import same_etag
 
 # Bytes received before they are added to the checksum: most are then still in the CPU's cache.

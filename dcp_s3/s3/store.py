@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
@@ -15,7 +16,6 @@ from dcp_s3 import errors
 from dcp_s3.limit import UNLIMITED, Limit, Progress
 from dcp_s3.memory import Piece, ReadTarget, targets_of
 from dcp_s3.s3 import listing, multipart, operations, retry
-from dcp_s3.s3.attempt import Attempt
 from dcp_s3.s3.client import forget_client, get_client
 from dcp_s3.s3.connections import Tuning, connections_of, most_connections
 from dcp_s3.s3.download import fetch_into
@@ -24,7 +24,7 @@ from dcp_s3.s3.many import map_in_threads
 from dcp_s3.s3.multipart import copy_object
 from dcp_s3.s3.operations import Operation, Request, request_arguments
 from dcp_s3.s3.ranged import read_whole
-from dcp_s3.s3.throttle import Gate, gate_of, pace_of
+from dcp_s3.s3.throttle import Gate, find_gate, gate_of, pace_of
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
 from dcp_s3.store import (
@@ -65,7 +65,8 @@ class S3Store(Store):
 
     @property
     def gate(self) -> Gate:
-        return gate_of(self.settings.endpoint_url, self.name, most_connections(self))
+        found = find_gate(self.settings.endpoint_url, self.name)
+        return found or gate_of(self.settings.endpoint_url, self.name, most_connections(self))
 
     def within(self, limit: Limit) -> S3Store:
         return replace(self, limit=limit)
@@ -77,7 +78,9 @@ class S3Store(Store):
             request = next(operation)
             while True:
                 try:
-                    answer = self._try(request)
+                    answer = self.call(
+                        request.operation, request.key, functools.partial(self._attempt, request), data=request.data
+                    )
                 except errors.StorageError as error:
                     request = operation.throw(error)
                 else:
@@ -87,9 +90,6 @@ class S3Store(Store):
             return result
         finally:
             operation.close()
-
-    def _try(self, request: Request) -> Any:
-        return self.call(request.operation, request.key, lambda: self._attempt(request), data=request.data)
 
     def _attempt(self, request: Request) -> Any:
         try:
@@ -132,7 +132,7 @@ class S3Store(Store):
         most = settings.retry_attempts if limit.attempts is None else min(settings.retry_attempts, limit.attempts)
         tries = retry.Tries(operation, self.name, key, most if attempts is None else attempts, limit)
         hang = math.inf if limit.hang is None else limit.hang
-        attempt = Attempt(
+        attempt = retry.Attempt(
             tries.what,
             connect=min(settings.connect_timeout, hang),
             read=min(settings.read_timeout, hang),

@@ -9,17 +9,15 @@ limits the bytes per second of all uploads. A forked child starts afresh.
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dcp_s3.events import Throttled, emit
 from dcp_s3.process import reset_in_child
-from dcp_s3.s3.diagnosis import is_throttling
 
 logger = logging.getLogger(__name__)
 
@@ -154,22 +152,6 @@ class Gate:
                 else:
                     self._waiting.remove(waiter)
 
-    @contextlib.contextmanager
-    def watching(self, *, admitted: bool) -> Iterator[None]:
-        """Let the gate learn the outcome of one attempt; one that was ``admitted`` then leaves the gate."""
-        began = time.monotonic()
-        try:
-            yield
-        except BaseException as error:
-            throttled = is_throttling(error)
-            if admitted:
-                self.leave(began, succeeded=False, throttled=throttled)
-            elif throttled:
-                self.signal(began)
-            raise
-        if admitted:
-            self.leave(began, succeeded=True, throttled=False)
-
     def leave(self, began: float, *, succeeded: bool, throttled: bool) -> None:
         """Note the end of a data request that began at ``began`` (of time.monotonic)."""
         fell = False
@@ -286,8 +268,13 @@ def _begin_anew() -> None:
     _paces.clear()
 
 
+def find_gate(endpoint_url: str | None, bucket: str) -> Gate | None:
+    """This process's gate for a bucket, if it has been used."""
+    return _gates.get((endpoint_url, bucket))
+
+
 def gate_of(endpoint_url: str | None, bucket: str, ceiling: int) -> Gate:
-    """This process's gate for a bucket. Thread safe.
+    """This process's gate for a bucket, with a limit that may grow to ``ceiling``. Thread safe.
 
     Args:
         endpoint_url: endpoint URL of the settings; None for AWS's own chain.
