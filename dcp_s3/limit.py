@@ -19,6 +19,8 @@ _CLEANUP_SECONDS = 10.0
 # Most seconds without progress of any other cleanup.
 _CLEANUP_STALL_SECONDS = 60.0
 
+_POLL_SECONDS = 0.02  # between looks at the other event of a `LinkedEvent`
+
 STALL_SETTING = "DCP_S3_STALL_TIMEOUT"
 # The slowest link that counts as one. A store that sends a byte a second is as good as silent.
 _LEAST_BYTES_PER_SECOND = 1024
@@ -148,6 +150,27 @@ def _rank() -> str:
 
 class Cancelled(Exception):  # noqa: N818 - not an error of its own: another one is on its way to the user
     """The save or load has failed elsewhere; this request gives up."""
+
+
+class LinkedEvent(threading.Event):
+    """An event that is set by itself, or with another one."""
+
+    def __init__(self, other: threading.Event | None) -> None:
+        super().__init__()
+        self.other = other
+
+    @property
+    def is_other_set(self) -> bool:
+        return self.other is not None and self.other.is_set()
+
+    def is_set(self) -> bool:
+        return super().is_set() or self.is_other_set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.is_set() and (left := until - time.monotonic()) > 0:
+            super().wait(min(_POLL_SECONDS, left))
+        return self.is_set()
 
 
 @dataclass(frozen=True)

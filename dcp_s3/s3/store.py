@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 import math
@@ -13,14 +14,13 @@ from typing import Any, TypeVar
 from botocore import xform_name
 
 from dcp_s3 import errors
-from dcp_s3.limit import UNLIMITED, Limit, Progress
+from dcp_s3.limit import UNLIMITED, Cancelled, Limit, LinkedEvent, Progress
 from dcp_s3.memory import Piece, ReadTarget, targets_of
 from dcp_s3.s3 import listing, multipart, operations, retry
 from dcp_s3.s3.client import forget_client, get_client
 from dcp_s3.s3.connections import Tuning, connections_of, most_connections
 from dcp_s3.s3.download import fetch_into
 from dcp_s3.s3.hedge import hedges_of
-from dcp_s3.s3.many import map_in_threads
 from dcp_s3.s3.multipart import copy_object
 from dcp_s3.s3.operations import Operation, Request, request_arguments
 from dcp_s3.s3.ranged import read_whole
@@ -36,6 +36,7 @@ from dcp_s3.store import (
     ObjectStart,
     Page,
     ReadWidth,
+    SelfStore,
     Store,
     StoredObject,
     StreamedObject,
@@ -243,3 +244,88 @@ class S3Store(Store):
 def store_of(url: CheckpointURL, settings: Settings, limit: Limit = UNLIMITED) -> S3Store:
     """The store of a URL's bucket."""
     return S3Store(url.bucket, settings, limit)
+
+
+# --- many small requests at once: a function of one item each, in threads --------------------------------
+
+AT_ONCE = 32
+"""Most items under way. S3 answers thousands of requests a second; a listing is bound by one process's CPU, which 32
+keep busy over round trips of tens of milliseconds."""
+
+
+class _Failed(LinkedEvent):
+    """Set by the first failure of a map, or with the event that cancels its caller's own requests."""
+
+    def __init__(self, caller: threading.Event | None) -> None:
+        super().__init__(caller)
+        self.free: threading.Semaphore = (
+            caller.free if isinstance(caller, _Failed) else threading.Semaphore(AT_ONCE - 1)
+        )
+        """The threads that may still be started. A map inside another one shares them, and each works in its caller's
+        thread, too: none waits for a thread."""
+
+
+def map_in_threads(store: SelfStore, function: Callable[[SelfStore, T], U], items: Iterable[T]) -> list[U]:
+    """`Store.map` for a store whose requests take time."""
+    failed = _Failed(store.limit.cancel)
+    bounded = store.within(replace(store.limit, cancel=failed))
+    pending = collections.deque(enumerate(items))
+    results: dict[int, U] = {}
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        while True:
+            try:
+                number, item = pending.popleft()
+            except IndexError:
+                return
+            try:
+                if failed.is_set():
+                    raise Cancelled
+                results[number] = function(bounded, item)
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+                failures.append(error)
+                failed.set()
+                return
+
+    count = len(pending)
+    threads: list[threading.Thread] = []
+    try:
+        for _ in range(count - 1):
+            if not pending or not _start(work, failed.free, threads):
+                break
+        work()
+        for thread in threads:
+            thread.join()
+    except BaseException:  # an interrupt of the caller
+        failed.set()
+        for thread in threads:
+            thread.join()
+        raise
+    try:
+        if failures:
+            raise failures[0]
+    finally:
+        failures.clear()  # its traceback has this frame
+    return [results[number] for number in range(count)]
+
+
+def _start(work: Callable[[], None], free: threading.Semaphore, threads: list[threading.Thread]) -> bool:
+    """Work in one more thread; return whether there may be one."""
+    if not free.acquire(blocking=False):
+        return False
+
+    def target() -> None:
+        try:
+            work()
+        finally:
+            free.release()
+
+    thread = threading.Thread(target=target, name="dcp_s3-requests", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the system has no more of them
+        free.release()
+        return False
+    threads.append(thread)
+    return True
