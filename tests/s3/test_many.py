@@ -31,11 +31,6 @@ class Peak:
             self._now -= 1
 
 
-def test_results_are_in_the_order_of_the_items() -> None:
-    assert map_in_threads(MemoryStore(), lambda _, item: -item, range(200)) == [-item for item in range(200)]
-    assert map_in_threads(MemoryStore(), lambda _, item: item, ()) == []
-
-
 def test_many_are_under_way_at_once_but_not_more_than_that_also_inside_another() -> None:
     peak, together = Peak(), threading.Barrier(AT_ONCE)
 
