@@ -11,13 +11,12 @@ the sockets (`botocore_private`) and the bodies (`body`).
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -185,14 +184,13 @@ class Attempt:
         self.timeout = Timeout(connect=connect, read=self._tick)
         self.send_timeout = min(read, progress.seconds)
 
-    @contextlib.contextmanager
-    def on_this_thread(self) -> Iterator[None]:
-        before = getattr(this_thread, "attempt", None)
+    def __enter__(self) -> None:
+        """Bound the requests of this thread."""
+        self._before = getattr(this_thread, "attempt", None)
         this_thread.attempt = self
-        try:
-            yield
-        finally:
-            this_thread.attempt = before
+
+    def __exit__(self, *_: object) -> None:
+        this_thread.attempt = self._before
 
     def check(self) -> None:
         """Break the attempt off if nothing has moved for too long: `retry` then says so."""

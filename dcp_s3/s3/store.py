@@ -142,7 +142,7 @@ class S3Store(Store):
             pace=pace_of(settings.max_bandwidth),
         )
         try:
-            with progress, attempt.on_this_thread():
+            with progress, attempt:
                 return retry.call(request, tries, gate=self.gate, data=data)
         except errors.CredentialsError:
             forget_client(settings)  # the next save or load looks for credentials again
