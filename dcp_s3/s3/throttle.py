@@ -25,8 +25,8 @@ _POLL_SECONDS = 0.1  # between looks at whether it is over, while a request wait
 _LOG_SECONDS = 10.0  # between log lines about one bucket
 
 # Of limited bandwidth: what may be made up for after a pause, and the sizes that are sent at once.
-_BURST_SECONDS = 0.1
-_SLICES_PER_SECOND = 16
+_BURST_SECONDS = 0.5
+_SLICES_PER_SECOND = 8
 _LEAST_SLICE, _MOST_SLICE = 16 * 2**10, 2**20
 
 

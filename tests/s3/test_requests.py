@@ -78,7 +78,7 @@ def test_a_pause_is_not_made_up_for() -> None:
     pace = Pace(MIB)
     assert pace.reserve(MIB, 0.0) == 0
     assert pace.reserve(MIB, 100.0) == 0
-    assert pace.reserve(MIB, 100.0) == pytest.approx(0.9)
+    assert pace.reserve(MIB, 100.0) == pytest.approx(0.5)
 
 
 def test_no_slice_keeps_a_connection_waiting_for_long() -> None:
@@ -90,5 +90,5 @@ def test_uploads_keep_to_the_bandwidth(faulty: FaultyServer) -> None:
     store = S3Store(BUCKET, Settings(max_bandwidth="8MiB", part_size="5MiB"))
     began = time.monotonic()
     store.put_stream("key", 12 * MIB, [Piece.of(bytes(12 * MIB))])
-    assert time.monotonic() - began >= 1.2
+    assert time.monotonic() - began >= 0.8
     assert faulty.s3.objects(BUCKET)["key"] == 12 * MIB
