@@ -67,21 +67,16 @@ class Progress:
     """What the requests of one piece of work move together. It ends them when that is next to nothing for ``seconds``.
 
     Bytes count as progress when there are a KiB of them for each of the seconds, and so does each request that
-    succeeds. Time in which no request is under way does not count. Thread safe.
+    succeeds. Time in which no request is under way does not count. 0 seconds bound nothing. Thread safe.
     """
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+        self.seconds = seconds or math.inf
         self._lock = threading.Lock()
         self._requests = 0
         self._moved = self._counted = 0
         self._at = time.monotonic()
         self._warned = self._is_over = False
-
-    @classmethod
-    def start(cls, seconds: float) -> Progress:
-        """Progress that 0 seconds do not bound."""
-        return cls(seconds or math.inf)
 
     def __enter__(self) -> None:
         """Note that a request begins."""
@@ -197,7 +192,7 @@ class Limit:
 
     def shared(self, stall_timeout: float) -> Limit:
         """The same limit, for requests that move together: none of them is stalled while others move."""
-        return replace(self, progress=self.progress or Progress.start(stall_timeout))
+        return replace(self, progress=self.progress or Progress(stall_timeout))
 
     def within(self, *others: float | None) -> Limit:
         """The same limit, with ``hang`` at most the least of ``others``, in seconds."""

@@ -183,6 +183,8 @@ class Attempt:
         self._tick = min(read, progress.seconds / _LOOKS)
         self.timeout = Timeout(connect=connect, read=self._tick)
         self.send_timeout = min(read, progress.seconds)
+        self.slice_size = None if pace is None else pace.slice_size
+        """Most bytes to send at once; None for any number."""
 
     def __enter__(self) -> None:
         """Bound the requests of this thread."""
@@ -212,11 +214,6 @@ class Attempt:
                 if waited >= self._read:
                     raise
             self.check()
-
-    @property
-    def slice_size(self) -> int | None:
-        """Most bytes to send at once; None for any number."""
-        return None if self._pace is None else self._pace.slice_size
 
     def before_sending(self, count: int) -> float:
         """Wait until ``count`` bytes may be sent; returns the seconds waited."""

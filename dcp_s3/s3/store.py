@@ -128,7 +128,7 @@ class S3Store(Store):
         ``attempts`` overrides the most attempts of settings and limit.
         """
         settings, limit = self.settings, self.limit
-        progress = limit.progress or Progress.start(settings.stall_timeout)
+        progress = limit.progress or Progress(settings.stall_timeout)
         limit = replace(limit, progress=progress, cancel=cancel or limit.cancel)
         most = settings.retry_attempts if limit.attempts is None else min(settings.retry_attempts, limit.attempts)
         tries = retry.Tries(operation, self.name, key, most if attempts is None else attempts, limit)
