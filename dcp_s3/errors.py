@@ -92,7 +92,8 @@ class TransferError(StorageError):
 
 
 class DeadlineExceededError(StorageError):
-    """A save or load did not finish within ``DCP_S3_SAVE_TIMEOUT`` or ``DCP_S3_LOAD_TIMEOUT``, and was given up."""
+    """Work did not finish within ``DCP_S3_SAVE_TIMEOUT`` or ``DCP_S3_LOAD_TIMEOUT``, or made no progress for
+    ``DCP_S3_STALL_TIMEOUT``, and was given up."""
 
     setting: str = ""
     """Name of the environment variable."""

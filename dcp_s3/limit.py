@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 from dataclasses import dataclass, replace
 
-from dcp_s3.errors import DeadlineExceededError
+from dcp_s3.errors import DeadlineExceededError, SettingsError
+from dcp_s3.settings import launch
+from dcp_s3.units import format_size
+
+logger = logging.getLogger(__name__)
 
 # Time for all cleanup after a deadline: aborting uploads and deleting objects.
 _CLEANUP_SECONDS = 10.0
+# Most seconds without progress of any other cleanup.
+_CLEANUP_STALL_SECONDS = 60.0
+
+_POLL_SECONDS = 0.02  # between looks at the other event of a `LinkedEvent`
+
+STALL_SETTING = "DCP_S3_STALL_TIMEOUT"
+# The slowest link that counts as one. A store that sends a byte a second is as good as silent.
+_LEAST_BYTES_PER_SECOND = 1024
 
 
 @dataclass(frozen=True)
@@ -49,8 +63,109 @@ class Deadline:
         )
 
 
+class Progress:
+    """What the requests of one piece of work move together. It ends them when that is next to nothing for ``seconds``.
+
+    Bytes count as progress when there are a KiB of them for each of the seconds, and so does each request that
+    succeeds. Time in which no request is under way does not count. 0 seconds bound nothing. Thread safe.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds or math.inf
+        self._lock = threading.Lock()
+        self._requests = 0
+        self._moved = self._counted = 0
+        self._at = time.monotonic()
+        self._warned = self._is_over = False
+
+    def __enter__(self) -> None:
+        """Note that a request begins."""
+        with self._lock:
+            if not self._requests:
+                self._note()
+            self._requests += 1
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._lock:
+            self._requests -= 1
+            if kind is None:
+                self._note()
+
+    def moved(self, count: int) -> None:
+        """Note that ``count`` bytes moved for the first time."""
+        with self._lock:
+            self._moved += count
+            if self._moved - self._counted >= _LEAST_BYTES_PER_SECOND * self.seconds:
+                self._note()
+
+    def _note(self) -> None:
+        self._at, self._counted, self._warned = time.monotonic(), self._moved, False
+
+    def is_over(self, what: str) -> bool:
+        """Whether there was no progress for so long; a third of it is worth a warning. ``what`` waits."""
+        with self._lock:
+            seconds = time.monotonic() - self._at
+            warns = seconds >= self.seconds / 3 and not self._warned
+            self._warned = self._warned or warns
+            self._is_over = self._is_over or seconds >= self.seconds
+        if warns and not self._is_over:
+            logger.warning(
+                "%s%s: next to nothing moved for %.0f s (%s before). It ends with an error at %s = %g s",
+                _rank(), what, seconds, format_size(self._moved), STALL_SETTING, self.seconds,
+            )  # fmt: skip
+        return self._is_over
+
+    @property
+    def left(self) -> float:
+        """Seconds until it is over, if nothing moves."""
+        return max(0.0, self._at + self.seconds - time.monotonic())
+
+    def for_cleanup(self) -> Progress:
+        """Progress of the cleanup after this."""
+        return Progress(min(_CLEANUP_SECONDS if self._is_over else _CLEANUP_STALL_SECONDS, self.seconds))
+
+    def error(self, what: str, tried: str) -> DeadlineExceededError:
+        """The error to raise when it is over. ``what`` was not done; ``tried`` says how often it was tried."""
+        return DeadlineExceededError(
+            f"{_rank()}{what} was given up: next to nothing moved for {STALL_SETTING} = {self.seconds:g} s. "
+            f"{format_size(self._moved)} had moved before; {tried}. Remedy: check the endpoint and the network of this "
+            f"host; if they need longer, raise {STALL_SETTING} (0: no limit)",
+            setting=STALL_SETTING,
+            seconds=self.seconds,
+        )
+
+
+def _rank() -> str:
+    try:
+        found = launch()
+    except SettingsError:
+        return ""
+    return f"rank {found.rank}: " if found.world_size > 1 else ""
+
+
 class Cancelled(Exception):  # noqa: N818 - not an error of its own: another one is on its way to the user
     """The save or load has failed elsewhere; this request gives up."""
+
+
+class LinkedEvent(threading.Event):
+    """An event that is set by itself, or with another one."""
+
+    def __init__(self, other: threading.Event | None) -> None:
+        super().__init__()
+        self.other = other
+
+    @property
+    def is_other_set(self) -> bool:
+        return self.other is not None and self.other.is_set()
+
+    def is_set(self) -> bool:
+        return super().is_set() or self.is_other_set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.is_set() and (left := until - time.monotonic()) > 0:
+            super().wait(min(_POLL_SECONDS, left))
+        return self.is_set()
 
 
 @dataclass(frozen=True)
@@ -65,6 +180,8 @@ class Limit:
     attempts: int | None = None
     """Most attempts of one request, if the settings allow more."""
     cancel: threading.Event | None = None
+    progress: Progress | None = None
+    """What these requests move together; None: each of them by itself, as the settings say."""
 
     def check(self, what: str) -> None:
         """Raise `Cancelled` or `DeadlineExceededError` if ``what`` may not begin."""
@@ -72,6 +189,10 @@ class Limit:
             raise Cancelled
         if self.deadline is not None and self.deadline.passed:
             raise self.deadline.error(what, "it was not begun")
+
+    def shared(self, stall_timeout: float) -> Limit:
+        """The same limit, for requests that move together: none of them is stalled while others move."""
+        return replace(self, progress=self.progress or Progress(stall_timeout))
 
     def within(self, *others: float | None) -> Limit:
         """The same limit, with ``hang`` at most the least of ``others``, in seconds."""
@@ -83,10 +204,11 @@ class Limit:
 
     def for_cleanup(self) -> Limit:
         """Limit for cleanup after a failure: it is not cancelled, and in all may run a little past the deadline."""
+        progress = Progress(_CLEANUP_STALL_SECONDS) if self.progress is None else self.progress.for_cleanup()
         if self.deadline is None:
-            return replace(self, cancel=None)
+            return replace(self, cancel=None, progress=progress)
         deadline = replace(self.deadline, at=max(self.deadline.at, time.monotonic() + _CLEANUP_SECONDS))
-        return replace(self.within(_CLEANUP_SECONDS), deadline=deadline, cancel=None)
+        return replace(self.within(_CLEANUP_SECONDS), deadline=deadline, cancel=None, progress=progress)
 
 
 UNLIMITED = Limit()

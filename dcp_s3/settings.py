@@ -166,6 +166,8 @@ class Settings(BaseSettings):
     concurrency: Annotated[int | Literal["auto"], BeforeValidator(_parse_connections)] = "auto"
     """Most requests in flight per process in each direction. Below that, connections grow for as long as more of them
     move more bytes, and what was found is kept for the next save or load. ``auto``: 64, which carry 5 GiB/s from S3."""
+    max_bandwidth: Size | None = Field(default=None, ge=2**16)
+    """Most bytes per second that a process uploads (``200MiB``), all its saves together. Unset: no limit."""
     checksum: Literal["auto", "crc64nvme", "crc32c", "none"] = "auto"
     """Checksum sent with every part, so that S3 rejects damage in flight. ``auto`` is CRC-64/NVME. ``none`` also omits
     the checksums of items and objects, so a load cannot verify them."""
@@ -178,6 +180,8 @@ class Settings(BaseSettings):
     """Storage class of data objects, for example ``STANDARD_IA``. Unset: the bucket's default."""
     expected_bucket_owner: str | None = Field(default=None, pattern=r"^\d{12}$")
     """AWS account id (12 digits) that must own the bucket. If another account owns it, S3 refuses every request."""
+    requester_pays: bool = False
+    """Whether to accept the costs of requests to a bucket whose owner has them paid by who makes them."""
 
     retry_attempts: int = Field(default=8, ge=1, le=100)
     """Attempts for one request, including the first, before the save or load fails."""
@@ -185,6 +189,9 @@ class Settings(BaseSettings):
     """Seconds to wait for a connection."""
     read_timeout: RequestSeconds = 60.0
     """Seconds without a byte before a request counts as broken."""
+    stall_timeout: Seconds = Field(default=600.0, ge=0, le=86400)
+    """Seconds without progress (less than 1 KiB/s moved, and no request succeeded) after which a save, a load, a prune
+    or any other work on S3 ends with a `DeadlineExceededError`. Waiting for other ranks does not count. 0: no limit."""
     save_timeout: Seconds | None = Field(default=None, gt=0)
     """Seconds in which a rank must write its data, and the coordinator commit. After that the save is given up with a
     `DeadlineExceededError`, and what it uploaded is removed. Unset: no limit."""

@@ -331,7 +331,7 @@ class Committer:
             publish(store, commit, self._previous, look_again=look_again, is_late=self._beginning.is_late)
         except errors.DeadlineExceededError as error:
             deadline = store.limit.deadline
-            if deadline is None:
+            if deadline is None or error.setting != deadline.setting:
                 raise
             progress = "every rank had written its data, but it was not committed"
             if error.key == commit.identity.metadata_key and error.attempts:

@@ -19,7 +19,7 @@ from dcp_s3.limit import Limit
 from dcp_s3.s3.client import get_client
 from dcp_s3.s3.diagnosis import answered_status
 from dcp_s3.s3.operations import Request, creation_arguments, server_time
-from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings
 from dcp_s3.units import one_line
 from dcp_s3.url import CheckpointURL
@@ -126,7 +126,7 @@ class Examination:
         are boto3's, without bucket and key."""
         if name is not None:
             arguments["Key"] = self.key(name)
-        key, store = arguments.get("Key", ""), S3Store(self.url.bucket, self.settings, _LIMIT)
+        key, store = arguments.get("Key", ""), store_of(self.url, self.settings, _LIMIT)
 
         def send() -> dict[str, Any]:
             answer = dict(store.send(Request(operation, key, arguments)))

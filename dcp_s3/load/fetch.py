@@ -70,7 +70,7 @@ class Fetcher:
         buffers: int | None = None,
     ) -> None:
         self._cancel = threading.Event()
-        self.store = store.within(replace(store.limit, cancel=self._cancel))
+        self.store = store.within(replace(store.limit, cancel=self._cancel).shared(settings.stall_timeout))
         self.url, self.settings, self._name = url, settings, name
         self.buffers = LOAD_BUFFERS if buffers is None else buffers
         share = self.buffers // settings.max_connections

@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
+from dcp_s3.limit import UNLIMITED
 from dcp_s3.memory import Piece
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings
@@ -47,7 +48,12 @@ class Place:
     def of(cls, where: str | os.PathLike[str], settings: Settings) -> Place:
         if is_s3_url(where):
             url = parse_url(where)
-            return cls(str(url), store_of(url, settings), url.key("") if url.prefix else "", url)
+            return cls(
+                str(url),
+                store_of(url, settings, UNLIMITED.shared(settings.stall_timeout)),
+                url.key("") if url.prefix else "",
+                url,
+            )
         return cls(os.fspath(where), DirectoryStore(where), directory=Path(where))
 
     def key(self, path: str) -> str:

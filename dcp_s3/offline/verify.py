@@ -12,6 +12,7 @@ from dcp_s3.checkpoint.directory import Directory, list_directory
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata, find_crc_mismatch
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
+from dcp_s3.limit import UNLIMITED
 from dcp_s3.offline.place import OnProgress
 from dcp_s3.offline.verify_bytes import ByteCheck, bytes_to_read
 from dcp_s3.offline.verify_plan import Problem, StoredItem, check_manifest, find_items, is_crc, place_items
@@ -100,7 +101,8 @@ def verify(
         CheckpointError: the checkpoint was replaced again and again while it was verified.
     """
     parsed = parse_url(url)
-    store = store_of(parsed, resolve_settings(settings))
+    resolved = resolve_settings(settings)
+    store = store_of(parsed, resolved, UNLIMITED.shared(resolved.stall_timeout))
     for _ in range(_ROUNDS):
         check = _Check(store, parsed)
         report = check.run(full=full, on_total=on_total, on_progress=on_progress)

@@ -21,6 +21,7 @@ from dcp_s3.checkpoint.look import inspect_checkpoint
 from dcp_s3.checkpoint.stored_metadata import not_found_error
 from dcp_s3.events import Listener, Pruned, PruneFailed, emit
 from dcp_s3.format.layout import CONTROL_PREFIX, DELETION_PREFIX
+from dcp_s3.limit import STALL_SETTING
 from dcp_s3.retention.catalog import CheckpointCatalog, find_local, open_upload
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.plan import OpenUpload, Plan
@@ -184,7 +185,8 @@ def prune(
 
     def work() -> PruneReport:
         plan = catalog.scan(deep=True).plan(keep, grace=seconds)
-        return _apply(catalog.store, catalog.root, plan, all_versions=all_versions, progress=progress)
+        store = catalog.store.within(catalog.store.limit.shared(resolved.stall_timeout))
+        return _apply(store, catalog.root, plan, all_versions=all_versions, progress=progress)
 
     return _tell(work, str(catalog.root), on_event)
 
@@ -229,6 +231,7 @@ def apply_plan(
     """
     where, resolved = parse_url(root), resolve_settings(settings)
     store = store_of(where, resolved) if store is None else store
+    store = store.within(store.limit.shared(resolved.stall_timeout))
     return _tell(lambda: _apply(store, where, plan, all_versions=all_versions, progress=progress), str(where), on_event)
 
 
@@ -327,6 +330,8 @@ class _Application:
             logger.info("%s is left alone: %s", url, error)
             outcome = "left_alone", LeftAlone(step.name, str(error))
         except errors.DcpS3Error as error:
+            if getattr(error, "setting", "") == STALL_SETTING:
+                raise  # the other checkpoints would wait as long
             logger.warning("%s could not be pruned: %s", url, error)
             outcome = "failures", PruneFailure(step.name, f"{type(error).__name__}: {error}")
         with self._counting:

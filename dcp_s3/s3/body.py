@@ -13,19 +13,24 @@ from __future__ import annotations
 
 import io
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+from dcp_s3.s3.retry import current_attempt
 
 # Smaller pieces are copied out of a buffer: a call for each would cost more than the copy.
 _DIRECT = 16 * 2**10
 _BUFFER = 256 * 2**10
 
 _JOIN_BELOW = 64 * 2**10
-# Python's socket timeout covers a whole `sendall`, and while a new connection sends its first body it is the connect
-# timeout: a part of 64 MiB in one call would have to be sent within 5 s. With 1 MiB only dead connections time out.
-_SEND_AT_ONCE = 2**20
+# Python's socket timeout covers a whole `sendall`: with 1 MiB only dead connections time out. Where links are slow, or
+# many connections share one, the slices stay small.
+_SEND_FIRST, _SEND_AT_ONCE = 64 * 2**10, 2**20
+_SEND_FAST, _SEND_SLOW = 0.05, 0.5  # seconds for a slice
+
+# Seconds after which what has been received is handed on, so that a slow store is seen to move.
+_RECEIVE_SECONDS = 0.25
 
 
 class GatherBody:
@@ -40,17 +45,18 @@ class GatherBody:
     def __init__(
         self,
         views: Sequence[memoryview],
-        cancel: threading.Event | None = None,
         *,
         patience: float | None = None,
         moved: Callable[[int], None] | None = None,
     ) -> None:
         self._views = views
-        self._cancel = cancel
         self._patience = patience
         self._moved = moved
         self._size = sum(view.nbytes for view in views)
         self._position = 0
+        self._furthest = 0
+        self.waited = 0.0
+        """Seconds that all attempts waited for bandwidth."""
 
     def release(self) -> None:
         """Drop the buffers after the last attempt: botocore's errors keep the request, and so this body."""
@@ -82,7 +88,33 @@ class GatherBody:
 
     def chunks(self) -> Iterator[memoryview | bytes]:
         """The buffers for ``sendall``: large ones in slices, neighbours that are small joined."""
-        started = time.monotonic()
+        started, waited = time.monotonic(), self.waited
+        attempt = current_attempt()
+        most = min(_SEND_AT_ONCE, attempt.slice_size or _SEND_AT_ONCE)
+        size, sent = min(_SEND_FIRST, most), 0
+        for view in self._joined():
+            position = 0
+            while position < len(view):
+                piece = view[position : position + size]
+                position += len(piece)
+                self.waited += attempt.before_sending(len(piece))
+                began = time.monotonic()
+                if self._patience is not None and began - started - (self.waited - waited) > self._patience:
+                    raise ConnectionAbortedError(f"the body was not through after {self._patience:g} s")
+                yield piece
+                seconds = time.monotonic() - began
+                if seconds < _SEND_FAST:
+                    size = min(2 * size, most)
+                elif seconds > _SEND_SLOW:
+                    size = max(size // 2, min(_SEND_FIRST, most))
+                sent += len(piece)
+                if self._moved is not None:
+                    self._moved(len(piece))
+                if sent > self._furthest:  # what is sent once more is no progress
+                    attempt.moved(sent - self._furthest)
+                    self._furthest = sent
+
+    def _joined(self) -> Iterator[memoryview | bytes]:
         small: list[memoryview] = []
         small_size = 0
         for view in self._views:
@@ -90,14 +122,7 @@ class GatherBody:
                 yield b"".join(small)
                 small, small_size = [], 0
             if view.nbytes >= _JOIN_BELOW:
-                for start in range(0, view.nbytes, _SEND_AT_ONCE):
-                    if self._cancel is not None and self._cancel.is_set():
-                        raise ConnectionAbortedError("the upload was cancelled")
-                    if self._patience is not None and time.monotonic() - started > self._patience:
-                        raise ConnectionAbortedError(f"the body was not through after {self._patience:g} s")
-                    yield (piece := view[start : start + _SEND_AT_ONCE])
-                    if self._moved is not None:
-                        self._moved(piece.nbytes)
+                yield view
             elif view.nbytes:
                 small.append(view)
                 small_size += view.nbytes
@@ -127,6 +152,7 @@ class BodyReader(io.RawIOBase):
         # `SSLSocket.recv_into` only checks and renames its arguments before it calls `read`.
         read = sock.read if isinstance(sock, ssl.SSLSocket) else None
         self._receive: Callable[[Any], Any] = sock.recv_into if read is None else lambda view: read(len(view), view)
+        self._error: OSError | None = None
         # If nothing is buffered, `peek` receives up to a buffer of 8 KiB.
         self._rest = memoryview(head.read1(len(head.peek(1))))
         self._buffer = memoryview(b"")
@@ -135,30 +161,37 @@ class BodyReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill ``buffer``; returns fewer bytes only where the stream ends."""
+        """Fill ``buffer``; returns fewer bytes where the stream ends or breaks, and where it is slow."""
+        if self._error is not None:
+            raise self._error
         view = memoryview(buffer).cast("B")
         size, done = len(view), 0
-        while done < size:
-            if self._rest:
-                count = min(len(self._rest), size - done)
-                view[done : done + count] = self._rest[:count]
-                self._rest = self._rest[count:]
-            elif size - done >= _DIRECT:
-                count = self._receive(view[done:])
-            else:
-                self._refill()
-                if not self._rest:
+        attempt, until = current_attempt(), time.monotonic() + _RECEIVE_SECONDS
+        try:
+            while done < size:
+                if self._rest:
+                    count = min(len(self._rest), size - done)
+                    view[done : done + count] = self._rest[:count]
+                    self._rest = self._rest[count:]
+                elif done and time.monotonic() > until:
                     break
-                continue
-            if not count:
-                break
-            done += count
+                elif size - done >= _DIRECT:
+                    count = attempt.receive(self._receive, view[done:])
+                else:
+                    if not self._buffer:
+                        self._buffer = memoryview(bytearray(_BUFFER))
+                    self._rest = self._buffer[: attempt.receive(self._receive, self._buffer)]
+                    if not self._rest:
+                        break
+                    continue
+                if not count:
+                    break
+                done += count
+        except OSError as error:
+            if not done:
+                raise
+            self._error = error
         return done
-
-    def _refill(self) -> None:
-        if not self._buffer:
-            self._buffer = memoryview(bytearray(_BUFFER))
-        self._rest = self._buffer[: self._receive(self._buffer)]
 
     def close(self) -> None:
         self._rest = self._buffer = memoryview(b"")

@@ -10,39 +10,26 @@ head of the answer is there, so the clients' connections note it for the `Flight
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
-from urllib3.util import Timeout
 from urllib3.util.connection import allowed_gai_family
 
 from dcp_s3.s3.body import BodyReader, Chunks, GatherBody
+from dcp_s3.s3.retry import current_attempt, this_thread
 
 logger = logging.getLogger(__name__)
 
 
 # --- a request in flight ------------------------------------------------------------------------------
-
-
-this_thread = threading.local()
-"""``timeout`` and ``flight`` of the requests that this thread makes, if set."""
-
-
-@contextlib.contextmanager
-def hang_at_most(connect: float, read: float) -> Iterator[None]:
-    """Let requests of this thread wait at most so many seconds for a connection, and for the next byte."""
-    before = getattr(this_thread, "timeout", None)
-    this_thread.timeout = Timeout(connect=connect, read=read)
-    try:
-        yield
-    finally:
-        this_thread.timeout = before
 
 
 class Flight:
@@ -175,8 +162,57 @@ def make_abortable(client: Any) -> None:
         classes[scheme] = type(f"Abortable{pool.__name__}", (_Releasing, pool), {"ConnectionCls": connection})
 
 
+class _Socket(socket.socket):
+    """A socket whose files wait as the `Attempt` of their thread says. Of a TLS one, `_Abortable.connect` replaces the
+    method."""
+
+    def makefile(self, *arguments: Any, **options: Any) -> Any:
+        return _make_file(self, super().makefile, *arguments, **options)
+
+
+def _make_file(sock: Any, make: Callable[..., Any], mode: str = "rb", buffering: int | None = None, **_: Any) -> Any:
+    raw = _RawFile(sock, make(mode, 0))
+    return raw if buffering == 0 else io.BufferedReader(raw)
+
+
+class _RawFile(io.RawIOBase):
+    """The file of an answer's head, and of small bodies.
+
+    Args:
+        file: of the socket; closing it releases the socket.
+    """
+
+    def __init__(self, sock: Any, file: Any) -> None:
+        self._sock, self._file = sock, file
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        attempt = current_attempt()
+        attempt.check()
+        return attempt.receive(self._sock.recv_into, buffer)
+
+    def readline(self, size: int | None = -1) -> bytes:
+        """The next line, but not byte by byte as an unbuffered file reads it: each PUT gets ``100 Continue`` so."""
+        if isinstance(self._sock, ssl.SSLSocket):
+            return super().readline(size)
+        line, attempt, peeked = b"", current_attempt(), bytearray(256)
+        while not line.endswith(b"\n"):
+            attempt.check()
+            count = attempt.receive(lambda view: int(self._sock.recv_into(view, 0, socket.MSG_PEEK)), peeked)
+            if not count:
+                break
+            line += self._sock.recv(peeked.find(b"\n", 0, count) + 1 or count)
+        return line
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 class _Abortable:
-    """Mixin for a connection: tells the thread's `Flight` its socket."""
+    """Mixin for a connection: tells the thread's `Flight` its socket, which waits as the `Attempt` says."""
 
     sock: Any
     host: str
@@ -185,19 +221,24 @@ class _Abortable:
     source_address: Any
     socket_options: Any
 
+    def connect(self) -> None:
+        super().connect()  # type: ignore[misc]
+        if isinstance(self.sock, ssl.SSLSocket):
+            self.sock.makefile = functools.partial(_make_file, self.sock, self.sock.makefile)  # type: ignore[method-assign]
+        self.sock.settimeout(current_attempt().send_timeout)
+
     def request(self, *arguments: Any, **options: Any) -> Any:
-        flight = getattr(this_thread, "flight", None)
-        if flight is not None and self.sock is not None:
-            flight.note(self.sock)
+        if self.sock is not None:
+            self.sock.settimeout(current_attempt().send_timeout)
+            flight = getattr(this_thread, "flight", None)
+            if flight is not None:
+                flight.note(self.sock)
         return super().request(*arguments, **options)  # type: ignore[misc]
 
     def _new_conn(self) -> Any:
         """Connect as urllib3 does, but tell the flight of the socket before that."""
-        flight = getattr(this_thread, "flight", None)
-        if flight is None:
-            return super()._new_conn()  # type: ignore[misc]
         try:
-            return self._connect(flight.note)
+            return self._connect()
         except TimeoutError as error:
             raise ConnectTimeoutError(
                 self, f"Connection to {self.host} timed out. (connect timeout={self.timeout})"
@@ -205,21 +246,23 @@ class _Abortable:
         except OSError as error:
             raise NewConnectionError(self, f"Failed to establish a new connection: {error}") from error  # type: ignore[arg-type]
 
-    def _connect(self, note: Callable[[socket.socket], None]) -> socket.socket:
+    def _connect(self) -> socket.socket:
+        flight = getattr(this_thread, "flight", None)
         host = getattr(self, "_dns_host", self.host).strip("[]")
         failure: OSError = OSError("the name has no address")
         for family, kind, protocol, _, address in socket.getaddrinfo(
             host, self.port, allowed_gai_family(), socket.SOCK_STREAM
         ):
             try:
-                sock = socket.socket(family, kind, protocol)
+                sock = _Socket(family, kind, protocol)
                 try:
                     for option in self.socket_options or ():
                         sock.setsockopt(*option)
                     sock.settimeout(self.timeout)
                     if self.source_address:
                         sock.bind(self.source_address)
-                    note(sock)
+                    if flight is not None:
+                        flight.note(sock)
                     sock.connect(address)
                 except BaseException:
                     sock.close()
@@ -239,8 +282,8 @@ class _Releasing:
     timeout of its thread."""
 
     def _get_timeout(self, timeout: Any) -> Any:
-        limit = getattr(this_thread, "timeout", None)
-        return super()._get_timeout(timeout if limit is None else limit)  # type: ignore[misc]
+        attempt = getattr(this_thread, "attempt", None)
+        return super()._get_timeout(timeout if attempt is None else attempt.timeout)  # type: ignore[misc]
 
     def _put_conn(self, conn: Any) -> None:
         flight = getattr(this_thread, "flight", None)

@@ -156,6 +156,7 @@ class Tuning(ReadWidth):
             self.connections = min(self._link.width.connections, self._ceiling)
             """Connections to use now."""
         self._gate = store.gate
+        self._gate.raise_ceiling(self.connections)
         self._name = f"{direction}s {'to' if direction == 'upload' else 'from'} s3://{store.name}"
         self._resize = resize
         self._is_busy = is_busy
@@ -214,6 +215,7 @@ class Tuning(ReadWidth):
                     logger.warning("%s: %d connections stay: no thread can be started: %s", self._name, kept, error)
                     return
                 self.connections = connections
+                self._gate.raise_ceiling(connections)
 
 
 # --- how many: no I/O, no clock --------------------------------------------------------------------

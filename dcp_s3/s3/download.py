@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
-import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from dcp_s3 import errors
 from dcp_s3.failures import without_tracebacks
-from dcp_s3.limit import Cancelled
+from dcp_s3.limit import Cancelled, LinkedEvent
 from dcp_s3.memory import ReadTarget
 from dcp_s3.s3.botocore_private import Flight
 from dcp_s3.s3.hedge import INTERVAL, hedges_of
@@ -76,30 +75,6 @@ def fetch_into(
             return
 
 
-class _Stop(threading.Event):
-    """An event that is set by itself or with another event."""
-
-    def __init__(self, other: threading.Event | None) -> None:
-        super().__init__()
-        self._other = other
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self._other is not None and self._other.is_set()
-
-    def is_set(self) -> bool:
-        return super().is_set() or self.is_cancelled
-
-    def wait(self, timeout: float | None = None) -> bool:
-        until = None if timeout is None else time.monotonic() + timeout
-        while not self.is_set():
-            left = INTERVAL if until is None else until - time.monotonic()
-            if left <= 0:
-                return False
-            super().wait(min(left, INTERVAL))
-        return True
-
-
 class _Idle:
     """Measures how long nothing has come on a flight, as its watcher sees it."""
 
@@ -127,7 +102,7 @@ class _Hedge:
         self.data = memoryview(mmap.mmap(-1, size))  # unlike a bytearray, not touched before bytes arrive
         self.cursor = Cursor([ReadTarget(self.data)], block=_BLOCK)
         self.etag = etag
-        self.stop = _Stop(cancel)
+        self.stop = LinkedEvent(cancel)
         self.flight = Flight()
         self.idle = _Idle(self.flight)
 
@@ -153,7 +128,7 @@ class Race:
         cancel: threading.Event | None,
         etag: str | None = None,
     ) -> None:
-        self.stop = _Stop(cancel)
+        self.stop = LinkedEvent(cancel)
         self._store = store
         self._key = key
         self._start = start
@@ -226,7 +201,7 @@ class Race:
 
     def look(self, elapsed: float) -> None:
         hedge = self._hedge
-        if self.stop.is_cancelled:
+        if self.stop.is_other_set:
             self._flight.break_off()
             if hedge is not None:
                 hedge.break_off()

@@ -23,6 +23,7 @@ from dcp_s3 import errors
 from dcp_s3.checksum import ChecksumAlgorithm, crc32c, crc64nvme, encode_crc
 from dcp_s3.limit import Limit
 from dcp_s3.process import reset_in_child
+from dcp_s3.s3.body import GatherBody
 from dcp_s3.s3.diagnosis import answered_code, answered_status
 from dcp_s3.s3.throttle import Gate
 from dcp_s3.settings import Settings
@@ -178,10 +179,16 @@ def server_time(answer: Mapping[str, Any]) -> float | None:
 
 # --- arguments that several requests have -------------------------------------------------------------
 
+# Besides those on buckets: what only the owner of a bucket asks for, at its own costs.
+_OF_THE_OWNER = frozenset({"GetObjectLockConfiguration"})
 
-def common_arguments(place: Place) -> dict[str, Any]:
+
+def common_arguments(place: Place, operation: str) -> dict[str, Any]:
     owner = place.settings.expected_bucket_owner
-    return {"Bucket": place.name} | ({"ExpectedBucketOwner": owner} if owner else {})
+    arguments = {"Bucket": place.name} | ({"ExpectedBucketOwner": owner} if owner else {})
+    if place.settings.requester_pays and "Bucket" not in operation and operation not in _OF_THE_OWNER:
+        arguments["RequestPayer"] = "requester"
+    return arguments
 
 
 def creation_arguments(settings: Settings, *, data: bool) -> dict[str, Any]:
@@ -326,6 +333,10 @@ def exists(key: str) -> Operation[bool]:
     return True
 
 
+# Larger bodies are sent in slices, so that a slow link is seen to move.
+_SMALL = 2**20
+
+
 def put(
     place: Place,
     key: str,
@@ -347,7 +358,7 @@ def put(
         "Key": key,
         "ContentType": content_type,
         "Metadata": dict(metadata or {}),
-        "Body": bytes(data),
+        "Body": bytes(data) if len(data) <= _SMALL else GatherBody([memoryview(data)]),
     }
     condition = {}
     if expect is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,10 @@ from dcp_s3.s3 import operations
 from dcp_s3.s3.botocore_private import Flight, finish_response, readinto_response
 from dcp_s3.s3.diagnosis import TruncatedBodyError
 from dcp_s3.s3.operations import Bucket
+from dcp_s3.s3.retry import current_attempt
 from dcp_s3.store import same_etag
 
-# Bytes received before they are added to the checksum: most are then still in the CPU's cache. If the connection
-# breaks, what it has received of the block is lost.
+# Bytes received before they are added to the checksum: most are then still in the CPU's cache.
 _BLOCK = 4 * 2**20
 
 
@@ -123,21 +123,47 @@ def get_range(
         body.close()
         raise _another_version()  # rclone takes no notice of If-Match
     length = answer.get("ContentLength")
-    complete = False
+    if length is not None and length > expected:
+        body.close()
+        raise TruncatedBodyError(f"asked for {expected} bytes ({byte_range}), got {length}: no range support?")
+    _receive(body, cursor, byte_range, flight, stop, advance)
+    return Timing(head_at - began, time.monotonic() - head_at, expected)
+
+
+def _receive(
+    body: Any,
+    cursor: Cursor,
+    what: str,
+    flight: Flight,
+    stop: threading.Event | None,
+    advance: Callable[[int], None],
+) -> None:
+    attempt, awaited, complete = current_attempt(), 0, False
     try:
-        if length is not None and length > expected:
-            raise TruncatedBodyError(f"asked for {expected} bytes ({byte_range}), got {length}: no range support?")
         while not cursor.full:
             if stop is not None and stop.is_set():
                 raise Cancelled
+            attempt.check()
             view = cursor.view
-            flight.await_bytes(view.nbytes)
-            count = readinto_response(body, view)
+            if not awaited:
+                flight.await_bytes(awaited := view.nbytes)
+            count = readinto_response(body, view[:awaited])
             if count == 0:
-                missing = cursor.total - cursor.done
-                raise TruncatedBodyError(f"the body of {byte_range} ended {missing} bytes early")
+                raise TruncatedBodyError(f"the body of {what} ended {cursor.total - cursor.done} bytes early")
+            awaited -= count
             advance(count)
+            attempt.moved(count)
         complete = True
     finally:
         finish_response(body, complete=complete)
-    return Timing(head_at - began, time.monotonic() - head_at, expected)
+
+
+def read_whole(answer: Mapping[str, Any]) -> bytes | bytearray:
+    """Read the body of an answer. A large one is seen to move while it comes."""
+    body, size = answer["Body"], answer.get("ContentLength") or 0
+    if size <= _BLOCK:
+        data: bytes = body.read()
+        return data
+    cursor = Cursor([ReadTarget(memoryview(found := bytearray(size)))])
+    _receive(body, cursor, "the object", Flight(), None, cursor.advance)
+    return found

@@ -3,22 +3,30 @@
 `Tries` decides for every request of the package: try again after a wait with full jitter and exponential backoff
 (https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/), or raise one error of `dcp_s3.errors` that
 names bucket, key, operation, attempts and the last cause. `call` only carries that out.
+
+`Attempt` bounds one of them while it is on the wire: how long it may wait, and how fast it may send. botocore passes
+none of that down. So it is a property of the thread that makes the request, and the ends of the way look it up there:
+the sockets (`botocore_private`) and the bodies (`body`).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from urllib3.util import Timeout
 
 from dcp_s3 import errors
 from dcp_s3.failures import without_tracebacks
-from dcp_s3.limit import Cancelled, Deadline, Limit
-from dcp_s3.s3.diagnosis import REQUEST_ERRORS, describe, is_retryable, tell_retry, to_storage_error
-from dcp_s3.s3.throttle import Gate
+from dcp_s3.limit import Cancelled, Deadline, Limit, Progress
+from dcp_s3.s3.diagnosis import REQUEST_ERRORS, describe, is_retryable, is_throttling, tell_retry, to_storage_error
+from dcp_s3.s3.throttle import Gate, Pace
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +59,7 @@ class Tries:
     _last: str = ""  # not the error itself: its traceback would keep the frames it came through
 
     def __post_init__(self) -> None:
+        self._progress = self.limit.progress or Progress(math.inf)
         logger.debug("%s s3://%s/%s", self.operation, self.bucket, self.key)
 
     def check(self) -> None:
@@ -59,6 +68,22 @@ class Tries:
             raise Cancelled
         if self.limit.deadline is not None and self.limit.deadline.passed:
             raise self._too_late(self.limit.deadline)
+        if self._is_stalled():
+            raise self._stalled()
+
+    @property
+    def what(self) -> str:
+        where = f"s3://{self.bucket}/{self.key}" if self.key else f"bucket {self.bucket!r}"
+        return f"{self.operation} on {where}"
+
+    def is_over(self) -> bool:
+        """Whether `check` would raise."""
+        limit = self.limit
+        return (
+            (limit.cancel is not None and limit.cancel.is_set())
+            or (limit.deadline is not None and limit.deadline.passed)
+            or self._is_stalled()
+        )
 
     def seconds_at_gate(self) -> float | None:
         """Most seconds to wait for the turn while S3 throttles; None for as long as it takes."""
@@ -86,10 +111,12 @@ class Tries:
         """Seconds to wait between a failed attempt (``made`` counts it) and the next one."""
         if self.limit.cancel is not None and self.limit.cancel.is_set():
             raise Cancelled from None
+        self._last = describe(error)
+        if is_retryable(error) and self._is_stalled():
+            raise self._stalled() from error
         if self.made >= self.attempts or not is_retryable(error):
             raise self._failed(error) from error
         wait = backoff(self.made)
-        self._last = describe(error)
         if self.limit.deadline is not None and wait > self.limit.deadline.left:
             raise self._too_late(self.limit.deadline) from error
         if self.limit.patience is not None and self._elapsed() + wait > self.limit.patience:
@@ -97,7 +124,7 @@ class Tries:
         tell_retry(error, self.bucket, made=self.made, attempts=self.attempts, wait=wait)
         logger.debug("%s s3://%s/%s failed (%s); attempt %d of %d, next in %.2f s",
                      self.operation, self.bucket, self.key, error, self.made, self.attempts, wait)  # fmt: skip
-        return wait
+        return min(wait, self._progress.left)
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._started
@@ -106,11 +133,106 @@ class Tries:
         return to_storage_error(error, self.operation, self.bucket, self.key, self.made)
 
     def _too_late(self, deadline: Deadline) -> errors.DeadlineExceededError:
-        where = f"s3://{self.bucket}/{self.key}" if self.key else f"bucket {self.bucket!r}"
-        progress = f"{self.made} attempts, the last: {self._last}" if self.made else "it was not begun"
-        error = deadline.error(f"{self.operation} on {where}", progress)
+        return self._locate(deadline.error(self.what, self._tried("it was not begun")))
+
+    def _is_stalled(self) -> bool:
+        return self._progress.is_over(self.what)
+
+    def _stalled(self) -> errors.DeadlineExceededError:
+        return self._locate(self._progress.error(self.what, self._tried("it was not begun")))
+
+    def _tried(self, never: str) -> str:
+        if not self.made:
+            return never
+        return f"{self.made} attempts, the last: {self._last}" if self._last else f"{self.made} attempts"
+
+    def _locate(self, error: errors.DeadlineExceededError) -> errors.DeadlineExceededError:
         error.bucket, error.key, error.operation, error.attempts = self.bucket, self.key, self.operation, self.made
         return error
+
+
+# --- one attempt, on the wire ---------------------------------------------------------------------------
+
+# A thread that waits for bytes looks so often, in the time without progress, whether that is over.
+_LOOKS = 10
+
+this_thread = threading.local()
+"""``attempt`` and ``flight`` of the requests that this thread makes, if set."""
+
+
+class Attempt:
+    """The bounds of one attempt.
+
+    Args:
+        what: the request, for messages.
+        connect: most seconds to wait for a connection.
+        read: most seconds without a byte.
+    """
+
+    def __init__(
+        self,
+        what: str = "a request",
+        *,
+        connect: float,
+        read: float,
+        progress: Progress,
+        cancel: threading.Event | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        self._what, self._read, self._progress, self._cancel, self._pace = what, read, progress, cancel, pace
+        self._tick = min(read, progress.seconds / _LOOKS)
+        self.timeout = Timeout(connect=connect, read=self._tick)
+        self.send_timeout = min(read, progress.seconds)
+        self.slice_size = None if pace is None else pace.slice_size
+        """Most bytes to send at once; None for any number."""
+
+    def __enter__(self) -> None:
+        """Bound the requests of this thread."""
+        self._before = getattr(this_thread, "attempt", None)
+        this_thread.attempt = self
+
+    def __exit__(self, *_: object) -> None:
+        this_thread.attempt = self._before
+
+    def check(self) -> None:
+        """Break the attempt off if nothing has moved for too long: `retry` then says so."""
+        if self._progress.is_over(self._what):
+            raise ConnectionAbortedError("nothing moved for too long")
+
+    def moved(self, count: int) -> None:
+        """Note bytes that moved for the first time."""
+        self._progress.moved(count)
+
+    def receive(self, receive: Callable[[Any], int], view: Any) -> int:
+        """Receive into ``view``; waits as long as the attempt may, however short the socket's own timeout."""
+        waited = 0.0
+        while True:
+            try:
+                return receive(view)
+            except TimeoutError:
+                waited += self._tick
+                if waited >= self._read:
+                    raise
+            self.check()
+
+    def before_sending(self, count: int) -> float:
+        """Wait until ``count`` bytes may be sent; returns the seconds waited."""
+        if self._cancel is not None and self._cancel.is_set():
+            raise ConnectionAbortedError("the upload was cancelled")
+        self.check()
+        return 0.0 if self._pace is None else self._pace.wait(count, self._cancel)
+
+
+_UNBOUNDED = Attempt(connect=60.0, read=60.0, progress=Progress(math.inf))
+
+
+def current_attempt() -> Attempt:
+    """The attempt that this thread makes."""
+    found: Attempt | None = getattr(this_thread, "attempt", None)
+    return _UNBOUNDED if found is None else found
+
+
+# --- all attempts ---------------------------------------------------------------------------------------
 
 
 def call(request: Callable[[], T], tries: Tries, *, gate: Gate | None = None, data: bool = False) -> T:
@@ -122,18 +244,27 @@ def call(request: Callable[[], T], tries: Tries, *, gate: Gate | None = None, da
     cancel = tries.limit.cancel
     while True:
         tries.check()
-        if gate is not None and data and not gate.enter(cancel=cancel, timeout=tries.seconds_at_gate()):
+        if gate is not None and data and not gate.enter(is_over=tries.is_over, timeout=tries.seconds_at_gate()):
             tries.check()
             raise tries.never_admitted()
         tries.made += 1
+        began = time.monotonic()
         try:
-            if gate is None:
-                return request()
-            with gate.watching(admitted=data):
-                return request()
-        except REQUEST_ERRORS as error:
+            result = request()
+        except BaseException as error:
+            throttled = is_throttling(error)
+            if gate is not None and data:
+                gate.leave(began, succeeded=False, throttled=throttled)
+            elif gate is not None and throttled:
+                gate.signal(began)
+            if not isinstance(error, REQUEST_ERRORS):
+                raise
             without_tracebacks(error)  # urllib3's are cycles, with the bytes that were being sent in them
             wait = tries.wait_after(error)
+        else:
+            if gate is not None and data:
+                gate.leave(began, succeeded=True, throttled=False)
+            return result
         if cancel is None:
             time.sleep(wait)
         elif cancel.wait(wait):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import logging
+import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,18 +14,17 @@ from typing import Any, TypeVar
 from botocore import xform_name
 
 from dcp_s3 import errors
-from dcp_s3.limit import UNLIMITED, Limit
+from dcp_s3.limit import UNLIMITED, Cancelled, Limit, LinkedEvent, Progress
 from dcp_s3.memory import Piece, ReadTarget, targets_of
 from dcp_s3.s3 import listing, multipart, operations, retry
-from dcp_s3.s3.botocore_private import hang_at_most
 from dcp_s3.s3.client import forget_client, get_client
 from dcp_s3.s3.connections import Tuning, connections_of, most_connections
 from dcp_s3.s3.download import fetch_into
 from dcp_s3.s3.hedge import hedges_of
-from dcp_s3.s3.many import map_in_threads
 from dcp_s3.s3.multipart import copy_object
 from dcp_s3.s3.operations import Operation, Request, request_arguments
-from dcp_s3.s3.throttle import Gate, gate_of
+from dcp_s3.s3.ranged import read_whole
+from dcp_s3.s3.throttle import Gate, find_gate, gate_of, pace_of
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
 from dcp_s3.store import (
@@ -34,6 +36,7 @@ from dcp_s3.store import (
     ObjectStart,
     Page,
     ReadWidth,
+    SelfStore,
     Store,
     StoredObject,
     StreamedObject,
@@ -63,7 +66,8 @@ class S3Store(Store):
 
     @property
     def gate(self) -> Gate:
-        return gate_of(self.settings.endpoint_url, self.name, most_connections(self))
+        found = find_gate(self.settings.endpoint_url, self.name)
+        return found or gate_of(self.settings.endpoint_url, self.name, most_connections(self))
 
     def within(self, limit: Limit) -> S3Store:
         return replace(self, limit=limit)
@@ -75,7 +79,9 @@ class S3Store(Store):
             request = next(operation)
             while True:
                 try:
-                    answer = self._try(request)
+                    answer = self.call(
+                        request.operation, request.key, functools.partial(self._attempt, request), data=request.data
+                    )
                 except errors.StorageError as error:
                     request = operation.throw(error)
                 else:
@@ -86,9 +92,6 @@ class S3Store(Store):
         finally:
             operation.close()
 
-    def _try(self, request: Request) -> Any:
-        return self.call(request.operation, request.key, lambda: self._attempt(request), data=request.data)
-
     def _attempt(self, request: Request) -> Any:
         try:
             answer = self.send(request)
@@ -98,7 +101,7 @@ class S3Store(Store):
             raise
         if "Body" in answer:
             body = answer["Body"]
-            answer = {**answer, "Body": body.read() if request.reads_body else body.close()}
+            answer = {**answer, "Body": read_whole(answer) if request.reads_body else body.close()}
         return answer if request.parse is None else request.parse(answer)
 
     def send(self, request: Request) -> Any:
@@ -108,7 +111,7 @@ class S3Store(Store):
             boto3's answer; its ``Body``, if there is one, has not been read.
         """
         method = getattr(self.client, xform_name(request.operation))
-        return method(**operations.common_arguments(self), **request_arguments(request))
+        return method(**operations.common_arguments(self, request.operation), **request_arguments(request))
 
     def call(
         self,
@@ -125,20 +128,22 @@ class S3Store(Store):
         ``attempts`` overrides the most attempts of settings and limit.
         """
         settings, limit = self.settings, self.limit
-        if cancel is not None:
-            limit = replace(limit, cancel=cancel)
+        progress = limit.progress or Progress(settings.stall_timeout)
+        limit = replace(limit, progress=progress, cancel=cancel or limit.cancel)
         most = settings.retry_attempts if limit.attempts is None else min(settings.retry_attempts, limit.attempts)
         tries = retry.Tries(operation, self.name, key, most if attempts is None else attempts, limit)
-        connect, read = settings.connect_timeout, settings.read_timeout
-        if limit.hang is not None:
-            connect, read = min(connect, limit.hang), min(read, limit.hang)
-
-        def attempt() -> T:
-            with hang_at_most(connect, read):
-                return request()
-
+        hang = math.inf if limit.hang is None else limit.hang
+        attempt = retry.Attempt(
+            tries.what,
+            connect=min(settings.connect_timeout, hang),
+            read=min(settings.read_timeout, hang),
+            progress=progress,
+            cancel=limit.cancel,
+            pace=pace_of(settings.max_bandwidth),
+        )
         try:
-            return retry.call(attempt, tries, gate=self.gate, data=data)
+            with progress, attempt:
+                return retry.call(request, tries, gate=self.gate, data=data)
         except errors.CredentialsError:
             forget_client(settings)  # the next save or load looks for credentials again
             raise
@@ -239,3 +244,88 @@ class S3Store(Store):
 def store_of(url: CheckpointURL, settings: Settings, limit: Limit = UNLIMITED) -> S3Store:
     """The store of a URL's bucket."""
     return S3Store(url.bucket, settings, limit)
+
+
+# --- many small requests at once: a function of one item each, in threads --------------------------------
+
+AT_ONCE = 32
+"""Most items under way. S3 answers thousands of requests a second; a listing is bound by one process's CPU, which 32
+keep busy over round trips of tens of milliseconds."""
+
+
+class _Failed(LinkedEvent):
+    """Set by the first failure of a map, or with the event that cancels its caller's own requests."""
+
+    def __init__(self, caller: threading.Event | None) -> None:
+        super().__init__(caller)
+        self.free: threading.Semaphore = (
+            caller.free if isinstance(caller, _Failed) else threading.Semaphore(AT_ONCE - 1)
+        )
+        """The threads that may still be started. A map inside another one shares them, and each works in its caller's
+        thread, too: none waits for a thread."""
+
+
+def map_in_threads(store: SelfStore, function: Callable[[SelfStore, T], U], items: Iterable[T]) -> list[U]:
+    """`Store.map` for a store whose requests take time."""
+    failed = _Failed(store.limit.cancel)
+    bounded = store.within(replace(store.limit, cancel=failed))
+    pending = collections.deque(enumerate(items))
+    results: dict[int, U] = {}
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        while True:
+            try:
+                number, item = pending.popleft()
+            except IndexError:
+                return
+            try:
+                if failed.is_set():
+                    raise Cancelled
+                results[number] = function(bounded, item)
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+                failures.append(error)
+                failed.set()
+                return
+
+    count = len(pending)
+    threads: list[threading.Thread] = []
+    try:
+        for _ in range(count - 1):
+            if not pending or not _start(work, failed.free, threads):
+                break
+        work()
+        for thread in threads:
+            thread.join()
+    except BaseException:  # an interrupt of the caller
+        failed.set()
+        for thread in threads:
+            thread.join()
+        raise
+    try:
+        if failures:
+            raise failures[0]
+    finally:
+        failures.clear()  # its traceback has this frame
+    return [results[number] for number in range(count)]
+
+
+def _start(work: Callable[[], None], free: threading.Semaphore, threads: list[threading.Thread]) -> bool:
+    """Work in one more thread; return whether there may be one."""
+    if not free.acquire(blocking=False):
+        return False
+
+    def target() -> None:
+        try:
+            work()
+        finally:
+            free.release()
+
+    thread = threading.Thread(target=target, name="dcp_s3-requests", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the system has no more of them
+        free.release()
+        return False
+    threads.append(thread)
+    return True

@@ -1,29 +1,33 @@
-"""Limit on this process's data requests in flight to one bucket: lowered when S3 throttles, by AIMD.
+"""What holds requests back: S3's throttling, and DCP_S3_MAX_BANDWIDTH.
 
-Until S3 throttles there is no limit but the threads of each save and load. Then the limit is halved, and grows by one
-for each successful round of requests; at the ceiling there is none again. Uploads and downloads share it. A forked
-child starts afresh.
+`Gate` limits this process's data requests in flight to one bucket; it is lowered when S3 throttles, by AIMD. Until S3
+throttles there is no limit but the threads of each save and load. Then the limit is halved, and grows by one
+for each successful round of requests; at the ceiling there is none again. Uploads and downloads share it. `Pace`
+limits the bytes per second of all uploads. A forked child starts afresh.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dcp_s3.events import Throttled, emit
 from dcp_s3.process import reset_in_child
-from dcp_s3.s3.diagnosis import is_throttling
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.1  # between looks at `cancel` while a request waits
+_POLL_SECONDS = 0.1  # between looks at whether it is over, while a request waits
 _LOG_SECONDS = 10.0  # between log lines about one bucket
+
+# Of limited bandwidth: what may be made up for after a pause, and the sizes that are sent at once.
+_BURST_SECONDS = 0.5
+_SLICES_PER_SECOND = 8
+_LEAST_SLICE, _MOST_SLICE = 16 * 2**10, 2**20
 
 
 class Aimd:
@@ -108,10 +112,11 @@ class Gate:
                 self._aimd.raise_ceiling(max(ceiling, self._aimd.ceiling))
                 self._admit()
 
-    def enter(self, *, cancel: threading.Event | None = None, timeout: float | None = None) -> bool:
+    def enter(self, *, is_over: Callable[[], bool] = lambda: False, timeout: float | None = None) -> bool:
         """Wait for a data request's turn; after True, call `leave` once.
 
         Args:
+            is_over: whether to wait no longer.
             timeout: most seconds to wait.
 
         Returns:
@@ -123,7 +128,7 @@ class Gate:
         started = time.monotonic()
         admitted = False
         try:
-            admitted = _wait(waiter, cancel, None if timeout is None else started + timeout)
+            admitted = _wait(waiter, is_over, None if timeout is None else started + timeout)
         finally:
             self._end_wait(waiter, started, admitted=admitted)
         return admitted
@@ -146,22 +151,6 @@ class Gate:
                     self._admit()
                 else:
                     self._waiting.remove(waiter)
-
-    @contextlib.contextmanager
-    def watching(self, *, admitted: bool) -> Iterator[None]:
-        """Let the gate learn the outcome of one attempt; one that was ``admitted`` then leaves the gate."""
-        began = time.monotonic()
-        try:
-            yield
-        except BaseException as error:
-            throttled = is_throttling(error)
-            if admitted:
-                self.leave(began, succeeded=False, throttled=throttled)
-            elif throttled:
-                self.signal(began)
-            raise
-        if admitted:
-            self.leave(began, succeeded=True, throttled=False)
 
     def leave(self, began: float, *, succeeded: bool, throttled: bool) -> None:
         """Note the end of a data request that began at ``began`` (of time.monotonic)."""
@@ -230,16 +219,44 @@ class Gate:
         return True
 
 
-def _wait(waiter: threading.Event, cancel: threading.Event | None, until: float | None) -> bool:
+def _wait(waiter: threading.Event, is_over: Callable[[], bool], until: float | None) -> bool:
     while True:
         left = math.inf if until is None else until - time.monotonic()
         if waiter.wait(max(0.0, min(_POLL_SECONDS, left))):
             return True
-        if left <= 0 or (cancel is not None and cancel.is_set()):
+        if left <= 0 or is_over():
             return False
 
 
+class Pace:
+    """Lets so many bytes per second through: a token bucket. Thread safe, first come first served."""
+
+    def __init__(self, rate: int) -> None:
+        self.slice_size = max(_LEAST_SLICE, min(_MOST_SLICE, rate // _SLICES_PER_SECOND))
+        """Most bytes to send at once: every connection gets its turn before S3 takes it for dead."""
+        self._rate = rate
+        self._lock = threading.Lock()
+        self._free_at = -math.inf
+
+    def reserve(self, count: int, now: float) -> float:
+        """Take ``count`` bytes at the time ``now``; returns the seconds after which they may be sent."""
+        with self._lock:
+            start = max(self._free_at, now - _BURST_SECONDS)
+            self._free_at = start + count / self._rate
+        return max(0.0, start - now)
+
+    def wait(self, count: int, cancel: threading.Event | None) -> float:
+        """Wait until ``count`` bytes may be sent, or ``cancel`` is set; returns the seconds waited."""
+        seconds = self.reserve(count, time.monotonic())
+        if seconds and cancel is not None:
+            cancel.wait(seconds)
+        elif seconds:
+            time.sleep(seconds)
+        return seconds
+
+
 _gates: dict[tuple[str | None, str], Gate] = {}
+_paces: dict[int, Pace] = {}
 _lock = threading.Lock()
 
 
@@ -248,10 +265,16 @@ def _begin_anew() -> None:
     global _lock
     _lock = threading.Lock()
     _gates.clear()
+    _paces.clear()
+
+
+def find_gate(endpoint_url: str | None, bucket: str) -> Gate | None:
+    """This process's gate for a bucket, if it has been used."""
+    return _gates.get((endpoint_url, bucket))
 
 
 def gate_of(endpoint_url: str | None, bucket: str, ceiling: int) -> Gate:
-    """This process's gate for a bucket. Thread safe.
+    """This process's gate for a bucket, with a limit that may grow to ``ceiling``. Thread safe.
 
     Args:
         endpoint_url: endpoint URL of the settings; None for AWS's own chain.
@@ -263,6 +286,14 @@ def gate_of(endpoint_url: str | None, bucket: str, ceiling: int) -> Gate:
             gate = _gates.setdefault(key, Gate(_name(*key), ceiling))
     gate.raise_ceiling(ceiling)
     return gate
+
+
+def pace_of(rate: int | None) -> Pace | None:
+    """What all uploads of this process at ``rate`` bytes per second share; None for no limit."""
+    if rate is None:
+        return None
+    with _lock:
+        return _paces.setdefault(rate, Pace(rate))
 
 
 def _name(endpoint_url: str | None, bucket: str) -> str:

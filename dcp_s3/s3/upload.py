@@ -52,7 +52,7 @@ class Uploader(Batch):
     """
 
     def __init__(self, store: Bucket, *, part_size: int | None = None, isolated: bool = False) -> None:
-        self.store = store
+        self.store = store.within(store.limit.shared(store.settings.stall_timeout))
         self.part_size = part_size or store.settings.max_part_size
         self.chunk_size = min(self.part_size, store.settings.max_part_size)
         self.isolated = isolated
@@ -389,7 +389,7 @@ class ObjectUpload:
         with self._body(pieces) as body:
             etag = self._store.run(multipart.send_part(self._store, self.key, upload_id, number, body, checksum))
         self._uploader.took(size)
-        self._check_speed(time.monotonic() - started, size)
+        self._check_speed(time.monotonic() - started - body.waited, size)
         return etag, crc, size
 
     def _check_speed(self, seconds: float, size: int) -> None:
@@ -413,7 +413,7 @@ class ObjectUpload:
     def _body(self, pieces: list[Piece]) -> Iterator[GatherBody]:
         patience = self._store.limit.patience if self._uploader.isolated else None
         moved = self._uploader.moved
-        body = GatherBody(views_of(pieces), self.cancel, patience=patience, moved=moved)
+        body = GatherBody(views_of(pieces), patience=patience, moved=moved)
         try:
             yield body
         finally:

@@ -129,7 +129,7 @@ def write_buckets(
                 unsettled = batch.settle()
                 missing = {key: number for number, key in enumerate(keys) if key in unsettled}
     except DeadlineExceededError as error:
-        if deadline is None:
+        if deadline is None or error.setting != deadline.setting:
             raise
         raise deadline.error(
             f"the save to {names.url}", f"of about {format_size(total)} of rank {names.rank}, {batch.progress}"

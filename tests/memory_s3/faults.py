@@ -40,7 +40,7 @@ class RequestInfo:
 
 Kind = Literal[
     "delay", "error", "error_in_200", "delete_partly", "reset", "reset_request", "reset_response", "cut_head",
-    "truncate", "apply_then_reset", "forge", "repeat", "straggle", "stall", "crawl",
+    "truncate", "apply_then_reset", "forge", "repeat", "straggle", "stall", "crawl", "drip",
 ]  # fmt: skip
 
 
@@ -144,6 +144,11 @@ class Fault:
     def crawl(cls, bytes_per_second: float, *, after_bytes: int = 0) -> Fault:
         """Send the head and that many bytes of the response body at once, and the rest at that speed."""
         return cls("crawl", after_bytes=after_bytes, bytes_per_second=bytes_per_second)
+
+    @classmethod
+    def drip(cls, bytes_per_second: float) -> Fault:
+        """Do what was asked, and send the answer, its head included, at that speed."""
+        return cls("drip", bytes_per_second=bytes_per_second)
 
 
 FaultFunction = Callable[[RequestInfo], "Fault | None"]

@@ -235,6 +235,11 @@ def _head(response: Response, *, keep: bool) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode("utf-8", "surrogateescape")
 
 
+def render(response: Response, *, body: bool) -> bytes:
+    """A whole answer, as it goes over the wire."""
+    return _head(response, keep=True) + (bytes(response.body) if body else b"")
+
+
 @dataclass(frozen=True)
 class Received:
     """A request's body, the checksum computed as it arrived, and the headers that followed it."""

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, unquote
 from . import answers, checksums, counters
 from .counters import Counters, Reader, Reads
 from .faults import Fault, FaultFunction, RequestInfo
-from .http import Connection, Head, Link, MalformedRequestError, Response, discard, drain, receive
+from .http import Connection, Head, Link, MalformedRequestError, Response, discard, drain, receive, render
 from .memory import Body, Pool
 from .operations import Call, Operations, identify
 from .store import S3Error, Store
@@ -294,6 +294,11 @@ class MemoryS3:
         if fault.kind == "cut_head":
             connection.send_head(response, limit=fault.after_bytes)
             return False
+        if fault.kind == "drip":
+            for byte in render(response, body=info.method != "HEAD"):
+                self._wait(connection, 1 / fault.bytes_per_second)
+                connection.send_body(memoryview(bytes([byte])))
+            return True
         truncated = fault.kind in ("truncate", "reset_response")
         limit = fault.after_bytes if truncated else None
         keep = not truncated and head.headers.get("connection", "").lower() != "close"

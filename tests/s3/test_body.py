@@ -15,8 +15,10 @@ import trustme
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcp_s3.limit import Progress
 from dcp_s3.s3.body import BodyReader, GatherBody
 from dcp_s3.s3.botocore_private import send_without_copy
+from dcp_s3.s3.retry import Attempt
 
 BUFFERS = st.lists(st.binary(max_size=40), max_size=8)
 
@@ -48,9 +50,8 @@ def test_large_buffers_go_out_as_they_are_and_small_ones_joined() -> None:
     large = bytearray(200_000)
     body = GatherBody([memoryview(b"head"), memoryview(b"er"), memoryview(large), memoryview(b"tail")])
     chunks = list(body.chunks())
-    assert [len(chunk) for chunk in chunks] == [6, 200_000, 4]
-    assert isinstance(chunks[1], memoryview)
-    assert chunks[1].obj is large
+    assert (len(chunks[0]), len(chunks[-1]), sum(map(len, chunks[1:-1]))) == (6, 4, 200_000)
+    assert all(isinstance(chunk, memoryview) and chunk.obj is large for chunk in chunks[1:-1])
 
 
 class _Request:
@@ -88,6 +89,15 @@ def test_no_single_send_is_long() -> None:
     chunks = list(GatherBody([memoryview(large)]).chunks())
     assert max(len(chunk) for chunk in chunks) <= 2**20
     assert b"".join(chunks) == large
+
+
+def test_what_is_sent_once_more_is_no_progress() -> None:
+    progress, body = Progress(600), GatherBody([memoryview(bytes(3 * 2**20)), memoryview(b"end")])
+    with Attempt(connect=1, read=1, progress=progress):
+        next(iter(body.chunks()))
+        for _ in range(3):
+            assert sum(map(len, body.chunks())) == len(body)
+    assert "3.0 MiB had moved before" in str(progress.error("UploadPart", "3 attempts"))
 
 
 def test_botocore_may_rewind_what_is_sent() -> None:

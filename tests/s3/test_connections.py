@@ -39,16 +39,19 @@ def state(value: float) -> dict[str, Any]:
 
 
 class Scripted(Width):
-    """Goes through these numbers, one at each look."""
+    """Goes through these numbers, one at each look that finds ``go`` set."""
 
     numbers: list[int]
+    go = threading.Event()
+    go.set()
 
     def __init__(self, first: int) -> None:
         super().__init__(self.numbers[0])
         self._left = iter(self.numbers[1:])
 
     def moved(self, seconds: float, count: int, most: int) -> None:
-        self.connections = min(most, next(self._left, self.connections))
+        if self.go.is_set():
+            self.connections = min(most, next(self._left, self.connections))
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +108,7 @@ def test_fewer_connections_are_fewer_requests_at_once(faulty: FaultyServer, monk
     """What is under way ends, and what waits in line; the threads that are too many then get nothing more."""
     monkeypatch.setattr(Scripted, "numbers", [4, 1], raising=False)
     monkeypatch.setattr(connections, "Width", Scripted)
+    monkeypatch.setattr(Scripted, "go", all_four := threading.Event())
     store, resized = S3Store(BUCKET, Settings()), threading.Event()
     original = connections.Tuning.__init__
 
@@ -119,6 +123,7 @@ def test_fewer_connections_are_fewer_requests_at_once(faulty: FaultyServer, monk
     ):
         assert connections_of(store, direction) == 4
         resized.clear()
+        all_four.clear()
         at_once: list[int] = []
         lock = threading.Lock()
 
@@ -128,6 +133,8 @@ def test_fewer_connections_are_fewer_requests_at_once(faulty: FaultyServer, monk
             with lock:
                 at_once.append(faulty.s3.in_flight)
                 first = len(at_once) <= 4
+            if len(at_once) == 4:
+                all_four.set()
             if first:
                 assert resized.wait(LONG)
             time.sleep(0.02)  # if there were four threads, they would meet here

@@ -20,6 +20,7 @@ import urllib3
 from urllib3.connection import HTTPConnection
 from urllib3.connectionpool import HTTPConnectionPool
 
+from dcp_s3 import errors
 from dcp_s3.memory import ReadTarget
 from dcp_s3.s3 import hedge
 from dcp_s3.s3.botocore_private import Flight
@@ -212,3 +213,11 @@ def test_over_tls_the_bytes_are_right_too(
     fetch_into(bucket, "k", 0, [ReadTarget(memoryview(memory))])
     assert memory == data
     assert hedges_of(bucket).state.won == 1
+
+
+def test_over_tls_what_trickles_is_no_progress_either(faulty: FaultyServer, tls: str) -> None:
+    bucket = S3Store("bucket", Settings(endpoint_url=tls, stall_timeout=0.5))
+    S3Store("bucket", Settings()).put("k", b"abc")
+    faulty.rule = lambda _: Fault.drip(10)
+    with pytest.raises(errors.DeadlineExceededError, match="DCP_S3_STALL_TIMEOUT"):
+        bucket.get("k")

@@ -120,10 +120,11 @@ def test_of_a_body_that_stops_only_the_rest_is_asked_for_and_of_the_same_version
     bucket = put()
     faulty.rule = script = Script(fault)
     fetch(bucket)
-    # The memory's pieces are 3 MiB, 5 bytes, 6 MiB, ...; the 6 MiB come as 4 and 2.
-    reached = 9 * MIB + 5 - 2 * MIB
     assert script.ranges[0] == f"bytes=0-{len(DATA) - 1}"
-    assert script.ranges[1] == f"bytes={reached}-{len(DATA) - 1}"
+    assert script.ranges[1].endswith(f"-{len(DATA) - 1}")
+    reached = int(script.ranges[1].removeprefix("bytes=").partition("-")[0])
+    # The memory's pieces are 3 MiB, 5 bytes, 6 MiB, ...; the 6 MiB come as 4 and 2, or as they crawl.
+    assert reached >= 9 * MIB + 5 - 2 * MIB
     assert "if-match" in script.seen[1].headers
     state = state_of(bucket)
     assert state.won == 1

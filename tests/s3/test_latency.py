@@ -43,15 +43,6 @@ def test_short_bodies_say_nothing_of_the_bandwidth() -> None:
     assert latencies.expect(95) == Expected(0.03, START.per_byte)
 
 
-@given(st.lists(st.booleans(), max_size=40))
-def test_a_few_stragglers_do_not_move_it(late: list[bool]) -> None:
-    """Up to one in twenty of those that completed may have been as late as it gets."""
-    latencies = Latencies()
-    for is_late in [*(is_late and number % 20 == 0 for number, is_late in enumerate(late)), *[False] * 40]:
-        latencies.add(30.0 if is_late else 0.03, 0.5, 64 * MIB)
-    assert latencies.expect(95).head == 0.03
-
-
 def test_a_new_sample_counts_at_once() -> None:
     latencies = Latencies()
     for head in range(1, 9):

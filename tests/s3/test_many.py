@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from dcp_s3.limit import UNLIMITED, Cancelled
-from dcp_s3.s3.many import AT_ONCE, map_in_threads
+from dcp_s3.s3.store import AT_ONCE, map_in_threads
 from tests.memory_store import MemoryStore
 
 LONG = 30.0
@@ -29,11 +29,6 @@ class Peak:
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._now -= 1
-
-
-def test_results_are_in_the_order_of_the_items() -> None:
-    assert map_in_threads(MemoryStore(), lambda _, item: -item, range(200)) == [-item for item in range(200)]
-    assert map_in_threads(MemoryStore(), lambda _, item: item, ()) == []
 
 
 def test_many_are_under_way_at_once_but_not_more_than_that_also_inside_another() -> None:

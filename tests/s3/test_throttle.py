@@ -133,7 +133,7 @@ def test_cancelling_ends_the_wait_and_leaves_no_trace() -> None:
     gate, cancel = closed_gate(1), threading.Event()
     assert gate.enter()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(gate.enter, cancel=cancel)
+        waiting = pool.submit(gate.enter, is_over=cancel.is_set)
         until(lambda: gate.state.waiting == 1)
         cancel.set()
         assert waiting.result(LONG) is False
@@ -151,7 +151,7 @@ def test_a_turn_that_comes_as_its_waiter_gives_up_is_not_lost() -> None:
             gate.leave(0, succeeded=False, throttled=False)
             return True
 
-    assert not gate.enter(cancel=Late())
+    assert not gate.enter(is_over=Late().is_set)
     assert (gate.state.in_flight, gate.state.waiting) == (0, 0)
     assert gate.enter(timeout=0)
 

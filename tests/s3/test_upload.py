@@ -252,3 +252,24 @@ def test_a_store_that_refuses_checksums_is_written_to_without(
         assert "c" not in faulty.s3.objects("bucket")
         assert faulty.s3.open_uploads("bucket") == []
     operations.forget()
+
+
+def test_an_object_that_is_put_again_sends_only_what_s3_lacks(faulty: FaultyServer) -> None:
+    data = random.Random(5).randbytes(3 * PART)
+    refused: list[int] = []
+
+    def rule(request: Any) -> Fault | None:
+        if request.part_number == 2 and not refused:
+            refused.append(2)
+            return Fault.error(500, "InternalError")
+        return None
+
+    faulty.rule = rule
+    target = make_bucket("bucket", retry_attempts=1, concurrency=1)
+    with Uploader(target, part_size=PART, isolated=True) as uploader:
+        with pytest.raises(errors.TransferError):
+            uploader.put_stream("k", len(data), [Piece.of(data)])
+        faulty.s3.reset_counters()
+        assert uploader.put_stream("k", len(data), [Piece.of(data)]).crc64nvme == crc64nvme(data)
+    assert [each.part_number for each in faulty.s3.request_log if each.operation == "UploadPart"] == [2, 3]
+    assert faulty.s3.read("bucket", "k") == data
