@@ -19,8 +19,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.utils.data import DataLoader, Dataset
 
 from dcp_s3.errors import SaveFailedError
-from dcp_s3.integrations.lightning import S3FSDPStrategy, S3ModelParallelStrategy
-from dcp_s3.integrations.lightning_saves import CheckpointFiles
+from dcp_s3.integrations.lightning import CheckpointFiles, S3FSDPStrategy, S3ModelParallelStrategy
 from tests.faulty import BUCKET
 from tests.killing import begin
 

@@ -7,17 +7,25 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.checkpoint import save
 
-from dcp_s3 import list_checkpoints, verify
+from dcp_s3 import S3StorageWriter, list_checkpoints, verify
 from dcp_s3.errors import InvalidURLError
-from dcp_s3.integrations.lightning import S3FSDPStrategy, S3ModelParallelStrategy
-from dcp_s3.integrations.lightning_saves import CheckpointFiles, find_url, newest
+from dcp_s3.integrations.lightning import (
+    CheckpointFiles,
+    S3FSDPStrategy,
+    S3ModelParallelStrategy,
+    find_url,
+    newest,
+)
 from dcp_s3.offline.copy import copy as download
 from dcp_s3.offline.copy import copy as upload
 from tests.faulty import BUCKET, FaultyServer, serve
@@ -194,9 +202,63 @@ def test_the_checkpoint_that_a_run_began_from_stays(faulty: FaultyServer, tmp_pa
     assert committed(f"{ROOT}/other") == {name(2), "last.ckpt"}
 
 
+@pytest.mark.parametrize(
+    ("path", "url"),
+    [
+        ("s3://bucket/run/last.ckpt", "s3://bucket/run/last.ckpt"),
+        (Path("s3://bucket/run"), "s3://bucket/run"),
+        ("s3::bucket/run/last.ckpt", "s3://bucket/run/last.ckpt"),
+        ("/data/run", None),
+        (None, None),
+    ],
+)
+def test_paths_that_mean_s3(path: Any, url: str | None) -> None:
+    assert find_url(path) == url
+
+
 def test_a_dirpath_that_lightning_takes_for_a_local_one_is_refused() -> None:
     with pytest.raises(InvalidURLError, match="pass it as text"):
         find_url(ModelCheckpoint(dirpath=Path("s3://bucket/run")).dirpath)
+
+
+def test_what_lightning_sees(faulty: FaultyServer) -> None:
+    files, a, b, last = CheckpointFiles(), f"{ROOT}/{name(1)}", f"{ROOT}/{name(2)}", f"{ROOT}/last.ckpt"
+    assert not files.exists(ROOT)
+    assert files.ls(ROOT, detail=False) == []
+    assert newest(ROOT) is None
+    started = datetime.now(tz=timezone.utc)
+    for url in (b, last):
+        save({"w": torch.ones(1)}, storage_writer=S3StorageWriter(url))
+    client = boto3.Session().client("s3", endpoint_url=faulty.s3.endpoint_url)
+    client.put_object(Bucket=BUCKET, Key=f"run/{name(1)}/__0_0-0123456789abcdef.distcp", Body=b"left")
+    assert files.exists(ROOT)
+    assert files.isdir(ROOT)
+    assert files.exists(last)
+    assert not files.exists(a), "what is not committed"
+    assert newest(ROOT) == last, "committed last"
+    found = sorted(files.ls(ROOT, detail=False))
+    assert [find_url(os.path.normpath(each)) for each in found] == [b, last]
+    assert files.exists(found[0])
+    assert files.modified(found[0]) >= started
+    assert files.info(last)["type"] == "directory"
+    for missing in (a, f"{ROOT}/other"):
+        for look in (files.info, files.modified):
+            with pytest.raises(FileNotFoundError):
+                look(missing)
+    with pytest.raises(NotImplementedError, match="install s3fs"):
+        files.open(last, "wb")
+
+
+class WillHold:
+    def will_hold(self, url: str) -> bool | None:
+        return {"a": True, "b": False}.get(url[-1])
+
+
+def test_lightning_sees_what_will_be_there(faulty: FaultyServer) -> None:
+    """Otherwise it would take another name for the next one."""
+    save({"w": torch.ones(1)}, storage_writer=S3StorageWriter(f"{ROOT}/b"))
+    files = CheckpointFiles(WillHold())  # type: ignore[arg-type]
+    assert [files.exists(f"{ROOT}/{each}") for each in "abc"] == [True, False, False]
 
 
 def test_checkpoints_that_are_not_sharded_are_refused() -> None:

@@ -223,29 +223,6 @@ def names_by_object(url: str) -> dict[str, set[str]]:
     return found
 
 
-def remove(url: str, prefix: str) -> None:
-    """In a process without ranks."""
-    megatron.install()
-    try:
-        dist_checkpointing.remove_sharded_tensors(url, prefix)
-    finally:
-        megatron.uninstall()
-
-
-def remove_optimizer(url: str, step: int = 5) -> None:
-    with trainer():
-        dist_checkpointing.remove_sharded_tensors(url, "optim")
-        assert {n for n in states.SHAPES if not n.startswith("optim")} == set(
-            dist_checkpointing.load_tensors_metadata(url)
-        )
-        state = states.sharded(step, blank=True)
-        for name in states.SHAPES:
-            if name.startswith("optim"):
-                del state[name]
-        loaded = dist_checkpointing.load(state, url)
-        assert torch.equal(loaded["norm.weight"], states.whole("norm.weight", step))
-
-
 def save_stock(directory: str, step: int, layout: str) -> None:
     """Megatron as it is, without the adapter."""
     cpu.pretend()
