@@ -36,12 +36,17 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, St
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
 )
 
 from dcp_s3 import errors
@@ -212,17 +217,19 @@ class _S3Checkpoints(Strategy):
         return dict(get_optimizer_state_dict(self.model, getattr(optimizer, "optimizer", optimizer)))
 
     def _load(self, reader: S3StorageReader, group: Any) -> None:
-        strict = self.lightning_module.strict_loading
-        # Those of an earlier `Trainer.fit` have no use for a state.
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        optimizers = {f"optimizer_{number}": each for number, each in enumerate(self.optimizers if fitting else [])}
+        strict, optimizers = self.lightning_module.strict_loading, self._fitted_optimizers()
         state = {name: self.optimizer_state(each) for name, each in optimizers.items()}
         state[self._model_key] = self.lightning_module_state_dict()
         planner = S3LoadPlanner(allow_partial_load=not strict)
         state_dict_loader.load(state, storage_reader=reader, process_group=group, planner=planner)
-        set_model_state_dict(self.model, state[self._model_key], options=StateDictOptions(strict=strict))
+        self.model.load_state_dict(state[self._model_key], strict=strict)
         for name, each in optimizers.items():
             set_optimizer_state_dict(self.model, each, optim_state_dict=state[name])
+
+    def _fitted_optimizers(self) -> dict[str, Any]:
+        """The optimizers while `Trainer.fit` runs, by name. Those of an earlier one have no use for a state."""
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        return {f"optimizer_{number}": each for number, each in enumerate(self.optimizers if fitting else [])}
 
     def _require_groups(self) -> tuple[Ranks, Ranks]:
         if self._groups is None:
@@ -285,6 +292,37 @@ class S3FSDPStrategy(_S3Checkpoints, FSDPStrategy):
         super().__init__(*args, settings=settings, asynchronous=asynchronous, **kwargs)
         if self._state_dict_type != "sharded":
             _refuse_full(self, f"state_dict_type={self._state_dict_type!r}")
+
+    # FSDP's own functions: those of DCP leave out ranks that have no element of any parameter.
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with _sharded(self.model):
+            return dict(self.model.state_dict())
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        own = getattr(optimizer, "optimizer", optimizer)
+        with _sharded(self.model):
+            return dict(FullyShardedDataParallel.optim_state_dict(self.model, own))
+
+    def _load(self, reader: S3StorageReader, group: Any) -> None:
+        strict, state = self.lightning_module.strict_loading, self.lightning_module_state_dict()
+        planner = S3LoadPlanner(allow_partial_load=not strict)
+        whole = {self._model_key: state}
+        state_dict_loader.load(whole, storage_reader=reader, process_group=group, planner=planner)
+        with _sharded(self.model):
+            self.model.load_state_dict(state, strict=strict)
+            for name, each in self._fitted_optimizers().items():
+                loaded = load_sharded_optimizer_state_dict(state, name, reader)[name]
+                each.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(self.model, each, loaded))
+
+
+def _sharded(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """FSDP's state as shards, where they are."""
+    return FullyShardedDataParallel.state_dict_type(  # type: ignore[no-any-return]
+        model,
+        StateDictType.SHARDED_STATE_DICT,
+        ShardedStateDictConfig(offload_to_cpu=False),
+        ShardedOptimStateDictConfig(offload_to_cpu=False),
+    )
 
 
 def _refuse_full(strategy: Strategy, argument: str) -> NoReturn:
