@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -28,35 +27,25 @@ from dcp_s3.integrations.lightning import (
 )
 from dcp_s3.offline.copy import copy as download
 from dcp_s3.offline.copy import copy as upload
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
+from tests.frameworks.killed import kill_in_save
 from tests.frameworks.lightning_training import (
     STEPS_PER_EPOCH,
     Fitted,
     Run,
     fit_all,
     fit_and_fail,
-    fit_until_killed,
     fit_with_marker,
     work_after_fit,
 )
-from tests.killing import AtRequest, kill_all, new_process, running, wait_until_quiet
+from tests.killing import AtRequest
 from tests.memory_s3 import Fault
-from tests.preload import MODULES
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(900)  # several processes import torch and Lightning
-MODULES.append("lightning.pytorch")  # seconds for each rank otherwise
 ROOT = f"s3://{BUCKET}/run"
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT = 250.0  # seconds for a few runs of `Trainer.fit`, on a busy machine
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with serve(monkeypatch) as server:
-        yield server
 
 
 def committed(root: str) -> set[str]:
@@ -111,13 +100,7 @@ def test_a_run_that_is_killed_in_a_save_goes_on_on_another_number_of_ranks(
     faulty: FaultyServer, tmp_path: Path, ranks: int, requests: int
 ) -> None:
     run = Run(ROOT, 9, checkpoint={"save_last": True, "save_top_k": -1})
-    moment = AtRequest("PutObject", requests, applied=False)
-    killed = [new_process(fit_until_killed, dict(os.environ), tmp_path, run, rank) for rank in range(2)]
-    with running(killed), moment.on(faulty):
-        assert moment.reached.wait(TIMEOUT)
-        kill_all(killed)
-        assert {process.exitcode for process in killed} == {-9}
-    wait_until_quiet(faulty)
+    kill_in_save(faulty, AtRequest("PutObject", requests, applied=False), 2, tmp_path, fit_all, tmp_path, [run])
     epochs = len(committed(ROOT) - {"last.ckpt"})
     assert 0 < epochs < 9
     assert all(verify(f"{ROOT}/{each}").ok for each in committed(ROOT))

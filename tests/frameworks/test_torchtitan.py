@@ -24,13 +24,10 @@ from dcp_s3 import errors, list_checkpoints
 from dcp_s3.integrations import saves
 from dcp_s3.integrations.torchtitan import S3CheckpointManager
 from examples.torchtitan import Trainer
-from tests import preload
 from tests.faulty import FaultyServer
 from tests.frameworks.titan import MODES, ROOT, Adapter, Run, config, steps_on_s3, train
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
-
-preload.MODULES.append("tests.frameworks.titan")  # torchtitan takes seconds to import
 
 Config = S3CheckpointManager.Config
 

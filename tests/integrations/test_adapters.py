@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import random
@@ -69,18 +70,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return versions
 
 
-@pytest.mark.parametrize(("name", "wanted"), ADAPTERS.items())
-def test_a_missing_framework_is_named_with_its_versions(installed: dict[str, str], name: str, wanted: str) -> None:
-    with pytest.raises(ImportError, match=rf"needs {re.escape(wanted)}, .*pip install '{re.escape(wanted)}'"):
-        importlib.import_module(f"dcp_s3.integrations.{name}")
-
-
-@pytest.mark.parametrize(("name", "wanted"), ADAPTERS.items())
-def test_other_versions_are_refused_by_every_adapter(installed: dict[str, str], name: str, wanted: str) -> None:
-    package, _, range_ = wanted.partition(">=")
-    installed[package] = range_.partition("<")[2]  # the first that is too new
-    says = rf"supports {re.escape(wanted)}, and {installed[package]} is installed"
-    with pytest.raises(ImportError, match=says):
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_a_missing_framework_is_named_with_its_versions(installed: dict[str, str], name: str) -> None:
+    wanted = re.escape(ADAPTERS[name])
+    with pytest.raises(ImportError, match=rf"needs {wanted}, .*pip install '{wanted}'"):
         importlib.import_module(f"dcp_s3.integrations.{name}")
 
 
@@ -90,16 +83,17 @@ def test_transformers_needs_accelerate_too(installed: dict[str, str]) -> None:
         importlib.import_module("dcp_s3.integrations.transformers")
 
 
-@pytest.mark.parametrize("version", ["0.16", "0.16.0", "0.16.1", "0.16.1+cu128", "0.16.9.post1"])
-def test_versions_that_are_supported(installed: dict[str, str], version: str) -> None:
+@pytest.mark.parametrize(
+    ("version", "is_known"),
+    [
+        *((version, True) for version in ("0.16", "0.16.0", "0.16.1", "0.16.1+cu128", "0.16.9.post1")),
+        *((version, False) for version in ("0.15.3", "0.17", "0.17.0rc0", "1.0", "unknown")),
+    ],
+)
+def test_which_versions_are_supported(installed: dict[str, str], version: str, is_known: bool) -> None:
     installed["megatron-core"] = version
-    require("megatron", "megatron-core", "0.16", "0.17")
-
-
-@pytest.mark.parametrize("version", ["0.15.3", "0.17", "0.17.0rc0", "1.0", "unknown"])
-def test_versions_that_are_not(installed: dict[str, str], version: str) -> None:
-    installed["megatron-core"] = version
-    with pytest.raises(ImportError, match=rf"supports megatron-core>=0\.16,<0\.17, and {version} is installed"):
+    says = rf"supports megatron-core>=0\.16,<0\.17, and {re.escape(version)} is installed"
+    with contextlib.nullcontext() if is_known else pytest.raises(ImportError, match=says):
         require("megatron", "megatron-core", "0.16", "0.17")
 
 

@@ -6,8 +6,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +32,9 @@ from dcp_s3 import S3StorageReader, latest
 from dcp_s3.integrations import megatron
 from dcp_s3.save.save import Save
 from tests.frameworks.megatron import cpu, states
-from tests.killing import begin
+from tests.preload import MODULES
+
+MODULES.append("megatron.core.dist_checkpointing")  # imported once, by the process that ranks are forked from
 
 MODES = ("sync", "forked", "persistent")
 
@@ -279,17 +279,3 @@ def train(root: str, until: int, mode: str = "sync") -> None:
 def train_step(tensor: torch.Tensor, step: int) -> None:
     """Each value depends on all steps before."""
     tensor.mul_(0.75).add_(step)
-
-
-def train_until_killed(
-    environment: dict[str, str], directory: Path, rank: int, world: int, root: str, mode: str
-) -> None:
-    """In a process that leads a process group of its own."""
-    begin(environment, directory / f"output-{rank}.log")
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory / 'rendezvous'}", rank=rank, world_size=world,
-        timeout=timedelta(seconds=120),
-    )  # fmt: skip
-    train(root, 1000, mode)
