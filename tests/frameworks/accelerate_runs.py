@@ -23,7 +23,7 @@ from dcp_s3 import CheckpointManager
 from dcp_s3.demo.train import state_digest
 from dcp_s3.integrations.accelerate import load_state, save_state, training_state
 from examples import accelerate as example
-from tests.frameworks.killed import files_in
+from tests.frameworks.ranks import files_in
 from tests.preload import MODULES
 
 MODULES.append(__name__)  # imported once, by the process that ranks are forked from

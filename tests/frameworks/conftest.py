@@ -8,10 +8,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 collect_ignore_glob = [] if os.environ.get("DCP_S3_TEST_INTEGRATIONS") else ["test_*.py", "*/test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(900))  # several processes import a framework
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,7 @@ from tests.frameworks.accelerate_runs import (
     uninterrupted,
     with_average,
 )
-from tests.frameworks.killed import AtWrite, files_in, kill_in_save
-from tests.ranks import run_ranks
+from tests.frameworks.ranks import AtWrite, files_in, kill_in_save, run_ranks
 
 ROOT = f"s3://{BUCKET}/run"
 
@@ -63,7 +62,7 @@ def test_ranks_with_their_own_data_and_random_numbers_go_on_to_the_same_bits(roo
 @pytest.mark.servers("memory")
 @pytest.mark.parametrize("when", ["save", "load"])
 def test_an_error_in_a_state_of_one_rank_is_an_error_of_all(root: str, when: str) -> None:
-    first, second = run_ranks(2, failing, f"{root}/step-1", when, timeout=60)
+    first, second = run_ranks(2, failing, f"{root}/step-1", when)
     assert second == ("ZeroDivisionError", f"in the {when} of rank 1")
     assert first[0] == "CheckpointError"
     assert f"rank 1 cannot go on: ZeroDivisionError: in the {when} of rank 1" in first[1]
@@ -71,7 +70,7 @@ def test_an_error_in_a_state_of_one_rank_is_an_error_of_all(root: str, when: str
 
 @pytest.mark.servers("memory")
 def test_other_registered_objects_on_one_rank_are_an_error_of_all(root: str) -> None:
-    for error, message in run_ranks(2, failing, f"{root}/step-1", "count", timeout=60):
+    for error, message in run_ranks(2, failing, f"{root}/step-1", "count"):
         assert error == "CheckpointError"
         assert "{0: 1, 1: 0} (by rank)" in message
 

@@ -28,7 +28,6 @@ from dcp_s3.integrations.lightning import (
 from dcp_s3.offline.copy import copy as download
 from dcp_s3.offline.copy import copy as upload
 from tests.faulty import BUCKET, FaultyServer
-from tests.frameworks.killed import kill_in_save
 from tests.frameworks.lightning_training import (
     STEPS_PER_EPOCH,
     Fitted,
@@ -38,11 +37,10 @@ from tests.frameworks.lightning_training import (
     fit_with_marker,
     work_after_fit,
 )
+from tests.frameworks.ranks import kill_in_save, run_ranks
 from tests.killing import AtRequest
 from tests.memory_s3 import Fault
-from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(900)  # several processes import torch and Lightning
 ROOT = f"s3://{BUCKET}/run"
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT = 250.0  # seconds for a few runs of `Trainer.fit`, on a busy machine
@@ -76,7 +74,7 @@ def test_a_run_goes_on_from_its_last_checkpoint_bit_by_bit(
         Run(ROOT, 2, fsdp1=fsdp1, ranks=ranks),
         Run(ROOT, 4, "last", fsdp1=fsdp1, ranks=ranks),
     ]
-    for whole, earlier, later in run_ranks(ranks, fit_all, tmp_path, runs, timeout=TIMEOUT):
+    for whole, earlier, later in run_ranks(ranks, fit_all, tmp_path, runs):
         assert (earlier.best, earlier.last) == (f"{ROOT}/{name(2)}", f"{ROOT}/last.ckpt")
         assert (later.best, later.last) == (f"{ROOT}/{name(4)}", f"{ROOT}/last.ckpt")
         assert len(later.losses) == 2 * STEPS_PER_EPOCH
@@ -89,9 +87,9 @@ def test_a_run_goes_on_from_its_last_checkpoint_bit_by_bit(
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_fsdp1_goes_on_on_other_numbers_of_ranks(faulty: FaultyServer, tmp_path: Path, ranks: int) -> None:
     runs = [Run(f"{ROOT}/whole", 2, fsdp1=True), Run(ROOT, 1, fsdp1=True)]
-    whole = run_ranks(2, fit_all, tmp_path, runs, timeout=TIMEOUT)[0][0]
+    whole = run_ranks(2, fit_all, tmp_path, runs)[0][0]
     later = Run(ROOT, 2, "last", fsdp1=True, ranks=ranks)
-    for [found] in run_ranks(ranks, fit_all, tmp_path, [later], timeout=TIMEOUT):
+    for [found] in run_ranks(ranks, fit_all, tmp_path, [later]):
         assert_goes_on(whole, found)
 
 
@@ -105,9 +103,9 @@ def test_a_run_that_is_killed_in_a_save_goes_on_on_another_number_of_ranks(
     assert 0 < epochs < 9
     assert all(verify(f"{ROOT}/{each}").ok for each in committed(ROOT))
 
-    whole = run_ranks(1, fit_all, tmp_path, [Run(f"{ROOT}/whole", 9, ranks=1)], timeout=TIMEOUT)[0][0]
+    whole = run_ranks(1, fit_all, tmp_path, [Run(f"{ROOT}/whole", 9, ranks=1)])[0][0]
     later = Run(ROOT, 9, newest(ROOT), ranks=ranks)
-    for [found] in run_ranks(ranks, fit_all, tmp_path, [later], timeout=TIMEOUT):
+    for [found] in run_ranks(ranks, fit_all, tmp_path, [later]):
         assert len(found.losses) == (9 - epochs) * STEPS_PER_EPOCH
         assert_goes_on(whole, found)
     assert not [path for path in tmp_path.rglob("*") if "ckpt" in path.name or "s3:" in path.name]
@@ -124,7 +122,7 @@ def test_training_goes_on_while_both_saves_of_a_step_are_held(faulty: FaultyServ
 
     faulty.rule = hold
     run = Run(ROOT, 2, ranks=1)
-    run_ranks(1, fit_with_marker, tmp_path, run, 2 * STEPS_PER_EPOCH - 1, timeout=TIMEOUT)
+    run_ranks(1, fit_with_marker, tmp_path, run, 2 * STEPS_PER_EPOCH - 1)
     assert waited
     assert all(waited)
     assert committed(ROOT) == {name(2), "last.ckpt"}
@@ -141,7 +139,7 @@ def test_a_failed_save_is_raised_on_all_ranks_at_the_next_save_or_at_the_end_of_
 
     faulty.rule = refuse
     runs = [Run(f"{ROOT}/{root}", 3, checkpoint={"save_top_k": 1}) for root in "abc"]
-    results = run_ranks(2, fit_and_fail, tmp_path, runs, STEPS_PER_EPOCH + 1, timeout=TIMEOUT)
+    results = run_ranks(2, fit_and_fail, tmp_path, runs, STEPS_PER_EPOCH + 1)
     for (first, after_first), (last, after_last), (own, after_own) in results:
         assert "AccessDenied" in first
         assert f"the save of step {STEPS_PER_EPOCH} " in first
@@ -155,7 +153,7 @@ def test_a_failed_save_is_raised_on_all_ranks_at_the_next_save_or_at_the_end_of_
 
 @pytest.mark.parametrize("fsdp1", [False, True], ids=["fsdp2", "fsdp1"])
 def test_a_trainer_saves_loads_and_removes_after_fit(faulty: FaultyServer, tmp_path: Path, fsdp1: bool) -> None:
-    [found] = run_ranks(1, work_after_fit, tmp_path, Run(ROOT, 1, fsdp1=fsdp1, ranks=1), timeout=TIMEOUT)
+    [found] = run_ranks(1, work_after_fit, tmp_path, Run(ROOT, 1, fsdp1=fsdp1, ranks=1))
     assert found["saved"]
     assert found["same"]
     assert found["removed"]
@@ -166,21 +164,19 @@ def test_lightnings_own_strategy_goes_on_from_a_download_and_ours_from_an_upload
     faulty: FaultyServer, tmp_path: Path
 ) -> None:
     copy, own = tmp_path / "copy", tmp_path / "own"
-    [[whole, _]] = run_ranks(
-        1, fit_all, tmp_path, [Run(f"{ROOT}/whole", 6, ranks=1), Run(ROOT, 2, ranks=1)], timeout=TIMEOUT
-    )
+    [[whole, _]] = run_ranks(1, fit_all, tmp_path, [Run(f"{ROOT}/whole", 6, ranks=1), Run(ROOT, 2, ranks=1)])
     download(f"{ROOT}/last.ckpt", copy)
     stock = Run(str(own), 4, str(copy), stock=True, ranks=1, checkpoint={"save_last": True, "save_top_k": -1})
-    run_ranks(1, fit_all, tmp_path, [stock], timeout=TIMEOUT)
+    run_ranks(1, fit_all, tmp_path, [stock])
     upload(own / "last.ckpt", f"{ROOT}/uploaded")
-    [[back]] = run_ranks(1, fit_all, tmp_path, [Run(f"{ROOT}/back", 6, f"{ROOT}/uploaded", ranks=1)], timeout=TIMEOUT)
+    [[back]] = run_ranks(1, fit_all, tmp_path, [Run(f"{ROOT}/back", 6, f"{ROOT}/uploaded", ranks=1)])
     assert len(back.losses) == 2 * STEPS_PER_EPOCH
     assert_goes_on(whole, back)
 
 
 def test_the_checkpoint_that_a_run_began_from_stays(faulty: FaultyServer, tmp_path: Path) -> None:
     runs = [Run(ROOT, 1, ranks=1), Run(f"{ROOT}/other", 2, f"{ROOT}/{name(1)}", ranks=1)]
-    run_ranks(1, fit_all, tmp_path, runs, timeout=TIMEOUT)
+    run_ranks(1, fit_all, tmp_path, runs)
     assert committed(ROOT) == {name(1), "last.ckpt"}
     assert committed(f"{ROOT}/other") == {name(2), "last.ckpt"}
 

@@ -19,8 +19,8 @@ from dcp_s3 import export, inspect, list_checkpoints, read_tensors
 from dcp_s3.integrations.accelerate import load_state, model_part, save_state
 from dcp_s3.integrations.transformers import S3Checkpoints
 from tests.faulty import BUCKET, FaultyServer
+from tests.frameworks.ranks import run_ranks
 from tests.frameworks.transformers_runs import Run, tiny_tokenizer, train, trainer
-from tests.ranks import run_ranks
 
 ROOT = f"s3://{BUCKET}/run"
 

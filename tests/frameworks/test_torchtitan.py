@@ -25,9 +25,9 @@ from dcp_s3.integrations import saves
 from dcp_s3.integrations.torchtitan import S3CheckpointManager
 from examples.torchtitan import Trainer
 from tests.faulty import FaultyServer
+from tests.frameworks.ranks import run_ranks
 from tests.frameworks.titan import MODES, ROOT, Adapter, Run, config, steps_on_s3, train
 from tests.memory_s3 import Fault
-from tests.ranks import run_ranks
 
 Config = S3CheckpointManager.Config
 
@@ -259,7 +259,6 @@ def test_metrics_that_cannot_be_stored_do_not_stop_the_training(faulty: FaultySe
 # --- the example ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(300)
 def test_the_example_runs_as_its_page_says(faulty: FaultyServer, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "examples.torchtitan", "--url", ROOT, "--steps", "4", "--interval", "2"]

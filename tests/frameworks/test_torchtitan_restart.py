@@ -8,9 +8,8 @@ import pytest
 
 from dcp_s3 import latest, verify
 from tests.faulty import FaultyServer
-from tests.frameworks.killed import AtWrite, files_in, kill_in_save
+from tests.frameworks.ranks import AtWrite, files_in, kill_in_save, run_ranks
 from tests.frameworks.titan import ROOT, Run, steps_on_s3, train
-from tests.ranks import run_ranks
 
 STEPS = 8
 
@@ -31,7 +30,6 @@ def train_to_the_end(directory: Path, mode: str) -> Run:
     return train(directory, STEPS, async_mode=mode, retention="latest:2")
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("mode", "name", "ranks", "kept"),
     [

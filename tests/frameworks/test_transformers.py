@@ -15,7 +15,7 @@ from dcp_s3.demo.train import state_digest
 from dcp_s3.errors import CheckpointError, CheckpointNotFoundError
 from dcp_s3.integrations.transformers import PRIVATE, S3Trainer, _KeepBestModel
 from tests.faulty import BUCKET, FaultyServer
-from tests.frameworks.killed import AtWrite, files_in, kill_in_save
+from tests.frameworks.ranks import AtWrite, files_in, kill_in_save, run_ranks
 from tests.frameworks.transformers_runs import (
     Run,
     evaluate_to,
@@ -26,7 +26,6 @@ from tests.frameworks.transformers_runs import (
     train_for_ever,
     trainer,
 )
-from tests.ranks import run_ranks
 
 ROOT = f"s3://{BUCKET}/run"
 

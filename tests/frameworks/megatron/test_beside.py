@@ -21,7 +21,7 @@ from dcp_s3 import latest, register, unregister
 from dcp_s3.integrations import megatron
 from dcp_s3.integrations.megatron import REPLACED, writer
 from tests.frameworks.megatron import jobs
-from tests.ranks import run_ranks
+from tests.frameworks.ranks import run_ranks
 
 pytestmark = pytest.mark.servers("memory")
 

@@ -8,11 +8,10 @@ import pytest
 
 from dcp_s3 import latest, list_checkpoints, verify
 from tests.faulty import BUCKET, FaultyServer
-from tests.frameworks.killed import files_in, kill_in_save
 from tests.frameworks.megatron import jobs
+from tests.frameworks.ranks import files_in, kill_in_save, run_ranks
 from tests.killing import AtRequest
 from tests.memory_s3 import Fault
-from tests.ranks import run_ranks
 
 ROOT = f"s3://{BUCKET}/run"
 URL = f"{ROOT}/iter_0000001"

@@ -12,7 +12,7 @@ from dcp_s3.errors import CheckpointError
 from dcp_s3.integrations import megatron
 from dcp_s3.integrations.megatron import MegatronS3Writer
 from tests.frameworks.megatron import jobs, states
-from tests.ranks import run_ranks
+from tests.frameworks.ranks import run_ranks
 
 pytestmark = pytest.mark.servers("memory")
 
