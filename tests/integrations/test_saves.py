@@ -141,6 +141,9 @@ def test_a_checkpoint_that_is_still_being_saved_goes_after_the_next_one(faulty: 
         saves.remove(A)
         assert held.reached.wait(60)
     saves.wait()
+    retention = saves._retention
+    assert retention is not None
+    until(lambda: retention._thread is None)  # it has removed what it may
     assert committed() == {A}, "it is the newest"
     save(saves, B, 8)
     saves.close()
