@@ -151,8 +151,8 @@ def _change_torch() -> None:
     for base in (FileSystemWriter, FileSystemReader):
         if "__new__" not in base.__dict__:
             made = functools.partial(_new, base)
-            made.__signature__ = inspect.signature(base.__init__)  # type: ignore[misc, attr-defined]
-            base.__new__ = staticmethod(made)  # type: ignore[method-assign, assignment]
+            made.__signature__ = inspect.signature(base.__init__)  # type: ignore[attr-defined]
+            base.__new__ = staticmethod(made)  # type: ignore[method-assign]
     for cls in _OURS:
         _wrap(cls, "validate_checkpoint_id", _validate_checkpoint_id)
         _wrap(cls, "reset", _reset)

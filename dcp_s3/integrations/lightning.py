@@ -317,7 +317,7 @@ class S3FSDPStrategy(_S3Checkpoints, FSDPStrategy):
 
 def _sharded(model: Any) -> contextlib.AbstractContextManager[Any]:
     """FSDP's state as shards, where they are."""
-    return FullyShardedDataParallel.state_dict_type(  # type: ignore[no-any-return]
+    return FullyShardedDataParallel.state_dict_type(
         model,
         StateDictType.SHARDED_STATE_DICT,
         ShardedStateDictConfig(offload_to_cpu=False),
@@ -338,7 +338,7 @@ _CHAINED = "s3::"
 _TYPE = {"size": 0, "type": "directory"}
 
 
-class CheckpointFiles(fsspec.AbstractFileSystem):  # type: ignore[misc]
+class CheckpointFiles(fsspec.AbstractFileSystem):
     """A read-only view: committed checkpoints are directories, and there is nothing else. What ``saves`` under way
     write is there already, and what they are to remove is not."""
 

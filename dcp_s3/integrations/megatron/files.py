@@ -160,7 +160,8 @@ class Files:
             def call(*args: Any, **options: Any) -> Any:
                 if is_s3_url(args[at]):
                     return on_s3(*args, **options)
-                return functools.reduce(getattr, name.split("."), find_package() or _LOCAL)(*args, **options)
+                stock: Any = functools.reduce(getattr, name.split("."), find_package() or _LOCAL)
+                return stock(*args, **options)
 
             return call
 
