@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,18 +28,17 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_s3 import ranks
 from dcp_s3.errors import CheckpointError
-from dcp_s3.integrations.requirement import require
+from dcp_s3.integrations import require
 from dcp_s3.integrations.training_parts import (
     ModelPart,
     OptimizerPart,
     agree,
     as_item,
     from_item,
-    of_first_rank,
+    has,
     owner,
     rng_state,
-    set_rng_state_of,
-    without_tensors,
+    set_rng_state,
 )
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.save.writer import S3StorageWriter
@@ -110,16 +109,15 @@ def training_state(accelerator: Accelerator) -> dict[str, Stateful]:
             "register_save_state_pre_hook was called: such hooks write files into a local directory, and here is none. "
             "Remedy: accelerator.register_for_checkpointing an object with state_dict and load_state_dict"
         )
-    models, state = accelerator._models, dict[str, Stateful]()
-    for number, model in enumerate(models):
-        state[_numbered("model", number)] = model_part(model)
-    for number, prepared in enumerate(accelerator._optimizers):
-        state[_numbered("optimizer", number)] = optimizer_part(prepared, models)
-    # Last also by name, in which order DCP loads: the random number generators come after all else.
-    state["training"] = TrainingPart(
-        accelerator, accelerator._schedulers, accelerator._dataloaders, accelerator._custom_objects
-    )
-    return state
+    models, optimizers = accelerator._models, accelerator._optimizers
+    return {
+        **{_numbered("model", number): model_part(model) for number, model in enumerate(models)},
+        **{_numbered("optimizer", number): optimizer_part(each, models) for number, each in enumerate(optimizers)},
+        # Last also by name, in which order DCP loads: the random number generators come after all else.
+        "training": TrainingPart(
+            accelerator, accelerator._schedulers, accelerator._dataloaders, accelerator._custom_objects
+        ),
+    }
 
 
 def check_supported(accelerator: Accelerator) -> None:
@@ -203,12 +201,11 @@ class TrainingPart(Stateful):
 
     def state_dict(self) -> dict[str, Any]:
         """Gathers from all ranks what differs between them."""
-        accelerator = self.accelerator
+        accelerator, scaler = self.accelerator, self.accelerator.scaler
         state: dict[str, Any] = {}
         registered: list[Any] = []
 
         def collect() -> tuple[dict[str, Any], int, list[tuple[Any] | None]]:
-            scaler = accelerator.scaler
             state["step"] = accelerator.step
             state["schedulers"] = as_item([scheduler.state_dict() for scheduler in self.schedulers])
             state["scaler"] = as_item(None if scaler is None else scaler.state_dict())
@@ -217,7 +214,9 @@ class TrainingPart(Stateful):
                 "rng": rng_state(accelerator.device),
                 "dataloaders": [_dataloader_state(loader, accelerator) for loader in self.dataloaders],
             }
-            return mine, len(registered), without_tensors(registered) if ranks.rank() == 0 else []
+            # Those with tensors may be large, and are not sent.
+            sent = [None if has(torch.Tensor, each) else (each,) for each in registered]
+            return mine, len(registered), sent if ranks.rank() == 0 else []
 
         # Everything that may raise on one rank alone, so that the others do not wait for it.
         told = agree(collect, "the state of the training cannot be collected")
@@ -227,27 +226,28 @@ class TrainingPart(Stateful):
                 f"the ranks have registered different numbers of objects: {counts} (by rank). Remedy: "
                 "register_for_checkpointing the same ones on all"
             )
-        registered = of_first_rank(registered, told[0][2])
+        firsts = zip(registered, told[0][2], strict=True)
         return {
             **state,
             "ranks": as_item([mine for mine, _, _ in told]),
-            "registered": {str(number): as_item(each) for number, each in enumerate(registered)},
+            "registered": {
+                str(number): as_item(own if first is None else first[0]) for number, (own, first) in enumerate(firsts)
+            },
             "number_of_registered": len(registered),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        accelerator = self.accelerator
+        accelerator, rank = self.accelerator, ranks.rank()
         saved = from_item(state_dict["ranks"])
+        mine = saved[rank if rank < len(saved) else 0]
         accelerator.step = state_dict["step"]
         for scheduler, state in _pair("schedulers", self.schedulers, from_item(state_dict["schedulers"])):
             scheduler.load_state_dict(state)
         if accelerator.scaler is not None and (state := from_item(state_dict["scaler"])) is not None:
             accelerator.scaler.load_state_dict(state)
-        _check_count("registered objects", len(self.registered), state_dict["number_of_registered"])
-        for number, each in enumerate(self.registered):
-            each.load_state_dict(from_item(state_dict["registered"][str(number)]))
-        rank = ranks.rank()
-        mine = saved[rank if rank < len(saved) else 0]
+        registered = [state_dict["registered"].get(str(each)) for each in range(state_dict["number_of_registered"])]
+        for each, state in _pair("registered objects", self.registered, registered):
+            each.load_state_dict(from_item(state))
         for loader, state in _pair("dataloaders", self.dataloaders, mine["dataloaders"]):
             _load_dataloader(loader, state, accelerator)
         self.loaded_rng = [each["rng"] for each in saved]
@@ -255,20 +255,16 @@ class TrainingPart(Stateful):
 
     def set_rng(self) -> None:
         """Set this rank's random number generators to what was loaded."""
-        set_rng_state_of(ranks.rank(), self.loaded_rng, self.accelerator.device)
+        set_rng_state(ranks.rank(), self.loaded_rng, self.accelerator.device)
 
 
 def _pair(what: str, prepared: list[Any], saved: list[Any]) -> list[tuple[Any, Any]]:
-    _check_count(what, len(prepared), len(saved))
-    return list(zip(prepared, saved, strict=True))
-
-
-def _check_count(what: str, prepared: int, saved: int) -> None:
-    if prepared != saved:
+    if len(prepared) != len(saved):
         raise CheckpointError(
-            f"the checkpoint has {saved} {what}, and the accelerator has {prepared}. Remedy: prepare and register the "
-            "same ones, in the same order"
+            f"the checkpoint has {len(saved)} {what}, and the accelerator has {len(prepared)}. Remedy: prepare and "
+            "register the same ones, in the same order"
         )
+    return list(zip(prepared, saved, strict=True))
 
 
 # --- dataloaders ----------------------------------------------------------------------------------------
@@ -283,31 +279,48 @@ def _dataloader_state(loader: Any, accelerator: Accelerator) -> dict[str, Any]:
     inside = any(each is loader for each in accelerator.gradient_state.dataloader_references)
     ended = inside and loader.end_of_dataloader  # Accelerate counts the epoch after the loop's last round
     state: dict[str, Any] = {"iteration": loader.iteration + ended, "shards": _shards(loader)}
-    sampler = _sampler(loader)
-    if isinstance(sampler, SeedableRandomSampler):
+    sampler, generator = _sources_of_chance(loader)
+    if sampler is not None:
         state["seed"] = sampler.initial_seed
-    if getattr(loader, "synchronized_generator", None) is not None:
-        state["generator"] = loader.synchronized_generator.get_state()
+    if generator is not None:
+        state["generator"] = generator.get_state()
     if loader.use_stateful_dataloader:
         state["position"] = loader.state_dict()
     return state
 
 
+def _sources_of_chance(loader: Any) -> tuple[SeedableRandomSampler | None, torch.Generator | None]:
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    seeded = sampler if isinstance(sampler, SeedableRandomSampler) else None
+    return seeded, getattr(loader, "synchronized_generator", None)
+
+
 def _load_dataloader(loader: Any, state: dict[str, Any], accelerator: Accelerator) -> None:
     loader.iteration = state["iteration"]
-    sampler = _sampler(loader)
-    if isinstance(sampler, SeedableRandomSampler) and "seed" in state:
+    sampler, generator = _sources_of_chance(loader)
+    if sampler is not None and "seed" in state:
         sampler.initial_seed = state["seed"]
-    if getattr(loader, "synchronized_generator", None) is not None and "generator" in state:
-        loader.synchronized_generator.set_state(state["generator"])
+    if generator is not None and "generator" in state:
+        generator.set_state(state["generator"])
     if not loader.use_stateful_dataloader or "position" not in state:
         return
-    position = state["position"]
-    if state["shards"] != _shards(loader):
-        position = _spread(position, loader, accelerator, state["shards"])
-    if position is not None:
-        loader.load_state_dict(position)
-        _draw_as_before(loader.base_dataloader, finished=bool(position["_iterator_finished"]))
+    position, shards, now = state["position"], state["shards"], _shards(loader)
+    if shards != now and any(position.get(key, "?") is not None for key in _INNER):
+        logger.warning(
+            "the position of a dataloader was saved by %d ranks, each with workers or a dataset of its own, and cannot "
+            "be divided among %d: it begins its epoch again. Remedy: accelerator.skip_first_batches", shards, now,
+        )  # fmt: skip
+        return
+    if shards != now and not accelerator.split_batches:
+        batches = position[_YIELDED[0]] * shards  # rank r of n takes every n-th batch
+        if batches % now:
+            logger.warning(
+                "%d ranks had taken %d batches of a dataloader, which %d ranks cannot have: the last %d come again",
+                shards, batches, now, batches % now,
+            )  # fmt: skip
+        position = {**position, **dict.fromkeys(_YIELDED, batches // now)}
+    loader.load_state_dict(position)
+    _draw_as_before(loader.base_dataloader, finished=bool(position["_iterator_finished"]))
 
 
 def _draw_as_before(dataloader: Any, *, finished: bool) -> None:
@@ -329,32 +342,7 @@ def _draw_as_before(dataloader: Any, *, finished: bool) -> None:
     dataloader.__iter__ = once
 
 
-def _sampler(loader: Any) -> Any:
-    get: Callable[[], Any] | None = getattr(loader, "get_sampler", None)
-    return None if get is None else get()
-
-
 def _shards(loader: Any) -> int:
     """Number of shards of the data, of which each rank takes one: the ranks, without those that share their data."""
     sharded = loader.dataset if loader.batch_sampler is None else loader.batch_sampler
     return int(getattr(sharded, "num_processes", 1))
-
-
-def _spread(position: dict[str, Any], loader: Any, accelerator: Accelerator, saved: int) -> dict[str, Any] | None:
-    """The position for another number of shards than was ``saved``; None if it cannot be known."""
-    now = _shards(loader)
-    if not all(key in position and position[key] is None for key in _INNER):
-        logger.warning(
-            "the position of a dataloader was saved by %d ranks, each with workers or a dataset of its own, and cannot "
-            "be divided among %d: it begins its epoch again. Remedy: accelerator.skip_first_batches", saved, now,
-        )  # fmt: skip
-        return None
-    if accelerator.split_batches:
-        return position
-    batches = position[_YIELDED[0]] * saved  # rank r of n takes every n-th batch
-    if batches % now:
-        logger.warning(
-            "%d ranks had taken %d batches of a dataloader, which %d ranks cannot have: the last %d come again",
-            saved, batches, now, batches % now,
-        )  # fmt: skip
-    return {**position, **dict.fromkeys(_YIELDED, batches // now)}

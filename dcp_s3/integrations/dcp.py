@@ -14,8 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -29,11 +28,12 @@ from dcp_s3.url import is_s3_url, parse_url
 
 logger = logging.getLogger(__name__)
 
+_WRITERS: tuple[type, ...] = (FileSystemWriter, FsspecWriter)
+_OURS: tuple[type, ...] = (*_WRITERS, FileSystemReader, FsspecReader)
+_LOCAL_ONLY = (HuggingFaceStorageWriter, HuggingFaceStorageReader)
 
-@dataclass(frozen=True)
-class _Registration:
-    """The arguments of `register`."""
 
+class _Registration(NamedTuple):
     overwrite: bool
     settings: SettingsLike
 
@@ -42,6 +42,8 @@ _lock = threading.Lock()
 _registration: _Registration | None = None
 _replaced: list[tuple[type, str, Any]] = []
 """What was changed: class, name, and what the class itself had there; None if it had nothing."""
+_warned: set[type] = set()
+"""Subclasses that were warned of."""
 
 
 def register(*, overwrite: bool = False, settings: SettingsLike = None) -> None:
@@ -91,77 +93,50 @@ def unregister() -> None:
                 setattr(cls, name, own)
 
 
-def _find(path: object) -> tuple[_Registration, str] | None:
-    """The registration and the URL, if ``path`` is ours."""
-    registration = _registration
-    if registration is None or not isinstance(path, (str, os.PathLike)) or not is_s3_url(path):
-        return None
-    return registration, str(parse_url(path))
+def _s3_url(path: object) -> str | None:
+    """The URL that ``path`` means; None if it is not on S3 or nothing is registered."""
+    is_path = _registration is not None and isinstance(path, (str, os.PathLike))
+    return str(parse_url(path)) if is_path and is_s3_url(path) else None  # type: ignore[arg-type]
 
 
-# --- what is made instead -----------------------------------------------------------------------------
-
-
-def _make_writer(registration: _Registration, url: str, given: Mapping[str, Any]) -> S3StorageWriter:
+def _make(cls: type, url: str, given: Mapping[str, Any]) -> S3StorageWriter | S3StorageReader:
+    """Ours for torch's ``cls``, which was ``given`` these arguments."""
+    overwrite, settings = _registration or _Registration(False, None)
+    if options := given.get("kwargs"):  # fsspec's classes pass them to its file system: credentials, an endpoint
+        logger.warning(
+            "%s: the options %s are fsspec's and not used; dcp_s3 takes endpoint and credentials from its settings",
+            url, ", ".join(sorted(options)),
+        )  # fmt: skip
+    if cls not in _WRITERS:
+        return S3StorageReader(url, settings=settings, _extension_registry=given.get("_extension_registry"))
     if given.get("serialization_format", SerializationFormat.TORCH_SAVE) != SerializationFormat.TORCH_SAVE:
         raise SaveProtocolError(
             f"{url} cannot be saved as safetensors: dcp_s3 writes DCP's own format. Remedy: leave out "
             "serialization_format"
         )
-    _warn_of_options(url, given)
-    overwrite = given.get("overwrite")
-    return S3StorageWriter(
-        url,
-        overwrite=registration.overwrite if overwrite is None else bool(overwrite),
-        settings=registration.settings,
-        _extensions=given.get("_extensions"),
-    )
-
-
-def _make_reader(registration: _Registration, url: str, given: Mapping[str, Any]) -> S3StorageReader:
-    _warn_of_options(url, given)
-    return S3StorageReader(url, settings=registration.settings, _extension_registry=given.get("_extension_registry"))
-
-
-def _warn_of_options(url: str, given: Mapping[str, Any]) -> None:
-    """fsspec's classes pass any further arguments (credentials, an endpoint) to its file system."""
-    if options := given.get("kwargs"):
-        logger.warning(
-            "%s: the options %s are fsspec's and not used; dcp_s3 takes endpoint and credentials from its settings",
-            url, ", ".join(sorted(options)),
-        )  # fmt: skip
-
-
-_MAKERS: dict[type, Any] = {
-    FileSystemWriter: _make_writer,
-    FsspecWriter: _make_writer,
-    FileSystemReader: _make_reader,
-    FsspecReader: _make_reader,
-}
-_LOCAL_ONLY = (HuggingFaceStorageWriter, HuggingFaceStorageReader)
-_warned: set[type] = set()
-"""Subclasses that were warned of."""
+    own = given.get("overwrite")
+    overwrite = overwrite if own is None else bool(own)
+    return S3StorageWriter(url, overwrite=overwrite, settings=settings, _extensions=given.get("_extensions"))
 
 
 def _new(base: type, cls: type, *args: Any, **kwargs: Any) -> Any:
     """``cls.__new__``: one of ours for an S3 URL, otherwise what it was."""
-    found = _find(args[0] if args else kwargs.get("path"))
-    if found is not None and cls in _MAKERS:
+    url = _s3_url(args[0] if args else kwargs.get("path"))
+    if url is not None and cls in _OURS:
         # __init__ is not called: what is made is of another class.
-        bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments  # type: ignore[misc]
-        return _MAKERS[cls](*found, bound)
-    if found is not None and issubclass(cls, _LOCAL_ONLY):
+        return _make(cls, url, inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments)  # type: ignore[misc]
+    if url is not None and issubclass(cls, _LOCAL_ONLY):
         raise SettingsError(
-            f"{cls.__name__} has no S3: it takes {found[1]} for a local directory. Remedy: save with dcp_s3 and make "
+            f"{cls.__name__} has no S3: it takes {url} for a local directory. Remedy: save with dcp_s3 and make "
             "safetensors of it with `dcp-s3 export URL DEST`; load safetensors after `dcp-s3 import SRC URL`"
         )
-    if found is not None and issubclass(cls, FileSystemWriter) and cls not in _warned:
+    if url is not None and issubclass(cls, FileSystemWriter) and cls not in _warned:
         _warned.add(cls)
         logger.warning(
             "%s of %s saves to %s by itself: register leaves subclasses of torch's writers alone, and nothing that "
             "dcp_s3 promises holds for it. Remedy: S3StorageWriter; for Megatron "
             "dcp_s3.integrations.megatron.install()",
-            cls.__name__, cls.__module__, found[1],
+            cls.__name__, cls.__module__, url,
         )  # fmt: skip
     plain: Any = super(base, cls).__new__  # type: ignore[arg-type]
     return plain(cls) if plain is object.__new__ else plain(cls, *args, **kwargs)
@@ -175,56 +150,42 @@ def _change_torch() -> None:
     whose ``__init__`` has arguments."""
     for base in (FileSystemWriter, FileSystemReader):
         if "__new__" not in base.__dict__:
-            base.__new__ = staticmethod(_make_new(base))  # type: ignore[method-assign]
-    for cls in _MAKERS:
-        _replace(cls, "validate_checkpoint_id", classmethod(_with_ours(cls.validate_checkpoint_id.__func__)))  # type: ignore[attr-defined]
-        _replace(cls, "reset", _without_ours(cls.reset))  # type: ignore[attr-defined]
+            made = functools.partial(_new, base)
+            made.__signature__ = inspect.signature(base.__init__)  # type: ignore[attr-defined]
+            base.__new__ = staticmethod(made)  # type: ignore[method-assign]
+    for cls in _OURS:
+        _wrap(cls, "validate_checkpoint_id", _validate_checkpoint_id)
+        _wrap(cls, "reset", _reset)
     # An asynchronous save chooses its writer later, perhaps in another process, where nothing is registered.
     for executor in AsyncCheckpointExecutor.__subclasses__():
-        _replace(executor, "execute_save", _with_writer(executor.execute_save))
+        _wrap(executor, "execute_save", _execute_save)
 
 
-def _replace(cls: type, name: str, by: Any) -> None:
+def _wrap(cls: type, name: str, by: Any) -> None:
+    """Replace a method by ``by``, whose first argument is the method."""
     _replaced.append((cls, name, cls.__dict__.get(name)))
-    setattr(cls, name, by)
+    method = getattr(cls, name)
+    stock = getattr(method, "__func__", method)
+    new = functools.wraps(stock)(lambda *args, **kwargs: by(stock, *args, **kwargs))
+    setattr(cls, name, classmethod(new) if inspect.ismethod(method) else new)
 
 
-def _make_new(base: type) -> Any:
-    def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        return _new(base, cls, *args, **kwargs)
-
-    __new__.__signature__ = inspect.signature(base.__init__)  # type: ignore[misc, attr-defined]
-    return __new__
+def _validate_checkpoint_id(stock: Any, cls: type, checkpoint_id: str | os.PathLike[str]) -> bool:
+    return (cls in _OURS and _s3_url(checkpoint_id) is not None) or bool(stock(cls, checkpoint_id))
 
 
-def _with_ours(validate: Any) -> Any:
-    @functools.wraps(validate)
-    def validate_checkpoint_id(cls: type, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return (cls in _MAKERS and _find(checkpoint_id) is not None) or bool(validate(cls, checkpoint_id))
-
-    return validate_checkpoint_id
-
-
-def _without_ours(reset: Any) -> Any:
-    @functools.wraps(reset)
-    def refuse_ours(self: Any, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        found = _find(checkpoint_id) if type(self) in _MAKERS else None
-        if found is not None:
-            raise SettingsError(
-                f"this {type(self).__name__} was made for {self.path}, so that it cannot go to {found[1]}, which "
-                f"checkpoint_id={str(checkpoint_id)!r} means. Remedy: make it for that URL, or give dcp none"
-            )
-        reset(self, checkpoint_id)
-
-    return refuse_ours
+def _reset(stock: Any, self: Any, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    url = _s3_url(checkpoint_id) if type(self) in _OURS else None
+    if url is not None:
+        raise SettingsError(
+            f"this {type(self).__name__} was made for {self.path}, so that it cannot go to {url}, which "
+            f"checkpoint_id={str(checkpoint_id)!r} means. Remedy: make it for that URL, or give dcp none"
+        )
+    stock(self, checkpoint_id)
 
 
-def _with_writer(execute_save: Any) -> Any:
-    @functools.wraps(execute_save)
-    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = _find(kwargs.get("checkpoint_id"))
-        if found is not None and kwargs.get("storage_writer") is None:
-            kwargs["storage_writer"] = _make_writer(*found, {})
-        return execute_save(self, *args, **kwargs)
-
-    return save
+def _execute_save(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    url = _s3_url(kwargs.get("checkpoint_id"))
+    if url is not None and kwargs.get("storage_writer") is None:
+        kwargs["storage_writer"] = _make(FileSystemWriter, url, {})
+    return stock(self, *args, **kwargs)

@@ -7,14 +7,14 @@
 ... )
 >>> trainer.fit(model, ckpt_path="last")
 
-Import it before a ModelCheckpoint with an s3:// ``dirpath`` is made: where s3fs is not installed, this module tells
-Lightning which checkpoints lie there.
+Lightning decides which checkpoints to save and to remove. Import this before a ModelCheckpoint with an s3://
+``dirpath`` is made: where s3fs is not installed, this module tells Lightning which checkpoints lie there.
 """
 
 # ruff: noqa: E402
 from __future__ import annotations
 
-from dcp_s3.integrations.requirement import require
+from dcp_s3.integrations import require
 
 require("lightning", "lightning", "2.6", "2.7")
 
@@ -23,6 +23,7 @@ import io
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
@@ -49,13 +50,18 @@ from torch.distributed.fsdp import (
 )
 
 from dcp_s3 import errors
-from dcp_s3.integrations.lightning_saves import BackgroundSaves, CheckpointFiles, find_url, newest
+from dcp_s3.checkpoint.info import CheckpointInfo
+from dcp_s3.checkpoint.look import inspect_checkpoint
+from dcp_s3.integrations.saves import Saves
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager.agree import Ranks
 from dcp_s3.manager.restore import load_error
-from dcp_s3.save.writer import S3StorageWriter
+from dcp_s3.retention.catalog import list_checkpoints
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.stage.stager import S3Stager
+from dcp_s3.url import is_s3_url, parse_url
 
 # Private names of Lightning that are used here: `ModelCheckpoint._fs`, the filesystem in which it looks for its
 # checkpoints; `ModelParallelStrategy._save_distributed_checkpoint` and `FSDPStrategy._state_dict_type`, two arguments.
@@ -65,9 +71,6 @@ __all__ = ["S3FSDPStrategy", "S3ModelParallelStrategy", "newest"]
 logger = logging.getLogger(__name__)
 
 _META = "meta.pt"  # the name that Lightning's own strategies give it
-
-if find_spec("s3fs") is None:
-    fsspec.register_implementation("s3", CheckpointFiles)
 
 
 class _S3Checkpoints(Strategy):
@@ -82,7 +85,7 @@ class _S3Checkpoints(Strategy):
         self.asynchronous = asynchronous
         self._groups: tuple[Ranks, Ranks] | None = None  # what the ranks agree on, and the saves beside it
         self._world: Any = None
-        self._saves: BackgroundSaves | None = None
+        self._saves: Saves | None = None
         self._interrupted = False
 
     def setup_environment(self) -> None:
@@ -117,25 +120,23 @@ class _S3Checkpoints(Strategy):
             return
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} has no storage_options. Remedy: pass settings={{...}} to it")
-        trainer, ranks = self._require_trainer(), self._require_groups()[0]
+        trainer, ranks = self.lightning_module.trainer, self._require_groups()[0]
         state = {self._model_key: checkpoint.pop("state_dict")}
         for number, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
             state[f"optimizer_{number}"] = optimizer
 
-        def attach(writer: S3StorageWriter) -> None:
+        def describe() -> tuple[Mapping[str, Any], Mapping[str, bytes]]:
+            logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            metrics = {"epoch": trainer.current_epoch, "global_step": trainer.global_step, **logged}
+            buffer = io.BytesIO()
             if ranks.is_first:
-                buffer = io.BytesIO()
                 torch.save(checkpoint, buffer)
-                writer.attach(_META, buffer.getvalue())
+            return metrics, {_META: buffer.getvalue()} if ranks.is_first else {}
 
-        metrics = {"epoch": trainer.current_epoch, "global_step": trainer.global_step, **_plain(trainer)}
-        saves = self._saves or self._make_saves()
-        try:
-            blocking = self._saves is None or not self.asynchronous
-            saves.save(url, trainer.global_step, state, attach, metrics, blocking=blocking)
-        finally:
-            if self._saves is None:
-                saves.close()
+        fitting = self._saves is not None
+        with self._working_saves() as saves:
+            blocking = not (fitting and self.asynchronous)
+            saves.save(url, trainer.global_step, state, describe, blocking=blocking)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -163,7 +164,7 @@ class _S3Checkpoints(Strategy):
 
         meta = ranks.from_first(lambda: reader().attachment(_META))
         try:
-            self._load(reader(), ranks)
+            self._load(reader(), ranks.group)
         except CheckpointException as error:
             raise load_error(error, url) from error
         checkpoint: dict[str, Any] = torch.load(io.BytesIO(meta), weights_only=safe)
@@ -177,13 +178,9 @@ class _S3Checkpoints(Strategy):
         url = find_url(filepath)
         if url is None:
             super().remove_checkpoint(filepath)
-        elif self._saves is not None:
-            if self._is_own(url):
-                self._saves.remove(url)
-        else:
-            saves = self._make_saves()
-            saves.remove(url)
-            saves.close()
+        elif self._saves is None or self._is_own(url):
+            with self._working_saves() as saves:
+                saves.remove(url)
 
     def on_exception(self, exception: BaseException) -> None:
         self._interrupted = True
@@ -207,13 +204,32 @@ class _S3Checkpoints(Strategy):
 
     def _is_own(self, url: str) -> bool:
         """What ModelCheckpoint asks itself about local paths only."""
-        trainer = self._require_trainer()
+        trainer = self.lightning_module.trainer
         roots = [find_url(getattr(callback, "dirpath", None)) for callback in trainer.checkpoint_callbacks]
         own = any(root is not None and url.startswith(f"{root}/") for root in roots)
         return own and url != find_url(trainer.ckpt_path)
 
-    def _load(self, reader: S3StorageReader, ranks: Ranks) -> None:
-        raise NotImplementedError
+    # Lightning's own copy to the host first. Here the stager does it, once.
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return dict(get_model_state_dict(self.model))
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return dict(get_optimizer_state_dict(self.model, getattr(optimizer, "optimizer", optimizer)))
+
+    def _load(self, reader: S3StorageReader, group: Any) -> None:
+        strict, optimizers = self.lightning_module.strict_loading, self._fitted_optimizers()
+        state = {name: self.optimizer_state(each) for name, each in optimizers.items()}
+        state[self._model_key] = self.lightning_module_state_dict()
+        planner = S3LoadPlanner(allow_partial_load=not strict)
+        state_dict_loader.load(state, storage_reader=reader, process_group=group, planner=planner)
+        self.model.load_state_dict(state[self._model_key], strict=strict)
+        for name, each in optimizers.items():
+            set_optimizer_state_dict(self.model, each, optim_state_dict=state[name])
+
+    def _fitted_optimizers(self) -> dict[str, Any]:
+        """The optimizers while `Trainer.fit` runs, by name. Those of an earlier one have no use for a state."""
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        return {f"optimizer_{number}": each for number, each in enumerate(self.optimizers if fitting else [])}
 
     def _require_groups(self) -> tuple[Ranks, Ranks]:
         if self._groups is None:
@@ -222,15 +238,19 @@ class _S3Checkpoints(Strategy):
             )
         return self._groups
 
-    def _make_saves(self) -> BackgroundSaves:
-        return BackgroundSaves(*self._require_groups(), self.settings)
+    def _make_saves(self) -> Saves:
+        ranks, background = self._require_groups()
+        # ModelCheckpoint saves a step twice: one of the best, and the last.
+        return Saves(ranks, self.settings, S3Stager(self.settings), background=background, queue=1)
 
-    def _fitted_optimizers(self) -> list[Any]:
-        """The optimizers while `Trainer.fit` runs. Those of an earlier one have no use for a state."""
-        return list(self.optimizers) if self._require_trainer().state.fn == TrainerFn.FITTING else []
-
-    def _require_trainer(self) -> Trainer:
-        return self.lightning_module.trainer
+    @contextlib.contextmanager
+    def _working_saves(self) -> Iterator[Saves]:
+        """Those of `Trainer.fit`; outside of it new ones, which have ended afterwards."""
+        if self._saves is not None:
+            yield self._saves
+        else:
+            with contextlib.closing(self._make_saves()) as saves:
+                yield saves
 
 
 class S3ModelParallelStrategy(_S3Checkpoints, ModelParallelStrategy):
@@ -251,26 +271,6 @@ class S3ModelParallelStrategy(_S3Checkpoints, ModelParallelStrategy):
         super().__init__(*args, settings=settings, asynchronous=asynchronous, **kwargs)
         if not self._save_distributed_checkpoint:
             _refuse_full(self, "save_distributed_checkpoint=False")
-
-    # Lightning's own copies to the host first. Here the stager does it, once.
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = get_model_state_dict(self.model)
-        return state
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        state: dict[str, Any] = get_optimizer_state_dict(self.model, getattr(optimizer, "optimizer", optimizer))
-        return state
-
-    def _load(self, reader: S3StorageReader, ranks: Ranks) -> None:
-        strict = self.lightning_module.strict_loading
-        state: dict[str, Any] = {self._model_key: get_model_state_dict(self.model)}
-        for number, optimizer in enumerate(self._fitted_optimizers()):
-            state[f"optimizer_{number}"] = get_optimizer_state_dict(self.model, optimizer)
-        planner = S3LoadPlanner(allow_partial_load=not strict)
-        state_dict_loader.load(state, storage_reader=reader, process_group=ranks.group, planner=planner)
-        self.model.load_state_dict(state[self._model_key], strict=strict)
-        for number, optimizer in enumerate(self._fitted_optimizers()):
-            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state[f"optimizer_{number}"])
 
 
 class S3FSDPStrategy(_S3Checkpoints, FSDPStrategy):
@@ -293,49 +293,36 @@ class S3FSDPStrategy(_S3Checkpoints, FSDPStrategy):
         if self._state_dict_type != "sharded":
             _refuse_full(self, f"state_dict_type={self._state_dict_type!r}")
 
-    # Lightning's own copies to the host first. Here the stager does it, once.
+    # FSDP's own functions: those of DCP leave out ranks that have no element of any parameter.
     def lightning_module_state_dict(self) -> dict[str, Any]:
         with _sharded(self.model):
-            state: dict[str, Any] = self.model.state_dict()
-        return state
+            return dict(self.model.state_dict())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        own = getattr(optimizer, "optimizer", optimizer)
         with _sharded(self.model):
-            state: dict[str, Any] = FullyShardedDataParallel.optim_state_dict(
-                self.model, getattr(optimizer, "optimizer", optimizer)
-            )
-        return state
+            return dict(FullyShardedDataParallel.optim_state_dict(self.model, own))
 
-    def _load(self, reader: S3StorageReader, ranks: Ranks) -> None:
-        strict = self.lightning_module.strict_loading
+    def _load(self, reader: S3StorageReader, group: Any) -> None:
+        strict, state = self.lightning_module.strict_loading, self.lightning_module_state_dict()
+        planner = S3LoadPlanner(allow_partial_load=not strict)
+        whole = {self._model_key: state}
+        state_dict_loader.load(whole, storage_reader=reader, process_group=group, planner=planner)
         with _sharded(self.model):
-            state = {self._model_key: self.model.state_dict()}
-            planner = S3LoadPlanner(allow_partial_load=not strict)
-            state_dict_loader.load(state, storage_reader=reader, process_group=ranks.group, planner=planner)
-            self.model.load_state_dict(state[self._model_key], strict=strict)
-            for number, optimizer in enumerate(self._fitted_optimizers()):
-                key = f"optimizer_{number}"
-                loaded = load_sharded_optimizer_state_dict(state[self._model_key], key, reader)
-                optimizer.load_state_dict(
-                    FullyShardedDataParallel.optim_state_dict_to_load(self.model, optimizer, loaded[key])
-                )
+            self.model.load_state_dict(state, strict=strict)
+            for name, each in self._fitted_optimizers().items():
+                loaded = load_sharded_optimizer_state_dict(state, name, reader)[name]
+                each.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(self.model, each, loaded))
 
 
-@contextlib.contextmanager
-def _sharded(model: Any) -> Iterator[None]:
+def _sharded(model: Any) -> contextlib.AbstractContextManager[Any]:
     """FSDP's state as shards, where they are."""
-    with FullyShardedDataParallel.state_dict_type(
+    return FullyShardedDataParallel.state_dict_type(
         model,
         StateDictType.SHARDED_STATE_DICT,
         ShardedStateDictConfig(offload_to_cpu=False),
         ShardedOptimStateDictConfig(offload_to_cpu=False),
-    ):
-        yield
-
-
-def _plain(trainer: Trainer) -> Mapping[str, float]:
-    """What the training has logged, as numbers."""
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+    )
 
 
 def _refuse_full(strategy: Strategy, argument: str) -> NoReturn:
@@ -343,3 +330,99 @@ def _refuse_full(strategy: Strategy, argument: str) -> NoReturn:
         f"{type(strategy).__name__} saves sharded checkpoints only, and got {argument}. Remedy: leave it out; for one "
         "file with the whole state, convert a checkpoint afterwards"
     )
+
+
+# --- what Lightning sees ----------------------------------------------------------------------------------
+
+_CHAINED = "s3::"
+_TYPE = {"size": 0, "type": "directory"}
+
+
+class CheckpointFiles(fsspec.AbstractFileSystem):
+    """A read-only view: committed checkpoints are directories, and there is nothing else. What ``saves`` under way
+    write is there already, and what they are to remove is not."""
+
+    protocol = "s3"
+    cachable = False
+
+    def __init__(self, saves: Saves | None = None, **options: Any) -> None:
+        super().__init__()
+        self._saves = saves
+
+    def exists(self, path: str, **kwargs: Any) -> bool:
+        """Whether a committed checkpoint is at or directly below ``path``."""
+        url = str(parse_url(_text(path)))
+        expected = None if self._saves is None else self._saves.will_hold(url)
+        return bool(_inspect(url) or self.ls(url)) if expected is None else expected
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+        """The committed checkpoints directly below ``path``."""
+        # Lightning normalizes the names as paths, and s3:/... would be a local one. A chained URL stays what it is.
+        names = [_CHAINED + info.url.removeprefix("s3://") for info in _committed(_text(path))]
+        return [{"name": name, **_TYPE} for name in names] if detail else names
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        """The entry of a committed checkpoint, or of a directory of them."""
+        if not self.exists(path):
+            raise FileNotFoundError(path)
+        return {"name": self._strip_protocol(path), **_TYPE}
+
+    def modified(self, path: str) -> datetime:
+        """When the checkpoint at ``path`` was committed."""
+        info = _inspect(_text(path))
+        if info is None:
+            raise FileNotFoundError(path)
+        return datetime.fromtimestamp(info.created_at or 0.0, tz=timezone.utc)
+
+    def _open(self, path: str, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"dcp_s3 shows only which checkpoints there are, not {path}. Remedy: pip install s3fs"
+        )
+
+
+if find_spec("s3fs") is None:
+    fsspec.register_implementation("s3", CheckpointFiles)
+
+
+def find_url(path: str | os.PathLike[str] | None) -> str | None:
+    """The S3 URL that Lightning means by a path; None if it is another path.
+
+    Raises:
+        InvalidURLError: Lightning took an S3 URL for a local path.
+    """
+    text = os.fspath(path or "")
+    if text.startswith(_CHAINED):
+        text = _text(text)
+    if is_s3_url(text):
+        return str(parse_url(text))
+    if "/s3:/" in text:
+        raise errors.InvalidURLError(
+            f"{text!r} is an S3 URL that was taken for a local path. Remedy: pass it as text, not as a pathlib.Path"
+        )
+    return None
+
+
+def newest(dirpath: str) -> str | None:
+    """URL of the checkpoint directly below ``dirpath`` that was committed last, whatever its name; None without one.
+
+    For ``Trainer.fit(ckpt_path=newest(dirpath))``. ``ckpt_path="last"`` knows only ``last.ckpt``.
+
+    Raises:
+        InvalidURLError, StorageError
+    """
+    found = _committed(dirpath)
+    return max(found, key=lambda info: info.created_at or 0.0).url if found else None
+
+
+def _text(path: str) -> str:
+    return path if is_s3_url(path) else "s3://" + path.removeprefix(_CHAINED)
+
+
+def _committed(url: str) -> list[CheckpointInfo]:
+    return [info for info in list_checkpoints(url) if info.committed]
+
+
+def _inspect(path: str) -> CheckpointInfo | None:
+    url = parse_url(path)
+    info = inspect_checkpoint(store_of(url, resolve_settings(None)), url)
+    return info if info is not None and info.committed else None

@@ -11,11 +11,10 @@ span of what failed has the status ERROR and the exception.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from dcp_s3 import events
-from dcp_s3.integrations.requirement import require
+from dcp_s3.integrations import require
 from dcp_s3.versions import __version__
 
 require("otel", "opentelemetry-api", "1.25", "2")
@@ -23,7 +22,18 @@ require("otel", "opentelemetry-api", "1.25", "2")
 from opentelemetry import metrics, trace  # noqa: E402 - what is missing was named
 from opentelemetry.trace import Status, StatusCode  # noqa: E402
 
-_SECONDS = 1_000_000_000  # nanoseconds
+_SPANS: dict[type[events.Event], tuple[str, str]] = {
+    events.Staged: ("stage", "bytes disk_bytes"),
+    events.Written: ("write", "bytes rank url step"),
+    events.Committed: ("save", "bytes ranks url step"),
+    events.SaveFailed: ("save", "url step"),
+    events.Loaded: ("load", "bytes rank url step"),
+    events.LoadFailed: ("load", "url step"),
+    events.Drained: ("drain", "bytes url"),
+    events.Pruned: ("prune", "root deleted"),
+    events.PruneFailed: ("prune", "root"),
+}
+"""Name of the span of an event, and the fields of it that are the span's attributes."""
 
 
 def instrument(
@@ -61,58 +71,43 @@ class _Telemetry:
         match event:
             case events.Staged():
                 self._stall.record(event.stall_seconds)
-                self._span("stage", event, event.seconds, {"bytes": event.bytes, "disk_bytes": event.disk_bytes})
             case events.Written():
                 self._saves.add(1, {"outcome": "done"})
                 self._written.add(event.bytes)
-                self._span("write", event, event.seconds, {"bytes": event.bytes, "rank": event.rank, **_where(event)})
             case events.Committed():
                 self._committing.record(event.seconds)
                 if event.step is not None:
                     self._last_step.set(event.step)
-                self._span("save", event, event.seconds, {"bytes": event.bytes, "ranks": event.ranks, **_where(event)})
             case events.SaveFailed():
                 self._saves.add(1, {"outcome": "failed"})
-                self._span("save", event, 0.0, _where(event), error=event.error)
             case events.Loaded():
                 self._loads.add(1, {"outcome": "done"})
                 self._read.add(event.bytes)
                 self._loading.record(event.seconds)
-                self._span("load", event, event.seconds, {"bytes": event.bytes, "rank": event.rank, **_where(event)})
             case events.LoadFailed():
                 self._loads.add(1, {"outcome": "failed"})
-                self._span("load", event, 0.0, _where(event), error=event.error)
             case events.Spilled():
                 self._spilled.add(event.bytes, {"refused": not event.local})
-            case events.Drained():
-                self._span("drain", event, event.seconds, {"bytes": event.bytes, "url": event.url})
             case events.Throttled():
                 self._throttled.add(1, {"bucket": event.bucket})
             case events.Pruned():
                 self._freed.add(event.freed_bytes)
-                self._span("prune", event, event.seconds, {"root": event.root, "deleted": event.deleted})
-            case events.PruneFailed():
-                self._span("prune", event, 0.0, {"root": event.root}, error=event.error)
             case _:
                 pass
+        if type(event) in _SPANS:
+            self._span(event, *_SPANS[type(event)])
 
-    def _span(
-        self,
-        name: str,
-        event: events.Event,
-        seconds: float,
-        attributes: Mapping[str, Any],
-        error: BaseException | None = None,
-    ) -> None:
+    def _span(self, event: Any, name: str, fields: str) -> None:
         """A span that ended with the event."""
-        end = int(event.time * _SECONDS)
-        named = {f"dcp_s3.{key}": value for key, value in attributes.items() if value is not None}
-        span = self._tracer.start_span(f"dcp_s3.{name}", start_time=end - int(seconds * _SECONDS), attributes=named)
+        seconds, error = getattr(event, "seconds", 0.0), getattr(event, "error", None)
+        values = {f"dcp_s3.{field}": getattr(event, field) for field in fields.split()}
+        end = int(event.time * 1e9)
+        span = self._tracer.start_span(
+            f"dcp_s3.{name}",
+            start_time=end - int(seconds * 1e9),
+            attributes={key: value for key, value in values.items() if value is not None},
+        )
         if error is not None:
             span.record_exception(error, timestamp=end)
             span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
         span.end(end)
-
-
-def _where(event: Any) -> dict[str, Any]:
-    return {"url": event.url, "step": event.step}

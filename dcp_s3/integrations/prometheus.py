@@ -11,8 +11,8 @@ from dataclasses import fields
 from typing import Any
 
 from dcp_s3.errors import SettingsError
-from dcp_s3.integrations.requirement import require
-from dcp_s3.monitoring import Stats, stats
+from dcp_s3.integrations import require
+from dcp_s3.monitoring import stats
 
 require("prometheus", "prometheus-client", "0.20", "1")
 
@@ -20,8 +20,8 @@ from prometheus_client import CollectorRegistry, start_http_server  # noqa: E402
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric  # noqa: E402
 from prometheus_client.registry import Collector as BaseCollector  # noqa: E402
 
-_GAUGES = {"last_step", "last_commit", "last_success"}
-_UNITS = {"last_commit": "timestamp_seconds", "last_success": "timestamp_seconds"}
+_GAUGES = {"last_step": "", "last_commit": "timestamp_seconds", "last_success": "timestamp_seconds"}
+"""Unit of each field that is no counter."""
 _HELP = {
     "saves": "Saves of this process",
     "loads": "Loads of this process",
@@ -37,7 +37,25 @@ class Collector(BaseCollector):
 
     def collect(self) -> Iterator[Metric]:
         """The metrics now."""
-        return _metrics(stats())
+        found = stats()
+        for group, help_text in _HELP.items():
+            counts = getattr(found, group)
+            for name in (each.name for each in fields(counts)):
+                value, metric = getattr(counts, name), f"dcp_s3_{group}_{name}"
+                if name not in _GAUGES:
+                    yield CounterMetricFamily(metric, f"{help_text}: {name}", value=value)
+                elif value is not None:
+                    yield GaugeMetricFamily(metric, f"{help_text}: {name}", value=value, unit=_GAUGES[name])
+        for kind, metric, help_text, states, field in (
+            (CounterMetricFamily, "throttled_requests", "Requests that S3 throttled", found.throttle, "throttled"),
+            (GaugeMetricFamily, "request_limit", "Data requests that may be in flight", found.throttle, "limit"),
+            (GaugeMetricFamily, "requests_in_flight", "Data requests in flight", found.throttle, "in_flight"),
+            (CounterMetricFamily, "hedged_requests", "GETs that raced one that straggled", found.hedges, "started"),
+        ):
+            family = kind(f"dcp_s3_{metric}", help_text, labels=["bucket"])
+            for bucket, state in states.items():
+                family.add_metric([bucket], getattr(state, field))
+            yield family
 
 
 def serve(port: int, address: str = "127.0.0.1") -> Any:
@@ -62,24 +80,3 @@ def serve(port: int, address: str = "127.0.0.1") -> Any:
             f"metrics cannot be served at {address}:{port}: {error}. Remedy: choose another port"
         ) from None
     return server
-
-
-def _metrics(found: Stats) -> Iterator[Metric]:
-    for group, help_text in _HELP.items():
-        counts = getattr(found, group)
-        for each in fields(counts):
-            value, name = getattr(counts, each.name), f"dcp_s3_{group}_{each.name}"
-            if each.name not in _GAUGES:
-                yield CounterMetricFamily(name, f"{help_text}: {each.name}", value=value)
-            elif value is not None:
-                yield GaugeMetricFamily(name, f"{help_text}: {each.name}", value=value, unit=_UNITS.get(each.name, ""))
-    for kind, name, help_text, states, field in (
-        (CounterMetricFamily, "dcp_s3_throttled_requests", "Requests that S3 throttled", found.throttle, "throttled"),
-        (GaugeMetricFamily, "dcp_s3_request_limit", "Data requests that may be in flight", found.throttle, "limit"),
-        (GaugeMetricFamily, "dcp_s3_requests_in_flight", "Data requests in flight", found.throttle, "in_flight"),
-        (CounterMetricFamily, "dcp_s3_hedged_requests", "GETs that raced one that straggled", found.hedges, "started"),
-    ):
-        family = kind(name, help_text, labels=["bucket"])
-        for bucket, state in states.items():
-            family.add_metric([bucket], getattr(state, field))
-        yield family

@@ -10,30 +10,30 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import errors
 from dcp_s3.failures import name_failed, real_causes
 from dcp_s3.format.layout import step_of
-from dcp_s3.integrations.requirement import require
+from dcp_s3.integrations import require
+from dcp_s3.integrations.saves import Saves
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager.agree import Failures, Ranks
 from dcp_s3.manager.arguments import check_settings
-from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
-from dcp_s3.manager.inflight import SavesInFlight, save_in_background
+from dcp_s3.manager.background import retain
 from dcp_s3.manager.restore import load_error
 from dcp_s3.manager.select_checkpoint import ChosenCheckpoint, choose, impatient, latest_order, step_order
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.marks import annotate
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
-from dcp_s3.retention.policy import KeepLatest, PolicyFunction
-from dcp_s3.save.writer import S3StorageWriter
+from dcp_s3.retention.policy import KeepLatest
 from dcp_s3.settings import Settings, resolve_settings
 from dcp_s3.stage.stager import S3Stager
 from dcp_s3.url import is_s3_url
@@ -55,8 +55,6 @@ from torchtitan.tools.utils import GarbageCollection  # noqa: E402
 # calls _states_to_load. They are private, so the versions above are those that were looked at, and tests name them.
 
 logger = logging.getLogger(__name__)
-
-_RETENTION_TIMEOUT = 60.0  # seconds for which `close` waits for retention
 
 _METRICS = {"loss_metrics/global_avg_loss": "loss", "validation_metrics/loss": "val_loss"}
 """Names in torchtitan's log, and in a checkpoint's metrics."""
@@ -112,19 +110,21 @@ class S3CheckpointManager(CheckpointManager):
         self._on_s3 = on_s3
 
     def _set_up(self, config: Config) -> None:
-        self._retention: BackgroundRetention | None = None
-        self._saving = SavesInFlight(self._ranks.rank)
         self._saved_url: str | None = None
         self._losses = _Losses()
         trainer = self.states.get(TRAIN_STATE)
 
         def configure() -> bool:
-            policy = _resolve_policy(config, self._settings)
+            policy = parse_policy(config.retention) if config.retention else policy_from_settings(self._settings)
+            if policy is None and config.keep_latest_k:
+                policy = KeepLatest(config.keep_latest_k)
             check_settings(self._settings, prunes=policy is not None)
-            if policy is not None and self._ranks.is_first:
-                self._retention = retain(self.folder, policy, self._settings)
             # torchtitan makes one of its own only where there is none, and closes it.
             self.stager = S3Stager(self._settings, asynchronous=self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM)
+            retention = None
+            if policy is not None and self._ranks.is_first:
+                retention = retain(self.folder, policy, self._settings)
+            self._saves = Saves(self._ranks, self._settings, self.stager, retention=retention)
             # With pipeline parallelism only the last stage knows the loss.
             return bool(getattr(trainer, "pp_has_last_stage", True))
 
@@ -159,38 +159,19 @@ class S3CheckpointManager(CheckpointManager):
         if not self._on_s3:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         step = step_of(checkpoint_id) or 0
-        made: list[S3StorageWriter] = []
 
-        def begin() -> None:
+        def describe() -> tuple[Mapping[str, Any] | None, Mapping[str, bytes]]:
             self._annotate_saved()
-            metrics = self._losses.take(step) if self._ranks.is_first else None
-            made.append(S3StorageWriter(checkpoint_id, overwrite=True, metrics=metrics, settings=self._settings))
-            made[0].caller_reports = True
+            return self._losses.take(step) if self._ranks.is_first else None, {}
 
-        def refuse(failures: Failures) -> errors.SaveFailedError:
-            text = f"step {step} is not saved: {name_failed(failures)}"
-            return errors.SaveFailedError(text, url=checkpoint_id, step=step, failures=failures)
-
-        self._ranks.agree(begin, refuse)
-        writer, blocking = made[0], async_mode == AsyncMode.DISABLED
-
-        def save() -> Any:
-            if blocking:
-                state_dict_saver.save(state_dict, storage_writer=writer, process_group=self._ranks.group)
-                return None
-            # In a thread of this process: another process, as torchtitan has for pinned memory, takes 10 s to start,
-            # and gains nothing, because uploads run outside of Python's lock.
-            return save_in_background(state_dict, writer, self._ranks, self.stager, None)
-
-        result = self._saving.start(step, checkpoint_id, save, lambda: self._saved(writer), wait=blocking).begun
+        # In threads of this process: another process, as torchtitan has for pinned memory, takes 10 s to start, and
+        # gains nothing, because uploads run outside of Python's lock.
+        blocking = async_mode == AsyncMode.DISABLED
+        result = self._saves.save(checkpoint_id, step, state_dict, describe, blocking=blocking)
         self._saved_url = checkpoint_id
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
-        return result
-
-    def _saved(self, writer: S3StorageWriter) -> None:
-        if self._retention is not None:
-            self._retention.saved(commit_of(writer, self._settings))
+        return None if blocking else result
 
     def _annotate_saved(self) -> None:
         """Add to the last checkpoint what was logged for its step after its save, which has ended."""
@@ -199,7 +180,7 @@ class S3CheckpointManager(CheckpointManager):
             return
         step = step_of(url) or 0
         metrics = self._losses.take(step)
-        if not metrics or step != self._saving.last_good:  # an older checkpoint may be there
+        if not metrics or step != self._saves.last_good:  # an older checkpoint may be there
             return
         try:
             annotate(url, metrics, settings=self._settings)
@@ -211,8 +192,7 @@ class S3CheckpointManager(CheckpointManager):
             super()._wait_for_saving()
             return
         self.save_future = None
-        self._saving.settle()
-        self._saving.raise_failure()
+        self._saves.wait()
 
     def _purge_stale_checkpoints(self) -> None:
         # It is called when a save has begun. Ours are pruned when it is committed.
@@ -266,7 +246,7 @@ class S3CheckpointManager(CheckpointManager):
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
         if chosen is not None:
-            self._saving.last_good = chosen.step
+            self._saves.last_good = chosen.step
 
     def _explain_missing(self, failed: errors.RestoreFailedError) -> errors.RestoreFailedError | None:
         """The error of a load for which whole states are missing, with torchtitan's options for it; None of another."""
@@ -324,13 +304,11 @@ class S3CheckpointManager(CheckpointManager):
         if not self._on_s3:
             super()._close()
             return
-        self._saving.settle()
+        self._saves.settle()
         self.save_future = None
         self._annotate_saved()
-        if self._retention is not None:
-            self._retention.close(_RETENTION_TIMEOUT)
         super()._close()
-        self._saving.raise_failure()
+        self._saves.close()
 
 
 class _Losses(BaseLogger):
@@ -349,10 +327,3 @@ class _Losses(BaseLogger):
         found = self._by_step.get(step, {})
         self._by_step = {later: losses for later, losses in self._by_step.items() if later > step}
         return found
-
-
-def _resolve_policy(config: S3CheckpointManager.Config, settings: Settings) -> PolicyFunction | None:
-    """What ``retention``, the environment or ``keep_latest_k`` say, in this order; None keeps all."""
-    if config.retention:
-        return parse_policy(config.retention)
-    return policy_from_settings(settings) or (KeepLatest(config.keep_latest_k) if config.keep_latest_k else None)

@@ -1,7 +1,5 @@
-"""The parts of a training run as DCP's Stateful objects, such that they load on any number of ranks.
-
-Nothing here needs a framework but torch. Adapters put these parts together.
-"""
+"""The parts of a training run as DCP's Stateful objects, such that they load on any number of ranks. Needs no framework
+but torch."""
 
 from __future__ import annotations
 
@@ -75,13 +73,10 @@ def owner(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> nn.M
     return owners[0] if len(owners) == 1 else nn.ModuleList(owners)
 
 
-# --- what is small --------------------------------------------------------------------------------------
-
-
 def as_item(state: Any) -> Any:
     """A state in a form that DCP saves as one item, whatever its structure is when it is loaded. One with DTensors
     stays as it is, because each of them must be an item of its own to load on another number of ranks."""
-    return state if _has(DTensor, state) else (state,)
+    return state if has(DTensor, state) else (state,)
 
 
 def from_item(item: Any) -> Any:
@@ -89,22 +84,13 @@ def from_item(item: Any) -> Any:
     return item[0] if isinstance(item, tuple) else item
 
 
-def _has(kind: type[torch.Tensor], state: Any) -> bool:
+def has(kind: type[torch.Tensor], state: Any) -> bool:
+    """Whether a tensor of this kind is in a state."""
     if isinstance(state, Mapping):
-        return any(_has(kind, value) for value in state.values())
+        return any(has(kind, value) for value in state.values())
     if isinstance(state, (list, tuple)):
-        return any(_has(kind, value) for value in state)
+        return any(has(kind, value) for value in state)
     return isinstance(state, kind)
-
-
-def without_tensors(states: Sequence[Any]) -> list[tuple[Any] | None]:
-    """States as they are sent to other ranks: None for those with tensors, which are large."""
-    return [None if _has(torch.Tensor, state) else (state,) for state in states]
-
-
-def of_first_rank(mine: Sequence[Any], sent: Sequence[tuple[Any] | None]) -> list[Any]:
-    """The states of the first rank, as it has ``sent`` them; this rank's own where it has sent none."""
-    return [own if first is None else first[0] for own, first in zip(mine, sent, strict=True)]
 
 
 def agree(work: Callable[[], T], failed: str) -> list[T]:
@@ -141,8 +127,17 @@ def rng_state(device: torch.device) -> dict[str, Any]:
     return states
 
 
-def set_rng_state(states: Mapping[str, Any], device: torch.device) -> None:
-    """Restore what `rng_state` has returned. Generators that were not saved are left alone."""
+def set_rng_state(rank: int, saved: Sequence[Mapping[str, Any]], device: torch.device) -> None:
+    """Restore what `rng_state` has returned on each rank; generators that were not saved are left alone. A rank that
+    did not exist gets the state that all ranks had; if they had different ones, it keeps its own, for no rank may draw
+    another's numbers."""
+    if rank >= len(saved) and any(_plain(states) != _plain(saved[0]) for states in saved):
+        logger.warning(
+            "the checkpoint has the random number generators of %d ranks: rank %d keeps its own as it was seeded",
+            len(saved), rank,
+        )  # fmt: skip
+        return
+    states = saved[rank if rank < len(saved) else 0]
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "numpy" in states:
@@ -151,18 +146,6 @@ def set_rng_state(states: Mapping[str, Any], device: torch.device) -> None:
         numpy.random.set_state(states["numpy"])
     if device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type])
-
-
-def set_rng_state_of(rank: int, saved: Sequence[Mapping[str, Any]], device: torch.device) -> None:
-    """Restore the generators of a rank. A rank that did not exist gets the state that all ranks had; if they had
-    different ones, it keeps its own, for no rank may draw another's numbers."""
-    if rank < len(saved) or all(_plain(states) == _plain(saved[0]) for states in saved):
-        set_rng_state(saved[rank if rank < len(saved) else 0], device)
-        return
-    logger.warning(
-        "the checkpoint has the random number generators of %d ranks: rank %d keeps its own as it was seeded",
-        len(saved), rank,
-    )  # fmt: skip
 
 
 def _plain(state: Any) -> Any:

@@ -24,7 +24,7 @@ from dcp_s3 import ranks
 from dcp_s3.checkpoint.info import CheckpointInfo, find_step
 from dcp_s3.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from dcp_s3.format.layout import step_of
-from dcp_s3.integrations.requirement import require
+from dcp_s3.integrations import require
 from dcp_s3.integrations.training_parts import agree
 from dcp_s3.manager.arguments import resolve_policy
 from dcp_s3.manager.manager import CheckpointManager
@@ -35,7 +35,7 @@ from dcp_s3.url import CheckpointURL, URLLike, is_s3_url, parse_url
 require("transformers", "transformers", "5.23", "6")
 require("transformers", "accelerate", "1.15", "2")
 
-from transformers import PreTrainedModel, Trainer, TrainerState  # noqa: E402
+from transformers import PreTrainedModel, Trainer  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 from transformers.trainer_utils import HubStrategy  # noqa: E402
 
@@ -97,7 +97,9 @@ class S3Checkpoints(_AnyTrainer):
         self.checkpoint_settings = checkpoint_settings
         self._manager: Any = None
         self._source: Any = None
-        self._resumed: _Resumed | None = None
+        self._resumed: int | None = None  # the step with which this training goes on
+        self._best_before: str | None = None  # URL of the best checkpoint until then
+        self._training: Any = None  # the part that was loaded, with the random number generators
         self._files: dict[str, bytes] | None = None
         self._best = _KeepBestModel()
 
@@ -127,22 +129,29 @@ class S3Checkpoints(_AnyTrainer):
             )
         wanted, source = resume_from_checkpoint, self.checkpoint_root
         if is_s3_url(wanted):
-            wanted, source = self._split(str(wanted))
+            url = parse_url(str(wanted))
+            source = str(CheckpointURL(url.bucket, url.prefix.rpartition("/")[0]))
+            wanted = find_step(url.name, resolve_settings(self.checkpoint_settings))
+            if wanted is None:
+                raise CheckpointError(
+                    f"resume_from_checkpoint = {str(url)!r} names no step. Remedy: the URL of a checkpoint, like "
+                    f"{url.child('step-00001000')}; or True for the latest under {self.checkpoint_root}",
+                    url=str(url),
+                )
         self._best = _KeepBestModel()
         policies: list[PolicyFunction | None] = []
         agree(lambda: policies.append(self._policy()), f"the training under {self.checkpoint_root} does not begin")
-        with (
-            CheckpointManager(
-                self.checkpoint_root, retention=policies[0], settings=self.checkpoint_settings, overwrite=True
-            ) as self._manager,
-            (
-                contextlib.nullcontext(self._manager)
-                if source == self.checkpoint_root
-                else CheckpointManager(source, read_only=True, settings=self.checkpoint_settings)
-            ) as self._source,
-            tempfile.TemporaryDirectory() as folder,
-        ):
-            limit = self.args.save_total_limit
+        limit = self.args.save_total_limit
+        with contextlib.ExitStack() as stack:
+            self._source = self._manager = stack.enter_context(
+                CheckpointManager(
+                    self.checkpoint_root, retention=policies[0], settings=self.checkpoint_settings, overwrite=True
+                )
+            )
+            if source != self.checkpoint_root:
+                other = CheckpointManager(source, read_only=True, settings=self.checkpoint_settings)
+                self._source = stack.enter_context(other)
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
             try:
                 found = wanted if wanted is None or isinstance(wanted, str) else self._find(wanted, Path(folder))
                 if wanted is not True:  # that is the latest
@@ -151,23 +160,13 @@ class S3Checkpoints(_AnyTrainer):
                 return super().train(resume_from_checkpoint=found, **kwargs)
             finally:
                 self.args.save_total_limit = limit
-                self._manager = self._source = self._resumed = self._files = None
-
-    def _split(self, url: str) -> tuple[int, str]:
-        checkpoint = parse_url(url)
-        step = find_step(checkpoint.name, resolve_settings(self.checkpoint_settings))
-        if step is None:
-            raise CheckpointError(
-                f"resume_from_checkpoint = {url!r} names no step. Remedy: the URL of a checkpoint, like "
-                f"{checkpoint.child('step-00001000')}; or True for the latest under {self.checkpoint_root}",
-                url=url,
-            )
-        return step, str(CheckpointURL(checkpoint.bucket, checkpoint.prefix.rpartition("/")[0]))
+                self._manager = self._source = self._resumed = self._training = self._files = None
 
     def _policy(self) -> PolicyFunction | None:
-        limit = self.args.save_total_limit
-        ours = KeepLatest(limit) if self.retention is None and limit is not None and limit > 0 else self.retention
-        policy = resolve_policy(ours, resolve_settings(self.checkpoint_settings))
+        limit, ours = self.args.save_total_limit or 0, self.retention
+        policy = resolve_policy(
+            KeepLatest(limit) if ours is None and limit > 0 else ours, resolve_settings(self.checkpoint_settings)
+        )
         return None if policy is None else AnyOf((policy, self._best))
 
     def _refuse_later(self, folder: str | None) -> None:
@@ -205,7 +204,7 @@ class S3Checkpoints(_AnyTrainer):
             trainer["best_model_checkpoint"], best = None, self._find_best(best, step)
             if best is not None:
                 self._best.add(best)
-        self._resumed = _Resumed(step, best)
+        self._resumed, self._best_before = step, best
         (folder / _STATE_FILE).write_text(json.dumps(trainer))
         return str(folder)
 
@@ -240,12 +239,19 @@ class S3Checkpoints(_AnyTrainer):
             each for each in [*self.callback_handler.callbacks, self.control] if isinstance(each, ExportableState)
         ]
         trainer = dataclasses.asdict(dataclasses.replace(state, stateful_callbacks=callbacks))
+        metrics = {
+            name: value
+            for entry in state.log_history
+            if entry.get("step") == step
+            for name, value in entry.items()
+            if name != "step" and isinstance(value, (int, float))
+        }
         if self._files is None:
             agree(self._collect_files, f"step {step} is not saved")
         self._manager.save(
             step,
             {**self._everything(), "trainer": json.dumps(trainer)},
-            metrics=_metrics(state),
+            metrics=metrics,
             attachments=self._files,
         )
 
@@ -281,16 +287,16 @@ class S3Checkpoints(_AnyTrainer):
             return
         # Now everything is wrapped and sharded: the model is loaded here, too.
         state = self._everything()
-        self._source.restore(state, self._resumed.step)
-        self._resumed.training = state["training"]
-        if self._resumed.best is not None:
-            self.state.best_model_checkpoint = self._resumed.best
+        self._source.restore(state, self._resumed)
+        self._training = state["training"]
+        if self._best_before is not None:
+            self.state.best_model_checkpoint = self._best_before
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._resumed is None:
             super()._load_rng_state(checkpoint)
         else:  # after the batches of before were skipped
-            self._resumed.training.set_rng()
+            self._training.set_rng()
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
@@ -323,24 +329,3 @@ class _KeepBestModel:
         names = {info.url: info.name for info in checkpoints}
         committed = [names[url] for url in self._urls if url in names]
         return {name: [self.__name__] for name in committed[-1:]}
-
-
-@dataclasses.dataclass
-class _Resumed:
-    """The checkpoint with which a training goes on."""
-
-    step: int
-    best: str | None
-    """URL of the best checkpoint."""
-    training: Any = None
-    """The `TrainingPart` that was loaded, with the random number generators."""
-
-
-def _metrics(state: TrainerState) -> dict[str, float]:
-    return {
-        name: value
-        for entry in state.log_history
-        if entry.get("step") == state.global_step
-        for name, value in entry.items()
-        if name != "step" and isinstance(value, (int, float))
-    }

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator, DataLoaderConfiguration, DistributedType, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
@@ -23,10 +23,19 @@ from dcp_s3 import CheckpointManager
 from dcp_s3.demo.train import state_digest
 from dcp_s3.integrations.accelerate import load_state, save_state, training_state
 from examples import accelerate as example
-from tests.frameworks.accelerate_ranks import files_in, pretend_devices
+from tests.frameworks.ranks import files_in
+from tests.preload import MODULES
+
+MODULES.append(__name__)  # imported once, by the process that ranks are forked from
 
 SEQUENCES = 20
 BATCH = 4  # 5 batches an epoch
+
+
+def pretend_devices() -> None:
+    """Let Accelerate shard on CPUs, as it does on devices: it takes no notice of FSDP on ranks that have none."""
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import Any
 
 import boto3
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -19,10 +18,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.utils.data import DataLoader, Dataset
 
 from dcp_s3.errors import SaveFailedError
-from dcp_s3.integrations.lightning import S3FSDPStrategy, S3ModelParallelStrategy
-from dcp_s3.integrations.lightning_saves import CheckpointFiles
+from dcp_s3.integrations.lightning import CheckpointFiles, S3FSDPStrategy, S3ModelParallelStrategy
 from tests.faulty import BUCKET
-from tests.killing import begin
+from tests.preload import MODULES
+
+MODULES.append("lightning.pytorch")  # imported once, by the process that ranks are forked from
 
 STEPS_PER_EPOCH = 4
 
@@ -220,12 +220,3 @@ def work_after_fit(directory: Path, run: Run) -> dict[str, Any]:
     trainer.save_checkpoint(path)
     found["local"] = sorted(each.name for each in path.iterdir())
     return found
-
-
-def fit_until_killed(environment: dict[str, str], directory: Path, run: Run, rank: int) -> None:
-    """What a process of the fork server runs as one rank."""
-    begin(environment, directory / f"output-{rank}.log")
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(run.ranks))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory / 'rendezvous'}", rank=rank, world_size=run.ranks)
-    fit_all(directory, [run])

@@ -8,7 +8,6 @@ import pytest
 
 from dcp_s3 import list_checkpoints
 from tests.faulty import BUCKET, FaultyServer
-from tests.frameworks.accelerate_ranks import files_in, kill_in_save
 from tests.frameworks.accelerate_runs import (
     Run,
     failing,
@@ -20,19 +19,9 @@ from tests.frameworks.accelerate_runs import (
     uninterrupted,
     with_average,
 )
-from tests.preload import MODULES
-from tests.ranks import run_ranks
-
-# Imported once, by the process that ranks are forked from, rather than by each of them for ten seconds.
-MODULES.append("tests.frameworks.accelerate_runs")
+from tests.frameworks.ranks import AtWrite, files_in, kill_in_save, run_ranks
 
 ROOT = f"s3://{BUCKET}/run"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise Accelerate makes it several on each rank, and OpenMP does not survive a fork."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
@@ -42,7 +31,7 @@ def test_killed_in_a_save_it_goes_on_to_the_same_bits_on_other_ranks(
     run = Run(ROOT, sharded)
     [expected] = run_ranks(1, uninterrupted, run)
     cwd = tmp_path / "cwd"
-    kill_in_save(faulty, "step-00000006", 2, tmp_path, train_for_ever, run)
+    kill_in_save(faulty, AtWrite("step-00000006"), 2, tmp_path, train_for_ever, run)
     assert [info.step for info in list_checkpoints(ROOT) if info.committed] == [2, 4]
 
     [alone] = run_ranks(1, resumed, Run(ROOT, sharded, steps=9), cwd)  # within an epoch: 5 batches each
@@ -73,7 +62,7 @@ def test_ranks_with_their_own_data_and_random_numbers_go_on_to_the_same_bits(roo
 @pytest.mark.servers("memory")
 @pytest.mark.parametrize("when", ["save", "load"])
 def test_an_error_in_a_state_of_one_rank_is_an_error_of_all(root: str, when: str) -> None:
-    first, second = run_ranks(2, failing, f"{root}/step-1", when, timeout=60)
+    first, second = run_ranks(2, failing, f"{root}/step-1", when)
     assert second == ("ZeroDivisionError", f"in the {when} of rank 1")
     assert first[0] == "CheckpointError"
     assert f"rank 1 cannot go on: ZeroDivisionError: in the {when} of rank 1" in first[1]
@@ -81,7 +70,7 @@ def test_an_error_in_a_state_of_one_rank_is_an_error_of_all(root: str, when: str
 
 @pytest.mark.servers("memory")
 def test_other_registered_objects_on_one_rank_are_an_error_of_all(root: str) -> None:
-    for error, message in run_ranks(2, failing, f"{root}/step-1", "count", timeout=60):
+    for error, message in run_ranks(2, failing, f"{root}/step-1", "count"):
         assert error == "CheckpointError"
         assert "{0: 1, 1: 0} (by rank)" in message
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.data_loader import prepare_data_loader
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,13 +19,6 @@ from dcp_s3.integrations import accelerate as adapter
 from dcp_s3.integrations.accelerate import PRIVATE, load_state, save_state, training_state
 
 pytestmark = pytest.mark.servers("memory")
-
-
-@pytest.fixture(autouse=True)
-def _new_accelerator() -> Iterator[None]:
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._shared_state.clear()
 
 
 def make(**options: Any) -> Accelerator:

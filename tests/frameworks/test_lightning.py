@@ -6,49 +6,44 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.checkpoint import save
 
-from dcp_s3 import list_checkpoints, verify
+from dcp_s3 import S3StorageWriter, list_checkpoints, verify
 from dcp_s3.errors import InvalidURLError
-from dcp_s3.integrations.lightning import S3FSDPStrategy, S3ModelParallelStrategy
-from dcp_s3.integrations.lightning_saves import CheckpointFiles, find_url, newest
+from dcp_s3.integrations.lightning import (
+    CheckpointFiles,
+    S3FSDPStrategy,
+    S3ModelParallelStrategy,
+    find_url,
+    newest,
+)
 from dcp_s3.offline.copy import copy as download
 from dcp_s3.offline.copy import copy as upload
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.frameworks.lightning_training import (
     STEPS_PER_EPOCH,
     Fitted,
     Run,
     fit_all,
     fit_and_fail,
-    fit_until_killed,
     fit_with_marker,
     work_after_fit,
 )
-from tests.killing import AtRequest, kill_all, new_process, running, wait_until_quiet
+from tests.frameworks.ranks import kill_in_save, run_ranks
+from tests.killing import AtRequest
 from tests.memory_s3 import Fault
-from tests.preload import MODULES
-from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.timeout(900)  # several processes import torch and Lightning
-MODULES.append("lightning.pytorch")  # seconds for each rank otherwise
 ROOT = f"s3://{BUCKET}/run"
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT = 250.0  # seconds for a few runs of `Trainer.fit`, on a busy machine
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with serve(monkeypatch) as server:
-        yield server
 
 
 def committed(root: str) -> set[str]:
@@ -79,7 +74,7 @@ def test_a_run_goes_on_from_its_last_checkpoint_bit_by_bit(
         Run(ROOT, 2, fsdp1=fsdp1, ranks=ranks),
         Run(ROOT, 4, "last", fsdp1=fsdp1, ranks=ranks),
     ]
-    for whole, earlier, later in run_ranks(ranks, fit_all, tmp_path, runs, timeout=TIMEOUT):
+    for whole, earlier, later in run_ranks(ranks, fit_all, tmp_path, runs):
         assert (earlier.best, earlier.last) == (f"{ROOT}/{name(2)}", f"{ROOT}/last.ckpt")
         assert (later.best, later.last) == (f"{ROOT}/{name(4)}", f"{ROOT}/last.ckpt")
         assert len(later.losses) == 2 * STEPS_PER_EPOCH
@@ -92,9 +87,9 @@ def test_a_run_goes_on_from_its_last_checkpoint_bit_by_bit(
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_fsdp1_goes_on_on_other_numbers_of_ranks(faulty: FaultyServer, tmp_path: Path, ranks: int) -> None:
     runs = [Run(f"{ROOT}/whole", 2, fsdp1=True), Run(ROOT, 1, fsdp1=True)]
-    whole = run_ranks(2, fit_all, tmp_path, runs, timeout=TIMEOUT)[0][0]
+    whole = run_ranks(2, fit_all, tmp_path, runs)[0][0]
     later = Run(ROOT, 2, "last", fsdp1=True, ranks=ranks)
-    for [found] in run_ranks(ranks, fit_all, tmp_path, [later], timeout=TIMEOUT):
+    for [found] in run_ranks(ranks, fit_all, tmp_path, [later]):
         assert_goes_on(whole, found)
 
 
@@ -103,20 +98,14 @@ def test_a_run_that_is_killed_in_a_save_goes_on_on_another_number_of_ranks(
     faulty: FaultyServer, tmp_path: Path, ranks: int, requests: int
 ) -> None:
     run = Run(ROOT, 9, checkpoint={"save_last": True, "save_top_k": -1})
-    moment = AtRequest("PutObject", requests, applied=False)
-    killed = [new_process(fit_until_killed, dict(os.environ), tmp_path, run, rank) for rank in range(2)]
-    with running(killed), moment.on(faulty):
-        assert moment.reached.wait(TIMEOUT)
-        kill_all(killed)
-        assert {process.exitcode for process in killed} == {-9}
-    wait_until_quiet(faulty)
+    kill_in_save(faulty, AtRequest("PutObject", requests, applied=False), 2, tmp_path, fit_all, tmp_path, [run])
     epochs = len(committed(ROOT) - {"last.ckpt"})
     assert 0 < epochs < 9
     assert all(verify(f"{ROOT}/{each}").ok for each in committed(ROOT))
 
-    whole = run_ranks(1, fit_all, tmp_path, [Run(f"{ROOT}/whole", 9, ranks=1)], timeout=TIMEOUT)[0][0]
+    whole = run_ranks(1, fit_all, tmp_path, [Run(f"{ROOT}/whole", 9, ranks=1)])[0][0]
     later = Run(ROOT, 9, newest(ROOT), ranks=ranks)
-    for [found] in run_ranks(ranks, fit_all, tmp_path, [later], timeout=TIMEOUT):
+    for [found] in run_ranks(ranks, fit_all, tmp_path, [later]):
         assert len(found.losses) == (9 - epochs) * STEPS_PER_EPOCH
         assert_goes_on(whole, found)
     assert not [path for path in tmp_path.rglob("*") if "ckpt" in path.name or "s3:" in path.name]
@@ -133,7 +122,7 @@ def test_training_goes_on_while_both_saves_of_a_step_are_held(faulty: FaultyServ
 
     faulty.rule = hold
     run = Run(ROOT, 2, ranks=1)
-    run_ranks(1, fit_with_marker, tmp_path, run, 2 * STEPS_PER_EPOCH - 1, timeout=TIMEOUT)
+    run_ranks(1, fit_with_marker, tmp_path, run, 2 * STEPS_PER_EPOCH - 1)
     assert waited
     assert all(waited)
     assert committed(ROOT) == {name(2), "last.ckpt"}
@@ -150,7 +139,7 @@ def test_a_failed_save_is_raised_on_all_ranks_at_the_next_save_or_at_the_end_of_
 
     faulty.rule = refuse
     runs = [Run(f"{ROOT}/{root}", 3, checkpoint={"save_top_k": 1}) for root in "abc"]
-    results = run_ranks(2, fit_and_fail, tmp_path, runs, STEPS_PER_EPOCH + 1, timeout=TIMEOUT)
+    results = run_ranks(2, fit_and_fail, tmp_path, runs, STEPS_PER_EPOCH + 1)
     for (first, after_first), (last, after_last), (own, after_own) in results:
         assert "AccessDenied" in first
         assert f"the save of step {STEPS_PER_EPOCH} " in first
@@ -164,7 +153,7 @@ def test_a_failed_save_is_raised_on_all_ranks_at_the_next_save_or_at_the_end_of_
 
 @pytest.mark.parametrize("fsdp1", [False, True], ids=["fsdp2", "fsdp1"])
 def test_a_trainer_saves_loads_and_removes_after_fit(faulty: FaultyServer, tmp_path: Path, fsdp1: bool) -> None:
-    [found] = run_ranks(1, work_after_fit, tmp_path, Run(ROOT, 1, fsdp1=fsdp1, ranks=1), timeout=TIMEOUT)
+    [found] = run_ranks(1, work_after_fit, tmp_path, Run(ROOT, 1, fsdp1=fsdp1, ranks=1))
     assert found["saved"]
     assert found["same"]
     assert found["removed"]
@@ -175,28 +164,80 @@ def test_lightnings_own_strategy_goes_on_from_a_download_and_ours_from_an_upload
     faulty: FaultyServer, tmp_path: Path
 ) -> None:
     copy, own = tmp_path / "copy", tmp_path / "own"
-    [[whole, _]] = run_ranks(
-        1, fit_all, tmp_path, [Run(f"{ROOT}/whole", 6, ranks=1), Run(ROOT, 2, ranks=1)], timeout=TIMEOUT
-    )
+    [[whole, _]] = run_ranks(1, fit_all, tmp_path, [Run(f"{ROOT}/whole", 6, ranks=1), Run(ROOT, 2, ranks=1)])
     download(f"{ROOT}/last.ckpt", copy)
     stock = Run(str(own), 4, str(copy), stock=True, ranks=1, checkpoint={"save_last": True, "save_top_k": -1})
-    run_ranks(1, fit_all, tmp_path, [stock], timeout=TIMEOUT)
+    run_ranks(1, fit_all, tmp_path, [stock])
     upload(own / "last.ckpt", f"{ROOT}/uploaded")
-    [[back]] = run_ranks(1, fit_all, tmp_path, [Run(f"{ROOT}/back", 6, f"{ROOT}/uploaded", ranks=1)], timeout=TIMEOUT)
+    [[back]] = run_ranks(1, fit_all, tmp_path, [Run(f"{ROOT}/back", 6, f"{ROOT}/uploaded", ranks=1)])
     assert len(back.losses) == 2 * STEPS_PER_EPOCH
     assert_goes_on(whole, back)
 
 
 def test_the_checkpoint_that_a_run_began_from_stays(faulty: FaultyServer, tmp_path: Path) -> None:
     runs = [Run(ROOT, 1, ranks=1), Run(f"{ROOT}/other", 2, f"{ROOT}/{name(1)}", ranks=1)]
-    run_ranks(1, fit_all, tmp_path, runs, timeout=TIMEOUT)
+    run_ranks(1, fit_all, tmp_path, runs)
     assert committed(ROOT) == {name(1), "last.ckpt"}
     assert committed(f"{ROOT}/other") == {name(2), "last.ckpt"}
+
+
+@pytest.mark.parametrize(
+    ("path", "url"),
+    [
+        ("s3://bucket/run/last.ckpt", "s3://bucket/run/last.ckpt"),
+        (Path("s3://bucket/run"), "s3://bucket/run"),
+        ("s3::bucket/run/last.ckpt", "s3://bucket/run/last.ckpt"),
+        ("/data/run", None),
+        (None, None),
+    ],
+)
+def test_paths_that_mean_s3(path: Any, url: str | None) -> None:
+    assert find_url(path) == url
 
 
 def test_a_dirpath_that_lightning_takes_for_a_local_one_is_refused() -> None:
     with pytest.raises(InvalidURLError, match="pass it as text"):
         find_url(ModelCheckpoint(dirpath=Path("s3://bucket/run")).dirpath)
+
+
+def test_what_lightning_sees(faulty: FaultyServer) -> None:
+    files, a, b, last = CheckpointFiles(), f"{ROOT}/{name(1)}", f"{ROOT}/{name(2)}", f"{ROOT}/last.ckpt"
+    assert not files.exists(ROOT)
+    assert files.ls(ROOT, detail=False) == []
+    assert newest(ROOT) is None
+    started = datetime.now(tz=timezone.utc)
+    for url in (b, last):
+        save({"w": torch.ones(1)}, storage_writer=S3StorageWriter(url))
+    client = boto3.Session().client("s3", endpoint_url=faulty.s3.endpoint_url)
+    client.put_object(Bucket=BUCKET, Key=f"run/{name(1)}/__0_0-0123456789abcdef.distcp", Body=b"left")
+    assert files.exists(ROOT)
+    assert files.isdir(ROOT)
+    assert files.exists(last)
+    assert not files.exists(a), "what is not committed"
+    assert newest(ROOT) == last, "committed last"
+    found = sorted(files.ls(ROOT, detail=False))
+    assert [find_url(os.path.normpath(each)) for each in found] == [b, last]
+    assert files.exists(found[0])
+    assert files.modified(found[0]) >= started
+    assert files.info(last)["type"] == "directory"
+    for missing in (a, f"{ROOT}/other"):
+        for look in (files.info, files.modified):
+            with pytest.raises(FileNotFoundError):
+                look(missing)
+    with pytest.raises(NotImplementedError, match="install s3fs"):
+        files.open(last, "wb")
+
+
+class WillHold:
+    def will_hold(self, url: str) -> bool | None:
+        return {"a": True, "b": False}.get(url[-1])
+
+
+def test_lightning_sees_what_will_be_there(faulty: FaultyServer) -> None:
+    """Otherwise it would take another name for the next one."""
+    save({"w": torch.ones(1)}, storage_writer=S3StorageWriter(f"{ROOT}/b"))
+    files = CheckpointFiles(WillHold())  # type: ignore[arg-type]
+    assert [files.exists(f"{ROOT}/{each}") for each in "abc"] == [True, False, False]
 
 
 def test_checkpoints_that_are_not_sharded_are_refused() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
 from peft import AdaLoraConfig, LoraConfig, PeftModel, PrefixTuningConfig, VeraConfig, get_peft_model
 from safetensors import safe_open
@@ -21,23 +19,15 @@ from dcp_s3 import export, inspect, list_checkpoints, read_tensors
 from dcp_s3.integrations.accelerate import load_state, model_part, save_state
 from dcp_s3.integrations.transformers import S3Checkpoints
 from tests.faulty import BUCKET, FaultyServer
+from tests.frameworks.ranks import run_ranks
 from tests.frameworks.transformers_runs import Run, tiny_tokenizer, train, trainer
-from tests.preload import MODULES
-from tests.ranks import run_ranks
-
-MODULES.append("tests.frameworks.transformers_runs")
 
 ROOT = f"s3://{BUCKET}/run"
 
 
 @pytest.fixture(autouse=True)
-def _alone(faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def _alone(faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._shared_state.clear()
 
 
 def saved_names(url: str) -> set[str]:

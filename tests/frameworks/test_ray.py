@@ -19,8 +19,8 @@ import torch
 from dcp_s3 import latest, read_tensor
 from examples import launchers_train
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.frameworks.ranks import run_ranks
 from tests.killing import AtRequest
-from tests.ranks import run_ranks
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 ROOT = f"s3://{BUCKET}/run"
@@ -75,7 +75,7 @@ class _Driver:
                 process.kill()
             except psutil.NoSuchProcess:
                 pass
-        psutil.wait_procs([self._process, *self._family], timeout=60)
+        psutil.wait_procs([self._process, *self._family])
 
     def _look(self) -> None:
         if self._process.is_running():

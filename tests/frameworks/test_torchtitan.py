@@ -21,16 +21,13 @@ from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import DataloaderExhaustedError
 
 from dcp_s3 import errors, list_checkpoints
-from dcp_s3.integrations import torchtitan
+from dcp_s3.integrations import saves
 from dcp_s3.integrations.torchtitan import S3CheckpointManager
 from examples.torchtitan import Trainer
-from tests import preload
 from tests.faulty import FaultyServer
+from tests.frameworks.ranks import run_ranks
 from tests.frameworks.titan import MODES, ROOT, Adapter, Run, config, steps_on_s3, train
 from tests.memory_s3 import Fault
-from tests.ranks import run_ranks
-
-preload.MODULES.append("tests.frameworks.titan")  # torchtitan takes seconds to import
 
 Config = S3CheckpointManager.Config
 
@@ -163,23 +160,23 @@ def fail_to_begin(mode: str, what: str) -> tuple[str, int]:
         raise RuntimeError("can't start new thread")
 
     trainer = Trainer(config(async_mode=mode), steps=4)
-    saves, owner, name = trainer.checkpointer, *BEGINNINGS[what]
+    checkpointer, owner, name = trainer.checkpointer, *BEGINNINGS[what]
     original = getattr(owner, name)
     if dist.get_rank() == 1:
         setattr(owner, name, refuse)
     told = dist.get_rank() == 0 or what == "thread"
     with pytest.raises(errors.SaveFailedError if told else RuntimeError) as raised:  # noqa: PT012 - the one or the other
-        saves.save(2)
-        saves.maybe_wait_for_saving()
+        checkpointer.save(2)
+        checkpointer.maybe_wait_for_saving()
     setattr(owner, name, original)
     committed = len(steps_on_s3())
-    saves.save(4)
-    saves.maybe_wait_for_saving()
-    saves.close()
+    checkpointer.save(4)
+    checkpointer.maybe_wait_for_saving()
+    checkpointer.close()
     return str(raised.value), committed
 
 
-BEGINNINGS = {"thread": (ThreadPoolExecutor, "submit"), "writer": (torchtitan, "S3StorageWriter")}
+BEGINNINGS = {"thread": (ThreadPoolExecutor, "submit"), "writer": (saves, "S3StorageWriter")}
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
@@ -262,7 +259,6 @@ def test_metrics_that_cannot_be_stored_do_not_stop_the_training(faulty: FaultySe
 # --- the example ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(300)
 def test_the_example_runs_as_its_page_says(faulty: FaultyServer, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "examples.torchtitan", "--url", ROOT, "--steps", "4", "--interval", "2"]

@@ -21,13 +21,11 @@ from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.store import DeleteTarget
 from examples.torchtitan import Trainer
-from tests import preload
 from tests.faulty import BUCKET, FaultyServer
+from tests.frameworks.ranks import run_ranks
 from tests.frameworks.titan import ROOT, Adapter, Run, config, steps_on_s3, train
 from tests.memory_s3 import Fault
-from tests.ranks import RankFailed, run_ranks
-
-preload.MODULES.append("tests.frameworks.titan")  # torchtitan takes seconds to import
+from tests.ranks import RankFailed
 
 
 def go_back(directory: Path) -> tuple[Run, Run, Run]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from dcp_s3 import KeepLatest, export, list_checkpoints, read_tensor, remove
@@ -17,7 +15,7 @@ from dcp_s3.demo.train import state_digest
 from dcp_s3.errors import CheckpointError, CheckpointNotFoundError
 from dcp_s3.integrations.transformers import PRIVATE, S3Trainer, _KeepBestModel
 from tests.faulty import BUCKET, FaultyServer
-from tests.frameworks.accelerate_ranks import files_in, kill_in_save
+from tests.frameworks.ranks import AtWrite, files_in, kill_in_save, run_ranks
 from tests.frameworks.transformers_runs import (
     Run,
     evaluate_to,
@@ -28,19 +26,8 @@ from tests.frameworks.transformers_runs import (
     train_for_ever,
     trainer,
 )
-from tests.preload import MODULES
-from tests.ranks import run_ranks
-
-# Imported once, by the process that ranks are forked from, rather than by each of them for ten seconds.
-MODULES.append("tests.frameworks.transformers_runs")
 
 ROOT = f"s3://{BUCKET}/run"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise Accelerate makes it several on each rank, and OpenMP does not survive a fork."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
@@ -50,7 +37,7 @@ def test_killed_in_a_save_it_goes_on_to_the_same_bits_on_other_ranks(
     cwd = tmp_path / "cwd"
     cwd.mkdir()
     [(_, *expected)] = run_ranks(1, train, Run(f"{ROOT}-expected", sharded), tmp_path, None)
-    kill_in_save(faulty, "step-00000006", 2, tmp_path, train_for_ever, Run(ROOT, sharded))
+    kill_in_save(faulty, AtWrite("step-00000006"), 2, tmp_path, train_for_ever, Run(ROOT, sharded))
     assert [info.step for info in list_checkpoints(ROOT) if info.committed] == [2, 4]
 
     [(began, *_)] = run_ranks(1, train, Run(ROOT, sharded, steps=9), cwd)
@@ -60,18 +47,6 @@ def test_killed_in_a_save_it_goes_on_to_the_same_bits_on_other_ranks(
         assert found == expected
     assert files_in(cwd) == ["output"]  # the Trainer makes it; nothing is in it
     assert [info.step for info in list_checkpoints(ROOT) if info.committed] == [10, 12]
-
-
-def test_ranks_with_their_own_data_and_random_numbers_go_on_to_the_same_bits(
-    faulty: FaultyServer, tmp_path: Path
-) -> None:
-    run = Run(ROOT, alike=False, steps=7, arguments=(("save_steps", 4),))
-    expected = run_ranks(2, train, Run(f"{ROOT}-expected", alike=False, steps=7), tmp_path)
-    assert expected[0][1] != expected[1][1], "the ranks are alike: nothing of their own is tested"
-    run_ranks(2, train, Run(ROOT, alike=False, steps=6, arguments=run.arguments), tmp_path)
-    found = run_ranks(2, train, run, tmp_path)
-    assert [began for began, *_ in found] == [4, 4]
-    assert [rest for _, *rest in found] == [rest for _, *rest in expected]
 
 
 def test_the_example_trains_and_goes_on(faulty: FaultyServer, tmp_path: Path) -> None:
@@ -87,11 +62,9 @@ def test_the_example_trains_and_goes_on(faulty: FaultyServer, tmp_path: Path) ->
 
 
 @pytest.fixture
-def alone(faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def alone(faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._shared_state.clear()
+    return tmp_path
 
 
 def test_the_best_model_is_kept_and_loaded_at_the_end(alone: Path) -> None:

@@ -21,7 +21,10 @@ from dcp_s3.errors import CheckpointError
 from dcp_s3.integrations.accelerate import model_part, optimizer_part
 from dcp_s3.integrations.transformers import S3Trainer
 from examples import transformers as example
-from tests.frameworks.accelerate_ranks import pretend_devices
+from tests.frameworks.accelerate_runs import pretend_devices
+from tests.preload import MODULES
+
+MODULES.append(__name__)  # imported once, by the process that ranks are forked from
 
 SEQUENCES = 20
 BATCH = 4  # 5 batches an epoch
@@ -35,8 +38,6 @@ class Run:
     """URL above its checkpoints."""
     sharded: bool = False
     """FSDP2; otherwise DDP, or on one rank the plain model."""
-    alike: bool = True
-    """Each rank takes the gradients of the whole batch, and all draw the same random numbers."""
     adapter: bool = False
     """LoRA: only an adapter is trained."""
     steps: int = 12
@@ -46,12 +47,10 @@ class Run:
 
 
 class Trainer(S3Trainer):
-    """Its ranks may all compute the whole batch."""
-
-    alike = False
+    """Its ranks all compute the whole batch."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.alike and model.training:
+        if model.training:
             inputs = self.accelerator.gather(inputs)
         return super().compute_loss(model, inputs, *args, **{**kwargs, "num_items_in_batch": None})
 
@@ -98,10 +97,7 @@ def trainer(run: Run, **options: Any) -> Trainer:
         model=model, args=arguments, train_dataset=data, eval_dataset=data[:4],
         checkpoint_root=run.root, **options,
     )  # fmt: skip
-    made.alike = run.alike
     made.add_callback(_StopAt(run.steps))
-    if not run.alike and ranks > 1:
-        torch.manual_seed(100 + dist.get_rank())
     return made
 
 

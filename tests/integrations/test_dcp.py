@@ -259,43 +259,33 @@ def test_what_cannot_go_to_s3_is_refused(root: str, cwd: Path, registered: None,
 # --- everything else is torch's --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [str, Path])
-def test_local_paths_stay_torchs(tmp_path: Path, registered: None, kind: type) -> None:
-    path = kind(tmp_path / "local")
-    assert type(_storage_setup(None, path, reader=False)) is FileSystemWriter
-    assert type(_storage_setup(None, path, reader=True)) is FileSystemReader
-    dcp.save(_state(5.0), checkpoint_id=path)
-    assert (tmp_path / "local" / ".metadata").is_file()
-    assert _load(checkpoint_id=path) == 5
-
-
-@pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_other_urls_stay_fsspecs(tmp_path: Path, registered: None, scheme: str) -> None:
-    url = f"file://{tmp_path}/run" if scheme == "file" else f"memory://{uuid.uuid4().hex}/run"
-    assert isinstance(_storage_setup(None, url, reader=False), _TORCHS_WRITER)
-    assert isinstance(_storage_setup(None, url, reader=True), _TORCHS_READER)
-    for value in (6.0, 7.0):  # with fsspec's own defaults: it overwrites
+@pytest.mark.parametrize("kind", ["path", "Path", "file", "memory"])
+def test_other_paths_and_urls_stay_torchs(tmp_path: Path, registered: None, kind: str) -> None:
+    urls = {"path": str(tmp_path / "run"), "Path": tmp_path / "run", "file": f"file://{tmp_path}/run"}
+    url, is_path = urls.get(kind, f"memory://{uuid.uuid4().hex}/run"), kind in ("path", "Path")
+    assert type(_storage_setup(None, url, reader=False)) is (FileSystemWriter if is_path else _TORCHS_WRITER)
+    assert type(_storage_setup(None, url, reader=True)) is (FileSystemReader if is_path else _TORCHS_READER)
+    for value in (6.0, 7.0):  # with their own defaults: they overwrite
         dcp.save(_state(value), checkpoint_id=url)
     assert _load(checkpoint_id=url) == 7
+    assert (tmp_path / "run" / ".metadata").is_file() or kind == "memory"
 
 
 def test_the_registered_classes_by_name_are_still_torchs_for_other_urls(tmp_path: Path, registered: None) -> None:
     """Whoever imports FsspecWriter after the registration gets ours; to them nothing must have changed."""
-    url = f"file://{tmp_path}/run"
-    writer = _fsspec_filesystem.FsspecWriter(url, thread_count=2, overwrite=False)
-    assert isinstance(writer, _TORCHS_WRITER)
-    assert isinstance(writer, _fsspec_filesystem.FsspecWriter)
-    assert (writer.thread_count, writer.overwrite) == (2, False)
+    url, cls = f"file://{tmp_path}/run", _fsspec_filesystem.FsspecWriter
+    assert cls is _TORCHS_WRITER
+    writer = cls(url, thread_count=2, overwrite=False)
+    assert (type(writer), writer.thread_count, writer.overwrite) == (cls, 2, False)
     dcp.save(_state(1.0), storage_writer=writer)
     assert _load(storage_reader=_fsspec_filesystem.FsspecReader(path=url)) == 1
-    assert _fsspec_filesystem.FsspecWriter.__name__ == _TORCHS_WRITER.__name__
-    assert _fsspec_filesystem.FsspecWriter.validate_checkpoint_id(url)
-    assert not _fsspec_filesystem.FsspecWriter.validate_checkpoint_id(Path(tmp_path))
+    assert cls.validate_checkpoint_id(url)
+    assert not cls.validate_checkpoint_id(Path(tmp_path))
     # AsyncCheckpointerType.PROCESS pickles the writer into a process which knows nothing of the registration.
-    pickled = pickle.dumps(_fsspec_filesystem.FsspecWriter(url))
+    pickled = pickle.dumps(cls(url))
     dcp_s3.unregister()
     unpickled = pickle.loads(pickled)
-    assert isinstance(unpickled, _TORCHS_WRITER)
+    assert isinstance(unpickled, cls)
     dcp.save(_state(1.0), storage_writer=unpickled)
 
 
@@ -315,17 +305,14 @@ def test_subclasses_of_the_registered_classes_work(tmp_path: Path, registered: N
     assert FileSystemWriter.validate_checkpoint_id("s3://bucket/run")
     assert not Local.validate_checkpoint_id("s3://bucket/run"), "what makes files is not chosen for S3"
     url = f"file://{tmp_path}/run"
-    writer = Writer(url, label="mine")
-    assert type(writer) is Writer
+    writer, reader = Writer(url, label="mine"), Reader(url)
+    assert (type(writer), type(reader)) == (Writer, Reader)
     assert (writer.label, writer.single_file_per_rank) == ("mine", False)
     dcp.save(_state(2.0), storage_writer=writer)
-    reader = Reader(url)
-    assert type(reader) is Reader
     assert _load(storage_reader=reader) == 2
     assert type(Writer("s3://bucket/run", "fsspec, s3fs included")) is Writer
     dcp_s3.unregister()
-    # It outlives the registration.
-    dcp.save(_state(3.0), storage_writer=Writer(f"{url}-2", label="later"))
+    dcp.save(_state(3.0), storage_writer=Writer(f"{url}-2", label="later"))  # it outlives the registration
     assert os.path.exists(tmp_path / "run-2" / ".metadata")
 
 

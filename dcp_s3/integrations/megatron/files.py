@@ -45,7 +45,7 @@ class SmallFiles:
         self.settings = settings
         self._lock = threading.Lock()
         self._held: dict[CheckpointURL, dict[str, bytes]] = {}
-        self._sent: dict[CheckpointURL, bytes] = {}
+        self._sent: dict[CheckpointURL, bytes | None] = {}  # the last metadata.json of each checkpoint
 
     def hold(self, url: CheckpointURL, name: str, data: bytes) -> None:
         """Keep a file for the next save to ``url``."""
@@ -66,12 +66,11 @@ class SmallFiles:
         if name == COMMON_STATE_FNAME:
             self.hold(directory, name, data)
             return
-        if name == CONFIG_FNAME:
-            with self._lock:
-                sent = self._sent.pop(directory, None)
-            if sent == data:
-                return  # Megatron writes it after the save, with which it was committed already
-        self._store(directory).put(directory.key(name), data)
+        with self._lock:
+            # Megatron writes it after the save, with which it was committed already.
+            was_sent = name == CONFIG_FNAME and self._sent.pop(directory, None) == data
+        if not was_sent:
+            self._store(directory).put(directory.key(name), data)
 
     def read(self, path: URLLike) -> bytes:
         """The bytes of a file.
@@ -103,6 +102,10 @@ class SmallFiles:
         """Whether anything lies below ``path``."""
         return next(self.names(path), None) is not None
 
+    def exists(self, path: URLLike) -> bool:
+        """Whether there is a file, or anything below ``path``."""
+        return self.is_file(path) or self.is_dir(path)
+
     def names(self, path: URLLike) -> Iterator[str]:
         """Names of the files and directories right below ``path``."""
         url = parse_url(path)
@@ -114,6 +117,21 @@ class SmallFiles:
             token = page.next_token
             if token is None:
                 return
+
+    def open(self, path: URLLike, mode: str = "rb", **_: Any) -> IO[Any]:
+        """A file as `open` gives it. What is written is stored when it is closed.
+
+        Raises:
+            FileNotFoundError: there is none to read.
+            ValueError: the mode is one for both reading and writing.
+        """
+        kind, make = mode.replace("b", "").replace("t", ""), io.BytesIO if "b" in mode else _text
+        if kind not in ("r", "w", "a"):
+            raise ValueError(f"{parse_url(path)} cannot be opened with mode {mode!r}: files on S3 are written whole")
+        data = self.read(path) if kind == "r" or (kind == "a" and self.is_file(path)) else b""
+        if kind == "r":
+            return make(data)
+        return _Outgoing(str(path), functools.partial(self.write, path), make(data))  # type: ignore[return-value]
 
     def _store(self, url: CheckpointURL) -> S3Store:
         return store_of(url, resolve_settings(self.settings))
@@ -127,28 +145,43 @@ class Files:
     """
 
     def __init__(self, small: SmallFiles, find_package: Callable[[], Any]) -> None:
-        def package() -> Any:
-            return find_package() or _LOCAL
+        self._find_package = find_package
 
-        self._small, self._find_package = small, find_package
-        self.open = _either(self._open, lambda: package().open)
-        self.Path = _either(type("S3Path", (_S3Path,), {"small": small}), lambda: package().Path)
+        def save(obj: object, path: URLLike, **options: Any) -> None:
+            with small.open(path, "wb") as stream:
+                torch.save(obj, stream, **options)
+
+        def load(path: URLLike, **options: Any) -> Any:
+            return torch.load(io.BytesIO(small.read(path)), **options)
+
+        def either(on_s3: Callable[..., Any], name: str, at: int = 0) -> Callable[..., Any]:
+            """What is called ``name`` in the package, with ``on_s3`` in its place if argument ``at`` is on S3."""
+
+            def call(*args: Any, **options: Any) -> Any:
+                if is_s3_url(args[at]):
+                    return on_s3(*args, **options)
+                stock: Any = functools.reduce(getattr, name.split("."), find_package() or _LOCAL)
+                return stock(*args, **options)
+
+            return call
+
+        self.open = either(small.open, "open")
+        self.Path = either(type("S3Path", (_S3Path,), {"small": small}), "Path")
         self.os = SimpleNamespace(
-            makedirs=_either(lambda _, **__: None, lambda: package().os.makedirs),  # S3 has no directories
+            makedirs=either(lambda _, **__: None, "os.makedirs"),  # S3 has no directories
             path=SimpleNamespace(
-                exists=_either(self._exists, lambda: package().os.path.exists),
-                isdir=_either(lambda path, **_: small.is_dir(path), lambda: package().os.path.isdir),
-                isfile=_either(small.is_file, lambda: package().os.path.isfile),
+                exists=either(small.exists, "os.path.exists"),
+                isdir=either(lambda path, **_: small.is_dir(path), "os.path.isdir"),
+                isfile=either(small.is_file, "os.path.isfile"),
             ),
         )
-        save = _either(self._save, lambda: lambda path, obj, **options: package().torch.save(obj, path, **options))
         self.torch = SimpleNamespace(
-            save=lambda obj, path, **options: save(path, obj, **options),
-            load=_either(self._load, lambda: package().torch.load),
-            MultiStorageFileSystemReader=_either(
-                self._reader, lambda: package().torch.MultiStorageFileSystemReader
+            save=either(save, "torch.save", at=1),
+            load=either(load, "torch.load"),
+            MultiStorageFileSystemReader=either(
+                lambda path, **_: _Reader(path, settings=small.settings), "torch.MultiStorageFileSystemReader"
             ),
-        )  # fmt: skip
+        )
 
     def __getattr__(self, name: str) -> Any:
         package = self._find_package()
@@ -160,76 +193,37 @@ class Files:
             )
         return getattr(package, name)
 
-    def _open(self, path: URLLike, mode: str = "rb", **_: Any) -> IO[Any]:
-        kind = mode.replace("b", "").replace("t", "")
-        if kind not in ("r", "w", "a"):
-            raise ValueError(f"{parse_url(path)} cannot be opened with mode {mode!r}: files on S3 are written whole")
-        data = self._small.read(path) if kind == "r" or (kind == "a" and self._small.is_file(path)) else b""
-        if kind == "r":
-            return io.BytesIO(data) if "b" in mode else io.StringIO(data.decode())
-        send = functools.partial(self._small.write, path)
-        return (_Outgoing if "b" in mode else _OutgoingText)(str(path), send, data)
 
-    def _exists(self, path: URLLike) -> bool:
-        return self._small.is_file(path) or self._small.is_dir(path)
+class _Outgoing:
+    """A file that is stored when it is closed, unless the block that writes it fails."""
 
-    def _save(self, path: URLLike, obj: object, **options: Any) -> None:
-        with self._open(path, "wb") as stream:
-            torch.save(obj, stream, **options)
-
-    def _load(self, path: URLLike, **options: Any) -> Any:
-        return torch.load(io.BytesIO(self._small.read(path)), **options)
-
-    def _reader(self, path: URLLike, **_: Any) -> S3StorageReader:
-        return _Reader(path, settings=self._small.settings)
-
-
-def _either(on_s3: Callable[..., Any], elsewhere: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    def call(path: Any, *args: Any, **options: Any) -> Any:
-        return (on_s3 if is_s3_url(path) else elsewhere())(path, *args, **options)
-
-    return call
-
-
-class _Outgoing(io.BytesIO):
-    """A file that is written to S3 when it is closed, unless the block that writes it fails."""
-
-    def __init__(self, path: str, send: Callable[[bytes], None], data: bytes) -> None:
-        super().__init__()
-        self._path = path
+    def __init__(self, path: str, send: Callable[[bytes], None], buffer: io.BytesIO | io.StringIO) -> None:
+        self._path, self._buffer = path, buffer
         self._send: Callable[[bytes], None] | None = send
-        self.write(data)
+        buffer.seek(0, io.SEEK_END)
 
-    def __del__(self) -> None:
-        # The base's would call `close`: but what nobody closed may be half a file, because its writer raised.
-        if self._send is not None:
-            self._send = None
-            logger.warning("%s was not closed, so it is not written. Remedy: open it in a with statement", self._path)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._buffer, name)
 
     def close(self) -> None:
         send, self._send = self._send, None
-        try:
-            if send is not None:
-                send(self.getvalue())
-        finally:
-            super().close()
+        if send is not None:
+            data = self._buffer.getvalue()
+            send(data.encode() if isinstance(data, str) else data)
+        self._buffer.close()
+
+    def __enter__(self) -> _Outgoing:
+        return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         if kind is not None:
             self._send = None
         self.close()
 
-
-class _OutgoingText(io.TextIOWrapper):
-    def __init__(self, path: str, send: Callable[[bytes], None], data: bytes) -> None:
-        self._outgoing = _Outgoing(path, send, data)
-        super().__init__(self._outgoing, encoding="utf-8", write_through=True)
-
     def __del__(self) -> None:
-        self._outgoing.__del__()  # the base's would close it
-
-    def __exit__(self, *error: Any) -> None:
-        self._outgoing.__exit__(*error)
+        # What nobody closed may be half a file, because its writer raised.
+        if self._send is not None:
+            logger.warning("%s was not closed, so it is not written. Remedy: open it in a with statement", self._path)
 
 
 class _S3Path(pathlib.PurePosixPath):
@@ -241,7 +235,7 @@ class _S3Path(pathlib.PurePosixPath):
         return (self / name for name in self.small.names(self))
 
     def exists(self) -> bool:
-        return self.is_file() or self.is_dir()
+        return self.small.exists(self)
 
     def is_dir(self) -> bool:
         return self.small.is_dir(self)
@@ -273,6 +267,10 @@ _LOCAL = SimpleNamespace(
     ),
 )
 """The local file system, as the package multistorageclient would present it."""
+
+
+def _text(data: bytes) -> io.StringIO:
+    return io.StringIO(data.decode())
 
 
 def _split(path: URLLike) -> tuple[CheckpointURL, str]:

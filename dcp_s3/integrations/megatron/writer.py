@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import io
 import os
-import pickle
 import queue
 import traceback
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3 import ranks
 from dcp_s3.errors import CheckpointError, DcpS3Error, SaveProtocolError
+from dcp_s3.failures import portable
 from dcp_s3.save.save import Save
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import SettingsLike
@@ -130,16 +130,14 @@ class MegatronS3Writer(S3StorageWriter):
     def retrieve_write_results(self) -> list[WriteResult] | WRAPPED_EXCEPTION:
         """The results of this rank's save; what made it fail, if it did."""
         try:
-            if self._failure is not None:
-                raise self._failure
-            return self._retrieve()
+            return self._take_results()
         except BaseException as error:  # noqa: BLE001 - it is raised on all ranks
             return error, traceback.extract_tb(error.__traceback__)
 
-    def _retrieve(self) -> list[WriteResult]:
-        if not self._is_sent:
-            return []
-        outcome = _take_outcome(self._save.save_id)
+    def _take_results(self) -> list[WriteResult]:
+        if self._failure is not None:
+            raise self._failure
+        outcome = _take_outcome(self._save.save_id) if self._is_sent else []
         if outcome is None:
             raise CheckpointError(
                 f"the process that saves to {self.checkpoint_id} ended without a result on rank {ranks.rank()}, so "
@@ -162,18 +160,12 @@ def finalize(writer: MegatronS3Writer, metadata: Metadata | None, ranks_of_save:
         CheckpointException: on all ranks, with the cause of each that failed.
     """
 
-    def results() -> list[WriteResult]:
-        found = writer.retrieve_write_results()
-        if isinstance(found, tuple):
-            raise found[0]
-        return found
-
     def commit(all_results: list[list[WriteResult]]) -> None:
         if metadata is None:
             raise SaveProtocolError("Megatron planned this save without metadata")
         writer.finish(metadata, all_results)
 
-    ranks_of_save.all_reduce("write", results, commit)
+    ranks_of_save.all_reduce("write", writer._take_results, commit)
 
 
 # --- what runs in the process that saves --------------------------------------------------------------------
@@ -199,7 +191,8 @@ def write(rank: int, prepared: Prepared, results: Any) -> None:
     try:
         outcome = prepared.save.write_data(prepared.plan, cast(SavePlanner, _Resolved(prepared.data)))
     except BaseException as error:  # noqa: BLE001 - the trainer raises it; this process may have more saves to do
-        outcome = _portable(error, rank)
+        text = "".join(traceback.format_exception(error))
+        outcome = portable(error) or RuntimeError(f"the save failed on rank {rank}:\n{text}")
     results.put((prepared.save.save_id, outcome))
 
 
@@ -211,15 +204,6 @@ class _Resolved:
 
     def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
         return self._data[item.index]
-
-
-def _portable(error: BaseException, rank: int) -> BaseException:
-    try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301 - what this process has just pickled
-    except Exception:  # noqa: BLE001 - whatever its __reduce__ does
-        text = "".join(traceback.format_exception(error))
-        return RuntimeError(f"the save failed on rank {rank}:\n{text}")
-    return error
 
 
 # --- in the trainer -------------------------------------------------------------------------------------------

@@ -6,8 +6,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +32,9 @@ from dcp_s3 import S3StorageReader, latest
 from dcp_s3.integrations import megatron
 from dcp_s3.save.save import Save
 from tests.frameworks.megatron import cpu, states
-from tests.killing import begin
+from tests.preload import MODULES
+
+MODULES.append("megatron.core.dist_checkpointing")  # imported once, by the process that ranks are forked from
 
 MODES = ("sync", "forked", "persistent")
 
@@ -223,29 +223,6 @@ def names_by_object(url: str) -> dict[str, set[str]]:
     return found
 
 
-def remove(url: str, prefix: str) -> None:
-    """In a process without ranks."""
-    megatron.install()
-    try:
-        dist_checkpointing.remove_sharded_tensors(url, prefix)
-    finally:
-        megatron.uninstall()
-
-
-def remove_optimizer(url: str, step: int = 5) -> None:
-    with trainer():
-        dist_checkpointing.remove_sharded_tensors(url, "optim")
-        assert {n for n in states.SHAPES if not n.startswith("optim")} == set(
-            dist_checkpointing.load_tensors_metadata(url)
-        )
-        state = states.sharded(step, blank=True)
-        for name in states.SHAPES:
-            if name.startswith("optim"):
-                del state[name]
-        loaded = dist_checkpointing.load(state, url)
-        assert torch.equal(loaded["norm.weight"], states.whole("norm.weight", step))
-
-
 def save_stock(directory: str, step: int, layout: str) -> None:
     """Megatron as it is, without the adapter."""
     cpu.pretend()
@@ -302,17 +279,3 @@ def train(root: str, until: int, mode: str = "sync") -> None:
 def train_step(tensor: torch.Tensor, step: int) -> None:
     """Each value depends on all steps before."""
     tensor.mul_(0.75).add_(step)
-
-
-def train_until_killed(
-    environment: dict[str, str], directory: Path, rank: int, world: int, root: str, mode: str
-) -> None:
-    """In a process that leads a process group of its own."""
-    begin(environment, directory / f"output-{rank}.log")
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory / 'rendezvous'}", rank=rank, world_size=world,
-        timeout=timedelta(seconds=120),
-    )  # fmt: skip
-    train(root, 1000, mode)

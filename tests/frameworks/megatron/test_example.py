@@ -8,7 +8,7 @@ import pytest
 
 from dcp_s3 import list_checkpoints
 from tests.frameworks.megatron import cpu
-from tests.ranks import run_ranks
+from tests.frameworks.ranks import run_ranks
 
 
 def _run(url: str, steps: int) -> list[str]:

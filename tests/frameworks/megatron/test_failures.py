@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -11,9 +9,9 @@ import pytest
 from dcp_s3 import latest, list_checkpoints, verify
 from tests.faulty import BUCKET, FaultyServer
 from tests.frameworks.megatron import jobs
-from tests.killing import AtRequest, kill_all, new_process, running, wait_until_quiet
+from tests.frameworks.ranks import files_in, kill_in_save, run_ranks
+from tests.killing import AtRequest
 from tests.memory_s3 import Fault
-from tests.ranks import run_ranks
 
 ROOT = f"s3://{BUCKET}/run"
 URL = f"{ROOT}/iter_0000001"
@@ -68,25 +66,9 @@ def test_ranks_that_save_to_different_urls_are_told_so(faulty: FaultyServer) -> 
     ids=str,
 )
 def test_training_that_is_killed_goes_on_with_other_ranks(
-    faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, moment: AtRequest
+    faulty: FaultyServer, tmp_path: Path, mode: str, moment: AtRequest
 ) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    environment = dict(os.environ)
-    directory = tmp_path / "killed"
-    directory.mkdir()
-    ranks = [
-        new_process(jobs.train_until_killed, environment, directory, rank, 2, ROOT, mode) for rank in range(2)
-    ]  # fmt: skip
-    with running(ranks), moment.on(faulty):
-        assert moment.reached.wait(180), [each.read_text() for each in directory.glob("output*")]
-        groups = [process.pid for process in ranks]
-        kill_all(ranks)
-        for group in groups:
-            try:
-                os.killpg(group, signal.SIGKILL)  # the processes that save
-            except ProcessLookupError:
-                pass
-    wait_until_quiet(faulty)
+    kill_in_save(faulty, moment, 2, tmp_path, jobs.train, ROOT, 1000, mode)
     newest = latest(ROOT)
     assert newest is not None
     assert newest.step in (2, 4)
@@ -95,4 +77,4 @@ def test_training_that_is_killed_goes_on_with_other_ranks(
     run_ranks(4, jobs.train, ROOT, 8, mode)
     assert [info.step for info in list_checkpoints(ROOT) if info.committed] == [2, 4, 6, 8]
     assert all(verify(info.url).ok for info in list_checkpoints(ROOT))
-    assert os.listdir() == ["killed"]
+    assert [each for each in files_in(tmp_path) if not each.startswith(("output-", "rendezvous"))] == ["cwd"]
