@@ -256,7 +256,9 @@ class Deleter:
             if look is not None:
                 look()
             with self._slots:
-                return store.within(replace(limit, cancel=store.limit.cancel, progress=store.limit.progress)).delete(batch)
+                return store.within(replace(limit, cancel=store.limit.cancel, progress=store.limit.progress)).delete(
+                    batch
+                )
 
         one_by_one = look is not None or len(runs) == 1
         changed = [delete(self.store, each) for each in runs] if one_by_one else self.store.map(delete, runs)
