@@ -238,7 +238,9 @@ class Deleter:
     def withdraw(self, url: CheckpointURL, paths: Iterable[str]) -> None:
         """Remove the lists of a deletion that was given up. A failure is a warning."""
         try:
-            self.delete_all([DeleteTarget(url.key(path)) for path in paths])
+            # What has stalled here is over for good in this store's limit.
+            store = self.store.within(self.store.limit.for_cleanup())
+            self.on(store).delete_all([DeleteTarget(url.key(path)) for path in paths])
         except errors.StorageError as error:
             logger.warning("a deletion of %s was given up, and its list stays until the next prune: %s", url, error)
 

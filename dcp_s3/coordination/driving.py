@@ -108,7 +108,7 @@ class Driver:
         self._watch = Watch(self._clock.now, rank_timeout)
         self._pause = _SHORTEST_PAUSE
         self._refused_since: float | None = None
-        self._exit_by: float | None = None
+        self._has_warned = False
         self._is_leaving = False
         self._stands_in_for: Write | None = None
         self.error: Exception | None = None
@@ -161,7 +161,7 @@ class Driver:
         if isinstance(operation, Look):
             return self._look(operation)
         if isinstance(operation, Wait):
-            self._check_exit()
+            self._warn_of_exit()
             self._sleep()
             return self._watch.find_silent(operation.ranks, operation.patience)
         if isinstance(operation, CallRoll):
@@ -310,18 +310,14 @@ class Driver:
         logger.warning("the save to %s waits for S3: %s", self._url, error)
         self._sleep()
 
-    def _check_exit(self) -> None:
-        """A process whose program has ended does not wait for the others for ever."""
-        if self._exit_by is None and self._clock.is_exiting():
-            self._exit_by = self._clock.now() + self._rank_timeout
+    def _warn_of_exit(self) -> None:
+        if not self._has_warned and self._clock.is_exiting():
+            self._has_warned = True
             logger.warning(
-                "the program ends while the save to %s waits for other ranks: the process goes on until it is "
-                "committed, for %g s at most. Remedy: close the CheckpointManager, or wait for the save",
+                "the program ends while the save to %s waits for other ranks: the process goes on until it is committed, "
+                "or nothing of them has moved for %g s. Remedy: close the CheckpointManager, or wait for the save",
                 self._url, self._rank_timeout,
             )  # fmt: skip
-        if self._exit_by is not None and self._clock.now() > self._exit_by:
-            why = f"the program has ended, and other ranks are not done after {self._rank_timeout:g} s"
-            self._give_up(errors.SaveProtocolError(f"{self._url} is not committed: {why}", url=str(self._url)))
 
     def _give_up(self, error: errors.StorageError | errors.SaveProtocolError) -> None:
         self.error = self.error or error

@@ -57,7 +57,8 @@ class Saves:
         self._in_flight = SavesInFlight(ranks.rank, queue=queue)
         self._step: int | None = None
         self._begun = 0  # number of the last save that has begun
-        self._last: dict[str, SaveInFlight] = {}  # of each URL
+        self._last: dict[str, int] = {}  # URL -> number of its last save
+        self._under_way: list[SaveInFlight] = []
         self._good = {0}  # numbers of the saves that have ended well
         self._commit: tuple[int, WaitCommitted] = (0, lambda _: None)  # of the last one of these
         self._committed = 0  # number of the last save that is known to be committed
@@ -103,9 +104,11 @@ class Saves:
 
         self._ranks.agree(begin, refuse)
         [writer] = made
-        with self._removing:
-            self._removals.pop(url, None)
+        if url in self._removals:  # only then wait for a removal that is under way
+            with self._removing:
+                self._removals.pop(url, None)
         self._step, self._begun = step, self._begun + 1
+        self._last[url] = self._begun
         upload: BeginUpload
         if blocking:
             group = self._background.group
@@ -115,8 +118,9 @@ class Saves:
         else:
             upload = functools.partial(save_in_background, state, writer, self._background, self._stager, None)
         saved = functools.partial(self._saved, self._begun, writer)
-        self._last[url] = self._in_flight.start(step, url, upload, saved, wait=blocking)
-        return self._last[url].begun
+        started = self._in_flight.start(step, url, upload, saved, wait=blocking)
+        self._under_way = [each for each in self._under_way if not each.ended.is_set()] + [started]
+        return started.begun
 
     def settle(self) -> None:
         """Wait for the saves under way. Failures are kept."""
@@ -142,7 +146,7 @@ class Saves:
         finally:
             if self._retention is not None:
                 self._retention.close(_RETENTION_SECONDS)
-            for url in self._removals:
+            for url in list(self._removals):
                 logger.warning("%s stays: no later checkpoint is committed, or it could not be removed", url)
             self._stager.close()
 
@@ -152,7 +156,7 @@ class Saves:
         It stays if it is pinned or being read, with a warning in the log.
         """
         if self._ranks.is_first:
-            is_newest = url in self._last and self._last[url].number == self._begun
+            is_newest = self._last.get(url) == self._begun
             self._removals[url] = self._begun + 1 if is_newest else self._begun
             if self._retention is None:
                 self._retention = BackgroundRetention(self._remove_due, url.rpartition("/")[0])
@@ -160,7 +164,7 @@ class Saves:
 
     def will_hold(self, url: str) -> bool | None:
         """Whether a checkpoint is at ``url`` once everything under way is done; None if nothing there is."""
-        if url in self._last and not self._last[url].ended.is_set():
+        if any(each.url == url and not each.ended.is_set() for each in self._under_way):
             return True
         return False if url in self._removals else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import time
@@ -137,7 +138,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     def __getstate__(self) -> dict[str, Any]:
         # For AsyncCheckpointerType.PROCESS: from here on only DCP knows how the save ends, in the default group.
         left = {"_last": None, "on_event": None, "_was_sent": True, "_group": SaveGroup(None)}
-        return {**self.__dict__, **left}
+        own = {name: copy.deepcopy(self.__dict__[name]) for name in ("_target", "_attached")}  # a copy's are its own
+        return {**self.__dict__, **left, **own}
 
     # --- StorageWriter ------------------------------------------------------------------------------
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_s3 import S3StorageReader, list_checkpoints, pin
-from dcp_s3.errors import SaveFailedError
+from dcp_s3 import S3StorageReader, list_checkpoints, pin, remove
+from dcp_s3.errors import SaveFailedError, StagingError
 from dcp_s3.integrations.saves import Saves
 from dcp_s3.manager.agree import Ranks
 from dcp_s3.settings import Settings, resolve_settings
@@ -207,15 +210,59 @@ def test_with_local_durability_a_checkpoint_goes_when_the_last_save_is_on_s3_wha
     save(saves, A, 4)
     saves.wait()
     until(lambda: A in committed())
+    save(saves, B, 8)
+    saves.wait()
+    until(lambda: B in committed())
     with Held(faulty, "last") as held:
-        save(saves, B, 8)
         save(saves, LAST, 8)
         saves.remove(A)
         saves.wait()  # on disk
         assert held.reached.wait(60)
-        until(lambda: B in committed())
         with pytest.raises(TimeoutError):
             saves._wait_committed(0.1)
         assert A in committed()
     saves.close()
     assert committed() == {B, LAST}
+
+
+def test_a_removal_that_is_slow_does_not_delay_a_save_to_another_url(
+    saves: Saves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go = threading.Event(), threading.Event()
+
+    def slow(url: str, **options: Any) -> None:
+        reached.set()
+        assert go.wait(60)
+        remove(url, **options)
+
+    monkeypatch.setattr("dcp_s3.integrations.saves.remove", slow)
+    save(saves, A, 4, blocking=True)
+    save(saves, B, 8, blocking=True)
+    saves.remove(A)
+    assert reached.wait(60)
+    save(saves, LAST, 9, blocking=True)  # while A is being removed
+    assert committed() == {A, B, LAST}
+    go.set()
+    saves.close()
+    assert committed() == {B, LAST}
+
+
+def test_the_newest_checkpoint_stays_also_after_a_save_that_could_not_be_staged(saves: Saves) -> None:
+    save(saves, A, 4, blocking=True)
+    with pytest.raises(StagingError):
+        saves.save(B, 8, {"lock": threading.Lock()}, lambda: ({}, {}), blocking=False)
+    save(saves, B, 8, blocking=True)
+    saves.remove(B)  # no later save replaces it
+    saves.close()
+    assert committed() == {A, B}
+
+
+def test_the_results_of_saves_are_not_kept(saves: Saves) -> None:
+    kept = []
+    for step, url in enumerate((A, B, LAST)):
+        save(saves, url, step)
+        saves.wait()
+        kept += [weakref.ref(each) for each in gc.get_objects() if type(each) is Metadata]
+    gc.collect()
+    assert len({id(each()) for each in kept} - {id(None)}) <= 1  # of the last save
+    saves.close()

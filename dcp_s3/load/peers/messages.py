@@ -326,9 +326,10 @@ class Messages:
             waiter = self._local.waiter = _Waiter()
             self._waiters.append(waiter)
         waiter.asked.put((work, message))
+        began = time.monotonic()
         while True:
-            try:
-                error = waiter.errors.get(timeout=_PROBES_EVERY)
+            try:  # ever fewer probes: each stays with gloo
+                error = waiter.errors.get(timeout=max(_PROBES_EVERY, (time.monotonic() - began) / 10))
                 break
             except queue.Empty:
                 self._probe([peer])
