@@ -66,8 +66,9 @@ class Deadline:
 class Progress:
     """What the requests of one piece of work move together. It ends them when that is next to nothing for ``seconds``.
 
-    Bytes count as progress when there are a KiB of them for each of the seconds, and so does each request that
-    succeeds. Time in which no request is under way does not count. 0 seconds bound nothing. Thread safe.
+    Bytes count as progress when there are a KiB of them for each of the seconds, and so do each request that succeeds
+    and each sign of life of S3 while it completes an upload or copies. Time in which no request is under way does not
+    count. 0 seconds bound nothing. Thread safe.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -97,6 +98,11 @@ class Progress:
             self._moved += count
             if self._moved - self._counted >= _LEAST_BYTES_PER_SECOND * self.seconds:
                 self._note()
+
+    def lives(self) -> None:
+        """Note that S3 is at work, though nothing moves."""
+        with self._lock:
+            self._note()
 
     def _note(self) -> None:
         self._at, self._counted, self._warned = time.monotonic(), self._moved, False

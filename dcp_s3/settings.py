@@ -191,7 +191,9 @@ class Settings(BaseSettings):
     """Seconds without a byte before a request counts as broken."""
     stall_timeout: Seconds = Field(default=600.0, ge=0, le=86400)
     """Seconds without progress (less than 1 KiB/s moved, and no request succeeded) after which a save, a load, a prune
-    or any other work on S3 ends with a `DeadlineExceededError`. Waiting for other ranks does not count. 0: no limit."""
+    or any other work on S3 ends with a `DeadlineExceededError`. Waiting for other ranks does not count, nor does the
+    time in which S3 completes an upload or copies, if it says so. What can go to ``spill_dir`` goes there instead.
+    0: no limit."""
     save_timeout: Seconds | None = Field(default=None, gt=0)
     """Seconds in which a rank must write its data, and the coordinator commit. After that the save is given up with a
     `DeadlineExceededError`, and what it uploaded is removed. Unset: no limit."""

@@ -17,6 +17,7 @@ import os
 import socket
 import ssl
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -175,6 +176,12 @@ def _make_file(sock: Any, make: Callable[..., Any], mode: str = "rb", buffering:
     return raw if buffering == 0 else io.BufferedReader(raw)
 
 
+def _make_tls_file(reference: Callable[[], Any], *arguments: Any, **options: Any) -> Any:
+    """`_make_file` of a TLS socket, which would keep itself if its own method had it."""
+    sock = reference()
+    return _make_file(sock, functools.partial(ssl.SSLSocket.makefile, sock), *arguments, **options)
+
+
 class _RawFile(io.RawIOBase):
     """The file of an answer's head, and of small bodies.
 
@@ -224,16 +231,27 @@ class _Abortable:
     def connect(self) -> None:
         super().connect()  # type: ignore[misc]
         if isinstance(self.sock, ssl.SSLSocket):
-            self.sock.makefile = functools.partial(_make_file, self.sock, self.sock.makefile)  # type: ignore[method-assign]
+            self.sock.makefile = functools.partial(_make_tls_file, weakref.ref(self.sock))  # type: ignore[method-assign]
         self.sock.settimeout(current_attempt().send_timeout)
 
     def request(self, *arguments: Any, **options: Any) -> Any:
         if self.sock is not None:
-            self.sock.settimeout(current_attempt().send_timeout)
             flight = getattr(this_thread, "flight", None)
             if flight is not None:
                 flight.note(self.sock)
         return super().request(*arguments, **options)  # type: ignore[misc]
+
+    def putrequest(self, *arguments: Any, **options: Any) -> Any:
+        attempt = current_attempt()
+        attempt.has_head = False
+        if self.sock is not None:  # a connection of the pool, to which `request` gave the timeout for connecting
+            self.sock.settimeout(attempt.send_timeout)
+        return super().putrequest(*arguments, **options)  # type: ignore[misc]
+
+    def getresponse(self, *arguments: Any, **options: Any) -> Any:
+        response = super().getresponse(*arguments, **options)  # type: ignore[misc]
+        current_attempt().has_head = True
+        return response
 
     def _new_conn(self) -> Any:
         """Connect as urllib3 does, but tell the flight of the socket before that."""

@@ -127,7 +127,8 @@ class Tries:
         return min(wait, self._progress.left)
 
     def _elapsed(self) -> float:
-        return time.monotonic() - self._started
+        """Seconds so far, without those for which this thread's attempts waited for bandwidth: S3 is not to blame."""
+        return time.monotonic() - self._started - current_attempt().waited
 
     def _failed(self, error: Exception) -> errors.StorageError:
         return to_storage_error(error, self.operation, self.bucket, self.key, self.made)
@@ -138,8 +139,14 @@ class Tries:
     def _is_stalled(self) -> bool:
         return self._progress.is_over(self.what)
 
-    def _stalled(self) -> errors.DeadlineExceededError:
-        return self._locate(self._progress.error(self.what, self._tried("it was not begun")))
+    def _stalled(self) -> errors.StorageError:
+        error = self._progress.error(self.what, self._tried("it was not begun"))
+        if self.limit.patience is None:
+            return self._locate(error)
+        # The caller has another place to go, or comes back later: to it S3 is slow.
+        return errors.TransferError(
+            str(error), bucket=self.bucket, key=self.key, operation=self.operation, attempts=self.made
+        )
 
     def _tried(self, never: str) -> str:
         if not self.made:
@@ -155,6 +162,9 @@ class Tries:
 
 # A thread that waits for bytes looks so often, in the time without progress, whether that is over.
 _LOOKS = 10
+# S3 answers at once with 200, and with white space until it has done them, which may take minutes:
+# https://docs.aws.amazon.com/AmazonS3/latest/API/API_CompleteMultipartUpload.html
+_ANSWERED_EARLY = frozenset({"CompleteMultipartUpload", "CopyObject", "UploadPartCopy"})
 
 this_thread = threading.local()
 """``attempt`` and ``flight`` of the requests that this thread makes, if set."""
@@ -167,6 +177,7 @@ class Attempt:
         what: the request, for messages.
         connect: most seconds to wait for a connection.
         read: most seconds without a byte.
+        operation: S3's name of the operation.
     """
 
     def __init__(
@@ -178,6 +189,7 @@ class Attempt:
         progress: Progress,
         cancel: threading.Event | None = None,
         pace: Pace | None = None,
+        operation: str = "",
     ) -> None:
         self._what, self._read, self._progress, self._cancel, self._pace = what, read, progress, cancel, pace
         self._tick = min(read, progress.seconds / _LOOKS)
@@ -185,6 +197,11 @@ class Attempt:
         self.send_timeout = min(read, progress.seconds)
         self.slice_size = None if pace is None else pace.slice_size
         """Most bytes to send at once; None for any number."""
+        self.waited = 0.0
+        """Seconds waited for bandwidth."""
+        self.has_head = False
+        """Whether the head of the answer is there."""
+        self._is_answered_early = operation in _ANSWERED_EARLY
 
     def __enter__(self) -> None:
         """Bound the requests of this thread."""
@@ -208,11 +225,15 @@ class Attempt:
         waited = 0.0
         while True:
             try:
-                return receive(view)
+                count = receive(view)
             except TimeoutError:
                 waited += self._tick
                 if waited >= self._read:
                     raise
+            else:
+                if count and self.has_head and self._is_answered_early:
+                    self._progress.lives()
+                return count
             self.check()
 
     def before_sending(self, count: int) -> float:
@@ -220,7 +241,9 @@ class Attempt:
         if self._cancel is not None and self._cancel.is_set():
             raise ConnectionAbortedError("the upload was cancelled")
         self.check()
-        return 0.0 if self._pace is None else self._pace.wait(count, self._cancel)
+        waited = 0.0 if self._pace is None else self._pace.wait(count, self._cancel)
+        self.waited += waited
+        return waited
 
 
 _UNBOUNDED = Attempt(connect=60.0, read=60.0, progress=Progress(math.inf))

@@ -140,6 +140,7 @@ class S3Store(Store):
             progress=progress,
             cancel=limit.cancel,
             pace=pace_of(settings.max_bandwidth),
+            operation=operation,
         )
         try:
             with progress, attempt:

@@ -17,7 +17,7 @@ from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc32c, encode_crc
-from dcp_s3.limit import Cancelled
+from dcp_s3.limit import STALL_SETTING, Cancelled, Progress
 from dcp_s3.memory import Piece, crc_of, views_of
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.body import GatherBody
@@ -141,7 +141,8 @@ class Uploader(Batch):
             refusal = upload.error or error
             try:
                 is_passing = isinstance(refusal, errors.TransferError)
-                if resume and (is_passing or not isinstance(refusal, errors.StorageError)):
+                is_stall = isinstance(refusal, errors.DeadlineExceededError) and refusal.setting == STALL_SETTING
+                if resume and (is_passing or is_stall or not isinstance(refusal, errors.StorageError)):
                     upload.leave()
                 if not self.isolated or not isinstance(error, (errors.TransferError, Cancelled)):
                     raise
@@ -237,6 +238,8 @@ class ObjectUpload:
         limit = uploader.store.limit
         if last_resort:
             limit = limit.without_patience()
+        if uploader.isolated:  # its stall ends this try, not the others
+            limit = replace(limit, progress=Progress(uploader.store.settings.stall_timeout))
         self._store = uploader.store.within(replace(limit, cancel=self.cancel))
         self._part_size = part_size
         self._pieces: list[Piece] = []

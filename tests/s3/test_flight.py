@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import http.client
 import inspect
 import os
 import socket
@@ -76,6 +78,24 @@ def test_a_request_tells_its_socket_and_the_pool_takes_it_back(faulty: FaultySer
             assert flight._descriptor >= 0, _moved("the socket is not noted")
             body.read()
             assert flight._descriptor < 0, _moved("the pool has the connection, and the request still has its socket")
+
+
+def test_every_request_of_a_connection_has_the_timeout_for_sending(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, send = list[tuple[Any, float]](), http.client.HTTPConnection.send
+
+    def note(self: Any, data: Any) -> None:
+        if self.sock is not None:  # it connects
+            found.append((self.sock.getsockname(), self.sock.gettimeout()))
+        send(self, data)
+
+    monkeypatch.setattr(http.client.HTTPConnection, "send", note)
+    bucket = S3Store("bucket", Settings(connect_timeout=3, read_timeout=70))
+    for _ in range(2):
+        bucket.put("k", bytes(2 * 2**20))
+    assert len({name for name, _ in found}) == 1, "one connection"
+    assert {timeout for _, timeout in found} == {70}
 
 
 # --- what it may wait for ----------------------------------------------------------------------------
@@ -213,6 +233,24 @@ def test_over_tls_the_bytes_are_right_too(
     fetch_into(bucket, "k", 0, [ReadTarget(memoryview(memory))])
     assert memory == data
     assert hedges_of(bucket).state.won == 1
+
+
+def test_over_tls_a_closed_connection_is_gone_at_once(tls: str) -> None:
+    def sockets() -> int:
+        return sum(isinstance(each, ssl.SSLSocket) and not each.server_side for each in gc.get_objects())
+
+    bucket = S3Store("bucket", Settings(endpoint_url=tls))
+    gc.collect()
+    gc.disable()
+    try:
+        before = sockets()
+        bucket.put("k", b"abc")
+        assert bucket.get("k").data == b"abc"
+        assert sockets() > before
+        bucket.client.close()
+        assert sockets() == before
+    finally:
+        gc.enable()
 
 
 def test_over_tls_what_trickles_is_no_progress_either(faulty: FaultyServer, tls: str) -> None:

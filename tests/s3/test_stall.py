@@ -18,6 +18,8 @@ from dcp_s3.limit import STALL_SETTING, Progress
 from dcp_s3.offline.copy import copy
 from dcp_s3.offline.verify import verify
 from dcp_s3.retention.prune import prune
+from dcp_s3.s3.store import S3Store
+from dcp_s3.settings import Settings
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
@@ -153,6 +155,22 @@ def test_the_stall_of_one_rank_ends_the_save_on_all(faulty: FaultyServer, unwell
     assert "run/step-1/.metadata" not in faulty.s3.objects(BUCKET)
     unwell.recover()
     assert run_ranks(2, _save_on_ranks) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("operation", "size"), [("CompleteMultipartUpload", 11 * MIB), ("UploadPartCopy", 11 * MIB), ("CopyObject", MIB)]
+)
+def test_s3_may_be_long_at_work_if_it_says_so(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, operation: str, size: int
+) -> None:
+    monkeypatch.setattr("dcp_s3.s3.multipart.COPY_PART_SIZE", 6 * MIB)
+    store, data = S3Store(BUCKET, Settings(stall_timeout=0.5, retry_attempts=1)), bytes(size)
+    store.put("from", data)
+    faulty.once(operation, Fault.crawl(100))
+    began = time.monotonic()
+    store.copy(store, "from", "to")
+    assert time.monotonic() - began > 1, "the answer came slowly"
+    assert faulty.s3.read(BUCKET, "to") == data
 
 
 def test_0_seconds_bound_nothing(unwell: Unwell) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import random
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme
-from dcp_s3.limit import Cancelled
+from dcp_s3.limit import Cancelled, Limit
 from dcp_s3.memory import Piece, crc_of, sent_pieces
 from dcp_s3.s3 import operations
 from dcp_s3.s3.parts import MAX_PARTS, choose_part_size
@@ -272,4 +273,29 @@ def test_an_object_that_is_put_again_sends_only_what_s3_lacks(faulty: FaultyServ
         faulty.s3.reset_counters()
         assert uploader.put_stream("k", len(data), [Piece.of(data)]).crc64nvme == crc64nvme(data)
     assert [each.part_number for each in faulty.s3.request_log if each.operation == "UploadPart"] == [2, 3]
+    assert faulty.s3.read("bucket", "k") == data
+
+
+def test_an_upload_that_stalled_can_be_resumed(faulty: FaultyServer) -> None:
+    data = random.Random(6).randbytes(2 * PART)
+    faulty.once("UploadPart", Fault.straggle(1000.0))
+    target = make_bucket("bucket", stall_timeout=0.5, concurrency=1)
+    with pytest.raises(errors.DeadlineExceededError, match="DCP_S3_STALL_TIMEOUT"):
+        target.put_stream("k", len(data), [Piece.of(data)], part_size=PART, resume=True)
+    assert faulty.s3.open_uploads("bucket") == ["k"]
+    faulty.s3.reset_counters()
+    target.put_stream("k", len(data), [Piece.of(data)], part_size=PART, resume=True)
+    assert "CreateMultipartUpload" not in {each.operation for each in faulty.s3.request_log}
+    assert faulty.s3.read("bucket", "k") == data
+    assert faulty.s3.open_uploads("bucket") == []
+
+
+def test_waiting_for_bandwidth_is_not_s3s_slowness(faulty: FaultyServer) -> None:
+    faulty.once("PutObject", Fault.apply_then_reset())  # after the body
+    data = bytes(2**20)
+    target = make_bucket("bucket", max_bandwidth=2**20).within(Limit(patience=0.5, hang=0.5))
+    began = time.monotonic()
+    with Uploader(target, part_size=PART, isolated=True) as uploader:
+        uploader.put_stream("k", len(data), [Piece.of(data)])
+    assert time.monotonic() - began > 1
     assert faulty.s3.read("bucket", "k") == data

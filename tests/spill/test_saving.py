@@ -107,6 +107,14 @@ def test_what_s3_refuses_or_all_with_local_durability_is_spilled_and_drained(
     assert_all_there(spill)
 
 
+def test_a_stall_spills_one_object_and_leaves_the_others_alone(spill: Spill) -> None:
+    spill.server.rule = lambda request: Fault.straggle(LONG) if request.key == "run/a" else None
+    with make_store(spill, stall_timeout=0.5, spill_after=10.0).batch(total=3 * MIB, keys=KEYS) as batch:
+        assert [batch.put_stream(key, MIB, Object(DATA[key])).spilled for key in KEYS] == [True, False, False]
+        batch.settle()
+    assert_all_there(spill)
+
+
 def test_a_batch_that_fails_leaves_neither_objects_nor_files(spill: Spill) -> None:
     spill.server.rule = refuse_b
 
@@ -155,16 +163,16 @@ def test_local_durability_needs_no_s3_during_the_save(draining: Spill) -> None:
     draining.assert_empty()
 
 
-@pytest.mark.parametrize("outage", ["refuses", "is silent", "refuses in the middle"])
+@pytest.mark.parametrize("outage", ["refuses", "is silent", "stalls", "refuses in the middle"])
 def test_s3_durability_waits_for_s3_and_sends_only_what_it_does_not_have(draining: Spill, outage: str) -> None:
     spill, url, state = draining, draining.url("step-1"), {"large": torch.randn(4 * MIB)}
     sent, back, sent_first = list[Any](), threading.Event(), outage == "refuses in the middle"
     spill.server.s3.reset_counters()
 
     def rule(request: Any) -> Fault | None:
-        if request.operation != "UploadPart":
+        if request.operation != "UploadPart" and outage != "stalls":
             return refuse_all(request) if outage == "refuses" else None
-        if outage == "is silent":
+        if outage in ("is silent", "stalls"):
             assert back.wait(LONG)
             return Fault.reset()
         if sent_first and len(sent) < 2:
@@ -173,7 +181,9 @@ def test_s3_durability_waits_for_s3_and_sends_only_what_it_does_not_have(drainin
         return refuse_all(request)
 
     spill.server.rule = rule
-    settings = {"spill_after": 2.0 if sent_first else 0.5, "concurrency": 1}
+    settings: dict[str, Any] = {"spill_after": 2.0 if sent_first else 0.5, "concurrency": 1}
+    if outage == "stalls":
+        settings = {"spill_after": 5.0, "stall_timeout": 0.5}
     future: Any = dcp.async_save(state, storage_writer=spill.writer(url, settings))
     until(spill.commit_waits)
     assert not future.done()
