@@ -30,6 +30,8 @@ ENV_PREFIX = "DCP_S3_"
 _MOST_CONNECTIONS = 64
 _LARGE_PART = 64 * 2**20
 
+_ADDED = ("max_bandwidth", "requester_pays", "stall_timeout")  # after the first journals were written
+
 _REMOVED = {
     "allow_dtype_cast": "S3StorageReader(allow_dtype_cast=False) refuses to convert",
     "buckets_per_rank": "S3StorageWriter(max_objects=...) says how many, 4 by default",
@@ -380,6 +382,12 @@ def _suggest(name: str, known: Iterable[str]) -> str:
 
 
 SettingsLike = Settings | Mapping[str, Any] | None
+
+
+def values_to_store(settings: Settings) -> dict[str, Any]:
+    """What `stored_settings` takes. Earlier versions refuse what they do not know: it is left out at its default."""
+    default = {name for name in _ADDED if getattr(settings, name) == Settings.model_fields[name].default}
+    return settings.model_dump(exclude=default)
 
 
 def stored_settings(values: Mapping[str, Any]) -> Settings:

@@ -20,7 +20,7 @@ from dcp_s3.checkpoint.commit_state import Previous
 from dcp_s3.memory import Piece
 from dcp_s3.s3.client import close_clients
 from dcp_s3.s3.store import S3Store
-from dcp_s3.settings import Settings
+from dcp_s3.settings import Settings, resolve_settings, stored_settings, values_to_store
 from dcp_s3.spill import drain as drain_module
 from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.journal import Journal
@@ -88,6 +88,18 @@ def test_what_an_earlier_version_spilled_is_drained(spill: Spill) -> None:
     for save in (spill.data(), spill.commit()):
         save.update(replace(save.journal, settings={**save.journal.settings, **gone}))
     spill.drained(spill.url("step-1"), small_state(1))
+
+
+def test_an_earlier_version_drains_what_this_one_spilled(spill: Spill) -> None:
+    """It refuses names of settings that it does not know."""
+    spill.save(spill.url("step-1"), small_state(1))
+    for save in (spill.data(), spill.commit()):
+        assert save.journal.settings.keys().isdisjoint({"stall_timeout", "max_bandwidth", "requester_pays"})
+        assert {"endpoint_url", "checksum", "save_timeout"} <= save.journal.settings.keys()
+    changed = resolve_settings({"requester_pays": True, "max_bandwidth": "100MiB"})
+    kept = values_to_store(changed)
+    assert "stall_timeout" not in kept
+    assert stored_settings(kept) == changed
 
 
 def test_checkpoints_of_several_runs_and_buckets_are_drained_oldest_first(spill: Spill) -> None:
