@@ -314,8 +314,9 @@ class Driver:
         if not self._has_warned and self._clock.is_exiting():
             self._has_warned = True
             logger.warning(
-                "the program ends while the save to %s waits for other ranks: the process goes on until it is committed, "
-                "or nothing of them has moved for %g s. Remedy: close the CheckpointManager, or wait for the save",
+                "the program ends while the save to %s waits for other ranks: the process goes on until it is "
+                "committed, or nothing of them has moved for %g s. Remedy: close the CheckpointManager, or wait for "
+                "the save",
                 self._url, self._rank_timeout,
             )  # fmt: skip
 
