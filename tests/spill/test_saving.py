@@ -291,7 +291,7 @@ def test_who_waits_hears_why(draining: Spill) -> None:
     draining.save(draining.url("step-1"), small_state(1))
     draining.server.rule = lambda _: Fault.error(403, "AccessDenied")
     save = draining.data()
-    until(lambda: any("s3:" in each.reasons.get(save.name, "") for each in background._running.values()))
+    until(lambda: any("s3:GetObject" in each.reasons.get(save.name, "") for each in background._running.values()))
     with pytest.raises(TimeoutError, match="s3:GetObject"):
         wait_until_drained(draining.store, save, timeout=0.1)
 
