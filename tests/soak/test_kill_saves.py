@@ -126,7 +126,8 @@ def test_with_replicas_what_a_rank_has_joined_is_saved_without_it(
     with ended(faulty, jobs, rng, shots, spared) as (shooting, told):
         record_property("hit", describe(jobs[0], shots))
         said_last = {words[0] for words in told.values()}
-        too_late = any("has not begun it" in " ".join(words) for words in told.values())  # on a busy machine
+        # On a busy machine, or killed before the body was sent. Lines are wrapped anywhere.
+        too_late = any("has not begun it" in " ".join(words).replace("\\n", "") for words in told.values())
         if all(has_written(shooting, rank, ".intent.") for rank in shooting.hit) and not too_late:
             assert said_last == {"saved"}, (str(told), describe(jobs[0], shots))
             made_up = read_made_up(faulty, jobs[0])
