@@ -7,13 +7,13 @@ from typing import Any
 
 from dcp_s3.limit import Limit
 from dcp_s3.store import Store
-from dcp_s3.stores.around import StoreAround
+from dcp_s3.stores.wrapper import StoreWrapper
 
 Rule = Callable[[str, str], Exception | None]
 _METHODS = ("read", "get", "put", "put_stream", "head", "exists", "page", "delete", "uploads", "abort")
 
 
-class FaultyStore(StoreAround):
+class FaultyStore(StoreWrapper):
     """`rule` is asked before each call of ``store`` (with the method's name, and the key or prefix), and again after it
     (the method's name with ``after ``); an exception that it returns is raised."""
 

@@ -25,8 +25,8 @@ from dcp_s3.settings import Settings
 from dcp_s3.spill.saving import SpillingStore
 from dcp_s3.spill.store import SpillStore
 from dcp_s3.store import ABSENT, DeleteTarget, Expect, Store
-from dcp_s3.stores.around import Overlay
 from dcp_s3.stores.directory import DirectoryStore
+from dcp_s3.stores.wrapper import Overlay
 from tests.faulty_store import FaultyStore
 from tests.memory_store import MemoryStore
 from tests.servers import NAMES, S3Server

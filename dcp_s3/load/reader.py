@@ -38,7 +38,7 @@ from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
 from dcp_s3.spill.local import with_copies
 from dcp_s3.store import Counters, Store
-from dcp_s3.stores.around import Overlay
+from dcp_s3.stores.wrapper import Overlay
 from dcp_s3.torch_private import ReaderTransforms
 from dcp_s3.units import one_line
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url

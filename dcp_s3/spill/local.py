@@ -20,7 +20,7 @@ from dcp_s3.settings import Settings
 from dcp_s3.spill.journal import Journal, SpilledObject, State
 from dcp_s3.spill.store import DamagedFileError, SpillStore, crc_of_file, make_private, open_store, write_durably
 from dcp_s3.store import Store
-from dcp_s3.stores.around import Overlay
+from dcp_s3.stores.wrapper import Overlay
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from dcp_s3.spill.drain import commit_if_complete
 from dcp_s3.spill.journal import MANIFEST, METADATA, Journal, SpilledCommit
 from dcp_s3.spill.store import SpilledSave, SpillStore, open_store
 from dcp_s3.store import Batch, Store
-from dcp_s3.stores.around import StoreAround
+from dcp_s3.stores.wrapper import StoreWrapper
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class _Patience:
     seconds: float | None
 
 
-class SpillingStore(StoreAround):
+class SpillingStore(StoreWrapper):
     """S3, with this host's disk for data objects that it does not take within `spill_after`, or for all of them.
 
     Args:

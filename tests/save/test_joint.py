@@ -112,15 +112,20 @@ def test_a_save_of_one_rank_is_not_remembered() -> None:
     assert counted.is_decided
 
 
-def test_what_a_prune_deletes_is_not_committed_once_more_by_who_finishes_saves(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The merger died before it had cleaned up; another process restores meanwhile."""
+def _save_by_a_merger_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has committed, and not cleaned up."""
     monkeypatch.setattr(JointSave, "clean", lambda *_: None)
     other = threading.Thread(target=_save, args=(0,))
     other.start()
     _save(1)
     other.join(60)
+
+
+def test_what_a_prune_deletes_is_not_committed_once_more_by_who_finishes_saves(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The merger died before it had cleaned up; another process restores meanwhile."""
+    _save_by_a_merger_that_dies(monkeypatch)
     delete = MemoryStore.delete
 
     def delete_and_finish(self: MemoryStore, targets: Any) -> Any:
@@ -138,11 +143,7 @@ def test_what_a_prune_deletes_is_not_committed_once_more_by_who_finishes_saves(
 def test_what_a_merger_leaves_that_died_before_it_had_cleaned_up_is_collected_by_a_prune(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(JointSave, "clean", lambda *_: None)
-    other = threading.Thread(target=_save, args=(0,))
-    other.start()
-    _save(1)
-    other.join(60)
+    _save_by_a_merger_that_dies(monkeypatch)
     store._storage.clock = lambda: time.time() + 3 * 86400
     assert prune("s3://bucket/run", store=store, grace=86400).ok
     left = [each.key for each in store.list("").objects]

@@ -1,4 +1,4 @@
-"""Stores around another one, which change some of it."""
+"""Stores that wrap another one, and change some of it."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from dcp_s3.limit import Limit
 from dcp_s3.memory import ReadTarget, targets_of
 from dcp_s3.store import Moved, ReadWidth, Store
 
-SelfAround = TypeVar("SelfAround", bound="StoreAround")
+SelfWrapper = TypeVar("SelfWrapper", bound="StoreWrapper")
 T = TypeVar("T")
 U = TypeVar("U")
 
 
 def _passed_on(name: str) -> Any:
-    def method(self: StoreAround, *args: Any, **kwargs: Any) -> Any:
+    def method(self: StoreWrapper, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.store, name)(*args, **kwargs)
 
     return method
 
 
-class StoreAround(Store):
+class StoreWrapper(Store):
     """Passes everything on to ``store``."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.name, self.limit = store.name, store.limit
 
-    def within(self: SelfAround, limit: Limit) -> SelfAround:
+    def within(self: SelfWrapper, limit: Limit) -> SelfWrapper:
         other = copy.copy(self)
         other.store, other.limit = self.store.within(limit), limit
         return other
 
     def copy(self, source: Store, source_key: str, key: str) -> None:
-        self.store.copy(source.store if isinstance(source, StoreAround) else source, source_key, key)
+        self.store.copy(source.store if isinstance(source, StoreWrapper) else source, source_key, key)
 
-    def map(self: SelfAround, function: Callable[[SelfAround, T], U], items: Iterable[T]) -> Sequence[U]:
+    def map(self: SelfWrapper, function: Callable[[SelfWrapper, T], U], items: Iterable[T]) -> Sequence[U]:
         """As many at once as ``store`` has under way."""
         return self.store.map(lambda store, item: function(self.within(store.limit), item), items)
 
@@ -73,7 +73,7 @@ class Copies(Protocol):
         """Have no copy of this object from now on."""
 
 
-class Overlay(StoreAround):
+class Overlay(StoreWrapper):
     """Reads what ``near`` has from there, unless a certain version is asked for; all else is ``store``'s."""
 
     def __init__(self, near: Copies, store: Store) -> None:
