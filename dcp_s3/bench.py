@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from dcp_s3 import errors
 from dcp_s3.rank_processes import RankProcesses
 from dcp_s3.s3 import listing
-from dcp_s3.s3.connections import cores
+from dcp_s3.s3.pressure import cores
 from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import launch, resolve_settings
 from dcp_s3.stage.buffers import measure_available
@@ -216,7 +216,7 @@ def _remove(store: S3Store, url: CheckpointURL, *, late: float = 0.0) -> errors.
     else:
         raise errors.StorageError(f"objects were still written to {url} while they were deleted", bucket=url.bucket)
     try:
-        versions = store.run(listing.versions(store, prefix))
+        versions = listing.versions(store, prefix)
         store.delete(DeleteTarget(each.key, version_id=each.version_id) for each in versions)
     except errors.AccessDeniedError as error:
         return error

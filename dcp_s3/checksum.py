@@ -1,14 +1,12 @@
-"""CRC-64/NVME and CRC-32C, and how to combine those of neighbouring ranges without reading the bytes again."""
+"""CRC-64/NVME, and how to combine those of neighbouring ranges without reading the bytes again."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Iterable
-from typing import Literal, Protocol
+from typing import Protocol
 
 from awscrt import checksums
-
-ChecksumAlgorithm = Literal["crc64nvme", "crc32c", "none"]
 
 
 class _CRC(Protocol):
@@ -18,7 +16,6 @@ class _CRC(Protocol):
 
 
 crc64nvme: _CRC = checksums.crc64nvme
-crc32c: _CRC = checksums.crc32c
 
 
 def combine_crc64nvme(parts: Iterable[tuple[int, int]]) -> int:
@@ -35,9 +32,9 @@ def crc64nvme_between(before: int, through: int, length: int) -> int:
     return int(checksums.combine_crc64nvme(before, 0, length)) ^ through
 
 
-def encode_crc(crc: int, algorithm: ChecksumAlgorithm) -> str:
-    """A CRC as S3's headers have it: base64 of its big-endian bytes."""
-    return base64.b64encode(crc.to_bytes(8 if algorithm == "crc64nvme" else 4, "big")).decode()
+def encode_crc(crc: int) -> str:
+    """A CRC-64 as S3's headers have it: base64 of its big-endian bytes."""
+    return base64.b64encode(crc.to_bytes(8, "big")).decode()
 
 
 def crc_hex(crc: int) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dcp_s3.s3 import connections, hedge, throttle
+from dcp_s3.s3 import hedge, pressure
 from dcp_s3.s3.hedge import HedgeState
-from dcp_s3.s3.throttle import GateState
+from dcp_s3.s3.pressure import GateState
 from dcp_s3.totals import Totals, totals
 
 
@@ -24,7 +24,7 @@ class Stats(Totals):
     throttle: dict[str, GateState] = field(default_factory=dict)
     """``throttled`` requests, the ``limit`` of those in flight that follows, and so on."""
     hedges: dict[str, HedgeState] = field(default_factory=dict)
-    """Second GETs of ranges whose first GET straggled: ``started``, ``won``, ``bytes`` and ``wasted``."""
+    """Second GETs of ranges whose first GET straggled: ``started``, ``won`` and ``wasted`` bytes."""
     connections: dict[str, dict[str, float]] = field(default_factory=dict)
     """By ``{endpoint}/{bucket} {direction}`` (``upload``, ``download``): ``connections`` that a transfer begins with,
     as found by earlier ones, and ``bytes_per_second`` when that was last measured."""
@@ -51,7 +51,7 @@ def stats() -> Stats:
     """
     return Stats(
         **vars(totals()),
-        throttle=throttle.snapshot(),
+        throttle=pressure.gates(),
         hedges=hedge.snapshot(),
-        connections=connections.snapshot(),
+        connections=pressure.widths(),
     )

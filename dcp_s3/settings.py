@@ -30,24 +30,6 @@ ENV_PREFIX = "DCP_S3_"
 _MOST_CONNECTIONS = 64
 _LARGE_PART = 64 * 2**20
 
-_ADDED = ("max_bandwidth", "requester_pays", "stall_timeout")  # after the first journals were written
-
-_REMOVED = {
-    "allow_dtype_cast": "S3StorageReader(allow_dtype_cast=False) refuses to convert",
-    "buckets_per_rank": "S3StorageWriter(max_objects=...) says how many, 4 by default",
-    "hedge_min_delay": "a GET without a byte for 0.2 s may be hedged",
-    "hedge_percentile": "GETs that straggle are always hedged, at most one in ten",
-    "load_buffers": "a load takes at most 512 MiB of buffers",
-    "load_sharing": "S3StorageReader(load_sharing=False) reads everything by itself",
-    "merge_ranks": "the ranks of a save without collectives make one checkpoint",
-    "prefix_spread": "it did not relieve S3; for very large jobs set a larger part_size",
-    "read_gap": "gaps of up to 256 KiB are fetched",
-    "read_waste": "gaps make up at most 0.25 % of what is fetched",
-    "staging_generations": "S3Stager(generations=...) says how many staged copies may exist, staging_limit their bytes",
-}
-"""Settings of earlier versions, and what holds instead."""
-
-
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
 MIN_PART_SIZE = 5 * 2**20
 MAX_PART_SIZE = 5 * 2**30
@@ -170,9 +152,9 @@ class Settings(BaseSettings):
     move more bytes, and what was found is kept for the next save or load. ``auto``: 64, which carry 5 GiB/s from S3."""
     max_bandwidth: Size | None = Field(default=None, ge=2**16)
     """Most bytes per second that a process uploads (``200MiB``), all its saves together. Unset: no limit."""
-    checksum: Literal["auto", "crc64nvme", "crc32c", "none"] = "auto"
-    """Checksum sent with every part, so that S3 rejects damage in flight. ``auto`` is CRC-64/NVME. ``none`` also omits
-    the checksums of items and objects, so a load cannot verify them."""
+    checksum: Literal["auto", "crc64nvme", "none"] = "auto"
+    """Checksum sent with every part, so that S3 rejects damage in flight. ``auto`` is CRC-64/NVME where the store knows
+    it. ``none`` also omits the checksums of items and objects, so a load cannot verify them."""
 
     sse: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None
     """Server-side encryption of written objects. Unset: the bucket's default."""
@@ -187,8 +169,6 @@ class Settings(BaseSettings):
 
     retry_attempts: int = Field(default=8, ge=1, le=100)
     """Attempts for one request, including the first, before the save or load fails."""
-    connect_timeout: RequestSeconds = 5.0
-    """Seconds to wait for a connection."""
     read_timeout: RequestSeconds = 60.0
     """Seconds without a byte before a request counts as broken."""
     stall_timeout: Seconds = Field(default=600.0, ge=0, le=86400)
@@ -306,9 +286,6 @@ def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:
         name = str(detail["loc"][0]) if detail["loc"] else "settings"
         name = name.removeprefix(ENV_PREFIX.lower())
         source = f"setting {name!r}" if name in given else f"{ENV_PREFIX}{name.upper()}"
-        if name in _REMOVED:
-            lines.append(f"{source} no longer exists. Remedy: leave it out: {_REMOVED[name]}")
-            continue
         if detail["type"] == "extra_forbidden":
             lines.append(f"{source} is not a setting. Remedy: {_suggest(name, Settings.model_fields)}")
             continue
@@ -361,8 +338,7 @@ def unknown_variables() -> dict[str, str]:
     for variable in os.environ:
         name = variable.upper()
         if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(ENV_PREFIX + "TEST_"):
-            instead = _REMOVED.get(name.removeprefix(ENV_PREFIX).lower())
-            found[variable] = f"unset it; {instead}" if instead is not None else _suggest(name, known)
+            found[variable] = _suggest(name, known)
     return found
 
 
@@ -384,15 +360,12 @@ def _suggest(name: str, known: Iterable[str]) -> str:
 SettingsLike = Settings | Mapping[str, Any] | None
 
 
-def values_to_store(settings: Settings) -> dict[str, Any]:
-    """What `stored_settings` takes. Earlier versions refuse what they do not know: it is left out at its default."""
-    default = {name for name in _ADDED if getattr(settings, name) == Settings.model_fields[name].default}
-    return settings.model_dump(exclude=default)
-
-
 def stored_settings(values: Mapping[str, Any]) -> Settings:
-    """The `Settings` that a process stored, perhaps one with an earlier version: what no longer exists is left out."""
-    return Settings(**{name: value for name, value in values.items() if name not in _REMOVED})
+    """The `Settings` of a `model_dump` by perhaps another version: what does not exist here is left out."""
+    known = {name: value for name, value in values.items() if name in Settings.model_fields}
+    if known.get("checksum") == "crc32c":  # of earlier versions
+        del known["checksum"]
+    return Settings(**known)
 
 
 def resolve_settings(settings: SettingsLike) -> Settings:

@@ -23,6 +23,11 @@ SelfBatch = TypeVar("SelfBatch", bound="Batch")
 SelfWidth = TypeVar("SelfWidth", bound="ReadWidth")
 
 Moved = Callable[[int], None]
+"""Called with the number of bytes that have just arrived."""
+Into = memoryview | Sequence[ReadTarget]
+"""Writable, contiguous memory, or several pieces of it, in order."""
+UserMetadata = Mapping[str, str] | None
+"""Names in lower case, and their values."""
 _READS = 4
 
 
@@ -184,18 +189,9 @@ class Store(abc.ABC):
         """The same store with its requests bounded by ``limit`` only."""
 
     @abc.abstractmethod
-    def read(
-        self,
-        key: str,
-        start: int,
-        into: memoryview | Sequence[ReadTarget],
-        etag: str | None = None,
-        *,
-        moved: Moved | None = None,
-    ) -> None:
-        """Fill writable, contiguous memory (or several pieces of it, in order) with the bytes of an object from byte
-        ``start`` on; nothing is requested if it is empty. ``etag`` is that of the version to read; None for any, but
-        all bytes are of one version. ``moved`` is called with the number of bytes that have just arrived.
+    def read(self, key: str, start: int, into: Into, etag: str | None = None, *, moved: Moved | None = None) -> None:
+        """Fill memory with the bytes of an object from byte ``start`` on; nothing is requested if it is empty. ``etag``
+        is that of the version to read; None for any, but all bytes are of one version.
 
         Raises:
             PreconditionFailedError: the object has another ETag, or was replaced while it was read.
@@ -228,16 +224,10 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def put(
-        self,
-        key: str,
-        data: bytes | memoryview,
-        *,
-        expect: Expect | None = None,
-        content_type: str = "application/octet-stream",
-        metadata: Mapping[str, str] | None = None,
+        self, key: str, data: bytes | memoryview, *, expect: Expect | None = None, metadata: UserMetadata = None
     ) -> None:
-        """Write a small object, whole; ``metadata`` is user metadata, with names in lower case. A store without
-        conditional writes writes whatever is expected, after one warning.
+        """Write a small object, whole. A store without conditional writes writes whatever is expected, after one
+        warning.
 
         Raises:
             PreconditionFailedError: the object is not as expected, nor has it these bytes: somebody else wrote it.

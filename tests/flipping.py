@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
-from dcp_s3.s3 import ranged
+from dcp_s3.s3 import receive
 
 
 def flip_in_flight(monkeypatch: pytest.MonkeyPatch, value: bytes, *, times: int) -> list[int]:
     """Change one bit of what is received, where ``value`` passes by; the list says how often that was."""
-    receive, seen = ranged.readinto_response, []
+    read, seen = receive.readinto_response, []
 
     def readinto(body: Any, view: memoryview) -> int:
-        count = receive(body, view)
+        count = read(body, view)
         position = bytes(view[:count]).find(value)
         if position >= 0 and len(seen) < times:
             seen.append(position)
             view[position] ^= 1
         return count
 
-    monkeypatch.setattr(ranged, "readinto_response", readinto)
+    monkeypatch.setattr(receive, "readinto_response", readinto)
     return seen

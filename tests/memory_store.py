@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.limit import UNLIMITED, Limit
-from dcp_s3.memory import Piece, ReadTarget, targets_of
+from dcp_s3.memory import Piece, targets_of
 from dcp_s3.store import (
     Batch,
     DeleteTarget,
     Expect,
+    Into,
     ListedObject,
     Moved,
     ObjectHead,
@@ -23,6 +24,7 @@ from dcp_s3.store import (
     StoredObject,
     StreamedObject,
     Upload,
+    UserMetadata,
     same_etag,
     target_of,
 )
@@ -68,15 +70,7 @@ class MemoryStore(Store):
         other._storage, other.limit = self._storage, limit
         return other
 
-    def read(
-        self,
-        key: str,
-        start: int,
-        into: memoryview | Sequence[ReadTarget],
-        etag: str | None = None,
-        *,
-        moved: Moved | None = None,
-    ) -> None:
+    def read(self, key: str, start: int, into: Into, etag: str | None = None, *, moved: Moved | None = None) -> None:
         targets = targets_of(into)
         size = sum(target.view.nbytes for target in targets)
         if not size:
@@ -102,13 +96,7 @@ class MemoryStore(Store):
         return StoredObject(found.data, found.metadata, found.etag)
 
     def put(
-        self,
-        key: str,
-        data: bytes | memoryview,
-        *,
-        expect: Expect | None = None,
-        content_type: str = "application/octet-stream",
-        metadata: Mapping[str, str] | None = None,
+        self, key: str, data: bytes | memoryview, *, expect: Expect | None = None, metadata: UserMetadata = None
     ) -> None:
         self.limit.check(f"put of {key}")
         storage, new = self._storage, bytes(data)

@@ -128,7 +128,7 @@ def test_many_requests_give_their_results_in_order_and_the_first_failure(store: 
 
 def test_what_was_put_is_there_whole_with_its_metadata_until_it_is_replaced(store: Store) -> None:
     assert not store.exists("k")
-    store.put("k", b"some bytes", metadata={"dcp-s3-save-id": "abc"}, content_type="application/json")
+    store.put("k", b"some bytes", metadata={"dcp-s3-save-id": "abc"})
     assert store.exists("k")
     first = store.get("k")
     assert (first.data, first.metadata) == (b"some bytes", {"dcp-s3-save-id": "abc"})

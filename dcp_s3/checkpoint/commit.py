@@ -127,7 +127,6 @@ def publish(
         store.put(
             identity.manifest_key,
             commit.manifest,
-            content_type="application/json",
             metadata={METADATA_CRC_KEY: crc_hex(crc64nvme(commit.manifest))},
         )
     except errors.DeadlineExceededError:

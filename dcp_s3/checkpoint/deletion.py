@@ -229,7 +229,7 @@ class Deleter:
     def announce(self, url: CheckpointURL, path: str, listed: DeletionList, look: Callable[[], T]) -> T:
         """Write the list of what will be deleted, then ``look`` again; if that fails, withdraw the list."""
         try:
-            self.store.put(url.key(path), listed.to_json(), content_type="application/json")
+            self.store.put(url.key(path), listed.to_json())
             return look()
         except (LeftAloneError, errors.StorageError):
             self.withdraw(url, [path])

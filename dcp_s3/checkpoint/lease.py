@@ -103,7 +103,7 @@ class ReaderLease:
 
     def _write(self, store: Store, key: str) -> None:
         holder = {"seconds": self._seconds, "host": platform.node(), "pid": os.getpid()}
-        store.put(key, (json.dumps(holder) + "\n").encode(), content_type="application/json")
+        store.put(key, (json.dumps(holder) + "\n").encode())
 
 
 def check_not_deleted(

@@ -11,7 +11,7 @@ from dcp_s3.checksum import crc64nvme, encode_crc
 from dcp_s3.checkup.probes import CONFIGURATION, DATA, PROBE, CheckResult, Examination, fail, from_error, ok, skip, warn
 from dcp_s3.format.layout import METADATA, deletion_object, manifest_object
 from dcp_s3.s3.diagnosis import answered_code, answered_status
-from dcp_s3.s3.operations import checksum_arguments, wire_checksum
+from dcp_s3.s3.operations import checksum_arguments
 
 # --- permissions: None says that it is allowed ---------------------------------------------------------
 
@@ -190,14 +190,13 @@ def check_conditional_delete(exam: Examination) -> CheckResult:
 
 
 def check_checksums(exam: Examination) -> CheckResult:
-    algorithm = wire_checksum(exam.settings)
-    if algorithm == "none":
+    if exam.settings.checksum == "none":
         return skip("DCP_S3_CHECKSUM=none: nothing is compared, neither by saves nor by loads")
-    shown = {"crc64nvme": "CRC-64/NVME", "crc32c": "CRC-32C"}[algorithm]
+    shown = "CRC-64/NVME"
     ignored = "damage on the way to it goes unnoticed until a load, which always compares"
     remedy = "nothing, if the network has checksums (TLS has); dcp-s3 verify --full after important saves"
     try:
-        exam.put(PROBE, DATA, **checksum_arguments(exam.settings, DATA))
+        exam.put(PROBE, DATA, **checksum_arguments(exam.settings, crc64nvme(DATA)))
     except errors.StorageError as error:
         found = f"the store does not know {shown} ({_code_if(error, 400, 501)})"
         if exam.settings.checksum == "auto":
@@ -206,7 +205,7 @@ def check_checksums(exam: Examination) -> CheckResult:
         return fail(f"{found}, but DCP_S3_CHECKSUM={exam.settings.checksum} insists on it", wanted, cell="refused")
     try:
         # A save would send it again, and say so. Here the refusal is what is asked for.
-        exam.ask("PutObject", PROBE, attempts=1, Body=DATA, **checksum_arguments(exam.settings, _OTHER))
+        exam.ask("PutObject", PROBE, attempts=1, Body=DATA, **checksum_arguments(exam.settings, crc64nvme(_OTHER)))
     except errors.StorageError as error:
         found = f"{shown} is compared: a wrong one was refused ({_code_if(error, 400)})"
         return ok(found, cell=f"compared ({shown})")
@@ -216,7 +215,7 @@ def check_checksums(exam: Examination) -> CheckResult:
 
 def check_whole_object(exam: Examination) -> CheckResult:
     """Whether the store compares and keeps the CRC-64 of an object of several parts, by an upload of one."""
-    whole, wrong = {"ChecksumType": "FULL_OBJECT"}, {"ChecksumCRC64NVME": encode_crc(crc64nvme(_OTHER), "crc64nvme")}
+    whole, wrong = {"ChecksumType": "FULL_OBJECT"}, {"ChecksumCRC64NVME": encode_crc(crc64nvme(_OTHER))}
     refused: tuple[int, ...] = (400, 501)
     try:
         upload = exam.begin_upload(ChecksumAlgorithm="CRC64NVME", **whole)

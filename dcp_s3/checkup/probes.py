@@ -16,9 +16,10 @@ from botocore.exceptions import ClientError
 
 from dcp_s3 import errors
 from dcp_s3.limit import Limit
+from dcp_s3.s3.bucket import server_time
 from dcp_s3.s3.client import get_client
 from dcp_s3.s3.diagnosis import answered_status
-from dcp_s3.s3.operations import Request, creation_arguments, server_time
+from dcp_s3.s3.operations import creation_arguments
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings
 from dcp_s3.units import one_line
@@ -129,7 +130,7 @@ class Examination:
         key, store = arguments.get("Key", ""), store_of(self.url, self.settings, _LIMIT)
 
         def send() -> dict[str, Any]:
-            answer = dict(store.send(Request(operation, key, arguments)))
+            answer = store.send(operation, arguments)
             return {**answer, "Body": answer["Body"].read()} if "Body" in answer else answer
 
         try:

@@ -73,7 +73,7 @@ class StoreKeys(ControlKeys):
         # First a look, for stores that ignore the condition. There, of values set at once the last one stands.
         if (found := self.look(key)) is None:
             with contextlib.suppress(errors.PreconditionFailedError):
-                self._store.put(self._key(key), _pack(value), expect=ABSENT, content_type="application/json")
+                self._store.put(self._key(key), _pack(value), expect=ABSENT)
             found = self.look(key)
         return value if found is None else found
 

@@ -54,7 +54,8 @@ class Collector(BaseCollector):
         ):
             family = kind(f"dcp_s3_{metric}", help_text, labels=["bucket"])
             for bucket, state in states.items():
-                family.add_metric([bucket], getattr(state, field))
+                if (value := getattr(state, field)) is not None:
+                    family.add_metric([bucket], value)
             yield family
 
 

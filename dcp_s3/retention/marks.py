@@ -23,7 +23,6 @@ from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 logger = logging.getLogger(__name__)
 
-_JSON = "application/json"
 
 # Conflicts before it gives up. Whenever writers collide, one of them succeeds.
 _CONFLICTS = 50
@@ -64,7 +63,7 @@ def annotate_on(store: Store, where: CheckpointURL, metrics: Mapping[str, Any]) 
         etag, before = _read_metrics(store, where, of)
         added = AddedMetrics(of, {**before, **metrics})
         try:
-            store.put(key, added.to_json(), expect=Expect(etag or ""), content_type=_JSON)
+            store.put(key, added.to_json(), expect=Expect(etag or ""))
         except errors.PreconditionFailedError:
             conflicts += 1
             if conflicts == _CONFLICTS:
@@ -110,7 +109,7 @@ def pin_on(store: Store, where: CheckpointURL, reason: str | None = None) -> Non
     """`pin` for a checkpoint on a store."""
     info = _require_committed(store, where)
     body = {"reason": reason, "pinned_at": time.time()}
-    store.put(where.key(PIN), (json.dumps(body) + "\n").encode(), content_type=_JSON)
+    store.put(where.key(PIN), (json.dumps(body) + "\n").encode())
     try:
         check_not_deleted(store, where, {info.deletion_id}, rank=None if info.etag else 0)
     except errors.CheckpointDeletedError:  # a prune was faster

@@ -29,6 +29,7 @@ from botocore.exceptions import ClientError
 from dcp_s3.errors import SettingsError
 from dcp_s3.process import reset_in_child
 from dcp_s3.s3.botocore_private import look_once, make_abortable, send_without_copy
+from dcp_s3.s3.retry import CONNECT_SECONDS
 from dcp_s3.settings import Settings, aws_endpoint_variable, aws_environment, aws_variable, require_endpoint
 from dcp_s3.versions import __version__
 
@@ -72,7 +73,7 @@ def config_options(settings: Settings) -> dict[str, Any]:
     of its own, and hashing it again would cost more than sending it.
     """
     return {
-        "connect_timeout": settings.connect_timeout,
+        "connect_timeout": CONNECT_SECONDS,
         "read_timeout": settings.read_timeout,
         "max_pool_connections": _MOST_CONNECTIONS,
         "retries": {"total_max_attempts": 1, "mode": "standard"},

@@ -10,21 +10,25 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
+import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from typing import Any
+
+from botocore.exceptions import ClientError
 
 from dcp_s3 import errors
 from dcp_s3.failures import without_tracebacks
 from dcp_s3.limit import Cancelled, LinkedEvent
 from dcp_s3.memory import ReadTarget
 from dcp_s3.s3.botocore_private import Flight
-from dcp_s3.s3.hedge import INTERVAL, hedges_of
-from dcp_s3.s3.operations import Bucket
-from dcp_s3.s3.ranged import Cursor, Timing, get_range
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.diagnosis import TruncatedBodyError
+from dcp_s3.s3.hedge import INTERVAL, Hedges, hedges_of
+from dcp_s3.s3.receive import Cursor, receive
+from dcp_s3.store import same_etag
 
 logger = logging.getLogger(__name__)
 
-_MOST_PER_READ = 3
 _MOST_BYTES = 256 * 2**20  # longer requests (by DCP_S3_PART_SIZE) are not made twice
 _BLOCK = 2**20
 
@@ -35,30 +39,20 @@ def fetch_into(
     start: int,
     targets: Sequence[ReadTarget],
     *,
-    cancel: threading.Event | None = None,
     etag: str | None = None,
     moved: Callable[[int], None] | None = None,
 ) -> None:
-    """Fetch the bytes of an object from byte ``start`` on that fill ``targets`` in order.
-
-    ``etag``: ETag of the version to read; None for any. ``moved`` is called with the number of bytes that have arrived.
+    """Fetch the bytes of an object from byte ``start`` on that fill ``targets`` in order. See `Store.read`.
 
     There is one request unless it breaks or straggles. After a break the next request asks only for the rest, of the
     same version of the object (If-Match). An attempt that made progress does not count towards the limit. One that
     straggles may be overtaken by a second one. Only this thread writes to the targets, and the threads of second
     requests have ended when the function returns or raises.
-
-    Raises:
-        ObjectNotFoundError: no such object.
-        PreconditionFailedError: the object was replaced while it was read.
-        OutOfRangeError: the object has fewer bytes.
-        StorageError: other failures.
-        Cancelled: ``cancel`` was set.
     """
     cursor = Cursor(targets, moved=moved)
     if not cursor.total:
         return
-    with Race(store, key, start, cursor, cancel or store.limit.cancel, etag) as race:
+    with Race(store, key, start, cursor, etag) as race:
         while True:
             before = cursor.done
             try:
@@ -75,107 +69,108 @@ def fetch_into(
             return
 
 
-class _Idle:
-    """Measures how long nothing has come on a flight, as its watcher sees it."""
+class _Request:
+    """What one of the two requests for a range receives.
 
-    def __init__(self, flight: Flight) -> None:
-        self._flight = flight
-        self._moves = -1
-        self.seconds = 0.0
+    Args:
+        start: first byte of the object that ``cursor`` takes.
+        etag: ETag of the version to read, empty for any; it is filled in by the first answer.
+        stop: event that is set when the request is useless.
+    """
 
-    def pass_by(self, elapsed: float) -> int | None:
-        """Note that ``elapsed`` seconds have passed; return what the flight awaits."""
-        moves, awaits = self._flight.moves, self._flight.awaits
-        if awaits is None or moves != self._moves:
-            self._moves, self.seconds = moves, 0.0
-        else:
-            self.seconds += elapsed
-        return awaits
-
-
-class _Hedge:
-    """A second request."""
-
-    def __init__(self, first: int, size: int, etag: list[str], cancel: threading.Event) -> None:
-        self.first = first
-        self.overlap = 0  # bytes that the reader's own request had also received when this one won
-        self.data = memoryview(mmap.mmap(-1, size))  # unlike a bytearray, not touched before bytes arrive
-        self.cursor = Cursor([ReadTarget(self.data)], block=_BLOCK)
-        self.etag = etag
-        self.stop = LinkedEvent(cancel)
+    def __init__(self, start: int, cursor: Cursor, etag: list[str], stop: LinkedEvent) -> None:
+        self.start, self.cursor, self.etag, self.stop = start, cursor, etag, stop
         self.flight = Flight()
-        self.idle = _Idle(self.flight)
+        self.idle = 0.0
+        """Seconds for which nothing has come, as the watcher sees them."""
+        self._moves = -1
 
-    def break_off(self) -> None:
-        """End the request, whatever it waits for."""
-        self.stop.set()
-        self.flight.break_off()
+    def send(self, store: Bucket, key: str, advance: Callable[[int], None], hedges: Hedges) -> None:
+        """Try once to fetch what is still missing; ``advance`` is called instead of the cursor's method."""
+        try:
+            with self.flight.on_this_thread():
+                self._send(store, key, advance, hedges)
+        except Exception as error:
+            if not self.stop.is_set():
+                raise
+            without_tracebacks(error)
+            raise Cancelled from None
+
+    def _send(self, store: Bucket, key: str, advance: Callable[[int], None], hedges: Hedges) -> None:
+        cursor, etag = self.cursor, self.etag
+        byte_range = f"bytes={self.start + cursor.done}-{self.start + cursor.total - 1}"
+        expected = cursor.total - cursor.done
+        began = time.monotonic()
+        self.flight.await_bytes(0)
+        condition = {"IfMatch": etag[0]} if etag else {}
+        answer = store.send("GetObject", {"Key": key, "Range": byte_range, **condition})
+        head_at = time.monotonic()
+        body, found, length = answer["Body"], answer.get("ETag"), answer.get("ContentLength")
+        if not etag and found:
+            etag.append(found)
+        elif found and not same_etag(found, etag[0]):
+            body.close()
+            raise _another_version()  # rclone takes no notice of If-Match
+        if length is not None and length > expected:
+            body.close()
+            raise TruncatedBodyError(f"asked for {expected} bytes ({byte_range}), got {length}: no range support?")
+        receive(body, cursor, byte_range, self.flight, advance, self.stop)
+        hedges.completed(head_at - began, time.monotonic() - head_at, expected)
+
+    def is_late(self, elapsed: float, hedges: Hedges) -> bool:
+        """Whether it straggles, ``elapsed`` seconds after the last look."""
+        moves, awaits = self.flight.moves, self.flight.awaits
+        if awaits is None or moves != self._moves:
+            self._moves, self.idle = moves, 0.0
+        else:
+            self.idle += elapsed
+        return awaits is not None and self.idle > hedges.patience(awaits)
+
+
+def _another_version() -> ClientError:
+    error = {"Code": "PreconditionFailed", "Message": "the object has another ETag"}
+    answer: Any = {"Error": error, "ResponseMetadata": {"HTTPStatusCode": 412}}
+    return ClientError(answer, "GetObject")
 
 
 class Race:
     """One read of a range. A context manager for one thread; when it is left, its own threads have ended.
 
     Attributes:
-        stop: event that is set when the reader's own request is useless: it was overtaken, or ``cancel`` is set.
+        stop: event that is set when the reader's own request is useless: it was overtaken, or is cancelled.
     """
 
-    def __init__(
-        self,
-        store: Bucket,
-        key: str,
-        start: int,
-        cursor: Cursor,
-        cancel: threading.Event | None,
-        etag: str | None = None,
-    ) -> None:
-        self.stop = LinkedEvent(cancel)
+    def __init__(self, store: Bucket, key: str, start: int, cursor: Cursor, etag: str | None = None) -> None:
+        self.stop = LinkedEvent(store.limit.cancel)
         self._store = store
         self._key = key
-        self._start = start
         self._cursor = cursor
-        self._etag: list[str] = [] if etag is None else [etag]
+        self._own = _Request(start, cursor, [] if etag is None else [etag], self.stop)
         self._hedges = hedges_of(store)
-        self._flight = Flight()
-        self._idle = _Idle(self._flight)
         self._lock = threading.Lock()  # the cursor, who won, and whether it is over
-        self._hedge: _Hedge | None = None
-        self._winner: _Hedge | None = None
-        self._threads: list[threading.Thread] = []
-        self._closed = False
+        self._second: _Request | None = None
+        self._data = memoryview(b"")
+        self._winner: memoryview | None = None
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
 
     def __enter__(self) -> Race:
         self._hedges.enter(self.look)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._closed = True
-            hedge = self._hedge
+            self._is_closed = True
         self._hedges.leave(self.look)
-        if hedge is not None:
-            hedge.break_off()
-        for thread in self._threads:
-            thread.join()
+        self._break_off_second()
+        if self._thread is not None:
+            self._thread.join()
 
     # --- the reader -----------------------------------------------------------------------------------
 
     def attempt(self) -> None:
         """Send one request for what is missing."""
-        try:
-            with self._flight.on_this_thread():
-                timing = self._get()
-        except Exception as error:
-            if not self.stop.is_set():
-                raise
-            without_tracebacks(error)
-            raise Cancelled from None
-        self._hedges.completed(timing)
-
-    def _get(self) -> Timing:
-        return get_range(
-            self._store, self._key, self._start, self._cursor, self._etag,
-            flight=self._flight, stop=self.stop, advance=self._advance,
-        )  # fmt: skip
+        self._own.send(self._store, self._key, self._advance, self._hedges)
 
     def _advance(self, count: int) -> None:
         with self._lock:
@@ -184,110 +179,84 @@ class Race:
             self._cursor.advance(count)
 
     def take(self, *, wait: bool = False) -> bool:
-        """Fill the rest of the memory with what a second request received; False if none was faster."""
-        while wait and self._hedge is not None and not self.stop.is_set():
-            deadline = self._store.limit.deadline
+        """Fill the rest of the memory with what the second request received; False if it was not faster."""
+        deadline = self._store.limit.deadline
+        while wait and self._second is not None and not self.stop.is_set():
             if deadline is not None and deadline.passed:
                 break
             self.stop.wait(INTERVAL)
         with self._lock:
-            hedge = self._winner
-        if hedge is None:
+            winner = self._winner
+        if winner is None:
             return False
-        self._cursor.fill(hedge.data[hedge.overlap :])
+        self._cursor.fill(winner)
         return True
 
     # --- the watcher ----------------------------------------------------------------------------------
 
     def look(self, elapsed: float) -> None:
-        hedge = self._hedge
         if self.stop.is_other_set:
-            self._flight.break_off()
-            if hedge is not None:
-                hedge.break_off()
-            return
-        is_late = self._is_late(self._idle, elapsed)
-        if hedge is not None:
-            # It straggles, too: replace it by another one.
-            if self._is_late(hedge.idle, elapsed) and is_late and self._may_start(take=False):
-                hedge.break_off()
-        elif is_late and self._may_start(take=True):
-            self._begin()
+            self._own.flight.break_off()
+            self._break_off_second()
+        elif self._own.is_late(elapsed, self._hedges) and self._thread is None:
+            left = self._cursor.total - self._cursor.done
+            if left <= _MOST_BYTES and self._hedges.may_start(self._store) and not self._start_second():
+                self._hedges.ended(won=False, wasted=0)
 
-    def _is_late(self, idle: _Idle, elapsed: float) -> bool:
-        awaits = idle.pass_by(elapsed)
-        return awaits is not None and idle.seconds > self._hedges.patience(awaits)
+    def _break_off_second(self) -> None:
+        second = self._second
+        if second is not None:
+            second.stop.set()
+            second.flight.break_off()
 
-    def _may_start(self, *, take: bool) -> bool:
-        return (
-            len(self._threads) < _MOST_PER_READ
-            and self._cursor.total - self._cursor.done <= _MOST_BYTES
-            and self._hedges.may_start(self._store, take=take)
-        )
-
-    def _begin(self) -> None:
+    def _start_second(self) -> bool:
         with self._lock:
-            hedge = self._hedge = self._start_second()
-        if hedge is None:
-            self._hedges.ended(won=False, received=0, wasted=0)
-        else:
-            self._hedges.begun()
-
-    def _start_second(self) -> _Hedge | None:
-        first = self._cursor.done
-        if self._closed or self._cursor.full or (first and not self._etag):  # the rest could be of another version
-            return None
-        try:
-            hedge = _Hedge(first, self._cursor.total - first, list(self._etag), self.stop)
-            thread = threading.Thread(target=self._run, args=(hedge,), name="dcp_s3-hedge")
-            thread.start()
-        except (OSError, RuntimeError):  # no memory or no thread: no hedge
-            return None
-        self._threads.append(thread)
-        return hedge
+            first, etag = self._cursor.done, self._own.etag
+            if self._is_closed or self._cursor.full or (first and not etag):  # the rest could be of another version
+                return False
+            try:
+                # Unlike a bytearray, a mapping is not touched before bytes arrive.
+                self._data = memoryview(mmap.mmap(-1, self._cursor.total - first))
+                cursor = Cursor([ReadTarget(self._data)], block=_BLOCK)
+                second = _Request(self._own.start + first, cursor, list(etag), LinkedEvent(self.stop))
+                thread = threading.Thread(target=self._run, args=(second, first), name="dcp_s3-hedge")
+                thread.start()
+            except (OSError, RuntimeError):  # no memory or no thread: no hedge
+                return False
+            self._second, self._thread = second, thread
+            return True
 
     # --- the second request ---------------------------------------------------------------------------
 
-    def _run(self, hedge: _Hedge) -> None:
-        won = False
+    def _run(self, second: _Request, first: int) -> None:
+        overlap = None
         try:
-            timing = self._store.call(
-                "GetObject", self._key, lambda: self._fetch(hedge), cancel=hedge.stop, attempts=1, data=True
-            )
-            won = self._has_won(hedge)
-            self._hedges.completed(timing)
+            advance = second.cursor.advance
+            self._store.call(
+                "GetObject", self._key, lambda: second.send(self._store, self._key, advance, self._hedges),
+                cancel=second.stop, attempts=1, data=True,
+            )  # fmt: skip
+            overlap = self._win(second, first)
         except Cancelled:
             pass
         except Exception as error:  # noqa: BLE001 - the reader goes on by itself
             logger.debug("the second request for s3://%s/%s failed: %s", self._store.name, self._key, error)
         finally:
-            received = hedge.cursor.done
             with self._lock:
-                self._hedge = None
-            self._hedges.ended(won=won, received=received, wasted=hedge.overlap if won else received)
+                self._second = None
+            won = overlap is not None
+            self._hedges.ended(won=won, wasted=second.cursor.done if overlap is None else overlap)
 
-    def _fetch(self, hedge: _Hedge) -> Timing:
-        try:
-            with hedge.flight.on_this_thread():
-                return get_range(
-                    self._store, self._key, self._start + hedge.first, hedge.cursor, hedge.etag,
-                    flight=hedge.flight, stop=hedge.stop,
-                )  # fmt: skip
-        except Exception as error:
-            if not hedge.stop.is_set():
-                raise
-            without_tracebacks(error)
-            raise Cancelled from None
-
-    def _has_won(self, hedge: _Hedge) -> bool:
+    def _win(self, second: _Request, first: int) -> int | None:
+        """Bytes that the reader's own request had received, too, if this one was faster; otherwise None."""
         with self._lock:
-            if self._closed or self._cursor.full:
-                return False
-            if self._cursor.done and (not self._etag or hedge.etag != self._etag):
-                return False  # it could be, or is, another version of the object than what has arrived
-            self._winner = hedge
-            hedge.overlap = self._cursor.done - hedge.first
+            if self._is_closed or self._cursor.full:
+                return None
+            if self._cursor.done and (not self._own.etag or second.etag != self._own.etag):
+                return None  # it could be, or is, another version of the object than what has arrived
+            overlap = self._cursor.done - first
+            self._winner = self._data[overlap:]
             self.stop.set()
-        self._flight.break_off()
+        self._own.flight.break_off()
         logger.debug("the second request for s3://%s/%s was faster", self._store.name, self._key)
-        return True
+        return overlap

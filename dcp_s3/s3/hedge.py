@@ -1,4 +1,4 @@
-"""When a GET is hedged: the known latencies of a bucket's requests, the budget of second requests, and their outcome.
+"""When a GET is hedged: how long a bucket's requests take, the budget of second requests, and their outcome.
 
 `Hedges` is shared by the reads of one bucket (`download.Race`). It has the thread that watches them, alive only while
 there are any. A forked child starts afresh.
@@ -15,26 +15,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from dcp_s3.process import reset_in_child
-from dcp_s3.s3.connections import connections_of
-from dcp_s3.s3.operations import Bucket
-from dcp_s3.s3.ranged import Timing
-
-_WINDOW = 256
-_ENOUGH = 8  # samples; with fewer, `START` counts
-# Shorter bodies say more about the client's scheduling than about the bandwidth.
-_MIN_BODY = 256 * 2**10
-# The rate is of whole bodies; single blocks vary more.
-_BLOCK_FACTOR = 2.0
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.pressure import width_of
 
 INTERVAL = 0.02
 """Seconds between two looks at the requests in flight."""
 
-# A GET is hedged if it takes longer than nearly all earlier ones, to its first byte or between two blocks of its body.
-_PERCENTILE = 95.0
+# A GET is hedged if it takes longer than nearly all of the last ones, to its first byte or between two blocks of its
+# body. With fewer than `_ENOUGH` the `_START`s count: S3's first byte comes after 30 to 200 ms, the rest at 90 MB/s
+# (docs/performance.md); stores on disks are slower.
+_PERCENTILE, _WINDOW, _ENOUGH = 95.0, 256, 8
+_START_HEAD, _START_PER_BYTE = 0.5, 1 / 10e6
 # Seconds without a byte, at least: nearly all requests get S3's first byte within that; stragglers take seconds.
 _MIN_DELAY = 0.2
+# Shorter bodies say more about the client's scheduling than about the bandwidth.
+_MIN_BODY = 256 * 2**10
+# The rate is of whole bodies; single blocks vary more.
+_BLOCK_FACTOR = 2.0
 # A hedge per ten requests, and a few for the beginning of a process: if more straggle, the store is slow.
-_BUDGET_SHARE, _BUDGET_START, _BUDGET_MOST = 0.1, 4, 16
+_BUDGET_SHARE, _BUDGET_START, _BUDGET_MOST = 0.1, 4.0, 16.0
 # Hedges at once, each with a buffer of at most a request's size: a quarter of the requests, but at least two.
 _SHARE_AT_ONCE, _LEAST_AT_ONCE = 4, 2
 _CALM = 30.0  # seconds without throttling before anything is asked for twice
@@ -52,8 +51,6 @@ class HedgeState:
     """Second requests that were made."""
     won: int = 0
     """Second requests that were faster."""
-    bytes: int = 0
-    """Bytes that second requests received, in whole blocks."""
     wasted: int = 0
     """Bytes that were received twice, in whole blocks."""
 
@@ -65,21 +62,18 @@ class Hedges:
         self._lock = threading.Lock()
         self._reads: set[Look] = set()
         self._watcher: tuple[threading.Thread, threading.Event] | None = None
-        self._latencies = Latencies()
-        self._budget = Budget(_BUDGET_SHARE, _BUDGET_START, _BUDGET_MOST)
+        self._heads: collections.deque[float] = collections.deque(maxlen=_WINDOW)
+        self._rates: collections.deque[float] = collections.deque(maxlen=_WINDOW)
+        self._head, self._per_byte = _START_HEAD, _START_PER_BYTE
+        self._budget = _BUDGET_START
         self._running = 0
-        self._state = HedgeState()
-
-    @property
-    def state(self) -> HedgeState:
-        with self._lock:
-            return self._state
+        self.state = HedgeState()
 
     def enter(self, look: Look) -> None:
         """Watch a read from now on."""
         with self._lock:
             self._reads.add(look)
-            self._budget.earn()
+            self._budget = min(_BUDGET_MOST, self._budget + _BUDGET_SHARE)
             if self._watcher is None:
                 ended = threading.Event()
                 thread = threading.Thread(target=self._watch, args=(ended,), name="dcp_s3-hedge-watch")
@@ -97,39 +91,42 @@ class Hedges:
         ended.set()
         thread.join()
 
-    def completed(self, timing: Timing) -> None:
-        """Learn from a request that was not overtaken: nobody knows how long the others would have taken."""
+    def completed(self, head: float, body: float, size: int) -> None:
+        """Learn from a request that was not overtaken: nobody knows how long the others would have taken.
+
+        Args:
+            head: seconds until the head of the answer.
+            body: seconds from the head to the end.
+            size: bytes of the body.
+        """
         with self._lock:
-            self._latencies.add(timing.head, timing.body, timing.size)
+            self._heads.append(head)
+            self._head = _percentile(self._heads, _START_HEAD)
+            if size >= _MIN_BODY:
+                self._rates.append(body / size)
+                self._per_byte = _percentile(self._rates, _START_PER_BYTE)
 
     def patience(self, awaits: int) -> float:
         """Seconds within which the next ``awaits`` bytes of a body (0: the head) should come."""
-        with self._lock:
-            expected = self._latencies.expect(_PERCENTILE)
-        return max(_MIN_DELAY, expected.seconds(awaits))
+        return max(_MIN_DELAY, _BLOCK_FACTOR * self._per_byte * awaits if awaits else self._head)
 
-    def may_start(self, store: Bucket, *, take: bool) -> bool:
-        """Whether a second request may be made now. With ``take`` it is charged: one call of `ended` must follow."""
+    def may_start(self, store: Bucket) -> bool:
+        """Whether a second request may be made now; if so, it is charged, and one call of `ended` must follow."""
         if not store.gate.is_calm(_CALM):
             return False
-        most = max(_LEAST_AT_ONCE, connections_of(store, "download") // _SHARE_AT_ONCE)
+        connections = min(width_of(store.settings, store.name, "download").connections, store.settings.max_connections)
         with self._lock:
-            if not take:
-                return self._budget.is_left
-            if self._running >= most or not self._budget.take():
+            if self._running >= max(_LEAST_AT_ONCE, connections // _SHARE_AT_ONCE) or self._budget < 1:
                 return False
+            self._budget -= 1
             self._running += 1
+            self.state = replace(self.state, started=self.state.started + 1)
             return True
 
-    def begun(self) -> None:
-        with self._lock:
-            self._state = replace(self._state, started=self._state.started + 1)
-
-    def ended(self, *, won: bool, received: int, wasted: int) -> None:
+    def ended(self, *, won: bool, wasted: int) -> None:
         with self._lock:
             self._running -= 1
-            state = self._state
-            self._state = HedgeState(state.started, state.won + won, state.bytes + received, state.wasted + wasted)
+            self.state = replace(self.state, won=self.state.won + won, wasted=self.state.wasted + wasted)
 
     def _watch(self, ended: threading.Event) -> None:
         before = time.monotonic()
@@ -141,6 +138,12 @@ class Hedges:
                 reads = list(self._reads)
             for look in reads:
                 look(elapsed)
+
+
+def _percentile(samples: collections.deque[float], unknown: float) -> float:
+    if len(samples) < _ENOUGH:
+        return unknown
+    return sorted(samples)[math.ceil(len(samples) * _PERCENTILE / 100) - 1]
 
 
 _hedges: dict[tuple[str | None, str], Hedges] = {}
@@ -169,85 +172,3 @@ def snapshot() -> dict[str, HedgeState]:
     with _lock:
         found = dict(_hedges)
     return {f"{endpoint or 's3:/'}/{name}": hedges.state for (endpoint, name), hedges in found.items()}
-
-
-# --- how long a GET should take: no I/O, no clock, not thread safe ---------------------------------
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Times that nearly all requests keep to."""
-
-    head: float
-    """Seconds from the request to the head of the answer."""
-    per_byte: float
-    """Seconds for each byte of the body."""
-
-    def seconds(self, awaits: int) -> float:
-        """Seconds within which the next ``awaits`` bytes of a body should come; 0 for the head."""
-        return _BLOCK_FACTOR * self.per_byte * awaits if awaits else self.head
-
-
-# S3's first byte comes after 30 to 200 ms, the rest at 90 MB/s (docs/performance.md); stores on disks are slower.
-START = Expected(head=0.5, per_byte=1 / 10e6)
-
-
-class Latencies:
-    """The last `_WINDOW` requests that completed."""
-
-    def __init__(self) -> None:
-        self._heads: collections.deque[float] = collections.deque(maxlen=_WINDOW)
-        self._rates: collections.deque[float] = collections.deque(maxlen=_WINDOW)
-        self._known: dict[float, Expected] = {}
-
-    def add(self, head: float, body: float, size: int) -> None:
-        """Add a completed request.
-
-        Args:
-            head: seconds until the head of the answer.
-            body: seconds from the head to the end.
-        """
-        self._heads.append(head)
-        if size >= _MIN_BODY:
-            self._rates.append(body / size)
-        self._known.clear()
-
-    def expect(self, percentile: float) -> Expected:
-        """Head and rate that ``percentile`` percent of requests kept to, each alone; `START` if too few are known."""
-        found = self._known.get(percentile)
-        if found is None:
-            found = self._known[percentile] = Expected(
-                _percentile(self._heads, percentile, START.head), _percentile(self._rates, percentile, START.per_byte)
-            )
-        return found
-
-
-def _percentile(samples: collections.deque[float], percentile: float, unknown: float) -> float:
-    if len(samples) < _ENOUGH:
-        return unknown
-    ranked = sorted(samples)
-    return ranked[min(len(ranked), max(1, math.ceil(len(ranked) * percentile / 100))) - 1]
-
-
-class Budget:
-    """How many requests may be sent twice: a share of all, so that a slow store is not asked for twice as much."""
-
-    def __init__(self, share: float, start: int, most: int) -> None:
-        self._share = share
-        self._most = most
-        self._left = float(start)
-
-    def earn(self) -> None:
-        self._left = min(float(self._most), self._left + self._share)
-
-    @property
-    def is_left(self) -> bool:
-        """Whether a request may be sent twice now."""
-        return self._left >= 1
-
-    def take(self) -> bool:
-        """Whether a request may be sent twice now; if so, it is charged."""
-        if not self.is_left:
-            return False
-        self._left -= 1
-        return True

@@ -1,4 +1,4 @@
-"""Listings and deletions without I/O: objects, their versions, open multipart uploads. See `operations`.
+"""Listings and deletions: objects, their versions, open multipart uploads.
 
 Deletions go in batches, and only while the objects have the expected ETag.
 """
@@ -13,8 +13,9 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from dcp_s3 import errors
+from dcp_s3.s3.bucket import Bucket, server_time, timestamp
 from dcp_s3.s3.diagnosis import answered_code, answered_status, is_retryable
-from dcp_s3.s3.operations import Operation, Place, Quirk, Request, head, knows, learn, server_time, timestamp
+from dcp_s3.s3.operations import Quirk, knows, learn
 from dcp_s3.store import DeleteTarget, ListedObject, Page, Upload, batches, join, same_etag
 
 logger = logging.getLogger(__name__)
@@ -43,28 +44,21 @@ class StoredVersion:
     """Whether it is a delete marker."""
 
 
-def page(place: Place, prefix: str, delimiter: str = "", *, token: str | None = None) -> Operation[Page]:
+def page(bucket: Bucket, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
     """One page of the keys that start with ``prefix``, after the page whose ``next_token`` is ``token``, in key order.
 
     Keys with the same text up to a ``delimiter`` after the prefix count as one common prefix. Of a directory bucket
     all keys are one page: it lists in no order, and only what is below a slash.
     """
-    if not is_directory_bucket(place.name):
-        found: Page = yield _list(prefix, delimiter, token)
-        return found
+    if not is_directory_bucket(bucket.name):
+        return _page(bucket, prefix, delimiter, token)
     pages: list[Page] = []
     while not pages or pages[-1].next_token is not None:
-        pages.append((yield _list(_directory(prefix), delimiter, pages[-1].next_token if pages else None)))
+        pages.append(_page(bucket, _directory(prefix), delimiter, pages[-1].next_token if pages else None))
     found = join(pages)
     objects = sorted((each for each in found.objects if each.key.startswith(prefix)), key=lambda each: each.key)
     prefixes = sorted({each for each in found.prefixes if each.startswith(prefix)})
     return replace(found, objects=tuple(objects), prefixes=tuple(prefixes))
-
-
-def _list(prefix: str, delimiter: str, token: str | None) -> Request:
-    optional = {"Delimiter": delimiter, "ContinuationToken": token}
-    arguments = {"Prefix": prefix, "MaxKeys": PAGE_SIZE, **{name: value for name, value in optional.items() if value}}
-    return Request("ListObjectsV2", prefix, arguments, _page)
 
 
 def is_directory_bucket(name: str) -> bool:
@@ -83,7 +77,10 @@ def _directory(prefix: str) -> str:
     return prefix[: prefix.rfind("/") + 1]
 
 
-def _page(answer: Mapping[str, Any]) -> Page:
+def _page(bucket: Bucket, prefix: str, delimiter: str, token: str | None) -> Page:
+    optional = {"Delimiter": delimiter, "ContinuationToken": token}
+    arguments = {"Prefix": prefix, "MaxKeys": PAGE_SIZE, **{name: value for name, value in optional.items() if value}}
+    answer = bucket.request("ListObjectsV2", prefix, arguments)
     return Page(
         objects=tuple(
             ListedObject(entry["Key"], int(entry["Size"]), timestamp(entry["LastModified"]), entry.get("ETag", ""))
@@ -96,12 +93,12 @@ def _page(answer: Mapping[str, Any]) -> Page:
 
 
 def all_pages(
-    operation: str, prefix: str, arguments: dict[str, Any], markers: Mapping[str, str]
-) -> Operation[list[Any]]:
+    bucket: Bucket, operation: str, prefix: str, arguments: dict[str, Any], markers: Mapping[str, str]
+) -> list[dict[str, Any]]:
     """S3's answers to all requests of a listing."""
     answers = []
     while True:
-        answer: Mapping[str, Any] = yield Request(operation, prefix, arguments)
+        answer = bucket.request(operation, prefix, arguments)
         answers.append(answer)
         if not answer.get("IsTruncated"):
             return answers
@@ -116,17 +113,15 @@ def all_pages(
         arguments = {name: value for name, value in arguments.items() if name not in markers} | found
 
 
-def uploads(place: Place, prefix: str) -> Operation[tuple[Upload, ...]]:
+def uploads(bucket: Bucket, prefix: str) -> tuple[Upload, ...]:
     """Every open multipart upload whose key starts with ``prefix``, by key."""
     arguments = {"Prefix": prefix, "MaxUploads": PAGE_SIZE}
     markers = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
-    if is_directory_bucket(place.name):
+    if is_directory_bucket(bucket.name):
         arguments["Prefix"] = _directory(prefix)
         del markers["UploadIdMarker"]
     try:
-        answers = yield from all_pages("ListMultipartUploads", prefix, arguments, markers)
-    except errors.BucketNotFoundError:
-        raise
+        answers = all_pages(bucket, "ListMultipartUploads", prefix, arguments, markers)
     except errors.ObjectNotFoundError:
         return ()  # rclone's answer for a bucket without uploads
     found = [
@@ -138,12 +133,12 @@ def uploads(place: Place, prefix: str) -> Operation[tuple[Upload, ...]]:
     return tuple(sorted(found, key=lambda each: each.key))
 
 
-def versions(place: Place, prefix: str) -> Operation[list[StoredVersion]]:
+def versions(bucket: Bucket, prefix: str) -> list[StoredVersion]:
     """Every version of every object whose key starts with ``prefix``; none in a directory bucket, which keeps none."""
-    if is_directory_bucket(place.name):
+    if is_directory_bucket(bucket.name):
         return []
     markers = {"KeyMarker": "NextKeyMarker", "VersionIdMarker": "NextVersionIdMarker"}
-    answers = yield from all_pages("ListObjectVersions", prefix, {"Prefix": prefix}, markers)
+    answers = all_pages(bucket, "ListObjectVersions", prefix, {"Prefix": prefix}, markers)
     return [
         StoredVersion(entry["Key"], entry["VersionId"], bool(entry["IsLatest"]), name == "DeleteMarkers")
         for answer in answers
@@ -152,37 +147,39 @@ def versions(place: Place, prefix: str) -> Operation[list[StoredVersion]]:
     ]
 
 
-def check_versions(place: Place, prefix: str) -> Operation[None]:
+def check_versions(bucket: Bucket, prefix: str) -> None:
     """Ask for one version, to see whether the store answers."""
-    if not is_directory_bucket(place.name):
-        yield Request("ListObjectVersions", prefix, {"Prefix": prefix, "MaxKeys": 1})
+    if not is_directory_bucket(bucket.name):
+        bucket.request("ListObjectVersions", prefix, {"Prefix": prefix, "MaxKeys": 1})
 
 
 # --- deletion --------------------------------------------------------------------------------------
 
 
-def delete(place: Place, targets: Iterable[DeleteTarget]) -> Operation[list[str]]:
+def delete(bucket: Bucket, targets: Iterable[DeleteTarget]) -> list[str]:
     """Delete objects, a thousand per request, or one per request if the store has no DeleteObjects.
 
-    Those that do not exist count as deleted. Single keys that S3 throttles or that fail temporarily are retried.
+    Those that do not exist count as deleted. Single keys that S3 throttles or that fail temporarily are retried. A
+    request that deletes many waits for its turn while S3 throttles.
 
     Returns:
         Keys left alone because their objects have another ETag. Stores without conditional deletes ignore ETags.
     """
     left: list[str] = []
     for batch in batches(list(targets)):
-        left += yield from _delete_batch(place, batch, data=len(batch) > 1)
+        left += _delete_batch(bucket, batch)
     return left
 
 
-def _delete_batch(place: Place, targets: Sequence[DeleteTarget], *, data: bool) -> Operation[list[str]]:
-    if len(targets) == 1 or knows(Quirk.NO_BATCH_DELETES, place):
-        return (yield from _delete_each(targets, data=data))
+def _delete_batch(bucket: Bucket, targets: Sequence[DeleteTarget]) -> list[str]:
+    data = len(targets) > 1
+    if not data or knows(Quirk.NO_BATCH_DELETES, bucket):
+        return [each.key for each in targets if not _delete_one(bucket, each, data=data)]
     batch = _Batch(list(targets))
     while batch.pending:
         before = len(batch.pending)
         try:
-            yield Request("DeleteObjects", batch.pending[0].key, batch.arguments, batch.parse, data=data)
+            bucket.call("DeleteObjects", batch.pending[0].key, lambda: batch.send(bucket), data=True)
         except errors.TransferError:
             if len(batch.pending) == before:
                 raise  # nothing of it went through
@@ -191,19 +188,11 @@ def _delete_batch(place: Place, targets: Sequence[DeleteTarget], *, data: bool) 
             if status not in _NO_BATCHES:
                 raise
             if status in (405, 501):
-                learn(Quirk.NO_BATCH_DELETES, place, error)
+                learn(Quirk.NO_BATCH_DELETES, bucket, error)
             else:  # maybe it refuses one strange key
                 logger.warning("objects are deleted one by one: %s", error)
-            return (yield from _delete_each([*batch.changed, *batch.pending], data=data))
-    return (yield from _delete_each(batch.changed, refused=True, data=data))
-
-
-def _delete_each(targets: Iterable[DeleteTarget], *, refused: bool = False, data: bool) -> Operation[list[str]]:
-    left = []
-    for target in targets:
-        is_gone = yield from _delete_one(target, refused=refused, data=data)
-        left += [] if is_gone else [target.key]
-    return left
+            return [each.key for each in (*batch.changed, *batch.pending) if not _delete_one(bucket, each, data=True)]
+    return [each.key for each in batch.changed if not _delete_one(bucket, each, refused=True, data=True)]
 
 
 @dataclass
@@ -214,11 +203,10 @@ class _Batch:
     changed: list[DeleteTarget] = field(default_factory=list)
     """Targets that S3 left alone because they have another ETag."""
 
-    def arguments(self) -> dict[str, Any]:
-        return {"Delete": {"Objects": [_to_request(target) for target in self.pending], "Quiet": True}}
-
-    def parse(self, answer: Mapping[str, Any]) -> None:
-        failed = {}
+    def send(self, bucket: Bucket) -> None:
+        """Send what is pending once; a failure that S3 reports of a key is raised as if it were of the request."""
+        objects = [_to_request(target) for target in self.pending]
+        answer, failed = bucket.send("DeleteObjects", {"Delete": {"Objects": objects, "Quiet": True}}), {}
         for entry in answer.get("Errors", ()):
             code = str(entry.get("Code"))
             failed[str(entry.get("Key")), str(entry.get("VersionId") or "")] = code, str(entry.get("Message"))
@@ -251,7 +239,7 @@ def _error(key: str, code: str, message: str) -> ClientError:
     return ClientError({"Error": {"Code": code, "Message": f"{key!r} was not deleted: {message}"}}, "DeleteObjects")
 
 
-def _delete_one(target: DeleteTarget, *, refused: bool = False, data: bool) -> Operation[bool]:
+def _delete_one(bucket: Bucket, target: DeleteTarget, *, refused: bool = False, data: bool) -> bool:
     """Delete one object; return whether it is gone. A missing one is; one that has another ETag is not.
 
     A refusal is believed only after a look: some stores refuse a condition that holds, and are then asked without.
@@ -261,7 +249,7 @@ def _delete_one(target: DeleteTarget, *, refused: bool = False, data: bool) -> O
     condition = {"IfMatch": target.etag} if target.etag else {}
     try:
         if not refused:
-            yield Request("DeleteObject", target.key, {**arguments, **condition}, data=data)
+            bucket.request("DeleteObject", target.key, {**arguments, **condition}, data=data)
             return True
     except errors.ObjectNotFoundError:
         return True
@@ -270,10 +258,9 @@ def _delete_one(target: DeleteTarget, *, refused: bool = False, data: bool) -> O
         if not condition or not is_refusal:
             raise
     try:
-        found = yield from head(target.key)
-        if not same_etag(found.etag, target.etag):
+        if not same_etag(bucket.head(target.key).etag, target.etag):
             return False
-        yield Request("DeleteObject", target.key, arguments, data=data)
+        bucket.request("DeleteObject", target.key, arguments, data=data)
     except errors.ObjectNotFoundError:
         pass
     return True

@@ -26,7 +26,7 @@ from dcp_s3 import errors
 from dcp_s3.failures import without_tracebacks
 from dcp_s3.limit import Cancelled, Deadline, Limit, Progress
 from dcp_s3.s3.diagnosis import REQUEST_ERRORS, describe, is_retryable, is_throttling, tell_retry, to_storage_error
-from dcp_s3.s3.throttle import Gate, Pace
+from dcp_s3.s3.pressure import Gate, Pace
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,9 @@ T = TypeVar("T")
 # First wait about 0.1 s (a lost connection), at most 10 s each (throttling lasts for seconds, not minutes).
 BACKOFF_BASE = 0.1
 BACKOFF_CAP = 10.0
+
+CONNECT_SECONDS = 5.0
+"""Most seconds to wait for a connection."""
 
 
 def backoff(attempt: int, *, rng: Callable[[], float] = random.random) -> float:
@@ -60,6 +63,8 @@ class Tries:
 
     def __post_init__(self) -> None:
         self._progress = self.limit.progress or Progress(math.inf)
+        where = f"s3://{self.bucket}/{self.key}" if self.key else f"bucket {self.bucket!r}"
+        self.what = f"{self.operation} on {where}"
         logger.debug("%s s3://%s/%s", self.operation, self.bucket, self.key)
 
     def check(self) -> None:
@@ -68,59 +73,33 @@ class Tries:
             raise Cancelled
         if self.limit.deadline is not None and self.limit.deadline.passed:
             raise self._too_late(self.limit.deadline)
-        if self._is_stalled():
+        if self._progress.is_over(self.what):
             raise self._stalled()
 
-    @property
-    def what(self) -> str:
-        where = f"s3://{self.bucket}/{self.key}" if self.key else f"bucket {self.bucket!r}"
-        return f"{self.operation} on {where}"
-
-    def is_over(self) -> bool:
-        """Whether `check` would raise."""
-        limit = self.limit
-        return (
-            (limit.cancel is not None and limit.cancel.is_set())
-            or (limit.deadline is not None and limit.deadline.passed)
-            or self._is_stalled()
-        )
-
-    def seconds_at_gate(self) -> float | None:
-        """Most seconds to wait for the turn while S3 throttles; None for as long as it takes."""
-        left = []
-        if self.limit.patience is not None:
-            left.append(max(0.0, self.limit.patience - self._elapsed()))
-        if self.limit.deadline is not None:
-            left.append(self.limit.deadline.left)
-        return min(left, default=None)
-
-    def never_admitted(self) -> errors.TransferError:
-        """The error for a turn that did not come in time."""
-        tried = f" after {self.made} attempts" if self.made else ""
-        return errors.TransferError(
-            f"{self.operation} on s3://{self.bucket}/{self.key} failed{tried}: S3 throttles, and its turn did not come "
-            f"in {self._elapsed():.1f} s. Remedy: lower DCP_S3_CONCURRENCY, or raise "
-            "DCP_S3_PART_SIZE: fewer, larger requests",
-            bucket=self.bucket,
-            key=self.key,
-            operation=self.operation,
-            attempts=self.made,
-        )
+    def check_turn(self) -> None:
+        """Raise if the request may wait no longer for its turn while S3 throttles."""
+        self.check()
+        if self.limit.patience is not None and self._elapsed() >= self.limit.patience:
+            raise self._transfer_error(
+                f"{self.what} failed after {self.made} attempts: S3 throttles, and its turn did not come in "
+                f"{self._elapsed():.1f} s. Remedy: lower DCP_S3_CONCURRENCY, or raise DCP_S3_PART_SIZE: fewer, larger "
+                "requests"
+            )
 
     def wait_after(self, error: Exception) -> float:
         """Seconds to wait between a failed attempt (``made`` counts it) and the next one."""
         if self.limit.cancel is not None and self.limit.cancel.is_set():
             raise Cancelled from None
         self._last = describe(error)
-        if is_retryable(error) and self._is_stalled():
+        if is_retryable(error) and self._progress.is_over(self.what):
             raise self._stalled() from error
         if self.made >= self.attempts or not is_retryable(error):
-            raise self._failed(error) from error
+            raise to_storage_error(error, self.operation, self.bucket, self.key, self.made) from error
         wait = backoff(self.made)
         if self.limit.deadline is not None and wait > self.limit.deadline.left:
             raise self._too_late(self.limit.deadline) from error
         if self.limit.patience is not None and self._elapsed() + wait > self.limit.patience:
-            raise self._failed(error) from error
+            raise to_storage_error(error, self.operation, self.bucket, self.key, self.made) from error
         tell_retry(error, self.bucket, made=self.made, attempts=self.attempts, wait=wait)
         logger.debug("%s s3://%s/%s failed (%s); attempt %d of %d, next in %.2f s",
                      self.operation, self.bucket, self.key, error, self.made, self.attempts, wait)  # fmt: skip
@@ -130,28 +109,23 @@ class Tries:
         """Seconds so far, without those for which this thread's attempts waited for bandwidth: S3 is not to blame."""
         return time.monotonic() - self._started - current_attempt().waited
 
-    def _failed(self, error: Exception) -> errors.StorageError:
-        return to_storage_error(error, self.operation, self.bucket, self.key, self.made)
-
     def _too_late(self, deadline: Deadline) -> errors.DeadlineExceededError:
-        return self._locate(deadline.error(self.what, self._tried("it was not begun")))
-
-    def _is_stalled(self) -> bool:
-        return self._progress.is_over(self.what)
+        return self._locate(deadline.error(self.what, self._tried()))
 
     def _stalled(self) -> errors.StorageError:
-        error = self._progress.error(self.what, self._tried("it was not begun"))
-        if self.limit.patience is None:
-            return self._locate(error)
-        # The caller has another place to go, or comes back later: to it S3 is slow.
-        return errors.TransferError(
-            str(error), bucket=self.bucket, key=self.key, operation=self.operation, attempts=self.made
-        )
+        error = self._progress.error(self.what, self._tried())
+        # A caller with patience has another place to go, or comes back later: to it S3 is slow.
+        return self._locate(error) if self.limit.patience is None else self._transfer_error(str(error))
 
-    def _tried(self, never: str) -> str:
+    def _tried(self) -> str:
         if not self.made:
-            return never
+            return "it was not begun"
         return f"{self.made} attempts, the last: {self._last}" if self._last else f"{self.made} attempts"
+
+    def _transfer_error(self, message: str) -> errors.TransferError:
+        return errors.TransferError(
+            message, bucket=self.bucket, key=self.key, operation=self.operation, attempts=self.made
+        )
 
     def _locate(self, error: errors.DeadlineExceededError) -> errors.DeadlineExceededError:
         error.bucket, error.key, error.operation, error.attempts = self.bucket, self.key, self.operation, self.made
@@ -175,8 +149,7 @@ class Attempt:
 
     Args:
         what: the request, for messages.
-        connect: most seconds to wait for a connection.
-        read: most seconds without a byte.
+        hang: most seconds to wait for a connection (`CONNECT_SECONDS`, if that is less) or for the next byte.
         operation: S3's name of the operation.
     """
 
@@ -184,17 +157,16 @@ class Attempt:
         self,
         what: str = "a request",
         *,
-        connect: float,
-        read: float,
+        hang: float,
         progress: Progress,
         cancel: threading.Event | None = None,
         pace: Pace | None = None,
         operation: str = "",
     ) -> None:
-        self._what, self._read, self._progress, self._cancel, self._pace = what, read, progress, cancel, pace
-        self._tick = min(read, progress.seconds / _LOOKS)
-        self.timeout = Timeout(connect=connect, read=self._tick)
-        self.send_timeout = min(read, progress.seconds)
+        self._what, self._hang, self._progress, self._cancel, self._pace = what, hang, progress, cancel, pace
+        self._tick = min(hang, progress.seconds / _LOOKS)
+        self.timeout = Timeout(connect=min(CONNECT_SECONDS, hang), read=self._tick)
+        self.send_timeout = min(hang, progress.seconds)
         self.slice_size = None if pace is None else pace.slice_size
         """Most bytes to send at once; None for any number."""
         self.waited = 0.0
@@ -228,7 +200,7 @@ class Attempt:
                 count = receive(view)
             except TimeoutError:
                 waited += self._tick
-                if waited >= self._read:
+                if waited >= self._hang:
                     raise
             else:
                 if count and self.has_head and self._is_answered_early:
@@ -246,7 +218,7 @@ class Attempt:
         return waited
 
 
-_UNBOUNDED = Attempt(connect=60.0, read=60.0, progress=Progress(math.inf))
+_UNBOUNDED = Attempt(hang=60.0, progress=Progress(math.inf))
 
 
 def current_attempt() -> Attempt:
@@ -258,36 +230,28 @@ def current_attempt() -> Attempt:
 # --- all attempts ---------------------------------------------------------------------------------------
 
 
-def call(request: Callable[[], T], tries: Tries, *, gate: Gate | None = None, data: bool = False) -> T:
-    """Run ``request`` until it succeeds, or `Tries` says that it fails.
-
-    Args:
-        tries: attempts that there may be.
-    """
+def call(request: Callable[[], T], tries: Tries, gate: Gate, *, data: bool = False) -> T:
+    """Run ``request`` until it succeeds, or `Tries` says that it fails. With ``data`` it waits for its turn while S3
+    throttles."""
     cancel = tries.limit.cancel
     while True:
         tries.check()
-        if gate is not None and data and not gate.enter(is_over=tries.is_over, timeout=tries.seconds_at_gate()):
-            tries.check()
-            raise tries.never_admitted()
+        if data:
+            gate.enter(tries.check_turn)
         tries.made += 1
-        began = time.monotonic()
+        began, succeeded = time.monotonic(), False
         try:
             result = request()
-        except BaseException as error:
-            throttled = is_throttling(error)
-            if gate is not None and data:
-                gate.leave(began, succeeded=False, throttled=throttled)
-            elif gate is not None and throttled:
-                gate.signal(began)
-            if not isinstance(error, REQUEST_ERRORS):
-                raise
+            succeeded = True
+            return result
+        except REQUEST_ERRORS as error:
+            if is_throttling(error):
+                gate.throttled(began)
             without_tracebacks(error)  # urllib3's are cycles, with the bytes that were being sent in them
             wait = tries.wait_after(error)
-        else:
-            if gate is not None and data:
-                gate.leave(began, succeeded=True, throttled=False)
-            return result
+        finally:
+            if data:
+                gate.leave(began, succeeded=succeeded)
         if cancel is None:
             time.sleep(wait)
         elif cancel.wait(wait):

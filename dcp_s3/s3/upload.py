@@ -6,28 +6,27 @@ in the thread that uploads it. The CRCs of parts, objects and any group of buffe
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
 
 from dcp_s3 import errors
-from dcp_s3.checksum import combine_crc64nvme, crc32c, encode_crc
+from dcp_s3.checksum import combine_crc64nvme
 from dcp_s3.limit import STALL_SETTING, Cancelled, Progress
 from dcp_s3.memory import Piece, crc_of, views_of
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.body import GatherBody
-from dcp_s3.s3.connections import Tuning, likely_connections
-from dcp_s3.s3.diagnosis import is_retryable
+from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.listing import delete
-from dcp_s3.s3.multipart import KnownPart
-from dcp_s3.s3.operations import Bucket, wire_checksum
+from dcp_s3.s3.multipart import KnownPart, abort_quietly
+from dcp_s3.s3.operations import checksum_arguments, creation_arguments, request_with_checksum
 from dcp_s3.s3.parts import MAX_PARTS, PUTS_PER_SECOND, choose_part_size, plan_part_size
-from dcp_s3.store import Batch, DeleteTarget, StreamedObject, Upload
+from dcp_s3.s3.pressure import Tuning, width_of
+from dcp_s3.store import Batch, DeleteTarget, StreamedObject
 from dcp_s3.workers import Slots, Workers
 
 logger = logging.getLogger(__name__)
@@ -57,7 +56,10 @@ class Uploader(Batch):
         self.chunk_size = min(self.part_size, store.settings.max_part_size)
         self.isolated = isolated
         self.cancel = threading.Event()
-        self._tuning = Tuning(store, "upload", resize=self._resize, is_busy=lambda: self._slots.all_taken)
+        self._tuning = Tuning(
+            width_of(store.settings, store.name, "upload"), store.gate, f"uploads to s3://{store.name}",
+            resize=self._resize, is_busy=lambda: self._slots.all_taken, most=store.settings.max_connections,
+        )  # fmt: skip
         self.in_flight = self._tuning.connections + WAITING_PARTS
         self._pool = Workers(self._tuning.connections, "dcp_s3-upload")
         self._slots = Slots(self.in_flight)
@@ -72,12 +74,12 @@ class Uploader(Batch):
     @classmethod
     def planned(cls, store: Bucket, *, total: int, ranks: int, isolated: bool = False) -> Uploader:
         """An uploader whose parts suit ``total`` bytes, while ``ranks`` ranks upload as much."""
-        part_size = store.settings.part_size
+        settings, part_size = store.settings, store.settings.part_size
         if part_size == "auto":
+            likely = min(width_of(settings, store.name, "upload").likely, settings.max_connections)
             part_size = plan_part_size(
-                total, connections=likely_connections(store, "upload"), ranks=ranks, most=store.settings.max_part_size,
-                requests_per_second=PUTS_PER_SECOND,
-            )  # fmt: skip
+                total, connections=likely, ranks=ranks, most=settings.max_part_size, requests_per_second=PUTS_PER_SECOND
+            )
         return cls(store, part_size=part_size, isolated=isolated)
 
     def __enter__(self) -> Uploader:
@@ -168,7 +170,7 @@ class Uploader(Batch):
         for upload in [*self._open, *self._failed.values()]:
             upload.abort(store)
         try:
-            store.run(delete(store, map(DeleteTarget, self._completed)))
+            delete(store, map(DeleteTarget, self._completed))
         except errors.StorageError as error:
             logger.warning("objects of a failed save are left for pruning: %s", error)
 
@@ -205,10 +207,8 @@ class Uploader(Batch):
             for piece in pieces:
                 piece.view = None
 
-    @property
-    def moved(self) -> Callable[[int], None]:
-        """Called with bytes on their way, before S3 has them."""
-        return self._tuning.moved
+    def body(self, pieces: list[Piece], patience: float | None) -> GatherBody:
+        return GatherBody(views_of(pieces), patience=patience if self.isolated else None, moved=self._tuning.moved)
 
     def took(self, size: int) -> None:
         """Count ``size`` more bytes that S3 has."""
@@ -245,7 +245,6 @@ class ObjectUpload:
         self._pieces: list[Piece] = []
         self._pieces_size = 0
         self._upload_id: str | None = None
-        self._lost_id = False  # S3 may have created a multipart upload whose id was lost with the answer
         self._parts: list[Future[tuple[str, int | None, int]]] = []
         self._known: dict[int, KnownPart] = {}
 
@@ -260,7 +259,6 @@ class ObjectUpload:
     def resume_failed(self, failed: ObjectUpload) -> None:
         """Go on with the multipart upload of a try that failed, once its requests have ended."""
         wait(failed._parts)
-        self._lost_id = failed._lost_id
         upload_id, failed._upload_id = failed._upload_id, None
         if upload_id is None:
             return
@@ -268,20 +266,20 @@ class ObjectUpload:
         for number, part in enumerate(failed._parts, start=1):
             if part.exception() is None:
                 etag, crc, size = part.result()
-                checksums = {} if crc is None else {"ChecksumCRC64NVME": encode_crc(crc, "crc64nvme")}
-                known[number] = KnownPart(etag, size, checksums)
+                checksum = None if crc is None else checksum_arguments(self._store.settings, crc)["ChecksumCRC64NVME"]
+                known[number] = KnownPart(etag, size, checksum)
         self.resume(upload_id, known)
 
     def resume_any(self) -> None:
         """Go on with an open multipart upload of this key from an earlier process; abort any others."""
         store, key = self._store, self.key
-        parts = store.run(multipart.find_parts(store, key))
+        parts = multipart.find_parts(store, key)
         if not parts:
             return
         best = max(parts, key=lambda upload_id: len(parts[upload_id]))
         for upload_id in parts:
             if upload_id != best:
-                store.abort_quietly(Upload(key, upload_id))
+                abort_quietly(store, key, upload_id)
         logger.info("%s: continuing a multipart upload of which S3 has %d parts", key, len(parts[best]))
         self.resume(best, parts[best])
 
@@ -309,7 +307,7 @@ class ObjectUpload:
     def _flush(self) -> None:
         """Send the current part of a multipart upload."""
         if self._upload_id is None:
-            self._upload_id = self._create()
+            self._upload_id = multipart.create(self._store, self.key)
         number = len(self._parts) + 1
         if number > MAX_PARTS:
             raise errors.StorageError(
@@ -331,9 +329,8 @@ class ObjectUpload:
             sent = [part.result() for part in self._parts]
             crc = None if sent[0][1] is None else combine_crc64nvme((c, size) for _, c, size in sent if c is not None)
             etags, upload_id = [etag for etag, _, _ in sent], self._upload_id or ""
-            self._store.run(multipart.complete(self._store, self.key, upload_id, etags, size=self.size, crc=crc))
+            multipart.complete(self._store, self.key, upload_id, etags, size=self.size, crc=crc)
             self._upload_id = None
-            self._abort_strays(self._uploader.store)
         self._uploader.finished(self, completed=True)
         return StreamedObject(self.size, crc)
 
@@ -350,88 +347,47 @@ class ObjectUpload:
         """
         self._uploader.finished(self, completed=False)
         upload_id, self._upload_id = self._upload_id, None
-        if upload_id is not None:
-            self._abort(store, upload_id)
-        self._abort_strays(store)
-
-    def _abort(self, store: Bucket, upload_id: str) -> None:
-        if not store.abort_quietly(Upload(self.key, upload_id)):
+        if upload_id is not None and not abort_quietly(store, self.key, upload_id):
             self._uploader.unclean.add(self.key)
-
-    def _abort_strays(self, store: Bucket) -> None:
-        """Abort uploads of this key that S3 created but whose ids were lost with the answers.
-
-        Nobody else uses the key: it carries the nonce of this save.
-        """
-        if not self._lost_id:
-            return
-        try:
-            found = store.run(multipart.uploads_of(store, self.key))
-        except errors.StorageError as error:
-            logger.warning("cannot look for multipart uploads whose ids were lost: %s", error)
-            self._uploader.unclean.add(self.key)
-            return
-        for upload_id in found:
-            if upload_id != self._upload_id:
-                self._abort(store, upload_id)
 
     # --- requests ---------------------------------------------------------------------------------
-
-    def _create(self) -> str:
-        def note_lost(error: Exception) -> None:
-            self._lost_id = self._lost_id or is_retryable(error)
-
-        return self._store.run(multipart.create(self._store, self.key, on_failure=note_lost))
 
     def _send_part(self, pieces: list[Piece], upload_id: str, number: int) -> tuple[str, int | None, int]:
         crc, size, checksum = self._checksum(pieces)
         known = self._known.get(number)
         if known is not None and known.matches(size, checksum, views_of(pieces)):
             return known.etag, crc, size
-        started = time.monotonic()
-        with self._body(pieces) as body:
-            etag = self._store.run(multipart.send_part(self._store, self.key, upload_id, number, body, checksum))
+        patience, started = self._store.limit.patience, time.monotonic()
+        body = self._uploader.body(pieces, patience)
+        try:
+            etag = multipart.send_part(self._store, self.key, upload_id, number, body, checksum)
+        finally:
+            body.release()
         self._uploader.took(size)
-        self._check_speed(time.monotonic() - started - body.waited, size)
-        return etag, crc, size
-
-    def _check_speed(self, seconds: float, size: int) -> None:
-        """Give up an isolated upload that is slower than its store's patience."""
-        patience = self._store.limit.patience
+        seconds = time.monotonic() - started - body.waited
         if self._uploader.isolated and patience is not None and seconds > patience:
             self.error = errors.TransferError(
                 f"S3 is slow: a part of {size} bytes took {seconds:.1f} s, more than {patience:g} s",
                 bucket=self._store.name, key=self.key, operation="UploadPart",
             )  # fmt: skip
             self.cancel.set()
+        return etag, crc, size
 
     def _put(self, pieces: list[Piece]) -> tuple[str, int | None, int]:
         crc, size, checksum = self._checksum(pieces)
-        with self._body(pieces) as body:
-            self._store.run(multipart.send_object(self._store, self.key, body, checksum))
+        body = self._uploader.body(pieces, self._store.limit.patience)
+        arguments = {**creation_arguments(self._store.settings, data=True), "Key": self.key, "Body": body, **checksum}
+        try:
+            request_with_checksum(self._store, "PutObject", self.key, arguments, data=True)
+        finally:
+            body.release()
         self._uploader.took(size)
         return "", crc, size
 
-    @contextlib.contextmanager
-    def _body(self, pieces: list[Piece]) -> Iterator[GatherBody]:
-        patience = self._store.limit.patience if self._uploader.isolated else None
-        moved = self._uploader.moved
-        body = GatherBody(views_of(pieces), patience=patience, moved=moved)
-        try:
-            yield body
-        finally:
-            body.release()
-
-    def _checksum(self, pieces: list[Piece]) -> tuple[int | None, int, dict[str, Any]]:
+    def _checksum(self, pieces: list[Piece]) -> tuple[int | None, int, dict[str, str]]:
         """Return (CRC-64, bytes, request arguments) of a body, and set the CRC of each piece."""
         size = sum(piece.size for piece in pieces)
-        algorithm = wire_checksum(self._store.settings)
-        if algorithm == "none":
+        if self._store.settings.checksum == "none":
             return None, size, {}
         crc = crc_of(pieces)
-        if algorithm == "crc64nvme":
-            return crc, size, {"ChecksumCRC64NVME": encode_crc(crc, algorithm)}
-        crc32 = 0
-        for view in views_of(pieces):
-            crc32 = crc32c(view, crc32)
-        return crc, size, {"ChecksumCRC32C": encode_crc(crc32, algorithm)}
+        return crc, size, checksum_arguments(self._store.settings, crc)

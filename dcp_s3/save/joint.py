@@ -203,7 +203,7 @@ class JointSave(Save):
         )  # fmt: skip
         self._replaced = find_previous(store, identity).keys if self._options.overwrite else frozenset()
         store.put(identity.url.key(Key("merged", identity.save_id).path), merged.metadata)
-        store.put(identity.manifest_key, manifest.to_json(), content_type="application/json")
+        store.put(identity.manifest_key, manifest.to_json())
         if not claim.replaces:
             copy_before_commit(store, self.url, merged.objects)
         return Merged(identity.save_id, merged.metadata)

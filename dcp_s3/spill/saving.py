@@ -25,7 +25,7 @@ from dcp_s3.failures import without_tracebacks
 from dcp_s3.limit import Limit
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader
-from dcp_s3.settings import Settings, values_to_store
+from dcp_s3.settings import Settings
 from dcp_s3.spill.background import drain_in_background, wait_until_drained
 from dcp_s3.spill.batch import SpillingBatch, refused_by_both
 from dcp_s3.spill.drain import commit_if_complete
@@ -108,7 +108,7 @@ class SpillingStore(StoreWrapper):
 
     def batch(self, *, total: int, ranks: int = 1, keys: Sequence[str] = ()) -> Batch:
         settings = self._s3.settings
-        journal = Journal(self._url, self._save_id, time.time(), values_to_store(settings), keys=tuple(keys))
+        journal = Journal(self._url, self._save_id, time.time(), settings.model_dump(), keys=tuple(keys))
         uploader = Uploader.planned(self._bounded, total=total, ranks=ranks, isolated=True)
         writer = self._disk.begin(journal, str(self._rank))
         return SpillingBatch(uploader, writer, self.give_up_disk, self.drain, self._on_event)
@@ -222,7 +222,7 @@ def spill_commit(
         str(identity.url),
         identity.save_id,
         created_at,
-        values_to_store(settings),
+        settings.model_dump(),
         commit=SpilledCommit(
             MANIFEST,
             METADATA,

@@ -15,11 +15,12 @@ from pathlib import Path
 from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.limit import UNLIMITED, Limit
-from dcp_s3.memory import Piece, ReadTarget, targets_of, views_of
+from dcp_s3.memory import Piece, targets_of, views_of
 from dcp_s3.store import (
     Batch,
     DeleteTarget,
     Expect,
+    Into,
     ListedObject,
     Moved,
     ObjectHead,
@@ -28,6 +29,7 @@ from dcp_s3.store import (
     StoredObject,
     StreamedObject,
     Upload,
+    UserMetadata,
     same_etag,
     target_of,
 )
@@ -62,15 +64,7 @@ class DirectoryStore(Store):
 
     # --- reading ----------------------------------------------------------------------------------------
 
-    def read(
-        self,
-        key: str,
-        start: int,
-        into: memoryview | Sequence[ReadTarget],
-        etag: str | None = None,
-        *,
-        moved: Moved | None = None,
-    ) -> None:
+    def read(self, key: str, start: int, into: Into, etag: str | None = None, *, moved: Moved | None = None) -> None:
         targets = [target for target in targets_of(into) if target.view.nbytes]
         if not targets:
             return
@@ -160,13 +154,7 @@ class DirectoryStore(Store):
     # --- writing ----------------------------------------------------------------------------------------
 
     def put(
-        self,
-        key: str,
-        data: bytes | memoryview,
-        *,
-        expect: Expect | None = None,
-        content_type: str = "application/octet-stream",
-        metadata: Mapping[str, str] | None = None,
+        self, key: str, data: bytes | memoryview, *, expect: Expect | None = None, metadata: UserMetadata = None
     ) -> None:
         self.limit.check(f"put of {key}")
         path = self._path(key)

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from dcp_s3.limit import Limit
 from dcp_s3.memory import ReadTarget, targets_of
-from dcp_s3.store import Moved, ReadWidth, Store
+from dcp_s3.store import Into, Moved, ReadWidth, Store
 
 SelfWrapper = TypeVar("SelfWrapper", bound="StoreWrapper")
 T = TypeVar("T")
@@ -80,15 +80,7 @@ class Overlay(StoreWrapper):
         super().__init__(store)
         self.near = near
 
-    def read(
-        self,
-        key: str,
-        start: int,
-        into: memoryview | Sequence[ReadTarget],
-        etag: str | None = None,
-        *,
-        moved: Moved | None = None,
-    ) -> None:
+    def read(self, key: str, start: int, into: Into, etag: str | None = None, *, moved: Moved | None = None) -> None:
         targets = targets_of(into)
         self.limit.check(f"read of {key}")
         if etag is not None or not self.near.read_into(key, start, targets):

@@ -135,7 +135,7 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
         separate=draw(st.sampled_from([(), ("model", "w"), ("a",)])),
         writing={
             "part_size": draw(st.sampled_from([5 * MIB, 64 * MIB])),
-            "checksum": draw(st.sampled_from(["auto", "crc64nvme", "crc32c", "none"])),
+            "checksum": draw(st.sampled_from(["auto", "crc64nvme", "none"])),
             "concurrency": draw(st.integers(1, 8)),
         },
         max_objects=draw(st.integers(1, 4)),

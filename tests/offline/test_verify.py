@@ -49,7 +49,7 @@ def test_a_good_checkpoint(s3: Any, root: str) -> None:
 
 
 def test_other_checksum_settings(memory_server: Any, s3: Any, root: str) -> None:
-    report = Saved(s3, f"{root}/1").save(every_kind(), checksum="crc32c").verify()
+    report = Saved(s3, f"{root}/1").save(every_kind(), checksum="crc64nvme").verify()
     assert report.ok, report.problems
     assert (report.objects_without_checksum, report.items_without_checksum) == (0, 0)
     report = Saved(s3, f"{root}/2").save(every_kind(), checksum="none").verify()

@@ -12,7 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
-from dcp_s3.s3.operations import checksum_arguments, wire_checksum
+from dcp_s3.checksum import crc64nvme
+from dcp_s3.s3.operations import checksum_arguments
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
@@ -165,15 +166,14 @@ def cause_of(operation: Callable[[], Any]) -> BaseException:
 
 def begin_multipart(bucket: S3Store, key: str, data: bytes) -> None:
     """What a process leaves that dies in the middle of an upload: whole parts, not completed."""
-    algorithm = {"none": {}, "crc32c": {"ChecksumAlgorithm": "CRC32C", "ChecksumType": "FULL_OBJECT"}}.get(
-        wire_checksum(bucket.settings), {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"}
-    )
+    is_checked = bucket.settings.checksum != "none"
+    algorithm = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"} if is_checked else {}
     where = {"Bucket": bucket.name, "Key": key}
     upload_id = bucket.client.create_multipart_upload(**where, **algorithm)["UploadId"]
     for number, start in enumerate(range(0, len(data), PART), start=1):
         part = data[start : start + PART]
         bucket.client.upload_part(
-            **where, UploadId=upload_id, PartNumber=number, Body=part, **checksum_arguments(bucket.settings, part)
+            **where, UploadId=upload_id, PartNumber=number, Body=part, **checksum_arguments(bucket.settings, crc64nvme(part))
         )
 
 

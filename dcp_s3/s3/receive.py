@@ -1,23 +1,16 @@
-"""One ranged GET into given memory."""
+"""Bodies of answers, received into given memory."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-from botocore.exceptions import ClientError
 
 from dcp_s3.limit import Cancelled
 from dcp_s3.memory import ReadTarget
-from dcp_s3.s3 import operations
 from dcp_s3.s3.botocore_private import Flight, finish_response, readinto_response
 from dcp_s3.s3.diagnosis import TruncatedBodyError
-from dcp_s3.s3.operations import Bucket
 from dcp_s3.s3.retry import current_attempt
-from dcp_s3.store import same_etag
 
 # Bytes received before they are added to the checksum: most are then still in the CPU's cache.
 _BLOCK = 4 * 2**20
@@ -74,70 +67,15 @@ class Cursor:
             data = data[view.nbytes :]
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Times of a completed request."""
-
-    head: float
-    """Seconds until the head of the answer."""
-    body: float
-    """Seconds from the head to the end of the answer."""
-    size: int
-    """Size of the body in bytes."""
-
-
-def _another_version() -> ClientError:
-    error = {"Code": "PreconditionFailed", "Message": "the object has another ETag"}
-    answer: Any = {"Error": error, "ResponseMetadata": {"HTTPStatusCode": 412}}
-    return ClientError(answer, "GetObject")
-
-
-def get_range(
-    store: Bucket,
-    key: str,
-    start: int,
-    cursor: Cursor,
-    etag: list[str],
-    *,
-    flight: Flight,
-    stop: threading.Event | None = None,
-    advance: Callable[[int], None] | None = None,
-) -> Timing:
-    """Try once to fetch what ``cursor`` still lacks of the bytes from ``start`` on.
-
-    Args:
-        advance: called instead of the cursor's method.
-    """
-    byte_range = f"bytes={start + cursor.done}-{start + cursor.total - 1}"
-    expected = cursor.total - cursor.done
-    advance = advance or cursor.advance
-    began = time.monotonic()
-    flight.await_bytes(0)
-    answer = store.send(operations.get_range(key, byte_range, etag[0] if etag else None))
-    head_at = time.monotonic()
-    body = answer["Body"]
-    found = answer.get("ETag")
-    if not etag and found:
-        etag.append(found)
-    elif found and not same_etag(found, etag[0]):
-        body.close()
-        raise _another_version()  # rclone takes no notice of If-Match
-    length = answer.get("ContentLength")
-    if length is not None and length > expected:
-        body.close()
-        raise TruncatedBodyError(f"asked for {expected} bytes ({byte_range}), got {length}: no range support?")
-    _receive(body, cursor, byte_range, flight, stop, advance)
-    return Timing(head_at - began, time.monotonic() - head_at, expected)
-
-
-def _receive(
+def receive(
     body: Any,
     cursor: Cursor,
     what: str,
     flight: Flight,
-    stop: threading.Event | None,
     advance: Callable[[int], None],
+    stop: threading.Event | None = None,
 ) -> None:
+    """Receive a body into what ``cursor`` still lacks; ``advance`` is called instead of its method."""
     attempt, awaited, complete = current_attempt(), 0, False
     try:
         while not cursor.full:
@@ -165,5 +103,5 @@ def read_whole(answer: Mapping[str, Any]) -> bytes | bytearray:
         data: bytes = body.read()
         return data
     cursor = Cursor([ReadTarget(memoryview(found := bytearray(size)))])
-    _receive(body, cursor, "the object", Flight(), None, cursor.advance)
+    receive(body, cursor, "the object", Flight(), cursor.advance)
     return found

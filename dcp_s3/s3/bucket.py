@@ -1,0 +1,278 @@
+"""Requests to one bucket, each tried until it succeeds or fails for good; many small ones at once, in threads."""
+
+from __future__ import annotations
+
+import base64
+import collections
+import datetime
+import email.utils
+import math
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import botocore.utils
+from botocore import xform_name
+
+from dcp_s3 import errors
+from dcp_s3.limit import UNLIMITED, Cancelled, Limit, LinkedEvent, Progress
+from dcp_s3.s3 import retry
+from dcp_s3.s3.client import forget_client, get_client
+from dcp_s3.s3.pressure import Gate, gate_of, pace_of
+from dcp_s3.s3.receive import read_whole
+from dcp_s3.settings import Settings
+from dcp_s3.store import ObjectHead, ObjectStart, StoredObject
+
+T = TypeVar("T")
+U = TypeVar("U")
+SelfBucket = TypeVar("SelfBucket", bound="Bucket")
+
+# Besides those on buckets: what only the owner of a bucket asks for, at its own costs.
+_OF_THE_OWNER = frozenset({"GetObjectLockConfiguration"})
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket as these settings reach it. Holds no connection: cheap, picklable, fork-safe."""
+
+    name: str
+    settings: Settings
+    limit: Limit = UNLIMITED
+    """Limit on its requests."""
+
+    @property
+    def client(self) -> Any:
+        return get_client(self.settings)
+
+    @property
+    def gate(self) -> Gate:
+        return gate_of(self.settings, self.name)
+
+    def within(self: SelfBucket, limit: Limit) -> SelfBucket:
+        return replace(self, limit=limit)
+
+    # --- carrying out -----------------------------------------------------------------------------------
+
+    def request(self, operation: str, key: str, arguments: Mapping[str, Any], *, data: bool = False) -> dict[str, Any]:
+        """Send a request until it succeeds. With ``data`` each attempt waits for its turn while S3 throttles.
+
+        Args:
+            operation: S3's name of the operation.
+            key: object key, or prefix, for messages.
+            arguments: as boto3 takes them, without those that all requests have.
+
+        Returns:
+            boto3's answer; its ``Body``, if there is one, has been read.
+        """
+
+        def attempt() -> dict[str, Any]:
+            answer = self.send(operation, arguments)
+            return {**answer, "Body": read_whole(answer)} if "Body" in answer else answer
+
+        return self.call(operation, key, attempt, data=data)
+
+    def send(self, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request once. Returns boto3's answer; its ``Body``, if there is one, has not been read."""
+        settings, common = self.settings, {"Bucket": self.name}
+        if settings.expected_bucket_owner:
+            common["ExpectedBucketOwner"] = settings.expected_bucket_owner
+        if settings.requester_pays and "Bucket" not in operation and operation not in _OF_THE_OWNER:
+            common["RequestPayer"] = "requester"
+        answer: dict[str, Any] = getattr(self.client, xform_name(operation))(**common, **arguments)
+        return answer
+
+    def call(
+        self,
+        operation: str,
+        key: str,
+        attempt: Callable[[], T],
+        *,
+        cancel: threading.Event | None = None,
+        data: bool = False,
+        attempts: int | None = None,
+    ) -> T:
+        """Result of ``attempt``, which sends a request once: it is tried until it succeeds. Others: see `request`.
+
+        ``attempts`` overrides the most attempts of settings and limit.
+        """
+        settings, limit = self.settings, self.limit
+        progress = limit.progress or Progress(settings.stall_timeout)
+        limit = replace(limit, progress=progress, cancel=cancel or limit.cancel)
+        if attempts is None:
+            attempts = min(settings.retry_attempts, limit.attempts or settings.retry_attempts)
+        tries = retry.Tries(operation, self.name, key, attempts, limit)
+        bounds = retry.Attempt(
+            tries.what,
+            hang=min(settings.read_timeout, math.inf if limit.hang is None else limit.hang),
+            progress=progress,
+            cancel=limit.cancel,
+            pace=pace_of(settings.max_bandwidth),
+            operation=operation,
+        )
+        try:
+            with progress, bounds:
+                return retry.call(attempt, tries, self.gate, data=data)
+        except errors.CredentialsError:
+            forget_client(settings)  # the next save or load looks for credentials again
+            raise
+
+    def map(self: SelfBucket, function: Callable[[SelfBucket, T], U], items: Iterable[T]) -> Sequence[U]:
+        """See `Store.map`."""
+        return map_in_threads(self, function, items)
+
+    # --- reading one object -----------------------------------------------------------------------------
+
+    def get(self, key: str) -> StoredObject:
+        return _stored_object(self.request("GetObject", key, {"Key": key}))
+
+    def get_start(self, key: str, most: int) -> ObjectStart:
+        try:
+            answer = self.request("GetObject", key, {"Key": key, "Range": f"bytes=0-{most - 1}"})
+        except errors.OutOfRangeError:
+            answer = {}  # an empty object
+        size = answer.get("ContentRange", "").rpartition("/")[2]
+        if size.isdecimal():
+            return ObjectStart(_stored_object(answer), int(size))
+        whole = self.get(key)  # a store without ranges does not say how large the object is
+        return ObjectStart(whole, len(whole.data))
+
+    def head(self, key: str, *, checksum: bool = False) -> ObjectHead:
+        answer = self.request("HeadObject", key, {"Key": key} | ({"ChecksumMode": "ENABLED"} if checksum else {}))
+        crc = answer.get("ChecksumCRC64NVME")
+        return ObjectHead(
+            key=key,
+            size=int(answer["ContentLength"]),
+            modified_at=timestamp(answer["LastModified"]),
+            etag=answer.get("ETag", ""),
+            metadata=_user_metadata(answer),
+            crc64nvme=None if crc is None else base64.b64decode(crc).hex(),
+            server_time=server_time(answer),
+        )
+
+    def exists(self, key: str) -> bool:
+        """Whether the object exists. A GET of its first byte rather than a HEAD: the answer to a HEAD has no body, so
+        that a missing bucket would look like a missing object."""
+        try:
+            self.request("GetObject", key, {"Key": key, "Range": "bytes=0-0"})
+        except errors.ObjectNotFoundError:
+            return False
+        except errors.OutOfRangeError:
+            pass  # an empty object
+        return True
+
+
+def _stored_object(answer: Mapping[str, Any]) -> StoredObject:
+    return StoredObject(bytes(answer["Body"]), _user_metadata(answer), answer.get("ETag", ""))
+
+
+def _user_metadata(answer: Mapping[str, Any]) -> dict[str, str]:
+    """User metadata of a GetObject or HeadObject, names in lower case: rclone capitalises them."""
+    return {name.lower(): value for name, value in (answer.get("Metadata") or {}).items()}
+
+
+# --- times ----------------------------------------------------------------------------------------------
+
+
+def timestamp(value: datetime.datetime | str) -> float:
+    """A time from S3's answer, parsed or not, in seconds since the epoch; without a zone it is in UTC."""
+    try:  # as S3 writes it
+        time = datetime.datetime.fromisoformat(value.replace("Z", "+00:00")) if isinstance(value, str) else value
+    except ValueError:
+        time = botocore.utils.parse_timestamp(str(value))
+    if time.tzinfo is None:
+        time = time.replace(tzinfo=datetime.timezone.utc)
+    return time.timestamp()
+
+
+def server_time(answer: Mapping[str, Any]) -> float | None:
+    """When S3 answered by its own clock, in seconds since the epoch; None if it does not tell."""
+    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    try:
+        return timestamp(email.utils.parsedate_to_datetime(headers["date"]))
+    except (KeyError, ValueError, TypeError):
+        return None
+
+
+# --- many small requests at once: a function of one item each, in threads --------------------------------
+
+AT_ONCE = 32
+"""Most items under way. S3 answers thousands of requests a second; a listing is bound by one process's CPU, which 32
+keep busy over round trips of tens of milliseconds."""
+
+
+class _Failed(LinkedEvent):
+    """Set by the first failure of a map, or with the event that cancels its caller's own requests."""
+
+    def __init__(self, caller: threading.Event | None) -> None:
+        super().__init__(caller)
+        self.free: threading.Semaphore = (
+            caller.free if isinstance(caller, _Failed) else threading.Semaphore(AT_ONCE - 1)
+        )
+        """The threads that may still be started. A map inside another one shares them, and each works in its caller's
+        thread, too: none waits for a thread."""
+
+
+def map_in_threads(store: SelfBucket, function: Callable[[SelfBucket, T], U], items: Iterable[T]) -> list[U]:
+    failed = _Failed(store.limit.cancel)
+    bounded = store.within(replace(store.limit, cancel=failed))
+    pending = collections.deque(enumerate(items))
+    results: dict[int, U] = {}
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        while True:
+            try:
+                number, item = pending.popleft()
+            except IndexError:
+                return
+            try:
+                if failed.is_set():
+                    raise Cancelled
+                results[number] = function(bounded, item)
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+                failures.append(error)
+                failed.set()
+                return
+
+    count = len(pending)
+    threads: list[threading.Thread] = []
+    try:
+        for _ in range(count - 1):
+            if not pending or not _start(work, failed.free, threads):
+                break
+        work()
+        for thread in threads:
+            thread.join()
+    except BaseException:  # an interrupt of the caller
+        failed.set()
+        for thread in threads:
+            thread.join()
+        raise
+    try:
+        if failures:
+            raise failures[0]
+    finally:
+        failures.clear()  # its traceback has this frame
+    return [results[number] for number in range(count)]
+
+
+def _start(work: Callable[[], None], free: threading.Semaphore, threads: list[threading.Thread]) -> bool:
+    """Work in one more thread; return whether there may be one."""
+    if not free.acquire(blocking=False):
+        return False
+
+    def target() -> None:
+        try:
+            work()
+        finally:
+            free.release()
+
+    thread = threading.Thread(target=target, name="dcp_s3-requests", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the system has no more of them
+        free.release()
+        return False
+    threads.append(thread)
+    return True

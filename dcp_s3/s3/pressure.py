@@ -1,0 +1,346 @@
+"""How much is sent and fetched at once: the gate that S3's throttling closes, the connections of a transfer, and
+DCP_S3_MAX_BANDWIDTH. All are of one process; a forked child starts afresh.
+
+`Gate` limits the data requests in flight to one bucket, uploads and downloads together. There is no limit until S3
+throttles. Then half as many as were in flight may be, and one more after each successful round of requests; at as many
+as before, there is no limit again.
+
+S3 gives one connection about 90 MB/s whatever the host can take, other stores give one connection all there is. So a
+transfer begins with few connections. It takes more (`Tuning`) if each of them is slow and more of them move more bytes.
+What one transfer found, the next begins with.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from dcp_s3.events import Throttled, emit
+from dcp_s3.process import reset_in_child
+from dcp_s3.settings import Settings, local_world_size
+from dcp_s3.store import ReadWidth
+from dcp_s3.units import format_size
+
+logger = logging.getLogger(__name__)
+
+Direction = Literal["upload", "download"]
+
+_POLL_SECONDS = 0.1  # between looks at whether to give up, while a request waits
+_LOG_SECONDS = 10.0  # between log lines about one bucket
+_LEAST_CEILING = 4  # of a gate that small requests close
+
+# After a change, until new connections are made and answered; then bytes are counted for so long.
+_SETTLE_SECONDS, _WINDOW_SECONDS = 0.1, 0.2
+_CALM_SECONDS = 1.0  # without throttling before bytes per second say something
+_FEW, _MANY = 4, 32
+_SLOW = 150e6
+"""Bytes per second and connection below which more connections may move more: S3's carry 90 MB/s."""
+_WORTH = 1.1
+"""The least by which the bytes per second must rise when connections are added."""
+_TRY_AGAIN_SECONDS = 60.0
+
+# Of limited bandwidth: what may be made up for after a pause, and the sizes that are sent at once.
+_BURST_SECONDS = 0.5
+_SLICES_PER_SECOND = 8
+_LEAST_SLICE, _MOST_SLICE = 16 * 2**10, 2**20
+
+
+@dataclass(frozen=True)
+class GateState:
+    """A gate at one moment, with counts since the process began."""
+
+    limit: int | None
+    """Data requests that may be in flight; None for any number."""
+    in_flight: int
+    """Data requests that are in flight."""
+    waiting: int
+    """Data requests that wait for their turn."""
+    throttled: int
+    """Requests that S3 throttled, small ones included."""
+    decreases: int
+    """Number of times that the limit fell."""
+    waited: float
+    """Total seconds that data requests waited."""
+
+
+class Gate:
+    """Holds data requests while as many are in flight as the limit allows. Thread safe.
+
+    Only requests that began after the last decrease count: a burst that was in flight together lowers the limit once.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._limit = self._ceiling = math.inf
+        self._in_flight = self._waiting = self._throttled = self._decreases = 0
+        self._waited = 0.0
+        self._decreased_at = self._throttled_at = self._logged_at = -math.inf
+
+    def enter(self, check: Callable[[], None]) -> None:
+        """Wait for a data request's turn; one call of `leave` must follow. ``check`` is called while it waits, and
+        raises to give up."""
+        with self._changed:
+            if self._is_full:
+                started = time.monotonic()
+                self._waiting += 1
+                try:
+                    while self._is_full:
+                        check()
+                        self._changed.wait(_POLL_SECONDS)
+                finally:
+                    self._waiting -= 1
+                    self._waited += time.monotonic() - started
+            self._in_flight += 1
+
+    @property
+    def _is_full(self) -> bool:
+        return self._in_flight + 1 > self._limit
+
+    def leave(self, began: float, *, succeeded: bool) -> None:
+        """Note the end of a data request that began at ``began`` (of time.monotonic)."""
+        with self._changed:
+            self._in_flight -= 1
+            if succeeded and began > self._decreased_at and self._limit < math.inf:
+                self._limit += 1 / self._limit
+                if self._limit >= self._ceiling:
+                    self._limit = math.inf
+            self._changed.notify_all()
+
+    def throttled(self, began: float) -> None:
+        """Note that a request that began at ``began`` was throttled; a data request is still in flight."""
+        now = time.monotonic()
+        with self._changed:
+            self._throttled += 1
+            self._throttled_at = now
+            if began <= self._decreased_at:
+                return
+            self._decreased_at = now
+            if self._limit == math.inf:
+                self._limit = self._ceiling = float(max(self._in_flight, _LEAST_CEILING))
+            before, self._limit = int(self._limit), max(1.0, self._limit / 2)
+            limit, fell = int(self._limit), int(self._limit) < before
+            self._decreases += fell
+            decreases, says = self._decreases, fell and now - self._logged_at >= _LOG_SECONDS
+            if says:
+                self._logged_at = now
+        if says:
+            logger.info(
+                "S3 throttles (%s): at most %d data requests in flight now, %d decreases so far",
+                self._name, limit, decreases,
+            )  # fmt: skip
+        if fell:  # not under the lock: a subscriber may ask for the state
+            emit(Throttled(bucket=self._name, limit=limit, decreases=decreases))
+
+    def is_calm(self, seconds: float) -> bool:
+        """Whether there is no limit, and S3 has not throttled for ``seconds``."""
+        with self._changed:
+            return self._limit == math.inf and time.monotonic() - self._throttled_at >= seconds
+
+    @property
+    def state(self) -> GateState:
+        with self._changed:
+            limit = None if self._limit == math.inf else int(self._limit)
+            return GateState(
+                limit, self._in_flight, self._waiting, self._throttled, self._decreases, self._waited
+            )  # fmt: skip
+
+
+class Pace:
+    """Lets so many bytes per second through: a token bucket. Thread safe, first come first served."""
+
+    def __init__(self, rate: int) -> None:
+        self.slice_size = max(_LEAST_SLICE, min(_MOST_SLICE, rate // _SLICES_PER_SECOND))
+        """Most bytes to send at once: every connection gets its turn before S3 takes it for dead."""
+        self._rate = rate
+        self._lock = threading.Lock()
+        self._free_at = -math.inf
+
+    def reserve(self, count: int, now: float) -> float:
+        """Take ``count`` bytes at the time ``now``; returns the seconds after which they may be sent."""
+        with self._lock:
+            start = max(self._free_at, now - _BURST_SECONDS)
+            self._free_at = start + count / self._rate
+        return max(0.0, start - now)
+
+    def wait(self, count: int, cancel: threading.Event | None) -> float:
+        """Wait until ``count`` bytes may be sent, or ``cancel`` is set; returns the seconds waited."""
+        seconds = self.reserve(count, time.monotonic())
+        if seconds and cancel is not None:
+            cancel.wait(seconds)
+        elif seconds:
+            time.sleep(seconds)
+        return seconds
+
+
+@dataclass
+class Width:
+    """The connections of one direction to one bucket."""
+
+    connections: int
+    """Connections that a transfer begins with."""
+    rate: float = 0.0
+    """Bytes per second when it was last measured; 0 before."""
+    known_until: float = -math.inf
+    """When more connections are tried again, in seconds of time.monotonic."""
+
+    @property
+    def likely(self) -> int:
+        """Connections that a transfer will likely come to: what its parts are to be shared among. Where cores are few,
+        they are busy before 32 are reached."""
+        if self.known_until > -math.inf:
+            return self.connections
+        return max(self.connections, min(_MANY, 2 * self.connections))
+
+
+class Tuning(ReadWidth):
+    """Adapts the connections of one transfer while it runs. A context manager.
+
+    Args:
+        gate: of the bucket.
+        name: of the transfer, for the log.
+        resize: called with a new number of connections, by a thread that notes bytes.
+        is_busy: whether all connections are in use.
+        most: the highest number.
+    """
+
+    def __init__(
+        self, width: Width, gate: Gate, name: str, *, resize: Callable[[int], None], is_busy: Callable[[], bool],
+        most: int,
+    ) -> None:  # fmt: skip
+        super().__init__(min(width.connections, most))
+        self._width, self._gate, self._name = width, gate, name
+        self._resize, self._is_busy, self._most = resize, is_busy, most
+        self._lock = threading.Lock()
+        self._smaller: tuple[int, float] | None = None
+        # What was found stays: of a transfer with a lower ceiling nothing can be learned.
+        self._is_over = width.connections > most or most <= 1
+        self._count, self._since = 0, time.monotonic() + _SETTLE_SECONDS
+
+    def moved(self, count: int) -> None:
+        if self._is_over:
+            return
+        with self._lock:
+            now = time.monotonic()
+            if now < self._since:
+                return
+            if not self._is_busy() or now < self._width.known_until:
+                self._count, self._since = 0, now
+                return
+            self._count += count
+            if now - self._since < _WINDOW_SECONDS or self._is_over:
+                return
+            rate, self._count, self._since = self._count / (now - self._since), 0, now
+            if self._gate.is_calm(_CALM_SECONDS):
+                self._decide(rate, now)
+
+    def _decide(self, rate: float, now: float) -> None:
+        self._width.rate = rate
+        smaller, self._smaller = self._smaller, None
+        if smaller is not None and rate <= smaller[1] * _WORTH:
+            self._width.known_until = now + _TRY_AGAIN_SECONDS
+            self._change(smaller[0], rate)
+        elif rate >= _SLOW * self.connections or self.connections >= self._most:
+            self._width.known_until = now + _TRY_AGAIN_SECONDS
+        else:
+            self._smaller = self.connections, rate
+            self._change(min(self._most, max(2 * self.connections, _MANY)), rate)
+
+    def _change(self, connections: int, rate: float) -> None:
+        before = self.connections
+        logger.debug(
+            "%s: %d connections carried %s/s; %d from now on", self._name, before, format_size(int(rate)), connections
+        )
+        try:
+            self._resize(connections)
+        except RuntimeError as error:
+            self._is_over = True
+            logger.warning("%s: %d connections stay: no thread can be started: %s", self._name, before, error)
+            return
+        self.connections = self._width.connections = connections
+        self._since = time.monotonic() + _SETTLE_SECONDS
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._is_over = True
+
+
+# --- what a process knows of a bucket -------------------------------------------------------------------
+
+_gates: dict[tuple[str | None, str], Gate] = {}
+_widths: dict[tuple[str | None, str, Direction], Width] = {}
+_paces: dict[int, Pace] = {}
+_lock = threading.Lock()
+
+
+@reset_in_child
+def _begin_anew() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _gates.clear()
+    _widths.clear()
+    _paces.clear()
+
+
+def gate_of(settings: Settings, bucket: str) -> Gate:
+    key = (settings.endpoint_url, bucket)
+    found = _gates.get(key)
+    if found is None:
+        with _lock:
+            found = _gates.setdefault(key, Gate(_name(*key)))
+    return found
+
+
+def width_of(settings: Settings, bucket: str, direction: Direction) -> Width:
+    with _lock:
+        key = (settings.endpoint_url, bucket, direction)
+        return _widths.setdefault(key, Width(_first(cores(), local_world_size())))
+
+
+def _first(cores: float, ranks: int) -> int:
+    """Connections to begin with: two for each core of a process. 32 carry 2.7 GiB/s from S3, which few processes
+    exceed; where there are few cores, more connections than needed cost the most."""
+    return max(_FEW, min(_MANY, round(2 * cores / ranks)))
+
+
+def cores() -> int:
+    """The CPU cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):  # not on every system
+        return os.cpu_count() or 1
+
+
+def pace_of(rate: int | None) -> Pace | None:
+    """What all uploads of this process at ``rate`` bytes per second share; None for no limit."""
+    if rate is None:
+        return None
+    with _lock:
+        return _paces.setdefault(rate, Pace(rate))
+
+
+def _name(endpoint_url: str | None, bucket: str) -> str:
+    return f"s3://{bucket}" if endpoint_url is None else f"{endpoint_url}/{bucket}"
+
+
+def gates() -> dict[str, GateState]:
+    """The gates of this process, by ``{endpoint}/{bucket}`` (``s3://{bucket}`` where AWS's own chain decides)."""
+    with _lock:
+        found = dict(_gates)
+    return {_name(*key): gate.state for key, gate in found.items()}
+
+
+def widths() -> dict[str, dict[str, float]]:
+    """What was found, by ``{endpoint}/{bucket} {direction}``."""
+    with _lock:
+        found = dict(_widths)
+    return {
+        f"{_name(endpoint, bucket)} {direction}": {"connections": width.connections, "bytes_per_second": width.rate}
+        for (endpoint, bucket, direction), width in found.items()
+    }
