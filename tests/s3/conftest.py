@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dcp_s3.s3 import connections, retry, throttle
+from dcp_s3.s3 import retry
 from tests.faulty import FaultyServer, serve
 
 
@@ -17,10 +17,3 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     monkeypatch.setattr(retry, "BACKOFF_CAP", 0.1)
     with serve(monkeypatch) as server:
         yield server
-
-
-@pytest.fixture
-def new_gates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No bucket has been throttled yet, and no link is known: servers of earlier tests may have had the same port."""
-    monkeypatch.setattr(throttle, "_gates", {})
-    monkeypatch.setattr(connections, "_links", {})

@@ -11,7 +11,7 @@ from dcp_s3 import errors
 from dcp_s3.memory import Piece, ReadTarget
 from dcp_s3.offline.place import read_ahead
 from dcp_s3.s3.download import fetch_into
-from dcp_s3.s3.multipart import list_parts, uploads_of
+from dcp_s3.s3.multipart import find_parts
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.store import Store, Upload
@@ -51,8 +51,8 @@ def test_what_is_read_is_whole(faulty: FaultyServer, operation: str) -> None:
         "GetObject": (lambda: bucket.get("key").data, DATA[:1000]),
         "HeadObject": (lambda: bucket.head("key").size, 1000),
         "ListObjectsV2": (lambda: [(each.key, each.size) for each in bucket.list("k").objects], [("key", 1000)]),
-        "ListMultipartUploads": (lambda: bucket.run(uploads_of(bucket, "upload")), [upload_id]),
-        "ListParts": (lambda: [part.size for part in bucket.run(list_parts("upload", upload_id)).values()], [4]),
+        "ListMultipartUploads": (lambda: [each.upload_id for each in bucket.uploads("upload")], [upload_id]),
+        "ListParts": (lambda: [part.size for part in find_parts(bucket, "upload")[upload_id].values()], [4]),
     }[operation]
     for size in range(0, 260, 3):
         seen = faulty.once(operation, Fault.cut_head(size))
@@ -67,7 +67,8 @@ def test_what_is_written_is_whole(faulty: FaultyServer, operation: str) -> None:
         upload("key")
         assert seen
         assert faulty.s3.read(BUCKET, "key") == DATA
-        assert faulty.s3.open_uploads(BUCKET) == []
+        if operation != "CreateMultipartUpload":  # one whose id was lost is left to prune
+            assert faulty.s3.open_uploads(BUCKET) == []
 
 
 def test_the_cause_of_an_error_is_whole(faulty: FaultyServer) -> None:
@@ -121,8 +122,8 @@ def do(bucket: S3Store, operation: str, upload_id: str) -> Any:
         "GetObject": lambda: bucket.get("a").data,
         "HeadObject": lambda: bucket.head("a").size,
         "ListObjectsV2": lambda: [each.key for each in bucket.list("").objects],
-        "ListMultipartUploads": lambda: bucket.run(uploads_of(bucket, "upload")),
-        "ListParts": lambda: [part.size for part in bucket.run(list_parts("upload", upload_id)).values()],
+        "ListMultipartUploads": lambda: [each.upload_id for each in bucket.uploads("upload")],
+        "ListParts": lambda: [part.size for part in find_parts(bucket, "upload")[upload_id].values()],
         "DeleteObject": lambda: bucket.delete(["a"]),
         "DeleteObjects": lambda: bucket.delete(KEYS),
         "AbortMultipartUpload": lambda: bucket.abort(Upload("upload", upload_id)),
@@ -167,8 +168,8 @@ def test_an_answer_that_s3_did_not_give_is_not_believed(faulty: FaultyServer, op
             continue
         for key in faulty.s3.objects(BUCKET):
             bucket.delete([key])
-        for each in bucket.run(uploads_of(bucket, "upload")):
-            bucket.abort(Upload("upload", each))
+        for each in bucket.uploads(""):
+            bucket.abort(each)
         bucket, upload_id = prepare()
         assert state(faulty) == before
         if operation == "ListMultipartUploads":
@@ -177,7 +178,9 @@ def test_an_answer_that_s3_did_not_give_is_not_believed(faulty: FaultyServer, op
         seen = faulty.once(operation, fault)
         assert do(bucket, operation, upload_id) == expected, name
         assert seen
-        assert state(faulty) == after, name
+        assert faulty.s3.objects(BUCKET) == after[0], name
+        if operation != "CreateMultipartUpload":  # one whose id was lost is left to prune
+            assert faulty.s3.open_uploads(BUCKET) == after[1], name
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

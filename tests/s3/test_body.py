@@ -93,7 +93,7 @@ def test_no_single_send_is_long() -> None:
 
 def test_what_is_sent_once_more_is_no_progress() -> None:
     progress, body = Progress(600), GatherBody([memoryview(bytes(3 * 2**20)), memoryview(b"end")])
-    with Attempt(connect=1, read=1, progress=progress):
+    with Attempt(hang=1, progress=progress):
         next(iter(body.chunks()))
         for _ in range(3):
             assert sum(map(len, body.chunks())) == len(body)

@@ -8,7 +8,7 @@ import pytest
 
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
-from dcp_s3.limit import Cancelled
+from dcp_s3.limit import Cancelled, Limit
 from dcp_s3.memory import ReadTarget
 from dcp_s3.s3.download import fetch_into
 from dcp_s3.s3.store import S3Store
@@ -116,8 +116,8 @@ def test_an_object_replaced_meanwhile_is_not_mixed(faulty: FaultyServer) -> None
 
 
 def test_cancelling(faulty: FaultyServer) -> None:
-    target = put(faulty)
     cancel = threading.Event()
     cancel.set()
+    target = put(faulty).within(Limit(cancel=cancel))
     with pytest.raises(Cancelled):
-        fetch_into(target, "k", 0, [ReadTarget(memoryview(bytearray(10)))], cancel=cancel)
+        fetch_into(target, "k", 0, [ReadTarget(memoryview(bytearray(10)))])

@@ -24,10 +24,10 @@ from urllib3.connectionpool import HTTPConnectionPool
 
 from dcp_s3 import errors
 from dcp_s3.memory import ReadTarget
-from dcp_s3.s3 import hedge
+from dcp_s3.s3 import client, hedge
 from dcp_s3.s3.botocore_private import Flight
 from dcp_s3.s3.download import fetch_into
-from dcp_s3.s3.hedge import Expected, hedges_of
+from dcp_s3.s3.hedge import hedges_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import FaultyServer
@@ -91,7 +91,7 @@ def test_every_request_of_a_connection_has_the_timeout_for_sending(
         send(self, data)
 
     monkeypatch.setattr(http.client.HTTPConnection, "send", note)
-    bucket = S3Store("bucket", Settings(connect_timeout=3, read_timeout=70))
+    bucket = S3Store("bucket", Settings(read_timeout=70))
     for _ in range(2):
         bucket.put("k", bytes(2 * 2**20))
     assert len({name for name, _ in found}) == 1, "one connection"
@@ -145,22 +145,24 @@ def full_port() -> Iterator[str]:
         yield f"http://127.0.0.1:{full.getsockname()[1]}"
 
 
-def test_a_request_that_waits_for_its_connection_ends(faulty: FaultyServer) -> None:
+def test_a_request_that_waits_for_its_connection_ends(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "CONNECT_SECONDS", NEVER)
     with full_port() as url, ThreadPoolExecutor(1) as pool:
         flight = Flight()
-        read = pool.submit(get, S3Store("bucket", Settings(endpoint_url=url, connect_timeout=NEVER)), flight)
+        read = pool.submit(get, S3Store("bucket", Settings(endpoint_url=url)), flight)
         until(lambda: flight._descriptor >= 0)
         flight.break_off()
         assert isinstance(read.exception(LONG), botocore.exceptions.EndpointConnectionError)
 
 
-def test_nobody_listens_or_not_in_time(faulty: FaultyServer) -> None:
+def test_nobody_listens_or_not_in_time(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "CONNECT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(botocore.exceptions.EndpointConnectionError, match=f"127.0.0.1:{port}"):
         get(S3Store("bucket", Settings(endpoint_url=f"http://127.0.0.1:{port}")), Flight())
     with full_port() as url, pytest.raises(botocore.exceptions.ConnectTimeoutError):
-        get(S3Store("bucket", Settings(endpoint_url=url, connect_timeout=0.1)), Flight())
+        get(S3Store("bucket", Settings(endpoint_url=url)), Flight())
 
 
 def test_a_socket_that_was_let_go_is_not_touched() -> None:
@@ -223,7 +225,8 @@ def tls(faulty: FaultyServer, certificate: Path, monkeypatch: pytest.MonkeyPatch
 def test_over_tls_the_bytes_are_right_too(
     faulty: FaultyServer, tls: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hedge, "START", Expected(0.1, 1e-8))
+    monkeypatch.setattr(hedge, "_START_HEAD", 0.1)
+    monkeypatch.setattr(hedge, "_START_PER_BYTE", 1e-8)
     monkeypatch.setattr(hedge, "_MIN_DELAY", 0.1)
     data = os.urandom(12 * 2**20)
     bucket = S3Store("bucket", Settings(endpoint_url=tls))

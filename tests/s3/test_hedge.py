@@ -6,21 +6,24 @@ import logging
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import dcp_s3
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
-from dcp_s3.limit import Cancelled, Deadline, Limit
+from dcp_s3.limit import Cancelled, Deadline, Limit, LinkedEvent
 from dcp_s3.memory import ReadTarget
-from dcp_s3.s3 import botocore_private, client, hedge, retry, throttle
-from dcp_s3.s3.download import Race, _Hedge, _Idle, fetch_into
-from dcp_s3.s3.hedge import Budget, Expected, HedgeState, hedges_of
-from dcp_s3.s3.ranged import Cursor
+from dcp_s3.s3 import client, hedge, pressure, retry
+from dcp_s3.s3.download import Race, _Request, fetch_into
+from dcp_s3.s3.hedge import Hedges, HedgeState, hedges_of
+from dcp_s3.s3.receive import Cursor
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import FaultyServer
@@ -37,8 +40,9 @@ DATA = random.Random(5).randbytes(10 * MIB)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Of a process that knows nothing yet, and hedges early; it must leave no threads and no sockets of requests."""
     monkeypatch.setattr(hedge, "_hedges", {})
-    monkeypatch.setattr(throttle, "_gates", {})
-    monkeypatch.setattr(hedge, "START", Expected(0.05, 1e-9))
+    monkeypatch.setattr(pressure, "_gates", {})
+    monkeypatch.setattr(hedge, "_START_HEAD", 0.05)
+    monkeypatch.setattr(hedge, "_START_PER_BYTE", 1e-9)
     monkeypatch.setattr(hedge, "_MIN_DELAY", 0.3)  # of a busy machine, the second request may take 0.05 s, too
     yield
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("dcp_s3-hedge")]
@@ -84,17 +88,30 @@ def put(**settings: Any) -> S3Store:
     return bucket
 
 
-def fetch(bucket: S3Store, *, cancel: threading.Event | None = None) -> None:
+def fetch(bucket: S3Store) -> None:
     """Into memory in pieces, with checksums; all of it is compared."""
     memory = [bytearray(size) for size in (3 * MIB, 5, 6 * MIB, MIB - 5)]
     targets = [ReadTarget(memoryview(each), checksum=True) for each in memory]
-    fetch_into(bucket, "k", 0, targets, cancel=cancel)
+    fetch_into(bucket, "k", 0, targets)
     assert b"".join(memory) == DATA
     assert [target.crc for target in targets] == [crc64nvme(bytes(each)) for each in memory]
 
 
 def state_of(bucket: S3Store) -> HedgeState:
     return hedges_of(bucket).state
+
+
+def race_of(bucket: S3Store, size: int) -> tuple[Race, Cursor]:
+    cursor = Cursor([ReadTarget(memoryview(bytearray(size)))])
+    return Race(bucket, "k", 0, cursor), cursor
+
+
+def second_of(race: Race, size: int, etag: list[str]) -> _Request:
+    """A second request of a race that has all its bytes."""
+    race._data = memoryview(bytearray(size))
+    second = _Request(0, Cursor([ReadTarget(race._data)]), etag, LinkedEvent(None))
+    second.cursor.fill(memoryview(bytes(size)))
+    return second
 
 
 # --- who wins ----------------------------------------------------------------------------------------
@@ -106,8 +123,7 @@ def test_a_late_head_is_overtaken(faulty: FaultyServer) -> None:
     fetch(bucket)
     assert set(script.ranges) == {f"bytes=0-{len(DATA) - 1}"}
     state = state_of(bucket)
-    assert state.won == 1
-    assert state.bytes - state.wasted == len(DATA)
+    assert (state.won, state.wasted) == (1, 0)
     assert list(dcp_s3.stats().hedges.values()) == [state]
 
 
@@ -126,9 +142,7 @@ def test_of_a_body_that_stops_only_the_rest_is_asked_for_and_of_the_same_version
     # The memory's pieces are 3 MiB, 5 bytes, 6 MiB, ...; the 6 MiB come as 4 and 2, or as they crawl.
     assert reached >= 9 * MIB + 5 - 2 * MIB
     assert "if-match" in script.seen[1].headers
-    state = state_of(bucket)
-    assert state.won == 1
-    assert state.bytes - state.wasted == len(DATA) - reached
+    assert state_of(bucket).won == 1
 
 
 def test_a_second_request_that_is_slower_is_ended(faulty: FaultyServer) -> None:
@@ -140,30 +154,17 @@ def test_a_second_request_that_is_slower_is_ended(faulty: FaultyServer) -> None:
     assert state_of(bucket).started >= 1
 
 
-def test_a_second_request_that_straggles_is_replaced(faulty: FaultyServer) -> None:
-    bucket = put()
-    faulty.rule = Script(Fault.straggle(NEVER), Fault.stall(MIB, NEVER))
-    fetch(bucket)
-    state = state_of(bucket)
-    assert state.started >= 2
-    assert state.won == 1
-    assert state.wasted >= MIB
-
-
 def test_what_the_first_request_received_meanwhile_counts_as_wasted(faulty: FaultyServer) -> None:
-    bucket = put()
-    cursor = Cursor([ReadTarget(memoryview(bytearray(3 * BLOCK)))])
-    race = Race(bucket, "k", 0, cursor, None)
+    race, cursor = race_of(put(), 3 * BLOCK)
     race._advance(BLOCK)
-    second = _Hedge(0, 3 * BLOCK, ["e"], threading.Event())
-    race._etag.append("e")
-    assert race._has_won(second)
+    second = second_of(race, 3 * BLOCK, ["e"])
+    race._own.etag.append("e")
+    assert race._win(second, 0) == BLOCK
     with pytest.raises(Cancelled):
         race._advance(BLOCK)
     assert cursor.done == BLOCK, "once it is lost, the reader's request moves nothing"
-    assert second.overlap == BLOCK
     assert race.take()
-    assert (cursor.full, second.overlap) == (True, BLOCK)
+    assert cursor.full
 
 
 # --- failures ----------------------------------------------------------------------------------------
@@ -175,12 +176,12 @@ def test_errors_of_the_second_request_are_nobodys(
 ) -> None:
     bucket = put()
     faulty.rule = script = Script()
-    script.faults = (script.after(3), fault, fault, fault)
+    script.faults = (script.after(1), fault)
     with caplog.at_level(logging.INFO):
         fetch(bucket)
     assert not [record for record in caplog.records if not record.name.startswith("benchmarks")]
-    assert len(script.seen) == 4
-    assert (state_of(bucket).started, state_of(bucket).won) == (3, 0)
+    assert len(script.seen) == 2
+    assert (state_of(bucket).started, state_of(bucket).won) == (1, 0)
 
 
 def test_if_both_fail_the_first_ones_error_is_raised(faulty: FaultyServer) -> None:
@@ -245,15 +246,12 @@ def test_a_second_request_wins_only_with_the_version_of_what_is_there(
     faulty: FaultyServer, ours: str | None, theirs: str | None, done: int, wins: bool
 ) -> None:
     """The first one's head may come after the second was begun, of any version, or of one without an ETag."""
-    bucket = put()
-    cursor = Cursor([ReadTarget(memoryview(bytearray(10)))])
-    race = Race(bucket, "k", 0, cursor, None)
-    second = _Hedge(0, 10, [theirs] if theirs else [], threading.Event())
-    second.cursor.fill(memoryview(bytes(range(10))))
-    race._etag += [ours] if ours else []
+    race, cursor = race_of(put(), 10)
+    second = second_of(race, 10, [theirs] if theirs else [])
+    race._own.etag += [ours] if ours else []
     if done:
         race._advance(done)
-    assert race._has_won(second) is wins
+    assert (race._win(second, 0) is not None) is wins
     assert race.take() is wins
     assert cursor.full is wins
 
@@ -265,7 +263,7 @@ def test_cancelling_ends_both_at_once(faulty: FaultyServer) -> None:
     bucket, cancel = put(), threading.Event()
     faulty.rule = script = Script(rest=Fault.straggle(NEVER))
     with ThreadPoolExecutor(1) as pool:
-        read = pool.submit(fetch, bucket, cancel=cancel)
+        read = pool.submit(fetch, bucket.within(Limit(cancel=cancel)))
         assert script.arrived[1].wait(LONG)
         cancel.set()
         assert isinstance(read.exception(LONG), Cancelled)
@@ -283,50 +281,85 @@ def test_the_deadline_ends_both(faulty: FaultyServer) -> None:
 # --- when there is none ------------------------------------------------------------------------------
 
 
-def _throttled_before(bucket: S3Store, _: pytest.MonkeyPatch) -> None:
-    bucket.gate.signal(0.0)
-    assert bucket.gate.is_calm(0.0), "the limit is 1 at the ceiling, too: the gate is open at once"
-
-
 def _slow_to_all(bucket: S3Store, _: pytest.MonkeyPatch) -> None:
     for _number in range(8):
-        hedges_of(bucket)._latencies.add(NEVER, 1.0, BLOCK)
+        hedges_of(bucket).completed(NEVER, 1.0, BLOCK)
 
 
-NOT_RACED: dict[str, tuple[int, Callable[[S3Store, pytest.MonkeyPatch], object]]] = {
-    "while S3 throttles": (4, lambda bucket, _: bucket.gate.signal(0.0)),
-    "soon after S3 throttled": (1, _throttled_before),
-    "too long": (9, lambda _, patch: patch.setattr("dcp_s3.s3.download._MOST_BYTES", len(DATA) - 1)),
-    "before the delay": (9, lambda _, patch: patch.setattr(hedge, "_MIN_DELAY", NEVER)),
-    "a store that is known to be slow": (9, _slow_to_all),
+NOT_RACED: dict[str, Callable[[S3Store, pytest.MonkeyPatch], object]] = {
+    "while S3 throttles": lambda bucket, _: bucket.gate.throttled(0.0),
+    "too long": lambda _, patch: patch.setattr("dcp_s3.s3.download._MOST_BYTES", len(DATA) - 1),
+    "before the delay": lambda _, patch: patch.setattr(hedge, "_MIN_DELAY", NEVER),
+    "a store that is known to be slow": _slow_to_all,
+    "beyond the budget": lambda bucket, _: setattr(hedges_of(bucket), "_budget", 0.8),
 }
 
 
 @pytest.mark.parametrize("why", NOT_RACED)
 def test_what_is_not_raced(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    concurrency, prepare = NOT_RACED[why]
-    bucket = put(concurrency=concurrency)
-    prepare(bucket, monkeypatch)
+    bucket = put()
+    NOT_RACED[why](bucket, monkeypatch)
     faulty.rule = script = Script(Fault.straggle(0.4))
     fetch(bucket)
     assert len(script.seen) == 1
 
 
-def test_none_beyond_the_budget(faulty: FaultyServer) -> None:
-    bucket = put()
-    hedges_of(bucket)._budget = Budget(0.1, 1, 16)
-    faulty.rule = script = Script(Fault.straggle(NEVER), None, Fault.straggle(0.4), None)
-    fetch(bucket)
-    fetch(bucket)
-    assert len(script.seen) == 3
-
-
-def test_at_most_two_at_once_of_few_requests(faulty: FaultyServer) -> None:
+def test_soon_after_s3_throttled_none_and_at_most_two_at_once_of_few_requests(faulty: FaultyServer) -> None:
     bucket = put(concurrency=8)
     hedges = hedges_of(bucket)
-    assert [hedges.may_start(bucket, take=True) for _ in range(3)] == [True, True, False]
-    hedges.ended(won=False, received=0, wasted=0)
-    assert hedges.may_start(bucket, take=True)
+    assert [hedges.may_start(bucket) for _ in range(3)] == [True, True, False]
+    hedges.ended(won=False, wasted=0)
+    bucket.gate._throttled_at = time.monotonic()
+    assert not hedges.may_start(bucket)
+    bucket.gate._throttled_at = -NEVER
+    assert hedges.may_start(bucket)
+
+
+# --- what is known -----------------------------------------------------------------------------------
+
+Seconds = st.floats(1e-4, 100)
+
+
+@given(st.lists(st.tuples(Seconds, Seconds, st.integers(MIB, 64 * MIB)), max_size=300))
+def test_a_request_is_late_if_it_takes_longer_than_nearly_all_of_the_last(
+    samples: list[tuple[float, float, int]],
+) -> None:
+    hedges = Hedges()
+    for sample in samples:
+        hedges.completed(*sample)
+    if len(samples) < 8:
+        assert (hedges._head, hedges._per_byte) == (hedge._START_HEAD, hedge._START_PER_BYTE)
+        return
+    last = samples[-256:]
+    for found, values in (
+        (hedges._head, [head for head, _, _ in last]),
+        (hedges._per_byte, [body / size for _, body, size in last]),
+    ):
+        assert found in values
+        assert sum(value <= found for value in values) >= len(values) * 0.95
+        assert sum(value < found for value in values) < len(values) * 0.95
+    assert hedges.patience(0) == max(hedge._MIN_DELAY, hedges._head)
+    assert hedges.patience(BLOCK) >= max(hedge._MIN_DELAY, BLOCK * hedges._per_byte)
+
+
+def test_short_bodies_say_nothing_of_the_bandwidth() -> None:
+    hedges = Hedges()
+    for _ in range(20):
+        hedges.completed(0.03, 0.001, 10)
+    assert (hedges._head, hedges._per_byte) == (0.03, hedge._START_PER_BYTE)
+
+
+@pytest.mark.parametrize(("requests", "twice"), [(0, 4), (11, 5), (200, 16)])
+def test_the_budget_is_a_share_of_the_requests(requests: int, twice: int) -> None:
+    hedges, bucket, started = Hedges(), S3Store("bucket", Settings()), 0
+    for _ in range(requests):
+        hedges.enter(look := lambda _: None)
+        hedges.leave(look)
+    for _ in range(100):
+        if hedges.may_start(bucket):
+            started += 1
+            hedges.ended(won=False, wasted=0)
+    assert started == twice == hedges.state.started
 
 
 # --- what is left ------------------------------------------------------------------------------------
@@ -337,7 +370,7 @@ def test_connections_that_were_shut_down_are_not_used_again(
 ) -> None:
     """With one attempt each, a request on a dead connection would fail."""
     bucket = put(retry_attempts=1)
-    hedges_of(bucket)._budget = Budget(1.0, 16, 16)
+    hedges_of(bucket)._budget = 16.0
     for fault in [Fault.straggle(NEVER), Fault.stall(9 * MIB, NEVER), Fault.stall(0, NEVER)] * 2:
         faulty.rule = Script(fault)
         fetch(bucket)
@@ -356,16 +389,16 @@ def test_without_botocores_private_place_it_only_takes_longer(
     assert state_of(bucket).won == 1
 
 
-def test_a_process_that_was_held_up_does_not_blame_s3() -> None:
-    flying = botocore_private.Flight()
-    idle = _Idle(flying)
-    assert idle.pass_by(1.0) is None
-    flying.await_bytes(0)
-    for expected in (0.0, 1.0, 2.0):
-        assert idle.pass_by(1.0) == 0
-        assert idle.seconds == expected
-    flying.await_bytes(5)
-    assert (idle.pass_by(1.0), idle.seconds) == (5, 0.0)
+def test_only_what_the_watcher_sees_idle_is_late() -> None:
+    """A process that was held up itself does not blame S3."""
+    request, hedges = second_of(race_of(S3Store("bucket", Settings()), 10)[0], 10, []), Hedges()
+    assert not request.is_late(NEVER, hedges)
+    request.flight.await_bytes(0)
+    assert [(request.is_late(0.2, hedges), round(request.idle, 1)) for _ in range(4)] == [
+        (False, 0.0), (False, 0.2), (True, 0.4), (True, 0.6),
+    ]  # fmt: skip
+    request.flight.await_bytes(5)
+    assert not request.is_late(NEVER, hedges)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -374,7 +407,7 @@ def test_whatever_happens_the_bytes_are_right_and_nothing_is_left(
 ) -> None:
     monkeypatch.setattr(hedge, "_MIN_DELAY", 0.05)
     bucket = put(retry_attempts=20)
-    hedges_of(bucket)._budget = Budget(1.0, 100, 100)
+    monkeypatch.setattr(hedge, "_BUDGET_SHARE", 1.0)
     rng, lock = random.Random(seed), threading.Lock()
 
     def rule(request: Any) -> Fault | None:
@@ -417,7 +450,7 @@ def test_whatever_happens_the_bytes_are_right_and_nothing_is_left(
 
 def test_no_descriptors_are_left(faulty: FaultyServer) -> None:
     bucket = put()
-    hedges_of(bucket)._budget = Budget(1.0, 16, 16)
+    hedges_of(bucket)._budget = 16.0
     faulty.rule = Script()
     fetch(bucket)
     client.close_clients()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from dcp_s3.limit import UNLIMITED, Cancelled
-from dcp_s3.s3.store import AT_ONCE, map_in_threads
+from dcp_s3.s3.bucket import AT_ONCE, map_in_threads
 from tests.memory_store import MemoryStore
 
 LONG = 30.0

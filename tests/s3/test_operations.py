@@ -1,23 +1,39 @@
-"""Operations without any I/O: what they ask, and what they make of the answers."""
+"""What is asked of S3, and what is made of its answers, without a server."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
 
 from dcp_s3 import errors
-from dcp_s3.s3 import listing, multipart, operations
-from dcp_s3.s3.diagnosis import to_storage_error
-from dcp_s3.s3.listing import delete
-from dcp_s3.s3.operations import Operation, Quirk, Request, request_arguments
+from dcp_s3.s3 import bucket, listing, multipart, operations
+from dcp_s3.s3.operations import Quirk
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.store import ABSENT, DeleteTarget, Expect
 
-PLACE = S3Store("b", Settings(retry_attempts=3))
+STORE = S3Store("b", Settings(retry_attempts=3))
+
+
+class Client:
+    """Gives these answers, one for each request."""
+
+    def __init__(self, answers: tuple[Any, ...]) -> None:
+        self.answers = list(answers)
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def request(**arguments: Any) -> Any:
+            self.asked.append((name, {name: value for name, value in arguments.items() if name != "Bucket"}))
+            answer = self.answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return request
 
 
 @pytest.fixture(autouse=True)
@@ -27,35 +43,38 @@ def _knowing_nothing() -> Iterator[None]:
     operations.forget()
 
 
-def refusal(status: int, code: str = "") -> errors.StorageError:
-    cause = ClientError({"Error": {"Code": code or str(status)}, "ResponseMetadata": {"HTTPStatusCode": status}}, "X")
-    error = to_storage_error(cause, "X", "b", "k", 1)
-    error.__cause__ = cause
-    return error
+def refusal(status: int, code: str = "") -> ClientError:
+    return ClientError({"Error": {"Code": code or str(status)}, "ResponseMetadata": {"HTTPStatusCode": status}}, "X")
 
 
-def carry_out(operation: Operation[Any], *answers: Any) -> tuple[Any, list[Request]]:
-    """The result with these answers, all of which are asked for, and the requests."""
-    asked, left = [next(operation)], list(answers)
-    try:
-        while True:
-            answer = left.pop(0)
-            if isinstance(answer, Exception):
-                asked.append(operation.throw(answer))
-            else:
-                parse = asked[-1].parse
-                asked.append(operation.send(answer if parse is None else parse(answer)))
-    except StopIteration as done:
-        assert not left
-        return done.value, asked
+def carry_out(operation: Callable[[], Any], *answers: Any) -> tuple[Any, list[dict[str, Any]], list[str]]:
+    """The result with these answers, all of which are asked for; the arguments of the requests; and their names."""
+    client = Client(answers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket, "get_client", lambda _: client)
+        result = operation()
+    assert not client.answers
+    return result, [arguments for _, arguments in client.asked], [name for name, _ in client.asked]
+
+
+class Body:
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def read(self) -> bytes:
+        return self.data
 
 
 def body(data: bytes, etag: str = '"e"') -> dict[str, Any]:
-    return {"Body": data, "ETag": etag, "Metadata": {"Who": "me"}}
+    return {"Body": Body(data), "ETag": etag, "Metadata": {"Who": "me"}}
 
 
-def conditions(requests: list[Request]) -> list[set[str]]:
-    return [{"IfMatch", "IfNoneMatch"} & set(request_arguments(each)) for each in requests]
+def conditions(requests: list[dict[str, Any]]) -> list[set[str]]:
+    return [{"IfMatch", "IfNoneMatch"} & set(each) for each in requests]
+
+
+def put(expect: Expect | None = None, store: S3Store = STORE) -> Callable[[], None]:
+    return lambda: store.put("k", b"ours", expect=expect)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +90,7 @@ def conditions(requests: list[Request]) -> list[set[str]]:
     ],
 )
 def test_a_put_that_is_done(expect: Expect | None, answers: list[Any], sent: list[set[str]]) -> None:
-    _, asked = carry_out(operations.put(PLACE, "k", b"ours", expect=expect), *answers)
+    _, asked, _ = carry_out(put(expect), *answers)
     assert conditions(asked) == sent
 
 
@@ -88,66 +107,68 @@ def test_a_put_that_is_done(expect: Expect | None, answers: list[Any], sent: lis
 )
 def test_a_put_that_is_refused(expect: Expect, answers: list[Any], error: type[Exception]) -> None:
     with pytest.raises(error):
-        carry_out(operations.put(PLACE, "k", b"ours", expect=expect), *answers)
+        carry_out(put(expect), *answers)
 
 
 def test_a_checksum_that_a_store_refuses_is_left_out_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
-    def with_checksum(requests: list[Request]) -> list[bool]:
-        return ["ChecksumCRC64NVME" in request_arguments(each) for each in requests]
+    def with_checksum(*answers: Any, store: S3Store = STORE) -> list[bool]:
+        return ["ChecksumCRC64NVME" in each for each in carry_out(put(store=store), *answers)[1]]
 
-    _, asked = carry_out(operations.put(PLACE, "k", b""), refusal(400, "InvalidRequest"), {})
-    assert with_checksum(asked) == [True, False]
-    _, asked = carry_out(operations.put(PLACE, "l", b""), {})
-    assert with_checksum(asked) == [False]
+    assert with_checksum(refusal(400, "InvalidRequest"), {}) == [True, False]
+    assert with_checksum({}) == [False]
     assert caplog.text.count("refuses checksums") == 1
-    asked_for = S3Store("b", Settings(checksum="crc64nvme"))
-    _, asked = carry_out(operations.put(asked_for, "l", b""), {})
-    assert with_checksum(asked) == [True], "what was asked for is not left out"
+    insisting = S3Store("b", Settings(checksum="crc64nvme"))
+    assert with_checksum({}, store=insisting) == [True], "what was asked for is not left out"
 
 
 def test_a_checksum_that_was_not_why_is_sent_again() -> None:
     with pytest.raises(errors.StorageError, match="InvalidRequest"):
-        carry_out(operations.put(PLACE, "k", b""), refusal(400, "InvalidRequest"), refusal(400, "InvalidArgument"))
-    assert not operations.knows(Quirk.NO_CHECKSUMS, PLACE)
+        carry_out(put(), refusal(400, "InvalidRequest"), refusal(400, "InvalidArgument"))
+    assert not operations.knows(Quirk.NO_CHECKSUMS, STORE)
 
 
 def test_a_condition_that_fails_behind_a_refused_checksum_is_not_written_over() -> None:
     with pytest.raises(errors.PreconditionFailedError):
-        carry_out(
-            operations.put(PLACE, "k", b"ours", expect=ABSENT), refusal(501), refusal(412), body(b"theirs")
-        )  # fmt: skip
-    assert operations.knows(Quirk.NO_CHECKSUMS, PLACE)
+        carry_out(put(ABSENT), refusal(501), refusal(412), body(b"theirs"))
+    assert operations.knows(Quirk.NO_CHECKSUMS, STORE)
+
+
+def test_a_write_whose_condition_is_required_is_not_made_without() -> None:
+    with pytest.raises(errors.PreconditionFailedError, match="does not know conditional writes"):
+        carry_out(put(Expect(required=True)), refusal(501), refusal(501))
 
 
 def test_a_refusal_of_a_delete_without_a_condition_is_an_error() -> None:
     answer = {"Errors": [{"Key": "a", "Code": "PreconditionFailed", "Message": ""}]}
-    with pytest.raises(ClientError, match="'a' was not deleted"):
-        carry_out(delete(PLACE, [DeleteTarget("a"), DeleteTarget("b")]), answer)
+    with pytest.raises(errors.StorageError, match="'a' was not deleted"):
+        carry_out(lambda: STORE.delete("ab"), answer)
 
 
 def test_a_batch_of_which_some_keys_are_left() -> None:
     targets = [DeleteTarget("a", '"1"'), DeleteTarget("b", '"2"'), DeleteTarget("c")]
     changed = {"Errors": [{"Key": "b", "Code": "PreconditionFailed"}, {"Key": "c", "Code": "NoSuchKey"}]}
     head = {"ContentLength": 1, "ETag": '"3"', "LastModified": "Wed, 21 Oct 2015 07:28:00 GMT"}
-    left, asked = carry_out(delete(PLACE, targets), changed, head)
-    assert left == ["b"]
-    assert [each.operation for each in asked] == ["DeleteObjects", "HeadObject"]
+    left, _, names = carry_out(lambda: STORE.delete(targets), changed, head)
+    assert (left, names) == (["b"], ["delete_objects", "head_object"])
 
 
 @pytest.mark.parametrize(("status", "is_known"), [(501, True), (405, True), (400, False)])
 def test_without_batches_each_key_has_a_request(status: int, is_known: bool) -> None:
-    left, asked = carry_out(delete(PLACE, map(DeleteTarget, "ab")), refusal(status), {}, {})
-    assert [each.operation for each in asked] == ["DeleteObjects", "DeleteObject", "DeleteObject"]
-    assert operations.knows(Quirk.NO_BATCH_DELETES, PLACE) == is_known
-    assert left == []
+    left, _, names = carry_out(lambda: STORE.delete("ab"), refusal(status), {}, {})
+    assert (left, names) == ([], ["delete_objects", "delete_object", "delete_object"])
+    assert operations.knows(Quirk.NO_BATCH_DELETES, STORE) == is_known
 
 
 def test_a_completion_that_was_not_answered_is_known_by_its_object() -> None:
     gone, modified = refusal(404, "NoSuchUpload"), {"LastModified": "Wed, 21 Oct 2015 07:28:00 GMT"}
-    carry_out(multipart.complete(PLACE, "k", "u", ["e"], size=7, crc=None), gone, {"ContentLength": 7, **modified})
+
+    def complete() -> None:
+        multipart.complete(STORE, "k", "u", ["e"], size=7, crc=None)
+
+    carry_out(complete, gone, {"ContentLength": 7, **modified})
     for answer in ({"ContentLength": 6, **modified}, refusal(404)):
         with pytest.raises(errors.ObjectNotFoundError, match="NoSuchUpload"):
-            carry_out(multipart.complete(PLACE, "k", "u", ["e"], size=7, crc=None), gone, answer)
+            carry_out(complete, gone, answer)
 
 
 @pytest.mark.parametrize("date", ["Wed, 21 Oct 2015 07:28:00 GMT", "2015-10-21T07:28:00.000Z", "2015-10-21T07:28:00Z"])
@@ -157,7 +178,7 @@ def test_a_head_has_the_fields_of_every_store(date: str) -> None:
         "ChecksumCRC64NVME": "AAAAAAAAAAo=",
         "ResponseMetadata": {"HTTPHeaders": {"date": "Wed, 21 Oct 2015 07:28:05 GMT"}},
     }  # fmt: skip
-    head, _ = carry_out(operations.head("k", checksum=True), answer)
+    head, _, _ = carry_out(lambda: STORE.head("k", checksum=True), answer)
     assert (head.size, head.etag, head.metadata) == (3, '"e"', {"dcp-s3-save-id": "x"})
     assert (head.modified_at, head.server_time, head.crc64nvme) == (1445412480, 1445412485, "000000000000000a")
 
@@ -167,32 +188,38 @@ def test_a_page_asks_for_the_next_one() -> None:
         "Contents": [{"Key": "a", "Size": 1, "LastModified": "2015-10-21T07:28:00.000Z"}],
         "CommonPrefixes": [{"Prefix": "a/"}], "IsTruncated": True, "NextContinuationToken": "t",
     }  # fmt: skip
-    page, [first] = carry_out(listing.page(PLACE, "", "/"), answer)
-    assert ([each.key for each in page.objects], page.prefixes, page.next_token) == (["a"], ("a/",), "t")
-    assert "ContinuationToken" not in request_arguments(first)
-    _, [second] = carry_out(listing.page(PLACE, "", "/", token=page.next_token), {})
-    assert request_arguments(second)["ContinuationToken"] == "t"
+    page, asked, _ = carry_out(lambda: STORE.list("", "/"), answer, {})
+    assert ([each.key for each in page.objects], page.prefixes) == (["a"], ("a/",))
+    assert [each.get("ContinuationToken") for each in asked] == [None, "t"]
+
+
+def versions() -> Any:
+    return listing.versions(STORE, "")
 
 
 def test_a_marker_of_one_page_is_not_sent_for_the_page_after_the_next() -> None:
     cut_off = {"IsTruncated": True, "NextKeyMarker": "a", "NextVersionIdMarker": "1"}
-    _, asked = carry_out(listing.versions(PLACE, ""), cut_off, {"IsTruncated": True, "NextKeyMarker": "b"}, {})
-    assert [request_arguments(each).get("VersionIdMarker") for each in asked] == [None, "1", None]
+    _, asked, _ = carry_out(versions, cut_off, {"IsTruncated": True, "NextKeyMarker": "b"}, {})
+    assert [each.get("VersionIdMarker") for each in asked] == [None, "1", None]
 
 
 @pytest.mark.parametrize("answers", [[{}], [{"NextKeyMarker": "a"}, {"NextKeyMarker": "a"}]])
 def test_a_listing_that_does_not_go_on_is_an_error(answers: list[dict[str, Any]]) -> None:
     with pytest.raises(errors.TransferError, match="does not say where to go on"):
-        carry_out(listing.versions(PLACE, ""), *({"IsTruncated": True} | each for each in answers))
+        carry_out(versions, *({"IsTruncated": True} | each for each in answers))
+
+
+def test_no_such_upload_for_a_bucket_without_uploads_means_none() -> None:
+    assert carry_out(lambda: STORE.uploads("k"), refusal(404, "NoSuchUpload"))[0] == ()
 
 
 def test_the_start_of_an_object_is_one_request_but_where_there_are_no_ranges() -> None:
-    answer = {"Body": b"0123", "ETag": '"e"', "Metadata": {"A": "1"}, "ContentRange": "bytes 0-3/10"}
-    start, (asked,) = carry_out(operations.get_start("k", 4), answer)
+    answer = {"Body": Body(b"0123"), "ETag": '"e"', "Metadata": {"A": "1"}, "ContentRange": "bytes 0-3/10"}
+    start, (asked,), _ = carry_out(lambda: STORE.get_start("k", 4), answer)
     assert (start.size, start.object.data, start.object.etag, start.object.metadata) == (10, b"0123", '"e"', {"a": "1"})
-    assert request_arguments(asked) == {"Key": "k", "Range": "bytes=0-3"}
-    whole = {"Body": b"0123456789", "ETag": '"e"'}
-    for first in (whole, {**answer, "ContentRange": "bytes 0-3/*"}, errors.OutOfRangeError("416")):
-        start, asked = carry_out(operations.get_start("k", 4), first, whole)
+    assert asked == {"Key": "k", "Range": "bytes=0-3"}
+    whole = body(b"0123456789")
+    for first in (whole, {**answer, "ContentRange": "bytes 0-3/*"}, refusal(416)):
+        start, asked_for, _ = carry_out(lambda: STORE.get_start("k", 4), first, whole)
         assert (start.size, start.object.data) == (10, b"0123456789")
-        assert [request_arguments(each).get("Range") for each in asked] == ["bytes=0-3", None]
+        assert [each.get("Range") for each in asked_for] == ["bytes=0-3", None]

@@ -11,6 +11,7 @@ import urllib3.exceptions
 from dcp_s3 import errors
 from dcp_s3.limit import Cancelled, Deadline, Limit
 from dcp_s3.s3 import diagnosis, retry
+from dcp_s3.s3.pressure import Gate
 
 
 def client_error(code: str, status: int) -> boto.ClientError:
@@ -37,7 +38,7 @@ def failing(times: int, error: Exception) -> tuple[Callable[[], str], list[int]]
 
 
 def call(request: Callable[[], str], *, operation: str, bucket: str, key: str = "", attempts: int, **limit: Any) -> str:
-    return retry.call(request, retry.Tries(operation, bucket, key, attempts, Limit(**limit)))
+    return retry.call(request, retry.Tries(operation, bucket, key, attempts, Limit(**limit)), Gate("test"))
 
 
 PASSING = [

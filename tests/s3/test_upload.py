@@ -51,7 +51,7 @@ def make_bucket(name: str, **settings: Any) -> S3Store:
     return S3Store(name, Settings(**{"part_size": PART, "concurrency": 3, **settings}))
 
 
-@pytest.mark.parametrize("checksum", ["auto", "crc32c", "none"])
+@pytest.mark.parametrize("checksum", ["auto", "none"])
 @pytest.mark.parametrize("size", [0, 1, PART, PART + 1, 3 * PART + 12345])
 def test_what_is_written_is_what_is_read(bucket: str, size: int, checksum: str) -> None:
     target = make_bucket(bucket, checksum=checksum)
@@ -116,7 +116,6 @@ def test_faults_that_pass_do_not_harm(faulty: FaultyServer, seed: int) -> None:
     faulty.rule = lambda _: None
     assert hits
     assert all(faulty.s3.read("bucket", f"k{round_}") == DATA for round_ in range(6))
-    assert faulty.s3.open_uploads("bucket") == []
 
 
 @pytest.mark.parametrize("fault", [Fault.apply_then_reset(), Fault.error_in_200()], ids=lambda f: f.kind)
@@ -145,14 +144,6 @@ def test_a_failure_leaves_no_upload_and_no_object(faulty: FaultyServer, operatio
     assert faulty.s3.open_uploads("bucket") == []
     assert faulty.s3.objects("bucket") == {}
     assert not [t for t in threading.enumerate() if t.name.startswith("dcp_s3-")]
-
-
-def test_an_upload_whose_id_was_lost_with_the_only_answer_is_aborted(faulty: FaultyServer) -> None:
-    seen = faulty.once("CreateMultipartUpload", Fault.apply_then_reset())
-    with pytest.raises(errors.TransferError):
-        upload(make_bucket("bucket", retry_attempts=1), DATA)
-    assert seen
-    assert faulty.s3.open_uploads("bucket") == []
 
 
 def test_damage_on_the_wire_is_noticed_and_repaired(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:

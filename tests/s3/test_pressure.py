@@ -1,0 +1,499 @@
+"""How many requests are in flight: fewer while S3 throttles, as many connections as move more bytes otherwise."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import botocore.exceptions as boto
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dcp_s3
+from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3.limit import UNLIMITED, Cancelled, Limit
+from dcp_s3.memory import Piece
+from dcp_s3.s3 import pressure, retry
+from dcp_s3.s3.parts import GETS_PER_SECOND, PUTS_PER_SECOND, plan_part_size
+from dcp_s3.s3.pressure import Gate, Tuning, Width
+from dcp_s3.s3.store import S3Store
+from dcp_s3.settings import Settings
+from dcp_s3.spill.background import stop_draining
+from dcp_s3.workers import Workers
+from tests.faulty import BUCKET, FaultyServer
+from tests.memory_s3 import Fault
+from tests.s3.waiting import LONG, until
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+MIB = 2**20
+URL = f"s3://{BUCKET}/run"
+
+
+@pytest.fixture(autouse=True)
+def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of any bucket: servers of earlier tests may have had the same port."""
+    for name in ("_gates", "_widths", "_paces"):
+        monkeypatch.setattr(pressure, name, {})
+
+
+# --- the gate -------------------------------------------------------------------------------------------
+
+
+def never() -> None:
+    pytest.fail("it waits")
+
+
+def closed_gate(limit: int, *, taken: bool = False) -> Gate:
+    """With ``limit`` places, of which one may be taken."""
+    gate = Gate("http://host/bucket")
+    for _ in range(2 * limit):
+        gate.enter(never)
+    gate.throttled(time.monotonic())
+    for _ in range(2 * limit):
+        gate.leave(0, succeeded=False)
+    while (gate.state.limit or 0) > limit:
+        gate.throttled(time.monotonic())
+    if taken:
+        gate.enter(never)
+    return gate
+
+
+@given(st.integers(1, 64), st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 5)), max_size=60))
+def test_the_limit_halves_and_grows_by_one_a_round(in_flight: int, events: list[tuple[bool, int, int]]) -> None:
+    gate, clock = Gate("test"), SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pressure, "time", clock)
+        for _ in range(in_flight):
+            gate.enter(never)
+        for success, pause, took in events:
+            clock.now += pause
+            before = gate.state.limit
+            if success:
+                gate.leave(clock.now - took, succeeded=True)
+                gate._in_flight += 1
+                after = gate.state.limit
+                assert after is None or before is None or before <= after <= before + 1
+            else:
+                gate.throttled(clock.now - took)
+                after = gate.state.limit
+                assert after is not None or before is None
+                assert after is None or after >= (before or in_flight) // 2
+            assert after is None or 1 <= after <= max(in_flight, 4)
+
+
+def test_a_burst_lowers_it_once_and_what_began_before_does_not_raise_it() -> None:
+    gate = Gate("test")
+    for _ in range(16):
+        gate.enter(never)
+    for _ in range(16):
+        gate.throttled(0.0)
+    assert (gate.state.limit, gate.state.throttled, gate.state.decreases) == (8, 16, 1)
+    for _ in range(16):
+        gate.leave(0.0, succeeded=True)
+    assert gate.state.limit == 8
+    rounds = 0
+    while gate.state.limit is not None:
+        gate.enter(never)
+        gate.leave(math.inf, succeeded=True)
+        rounds += 1
+    assert 8 * 8 < rounds < 100, "open again at what was in flight"
+    assert all(gate.enter(never) is None for _ in range(50))
+    assert gate.state.waited == 0
+
+
+def test_many_threads_never_exceed_the_limit_and_all_get_their_turn() -> None:
+    gate, lock = closed_gate(3), threading.Lock()
+    inside, most = [0], [0]
+
+    def work(_: int) -> None:
+        gate.enter(lambda: None)
+        with lock:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+        with lock:
+            inside[0] -= 1
+        gate.leave(0, succeeded=False)  # the limit stays
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(work, range(1000)))
+    assert 1 <= most[0] <= 3
+    assert (gate.state.in_flight, gate.state.waiting) == (0, 0)
+
+
+def test_decreases_are_logged_with_the_limit_but_not_each(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "dcp_s3.s3.pressure"):
+        gate = closed_gate(4)
+        gate.throttled(time.monotonic())
+    [message] = caplog.messages
+    assert "http://host/bucket" in message
+    assert "at most 4 data requests" in message
+    assert (gate.state.limit, gate.state.decreases) == (2, 2)
+
+
+def slow_down(status: int = 503, code: str = "SlowDown") -> boto.ClientError:
+    return boto.ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "UploadPart")
+
+
+def call(request: Callable[[], Any], gate: Gate, *, data: bool = True, limit: Limit = UNLIMITED) -> Any:
+    return retry.call(request, retry.Tries("UploadPart", "b", "k", 5, limit), gate, data=data)
+
+
+@pytest.mark.parametrize(
+    ("error", "counts"),
+    [
+        (slow_down(), 1),
+        (slow_down(503, "SlowDownWrite"), 1),
+        (slow_down(429, "TooManyRequests"), 1),
+        (slow_down(400, "Throttling"), 1),
+        (slow_down(500, "InternalError"), 0),
+        (ConnectionResetError(), 0),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("data", [True, False])
+def test_what_counts_as_throttling(error: Exception, counts: int, data: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "backoff", lambda _: 0.0)
+    gate, failures = Gate("test"), [error]
+    assert call(lambda: _fail_once(failures), gate, data=data) == "done"
+    state = gate.state
+    assert (state.throttled, state.decreases, state.in_flight) == (counts, counts, 0)
+    assert state.limit == (2 if counts else None)
+
+
+def _fail_once(failures: list[Exception]) -> str:
+    if failures:
+        raise failures.pop()
+    return "done"
+
+
+def test_a_bug_gives_its_place_back() -> None:
+    gate = closed_gate(1)
+    with pytest.raises(KeyError):
+        call(lambda: {}["x"], gate)
+    assert gate.state.in_flight == 0
+
+
+def test_a_throttled_request_has_no_place_while_it_waits_and_small_ones_need_none() -> None:
+    gate, waiting, go_on = closed_gate(1), threading.Event(), threading.Event()
+
+    class Waits(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waiting.set()
+            assert go_on.wait(LONG)
+            return False
+
+    failures: list[Exception] = [slow_down()]
+    with ThreadPoolExecutor(1) as pool:
+        throttled = pool.submit(call, lambda: _fail_once(failures), gate, limit=Limit(cancel=Waits()))
+        assert waiting.wait(LONG)
+        gate.enter(never)
+        assert call(lambda: "small", gate, data=False) == "small"
+        gate.leave(0, succeeded=False)
+        go_on.set()
+        assert throttled.result(LONG) == "done"
+
+
+def test_waiting_at_the_gate_uses_up_the_patience() -> None:
+    gate = closed_gate(1, taken=True)
+    with pytest.raises(errors.TransferError, match="S3 throttles") as failure:
+        call(lambda: pytest.fail("not its turn"), gate, limit=Limit(patience=0.05))
+    assert failure.value.key == "k"
+    assert gate.state.waiting == 0
+    assert gate.state.waited > 0
+
+
+def test_a_cancelled_request_does_not_wait_on() -> None:
+    gate, cancel = closed_gate(1, taken=True), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(call, lambda: "never", gate, limit=Limit(cancel=cancel))
+        until(lambda: gate.state.waiting == 1)
+        cancel.set()
+        with pytest.raises(Cancelled):
+            waiting.result(LONG)
+    assert (gate.state.in_flight, gate.state.waiting) == (1, 0)
+
+
+# --- a server that throttles ------------------------------------------------------------------------------
+
+
+def test_a_save_and_a_load_go_on_with_as_many_requests_as_s3_takes(faulty: FaultyServer) -> None:
+    """The server takes three data requests at a time. Each tensor is an object of its own."""
+    refused, lock = [0], threading.Lock()
+
+    def rule(request: Any) -> Fault | None:
+        if request.operation not in ("PutObject", "UploadPart", "GetObject"):
+            return None
+        if faulty.s3.in_flight <= 3:
+            return Fault.delay(0.01)
+        with lock:
+            refused[0] += 1
+        return Fault.error(503, "SlowDown")
+
+    faulty.rule = rule
+    settings = {"concurrency": 16, "retry_attempts": 100}
+    state = {f"t{n}": torch.full((100,), float(n)) for n in range(60)}
+    dcp.save(state, storage_writer=S3StorageWriter(URL, separate=list(state), settings=settings))
+    found = {name: torch.zeros(100) for name in state}
+    dcp.load(found, storage_reader=S3StorageReader(URL, settings=settings))
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    (gate,) = pressure.gates().values()
+    assert gate.throttled == refused[0] > 0
+    assert 1 <= gate.decreases <= gate.throttled
+    assert (gate.in_flight, gate.waiting) == (0, 0)
+
+
+def test_small_requests_lower_the_limit_of_their_bucket_and_stats_say_so(faulty: FaultyServer) -> None:
+    bucket = S3Store(BUCKET, Settings())
+    bucket.put("k", b"abc")
+    for operation, request in {
+        "HeadObject": lambda: bucket.head("k"),
+        "ListObjectsV2": lambda: dcp_s3.list_checkpoints(URL),
+        "DeleteObject": lambda: bucket.delete(["k"]),
+    }.items():
+        before = bucket.gate.state
+        seen = faulty.once(operation, Fault.error(503, "SlowDown"))
+        request()
+        assert seen
+        assert bucket.gate.state.throttled == before.throttled + 1
+        assert (bucket.gate.state.limit or 0) <= 2
+    assert S3Store("another", Settings()).gate.state.limit is None
+    found = dcp_s3.stats().to_dict()
+    assert found["throttle"][f"{faulty.s3.endpoint_url}/{BUCKET}"]["throttled"] == 3
+    assert json.loads(json.dumps(found)) == found
+
+
+def _in_child(sender: Any) -> None:
+    gate = pressure.gate_of(Settings(), "x")
+    sender.send((gate.state.limit, gate.state.in_flight))
+
+
+def test_a_forked_child_has_a_limit_of_its_own() -> None:
+    gate = pressure.gate_of(Settings(), "x")
+    gate.enter(never)
+    gate.throttled(time.monotonic())
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_in_child, args=(sender,))
+    with pressure._lock, gate._changed:  # as if other threads held them
+        child.start()
+    assert receiver.poll(LONG)
+    assert receiver.recv() == (None, 0)
+    child.join(LONG)
+    assert child.exitcode == 0
+    assert (gate.state.limit, gate.state.in_flight) == (2, 1)
+
+
+def test_a_save_that_waits_too_long_at_the_gate_is_spilled(faulty: FaultyServer, tmp_path: Path) -> None:
+    """Nothing of it is refused: S3 throttled others before, which hold all places."""
+    gate = S3Store(BUCKET, Settings()).gate
+    gate.throttled(time.monotonic())
+    for _ in range(2):
+        gate.enter(never)
+    before = dcp_s3.stats().spill.refused_bytes
+    settings = {"spill_dir": str(tmp_path), "spill_after": 0.2}
+    future: Any = dcp.async_save({"w": torch.ones(10)}, storage_writer=S3StorageWriter(URL, settings=settings))
+    try:
+        until(lambda: dcp_s3.stats().spill.refused_bytes > before)
+        assert not future.done()
+    finally:
+        for _ in range(2):
+            gate.leave(0, succeeded=False)
+    future.result(LONG)
+    found = {"w": torch.zeros(10)}
+    dcp.load(found, storage_reader=S3StorageReader(URL))
+    assert torch.equal(found["w"], torch.ones(10))
+    stop_draining()
+
+
+# --- connections, on a clock of its own -------------------------------------------------------------------
+
+
+class Transfer:
+    """One whose connections carry ``each`` bytes per second, and ``total`` all together."""
+
+    def __init__(self, width: Width, each: float, total: float, *, most: int = 64, noise: float = 0.0) -> None:
+        self.now, self.is_busy, self.each, self.total = 0.0, True, each, total
+        self._noise, self._random = noise, random.Random(0)
+        self.gate = Gate("test")
+        self.sizes: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pressure, "time", self)
+            self.tuning = Tuning(
+                width, self.gate, "test", resize=self.sizes.append, is_busy=lambda: self.is_busy, most=most
+            )
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def run(self, seconds: float) -> float:
+        """Bytes per second in that time."""
+        moved, tick = 0.0, 0.01
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pressure, "time", self)
+            for _ in range(round(seconds / tick)):
+                self.now += tick
+                rate = min(self.tuning.connections * self.each, self.total)
+                count = rate * tick * (1 + self._random.uniform(-self._noise, self._noise))
+                self.tuning.moved(int(count))
+                moved += count
+        return moved / seconds
+
+
+@given(
+    each=st.floats(10 * MIB, 500 * MIB), total=st.floats(100 * MIB, 8000 * MIB), first=st.integers(4, 32),
+    noise=st.floats(0, 0.04),
+)  # fmt: skip
+def test_connections_that_are_slow_one_by_one_become_as_many_as_fill_the_link(
+    each: float, total: float, first: int, noise: float
+) -> None:
+    transfer = Transfer(width := Width(first), each, total, noise=noise)
+    transfer.run(3.0)
+    assert transfer.run(1.0) >= 0.8 * min(64 * each, total, max(first * each, first * 150e6))
+    assert width.connections <= max(first, 32, 2.2 * total / each)
+    assert width.connections == transfer.tuning.connections == (transfer.sizes or [first])[-1]
+
+
+def test_what_a_transfer_found_the_next_begins_with_and_after_a_while_it_is_tried_again() -> None:
+    width = Width(4)
+    assert width.likely == 8
+    first = Transfer(width, 2000 * MIB, 1800 * MIB)
+    first.run(1.0)
+    assert (first.sizes, width.connections, width.likely) == ([], 4, 4)
+    first.total, first.each = 8000 * MIB, 85 * MIB  # the other tenant of the host is gone
+    first.run(10.0)
+    assert first.sizes == []
+    first.run(60.0)
+    assert first.sizes == [32, 64]
+    assert Width(64).likely == width.connections == 64
+    assert Transfer(width, 1.0, 1.0, most=3).tuning.connections == 3
+
+
+@pytest.mark.parametrize("why", ["idle", "throttled", "ended", "no more"])
+def test_when_nothing_is_learned(why: str) -> None:
+    transfer = Transfer(width := Width(4), 85 * MIB, 8000 * MIB, most=4 if why == "no more" else 64)
+    transfer.is_busy = why != "idle"
+    if why == "throttled":
+        transfer.gate.throttled(0.0)
+    if why == "ended":
+        with transfer.tuning:
+            pass
+    transfer.run(3.0)
+    assert width.connections == 4
+
+
+@pytest.mark.parametrize(("cores", "ranks", "expected"), [(2, 1, 4), (4, 1, 8), (96, 8, 24), (192, 8, 32), (0.5, 1, 4)])
+def test_the_first_guess(cores: float, ranks: int, expected: int) -> None:
+    assert pressure._first(cores, ranks) == expected
+
+
+# --- connections of saves and loads -----------------------------------------------------------------------
+
+
+class Crowd:
+    """Holds requests of one operation back until ``count`` are there together; only the first one passes at once."""
+
+    def __init__(self, faulty: FaultyServer, operation: str, count: int) -> None:
+        self._operation, self._count = operation, count
+        self._changed = threading.Condition()
+        self._there = self.most = self._seen = 0
+        self.met = False
+        faulty.rule = self._rule
+
+    def _rule(self, request: Any) -> Fault | None:
+        if request.operation != self._operation or request.key.endswith("metadata"):
+            return None
+        with self._changed:
+            self._seen += 1
+            if self._seen == 1:
+                return None
+            self._there += 1
+            self.most = max(self.most, self._there)
+            self.met = self.met or self._there >= self._count
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.met, LONG)
+            self._there -= 1
+        return None
+
+
+def large_state(value: float) -> dict[str, Any]:
+    return {f"w{n}": torch.full((10 * MIB // 4,), value + n) for n in range(12)}
+
+
+@pytest.fixture
+def widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer begins with two connections, and has five (or its ceiling) after the first bytes."""
+    monkeypatch.setattr(pressure, "_first", lambda cores, ranks: 2)
+
+    def moved(self: Tuning, count: int) -> None:
+        if not self._is_over and self.connections < 5:
+            with self._lock:
+                self._change(min(5, self._most), 1.0)
+
+    monkeypatch.setattr(Tuning, "moved", moved)
+
+
+@pytest.mark.usefixtures("widened")
+@pytest.mark.parametrize("ceiling", ["auto", 3])
+def test_a_save_and_a_load_use_more_connections_as_they_run(faulty: FaultyServer, ceiling: Any) -> None:
+    settings, expected = {"part_size": "5MiB", "concurrency": ceiling}, 5 if ceiling == "auto" else 3
+    crowd = Crowd(faulty, "UploadPart", expected)
+    dcp.save(large_state(1.0), storage_writer=S3StorageWriter(URL, max_objects=1, settings=settings))
+    assert (crowd.met, crowd.most) == (True, expected)
+    crowd = Crowd(faulty, "GetObject", expected)
+    found = large_state(0.0)
+    dcp.load(found, storage_reader=S3StorageReader(URL, settings=settings))
+    assert (crowd.met, crowd.most) == (True, expected)
+    assert all(torch.equal(found[name], value) for name, value in large_state(1.0).items())
+    told = {name.rpartition(" ")[2]: each["connections"] for name, each in dcp_s3.stats().connections.items()}
+    assert told == {"upload": expected, "download": expected}
+
+
+@pytest.mark.usefixtures("widened")
+def test_a_process_that_has_no_more_threads_goes_on_with_those_it_has(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    resize = Workers.resize
+
+    def few(self: Workers, count: int) -> None:
+        if count == 5:
+            raise RuntimeError("can't start new thread")
+        resize(self, count)
+
+    monkeypatch.setattr(Workers, "resize", few)
+    store = S3Store(BUCKET, Settings(part_size="5MiB"))
+    store.put_stream("k", 20 * MIB, [Piece.of(bytes(20 * MIB))])
+    assert faulty.s3.objects(BUCKET) == {"k": 20 * MIB}
+    assert "no thread can be started" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("total", "part"),
+    [(1, 8), (256 * MIB, 8), (1024 * MIB, 32), (3072 * MIB, 48), (4096 * MIB, 64), (100 * 1024 * MIB, 64)],
+)
+def test_every_connection_has_parts_to_send(total: int, part: int) -> None:
+    found = plan_part_size(total, connections=32, ranks=1, most=64 * MIB, requests_per_second=PUTS_PER_SECOND)
+    assert found == part * MIB
+
+
+@pytest.mark.parametrize("ranks", [8, 512, 4096])
+@pytest.mark.parametrize("gib", [0.5, 4, 30])
+def test_all_ranks_together_stay_below_what_s3_takes(ranks: int, gib: float) -> None:
+    total = int(gib * 2**30)
+    for most_per_second in (PUTS_PER_SECOND, GETS_PER_SECOND):
+        part = plan_part_size(total, connections=32, ranks=ranks, most=64 * MIB, requests_per_second=most_per_second)
+        seconds = total / (min(32, total / part) * 90e6)
+        assert ranks * total / part / seconds <= 1.01 * most_per_second
