@@ -195,9 +195,8 @@ def choose(
 def impatient(settings: Settings) -> Settings:
     """Settings for requests that are repeated anyway, or that the disks can answer too."""
     attempts = min(_ATTEMPTS, settings.retry_attempts)
-    names = ("connect_timeout", "read_timeout")
-    timeouts = {name: min(getattr(settings, name), settings.spill_after) for name in names}
-    return settings.model_copy(update={**timeouts, "retry_attempts": attempts})
+    timeout = min(settings.read_timeout, settings.spill_after)
+    return settings.model_copy(update={"read_timeout": timeout, "retry_attempts": attempts})
 
 
 def _none_asked_for(catalog: CheckpointCatalog, there: Sequence[CheckpointInfo]) -> errors.CheckpointNotFoundError:

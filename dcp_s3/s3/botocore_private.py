@@ -21,9 +21,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
-from urllib3.util.connection import allowed_gai_family
-
 from dcp_s3.s3.body import BodyReader, Chunks, GatherBody
 from dcp_s3.s3.retry import current_attempt, this_thread
 
@@ -222,11 +219,7 @@ class _Abortable:
     """Mixin for a connection: tells the thread's `Flight` its socket, which waits as the `Attempt` says."""
 
     sock: Any
-    host: str
-    port: int
     timeout: Any
-    source_address: Any
-    socket_options: Any
 
     def connect(self) -> None:
         super().connect()  # type: ignore[misc]
@@ -254,45 +247,16 @@ class _Abortable:
         return response
 
     def _new_conn(self) -> Any:
-        """Connect as urllib3 does, but tell the flight of the socket before that."""
+        flight, sock = getattr(this_thread, "flight", None), super()._new_conn()  # type: ignore[misc]
+        ours = _Socket(sock.family, sock.type, sock.proto, sock.detach())
         try:
-            return self._connect()
-        except TimeoutError as error:
-            raise ConnectTimeoutError(
-                self, f"Connection to {self.host} timed out. (connect timeout={self.timeout})"
-            ) from error
-        except OSError as error:
-            raise NewConnectionError(self, f"Failed to establish a new connection: {error}") from error  # type: ignore[arg-type]
-
-    def _connect(self) -> socket.socket:
-        flight = getattr(this_thread, "flight", None)
-        host = getattr(self, "_dns_host", self.host).strip("[]")
-        failure: OSError = OSError("the name has no address")
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host, self.port, allowed_gai_family(), socket.SOCK_STREAM
-        ):
-            try:
-                sock = _Socket(family, kind, protocol)
-                try:
-                    for option in self.socket_options or ():
-                        sock.setsockopt(*option)
-                    sock.settimeout(self.timeout)
-                    if self.source_address:
-                        sock.bind(self.source_address)
-                    if flight is not None:
-                        flight.note(sock)
-                    sock.connect(address)
-                except BaseException:
-                    sock.close()
-                    raise
-            except OSError as error:
-                failure = error
-            else:
-                return sock
-        try:
-            raise failure
-        finally:
-            del failure  # its traceback has this frame
+            ours.settimeout(self.timeout)
+            if flight is not None:
+                flight.note(ours)
+        except BaseException:
+            ours.close()
+            raise
+        return ours
 
 
 class _Releasing:

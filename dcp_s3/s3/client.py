@@ -7,13 +7,10 @@ own rather than share sockets. Each client detects answers that are not S3's, be
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 import platform
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -39,14 +36,13 @@ _USER_AGENT = f"dcp_s3/{__version__} Boto3/{boto3.__version__} Python/{platform.
 # Idle connections that are kept: more than the highest concurrency of several saves and loads at once. An upper bound
 # only: there are as many idle connections as requests were in flight.
 _MOST_CONNECTIONS = 4 * 512
-# A client costs about 4 MB. A process talks to one endpoint or two; the least recently used client is dropped.
+# A client costs about 4 MB. A process talks to one endpoint or two; beyond that the oldest client is dropped.
 _MOST_CLIENTS = 8
 
 
 class _Endpoint(NamedTuple):
-    """Key of a client: what its connections depend on, and the process id, because of forks."""
+    """Key of a client: what its connections depend on."""
 
-    process: int
     url: str | None
     region: str | None
     profile: str | None
@@ -55,7 +51,7 @@ class _Endpoint(NamedTuple):
     """What AWS's own chain has in the environment: of a client, endpoint and credentials never change."""
 
 
-_clients: OrderedDict[_Endpoint, Any] = OrderedDict()
+_clients: dict[_Endpoint, Any] = {}
 _lock = threading.Lock()
 
 
@@ -100,24 +96,20 @@ def get_client(settings: Settings) -> Any:
     """This process's boto3 S3 client for the endpoint of ``settings``. Thread safe."""
     endpoint = _endpoint_of(settings)
     client = _clients.get(endpoint)
-    if client is not None:
-        with contextlib.suppress(KeyError):  # just dropped
-            _clients.move_to_end(endpoint)
-        return client
-    with _lock:
-        client = _clients.get(endpoint)
-        if client is None:
-            client = _clients[endpoint] = _make_client(settings)
-            if len(_clients) > _MOST_CLIENTS:
-                _clients.popitem(last=False)[1].close()  # requests under way go on
+    if client is None:
+        with _lock:
+            client = _clients.get(endpoint)
+            if client is None:
+                client = _clients[endpoint] = _make_client(settings)
+                if len(_clients) > _MOST_CLIENTS:
+                    _clients.pop(next(iter(_clients))).close()  # requests under way go on
     return client
 
 
 def _endpoint_of(settings: Settings) -> _Endpoint:
     return _Endpoint(
-        os.getpid(), settings.endpoint_url, settings.region, settings.profile, settings.addressing_style,
-        aws_environment(),
-    )  # fmt: skip
+        settings.endpoint_url, settings.region, settings.profile, settings.addressing_style, aws_environment()
+    )
 
 
 def _make_client(settings: Settings) -> Any:

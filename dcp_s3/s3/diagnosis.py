@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import logging
-import re
 import threading
 import time
 from typing import Any
@@ -20,7 +19,6 @@ logger = logging.getLogger(__name__)
 
 AGAIN = 300.0
 """Seconds for which a cause is not named again."""
-_MOST_CAUSES = 100
 
 _told: dict[str, float] = {}
 _lock = threading.Lock()
@@ -229,45 +227,18 @@ def _begin_anew() -> None:
     _told.clear()
 
 
-def tell_retry(error: Exception, bucket: str, *, made: int, attempts: int, wait: float | None = None) -> None:
-    """Log at INFO why a request is tried again, unless the same was said in the last `AGAIN` seconds.
-
-    Args:
-        wait: seconds until the next one, if known.
-    """
-    cause = outline(error, bucket)
+def tell_retry(error: Exception, bucket: str, *, made: int, attempts: int, wait: float) -> None:
+    """Log at INFO why a request is tried again in ``wait`` seconds, unless the same was said in the last `AGAIN`
+    seconds."""
+    if isinstance(error, boto.ClientError):
+        answer = " ".join(map(str, filter(None, (status_code(error), error_code(error)))))
+        cause = f"S3 answers {answer or describe(error)} (bucket {bucket!r})"
+    else:
+        host = urlsplit(str(getattr(error, "kwargs", {}).get("endpoint_url", ""))).netloc.rpartition("@")[2]
+        cause = f"{host or f'the endpoint of bucket {bucket!r}'} does not answer ({type(error).__name__})"
     now = time.monotonic()
     with _lock:
         if now - _told.get(cause, -AGAIN) < AGAIN:
             return
-        if len(_told) >= _MOST_CAUSES:
-            _told.clear()
         _told[cause] = now
-    waiting = "" if wait is None else f", waiting {wait:.1f} s"
-    logger.info("%s: attempt %d of %d%s", cause, made + 1, attempts, waiting)
-
-
-def outline(error: Exception, bucket: str) -> str:
-    """``127.0.0.1:9 does not answer (connection refused)``: who failed and how, the same for all such requests."""
-    if isinstance(error, boto.ClientError):
-        answer = " ".join(map(str, filter(None, (status_code(error), error_code(error)))))
-        return f"S3 answers {answer or describe(error)} (bucket {bucket!r})"
-    host = urlsplit(str(getattr(error, "kwargs", {}).get("endpoint_url", ""))).netloc.rpartition("@")[2]
-    return f"{host or f'the endpoint of bucket {bucket!r}'} does not answer ({_cause(error)})"
-
-
-def _cause(error: Exception) -> str:
-    if isinstance(error, boto.ConnectTimeoutError):
-        return "no connection in time"
-    if isinstance(error, boto.ReadTimeoutError):
-        return "no byte in time"
-    found: Any = error
-    seen: list[Any] = []
-    while isinstance(found, BaseException) and found not in seen:
-        if isinstance(found, OSError) and found.strerror and found.errno:
-            return found.strerror.lower()
-        seen.append(found)
-        found = getattr(found, "kwargs", {}).get("error") or found.__cause__ or found.__context__
-    # urllib3 keeps only the text.
-    written = re.search(r"\[Errno -?\d+\] ([\w ,'-]+)", " ".join(map(str, seen)))
-    return written[1].strip().lower() if written else describe(error)
+    logger.info("%s: attempt %d of %d, waiting %.1f s", cause, made + 1, attempts, wait)

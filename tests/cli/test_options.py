@@ -202,7 +202,7 @@ def test_a_dead_endpoint_is_named_at_the_first_retry_and_once(monkeypatch: pytes
     for command in (["ls", ROOT], ["unpin", f"{ROOT}/a"]):
         diagnosis._told.clear()
         first, *rest = run(*command, "--endpoint-url", "http://127.0.0.1:9", status=1).stderr.splitlines()
-        assert first.startswith("127.0.0.1:9 does not answer (connection refused): attempt 2 of 3, waiting ")
+        assert first.startswith("127.0.0.1:9 does not answer (EndpointConnectionError): attempt 2 of 3, waiting ")
         assert len(rest) == 1
         assert "after 3 attempts" in rest[0]
 
