@@ -330,12 +330,6 @@ def test_listings_with_a_delimiter(store: Store) -> None:
     assert list(store.list("run/b", "/").prefixes) == ["run/b/"]
 
 
-def test_a_listing_has_the_etags_that_deletes_are_conditional_on(store: Store) -> None:
-    store.put("k", b"x")
-    [listed] = store.list("").objects
-    assert listed.etag.strip('"') == store.head("k").etag.strip('"')
-
-
 # --- conditions --------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from dcp_s3.s3.multipart import find_parts
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.store import Store, Upload
-from dcp_s3.stores.directory import DirectoryStore
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 
@@ -86,18 +84,6 @@ def test_ranges_are_whole(faulty: FaultyServer) -> None:
         memory = bytearray(1000)
         fetch_into(bucket, "key", 100, [ReadTarget(memoryview(memory))])
         assert bytes(memory) == DATA[100:1100]
-
-
-@pytest.mark.parametrize("fault", [Fault.apply_then_reset(), Fault.cut_head(0)], ids=["reset", "cut_head"])
-def test_a_file_whose_completion_was_not_heard_of_is_uploaded_again(
-    faulty: FaultyServer, tmp_path: Path, fault: Fault
-) -> None:
-    (tmp_path / "key").write_bytes(DATA)
-    seen = faulty.once("CompleteMultipartUpload", fault)
-    move(DirectoryStore(tmp_path), S3Store(BUCKET, Settings(part_size="5MiB")), "key")
-    assert seen
-    assert faulty.s3.read(BUCKET, "key") == DATA
-    assert faulty.s3.open_uploads(BUCKET) == []
 
 
 PAGE = b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head><body>Welcome to the guest network</body></html>"
@@ -221,35 +207,3 @@ def test_a_checksum_of_other_bytes_is_not_taken_for_ours(faulty: FaultyServer, o
     faulty.rule = lambda request: Fault.forge(200, b"", other) if request.operation == operation else None
     with pytest.raises(errors.TransferError, match="checksum"):
         do(bucket, operation, upload_id)
-
-
-@pytest.mark.parametrize("name", ["empty", "page", "page not found", "no content"])
-def test_files_are_whole_whoever_answers(faulty: FaultyServer, tmp_path: Path, name: str) -> None:
-    bucket = S3Store(BUCKET, Settings(part_size="5MiB"))
-    (tmp_path / "large").write_bytes(DATA)
-    (tmp_path / "small").write_bytes(DATA[:1000])
-    for file, operation in [
-        ("small", "PutObject"),
-        *(("large", each) for each in ("CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload")),
-    ]:
-        seen = faulty.once(operation, FORGED[name])
-        move(DirectoryStore(tmp_path), bucket, file)
-        assert seen
-    for file in ("small", "large"):
-        seen = faulty.once("GetObject", FORGED[name])
-        move(bucket, DirectoryStore(tmp_path / "copy"), file)
-        assert seen
-        assert (tmp_path / "copy" / file).read_bytes() == (tmp_path / file).read_bytes()
-
-
-@pytest.mark.parametrize("status", [507, 509, 520, 529, 530, 598, 599])
-def test_what_a_proxy_says_of_a_server_that_fails_passes(faulty: FaultyServer, tmp_path: Path, status: int) -> None:
-    bucket, _ = prepare()
-
-    for use in (
-        lambda: bucket.get("a"),
-        lambda: move(bucket, DirectoryStore(tmp_path), "a"),
-    ):
-        seen = faulty.once("GetObject", Fault.forge(status, PAGE, HTML))
-        use()
-        assert seen

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import io
-import socket
-import ssl
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-import trustme
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -173,44 +166,3 @@ def test_large_views_are_filled_without_a_copy_and_small_ones_with_few_calls() -
     for _ in range(60):
         body.readinto(memoryview(bytearray(4096)))
     assert sock.calls == calls + 2
-
-
-def test_closing_it_closes_what_it_replaced() -> None:
-    buffered = io.BufferedReader(_Raw(_Socket(b"x", [1])))
-    with BodyReader(buffered, _Socket(b"", [1])):
-        pass
-    assert buffered.closed
-
-
-@contextmanager
-def _over_tls(data: bytes, directory: Path) -> Iterator[ssl.SSLSocket]:
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(str(directory / "authority.pem"))
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert("localhost").configure_cert(server)
-    ours, theirs = socket.socketpair()
-
-    def serve() -> None:
-        with server.wrap_socket(theirs, server_side=True) as sock:
-            sock.sendall(data)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    client = ssl.create_default_context(cafile=str(directory / "authority.pem"))
-    try:
-        with client.wrap_socket(ours, server_hostname="localhost") as sock:
-            sock.settimeout(30)
-            yield sock
-    finally:
-        thread.join()
-
-
-@pytest.mark.parametrize("step", [4096, 100_000, 1_000_000])
-def test_records_of_tls_are_joined(step: int, tmp_path: Path) -> None:
-    data = bytes(range(256)) * 4096
-    with _over_tls(data, tmp_path) as sock, BodyReader(sock.makefile("rb"), sock) as body:
-        found = bytearray()
-        while count := body.readinto(view := memoryview(bytearray(step))):
-            assert count == min(step, len(data) - len(found))
-            found += view[:count]
-    assert found == data

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 
-from dcp_s3 import S3StorageReader, S3StorageWriter, Settings, errors
+from dcp_s3 import Settings, errors
 from dcp_s3.limit import Limit
 from dcp_s3.s3 import client as client_module
 from dcp_s3.s3.client import close_clients, get_client
@@ -70,24 +67,6 @@ def test_few_clients_are_kept(s3_env: S3Server) -> None:
     assert len(client_module._clients) == client_module._MOST_CLIENTS
     assert get_client(Settings(region=f"region-{number}")) is client
     close_clients()
-
-
-@pytest.mark.soak
-def test_two_hundred_settings_cost_no_memory(root: str) -> None:
-    """2 MiB of state each, saved and loaded: the client's connections and buffers are those of the first few."""
-
-    def peak() -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
-
-    state = {"w": torch.ones(512 * KIB)}
-    before = 0
-    for number in range(200):
-        settings = {"part_size": 5 * 2**20 + number, "read_timeout": 30.0 + number, "save_timeout": 100.0 + number}
-        dcp.save(state, storage_writer=S3StorageWriter(root, overwrite=True, settings=settings))
-        dcp.load(state, storage_reader=S3StorageReader(root, settings=settings))
-        if number == 9:
-            before = peak()
-    assert peak() - before < 60 * 2**20
 
 
 class _Silent:

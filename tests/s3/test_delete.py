@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dcp_s3 import CheckpointCatalog, errors, latest, prune, remove
+from dcp_s3 import errors, latest, prune, remove
 from dcp_s3.s3 import operations
 from dcp_s3.s3.listing import StoredVersion, old_versions
 from dcp_s3.s3.store import S3Store
@@ -49,16 +49,6 @@ def versioned(s3: Any, bucket: str, root: str) -> Iterator[str]:
 def versions(s3: Any, bucket: str) -> list[dict[str, Any]]:
     pages = list(s3.get_paginator("list_object_versions").paginate(Bucket=bucket))
     return [each for page in pages for name in ("Versions", "DeleteMarkers") for each in page.get(name, ())]
-
-
-@pytest.mark.servers("moto")
-def test_with_versions_deleted_checkpoints_stay_behind_markers(s3: Any, bucket: str, versioned: str) -> None:
-    for step in (1, 2):
-        save(f"{versioned}/step-{step}")
-    before = {(each["Key"], each["VersionId"]) for each in versions(s3, bucket)}
-    assert prune(versioned, "latest:1").ok
-    assert [info.name for info in CheckpointCatalog(versioned).checkpoints()] == ["step-2"]
-    assert before <= {(each["Key"], each["VersionId"]) for each in versions(s3, bucket)}
 
 
 @pytest.mark.servers("moto")
@@ -169,13 +159,3 @@ def test_a_key_that_is_never_deleted_fails_and_the_others_go(store: S3Store, fau
     with pytest.raises(errors.AccessDeniedError, match="'a' was not deleted"):
         store.delete(["a", "b", "c"])
     assert faulty.s3.objects(BUCKET) == {"a": 1}
-
-
-def test_batches_have_a_thousand_keys(store: S3Store, faulty: FaultyServer) -> None:
-    memory: Any = faulty.s3._store
-    for number in range(2100):
-        memory.put(BUCKET, f"run/{number}", b"", headers={})
-    faulty.s3.reset_counters()
-    assert store.delete([f"run/{number}" for number in range(2100)]) == []
-    assert faulty.s3.counters.requests["DeleteObjects"] == 3
-    assert faulty.s3.objects(BUCKET).keys() == set("abc")

@@ -26,15 +26,6 @@ def stored(bucket: str) -> S3Store:
     return target
 
 
-@pytest.mark.parametrize(
-    ("start", "sizes"), [(0, [len(DATA)]), (5, [1]), (10, [1, 0, 70_000, 3]), (len(DATA) - 4, [4]), (7, [])]
-)
-def test_bytes_are_scattered_in_order(stored: S3Store, start: int, sizes: list[int]) -> None:
-    memory = [bytearray(size) for size in sizes]
-    fetch_into(stored, "dir/ke y+%", start, [ReadTarget(memoryview(m)) for m in memory])
-    assert b"".join(memory) == DATA[start : start + sum(sizes)]
-
-
 def test_connections_are_used_again(memory_server: Any, stored: S3Store) -> None:
     """A pool that had to open a new connection for each request would count them."""
     memory = bytearray(1000)
@@ -44,13 +35,6 @@ def test_connections_are_used_again(memory_server: Any, stored: S3Store) -> None
     for start in range(50):
         fetch_into(stored, "dir/ke y+%", start, [ReadTarget(memoryview(memory))])
     assert pool.num_connections - before <= 2
-
-
-def test_a_missing_object_and_a_range_past_the_end(stored: S3Store) -> None:
-    with pytest.raises(errors.ObjectNotFoundError, match="missing"):
-        fetch_into(stored, "missing", 0, [ReadTarget(memoryview(bytearray(4)))])
-    with pytest.raises(errors.StorageError, match="GetObject"):
-        fetch_into(stored, "dir/ke y+%", len(DATA) + 5, [ReadTarget(memoryview(bytearray(4)))])
 
 
 def put(faulty: FaultyServer, data: bytes = DATA, **settings: Any) -> S3Store:

@@ -154,19 +154,6 @@ def test_a_second_request_that_is_slower_is_ended(faulty: FaultyServer) -> None:
     assert state_of(bucket).started >= 1
 
 
-def test_what_the_first_request_received_meanwhile_counts_as_wasted(faulty: FaultyServer) -> None:
-    race, cursor = race_of(put(), 3 * BLOCK)
-    race._advance(BLOCK)
-    second = second_of(race, 3 * BLOCK, ["e"])
-    race._own.etag.append("e")
-    assert race._win(second, 0) == BLOCK
-    with pytest.raises(Cancelled):
-        race._advance(BLOCK)
-    assert cursor.done == BLOCK, "once it is lost, the reader's request moves nothing"
-    assert race.take()
-    assert cursor.full
-
-
 # --- failures ----------------------------------------------------------------------------------------
 
 
@@ -209,14 +196,6 @@ def test_a_read_that_waits_before_its_next_attempt_is_woken(
     script.faults = (script.after(1, Fault.error(500, "InternalError")), Fault.delay(0.1))
     fetch(bucket)
     assert state_of(bucket).won == 1
-
-
-def test_a_missing_object_is_not_waited_for(faulty: FaultyServer) -> None:
-    bucket = put()
-    faulty.rule = script = Script(rest=Fault.straggle(NEVER))
-    script.faults = (script.after(1),)
-    with pytest.raises(errors.ObjectNotFoundError):
-        fetch_into(bucket, "other", 0, [ReadTarget(memoryview(bytearray(10)))])
 
 
 def test_an_object_replaced_meanwhile_is_not_mixed(faulty: FaultyServer) -> None:
@@ -377,16 +356,6 @@ def test_connections_that_were_shut_down_are_not_used_again(
         faulty.rule = Script()
         fetch(bucket)
         fetch(bucket)
-
-
-def test_without_botocores_private_place_it_only_takes_longer(
-    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client, "make_abortable", lambda _: None)
-    bucket = put(read_timeout=7.5)  # settings, and so a client, of its own
-    faulty.rule = Script(Fault.straggle(0.6))
-    fetch(bucket)
-    assert state_of(bucket).won == 1
 
 
 def test_only_what_the_watcher_sees_idle_is_late() -> None:

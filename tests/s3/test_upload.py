@@ -1,7 +1,5 @@
 """Objects from buffers: part sizes, multipart, failures that leave nothing open."""
 
-import contextlib
-import itertools
 import random
 import threading
 import time
@@ -14,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_s3 import errors
-from dcp_s3.checksum import combine_crc64nvme, crc64nvme
+from dcp_s3.checksum import crc64nvme
 from dcp_s3.limit import Cancelled, Limit
-from dcp_s3.memory import Piece, crc_of, sent_pieces
+from dcp_s3.memory import Piece
 from dcp_s3.s3 import operations
 from dcp_s3.s3.parts import MAX_PARTS, choose_part_size
 from dcp_s3.s3.store import S3Store
@@ -42,32 +40,8 @@ def test_an_object_that_s3_cannot_hold() -> None:
         choose_part_size(60 * 2**40, 32 * 2**20)
 
 
-@given(st.lists(st.binary(max_size=50), max_size=6))
-def test_checksums_combine(parts: list[bytes]) -> None:
-    assert combine_crc64nvme((crc64nvme(part), len(part)) for part in parts) == crc64nvme(b"".join(parts))
-
-
 def make_bucket(name: str, **settings: Any) -> S3Store:
     return S3Store(name, Settings(**{"part_size": PART, "concurrency": 3, **settings}))
-
-
-@pytest.mark.parametrize("checksum", ["auto", "none"])
-@pytest.mark.parametrize("size", [0, 1, PART, PART + 1, 3 * PART + 12345])
-def test_what_is_written_is_what_is_read(bucket: str, size: int, checksum: str) -> None:
-    target = make_bucket(bucket, checksum=checksum)
-    data = random.Random(size).randbytes(size)
-    # Buffers that end before, at and behind the ends of parts.
-    cuts = sorted({0, min(7, size), size // 2, min(PART, size), size})
-    pieces = [Piece.of(memoryview(data)[low:high]) for low, high in itertools.pairwise(cuts)]
-    result = target.put_stream("some/ke y+ü%", size, pieces)
-    assert result.size == size
-    assert target.get("some/ke y+ü%").data == data
-    sent = sent_pieces(pieces)
-    assert all(piece.view is None for piece in [*pieces, *sent]), "memory is released once it is sent"
-    if checksum == "none":
-        assert result.crc64nvme is None
-    else:
-        assert result.crc64nvme == crc64nvme(data) == crc_of(sent)
 
 
 def test_small_objects_take_one_request(memory_server: Any, bucket: str) -> None:
@@ -164,19 +138,6 @@ def test_damage_on_the_wire_is_noticed_and_repaired(faulty: FaultyServer, monkey
     upload(make_bucket("bucket"), DATA)
     assert damaged
     assert faulty.s3.read("bucket", "k") == DATA
-
-
-def test_an_interrupt_aborts(faulty: FaultyServer) -> None:
-    target = make_bucket("bucket")
-
-    def pieces() -> Iterator[Piece]:
-        yield Piece.of(DATA)
-        raise KeyboardInterrupt
-
-    with contextlib.suppress(KeyboardInterrupt):
-        target.put_stream("k", len(DATA), pieces())
-    assert faulty.s3.open_uploads("bucket") == []
-    assert faulty.s3.objects("bucket") == {}
 
 
 def test_a_batch_that_is_stopped_cancels_what_is_under_way_and_what_begins_later(faulty: FaultyServer) -> None:

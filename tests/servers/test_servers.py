@@ -4,7 +4,6 @@ itself here."""
 from __future__ import annotations
 
 import base64
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import boto3
@@ -29,29 +28,6 @@ def _keys(s3: Any, bucket: str, **kwargs: Any) -> list[str]:
 def _code(error: pytest.ExceptionInfo[ClientError]) -> tuple[str, int]:
     response = error.value.response
     return response["Error"]["Code"], response["ResponseMetadata"]["HTTPStatusCode"]
-
-
-def test_a_multipart_upload_is_invisible_until_complete(s3: Any, bucket: str) -> None:
-    parts = [b"a" * PART, b"b" * PART, b"tail"]
-    s3.put_object(Bucket=bucket, Key="run/m", Body=b"old")
-    upload = {"Bucket": bucket, "Key": "run/m"}
-    upload["UploadId"] = s3.create_multipart_upload(**upload)["UploadId"]
-
-    def put(number: int) -> dict[str, Any]:
-        answer = s3.upload_part(**upload, PartNumber=number, Body=parts[number - 1])
-        return {"PartNumber": number, "ETag": answer["ETag"]}
-
-    with ThreadPoolExecutor(3) as pool:  # the last first: they arrive out of order
-        done = list(pool.map(put, (3, 2, 1)))
-    listed = s3.list_parts(**upload)["Parts"]
-    assert [(p["PartNumber"], p["Size"]) for p in listed] == [(1, PART), (2, PART), (3, 4)]
-    opened = s3.list_multipart_uploads(Bucket=bucket, Prefix="run/")["Uploads"]
-    assert [(u["Key"], u["UploadId"]) for u in opened] == [("run/m", upload["UploadId"])]
-    assert s3.get_object(Bucket=bucket, Key="run/m")["Body"].read() == b"old"
-
-    s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": done[::-1]})
-    assert s3.get_object(Bucket=bucket, Key="run/m")["Body"].read() == b"".join(parts)
-    assert not s3.list_multipart_uploads(Bucket=bucket).get("Uploads")
 
 
 def test_a_wrong_checksum_is_refused(s3: Any, bucket: str, server: S3Server) -> None:
