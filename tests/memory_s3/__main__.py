@@ -11,7 +11,7 @@ import threading
 from benchmarks.units import parse_size
 
 from .http import Link
-from .server import MIN_PART_SIZE, MemoryS3
+from .server import MemoryS3
 
 
 def main() -> None:
@@ -19,7 +19,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tests.memory_s3", description="An S3 server that keeps all in memory."
     )
-    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 picks a free port (default)")
     parser.add_argument(
         "--preallocate",
@@ -28,10 +27,6 @@ def main() -> None:
         metavar="SIZE",
         help="memory to touch at start, e.g. 4GiB, so that receiving costs no page faults",
     )
-    parser.add_argument("--access-key", help="refuse requests not signed in this key's name")
-    parser.add_argument("--bucket", action="append", default=[], help="make it at start")
-    parser.add_argument("--no-verify-checksums", action="store_true")
-    parser.add_argument("--min-part-size", type=parse_size, default=MIN_PART_SIZE, metavar="SIZE")
     parser.add_argument("--latency", type=float, default=0.0, metavar="SECONDS", help="before each answer")
     parser.add_argument("--connection-rate", type=parse_size, metavar="SIZE", help="bytes per second of a connection")
     parser.add_argument("--until-stdin-closes", action="store_true", help="also stop when standard input ends")
@@ -40,18 +35,12 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
     server = MemoryS3(
-        options.host,
-        options.port,
+        port=options.port,
         preallocate=options.preallocate,
-        verify_checksums=not options.no_verify_checksums,
-        access_key=options.access_key,
-        min_part_size=options.min_part_size,
         record_requests=False,
         link=Link(options.latency, options.connection_rate or math.inf),
     )
     with server:
-        for bucket in options.bucket:
-            server.create_bucket(bucket)
         print(server.endpoint_url, flush=True)
         if options.until_stdin_closes:
             threading.Thread(target=_watch_stdin, args=(stopping,), daemon=True).start()

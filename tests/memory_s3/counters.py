@@ -33,8 +33,6 @@ class Counters:
 
     requests: Mapping[str, int] = field(default_factory=dict)
     """Requests by operation, those refused included."""
-    answers: Mapping[int, int] = field(default_factory=dict)
-    """Responses by HTTP status."""
     bytes_in: int = 0
     """Bytes of request bodies received and kept."""
     bytes_out: int = 0
@@ -53,7 +51,6 @@ class Counters:
     def load(cls, text: bytes) -> Counters:
         """What `dump` wrote."""
         fields = json.loads(text)
-        fields["answers"] = {int(status): count for status, count in fields["answers"].items()}
         fields["reads"] = {Reader(a, k): Reads(count, size) for a, k, count, size in fields["reads"]}
         return cls(**fields)
 

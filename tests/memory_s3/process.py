@@ -20,14 +20,12 @@ class MemoryS3Process:
     The server also ends when this process dies.
     """
 
-    def __init__(self, preallocate: int = 0, *, verify_checksums: bool = True, link: Link | None = None) -> None:
-        """Take the settings: bytes of memory to touch at start, whether to verify checksums, the link."""
+    def __init__(self, preallocate: int = 0, *, link: Link | None = None) -> None:
+        """Take the settings: bytes of memory to touch at start, the link."""
         self._command = [
             sys.executable, "-m", "tests.memory_s3", "--until-stdin-closes",
             "--preallocate", str(preallocate),
         ]  # fmt: skip
-        if not verify_checksums:
-            self._command.append("--no-verify-checksums")
         if link is not None:
             self._command += ["--latency", str(link.latency)]
             if link.rate != math.inf:

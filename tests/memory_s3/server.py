@@ -24,10 +24,6 @@ from .store import S3Error, Store
 
 _log = logging.getLogger(__name__)
 
-#: S3's smallest part, but for an upload's last one.
-MIN_PART_SIZE = 5 * 1024 * 1024
-
-
 # Seconds in which an answer that a client has got is counted. Requests that are held up are not waited for longer.
 _SETTLES = 0.5
 
@@ -45,10 +41,8 @@ class MemoryS3:
         port: int = 0,
         preallocate: int = 0,
         verify_checksums: bool = True,
-        access_key: str | None = None,
         fault: FaultFunction | None = None,
         *,
-        min_part_size: int = MIN_PART_SIZE,
         record_requests: bool = True,
         clock: Callable[[], float] = time.time,
         link: Link | None = None,
@@ -60,10 +54,7 @@ class MemoryS3:
             port: Port to listen on; 0 picks a free one.
             preallocate: Bytes of memory to touch at start, so that receiving costs no page faults.
             verify_checksums: Refuse bodies whose ``x-amz-checksum-*`` is wrong (BadDigest).
-            access_key: Refuse requests that are not signed in its name. None: accept everything.
             fault: Asked before each request is handled; may be replaced at any time.
-            min_part_size: Smallest part in bytes that CompleteMultipartUpload accepts, but for
-                the last (EntityTooSmall).
             record_requests: Keep every request's head in :attr:`request_log`.
             clock: The server's time in seconds since the epoch: of what is stored, and in its answers' Date.
             link: What lies between clients and the server. None: nothing but the kernel.
@@ -71,12 +62,11 @@ class MemoryS3:
         """
         self.fault = fault
         self._address = (host, port)
-        self._access_key = access_key
         self._verify_checksums = verify_checksums
         self._record_requests = record_requests
         self._clock = clock
         self._link = link
-        self._store = Store(clock=clock, min_part_size=min_part_size, verifies=verify_checksums)
+        self._store = Store(clock=clock, verifies=verify_checksums)
         self._operations = Operations(self._store)
         self._preallocate = preallocate
         self._pool = Pool()
@@ -150,7 +140,6 @@ class MemoryS3:
             self._idle.wait_for(lambda: not self._in_flight, _SETTLES)
             return Counters(
                 dict(self._requests),
-                dict(self._answers),
                 self._bytes_in,
                 self._bytes_out,
                 self._peak_in_flight,
@@ -161,7 +150,6 @@ class MemoryS3:
         """Start counting from zero and empty the request log."""
         with self._lock:
             self._requests: Counter[str] = Counter()
-            self._answers: Counter[int] = Counter()
             self._read_requests: Counter[Reader] = Counter()
             self._read_bytes: Counter[Reader] = Counter()
             self._bytes_in = 0
@@ -263,7 +251,8 @@ class MemoryS3:
             connection.reset()
             return False
         expects = head.headers.get("expect", "").lower() == "100-continue"
-        refusal = self._refusal(info, fault)
+        is_error = fault.kind in ("error", "error_in_200")
+        refusal = S3Error(fault.status, fault.code, fault.message) if is_error else None
         if refusal is not None and expects:
             # The body has not been sent, and the client may or may not send it: start afresh.
             self._send(connection, info, self._error(refusal, info), keep=False)
@@ -284,8 +273,6 @@ class MemoryS3:
             response = self._perform(connection, head, info, fault)
         if fault.kind == "forge":
             forged = Response(fault.status, Body.of(fault.body), dict(fault.headers))
-            with self._lock:
-                self._answers[fault.status] += 1
             connection.send(forged, keep=True, body=info.method != "HEAD")
             return True
         if fault.kind == "apply_then_reset":
@@ -369,8 +356,6 @@ class MemoryS3:
             **response.headers,
         }
         response = Response(response.status, response.body, headers)
-        with self._lock:
-            self._answers[response.status] += 1
         try:
             connection.send(response, keep=keep, body=has_body, limit=limit)
         finally:
@@ -393,19 +378,6 @@ class MemoryS3:
             headers=head.headers,
             content_length=head.content_length,
         )
-
-    def _refusal(self, info: RequestInfo, fault: Fault) -> S3Error | None:
-        if fault.kind in ("error", "error_in_200"):
-            return S3Error(fault.status, fault.code, fault.message)
-        if self._access_key is None:
-            return None
-        authorization = info.headers.get("authorization") or info.query.get("X-Amz-Credential", "")
-        if not authorization:
-            return S3Error(403, "AccessDenied", "Access Denied")
-        if self._access_key not in authorization:
-            message = "The AWS Access Key Id you provided does not exist in our records."
-            return S3Error(403, "InvalidAccessKeyId", message)
-        return None
 
     def _error(self, error: S3Error, info: RequestInfo) -> Response:
         resource = f"/{info.bucket}/{info.key}" if info.key else f"/{info.bucket}"

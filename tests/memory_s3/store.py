@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from . import checksums
 from .memory import Body
 
+#: S3's smallest part, but for an upload's last one.
+MIN_PART_SIZE = 5 * 1024 * 1024
+
 #: Sorts after everything that can follow a common prefix.
 LAST_CHARACTER = "\U0010ffff"
 
@@ -139,10 +142,9 @@ class _Bucket:
 class Store:
     """Buckets and what is in them. Every method is atomic and may be called from any thread."""
 
-    def __init__(self, *, clock: Callable[[], float], min_part_size: int, verifies: bool) -> None:
+    def __init__(self, *, clock: Callable[[], float], verifies: bool) -> None:
         """``clock`` gives modification times (seconds since the epoch); whether checksums are verified."""
         self._clock, self.verifies = clock, verifies
-        self._min_part_size = min_part_size
         self._lock = threading.RLock()
         self._buckets: dict[str, _Bucket] = {}
         self._numbers = itertools.count(1)
@@ -307,7 +309,7 @@ class Store:
         with self._lock:
             target = self._bucket(bucket)
             upload = self.upload(bucket, key, upload_id)
-            parts = _choose(upload, chosen, self._min_part_size)
+            parts = _choose(upload, chosen)
             body = Body.join(part.body for part in parts)
             if self.verifies:
                 _verify(body, checksums)
@@ -325,7 +327,7 @@ class Store:
             return stored
 
 
-def _choose(upload: Upload, chosen: Sequence[tuple[int, str]], min_part_size: int) -> list[Part]:
+def _choose(upload: Upload, chosen: Sequence[tuple[int, str]]) -> list[Part]:
     if not chosen:
         raise S3Error(400, "MalformedXML", "A completed upload needs at least one part")
     numbers = [number for number, _ in chosen]
@@ -341,8 +343,8 @@ def _choose(upload: Upload, chosen: Sequence[tuple[int, str]], min_part_size: in
                 f"Part {number} could not be found: it was not uploaded, or the ETag given is not the part's.",
             )
         parts.append(part)
-    if any(len(part.body) < min_part_size for part in parts[:-1]):
-        raise S3Error(400, "EntityTooSmall", f"A part other than the last is smaller than {min_part_size} bytes")
+    if any(len(part.body) < MIN_PART_SIZE for part in parts[:-1]):
+        raise S3Error(400, "EntityTooSmall", f"A part other than the last is smaller than {MIN_PART_SIZE} bytes")
     return parts
 
 
