@@ -1,4 +1,4 @@
-"""What every store must do: memory, a directory, an overlay, one with faults around it, and S3 on every server."""
+"""What every store must do: memory, a directory, an overlay, and S3 on every server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from dcp_s3.spill.store import SpillStore
 from dcp_s3.store import ABSENT, DeleteTarget, Expect, Store
 from dcp_s3.stores.directory import DirectoryStore
 from dcp_s3.stores.wrapper import Overlay
-from tests.faulty_store import FaultyStore
 from tests.memory_store import MemoryStore
 from tests.servers import NAMES, S3Server
 
@@ -61,11 +60,10 @@ def local(name: str, path: Path) -> Store:
         "memory store": lambda: MemoryStore(page_size=PAGE),
         "directory": lambda: DirectoryStore(path / "store", page_size=PAGE),
         "overlay": lambda: Overlay(Near({}), MemoryStore(page_size=PAGE)),
-        "faulty": lambda: FaultyStore(MemoryStore(page_size=PAGE)),
     }[name]()
 
 
-LOCAL = ["memory store", "directory", "overlay", "faulty"]
+LOCAL = ["memory store", "directory", "overlay"]
 
 
 @pytest.fixture(params=[*LOCAL, *NAMES, "spilling"])
@@ -518,12 +516,3 @@ def test_a_map_of_a_store_around_another_is_carried_out_by_that_one_and_sees_bot
     both = Overlay(Near({"near": b"near"}), far)
     assert both.map(lambda store, key: read(store, key, 0, 4), ["near", "far"]) == [b"near", b"far!"]
     assert maps == [far.name]
-
-
-def test_faults_are_those_of_the_rule() -> None:
-    inner = MemoryStore()
-    lost = errors.TransferError("the answer was lost")
-    store = FaultyStore(inner, lambda method, key: lost if method == "after put" else None)
-    with pytest.raises(errors.TransferError):
-        store.put("k", b"x")
-    assert inner.get("k").data == b"x"

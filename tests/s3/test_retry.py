@@ -46,12 +46,7 @@ PASSING = [
     client_error("InternalError", 500),
     client_error("BadDigest", 400),
     client_error("RequestTimeout", 400),
-    client_error("502", 502),
-    client_error("507", 507),
-    client_error("509", 509),
-    *(client_error(str(status), status) for status in range(520, 531)),
-    client_error("598", 598),
-    client_error("599", 599),
+    *(client_error(str(status), status) for status in (502, 507, 509, 520, 530, 598, 599)),
     ConnectionResetError("reset"),
     urllib3.exceptions.ProtocolError("broken"),
     boto.ReadTimeoutError(endpoint_url="http://x"),
@@ -62,21 +57,16 @@ PASSING = [
 
 
 @pytest.mark.parametrize("error", PASSING, ids=repr)
-def test_what_passes_is_tried_again(error: Exception) -> None:
+def test_what_passes_is_tried_again_and_the_last_error_says_what_failed(error: Exception) -> None:
     request, calls = failing(2, error)
     assert call(request, operation="PutObject", bucket="b", key="k", attempts=3) == "done"
     assert len(calls) == 3
-
-
-@pytest.mark.parametrize("error", PASSING, ids=repr)
-def test_the_last_error_says_bucket_key_operation_attempts_and_cause(error: Exception) -> None:
     request, calls = failing(99, error)
-    with pytest.raises(errors.TransferError) as failure:
+    with pytest.raises(errors.TransferError, match="UploadPart on s3://b/some/key failed after 4 attempts") as failure:
         call(request, operation="UploadPart", bucket="b", key="some/key", attempts=4)
     assert len(calls) == 4
     raised = failure.value
     assert (raised.bucket, raised.key, raised.operation, raised.attempts) == ("b", "some/key", "UploadPart", 4)
-    assert "UploadPart on s3://b/some/key failed after 4 attempts" in str(raised)
     assert raised.__cause__ is error
 
 
@@ -175,9 +165,6 @@ def test_the_wait_doubles_up_to_a_cap(monkeypatch: pytest.MonkeyPatch, attempt: 
         ("HeadObject", "s3:GetObject and s3:ListBucket"),
         ("PutObject", "s3:PutObject"),
         ("UploadPart", "s3:PutObject"),
-        ("AbortMultipartUpload", "s3:AbortMultipartUpload"),
-        ("DeleteObjects", "s3:DeleteObject"),
-        ("ListObjectsV2", "s3:ListBucket"),
         ("ListMultipartUploads", "s3:ListBucketMultipartUploads"),
         ("ListParts", "s3:ListMultipartUploadParts"),
     ],

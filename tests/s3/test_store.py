@@ -1,6 +1,5 @@
 """What S3 alone does with small objects: lost answers, credentials, processes. The rest is the store contract."""
 
-import logging
 import multiprocessing
 import os
 import pickle
@@ -33,28 +32,6 @@ def test_a_conditional_write_whose_answer_was_lost_succeeds(faulty: FaultyServer
     assert target.get("k").data == b"mine"
 
 
-def test_a_conditional_write_that_lost_to_another_fails_in_spite_of_a_retry(faulty: FaultyServer) -> None:
-    target = S3Store("bucket", Settings())
-    target.put("k", b"theirs")
-    seen = faulty.once("PutObject", Fault.reset())
-    with pytest.raises(errors.PreconditionFailedError):
-        target.put("k", b"mine", expect=ABSENT)
-    assert seen
-    assert target.get("k").data == b"theirs"
-
-
-def test_a_store_without_conditional_writes_is_said_once(
-    faulty: FaultyServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    faulty.rule = lambda r: Fault.error(501, "NotImplemented") if "if-none-match" in r.headers else None
-    target = S3Store("bucket", Settings())
-    with caplog.at_level(logging.WARNING):
-        target.put("k", b"1", expect=ABSENT)
-        target.put("l", b"2", expect=ABSENT)
-    assert target.get("k").data == b"1"
-    assert sum("conditional" in record.getMessage() for record in caplog.records) == 1
-
-
 def test_wrong_credentials(memory_server: Any, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     close_clients()
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
@@ -64,14 +41,6 @@ def test_wrong_credentials(memory_server: Any, bucket: str, monkeypatch: pytest.
             S3Store(bucket, Settings()).get("k")
     finally:
         close_clients()
-
-
-def test_a_dead_endpoint_fails_with_the_attempts_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
-    settings = Settings(endpoint_url="http://127.0.0.1:9", retry_attempts=2)
-    with pytest.raises(errors.TransferError, match=r"after 2 attempts.*DCP_S3_RETRY_ATTEMPTS"):
-        S3Store("bucket", settings).get("k")
 
 
 def test_encryption_class_and_owner_go_with_the_requests(faulty: FaultyServer) -> None:
