@@ -39,7 +39,7 @@ _LEAST_CEILING = 4  # of a gate that small requests close
 _SETTLE_SECONDS, _WINDOW_SECONDS = 0.1, 0.2
 _CALM_SECONDS = 1.0  # without throttling before bytes per second say something
 _FEW, _MANY = 4, 32
-_SLOW = 150e6
+_SLOW = 120e6
 """Bytes per second and connection below which more connections may move more: S3's carry 90 MB/s."""
 _WORTH = 1.1
 """The least by which the bytes per second must rise when connections are added."""
@@ -246,7 +246,7 @@ class Tuning(ReadWidth):
         if smaller is not None and rate <= smaller[1] * _WORTH:
             self._width.known_until = now + _TRY_AGAIN_SECONDS
             self._change(smaller[0], rate)
-        elif rate >= _SLOW * self.connections or self.connections >= self._most:
+        elif rate >= _SLOW * self.connections or self.connections >= self._most or _host_is_busy():
             self._width.known_until = now + _TRY_AGAIN_SECONDS
         else:
             self._smaller = self.connections, rate
@@ -307,6 +307,14 @@ def _first(cores: float, ranks: int) -> int:
     """Connections to begin with: two for each core of a process. 32 carry 2.7 GiB/s from S3, which few processes
     exceed; where there are few cores, more connections than needed cost the most."""
     return max(_FEW, min(_MANY, round(2 * cores / ranks)))
+
+
+def _host_is_busy() -> bool:
+    """Whether threads wait for a CPU of this host: more connections then move no more, and cost more."""
+    try:
+        return os.getloadavg()[0] > (os.cpu_count() or 1)
+    except (AttributeError, OSError):  # not on every system
+        return False
 
 
 def cores() -> int:
