@@ -6,7 +6,6 @@ import http.client
 import logging
 import threading
 import time
-from typing import Any
 from urllib.parse import urlsplit
 
 import botocore.exceptions as boto

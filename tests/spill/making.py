@@ -172,9 +172,8 @@ def begin_multipart(bucket: S3Store, key: str, data: bytes) -> None:
     upload_id = bucket.client.create_multipart_upload(**where, **algorithm)["UploadId"]
     for number, start in enumerate(range(0, len(data), PART), start=1):
         part = data[start : start + PART]
-        bucket.client.upload_part(
-            **where, UploadId=upload_id, PartNumber=number, Body=part, **checksum_arguments(bucket.settings, crc64nvme(part))
-        )
+        checksum = checksum_arguments(bucket.settings, crc64nvme(part))
+        bucket.client.upload_part(**where, UploadId=upload_id, PartNumber=number, Body=part, **checksum)
 
 
 def damage(path: Path, position: int = 1000) -> None:
