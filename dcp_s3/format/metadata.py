@@ -181,10 +181,10 @@ def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: boo
         except UnsafeGlobalError as error:
             writer = find_writer(data) or "an unknown version of torch"
             raise UnsafeMetadataError(
-                f"the metadata of {url}, written by {writer}, names {error}: DCP's metadata never needs that, or torch "
-                f"{torch.__version__} here does not know it, and loading it could run code. Nothing was loaded. Remedy: "
-                "load it with the versions that wrote it, or later ones; if none of yours can have written that, it was "
-                "tampered with",
+                f"the metadata of {url}, written by {writer}, names the global {error}: DCP's metadata never needs it, "
+                f"or torch {torch.__version__} here does not know it, and loading it could run code. Nothing was "
+                "loaded. Remedy: load it with the versions that wrote it, or later ones; if none of yours can have "
+                "written that, it was tampered with",
                 url=url,
             ) from None
         except MalformedPickleError as error:

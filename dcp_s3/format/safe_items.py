@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint
 
-from dcp_s3.errors import CheckpointError, CorruptCheckpointError, UnsafeItemError
+from dcp_s3.errors import CorruptCheckpointError, UnsafeItemError
 from dcp_s3.format.allow_list import PLAIN, VALUES, Value, find_plain
 from dcp_s3.format.archive import TENSORS, UNUSUAL_TENSORS, PickledStorage, load_storage
 from dcp_s3.format.unpickling import Allowed, MalformedPickleError, Opaque, UnsafeGlobalError, unpickle
@@ -56,19 +56,29 @@ def check_item(stream: io.BytesIO, *, fqn: str, url: str, verified: bool) -> Non
         CorruptCheckpointError: it is damaged.
     """
     try:
-        names, error = _find_refusal(stream)
-        if error is not None and not names and not isinstance(error, BadArchiveError):
-            error = _ask_torch(stream)
-        if error is not None:
-            raise _explain(names, error, fqn, url, verified) from None
+        names, error = _find_refusal(stream, ask_torch=True)
     finally:
         stream.seek(0)
+    if error is None:
+        return
+    if not names and not verified:
+        raise CorruptCheckpointError(
+            f"{fqn!r} in {url} {_describe(names, error)}. It was saved without a checksum: it is damaged, or not what "
+            "torch.save writes; S3StorageReader(weights_only=False) hands it to the planner as it is",
+            url=url,
+        )
+    raise UnsafeItemError(
+        f"{fqn!r} in {url} {_describe(names, error)}. It was not unpickled. Remedy, if you trust whoever wrote the "
+        f"checkpoint: {_remedy(names)}",
+        url=url,
+        fqn=fqn,
+    )
 
 
-def _find_refusal(stream: io.BytesIO) -> tuple[list[str], Exception | None]:
-    """Names of globals that nobody has allowed, and what is wrong; None if the item is of the allow-list.
+def _find_refusal(stream: io.BytesIO, *, ask_torch: bool) -> tuple[list[str], Exception | None]:
+    """Names of globals that nobody has allowed, and what is wrong; None if nothing is, as far as was asked.
 
-    Without names, torch might still accept it. The position moves.
+    The position moves.
     """
     try:
         _unpickle_archive(stream, functools.partial(_find_in_item, allowed_by_user()))
@@ -80,8 +90,26 @@ def _find_refusal(stream: io.BytesIO) -> tuple[list[str], Exception | None]:
             unknown = sorted(get_unsafe_globals_in_checkpoint(stream))
         except Exception:  # noqa: BLE001 - whatever a damaged pickle makes torch raise
             unknown = []
-        return [name for name in unknown if name not in _KNOWN] or unknown, error
+        if unknown:
+            return [name for name in unknown if name not in _KNOWN], error
+        return [], _ask_torch(stream) if ask_torch else None
     return [], None
+
+
+def _describe(names: Sequence[str], error: Exception) -> str:
+    if names:
+        return f"names {', '.join(names)}, which {_NOT_KNOWN}: it could run code"
+    # Without torch's paragraphs around it.
+    text = re.sub(r"(?s)^.*WeightsUnpickler error: |^Weights only load failed\..*?\n\n|\n\nCheck the documentation.*$",
+                  "", str(error)).strip()  # fmt: skip
+    return f"is not what torch's weights-only unpickler loads ({type(error).__name__}: {text[:_MAX_REASON]})"
+
+
+def _remedy(names: Sequence[str]) -> str:
+    return (
+        f"torch.serialization.add_safe_globals([{', '.join(names) or 'Class'}]) before the load, or "
+        "S3StorageReader(weights_only=False)"
+    )
 
 
 def _find_in_item(allowed: Mapping[str, Any], module: str, name: str) -> Any:
@@ -111,30 +139,6 @@ def _ask_torch(stream: io.BytesIO) -> Exception | None:
     except Exception as error:  # noqa: BLE001 - whatever kernels and constructors raise
         return error
     return None
-
-
-def _explain(names: Sequence[str], error: Exception, fqn: str, url: str, verified: bool) -> CheckpointError:
-    # Without torch's paragraphs around it.
-    text = re.sub(r"(?s)^.*WeightsUnpickler error: |^Weights only load failed\..*?\n\n|\n\nCheck the documentation.*$",
-                  "", str(error)).strip()  # fmt: skip
-    reason = f"{type(error).__name__}: {text[:_MAX_REASON]}"
-    if _KNOWN.issuperset(names) and not verified:
-        return CorruptCheckpointError(
-            f"{fqn!r} in {url} cannot be unpickled: {reason}. It was saved without a checksum: it is damaged, "
-            "or not what torch.save writes; S3StorageReader(weights_only=False) hands it to the planner as it is",
-            url=url,
-        )
-    if names:
-        what = f"names {', '.join(names)}, which {_NOT_KNOWN}: it could run code"
-    else:
-        what = f"is not what torch's weights-only unpickler loads ({reason})"
-    return UnsafeItemError(
-        f"{fqn!r} in {url} {what}. It was not unpickled. Remedy, if you trust whoever wrote the checkpoint: "
-        f"torch.serialization.add_safe_globals([{', '.join(names) or 'Class'}]) before the load, or "
-        "S3StorageReader(weights_only=False)",
-        url=url,
-        fqn=fqn,
-    )
 
 
 # --- archives -------------------------------------------------------------------------------------
@@ -260,12 +264,8 @@ def warn_of_unsafe_item(fqn: str, stream: io.BytesIO) -> None:
         _inspected[fqn] = safe
     position = stream.tell()
     try:
-        names, _ = _find_refusal(stream)
+        names, error = _find_refusal(stream, ask_torch=False)
     finally:
         stream.seek(position)
-    if names:
-        logger.warning(
-            "%r holds %s, which %s: loading it will need torch.serialization.add_safe_globals([%s]) or "
-            "S3StorageReader(weights_only=False)",
-            fqn, ", ".join(names), _NOT_KNOWN, ", ".join(names),
-        )  # fmt: skip
+    if error is not None and not isinstance(error, BadArchiveError):
+        logger.warning("%r %s. Loading it will need %s", fqn, _describe(names, error), _remedy(names))

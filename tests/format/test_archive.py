@@ -140,9 +140,8 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "an expanded view": (saved(torch.ones(3, 1).expand(3, 4)), "not dense"),
     "compressed": (zipped(saved(torch.ones(3)), zipfile.ZIP_DEFLATED), "compressed"),
     "another byte order": (rewritten(saved(torch.ones(3)), changed={"byteorder": _OTHER_ORDER}), "byte order"),
-    "no storage": (rewritten(saved(torch.ones(3)), without=("data/0",)), "no record begins"),
+    "no storage": (rewritten(saved(torch.ones(3)), without=("data/0",)), "ends within"),
     "another storage": (rewritten(saved(torch.ones(3)), changed={"data/1": b"abcd"}), "another storage"),
-    "a large record": (rewritten(saved(torch.ones(3)), changed={"code": bytes(1000)}), "has no end"),
     "too many records": (
         rewritten(saved(torch.ones(3)), changed={f"r{i}": b"x" for i in range(20)}), "16 records"),
     "no pickle first": (zipped(rewritten(saved(torch.ones(3)))).replace(b"data.pkl", b"dota.pkl"), "not data.pkl"),

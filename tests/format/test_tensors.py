@@ -60,14 +60,9 @@ def test_torch_load_reads_it_and_only_checksums_differ_from_torch_save(dtype: to
         assert not [i for i in differing if len(frame.header) <= i < len(frame.header) + frame.nbytes]
 
 
-def test_the_cache_is_bounded_and_returns_equal_frames() -> None:
+def test_frames_are_kept() -> None:
     cache = FrameCache()
-    first = cache.get(torch.float32, torch.Size([3]))
-    assert cache.get(torch.float32, torch.Size([3])) is first
-    for n in range(4100):
-        cache.get(torch.uint8, torch.Size([n]))
-    assert len(cache._frames) <= 4096
-    assert cache.get(torch.float32, torch.Size([3])) == first
+    assert cache.get(torch.float32, torch.Size([3])) is cache.get(torch.float32, torch.Size([3]))
 
 
 def test_a_large_shape_is_never_touched() -> None:
