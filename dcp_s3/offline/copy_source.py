@@ -51,11 +51,12 @@ class CopySource:
 
     @property
     def size(self) -> int:
-        return sum(self.files.values()) + sum(map(len, self.commits.values()))
+        plain = sum(each.size for each in self.attachments.values())
+        return plain + sum(self.files.values()) + sum(map(len, self.commits.values()))
 
     @property
     def count(self) -> int:
-        return len(self.files) + len(self.commits)
+        return len(self.files) + len(self.commits) + len(self.attachments)
 
     def check_unchanged(self) -> None:
         """Fail if another save wrote to the source since it was listed: the parts are not of one checkpoint."""

@@ -142,19 +142,6 @@ def test_no_data_passes_through_this_machine(faulty: FaultyServer) -> None:
 
 
 @pytest.mark.servers("memory")
-@pytest.mark.parametrize(("status", "code"), [(501, "NotImplemented"), (403, "AccessDenied"), (400, "InvalidRequest")])
-def test_where_the_store_does_not_copy_the_bytes_pass_through(
-    faulty: FaultyServer, status: int, code: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    tensor = save_large(_URL)
-    faulty.rule = lambda request: Fault.error(status, code) if request.operation == "CopyObject" else None
-    copy(_URL, _COPY)
-    assert_loads(_COPY, {"t": tensor})
-    assert dcp_s3.verify(_COPY, full=True).ok
-    assert "passes through this machine" in caplog.text
-
-
-@pytest.mark.servers("memory")
 def test_a_damaged_copy_is_found_by_the_checksum_of_the_store(faulty: FaultyServer, s3_of: Any) -> None:
     url = save(_URL)
     data = next(path for path in keys(s3_of, url) if path.endswith(".distcp"))
