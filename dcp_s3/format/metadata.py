@@ -40,6 +40,7 @@ from dcp_s3.format.unpickling import (
     MalformedPickleError,
     Settler,
     UnsafeGlobalError,
+    check_memo,
     unpickle,
 )
 from dcp_s3.process import collector_paused
@@ -200,6 +201,8 @@ def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: boo
 
 
 def _load(data: bytes, url: str, *, proven: bool, filled: bool) -> Metadata:
+    if not proven:
+        check_memo(data)
     stream = io.BytesIO(data)
     loaded = unpickle(stream, find_in_metadata)
     try:
