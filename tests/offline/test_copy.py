@@ -82,18 +82,6 @@ def test_foreign_checkpoints_and_ranks_without_collectives(root: str, s3: Any, t
     assert keys(s3, f"{root}/4") == keys(s3, url)
 
 
-def test_from_and_to_a_directory(root: str, tmp_path: Path) -> None:
-    url = save(f"{root}/1")
-    copy(url, tmp_path / "d")
-    copy(tmp_path / "d", f"{root}/2")
-    assert_loads(f"{root}/2", state())
-    with pytest.raises(errors.InvalidURLError):
-        copy(tmp_path / "d", tmp_path / "e")
-    for other in (url, f"{url}/below", root):
-        with pytest.raises(errors.InvalidURLError, match=r"the same|inside"):
-            copy(url, other)
-
-
 # --- replacing -------------------------------------------------------------------------------------------
 
 

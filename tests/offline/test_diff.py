@@ -20,7 +20,7 @@ from dcp_s3.offline import boxes
 from dcp_s3.offline.diff import CheckpointDiff, diff
 from dcp_s3.offline.inspect import inspect
 from tests.ranks import run_ranks
-from tests.retention.making import delete, save, save_foreign, save_on_ranks
+from tests.retention.making import save, save_foreign, save_on_ranks
 from tests.servers import S3Server
 from tests.single_ranks import committing_alone
 
@@ -265,11 +265,3 @@ def test_the_entries_of_foreign_checkpoints_and_of_single_ranks(root: str, s3: A
     ranks = inspect(f"{root}/ranks")
     assert (ranks.info.world_size, ranks.info.metrics) == (2, {"loss": 0.5})
     assert {entry.chunks for entry in ranks.entries} == {1}  # each rank wrote it, and one of them counts
-
-
-def test_what_is_no_committed_checkpoint_is_not_found(root: str, s3: Any) -> None:
-    with pytest.raises(errors.CheckpointNotFoundError, match="no committed checkpoint"):
-        inspect(f"{root}/nothing")
-    delete(s3, save(f"{root}/step-1"), ".metadata")
-    with pytest.raises(errors.CheckpointNotFoundError, match="no committed checkpoint"):
-        inspect(f"{root}/step-1")

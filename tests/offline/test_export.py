@@ -129,15 +129,6 @@ def test_sharded_tensors_in_small_pieces(root: str, place: Place, monkeypatch: p
     assert_same(place.tensors(), dict.fromkeys(["rows", "columns", "grid", "hybrid"], full))
 
 
-def test_files_of_several_parts(root: str, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "_PART", 5 * MIB)
-    state = {"a": random_tensor((7 * MIB,), torch.uint8, 1), "b": random_tensor((9 * MIB,), torch.uint8, 2)}
-    save(state, f"{root}/x")
-    place = Place(f"{root}/out", tmp_path, s3)
-    dcp_s3.export(f"{root}/x", place.where, max_shard_size=20 * MIB)
-    assert_same(place.tensors(), state)
-
-
 def test_checkpoints_of_torch(root: str, tmp_path: Path) -> None:
     state = {"model": model()}
     torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)

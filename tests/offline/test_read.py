@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,19 +102,6 @@ def test_slices_of_sharded_tensors(root: str, memory_server: S3Server) -> None:
             assert found.is_contiguous()
 
 
-def _read_in_turn(url: str) -> None:
-    """On rank 1 only: a collective would wait for the others, who wait at the barrier."""
-    if dist.get_rank() == 1:
-        assert dcp_s3.read_tensor(url, "x", 1).item() == 1
-        assert dcp_s3.read_tensors(url)["x"].tolist() == [0, 1, 2]
-    dist.barrier()
-
-
-def test_no_collectives(root: str, memory_server: S3Server) -> None:
-    save({"x": torch.arange(3)}, root)
-    run_ranks(2, _read_in_turn, root)
-
-
 def test_names_and_patterns(root: str, memory_server: S3Server) -> None:
     state = {"model": {"a": torch.ones(1), "b": torch.ones(2)}, "optim": {"a": torch.ones(3), "step": 4}, "x[y]": 5}
     save(state, root)
@@ -170,24 +156,6 @@ def test_a_part_of_one_chunk_is_a_part_of_its_bytes(root: str, memory_server: S3
     with Traffic(memory_server) as traffic:
         assert dcp_s3.read_tensor(root, "x", slice(5, 5)).shape == (0, 64)
     assert (traffic.metadata, traffic.requests) == (1, 0)
-
-
-def _save_rows(url: str) -> None:
-    mesh = init_device_mesh("cpu", (4,))
-    full = random_tensor((ROWS, 64), torch.uint8)
-    save({"x": distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)}, url)
-
-
-def test_a_part_of_a_sharded_tensor_touches_its_chunks_only(root: str, memory_server: S3Server) -> None:
-    run_ranks(4, _save_rows, root)
-    full, rows = random_tensor((ROWS, 64), torch.uint8), ROWS // 4
-    with Traffic(memory_server) as traffic:
-        assert_same(dcp_s3.read_tensor(root, "x", slice(rows, 2 * rows)), full[rows : 2 * rows])
-    assert (traffic.requests, len(traffic.objects), traffic.bytes) == (1, 1, 2**20)
-    with Traffic(memory_server) as traffic:
-        assert_same(dcp_s3.read_tensor(root, "x", slice(2 * rows - 1, 2 * rows + 1)), full[2 * rows - 1 : 2 * rows + 1])
-    assert (traffic.requests, len(traffic.objects)) == (2, 2)
-    assert traffic.bytes <= 2 * 256 * 2**10
 
 
 # --- what is wrong ----------------------------------------------------------------------------------------
@@ -278,14 +246,6 @@ def test_rules_that_cannot_be_meant(rules: dict[str, str], message: str) -> None
         new_names(["model.a", "model.b"], rules)
 
 
-@pytest.mark.parametrize(
-    ("texts", "message"), [(["x"], "no REGEX=NEW"), (["=x"], "no REGEX"), (["a=", "a=b"], "twice")]
-)
-def test_texts_that_are_no_rules(texts: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_rules(texts)
-
-
 def test_names_that_differ_in_numbers_are_grouped() -> None:
     names = [(f"layers.{i}.experts.{j}.w", "changed") for i in range(3) for j in (0, 2)] + [("norm", "changed")]
     found = group_alike([*names, ("layers.3.experts.0.w", "gone")])
@@ -367,11 +327,3 @@ def test_pieces_are_the_elements_in_order(shape: list[int], most: int) -> None:
             piece = piece.narrow(dim, start, length)
         found += piece.flatten().tolist()
     assert found == list(range(math.prod(shape)))
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(1, 60))
-def test_there_are_not_many_more_pieces_than_needed(shape: list[int], most: int) -> None:
-    count = len(list(cut(shape, most)))
-    inner = math.prod(shape[1:])
-    if inner <= most:
-        assert count == math.ceil(shape[0] / (most // inner))
