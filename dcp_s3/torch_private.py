@@ -6,7 +6,6 @@ All are in torch 2.9 to 2.15 (``make test-torch``). What relies on each, and wha
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib
 from collections.abc import Sequence
@@ -26,8 +25,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from dcp_s3.versions import release
-
 try:  # since torch 2.15, which warns of the other name
     _fsspec: Any = importlib.import_module("torch.distributed.checkpoint.fsspec_filesystem")
 except ImportError:
@@ -40,7 +37,7 @@ __all__ = [
     "AsyncCheckpointExecutor", "FileReader", "FsspecReader", "FsspecWriter", "ReaderTransforms", "ShardedTensor",
     "StorageInfo", "StoragePrefix", "WriterTransforms", "compute_offset", "create_chunk_list", "default_store",
     "has_checkpoint_process", "is_traceable_wrapper_subclass", "make_wrapper", "narrow_tensor_by_index",
-    "offset_in_archive", "pin_memory", "rebuild_sharded_tensor", "record_size", "unpin_memory",
+    "pin_memory", "rebuild_sharded_tensor", "record_size", "unpin_memory",
 ]  # fmt: skip
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
@@ -96,23 +93,6 @@ def record_size(reader: Any, name: str) -> int:
     """Bytes of a record of an archive, as torch's reader finds it; before torch 2.13 by reading it."""
     find = getattr(reader, "get_record_size", None)
     return len(reader.get_record(name)) if find is None else int(find(name))
-
-
-def without_data() -> contextlib.AbstractContextManager[object]:
-    """In it, ``torch.load(map_location="meta")`` makes tensors for `offset_in_archive`; torch 2.11 does so anywhere."""
-    if release(torch.__version__) >= (2, 11):
-        return contextlib.nullcontext()
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode()
-
-
-def offset_in_archive(tensor: torch.Tensor) -> int | None:
-    """Byte at which the storage of a tensor begins in the archive from which torch.load made it `without_data`.
-
-    None if torch does not say, as for a tensor that was made otherwise.
-    """
-    return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
 
 
 def rebuild_sharded_tensor(source: ShardedTensor, tensors: Sequence[torch.Tensor]) -> ShardedTensor:

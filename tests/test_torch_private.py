@@ -96,20 +96,6 @@ def test_private_torch_is_imported_in_one_module_only() -> None:
     assert not elsewhere, "import it in torch_private.py, and add a test here"
 
 
-def test_a_load_on_the_meta_device_says_where_the_bytes_are() -> None:
-    """dcp_s3.import_weights reads torch files in pieces."""
-    stream, tensor = io.BytesIO(), torch.arange(100, dtype=torch.int32)
-    torch.save({"a": torch.zeros(3), "b": tensor[10:]}, stream)
-    stream.seek(0)
-    with torch_private.without_data():
-        loaded = torch.load(stream, map_location="meta", weights_only=True)["b"]
-    start = torch_private.offset_in_archive(loaded)
-    message = moved("UntypedStorage._checkpoint_offset is not set by torch.load", "offset_in_archive")
-    assert start is not None, message
-    assert stream.getvalue()[start : start + tensor.nbytes] == tensor.numpy().tobytes(), message
-    assert torch_private.offset_in_archive(torch.empty(3, device="meta")) is None
-
-
 def test_the_default_group_has_a_store_in_which_the_first_value_stands(tmp_path: Path) -> None:
     """coordination/identity.py: the ranks of a save without collectives find the id of their attempt there."""
     assert torch_private.default_store() is None
@@ -131,14 +117,6 @@ def test_the_default_group_has_a_store_in_which_the_first_value_stands(tmp_path:
             dist.destroy_process_group()
     assert stores[0] != stores[1]
     assert torch_private.default_store() is None
-
-
-def test_a_planner_gives_nested_values_their_names() -> None:
-    """offline/weight_files.py: torch files of nested dicts."""
-    planner = default_planner.DefaultSavePlanner()
-    planner.set_up_planner({"a": {"b": 1, "c": [torch.zeros(1), 2]}, "d": 3}, is_coordinator=True)
-    assert planner.mappings == {"a.b": ("a", "b"), "a.c.0": ("a", "c", 0), "a.c.1": ("a", "c", 1), "d": ("d",)}
-    assert planner.state_dict["a.c.1"] == 2
 
 
 def test_the_metadata_of_torch_has_the_version_that_ours_has(tmp_path: Path) -> None:

@@ -90,14 +90,14 @@ def export(
 def import_(
     source: Annotated[
         str,
-        typer.Argument(metavar="SRC", help="Directory or s3://bucket/prefix with safetensors or torch files, or one."),
+        typer.Argument(metavar="SRC", help="Directory or s3://bucket/prefix with safetensors files, or one."),
     ],
     url: cli.URL,
     prefix: Annotated[str, typer.Option("--prefix", metavar="TEXT", help="Put before every name, as model.")] = "",
     rename: cli.Rename = None,
     overwrite: cli.Overwrite = False,
 ) -> None:
-    """Make a checkpoint of safetensors or torch files."""
+    """Make a checkpoint of safetensors files."""
     from dcp_s3.offline import import_weights as importing
     from dcp_s3.offline.names import parse_rules
 
@@ -105,8 +105,7 @@ def import_(
         rules = parse_rules(rename or [])
     with cli.progress("import") as callbacks:
         result = importing.import_weights(source, url, prefix=prefix, rename=rules, overwrite=overwrite, **callbacks)
-    others = f", {result.objects} other entries" if result.objects else ""
-    cli.note(f"{url}: {plural(result.tensors, 'tensor')}{others}, {format_size(result.size)}")
+    cli.note(f"{url}: {plural(result.tensors, 'tensor')}, {format_size(result.size)}")
 
 
 _PAUSE = 5.0  # seconds between passes of --watch

@@ -142,7 +142,6 @@ def _lines(report: VerifyReport, *, one_line: bool) -> list[str]:
     if report.objects_without_checksum or report.items_without_checksum:
         unchecked = f"; without checksum: {plural(report.objects_without_checksum, 'object')}"
         unchecked += f", {plural(report.items_without_checksum, 'item')}"
-        unchecked += f", {report.items_not_decoded} of them not decoded" if report.items_not_decoded else ""
     if report.ok:
         return [f"{report.url}: good ({counts}{unchecked})"]
     if one_line:

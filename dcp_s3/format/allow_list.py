@@ -17,11 +17,8 @@ import pathlib
 import re
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
 from datetime import date, datetime, time, timedelta, timezone
-from decimal import Decimal
 from enum import Enum
-from fractions import Fraction
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -37,7 +34,6 @@ from dcp_s3.format.unpickling import (
     Mirror,
     PlainDefaultDict,
     Sealed,
-    UnknownToTorchError,
     UnsafeGlobalError,
     expect,
 )
@@ -48,8 +44,6 @@ Names: TypeAlias = tuple[str, str]
 # S3's keys have at most 1024 bytes, local paths 4096.
 _MAX_PATH = 4096
 _MAX_INT = 2**63
-# Integers and texts of numbers that anybody keeps have fewer digits.
-_MAX_DIGITS = 1000
 
 
 def table(*rules: tuple[Any, ...], module: str = "") -> dict[Names, Allowed]:
@@ -77,7 +71,7 @@ def _make_default_dict(factory: Allowed | None = None) -> PlainDefaultDict:
 
 def _make_layout(name: str) -> torch.layout:
     if name not in _LAYOUTS:
-        raise UnknownToTorchError(name)
+        raise UnsafeGlobalError("", name)
     return _LAYOUTS[name]
 
 
@@ -182,7 +176,7 @@ def _read_properties(state: Any) -> dict[str, Any]:
     try:
         properties.__setstate__((dtype, layout, requires_grad, memory_format, pin_memory, *added)[: len(_STATE)])
     except Exception:  # noqa: BLE001 - whatever a later torch raises
-        raise UnknownToTorchError(f"a TensorProperties of {len(state)} values") from None
+        raise UnsafeGlobalError("", f"a TensorProperties of {len(state)} values") from None
     return dict(vars(properties))
 
 
@@ -218,7 +212,7 @@ _MEMORY_FORMATS = {
 def _defer_member(enum: str, value: int) -> Deferred:
     """Members of an enumeration have attributes."""
     if value not in _ENUMS[enum]._value2member_map_:
-        raise UnknownToTorchError(f"{enum}({value})")
+        raise UnsafeGlobalError("", f"{enum}({value})")
     return Deferred(_ENUMS[enum], (value,))
 
 
@@ -228,7 +222,7 @@ def _get_member(*arguments: Any) -> Deferred:
     if len(arguments) != 2 or of not in _ENUMS or type(arguments[1]) is not str:
         raise UnsafeGlobalError("builtins", "getattr")
     if arguments[1] not in _ENUMS[of].__members__:
-        raise UnknownToTorchError(f"{of}.{arguments[1][:100]}")
+        raise UnsafeGlobalError(of, arguments[1])
     return Deferred(_ENUMS[of].__getitem__, arguments[1:])
 
 
@@ -256,15 +250,12 @@ def find_in_metadata(module: str, name: str) -> Any:
     # torch gives memory formats no module; pickle names the first one that has them.
     if module.partition(".")[0] == "torch" and "torch." + name.rpartition(".")[2] in _MEMORY_FORMATS:
         return _MEMORY_FORMATS["torch." + name.rpartition(".")[2]]
-    if module.partition(".")[0] == "torch" and not hasattr(sys.modules.get(module), name):
-        raise UnknownToTorchError(f"{module}.{name}")
     raise UnsafeGlobalError(module, name)
 
 
 # --- items: numpy ---------------------------------------------------------------------------------
 
-_DTYPE = re.compile(r"b1|[iu][1248]|f(2|4|8|16)|c(8|16|32)|[SU][0-9]{1,9}|[Mm]8")
-_UNIT = re.compile(rb"[A-Za-z]{1,7}")
+_DTYPE = re.compile(r"b1|[iu][1248]|f(2|4|8|16)|c(8|16|32)|[SU][0-9]{1,9}")
 # The limit of numpy 1; later versions allow 64.
 _MAX_DIMENSIONS = 32
 _MAX_BYTES = 2**62
@@ -291,22 +282,13 @@ class _Dtype(Value):
         self.described = False
 
     def __setstate__(self, state: Any) -> None:
-        """Take byte order and unit. A state that numpy would not write could make it read beyond its memory."""
-        expect(not self.described and type(state) is tuple and len(state) in (8, 9), "numpy.dtype")
+        """Take the byte order. A state that numpy would not write could make it read beyond its memory."""
+        expect(not self.described and type(state) is tuple and len(state) == 8, "numpy.dtype")
         self.described = True
-        if self.dtype.kind in "Mm":
-            expect(len(state) == 9 and type(state[8]) is tuple and len(state[8]) == 2, "numpy.dtype")
-            metadata, unit = state[8]
-            expect(not metadata and type(unit) is tuple and len(unit) == 4, "numpy.dtype")
-            expect(type(unit[0]) is bytes and _UNIT.fullmatch(unit[0]) is not None, "numpy.dtype")
-            expect(type(unit[1]) is int and 0 < unit[1] < 2**31, "numpy.dtype")
-            if unit[0] != b"generic":
-                self.dtype = np.dtype(f"{self.dtype.kind}8[{unit[1]}{unit[0].decode()}]")
         if state[1] in ("<", ">"):
             self.dtype = self.dtype.newbyteorder(state[1])
         written: Any = self.dtype.__reduce__()[2]
-        same = state[:8] == written[:8] and [part[1] for part in state[8:]] == [part[1] for part in written[8:]]
-        expect(same, "numpy.dtype")
+        expect(state == written, "numpy.dtype")
 
 
 class _Array(Value):
@@ -363,42 +345,6 @@ def _make_deque(items: Any = (), length: int | None = None) -> deque[Any]:
     return deque(maxlen=length)
 
 
-def _make_decimal(text: str) -> Decimal:
-    expect(len(text) <= _MAX_DIGITS, "decimal.Decimal")
-    return Decimal(text)
-
-
-def _defer_fraction(*parts: Any) -> Deferred:
-    if len(parts) == 1:  # not "1e999999999"
-        expect(len(parts[0]) <= _MAX_DIGITS and re.fullmatch(r"-?[0-9]+(/[0-9]+)?", parts[0]) is not None, "a Fraction")
-    Fraction(*parts)
-    return Deferred(Fraction, parts)
-
-
-def _with_state(name: str, is_right: Callable[[Any], bool]) -> Any:
-    """A stand-in that is made without arguments, and is hashable, with a check of its state."""
-
-    def set_state(_: Any, state: Any) -> None:
-        expect(is_right(state), name)
-
-    return Sealed(name, (Value,), {"__slots__": (), "__hash__": object.__hash__, "__setstate__": set_state})
-
-
-def _is_uuid(state: Any) -> bool:
-    return (
-        type(state) is dict
-        and state.keys() <= {"int", "is_safe"}
-        and type(state.get("int")) is int
-        and 0 <= state["int"] < 2**128
-        and state.get("is_safe", 0) in (0, -1)
-    )
-
-
-def _is_stream(state: Any) -> bool:
-    right = type(state) is tuple and len(state) == 3 and type(state[0]) is bytes and not state[2]
-    return right and type(state[1]) is int and 0 <= state[1] <= len(state[0])
-
-
 VALUES: dict[Names, Any] = {
     **table(
         ("numpy.dtype", _Dtype),
@@ -411,10 +357,6 @@ VALUES: dict[Names, Any] = {
         ("datetime.time", _make_time, (bytes,), (bytes, timezone)),
         ("datetime.timedelta", timedelta, (int, int, int)),
         ("datetime.timezone", timezone, (timedelta,), (timedelta, str)),
-        ("decimal.Decimal", _make_decimal, (str,)),
-        ("fractions.Fraction", _defer_fraction, (str,), (int, int)),
     ),
     ("numpy", "ndarray"): _NDARRAY,
-    ("_io", "BytesIO"): _with_state("io.BytesIO", _is_stream),
-    ("uuid", "UUID"): _with_state("uuid.UUID", _is_uuid),
 }

@@ -1,8 +1,8 @@
 """Finds the bytes of a tensor in a torch.save archive from its beginning alone.
 
 torch.save writes a zip archive: ``data.pkl`` (how the tensor is made from a storage), small records, the storage's raw
-bytes as ``data/0``, and more records. A local header precedes each record. Its sizes are zero: the data descriptor
-after a record tells where it ends. For the pickle and the storage, the end is known without it.
+bytes as ``data/0``, and more records. A local header precedes each record. Its sizes are zero: a data descriptor
+after the record has them. For the pickle and the storage, the end is known without it.
 Only the globals that make an ordinary tensor are known, and they make a description of it.
 """
 
@@ -26,10 +26,8 @@ MAX_HEAD = 64 * 2**10
 """Maximum bytes before a storage. torch 2.13 writes 704 for a usual tensor, 20 KiB if it aligns to pages."""
 
 _MAX_RECORDS = 16
-_MAX_SMALL_RECORD = 256
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _LOCAL_SIGNATURE = b"PK\x03\x04"
-_DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 _HAS_DESCRIPTOR = 0x8
 _UTF8_NAMES = 0x800
 _PROTOCOL = b"\x80\x02"  # protocol 2, as torch.save writes
@@ -189,109 +187,49 @@ def parse_head(data: bytes) -> ArchiveHead:
     """
     more = len(data) < MAX_HEAD
     data = data[:MAX_HEAD]
-    tensor: PickledTensor | None = None
-    prefix, byteorder, position = "", "little", 0  # torch takes an archive without the record for little-endian
-    for number in range(_MAX_RECORDS):
-        record = _read_local_header(data, position, more)
-        if number == 0:
-            folder, _, name = record.name.partition("/")
-            prefix = folder + "/"
-            if name != "data.pkl":
-                raise HeadError(f"its first record is {record.name!r}, not data.pkl")
-            tensor, end = _read_pickle(data, record.start, more)
-        else:
-            if not record.name.startswith(prefix):
-                raise HeadError(f"it has a record {record.name!r} outside of {prefix}")
-            name = record.name.removeprefix(prefix)
-            if tensor is not None and name == f"data/{tensor.storage.key}":
-                if byteorder != sys.byteorder:
-                    raise HeadError(f"its byte order is {byteorder!r}")
-                _check_size(record, tensor.storage.nbytes)
-                return _describe(tensor, record.start)
-            if name.startswith("data/"):
-                raise HeadError("it has another storage than the tensor's")
-            end = _find_end(data, record, more)
-            if name == "byteorder":
-                byteorder = data[record.start : end].decode("latin-1")
-        _check_size(record, end - record.start)
-        position = _skip_descriptor(data, end, end - record.start, more) if record.has_descriptor else end
+    name, start, _ = _read_local_header(data, 0, more)
+    folder, _, name = name.partition("/")
+    if name != "data.pkl":
+        raise HeadError(f"its first record is {name!r}, not data.pkl")
+    tensor, end = _read_pickle(data, start, more)
+    byteorder = "little"  # torch takes an archive without the record for little-endian
+    for _ in range(_MAX_RECORDS):
+        position = data.find(_LOCAL_SIGNATURE, end)  # after the record, and its data descriptor if it has one
+        if position < 0:
+            raise HeadError("it ends within its records", truncated=more)
+        name, start, size = _read_local_header(data, position, more)
+        if name == f"{folder}/data/{tensor.storage.key}":
+            if byteorder != sys.byteorder:
+                raise HeadError(f"its byte order is {byteorder!r}")
+            if size not in (None, tensor.storage.nbytes):
+                raise HeadError(f"{name} has {size} bytes, expected {tensor.storage.nbytes}")
+            return _describe(tensor, start)
+        if name.startswith(f"{folder}/data/"):
+            raise HeadError("it has another storage than the tensor's")
+        if name == f"{folder}/byteorder":
+            byteorder = "big" if data.startswith(b"big", start) else "little"
+        end = start
     raise HeadError(f"it has {_MAX_RECORDS} records before its storage")
 
 
-# --- the archive ----------------------------------------------------------------------------------
-
-
-class _Record(NamedTuple):
+def _read_local_header(data: bytes, position: int, more: bool) -> tuple[str, int, int | None]:
     """A record of the archive: its name, where its bytes begin, and their number (None: a descriptor tells it)."""
-
-    name: str
-    start: int
-    size: int | None
-
-    @property
-    def has_descriptor(self) -> bool:
-        return self.size is None
-
-
-def _read_local_header(data: bytes, position: int, more: bool) -> _Record:
-    if len(data) < position + _LOCAL_HEADER.size:
+    name_start = position + _LOCAL_HEADER.size
+    if len(data) < name_start:
         raise HeadError("it ends within its records", truncated=more)
     signature, _, flags, method, _, _, _, stored, size, name_length, extra_length = _LOCAL_HEADER.unpack_from(
         data, position
     )
     if signature != _LOCAL_SIGNATURE:
-        raise HeadError("it is no zip archive" if position == 0 else f"no record begins at its byte {position}")
-    if method or flags & ~(_HAS_DESCRIPTOR | _UTF8_NAMES):
+        raise HeadError("it is no zip archive")
+    described = bool(flags & _HAS_DESCRIPTOR)
+    if method or flags & ~(_HAS_DESCRIPTOR | _UTF8_NAMES) or (not described and stored != size):
         raise HeadError("it is compressed or encrypted")
-    name_start = position + _LOCAL_HEADER.size
     start = name_start + name_length + extra_length
     if len(data) < start:
         raise HeadError("it ends within its records", truncated=more)
-    try:
-        name = data[name_start : name_start + name_length].decode("utf-8")
-    except UnicodeDecodeError:
-        raise HeadError("the name of a record is no text") from None
-    if flags & _HAS_DESCRIPTOR:
-        return _Record(name, start, None)
-    if stored != size:
-        raise HeadError("it is compressed or encrypted")
-    return _Record(name, start, size)
-
-
-def _check_size(record: _Record, size: int) -> None:
-    if record.size is not None and record.size != size:
-        raise HeadError(f"{record.name} has {record.size} bytes, expected {size}")
-
-
-def _find_end(data: bytes, record: _Record, more: bool) -> int:
-    """The end of a record that is neither the pickle nor the storage."""
-    if record.size is not None:
-        end = record.start + record.size
-        if record.size > _MAX_SMALL_RECORD:
-            raise HeadError(f"{record.name} has {record.size} bytes")
-    else:
-        limit = record.start + _MAX_SMALL_RECORD + len(_DESCRIPTOR_SIGNATURE)
-        end = data.find(_DESCRIPTOR_SIGNATURE, record.start, limit)
-        if end < 0:
-            raise HeadError(f"{record.name} has no end", truncated=more and len(data) < limit)
-    if end > len(data):
-        raise HeadError("it ends within its records", truncated=more)
-    return end
-
-
-def _skip_descriptor(data: bytes, position: int, size: int, more: bool) -> int:
-    """The end of the data descriptor that begins at ``position`` and must tell ``size``.
-
-    Its sizes have 4 or 8 bytes each. If 8, the second 4 bytes of the first are zero; if 4, they would tell ``size``.
-    """
-    if len(data) < position + 24:
-        raise HeadError("it ends within its records", truncated=more)
-    if data[position : position + 4] == _DESCRIPTOR_SIGNATURE:
-        for form in ("<II", "<QQ"):
-            end = position + 8 + struct.calcsize(form)
-            if struct.unpack_from(form, data, position + 8) == (size, size) and data[end : end + 2] == b"PK":
-                return end
-    raise HeadError(f"a record does not end at its byte {position}")
+    name = data[name_start : name_start + name_length].decode("utf-8", "replace")
+    return name, start, None if described else size
 
 
 # --- the pickle -----------------------------------------------------------------------------------

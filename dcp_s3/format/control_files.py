@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -161,74 +162,36 @@ def attachments_of(objects: Iterable[ObjectEntry]) -> dict[str, AttachmentEntry]
 MAX_EXTRA_BYTES = 2**16
 """Most bytes of it, as JSON. It is in the manifest, which every listing and every prune reads for each checkpoint."""
 
-_MAX_EXTRA_DEPTH = 32
-_MAX_EXTRA_INT = 2**63  # what other programs that read JSON can hold
-
 
 def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     """A copy of what is to be stored. What is read back equals what was given.
 
     Args:
-        extra: text, whole numbers of 64 bits, finite floats, bools and None by name; lists of these; and such mappings
-            again, at most 32 levels deep. None: nothing.
+        extra: text, whole numbers, finite floats, bools and None by name; lists of these; and such dicts again. None:
+            nothing.
 
     Raises:
         SettingsError: it holds something else, or is larger than `MAX_EXTRA_BYTES`.
     """
     if extra is None:
         return {}
-    if not isinstance(extra, Mapping):
-        raise SettingsError(f"extra is a {type(extra).__name__}, expected a dict like {{'tokens': 1000}}")
-    copied: dict[str, Any] = _copy(extra, "extra", 0)
-    size = len(json.dumps(copied, allow_nan=False).encode())
-    if size > MAX_EXTRA_BYTES:
-        largest = max(copied, key=lambda name: len(json.dumps(copied[name])))
+    remedy = (
+        "It holds text, numbers, bools, None, lists and dicts of these by text (a tensor: tensor.item() or "
+        "tensor.tolist()). Remedy: convert it, save it in the state, or attach it (S3StorageWriter.attach)"
+    )
+    try:
+        text = json.dumps(extra, allow_nan=False)
+        copied = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SettingsError(f"extra cannot be stored with a checkpoint: {error}. {remedy}") from None
+    if not isinstance(copied, dict) or copied != extra:
+        raise SettingsError(f"extra = {reprlib.repr(extra)} would not be the same when it is read back. {remedy}")
+    if len(text) > MAX_EXTRA_BYTES:
         raise SettingsError(
-            f"extra has {size} bytes as JSON, and at most {MAX_EXTRA_BYTES} are stored with a checkpoint, because "
-            f"every listing reads them; most are in extra[{largest!r}]. Remedy: save it in the state, or attach it "
-            "(S3StorageWriter.attach)"
+            f"extra has {len(text)} bytes as JSON, and at most {MAX_EXTRA_BYTES} are stored with a checkpoint, because "
+            f"every listing reads them. {remedy}"
         )
     return copied
-
-
-def _copy(value: Any, path: str, depth: int) -> Any:
-    if depth > _MAX_EXTRA_DEPTH:
-        raise SettingsError(f"extra is nested more than {_MAX_EXTRA_DEPTH} levels deep, at {path[:80]}...")
-    if value is None or isinstance(value, bool):
-        return value
-    found = f"a {type(value).__name__}"
-    remedy = (
-        "values are text, numbers, bools, None, lists and dicts of these (a tensor: tensor.item() or tensor.tolist())"
-    )
-    if isinstance(value, str):
-        if value.encode("utf-8", "ignore").decode() == value:  # not with half of a pair
-            return str(value)
-        found, remedy = f"text that is not Unicode, {_short(value)}", "decode it as it was encoded"
-    elif isinstance(value, int):
-        if -_MAX_EXTRA_INT <= value < _MAX_EXTRA_INT:
-            return int(value)
-        found, remedy = "a whole number of more than 64 bits", "store it as text"
-    elif isinstance(value, float):
-        if math.isfinite(value):
-            return float(value)
-        found, remedy = repr(float(value)), "JSON has no such number: store it as text, or leave it out"
-    elif isinstance(value, list):
-        return [_copy(each, f"{path}[{index}]", depth + 1) for index, each in enumerate(value)]
-    elif isinstance(value, Mapping):
-        others = [name for name in value if not isinstance(name, str)]
-        if not others:
-            return {
-                _copy(name, path, depth): _copy(each, f"{path}[{name!r}]", depth + 1) for name, each in value.items()
-            }
-        found, remedy = f"a mapping with the key {_short(others[0])}", "keys are text"
-    elif isinstance(value, (tuple, set, frozenset)):
-        remedy = "JSON has only lists: list(...)"
-    raise SettingsError(f"{path} is {found} and cannot be stored with a checkpoint. Remedy: {remedy}")
-
-
-def _short(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:60]}..."
 
 
 # --- the others -----------------------------------------------------------------------------------

@@ -9,9 +9,8 @@ check it (we check our own CRC-64), but ``unzip -t`` would complain.
 
 from __future__ import annotations
 
+import functools
 import io
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -78,34 +77,16 @@ class FrameCache:
     """
 
     def __init__(self) -> None:
-        self._frames: OrderedDict[tuple[torch.dtype, torch.Size], Frame] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, dtype: torch.dtype, shape: torch.Size) -> Frame:
-        """The frame of a contiguous CPU tensor of ``dtype`` and ``shape`` whose storage holds only its own bytes.
-
-        Raises:
-            FramingError: torch's archive layout has changed; callers fall back to torch.save.
-        """
-        key = (dtype, shape)
-        with self._lock:
-            frame = self._frames.get(key)
-            if frame is not None:
-                self._frames.move_to_end(key)
-                return frame
-        frame = compute_frame(dtype, shape)
-        with self._lock:
-            self._frames[key] = frame
-            while len(self._frames) > _CACHED_FRAMES:
-                self._frames.popitem(last=False)
-        return frame
+        self.get = functools.lru_cache(maxsize=_CACHED_FRAMES)(compute_frame)
 
 
 def compute_frame(dtype: torch.dtype, shape: torch.Size) -> Frame:
-    """The frame for ``dtype`` and ``shape``; allocates (but never touches) memory of the tensor's size.
+    """The frame of a contiguous CPU tensor of ``dtype`` and ``shape`` whose storage holds only its own bytes.
+
+    Allocates (but never touches) memory of the tensor's size.
 
     Raises:
-        FramingError: torch's archive layout has changed.
+        FramingError: torch's archive layout has changed; callers fall back to torch.save.
     """
     template = torch.empty(shape, dtype=dtype, device="cpu")
     recorder = _Recorder()

@@ -39,9 +39,8 @@ from dcp_s3.format.layout import is_inside
 from dcp_s3.format.unpickling import (
     MalformedPickleError,
     Settler,
-    UnknownToTorchError,
     UnsafeGlobalError,
-    check_opcodes,
+    check_memo,
     unpickle,
 )
 from dcp_s3.process import collector_paused
@@ -180,18 +179,13 @@ def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: boo
     with collector_paused():
         try:
             metadata = _load(data, url, proven=damage is None, filled=not of_rank)
-        except UnknownToTorchError as error:
+        except UnsafeGlobalError as error:
             writer = find_writer(data) or "an unknown version of torch"
             raise UnsafeMetadataError(
-                f"the metadata of {url}, written by {writer}, has {error}, which torch {torch.__version__} and dcp_s3 "
-                f"{__version__} here do not know. Nothing was loaded. Remedy: load it with the versions that wrote it, "
-                "or later ones; if none of yours can have written that, it was tampered with",
-                url=url,
-            ) from None
-        except UnsafeGlobalError as error:
-            raise UnsafeMetadataError(
-                f"the metadata of {url} names the global {error}, which DCP's metadata never needs: loading it could "
-                "run code. Nothing was loaded. If the checkpoint should be trusted, find out who wrote it, with what",
+                f"the metadata of {url}, written by {writer}, names the global {error}: DCP's metadata never needs it, "
+                f"or torch {torch.__version__} here does not know it, and loading it could run code. Nothing was "
+                "loaded. Remedy: load it with the versions that wrote it, or later ones; if none of yours can have "
+                "written that, it was tampered with",
                 url=url,
             ) from None
         except MalformedPickleError as error:
@@ -208,7 +202,7 @@ def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: boo
 
 def _load(data: bytes, url: str, *, proven: bool, filled: bool) -> Metadata:
     if not proven:
-        check_opcodes(data)
+        check_memo(data)
     stream = io.BytesIO(data)
     loaded = unpickle(stream, find_in_metadata)
     try:

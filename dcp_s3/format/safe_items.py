@@ -9,19 +9,18 @@ from __future__ import annotations
 import functools
 import io
 import logging
-import pickle
 import pickletools
 import re
 import threading
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint
 
-from dcp_s3.errors import CheckpointError, CorruptCheckpointError, UnsafeItemError
+from dcp_s3.errors import CorruptCheckpointError, UnsafeItemError
 from dcp_s3.format.allow_list import PLAIN, VALUES, Value, find_plain
 from dcp_s3.format.archive import TENSORS, UNUSUAL_TENSORS, PickledStorage, load_storage
 from dcp_s3.format.unpickling import Allowed, MalformedPickleError, Opaque, UnsafeGlobalError, unpickle
@@ -36,20 +35,20 @@ _KNOWN = frozenset(f"{module}.{name}" for module, name in (*ITEMS, *PLAIN))
 MAX_INSPECTED = 32 * 2**10
 _MAX_REASON = 300
 _NOT_KNOWN = "is neither in torch's list of what is safe to load nor a type that dcp_s3 knows"
-# Pickles before the bytes of the storages: magic number, protocol, system, value, keys of the storages.
-_OLD_FORMAT_PICKLES = 5
 # The later protocols that exist; a pickle of numbers may have these bytes by chance.
 _LATER_PROTOCOL = re.compile(rb"\x80[\x03-\x05]")
 # An archive with this entry goes to torch.jit.load, whatever torch.load is asked for.
 _TORCHSCRIPT = "constants.pkl"
+_ARCHIVE = b"PK\x03\x04"
+# Of the format before archives, before the bytes of the storages: magic number, protocol, system, value, keys.
+_OLD_FORMAT_PICKLES = 5
 
 
 def check_item(stream: io.BytesIO, *, fqn: str, url: str, verified: bool) -> None:
     """Check that the item may be unpickled without restriction, and that it is what it seems.
 
     An item of the allow-list is gone through, and not loaded. Other items are loaded by
-    ``torch.load(stream, weights_only=True)`` with tensors on the meta device: their bytes are neither read nor copied.
-    An item whose tensors cannot be there (quantized ones, for example) is loaded once more, on the CPU.
+    ``torch.load(stream, weights_only=True)``, if torch allows all that they name.
 
     Args:
         stream: output of torch.save; at its beginning afterwards.
@@ -60,49 +59,60 @@ def check_item(stream: io.BytesIO, *, fqn: str, url: str, verified: bool) -> Non
         CorruptCheckpointError: it is damaged.
     """
     try:
-        refused = _find_refusal(stream)
-        if refused is not None and refused.is_for_torch:
-            refused = _ask_torch(stream)
-        if refused is not None:
-            raise _explain(refused, fqn, url, verified) from None
+        names, error = _find_refusal(stream, ask_torch=True)
     finally:
         stream.seek(0)
+    if error is None:
+        return
+    if not names and not verified:
+        raise CorruptCheckpointError(
+            f"{fqn!r} in {url} {_describe(names, error)}. It was saved without a checksum: it is damaged, or not what "
+            "torch.save writes; S3StorageReader(weights_only=False) hands it to the planner as it is",
+            url=url,
+        )
+    raise UnsafeItemError(
+        f"{fqn!r} in {url} {_describe(names, error)}. It was not unpickled. Remedy, if you trust whoever wrote the "
+        f"checkpoint: {_remedy(names)}",
+        url=url,
+        fqn=fqn,
+    )
 
 
-class _Refusal(NamedTuple):
-    """Why an item should not be unpickled."""
+def _find_refusal(stream: io.BytesIO, *, ask_torch: bool) -> tuple[list[str], Exception | None]:
+    """Names of globals that nobody has allowed, and what is wrong; None if nothing is, as far as was asked.
 
-    names: list[str]
-    """Names of globals that nobody has allowed."""
-    error: Exception
-    """The error that says what is wrong."""
-    is_for_torch: bool = False
-    """Whether torch might still accept it."""
-
-
-def _find_refusal(stream: io.BytesIO) -> _Refusal | None:
-    """Why an item is refused, unless torch accepts it; None if it is of the allow-list. The position moves."""
-    error: Exception = MalformedPickleError("it is no archive")
-    if _is_archive(stream):
-        try:
-            _unpickle_archive(stream, functools.partial(_find_in_item, allowed_by_user()))
-        except BadArchiveError as found:
-            return _Refusal([], found)
-        except (UnsafeGlobalError, MalformedPickleError) as found:
-            error = found
-        else:
-            return None
-    stream.seek(0)
+    The position moves.
+    """
     try:
-        unknown = sorted(get_unsafe_globals_in_checkpoint(stream))
-    except Exception:  # noqa: BLE001 - an old format, or no such stream at all
-        unknown = []
-    names = [name for name in unknown if name not in _KNOWN]
-    if names or not unknown:
-        return _Refusal(names, error, is_for_torch=not unknown)
-    if isinstance(error, UnsafeGlobalError):
-        error = MalformedPickleError(f"it has {error} beside {', '.join(unknown)}")
-    return _Refusal([], error)
+        _unpickle_archive(stream, functools.partial(_find_in_item, allowed_by_user()))
+    except BadArchiveError as error:
+        return [], error
+    except (UnsafeGlobalError, MalformedPickleError) as error:
+        stream.seek(0)
+        try:
+            unknown = sorted(get_unsafe_globals_in_checkpoint(stream))
+        except Exception:  # noqa: BLE001 - whatever a damaged pickle makes torch raise
+            unknown = []
+        if unknown:
+            return [name for name in unknown if name not in _KNOWN], error
+        return [], _ask_torch(stream) if ask_torch else None
+    return [], None
+
+
+def _describe(names: Sequence[str], error: Exception) -> str:
+    if names:
+        return f"names {', '.join(names)}, which {_NOT_KNOWN}: it could run code"
+    # Without torch's paragraphs around it.
+    text = re.sub(r"(?s)^.*WeightsUnpickler error: |^Weights only load failed\..*?\n\n|\n\nCheck the documentation.*$",
+                  "", str(error)).strip()  # fmt: skip
+    return f"is not what torch's weights-only unpickler loads ({type(error).__name__}: {text[:_MAX_REASON]})"
+
+
+def _remedy(names: Sequence[str]) -> str:
+    return (
+        f"torch.serialization.add_safe_globals([{', '.join(names) or 'Class'}]) before the load, or "
+        "S3StorageReader(weights_only=False)"
+    )
 
 
 def _find_in_item(allowed: Mapping[str, Any], module: str, name: str) -> Any:
@@ -123,49 +133,15 @@ def allowed_by_user() -> dict[str, Any]:
     return found
 
 
-def _ask_torch(stream: io.BytesIO) -> _Refusal | None:
-    """Why torch refuses an item in the old format, or one whose globals it all allows. None if it does not."""
+def _ask_torch(stream: io.BytesIO) -> Exception | None:
+    """Why torch refuses an item whose globals it all allows; None if it does not."""
     try:
         check_storages(stream)
-        _load(stream, "meta" if _is_archive(stream) else "cpu")  # for the old format, meta hides errors
-    except (MalformedPickleError, pickle.UnpicklingError) as error:
-        return _Refusal([], error)
-    except Exception:  # noqa: BLE001 - whatever kernels and constructors raise
-        try:
-            _load(stream, "cpu")
-        except Exception as error:  # noqa: BLE001 - likewise
-            return _Refusal([], error)
+        stream.seek(0)
+        torch.load(stream, map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001 - whatever kernels and constructors raise
+        return error
     return None
-
-
-def _load(stream: io.BytesIO, device: str) -> None:
-    stream.seek(0)
-    torch.load(stream, map_location=device, weights_only=True)
-
-
-def _explain(refused: _Refusal, fqn: str, url: str, verified: bool) -> CheckpointError:
-    names, error, _ = refused
-    # Without torch's paragraphs around it.
-    text = re.sub(r"(?s)^.*WeightsUnpickler error: |^Weights only load failed\..*?\n\n|\n\nCheck the documentation.*$",
-                  "", str(error)).strip()  # fmt: skip
-    reason = f"{type(error).__name__}: {text[:_MAX_REASON]}"
-    if not names and not verified:
-        return CorruptCheckpointError(
-            f"{fqn!r} in {url} cannot be unpickled: {reason}. It was saved without a checksum: it is damaged, "
-            "or not what torch.save writes; S3StorageReader(weights_only=False) hands it to the planner as it is",
-            url=url,
-        )
-    if names:
-        what = f"names {', '.join(names)}, which {_NOT_KNOWN}: it could run code"
-    else:
-        what = f"is not what torch's weights-only unpickler loads ({reason})"
-    return UnsafeItemError(
-        f"{fqn!r} in {url} {what}. It was not unpickled. Remedy, if you trust whoever wrote the checkpoint: "
-        f"torch.serialization.add_safe_globals([{', '.join(names) or 'Class'}]) before the load, or "
-        "S3StorageReader(weights_only=False)",
-        url=url,
-        fqn=fqn,
-    )
 
 
 # --- archives -------------------------------------------------------------------------------------
@@ -193,10 +169,11 @@ def check_storages(stream: io.BytesIO) -> None:
         BadArchiveError: the archive around the pickle is bad.
         MalformedPickleError: they do not, or the pickle is damaged or not what torch.save writes.
     """
-    if _is_archive(stream):
+    with stream.getbuffer() as data:
+        size, signature = data.nbytes, bytes(data[:4])
+    if signature == _ARCHIVE:
         _unpickle_archive(stream, _find_any)
         return
-    size = stream.getbuffer().nbytes
     stream.seek(0)
     for _ in range(_OLD_FORMAT_PICKLES):
         _unpickle_item(stream, _find_any, lambda key: size)
@@ -213,12 +190,6 @@ def _find_any(module: str, name: str) -> Any:
     return _WithData if sized else Opaque
 
 
-def _is_archive(stream: io.BytesIO) -> bool:
-    """Whether torch.load takes the stream for an archive rather than the old format."""
-    with stream.getbuffer() as data:
-        return bytes(data[:4]) == b"PK\x03\x04"
-
-
 def _unpickle_archive(stream: io.BytesIO, find_global: Callable[[str, str], Any]) -> Any:
     """Unpickle the stand-in for the value in a torch.save archive. The stream's position moves.
 
@@ -227,7 +198,10 @@ def _unpickle_archive(stream: io.BytesIO, find_global: Callable[[str, str], Any]
         MalformedPickleError: a storage is larger than what is stored, or the pickle is not what torch.save writes.
         UnsafeGlobalError: raised by ``find_global``.
     """
-    size = stream.getbuffer().nbytes
+    with stream.getbuffer() as data:
+        size, signature = data.nbytes, bytes(data[:4])
+    if signature != _ARCHIVE:  # or torch.load would take it for the format before archives
+        raise BadArchiveError("it is no archive")
     stream.seek(0)
     try:
         with zipfile.ZipFile(stream) as archive:
@@ -300,17 +274,8 @@ def warn_of_unsafe_item(fqn: str, stream: io.BytesIO) -> None:
         _inspected[fqn] = safe
     position = stream.tell()
     try:
-        refused = _find_refusal(stream)
+        names, error = _find_refusal(stream, ask_torch=False)
     finally:
         stream.seek(position)
-    if refused is None or refused.is_for_torch or isinstance(refused.error, BadArchiveError):
-        return
-    names, error, _ = refused
-    if names:
-        logger.warning(
-            "%r holds %s, which %s: loading it will need torch.serialization.add_safe_globals([%s]) or "
-            "S3StorageReader(weights_only=False)",
-            fqn, ", ".join(names), _NOT_KNOWN, ", ".join(names),
-        )  # fmt: skip
-    else:
-        logger.warning("%r: loading it will need S3StorageReader(weights_only=False): %s", fqn, error)
+    if error is not None and not isinstance(error, BadArchiveError):
+        logger.warning("%r %s. Loading it will need %s", fqn, _describe(names, error), _remedy(names))

@@ -31,10 +31,8 @@ DTYPES = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
 """The dtypes that safetensors and its torch reader know, by their names in a header."""
-PACKED: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
-"""Two numbers in a byte. A header counts the numbers, torch the bytes, and it converts them to no other dtype."""
-_NEWER = {"F8_E8M0": getattr(torch, "float8_e8m0fnu", None), "F4": PACKED}
-DTYPES |= {name: dtype for name, dtype in _NEWER.items() if dtype is not None}
+if hasattr(torch, "float8_e8m0fnu"):
+    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
@@ -102,8 +100,6 @@ def plan_shards(tensors: Sequence[TensorEntry], max_size: int) -> list[Shard]:
                 f"safetensors has no dtype for {tensor.name!r}, which is {tensor.dtype}; it knows "
                 f"{', '.join(str(dtype).removeprefix('torch.') for dtype in NAMES)}"
             )
-        if tensor.dtype == PACKED and not tensor.shape:
-            raise SafetensorsError(f"{tensor.name!r} is a single {tensor.dtype}, which safetensors cannot hold")
         if tensor.name == _METADATA:
             raise SafetensorsError(f"no tensor may be called {_METADATA!r}: safetensors keeps its metadata there")
         if files[-1] and size + tensor.nbytes > max_size:
@@ -130,11 +126,8 @@ def make_header(tensors: Iterable[TensorEntry]) -> bytes:
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     offset = 0
     for tensor in tensors:
-        shape, stop = list(tensor.shape), offset + tensor.nbytes
-        if tensor.dtype == PACKED:
-            shape[-1] *= 2
-        header[tensor.name] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": [offset, stop]}
-        offset = stop
+        places = [offset, offset := offset + tensor.nbytes]
+        header[tensor.name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": places}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > MAX_HEADER:
@@ -217,15 +210,11 @@ def _parse_entry(name: str, entry: Any) -> tuple[TensorEntry, int, int]:
         raise SafetensorsError(f"its header gives {name!r} no proper shape or place")
     if dtype not in DTYPES:
         raise SafetensorsError(f"{name!r} has the dtype {dtype!r}, which torch does not have")
-    if DTYPES[dtype] == PACKED:
-        if not shape or shape[-1] % 2:
-            raise SafetensorsError(f"{name!r} has the shape {shape} of {dtype}, which is not whole bytes in a row")
-        shape[-1] //= 2
     return TensorEntry(name, DTYPES[dtype], tuple(shape)), start, stop
 
 
 def parse_index(data: bytes) -> Mapping[str, str]:
-    """The file of each tensor, from the index of a model (of safetensors or of torch files).
+    """The file of each tensor, from the index of a model.
 
     Raises:
         SafetensorsError: it is no index, or names a file outside of its directory.

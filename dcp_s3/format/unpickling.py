@@ -33,18 +33,11 @@ class MalformedPickleError(Exception):
 
 
 class UnsafeGlobalError(Exception):
-    """A pickle names a global that is not allowed. ``args[0]`` is its name."""
+    """A pickle names a global that is not allowed, or that this torch does not have. ``args[0]`` is its name."""
 
     def __init__(self, module: str, name: str) -> None:
         full_name = f"{module}.{name}" if module else name
         super().__init__(full_name if len(full_name) <= 200 else full_name[:200] + "...")
-
-
-class UnknownToTorchError(UnsafeGlobalError):
-    """A pickle has something of torch that the installed torch does not have. ``args[0]`` says what."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(*what.rpartition(".")[::2])
 
 
 # --- stand-ins ------------------------------------------------------------------------------------
@@ -202,54 +195,40 @@ def _check_extensions(stream: io.BytesIO) -> None:
     stream.seek(start)
 
 
-def check_opcodes(data: bytes) -> None:
-    """Refuse a pickle that makes Python's unpickler ask for more memory than fits its size, as damaged ones do.
+def check_memo(data: bytes) -> None:
+    """Refuse a damaged pickle that numbers what it remembers beyond its size: Python would make room for all of them.
 
     Reads it without running it: about 60 ns for each opcode.
-
-    Raises:
-        MalformedPickleError: a length reaches beyond the end, or a number for the memo is larger than the pickle;
-            picklers count from 0.
     """
     position, end = 0, len(data)
-    while position < end:
-        opcode = data[position]
+    while position < end and (opcode := data[position]) != _STOP:
         position += 1
         length = _ARGUMENTS[opcode]
+        start = position
         if length >= 0:
-            if opcode == _LONG_BINPUT and int.from_bytes(data[position : position + 4], "little") > end:
-                raise MalformedPickleError("it numbers what it remembers beyond its size")
-            if opcode == _STOP:
-                return
             position += length
-        elif length in (_LINE, _TWO_LINES):
-            start, position = position, data.find(b"\n", position) + 1 or end
-            if opcode == _PUT and len(data[start:position].strip()) > len(str(end)):
-                raise MalformedPickleError("it numbers what it remembers beyond its size")
-            if length == _TWO_LINES:
+        elif length == pickletools.UP_TO_NEWLINE:
+            for _ in range(2 if opcode in _TWO_LINES else 1):
                 position = data.find(b"\n", position) + 1 or end
         else:
-            count = int.from_bytes(data[position : position - length], "little")
-            position -= length
-            if position + count > end:
-                raise MalformedPickleError(f"a length of {count} bytes reaches beyond its end")
-            if opcode != _FRAME:
-                position += count
+            position += _WIDTHS[length]
+            position += int.from_bytes(data[start:position], "little")
+        number = data[start:position]
+        if (opcode == _LONG_BINPUT and int.from_bytes(number, "little") > end) or (
+            opcode == _PUT and len(number.strip()) > len(str(end))
+        ):
+            raise MalformedPickleError("it numbers what it remembers beyond its size")
 
 
-_FRAME, _LONG_BINPUT, _PUT, _STOP = b"\x95rp."
-_LINE, _TWO_LINES = -100, -101
-# What follows an opcode: so many bytes; if negative, a length of so many bytes and then as many bytes as it says.
+_LONG_BINPUT, _PUT, _STOP, _TWO_LINES = *b"rp.", b"ci"
+# Bytes of an opcode's argument, and of the lengths before arguments that have one.
 _ARGUMENTS = [0] * 256
 for _opcode in pickletools.opcodes:
-    _argument = _opcode.arg
-    if _argument is not None and _argument.n >= 0:
-        _ARGUMENTS[ord(_opcode.code)] = _argument.n
-    elif _argument is not None and _argument.n == pickletools.UP_TO_NEWLINE:
-        _ARGUMENTS[ord(_opcode.code)] = _TWO_LINES if _opcode.code in "ci" else _LINE
-    elif _argument is not None:
-        _ARGUMENTS[ord(_opcode.code)] = -int(_argument.name[-1])  # its name ends with the bytes of its length
-_ARGUMENTS[_FRAME] = -8
+    _ARGUMENTS[ord(_opcode.code)] = 0 if _opcode.arg is None else _opcode.arg.n
+_WIDTHS = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT4: 4, pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}  # fmt: skip
 
 
 # --- what stand-ins become ------------------------------------------------------------------------

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 
@@ -40,48 +39,27 @@ class Selection:
 def select(index: object, sizes: Sequence[int]) -> Selection:
     """The box that ``index`` selects of a tensor of ``sizes``, or IndexError. Negative numbers count from the end;
     slices are cut off at the ends of the tensor, numbers must lie in it."""
+    parts: list[Any] = [] if index is None else list(index) if isinstance(index, tuple) else [index]
+    gap = next((number for number, part in enumerate(parts) if part is Ellipsis), None)
+    if gap is None:
+        gap = len(parts)
+        parts.append(Ellipsis)
+    if len(parts) - 1 > len(sizes):
+        raise IndexError(f"it has {len(parts) - 1} parts, the tensor {len(sizes)} dimensions")
+    parts[gap : gap + 1] = [slice(None)] * (len(sizes) - len(parts) + 1)
     offsets, lengths, shape = [], [], []
-    for dim, (part, size) in enumerate(zip(_expand(index, len(sizes)), sizes, strict=True)):
-        if isinstance(part, slice):
-            try:
-                found = range(size)[part]
-            except (TypeError, ValueError):
-                raise IndexError(f"{part} in dimension {dim} is not made of whole numbers") from None
+    for dim, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+        try:
+            found: Any = range(size)[part]
+        except (IndexError, TypeError, ValueError) as error:
+            raise IndexError(f"{part!r} in dimension {dim} of {size} elements: {error}") from None
+        if isinstance(found, range):
             if found.step != 1:
-                raise IndexError(f"its step in dimension {dim} is {part.step}: only 1 can be read")
-            start, length = found.start, len(found)
-            shape.append(length)
-        else:
-            start, length = _number(part, size, dim), 1
-        offsets.append(start)
-        lengths.append(length)
+                raise IndexError(f"its step in dimension {dim} is {found.step}: only 1 can be read")
+            shape.append(len(found))
+        offsets.append(found.start if isinstance(found, range) else found)
+        lengths.append(len(found) if isinstance(found, range) else 1)
     return Selection(tuple(offsets), tuple(lengths), tuple(shape))
-
-
-def _expand(index: object, dims: int) -> list[object]:
-    if index is None:
-        index = ()
-    parts = list(index) if isinstance(index, tuple) else [index]
-    gaps = [number for number, part in enumerate(parts) if part is Ellipsis]
-    if len(gaps) > 1:
-        raise IndexError("it has more than one Ellipsis")
-    given = len(parts) - len(gaps)
-    if given > dims:
-        raise IndexError(f"it has {given} parts, the tensor {dims} dimensions")
-    gap = gaps[0] if gaps else len(parts)
-    return [*parts[:gap], *[slice(None)] * (dims - given), *parts[gap + 1 :]]
-
-
-def _number(part: object, size: int, dim: int) -> int:
-    if isinstance(part, bool) or not isinstance(part, SupportsIndex):
-        raise IndexError(f"{part!r} in dimension {dim} is neither a whole number, a slice nor an Ellipsis")
-    try:
-        number = operator.index(part)
-    except TypeError:  # for example an array of several numbers
-        raise IndexError(f"{part!r} in dimension {dim} is not one whole number") from None
-    if not -size <= number < size:
-        raise IndexError(f"{number} is out of range for dimension {dim} of {size} elements")
-    return number % size
 
 
 # --- pieces ------------------------------------------------------------------------------------------
@@ -129,16 +107,13 @@ class Piece:
         return -(-self.size // _ALIGNMENT) * _ALIGNMENT
 
 
-def in_batches(
-    steps: Iterable[T], room: Callable[[T], int], *, most: int | None = None, count: int = _PIECES
-) -> Iterator[list[T]]:
-    """Group steps of together at most ``most`` bytes (`BATCH`), at least one and at most ``count``."""
-    most = BATCH if most is None else most
+def in_batches(steps: Iterable[T], room: Callable[[T], int]) -> Iterator[list[T]]:
+    """Group steps of together at most `BATCH` bytes, at least one."""
     batch: list[T] = []
     used = 0
     for step in steps:
         needed = room(step)
-        if batch and (used + needed > most or len(batch) == count):
+        if batch and (used + needed > BATCH or len(batch) == _PIECES):
             yield batch
             batch, used = [], 0
         batch.append(step)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.attachments import copy_after_commit
 from dcp_s3.checkpoint.commit_state import SaveIdentity, check_absent, exists_error, find_previous
 from dcp_s3.checkpoint.directory import Directory, list_directory
 from dcp_s3.checksum import crc64nvme, crc_hex
@@ -68,8 +69,8 @@ def copy(
 
     The copy has the data, metadata, manifest, attachments and annotations, and other files that lie with them; no pin
     and no leases. ``.metadata`` comes last: a copy that was cut off is no checkpoint, and goes on when it is called
-    again. Both URLs are reached with the same settings, so they are on one endpoint; elsewhere, copy by way of a
-    directory. Where the store refuses to copy, the bytes pass through this machine.
+    again. Both URLs are reached with the same settings, so they are on one endpoint; elsewhere, and on a store that
+    does not copy, copy by way of a directory.
 
     >>> copied = copy("s3://bucket/run/step-00001000", "s3://bucket/kept/step-00001000")
     >>> diff("s3://bucket/run/step-00001000", "s3://bucket/kept/step-00001000").same
@@ -119,13 +120,12 @@ class _Copy:
             _prepare_directory(target, target.directory, source, overwrite=overwrite)
         there = target.objects()
         wanted = {path: size for path, size in source.files.items() if path not in self._finished(there)}
-        with self._replacing(there, wanted, overwrite=overwrite) as late:
+        with self._replacing(there, wanted, overwrite=overwrite):
             on_total(sum(wanted.values()))
-            self._move(sorted(wanted.keys() - late))
-            self._check_whole(late)
+            self.remote.map(self._move, sorted(wanted))
+            self._check_whole()
             source.check_unchanged()
             self._commit(overwrite=overwrite)
-            self._move(sorted(late))
         if target.directory is not None:
             target.remove([DOWNLOAD_MARKER])
             with contextlib.suppress(OSError):  # not empty
@@ -154,41 +154,38 @@ class _Copy:
         return {path for path, found in zip(same_size, same, strict=True) if found}
 
     @contextlib.contextmanager
-    def _replacing(self, there: Collection[str], paths: Collection[str], *, overwrite: bool) -> Iterator[set[str]]:
+    def _replacing(self, there: Collection[str], paths: Collection[str], *, overwrite: bool) -> Iterator[None]:
         """Refuse to replace a checkpoint, or delete what only the replaced one needed when the copy is complete.
 
-        Yields the plain copies of attachments among ``paths`` (what is to be written) that the old checkpoint has, too:
-        they wait for the commit. If it needs another of these objects, its commit is removed at once.
+        If it needs one of ``paths`` (what is to be written before the commit), its commit is removed at once.
         """
         source, store, url = self.source, self.target.store, self.target.url
         commits = {found.path for found in Directory.of_sizes(dict.fromkeys(there, 0)).commits.values()}
         if url is None or (commits and all(self._is_ours(name) for name in commits)):
-            yield set()  # an earlier call has come to its end, or nearly
+            yield  # an earlier call has come to its end, or nearly
             return
         if not overwrite:
             for name in source.commits:
                 check_absent(store, SaveIdentity(url, "", classify(name).rank))
-            yield set()
+            yield
             return
         # This takes few requests, and only for an overwrite.
         old = [found.path for found in list_directory(store, url, METADATA, "__").commits.values()]
         replaced = find_previous(store, SaveIdentity(url, "")).keys
-        late = {path for path in source.plain_copies & set(paths) if url.key(path) in replaced}
-        planned = {url.key(path) for path in set(paths) - source.plain_copies}
-        if old and (replaced & planned or old != [METADATA] or METADATA not in source.commits):
+        if old and (replaced & set(map(url.key, paths)) or old != [METADATA] or METADATA not in source.commits):
             store.delete([url.key(path) for path in old])
-        yield late
-        store.delete(sorted(replaced - {url.key(path) for path in (*source.files, *source.commits)}))
+        yield
+        needed = (*source.files, *source.commits, *source.attachments)
+        store.delete(sorted(replaced - {url.key(path) for path in needed}))
 
     def _is_ours(self, commit: str) -> bool:
         expected = self.source.commits.get(commit)
         return expected is not None and self.target.store.get(self.target.key(commit)).data == expected
 
-    def _check_whole(self, late: Collection[str]) -> None:
+    def _check_whole(self) -> None:
         """Look, before the commit, that nobody took the copy for the leftovers of a failed save."""
-        needed = {path: size for path, size in self.source.files.items() if path not in late}
         there = Directory.of_sizes({path: each.size for path, each in self.target.objects().items()})
-        missing = there.lacking(needed, exact=True)
+        missing = there.lacking(self.source.files, exact=True)
         if missing:
             raise errors.CheckpointDeletedError(
                 f"{self.target.name} was not committed: {len(missing)} of its objects are gone, the first {missing[0]}."
@@ -198,18 +195,16 @@ class _Copy:
 
     # --- the files ---------------------------------------------------------------------------------------
 
-    def _move(self, paths: Collection[str]) -> None:
-        self.remote.map(self._move_one, paths)
-
-    def _move_one(self, bounded: Store, path: str) -> None:
+    def _move(self, bounded: Store, path: str) -> None:
         one, other = (replace(each, store=each.store.within(bounded.limit)) for each in (self.origin, self.target))
         size, crc = self.source.files[path], self.source.crcs.get(path)
-        copied = self._copy_on_s3(one, other, path, size)
-        problem = _find_problem(other, path, size, crc) if copied else None
-        if copied and problem is None:
+        sent = None
+        if None in (one.url, other.url) or _is_small(path, size):
+            sent = self._stream(one, other, path, size)
+        else:
+            other.store.copy(one.store, one.key(path), other.key(path))
             self.moved(size)
-        else:  # also of a store that knows nothing of copies, and wrote an empty object
-            problem = _find_problem(other, path, size, crc, self._stream(one, other, path, size))
+        problem = _find_problem(other, path, size, crc, sent)
         if problem is not None:
             other.remove([path])  # so that the next call copies it again
             verify = "" if one.url is None else f": dcp-s3 verify --full {one.url}"
@@ -218,19 +213,6 @@ class _Copy:
                 f"the object itself is damaged{verify}",
                 url=one.name,
             )
-
-    def _copy_on_s3(self, one: Place, other: Place, path: str, size: int) -> bool:
-        if None in (one.url, other.url) or _is_small(path, size):
-            return False
-        try:
-            other.store.copy(one.store, one.key(path), other.key(path))
-        except (errors.ObjectNotFoundError, errors.PreconditionFailedError, errors.TransferError,
-                errors.CredentialsError, errors.BucketNotFoundError, errors.DeadlineExceededError):  # fmt: skip
-            raise
-        except errors.StorageError as error:
-            logger.warning("%s passes through this machine, as the store does not copy it: %s", path, error)
-            return False
-        return True
 
     def _stream(self, one: Place, other: Place, path: str, size: int) -> int | None:
         """Move a file through this machine. Returns its CRC, None if that is not known."""
@@ -250,9 +232,12 @@ class _Copy:
     # --- the commit --------------------------------------------------------------------------------------
 
     def _commit(self, *, overwrite: bool) -> None:
-        """Write the metadata of a copy whose files are all there: it is a checkpoint then."""
+        """Write the metadata of a copy whose files are all there: it is a checkpoint then.
+
+        Attachments get plain copies: on S3 after it, where a checkpoint that is replaced has its own until then.
+        """
         source, target = self.source, self.target
-        if target.url is None:  # S3 may lack plain copies of attachments, or have older ones
+        if target.url is None:
             attached = {name: target.store.get(each.path).data for name, each in source.attachments.items()}
             for name, data in (*attached.items(), *source.commits.items()):
                 target.write(name, len(data), [Piece.of(data)])
@@ -265,6 +250,7 @@ class _Copy:
                 target.store.put(target.key(name), data, expect=None if overwrite else ABSENT, metadata=fields)
             except errors.PreconditionFailedError:
                 raise exists_error(target.url) from None
+        copy_after_commit(target.store, target.url, source.attachments.values())
 
 
 def _is_small(path: str, size: int) -> bool:

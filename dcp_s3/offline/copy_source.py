@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Directory, DirectoryEntry
-from dcp_s3.checkpoint.stored_metadata import find_crc_mismatch
 from dcp_s3.format.control_files import AttachmentEntry, Manifest, attachments_of
 from dcp_s3.format.layout import (
     CONTROL_PREFIX,
@@ -18,13 +16,13 @@ from dcp_s3.format.layout import (
     SAVE_ID_KEY,
     What,
     classify,
-    is_inside,
     manifest_object,
     metadata_object,
 )
+from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.offline.place import Place
-from dcp_s3.store import ListedObject, StoredObject, same_etag
+from dcp_s3.store import ListedObject, same_etag
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +40,7 @@ class CopySource:
     save_ids: Mapping[str, str]
     """Ids of the saves of these commits, as far as their manifests are there."""
     files: Mapping[str, int]
-    """Bytes of everything else that belongs to it, by relative path."""
+    """Bytes of everything else that belongs to it, by relative path, without the plain copies of attachments."""
     crcs: Mapping[str, str]
     """CRC-64/NVME of data objects, by relative path, as far as manifests record them."""
     attachments: Mapping[str, AttachmentEntry]
@@ -53,16 +51,12 @@ class CopySource:
 
     @property
     def size(self) -> int:
-        return sum(self.files.values()) + sum(map(len, self.commits.values()))
+        plain = sum(each.size for each in self.attachments.values())
+        return plain + sum(self.files.values()) + sum(map(len, self.commits.values()))
 
     @property
     def count(self) -> int:
-        return len(self.files) + len(self.commits)
-
-    @property
-    def plain_copies(self) -> set[str]:
-        """Paths of the attachments' plain copies. At the copy's URL, those of a replaced one stay until the commit."""
-        return self.attachments.keys() & self.files.keys()
+        return len(self.files) + len(self.commits) + len(self.attachments)
 
     def check_unchanged(self) -> None:
         """Fail if another save wrote to the source since it was listed: the parts are not of one checkpoint."""
@@ -95,27 +89,27 @@ def find_source(place: Place) -> CopySource:
             url=where,
         )
     manifests: dict[str, Manifest | None] = {}
-
-    def manifest_of(commit: str, save_id: str | None) -> Manifest | None:
-        path = manifest_object(str(save_id), classify(commit).rank)
-        if path in directory.objects and path not in manifests:
-            try:
-                manifests[path] = Manifest.from_json(place.store.get(place.key(path)).data)
-            except ValueError as error:
-                logger.warning("attachments of %s are not copied: its manifest cannot be read: %s", where, error)
-                manifests[path] = None
-        if path in manifests:
-            save_ids[commit] = str(save_id)
-        return manifests.get(path)
-
     commits: dict[str, bytes] = {}
     save_ids: dict[str, str] = {}
     needed: dict[str, int] = {}
     for name in names:
-        stored = place.store.get(place.key(name))
+        stored, rank = place.store.get(place.key(name)), classify(name).rank
         commits[name] = stored.data
-        for path, size in _needed(place, name, stored, functools.partial(manifest_of, name)).items():
+        metadata = load_metadata(
+            stored.data, url=where, crc=stored.metadata.get(METADATA_CRC_KEY), of_rank=rank is not None
+        )
+        for path, size in needed_objects(metadata).items():
             needed[path] = max(size, needed.get(path, 0))
+        save_id = stored.metadata.get(SAVE_ID_KEY) or str(getattr(metadata.storage_meta, "save_id", None))
+        path = manifest_object(save_id, rank)
+        if path not in directory.objects:
+            continue
+        save_ids[name] = save_id
+        try:
+            manifests[path] = Manifest.from_json(place.store.get(place.key(path)).data)
+        except ValueError as error:
+            logger.warning("attachments of %s are not copied: its manifest cannot be read: %s", where, error)
+            manifests[path] = None
     found = [each for path, each in sorted(manifests.items(), key=_rank) if each is not None]
     for manifest in found:
         if manifest.rank is not None and manifest.world_size > len(names):
@@ -133,34 +127,17 @@ def find_source(place: Place) -> CopySource:
             url=where,
         )
     belong = needed.keys() | manifests.keys()
-    files = {found.path: found.size for found in directory if found.path in belong or _is_besides(found)}
-    crcs = {entry.path: entry.crc64nvme for entry in entries if entry.crc64nvme}
     attachments = attachments_of(entries)
+    files = {
+        found.path: found.size
+        for found in directory
+        if found.path not in attachments and (found.path in belong or _is_besides(found))
+    }
+    crcs = {entry.path: entry.crc64nvme for entry in entries if entry.crc64nvme}
     ours = (What.METRICS, What.CONTROL, What.MANIFEST)
-    fixed = [
-        path
-        for path in files
-        if path not in attachments and not (kind := classify(path)).nonce and kind.what not in ours
-    ]
+    fixed = [path for path in files if not (kind := classify(path)).nonce and kind.what not in ours]
     etags = {path: _etag(listed, path) for path in (*fixed, *commits)} if fixed else {}
     return CopySource(place, commits, save_ids, files, crcs, attachments, etags)
-
-
-def _needed(
-    place: Place, name: str, stored: StoredObject, manifest_of: Callable[[str], Manifest | None]
-) -> dict[str, int]:
-    """Data objects that a commit needs, and their minimum bytes."""
-    save_id, crc = stored.metadata.get(SAVE_ID_KEY), stored.metadata.get(METADATA_CRC_KEY)
-    if save_id and crc and find_crc_mismatch(stored) is None:
-        # Bytes with a checksum, and the manifest of their save, tell without torch what there is.
-        manifest = manifest_of(save_id)
-        if manifest is not None and all(is_inside(entry.path) for entry in manifest.objects):
-            return {entry.path: entry.size for entry in manifest.objects}
-    from dcp_s3.format.metadata import load_metadata
-
-    metadata = load_metadata(stored.data, url=place.name, crc=crc, of_rank=name != METADATA)
-    manifest_of(str(getattr(metadata.storage_meta, "save_id", None)))
-    return needed_objects(metadata)
 
 
 def _rank(manifest: tuple[str, Manifest | None]) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -29,11 +29,10 @@ Status = Literal["same", "changed", "unknown", "only in A", "only in B"]
 
 _DIFFERENT: tuple[Status, ...] = ("changed", "only in A", "only in B")
 _ALIKE: tuple[Status, ...] = ("unknown", "same")
+_ONLY_IN_A: Status = "only in A"
+_ONLY_IN_B: Status = "only in B"
 
-_ENCODED = "it was encoded before it was stored"
-_GAPS = "its chunks do not cover it"
-_CUT = "its chunks are cut differently"
-_RANKS = "several ranks wrote it, not all the same"
+_RANKS = "several ranks wrote it, without collectives"
 
 
 @dataclass(frozen=True)
@@ -141,8 +140,8 @@ def diff(
 
     Fetches metadata and manifests, mostly three requests for each checkpoint. Tensors are compared by the checksums
     of their chunks. Where those cannot tell (chunks that are cut differently, as by another number of ranks, another
-    writer, ``DCP_S3_CHECKSUM=none``, or encoded) an entry is ``unknown``. What several ranks saved without collectives
-    under one name is compared rank by rank, by checksums only.
+    writer, ``DCP_S3_CHECKSUM=none``, or encoded) an entry is ``unknown``, and so is what several ranks saved without
+    collectives under one name.
 
     >>> print(diff("s3://bucket/run/step-00001000", "s3://bucket/run/step-00002000").summary)
     1 of 2 entries differ (1 changed), 1 same
@@ -150,9 +149,9 @@ def diff(
     Equal CRC-64s of equally many bytes count as ``same``. A CRC is no proof against somebody who made them equal.
 
     Args:
-        full: whether to read what is ``unknown``, and to compare values: tensors bit for bit, of objects the stored
-            bytes. Takes about 160 MiB of host memory, and the bytes of an object twice, and holds a reader's lease on
-            both checkpoints.
+        full: whether to read what is ``unknown``, unless several ranks saved it, and to compare values: tensors bit for
+            bit, of objects the stored bytes. Takes about 160 MiB of host memory, and the bytes of an object twice, and
+            holds a reader's lease on both checkpoints.
         filter: only the entries whose names match, such as ``model.*``; several: any of them.
         on_total: called with the bytes to read, of both checkpoints together; with ``full`` only.
         on_progress: called with the number of bytes as they are read, or need not be.
@@ -170,7 +169,7 @@ def diff(
         saved_a.metadata,
         saved_b.metadata,
         lambda name: patterns is None or matches(name, patterns),
-        of_ranks=(saved_a.of_ranks, saved_b.of_ranks),
+        saved_often=saved_a.saved_often | saved_b.saved_often,
     )
     if patterns is not None and not entries:
         names = list(saved_a.metadata.state_dict_metadata)
@@ -203,55 +202,38 @@ def _compare_attachments(a: SavedCheckpoint, b: SavedCheckpoint) -> dict[str, St
 # --- by checksums, pure ------------------------------------------------------------------------------
 
 
-class _Content(NamedTuple):
-    """What is known of the bytes that a rank stored of a chunk, or of an object."""
-
-    crc: int | None
-    length: int | None
-    """None: the raw elements of a chunk, whose number is known."""
-    encoding: tuple[str, ...]
-    exact: bool
-    """Whether other bytes are other values, or another object."""
-
-
-_Places = Mapping[Any, Sequence[_Content]]
-"""What the ranks stored of an entry, by the offsets and sizes of its chunks: one of each, unless they saved without
-collectives, and not all the same."""
-
-
 def compare(
-    a: Metadata,
-    b: Metadata,
-    wanted: Callable[[str], bool] = lambda _: True,
-    *,
-    of_ranks: tuple[Sequence[Metadata], Sequence[Metadata]] | None = None,
+    a: Metadata, b: Metadata, wanted: Callable[[str], bool] = lambda _: True, *, saved_often: Collection[str] = ()
 ) -> list[EntryDiff]:
-    """Compare two checkpoints by their metadata, and that of their ranks if they saved without collectives: entries in
-    the order of ``a``, then those that only ``b`` has."""
+    """Compare two checkpoints by their metadata: entries in the order of ``a``, then those that only ``b`` has.
+
+    Args:
+        saved_often: names under which several ranks have saved something.
+    """
     with collector_paused():
-        copies_a, copies_b = map(_find_copies, of_ranks or ((a,), (b,)))
+        at_a, at_b = _places(a), _places(b)
         found = []
         for fqn in filter(wanted, dict.fromkeys([*a.state_dict_metadata, *b.state_dict_metadata])):
             one, two = a.state_dict_metadata.get(fqn), b.state_dict_metadata.get(fqn)
-            at_a, at_b = copies_a.get(fqn, {}), copies_b.get(fqn, {})
-            saved, copies = (two, at_b) if one is None else (one, at_a)
-            kind, size = _kind(saved), sum(infos[0].length for infos in copies.values())
+            saved, places = (two, at_b) if one is None else (one, at_a)
+            size = sum(info.length for info in places.get(fqn, {}).values())
             if isinstance(saved, TensorStorageMetadata):
                 size = math.prod(saved.size) * saved.properties.dtype.itemsize
             if one is None or two is None:
-                found.append(EntryDiff(fqn, kind, "only in B" if one is None else "only in A", size=size))
+                status, what = _ONLY_IN_B if one is None else _ONLY_IN_A, ""
+            elif fqn in saved_often:
+                status, what = "unknown", _RANKS
             else:
-                status, what = _compare_entries(one, two, _places(one, at_a), _places(two, at_b))
-                found.append(EntryDiff(fqn, kind, status, what, size))
+                status, what = _compare_entries(one, two, at_a.get(fqn, {}), at_b.get(fqn, {}))
+            found.append(EntryDiff(fqn, _kind(saved), status, what, size))
         return found
 
 
-def _find_copies(parts: Sequence[Metadata]) -> dict[str, dict[Any, list[StorageInfo]]]:
-    """Where each entry lies, by the offsets of its chunks."""
-    found: dict[str, dict[Any, list[StorageInfo]]] = {}
-    for part in parts:
-        for index, info in (part.storage_data or {}).items():
-            found.setdefault(index.fqn, {}).setdefault(index.offset, []).append(info)
+def _places(metadata: Metadata) -> dict[str, dict[Any, StorageInfo]]:
+    """What is stored of each entry, by the offsets of its chunks (none: the empty tuple)."""
+    found: dict[str, dict[Any, StorageInfo]] = {}
+    for index, info in (metadata.storage_data or {}).items():
+        found.setdefault(index.fqn, {})[index.offset or ()] = info
     return found
 
 
@@ -259,75 +241,54 @@ def _kind(saved: Any) -> str:
     return "tensor" if isinstance(saved, TensorStorageMetadata) else "bytes"
 
 
-def _places(saved: Any, copies: Mapping[Any, Sequence[StorageInfo]]) -> _Places:
-    if not isinstance(saved, TensorStorageMetadata):
-        return {None: _contents(next(iter(copies.values()), ()), None)}
-    found = {}
-    for chunk in saved.chunks:
-        if 0 not in chunk.sizes:
-            infos = copies.get(chunk.offsets) or (() if any(chunk.offsets) else copies.get(None, ()))
-            nbytes = math.prod(chunk.sizes) * saved.properties.dtype.itemsize
-            found[chunk.offsets, chunk.sizes] = _contents(infos, nbytes)
-    return found
-
-
-def _contents(infos: Sequence[StorageInfo], nbytes: int | None) -> list[_Content]:
-    """``nbytes`` is None for an object."""
-    found = []
-    for info in infos:
-        encoding, raw_offset = tuple(getattr(info, "transform_descriptors", None) or ()), get_raw_offset(info)
-        crc = get_crc(info)
-        if nbytes is None or raw_offset is None or encoding:
-            found.append(_Content(crc, info.length, encoding, exact=nbytes is None))
-        else:
-            found.append(_Content(crc if raw_offset + nbytes <= info.length else None, None, (), exact=True))
-    return found[:1] if len(set(found)) == 1 and found[0].crc is not None else found
-
-
-def _compare_entries(a: Any, b: Any, at_a: _Places, at_b: _Places) -> tuple[Status, str]:
+def _compare_entries(
+    a: Any, b: Any, at_a: Mapping[Any, StorageInfo], at_b: Mapping[Any, StorageInfo]
+) -> tuple[Status, str]:
     if _kind(a) != _kind(b):
         return "changed", f"kind {_kind(a)} -> {_kind(b)}"
-    doubts = []
-    if isinstance(a, TensorStorageMetadata):
-        shapes = ["x".join(map(str, each.size)) or "scalar" for each in (a, b)]
-        dtypes = [str(each.properties.dtype).removeprefix("torch.") for each in (a, b)]
-        pairs = {"shape": shapes, "dtype": dtypes}
-        changes = [f"{name} {one} -> {two}" for name, (one, two) in pairs.items() if one != two]
-        if changes or 0 in a.size:
-            return ("changed", ", ".join(changes)) if changes else ("same", "")
-        if at_a.keys() != at_b.keys():
-            alone = all(len(each) < 2 for each in (*at_a.values(), *at_b.values()))
-            doubts.append(_CUT if alone else _RANKS)
-        elif sum(math.prod(sizes) for _, sizes in at_a) < math.prod(a.size):
-            doubts.append(_GAPS)
-    for box in at_a.keys() & at_b.keys():
-        status, what = _compare_contents(at_a[box], at_b[box], "bytes" if box is None else "values")
+    if not isinstance(a, TensorStorageMetadata):
+        return _compare_stored(at_a.get(()), at_b.get(()), None)
+    shapes = ["x".join(map(str, each.size)) or "scalar" for each in (a, b)]
+    dtypes = [str(each.properties.dtype).removeprefix("torch.") for each in (a, b)]
+    changes = [
+        f"{name} {one} -> {two}" for name, (one, two) in {"shape": shapes, "dtype": dtypes}.items() if one != two
+    ]
+    if changes or 0 in a.size:
+        return ("changed", ", ".join(changes)) if changes else ("same", "")
+    boxes_a, boxes_b = ({(c.offsets, c.sizes) for c in each.chunks if 0 not in c.sizes} for each in (a, b))
+    doubts = set() if boxes_a == boxes_b else {"its chunks are cut differently"}
+    for offsets, sizes in boxes_a & boxes_b:
+        # Other writers may leave out an offset of zeros.
+        one, two = (each.get(offsets) or (None if any(offsets) else each.get(())) for each in (at_a, at_b))
+        status, what = _compare_stored(one, two, math.prod(sizes) * a.properties.dtype.itemsize)
         if status == "changed":
             return status, what
         if status == "unknown":
-            doubts.append(what)
-    if not doubts:
-        return "same", ""
-    return "unknown", _RANKS if _RANKS in doubts else min(doubts)
+            doubts.add(what)
+    return ("unknown", min(doubts)) if doubts else ("same", "")
 
 
-def _compare_contents(a: Sequence[_Content], b: Sequence[_Content], what: str) -> tuple[Status, str]:
-    """Compare what was stored of an object, or of a chunk that both sides have."""
-    if a and b and a[0].exact and b[0].exact:
-        (crc_a, length_a), (crc_b, length_b) = a[0][:2], b[0][:2]
-        if length_a != length_b or (None not in (crc_a, crc_b) and crc_a != crc_b):
-            return "changed", what
-    one_each = len(a) < 2 and len(b) < 2
-    unchecked = [side for side, each in (("A", a), ("B", b)) if not each or any(one.crc is None for one in each)]
+def _compare_stored(a: StorageInfo | None, b: StorageInfo | None, nbytes: int | None) -> tuple[Status, str]:
+    """Compare what was stored of a chunk of ``nbytes``, or of an object (None)."""
+    one, two = _covered(a, nbytes), _covered(b, nbytes)
+    crcs = get_crc(a), get_crc(b)
+    exact = one is not None and two is not None and (nbytes is None or one == two == nbytes)
+    if exact and (one != two or (None not in crcs and crcs[0] != crcs[1])):
+        return "changed", "values" if nbytes is not None else "bytes"
+    unchecked = [side for side, of, crc in (("A", one, crcs[0]), ("B", two, crcs[1])) if of is None or crc is None]
     if unchecked:
-        return "unknown", f"no checksum in {' and '.join(unchecked)}" if one_each else _RANKS
-    if list(a) == list(b):
-        return "same", ""
-    if one_each:
-        return "unknown", _ENCODED
-    if (len(a) == len(b) or 1 in (len(a), len(b))) and all(content.exact for content in (*a, *b)):
-        return "changed", f"{what} of another rank"
-    return "unknown", _RANKS
+        return "unknown", f"no checksum in {' and '.join(unchecked)}"
+    return ("same", "") if (one, crcs[0]) == (two, crcs[1]) else ("unknown", "it was encoded before it was stored")
+
+
+def _covered(info: StorageInfo | None, nbytes: int | None) -> Any:
+    """What the checksum of a stored chunk covers: its elements (their bytes), or its length and how it was encoded."""
+    if info is None:
+        return None
+    encoding, raw_offset = tuple(getattr(info, "transform_descriptors", None) or ()), get_raw_offset(info)
+    if nbytes is None or raw_offset is None or encoding:
+        return info.length, encoding
+    return nbytes if raw_offset + nbytes <= info.length else None
 
 
 # --- by values ---------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ entries -> names -> files (all planned before a byte is written) -> batches -> o
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
@@ -18,13 +17,10 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_s3.checkpoint.attachments import find_attachments, read_attachment
-from dcp_s3.checksum import crc64nvme, crc_hex
-from dcp_s3.errors import ObjectNotFoundError, StorageError, WeightsError
-from dcp_s3.format.control_files import AttachmentEntry
+from dcp_s3.errors import WeightsError
 from dcp_s3.format.layout import METADATA
 from dcp_s3.format.safetensors import (
     INDEX,
-    PACKED,
     SINGLE_FILE,
     SafetensorsError,
     TensorEntry,
@@ -49,7 +45,7 @@ logger = logging.getLogger(__name__)
 # Elements converted to another dtype at a time: as many as stay in the CPU's cache, and torch converts in one thread.
 _CONVERTED = 2**15
 # Bytes of a part of a file on its way to S3, and how many connections send them: that bounds the memory.
-_PART, _MAX_PART = 8 * 2**20, 16 * 2**20
+_PART = 8 * 2**20
 _CONNECTIONS = 32
 _ADAPTER = "adapter_config.json"
 _WEIGHTS = re.compile(r"(model|adapter_model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
@@ -101,8 +97,8 @@ def export(
     ``adapter_model.safetensors``.
 
     Attachments of the checkpoint become files beside them. Needs no process group. Takes at most 512 MiB of host
-    memory, whatever the size of tensors and weights files, and besides an attachment (256 MiB at most). Each file
-    appears complete, the index last; if the export fails, what it had written is removed.
+    memory, whatever the size of tensors and weights files (on S3, of up to 150 GiB), and besides an attachment (256 MiB
+    at most). Each file appears complete, the index last.
 
     >>> export("s3://bucket/run/step-00002000", "weights", include="weight")
     ExportResult(1 file, 1 tensor, ... B)
@@ -111,26 +107,23 @@ def export(
         destination: directory or ``s3://bucket/prefix``.
         include: names or patterns of entries, such as ``model.*``, as for `read_tensors`; None: all tensors.
         rename: regular expressions, and what replaces their matches in the names, in this order: ``{"^model[.]": ""}``.
-        dtype: convert floating-point tensors to this dtype: ``bf16``, ``fp16``, ``fp32``, or torch's name. Others stay,
-            and packed float4.
+        dtype: convert floating-point tensors to this dtype: ``bf16``, ``fp16``, ``fp32``, or torch's name. Others stay.
         max_shard_size: bytes of the tensors of a safetensors file, as ``5GB`` or ``2GiB``; a larger tensor gets a file
             of its own.
         overwrite: write into a destination that is not empty. Weights in it, torch's too, are removed before the first
-            byte is written; other files stay. An attachment never replaces one of them: if it has the same bytes
-            it is left alone, otherwise the export is refused.
+            byte is written, and files with the names of attachments are replaced; others stay.
 
     Raises:
         EntryNotFoundError: ``include`` matches nothing.
-        WeightsError: the destination is not empty, or has another file where an attachment goes; there is no tensor; a
-            dtype that safetensors does not know; names that match nothing or become equal; a wrong argument. Nothing
-            was written.
+        WeightsError: the destination is not empty; there is no tensor; a dtype that safetensors does not know; names
+            that match nothing or become equal; a wrong argument. Nothing was written.
         CheckpointNotFoundError, CorruptCheckpointError
         InvalidURLError, SettingsError, StorageError, OSError
     """
     given = resolve_settings(settings)
     wanted, most = parse_dtype(dtype), parse_shard_size(max_shard_size)
     few = given.model_copy(update={"concurrency": min(given.max_connections, _CONNECTIONS)})
-    target = _Target(Place.of(destination, few))
+    target = Place.of(destination, few)
     with reading_under_lease(parse_url(url), given) as reading:
         checkpoint = reading.checkpoint
         tensors, skipped = _select(checkpoint, include, rename or {}, wanted)
@@ -138,16 +131,15 @@ def export(
         attached = find_attachments(checkpoint.store, checkpoint.url) or {}
         if _ADAPTER in attached and files[0].name == SINGLE_FILE:
             files = [replace(files[0], name=f"adapter_{SINGLE_FILE}")]  # as PEFT expects it
-        present, small = target.check(files, attached, overwrite=overwrite)
+        present = _check(target, files, attached, overwrite=overwrite)
         if on_total is not None:
             on_total(sum(file.size for file in files))
-        with target.removed_after_failure():
-            target.place.remove(present)
-            for name in small:
-                data = read_attachment(checkpoint.store, checkpoint.url, name)
-                target.write(name, len(data), [data])
-            for file, contents in _contents(files, reading, on_progress or (lambda _: None)):
-                target.write(file.name, file.size, contents)
+        target.remove(present)
+        for name in attached:
+            data = read_attachment(checkpoint.store, checkpoint.url, name)
+            _write(target, name, len(data), [data])
+        for file, contents in _contents(files, reading, on_progress or (lambda _: None)):
+            _write(target, file.name, file.size, contents)
     if skipped:
         logger.info("%s: %d entries that are no tensors were left out", url, skipped)
     return ExportResult(tuple(file.name for file in files), len(tensors), sum(file.size for file in files), skipped)
@@ -157,7 +149,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if dtype is None:
         return None
     found = _DTYPES.get(dtype) or getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point or found == PACKED:
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise WeightsError(
             f"dtype {str(dtype)!r} is no floating-point type: expected {', '.join(_DTYPES)} or a name like "
             "torch's, for example float8_e5m2"
@@ -215,7 +207,7 @@ def _select(
     for fqn in exported:
         saved = checkpoint.find(fqn)
         kept = saved.properties.dtype
-        new = dtype if dtype is not None and kept.is_floating_point and kept != PACKED else kept
+        new = dtype if dtype is not None and kept.is_floating_point else kept
         chosen[renamed[fqn]] = _Tensor(TensorEntry(renamed[fqn], new, tuple(saved.size)), fqn, kept)
     return chosen, len(names) - len(exported)
 
@@ -294,80 +286,30 @@ def _bytes_of(tensor: Any, dtype: torch.dtype | None) -> Iterator[memoryview]:
 # --- write -----------------------------------------------------------------------------------------
 
 
-class _Target:
-    """Where the files go. They are written front to back, and appear complete."""
+def _check(place: Place, files: Sequence[_File], attached: Mapping[str, Any], *, overwrite: bool) -> list[str]:
+    """The files to remove first; WeightsError if the destination is refused."""
+    clash = next((file.name for file in files if file.name in attached), None)
+    if clash is not None:
+        raise WeightsError(f"the checkpoint has an attachment {clash}, in whose place weights would be written")
+    found = place.names()
+    if METADATA in found:
+        raise WeightsError(f"{place.name} is a checkpoint. Remedy: export to another place, or to one below it")
+    if found and not overwrite:
+        some = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+        raise WeightsError(
+            f"{place.name} is not empty (it has {some}). Remedy: give another destination, or pass overwrite=True, "
+            "which replaces weights and what is attached to the checkpoint, and leaves other files"
+        )
+    # The index first: without it nothing looks whole.
+    weights = [name for name in found if _WEIGHTS.fullmatch(name) or name.startswith(HIDDEN)]
+    return sorted(weights, key=lambda name: not name.endswith(".json"))
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self._written: list[str] = []
 
-    def check(
-        self, files: Sequence[_File], attached: Mapping[str, AttachmentEntry], *, overwrite: bool
-    ) -> tuple[list[str], list[str]]:
-        """The files to remove first, and the attachments to write; WeightsError if the destination is refused."""
-        where = self.place.name
-        for file in files:
-            if file.name in attached:
-                raise WeightsError(
-                    f"the checkpoint has an attachment {file.name}, in whose place weights would be written"
-                )
-            if self.place.url is not None and file.size > _MAX_PART * MAX_PARTS:
-                raise WeightsError(
-                    f"a file of {format_size(file.size)} cannot be uploaded to {where}: S3 takes {MAX_PARTS} parts, "
-                    f"and in bounded memory they have at most {format_size(_MAX_PART)}. Remedy: a smaller "
-                    "max_shard_size, or export to a directory"
-                )
-        found = self.place.names()
-        if METADATA in found:
-            raise WeightsError(f"{where} is a checkpoint. Remedy: export to another place, or to one below it")
-        if found and not overwrite:
-            some = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
-            raise WeightsError(
-                f"{where} is not empty (it has {some}). Remedy: give another destination, or pass overwrite=True, "
-                "which replaces weights and leaves other files"
-            )
-        # The index first: without it nothing looks whole.
-        weights = [name for name in found if _WEIGHTS.fullmatch(name) or name.startswith(HIDDEN)]
-        weights.sort(key=lambda name: not name.endswith(".json"))
-        missing = []
-        for name, entry in attached.items():
-            same = False if name in weights or not found else self._is_same(name, entry)
-            if same is None:
-                raise WeightsError(
-                    f"{where} has a file where the attachment {name} of the checkpoint goes, and it is another one. "
-                    "Remedy: move it away, or export to another place"
-                )
-            if not same:  # the same one stays: if the export fails, it is not removed
-                missing.append(name)
-        return weights, missing
-
-    def _is_same(self, name: str, entry: AttachmentEntry) -> bool | None:
-        """Whether an attachment is there; False if nothing is, None if something else is."""
-        key, directory = self.place.key(name), self.place.directory
-        try:
-            same = self.place.store.head(key).size == entry.size
-            return True if same and crc_hex(crc64nvme(self.place.store.get(key).data)) == entry.crc64nvme else None
-        except ObjectNotFoundError:
-            if directory is None:
-                return False
-            # A directory or a dead link instead of a file, or a file instead of its directory.
-            path = directory / name
-            return None if os.path.lexists(path) or any(parent.is_file() for parent in path.parents) else False
-
-    @contextlib.contextmanager
-    def removed_after_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(StorageError):  # another error is on its way to the user
-                self.place.remove(self._written)
-            raise
-
-    def write(self, name: str, size: int, views: Iterable[bytes | memoryview]) -> None:
-        part = max(_PART, -(-size // MAX_PARTS))
-        self._written.append(name)
-        pieces = map(Sent.of, views) if self.place.url is None else _copies(views, part)
-        self.place.write(name, size, pieces, part_size=part)
+def _write(place: Place, name: str, size: int, views: Iterable[bytes | memoryview]) -> None:
+    """Write a file front to back; it appears complete."""
+    part = max(_PART, -(-size // MAX_PARTS))
+    pieces = map(Sent.of, views) if place.url is None else _copies(views, part)
+    place.write(name, size, pieces, part_size=part)
 
 
 def _copies(views: Iterable[bytes | memoryview], size: int) -> Iterator[Sent]:

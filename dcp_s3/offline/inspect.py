@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -119,8 +120,8 @@ class SavedCheckpoint:
     """Its manifests: one, or one for each rank that saved without collectives; none if it is foreign."""
     metadata: Metadata
     """What was saved, and where it lies; that of all ranks together."""
-    of_ranks: tuple[Metadata, ...]
-    """That of each rank that saved without collectives; else only ``metadata``."""
+    saved_often: frozenset[str]
+    """Names under which several ranks that saved without collectives have each saved something."""
 
     @property
     def attachments(self) -> Mapping[str, AttachmentEntry]:
@@ -151,7 +152,9 @@ def fetch_from(store: Store, url: CheckpointURL) -> SavedCheckpoint:
         if all(same_etag(each.etag, etag) for each, etag in zip(stored, listed, strict=True)):
             of_ranks = tuple(check_metadata(each, url, rank) for rank, each in zip(ranks, stored, strict=True))
             manifests = found.manifests_of_ranks[: len(ranks)] if found.manifest is None else (found.manifest,)
-            return SavedCheckpoint(url, found.info, manifests, merge_metadata(of_ranks), of_ranks)
+            counts = Counter(index for each in of_ranks for index in each.storage_data or {}) if len(ranks) > 1 else {}
+            often = frozenset(index.fqn for index, count in counts.items() if count > 1)
+            return SavedCheckpoint(url, found.info, manifests, merge_metadata(of_ranks), often)
     raise errors.CheckpointError(
         f"{url} was replaced {_ROUNDS} times while it was looked at. Remedy: look when nobody saves to it",
         url=str(url),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from dcp_s3 import errors
@@ -13,16 +15,34 @@ from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata, fi
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
 from dcp_s3.limit import UNLIMITED
-from dcp_s3.offline.place import OnProgress
-from dcp_s3.offline.verify_bytes import ByteCheck, bytes_to_read
-from dcp_s3.offline.verify_plan import Problem, StoredItem, check_manifest, find_items, is_crc, place_items
+from dcp_s3.memory import ReadTarget
+from dcp_s3.offline.place import OnProgress, ahead
+from dcp_s3.offline.verify_plan import (
+    Problem,
+    StoredData,
+    StoredItem,
+    check_manifest,
+    cut_range,
+    find_items,
+    find_mismatches,
+    is_crc,
+    place_items,
+)
 from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import StoredObject
 from dcp_s3.units import one_line, plural
 from dcp_s3.url import CheckpointURL, parse_url
 
+BLOCK = 2**20
+"""Bytes that a connection receives into, again and again; added to a checksum while still in the CPU's cache."""
+
 _ROUNDS = 3
+_CHANGES: dict[type[Exception], str] = {
+    errors.ObjectNotFoundError: "was deleted while it was read",
+    errors.PreconditionFailedError: "was replaced while it was read",
+    errors.OutOfRangeError: "became shorter while it was read",
+}
 
 
 @dataclass(frozen=True)
@@ -46,9 +66,7 @@ class VerifyReport:
     objects_without_checksum: int
     """Number of data objects whose checksum is not recorded."""
     items_without_checksum: int
-    """Number of items whose checksum is not recorded; ``full`` decodes them, unless their object has one."""
-    items_not_decoded: int
-    """Number of these items that went through a stream extension unknown here: nothing is known of their bytes."""
+    """Number of items whose checksum is not recorded; unless their object has one, only a load finds damage of them."""
     problems: tuple[Problem, ...]
     """Problems found, by object."""
 
@@ -81,11 +99,10 @@ def verify(
 
     The metadata must load and match its checksum, and the manifest must agree with it. Every object that they name must
     exist, with the recorded size and room for its items. ``full`` also reads the data: it compares the CRC-64 of every
-    object and every item, and decodes items without one (of other writers, or saved with ``DCP_S3_CHECKSUM=none``).
-    What does not match is read once more before it is reported.
+    object and every item. What does not match is read once more before it is reported. Objects without any checksum (of
+    other writers, or saved with ``DCP_S3_CHECKSUM=none``) are counted and not read: load them to know.
 
-    Memory: a block of 1 MiB per connection (``DCP_S3_CONCURRENCY``); for items without a checksum, one item and its
-    decoded form.
+    Memory: a block of 1 MiB per connection (``DCP_S3_CONCURRENCY``).
 
     >>> verify("s3://bucket/run/step-00002000", full=True).ok
     True
@@ -149,11 +166,11 @@ class _Check:
             entries += commit.manifest.objects if commit.manifest is not None else ()
         objects, problems = place_items(items, entries, sizes)
         self._problems += problems
-        check = ByteCheck(self._store, self._url)
+        check = _ByteCheck(self._store, self._url)
         if full:
             if on_total is not None:
-                on_total(bytes_to_read(*objects))
-            damages = check.run(objects, on_progress)
+                on_total(sum(each.size for each in objects if each.is_checked))
+            damages = check.run([each for each in objects if each.is_checked], on_progress)
             self._problems += sorted(damages, key=lambda problem: problem.path)
         paths = {item.path for item in items} | {entry.path for entry in entries}
         recorded = {entry.path for entry in entries if is_crc(entry.crc64nvme)}
@@ -165,7 +182,6 @@ class _Check:
             bytes_read=self._bytes_read + check.bytes_read,
             objects_without_checksum=len(paths - recorded),
             items_without_checksum=sum(item.crc is None for item in items),
-            items_not_decoded=check.items_not_decoded,
             problems=tuple(self._problems),
         )
 
@@ -267,3 +283,93 @@ class _Check:
             if commit.manifest is not None and commit.manifest.world_size != last.world_size:
                 what = f"is of a save by {commit.manifest.world_size} ranks, the last one was by {last.world_size}"
                 self._problems.append(Problem(metadata_object(commit.rank), None, what))
+
+
+# --- the bytes ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Reading:
+    """One reading of an object, and what it has found."""
+
+    data: StoredData
+    segments: list[tuple[int, int, int]] = field(default_factory=list)
+    """Start, length and CRC-64/NVME of what has arrived."""
+    problems: dict[StoredItem | None, str] = field(default_factory=dict)
+    """What is wrong with items; at None, with the object."""
+    change: str | None = None
+    """How it was deleted or written over meanwhile."""
+
+    def confirmed_by(self, again: _Reading) -> Iterator[Problem]:
+        """What both readings have found; the object as a whole only where no item of it is wrong."""
+        change = self.change or again.change
+        if change:
+            yield Problem(self.data.path, None, change)
+            return
+        found = {item: what for item, what in again.problems.items() if item in self.problems}
+        for item, what in found.items():
+            if item is not None or len(found) == 1:
+                yield Problem(self.data.path, item.fqn if item else None, what)
+
+
+class _ByteCheck:
+    """Reads every byte of data objects, in parallel, through one block per connection, and compares their checksums.
+
+    What does not match is read once more.
+    """
+
+    def __init__(self, store: S3Store, url: CheckpointURL) -> None:
+        self._cancel = threading.Event()
+        self._store = store.within(replace(store.limit, cancel=self._cancel))
+        self._url = url
+        self._width = store.read_width()
+        self._blocks: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self.bytes_read = 0
+
+    def run(self, objects: Sequence[StoredData], on_progress: OnProgress | None) -> list[Problem]:
+        """Progress does not count bytes that are read again."""
+        for _ in range(self._width if objects else 0):
+            self._blocks.put(memoryview(bytearray(BLOCK)))
+        bad = [
+            each for each in self._read_all(objects, on_progress or (lambda _: None)) if each.problems or each.change
+        ]
+        again = self._read_all([each.data for each in bad if not each.change], lambda _: None)
+        by_path = {each.data.path: each for each in again}
+        return [problem for each in bad for problem in each.confirmed_by(by_path.get(each.data.path, each))]
+
+    def _read_all(self, objects: Sequence[StoredData], on_progress: OnProgress) -> list[_Reading]:
+        readings = [_Reading(data) for data in objects]
+        step = self._store.settings.max_part_size
+        requests = ((each, start) for each in readings for start in range(0, each.data.size, step))
+        if readings:
+            with ahead(self._read, requests, self._width, waiting=self._width, cancel=self._cancel) as done:
+                for count in done:
+                    on_progress(count)
+        for each in readings:
+            if not each.change:
+                each.problems = find_mismatches(each.data, each.segments)
+        return readings
+
+    def _read(self, request: tuple[_Reading, int]) -> int:
+        reading, start = request
+        length = min(self._store.settings.max_part_size, reading.data.size - start)
+        if reading.change:
+            return length
+        block = self._blocks.get()
+        try:
+            targets = [
+                ReadTarget(block[:size], checksum=True) for size in cut_range(reading.data, start, length, BLOCK)
+            ]
+            self._store.read(self._url.key(reading.data.path), start, targets)
+        except tuple(_CHANGES) as error:
+            reading.change = next(text for kind, text in _CHANGES.items() if isinstance(error, kind))
+            return length
+        finally:
+            self._blocks.put(block)
+        for target in targets:
+            reading.segments.append((start, target.view.nbytes, target.crc or 0))
+            start += target.view.nbytes
+        with self._lock:
+            self.bytes_read += length
+        return length

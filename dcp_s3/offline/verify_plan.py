@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme_between, crc_hex
@@ -16,7 +15,6 @@ from dcp_s3.format.blocks import get_crc, get_raw_offset
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.cover import find_flaws
 from dcp_s3.format.layout import is_inside
-from dcp_s3.format.metadata import is_unproven
 from dcp_s3.format.saved_entries import find_chunk
 from dcp_s3.torch_private import StorageInfo
 from dcp_s3.units import one_line
@@ -56,20 +54,11 @@ class StoredItem:
     start: int
     """First byte of the item in the object."""
     length: int
-    shape: torch.Size | None
-    """Shape of the chunk, None if the item is no tensor."""
-    raw: bool
-    """Whether it is raw bytes in a frame whose zip checksums were never computed."""
-    transforms: tuple[str, ...]
-    """Descriptors of stream extensions."""
     crc: int | None
     """Recorded CRC-64/NVME of the item's checked bytes, None without."""
     checked_start: int
     """First byte, in the object, that ``crc`` covers."""
     checked_length: int
-    dtype: torch.dtype | None = None
-    proven: bool = True
-    """Whether a checksum proves what the metadata says of the item."""
 
     @property
     def stop(self) -> int:
@@ -98,31 +87,9 @@ class StoredData:
         return sorted({0, self.size}.union(*ends))
 
     @property
-    def streamed(self) -> bool:
-        """Whether all bytes are read, because some have a checksum."""
+    def is_checked(self) -> bool:
+        """Whether some of its bytes have a checksum."""
         return self.crc is not None or any(item.checked_length for item in self.checked)
-
-    @property
-    def headed(self) -> tuple[StoredItem, ...]:
-        """The raw items whose own heads must say what they are."""
-        raw = [item for item in self.items if item.raw and not item.proven]
-        return tuple(item for item in raw if item.crc is not None or self.crc is not None)
-
-    @property
-    def decoded(self) -> tuple[StoredItem, ...]:
-        return () if self.crc is not None else tuple(item for item in self.items if item.crc is None)
-
-
-def group_items(items: Iterable[StoredItem], limit: int) -> list[list[StoredItem]]:
-    """Group items of one object that share a request: neighbours without a gap, at most ``limit`` bytes together."""
-    groups: list[list[StoredItem]] = []
-    for item in sorted(items, key=lambda item: item.start):
-        group = groups[-1] if groups else []
-        if group and item.start == group[-1].stop and item.stop - group[0].start <= limit:
-            group.append(item)
-        else:
-            groups.append([item])
-    return groups
 
 
 def find_items(
@@ -140,7 +107,7 @@ def find_items(
             problems.append(Problem(metadata_path, None, f"names an item {index!r}, which is no DCP index"))
             continue
         saved = metadata.state_dict_metadata.get(index.fqn)
-        found = _make_item(index, info, saved, proven=not is_unproven(metadata))
+        found = _make_item(index, info, saved)
         if isinstance(found, StoredItem):
             items.append(found)
         else:
@@ -149,9 +116,8 @@ def find_items(
     return items, problems + [Problem(metadata_path, fqn, flaw) for fqn, flaw in flaws]
 
 
-def _make_item(index: MetadataIndex, info: StorageInfo, saved: object, *, proven: bool) -> StoredItem | str:
+def _make_item(index: MetadataIndex, info: StorageInfo, saved: object) -> StoredItem | str:
     raw_offset, shape, checked = get_raw_offset(info), None, (0, info.length)
-    descriptors = getattr(info, "transform_descriptors", None) or ()
     if isinstance(saved, TensorStorageMetadata):
         chunk = find_chunk(saved, index)
         if chunk is None:
@@ -171,11 +137,6 @@ def _make_item(index: MetadataIndex, info: StorageInfo, saved: object, *, proven
         path=info.relative_path,
         start=info.offset,
         length=info.length,
-        shape=shape,
-        raw=raw_offset is not None,
-        transforms=tuple(map(str, descriptors)),
-        dtype=saved.properties.dtype if isinstance(saved, TensorStorageMetadata) else None,
-        proven=proven,
         crc=get_crc(info),
         checked_start=info.offset + checked[0],
         checked_length=checked[1],

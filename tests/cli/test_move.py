@@ -220,10 +220,6 @@ def test_what_is_left_out_is_counted(root: str, tmp_path: Path) -> None:
     result = run("export", f"{root}/x", tmp_path / "a", "--max-shard-size", "28B")
     assert "left out: 1 entry without a tensor" in result.stderr
     assert len(list((tmp_path / "a").glob("model-0000?-of-00002.safetensors"))) == 2
-    (tmp_path / "b").mkdir()
-    torch.save(dcp_s3.read_tensors(f"{root}/x"), tmp_path / "b" / "pytorch_model.bin")
-    assert "3 tensors, 1 other entries" in run("import", tmp_path / "b", f"{root}/y").stderr
-    assert dcp_s3.read_tensors(f"{root}/y", "step") == {"step": 7}
 
 
 @pytest.mark.parametrize(("option", "value"), [("--rename", "x"), ("--dtype", "int8"), ("--max-shard-size", "big")])

@@ -168,8 +168,6 @@ def test_edited_metadata(checkpoint: Any, edit: Callable[[Metadata], None]) -> N
     edit(metadata)
     put(pickle.dumps(metadata))
     url, state = f"{root}/step-00000002", blank(_state())
-    report = verify(url, full=True)
-    assert not report.ok, report
     assert edit is _change_dtype or not verify(url).ok
     if kind == "torch's" and edit is _change_dtype:  # its items say what they are, and are loaded as that
         dcp.load(state, storage_reader=S3StorageReader(url), no_dist=True)

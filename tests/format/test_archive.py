@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import sys
 import zipfile
@@ -13,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, HeadError, find_order, parse_head
+from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, HeadError, parse_head
 from dcp_s3.format.framing import compute_frame
 from tests import hostile
-from tests.archives import NEWER_RECORDS, old, oldest, records_of, rewritten, saved, zipped
+from tests.archives import old, oldest, rewritten, saved, zipped
 from tests.end_to_end.states import DTYPES, bits, random_tensor
 from tests.hostile import archive, plain, storage, stream, tensor, was_tripped
 from tests.mutations import mutated
@@ -79,25 +78,6 @@ def test_dense_tensors_in_any_order(order: list[int], sizes: list[int]) -> None:
     assert check_head(saved(value), value).is_row_major == value.is_contiguous()
 
 
-@given(st.lists(st.integers(0, 4), max_size=4), st.data())
-def test_the_order_is_one_in_which_the_strides_are_row_major(sizes: list[int], data: st.DataObject) -> None:
-    strides = tuple(data.draw(st.integers(0, 20)) for _ in sizes)
-    order = find_order(sizes, strides)
-    places = torch.empty(0).new_empty(200_000, dtype=torch.uint8).as_strided(sizes, strides)
-    moved = places if order is None else places.permute(order)
-    if order is not None:
-        assert sorted(order) == list(range(len(sizes)))
-        assert moved.is_contiguous()
-    else:
-        assert 0 not in sizes
-        touched = {sum(i * s for i, s in zip(index, strides, strict=True)) for index in _indices(sizes)}
-        assert touched != set(range(math.prod(sizes)))
-
-
-def _indices(sizes: list[int]) -> list[tuple[int, ...]]:
-    return [tuple(index) for index in torch.ones(sizes).nonzero().tolist()] if sizes else [()]
-
-
 def test_a_view_and_a_parameter() -> None:
     whole = random_tensor((10, 4), torch.float64)
     data = saved(whole[3:5])
@@ -140,9 +120,8 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "an expanded view": (saved(torch.ones(3, 1).expand(3, 4)), "not dense"),
     "compressed": (zipped(saved(torch.ones(3)), zipfile.ZIP_DEFLATED), "compressed"),
     "another byte order": (rewritten(saved(torch.ones(3)), changed={"byteorder": _OTHER_ORDER}), "byte order"),
-    "no storage": (rewritten(saved(torch.ones(3)), without=("data/0",)), "no record begins"),
+    "no storage": (rewritten(saved(torch.ones(3)), without=("data/0",)), "ends within"),
     "another storage": (rewritten(saved(torch.ones(3)), changed={"data/1": b"abcd"}), "another storage"),
-    "a large record": (rewritten(saved(torch.ones(3)), changed={"code": bytes(1000)}), "has no end"),
     "too many records": (
         rewritten(saved(torch.ones(3)), changed={f"r{i}": b"x" for i in range(20)}), "16 records"),
     "no pickle first": (zipped(rewritten(saved(torch.ones(3)))).replace(b"data.pkl", b"dota.pkl"), "not data.pkl"),
@@ -189,11 +168,3 @@ _SNIPPETS = [
 _SAMPLES = {name: write(saved(torch.ones(3, 2)))[:1200] for name, write in WRITERS.items() if "pages" not in name} | {
     "aligned to pages": bytes(WRITERS["aligned to pages"](saved(torch.ones(3, 2))))
 }
-
-
-def test_the_archives_of_these_tests_are_what_they_seem() -> None:
-    data = saved(torch.ones(3))
-    assert set(NEWER_RECORDS) < set(records_of(data))
-    assert list(records_of(old(data)))[:3] == ["data.pkl", "byteorder", "data/0"]
-    for write in WRITERS.values():
-        assert torch.equal(torch.load(io.BytesIO(write(data)), weights_only=True), torch.ones(3))

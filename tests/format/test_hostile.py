@@ -266,16 +266,6 @@ def test_paths_out_of_the_checkpoint(path: str) -> None:
         decode_metadata(pickle.dumps(metadata))
 
 
-@pytest.mark.parametrize(
-    "path", ["a", "xx/__0_0.distcp", "a..b", "...", "a b+ä", "\uff0e\uff0e/x", "\u2025/x", "%2e%2e/x"]
-)
-def test_paths_that_only_look_so(path: str) -> None:
-    """Keys of S3 are bytes: no unicode dot and no escape is ever made a dot."""
-    metadata = make_metadata()
-    next(iter((metadata.storage_data or {}).values())).relative_path = path
-    assert decode_metadata(pickle.dumps(metadata)) == metadata
-
-
 # --- fuzzing --------------------------------------------------------------------------------------------
 
 _VALID = [pickle.dumps(make_metadata(), protocol) for protocol in (2, 4)]
@@ -312,12 +302,6 @@ def test_depth_counts_what_occurs_often_wherever_it_is() -> None:
     for _ in range(45):
         doubled = [doubled, doubled]
     Settler().settle(doubled)  # in little time
-
-
-def test_shared_values_stay_shared() -> None:
-    shared = [(1, "a")]
-    first, second = Settler().settle([shared, {"a": shared}])
-    assert first is second["a"] is shared
 
 
 def test_values_that_are_made_late_are_made_everywhere() -> None:

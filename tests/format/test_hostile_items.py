@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copyreg
 import io
@@ -109,9 +108,8 @@ def test_bombs_are_our_errors() -> None:
         b"",
     ],
 )
-@pytest.mark.parametrize("bare", [False, True])
-def test_what_torch_refuses_is_refused(pickled: bytes, bare: bool) -> None:
-    data = pickled if bare else archive(pickled)
+def test_what_torch_refuses_is_refused(pickled: bytes) -> None:
+    data = archive(pickled)
     with pytest.raises(Exception):  # noqa: B017 - whatever torch raises
         torch.load(io.BytesIO(data), weights_only=True)
     with pytest.raises(errors.UnsafeItemError) as refused:
@@ -126,67 +124,10 @@ def test_what_torch_refuses_is_refused(pickled: bytes, bare: bool) -> None:
 def test_other_formats_are_refused() -> None:
     scripted = io.BytesIO()
     torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), scripted)
-    for data in (scripted.getvalue(), b"", b"{}", bytes(1000), b"PK\x03\x04", b"PK\x05\x06" + bytes(18)):
+    old = save(3, _use_new_zipfile_serialization=False)
+    for data in (scripted.getvalue(), old, b"", b"{}", bytes(1000), b"PK\x03\x04", b"PK\x05\x06" + bytes(18)):
         with pytest.raises(errors.UnsafeItemError):
             decode_item(data)
-
-
-def _states() -> dict[str, Any]:
-    shared = torch.arange(12.0).reshape(3, 4)
-    return {
-        "number": 5, "text": "läuft", "nothing": None, "random": random.getstate(),
-        "nested": {"a": [1, (2.5, {"x"}), {"b": b"\0" * 300}, 2**100]}, "dtype": torch.bfloat16,
-        "generator": torch.get_rng_state(), "size": torch.Size([2]),
-        "device": torch.device("cpu"), "tensors": {"a": shared, "b": shared.t(), "c": shared[1:, ::2], "d": shared[:0]},
-        "parameter": torch.nn.Parameter(torch.ones(2)), "state": torch.nn.Linear(2, 2).state_dict(),
-        "sparse": torch.eye(3).to_sparse(), "csr": torch.eye(3).to_sparse_csr(), "scalar": torch.tensor(1),
-        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8), "keys": {(1, "a"): 1, 1.5: 3},
-        "complex": torch.ones(2, dtype=torch.complex64).conj(), "float8": torch.ones(3, dtype=torch.float8_e4m3fn),
-        "expanded": torch.ones(1).expand(5), "by dtype": {torch.float32: 2}, "1j": 1j,
-    }  # fmt: skip
-
-
-KINDS = [
-    "number", "text", "nothing", "nested", "keys", "by dtype", "1j", "random", "size", "dtype", "device", "generator",
-    "tensors", "parameter", "state", "sparse", "csr", "scalar", "quantized", "complex", "float8", "expanded",
-]  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:.*are deprecated:UserWarning")
-@pytest.mark.parametrize("archived", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_ordinary_states_are_taken(kind: str, archived: bool) -> None:
-    if kind == "float8" and not archived:
-        return  # torch itself cannot load it
-    states = _states()
-    assert states.keys() == set(KINDS)
-    value = states[kind]
-    found = decode_item(save(value, _use_new_zipfile_serialization=archived))
-    assert type(found) is type(value)
-    assert repr(found) == repr(value)
-
-
-def test_a_check_reads_no_tensors() -> None:
-    """Their bytes are neither read nor copied: they may be anything, even missing."""
-    data = save({"a": torch.ones(100_000)})
-
-    class Watched(io.BytesIO):
-        count = 0
-
-        def read(self, size: int | None = -1, /) -> bytes:
-            found = super().read(size)
-            self.count += len(found)
-            return found
-
-        def readinto(self, buffer: Any, /) -> int:
-            size = super().readinto(buffer)
-            self.count += size
-            return size
-
-    watched = Watched(data)
-    check_item(watched, fqn="x", url=hostile.URL, verified=True)
-    assert 0 < watched.count < len(data) // 2
-    assert watched.tell() == 0
 
 
 @pytest.mark.parametrize("value", [5, {"a": torch.ones(3)}])
@@ -219,14 +160,8 @@ def test_python_2_s_names_are_not_imported() -> None:
 
 # --- fuzzing --------------------------------------------------------------------------------------------
 
-_ITEMS = [
-    save(
-        {"a": [1, (2.5, {"x"})], "t": torch.ones(2, 2), "s": torch.Size([1]), "b": b"x"},
-        _use_new_zipfile_serialization=new,
-    )
-    for new in (True, False)
-]
-_TENSORS = [save(torch.arange(4.0).reshape(2, 2), _use_new_zipfile_serialization=new) for new in (True, False)]
+_ITEMS = [save({"a": [1, (2.5, {"x"})], "t": torch.ones(2, 2), "s": torch.Size([1]), "b": b"x"})]
+_TENSORS = [save(torch.arange(4.0).reshape(2, 2))]
 _SNIPPETS = [
     call("tests.hostile", "trip"), name("tests.hostile", "trip"), b"(itests.hostile\ntrip\n", b"R", b"\x81", b"b",
     b"h\x01", text("tests.hostile") + text("trip") + b"\x93", b"0", b"(", b"]", b"}", b"s", b"u", b"a", b"e",
@@ -304,9 +239,6 @@ def test_what_the_hostile_ones_are_made_of_is_taken() -> None:
     """Otherwise they would be refused for the wrong reason."""
     assert same(decode_item(archive(stream(array((2,), b"xy")))), np.frombuffer(b"xy", "u1"))
     assert same(decode_item(archive(stream(scalar(dtype("U3", TEXT), b"x\0\0\0y\0\0\0z\0\0\0")))), np.str_("xyz"))
-    for unit in (None, {}):
-        state = (4, "<", None, None, None, -1, -1, 0, (unit, (b"ns", 1, 1, 1)))
-        check_item(io.BytesIO(archive(stream(dtype("M8", state)))), fqn="x", url=hostile.URL, verified=True)
 
 
 def test_the_extension_registry_is_no_way_around() -> None:
@@ -321,10 +253,10 @@ def test_the_extension_registry_is_no_way_around() -> None:
 _VALUES = [
     save(value)
     for value in (
-        [np.arange(6.0).reshape(2, 3), np.float32(1), np.array(["x"]), np.datetime64("2020-01-01", "ns")],
-        [VALUES[label] for label in ("stream", "aware", "time", "delta", "uuid", "decimals", "fractions", "path")],
+        [np.arange(6.0).reshape(2, 3), np.float32(1), np.array(["x"])],
+        [VALUES[label] for label in ("aware", "time", "delta", "path")],
         [VALUES[label] for label in ("nested", "bounded", "counter", "by set", "range", "beside tensors", "keys")],
-        [np.random.RandomState(1).get_state(), random.getstate()[1][:5], collections.deque([VALUES["stream"]])],
+        [np.random.RandomState(1).get_state(), random.getstate()[1][:5]],
     )
 ]
 _OF_VALUES = [

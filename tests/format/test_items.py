@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import collections
 import datetime
-import decimal
 import enum
-import fractions
 import io
 import logging
 import pathlib
 import pickle
 import random
-import uuid
+import warnings
 import zipfile
 import zoneinfo
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
@@ -35,7 +33,6 @@ from dcp_s3.format.allow_list import PLAIN
 from dcp_s3.format.safe_items import check_item, warn_of_unsafe_item
 from tests import hostile
 from tests.end_to_end.loads import failure, load
-from tests.end_to_end.states import assert_same, blank
 from tests.hostile import archive, call, name, save, stream, text
 
 pytestmark = pytest.mark.servers("memory")
@@ -72,28 +69,25 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Config, "unpickled", 0)
 
 
-def _stream() -> io.BytesIO:
-    made = io.BytesIO(b"some bytes\0\xff")
-    made.seek(4)
-    return made
-
-
 ARRAYS: dict[str, np.ndarray[Any, Any]] = {
     **{kind: np.arange(6).astype(kind).reshape(2, 3) for kind in ("b1", "i1", "u2", "i4", "u8", "f2", "f4", "f8", "c8",
        "c16", "longdouble", "clongdouble", ">i4", ">f8", "S5", "U7")},
-    "dates": np.array(["2020-01-01", "NaT"], "M8[ns]"), "deltas": np.array([1, -3], "m8[15m]"),
-    "generic": np.array([1], "m8"), "columns": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "columns": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
     "strided": np.arange(20)[::3], "scalar": np.array(1.5), "empty": np.zeros((3, 0, 2)), "zeros": np.zeros(3000, "u1"),
     "many": np.full((4, 500), 200, np.uint8),
 }  # fmt: skip
+_SHARED = torch.arange(12.0).reshape(3, 4)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # deprecated
+    _QUANTIZED = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
 VALUES: dict[str, Any] = {
-    "stream": _stream(), "empty stream": io.BytesIO(), "bytes": b"", "array": bytearray(b"xyz"),
+    "bytes": b"", "array": bytearray(b"xyz"),
     "numpy state": np.random.RandomState(3).get_state(),
     "numpy state, as a dict": np.random.RandomState(3).get_state(legacy=False),
     "generator's state": np.random.default_rng(3).bit_generator.state,
     "scalars": [np.float32(1.5), np.int64(-3), np.bool_(True), np.float16("nan"), np.complex64(1j), np.str_("läuft"),
-                np.bytes_(b"x"), np.datetime64("2020-01-01T00:00:00", "us"), np.timedelta64(3, "s"), np.longdouble(2)],
-    "dtypes": [np.dtype("f4"), np.dtype(">i8"), np.dtype("M8[D]")], "shared": [np.ones(3)] * 2,
+                np.bytes_(b"x"), np.longdouble(2)],
+    "dtypes": [np.dtype("f4"), np.dtype(">i8")], "shared": [np.ones(3)] * 2,
     "date": datetime.date(2026, 2, 28), "datetime": datetime.datetime(2026, 2, 28, 23, 59, 58, 999_999),  # noqa: DTZ001
     "aware": datetime.datetime(1, 1, 1, tzinfo=UTC), "east": datetime.datetime(9999, 12, 31, 1, tzinfo=EAST),
     "time": datetime.time(23, 59, 58, 7), "time, east": datetime.time(1, tzinfo=EAST), "zones": [UTC, EAST],
@@ -103,14 +97,16 @@ VALUES: dict[str, Any] = {
     "counter": collections.Counter("abracadabra"), "ordered": collections.OrderedDict(b=1, a=np.ones(2)),
     **{f"by {factory.__name__}": collections.defaultdict(factory, {"a": factory()})
        for factory in (int, float, list, dict, set, str, bool, tuple)},
-    "uuid": uuid.UUID(int=2**127 + 5), "decimals": [decimal.Decimal(x) for x in ("1.50", "-0", "NaN", "1E+99")],
-    "fractions": [fractions.Fraction(1, 3), fractions.Fraction(-(10**30), 7)],
     "frozen": frozenset([1, "x"]), "range": range(3, 30, 4), "slice": slice(1, None, 2),
-    "keys": {datetime.date(2020, 1, 1): 1, np.float64(2): 2, uuid.UUID(int=1): 3, (fractions.Fraction(1, 2), "x"): 4,
-             pathlib.PurePosixPath("a"): 5, decimal.Decimal("2.5"): 6, np.str_("z"): 7, frozenset([2]): 8},
+    "keys": {datetime.date(2020, 1, 1): 1, np.float64(2): 2, (1, "x"): 4, torch.float32: 2, 1.5: 3,
+             pathlib.PurePosixPath("a"): 5, np.str_("z"): 7, frozenset([2]): 8},
     "nested": collections.deque([{"when": datetime.date(2020, 1, 1), "seen": {"x": np.arange(3)}}]),
     "beside tensors": (np.ones(2), torch.ones(2, 2).t(), torch.nn.Parameter(torch.zeros(1)), torch.bfloat16,
                        torch.Size([1]), torch.device("cpu"), 1j, {1}, torch.ones(2, dtype=torch.complex64).conj()),
+    "random": random.getstate(), "generator": torch.get_rng_state(), "text": "läuft", "nothing": None, "number": 2**100,
+    "views": [_SHARED, _SHARED.t(), _SHARED[1:, ::2], _SHARED[:0], torch.ones(1).expand(5), torch.tensor(1)],
+    "layer": torch.nn.Linear(2, 2).state_dict(),
+    "sparse": torch.eye(3).to_sparse(), "quantized": _QUANTIZED,  # for torch to accept
 }  # fmt: skip
 
 
@@ -123,8 +119,6 @@ def same(found: Any, expected: Any) -> bool:
         return (found.dtype, found.shape, found.tobytes()) == (expected.dtype, expected.shape, expected.tobytes()) and (
             order[0] == order[1] or not expected.flags.contiguous
         )
-    if isinstance(expected, io.BytesIO):
-        return (found.getvalue(), found.tell()) == (expected.getvalue(), expected.tell())
     if isinstance(expected, dict):
         factories = [getattr(each, "default_factory", None) for each in (found, expected)]
         return list(found) == list(expected) and factories[0] is factories[1] and same([*found.values()],
@@ -132,8 +126,6 @@ def same(found: Any, expected: Any) -> bool:
     if isinstance(expected, (list, tuple, collections.deque)):
         bounds = [getattr(each, "maxlen", None) for each in (found, expected)]
         return len(found) == len(expected) and bounds[0] == bounds[1] and all(map(same, found, expected))
-    if isinstance(expected, torch.Tensor):
-        return torch.equal(found, expected)
     return repr(found) == repr(expected)
 
 
@@ -144,6 +136,7 @@ def decode(data: bytes) -> Any:
     return torch.load(found, weights_only=False)
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
 @pytest.mark.parametrize("label", [*VALUES, *ARRAYS])
 def test_it_is_taken(label: str) -> None:
     value = {**VALUES, **ARRAYS}[label]
@@ -165,7 +158,7 @@ def test_a_state_of_all_of_them_loads_and_the_save_is_silent(root: str, caplog: 
     dcp.load(found, storage_reader=S3StorageReader(root))
     for label, value in state["values"].items():
         assert same(found["values"][label], as_unpickled(value)), label
-    names = [f"values.{label}" for label in ("stream", "date", "deque")]
+    names = [f"values.{label}" for label in ("range", "date", "deque")]
     read = dcp_s3.read_tensors(root, names)
     assert same([read[each] for each in names], [(VALUES[each.partition(".")[2]],) for each in names])
     assert dcp_s3.verify(root, full=True).ok
@@ -189,10 +182,8 @@ def test_paths_by_all_their_names(module: str, kind: str) -> None:
 
 def test_arguments_as_other_versions_of_python_write_them() -> None:
     for opcodes in (
-        call("fractions", "Fraction", text("-1/3")),
         call("collections", "deque", b"]", b"K\x05") + b"K\x01a",
         call("collections", "defaultdict", b"N"),
-        name("uuid", "UUID") + b")\x81}(" + text("int") + b"K\x05" + text("is_safe") + b"K\x00ub",
     ):
         check_item(io.BytesIO(archive(stream(opcodes))), fqn="x", url=hostile.URL, verified=True)
 
@@ -214,6 +205,7 @@ def test_python_imports_what_the_check_takes_it_for() -> None:
 NOT_TAKEN: dict[str, tuple[Any, str]] = {
     "objects": (np.array([1, "x"], object), "'O8'"),
     "records": (np.zeros(2, [("a", "i4")]), "'V4'"),
+    "dates": (np.array(["2020-01-01"], "M8[ns]"), "'M8'"),
     "matrix": (np.ones((2, 2)).view(np.matrix), "numpy.matrix"),
     "masked": (np.ma.masked_array([1, 2], [0, 1]), "numpy.ma"),
     "generator": (np.random.default_rng(1), "numpy.random._pickle.__generator_ctor"),
@@ -303,46 +295,13 @@ def test_a_reader_takes_its_choice_along(root: str) -> None:
     assert state["b"].value == 3
 
 
-def test_ordinary_training_states_load(root: str, caplog: pytest.LogCaptureFixture) -> None:
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    state = {
-        "model": dict(model.state_dict()),
-        "optimizer": optimizer.state_dict(),
-        "scheduler": scheduler.state_dict(),
-        "rng": {"torch": torch.get_rng_state(), "python": random.getstate()},
-        # What StatefulDataLoader keeps is plain containers.
-        "loader": {"_snapshot": {"_step": 3, "_workers": [{"worker": None, "fetched": (1, 2.5)}]}, "_yielded": 3},
-        "progress": {"step": 10, "loss": 0.5, "done": False, "name": "x", "best": None, "seen": {1, 2}},
-        "ordered": collections.OrderedDict(a=1),
-        "kinds": [torch.Size([1, 2]), torch.bfloat16, torch.device("cpu"), (torch.ones(2), {"t": torch.ones(1)})],
-    }
-    with caplog.at_level(logging.WARNING, "dcp_s3"):
-        dcp.save(state, storage_writer=S3StorageWriter(root))
-    assert not caplog.records
-    found = load(blank(state), root)
-    assert repr(found["kinds"]) == repr(state["kinds"])
-    assert found["rng"]["python"] == state["rng"]["python"]  # type: ignore[index]
-    for part in ("model", "optimizer", "scheduler", "loader", "progress"):
-        assert_same(found[part], state[part], part)
-
-
-def test_what_the_user_allows_of_numpy_is_torch_s_to_check(root: str) -> None:
-    """As before dcp_s3 knew arrays; those of objects need it still."""
+def test_what_the_user_allows_of_numpy_is_torch_s_to_check() -> None:
     from numpy._core import multiarray
 
-    state = {"numpy": (np.random.RandomState(3).get_state(), np.array(["x", 1], object))}
-    dcp.save(state, storage_writer=S3StorageWriter(root))
-    assert "'O8'" in str(refusal(root, {"numpy": None}))
     kinds = [np.dtypes.UInt32DType, np.dtypes.ObjectDType]  # type: ignore[attr-defined]
     with torch.serialization.safe_globals([multiarray._reconstruct, np.ndarray, np.dtype, *kinds]):  # type: ignore[attr-defined]
-        found, objects = load({"numpy": None}, root)["numpy"]
-    assert found[0] == "MT19937"
-    assert (found[1] == state["numpy"][0][1]).all()
-    assert objects.tolist() == ["x", 1]
+        numbers, objects = decode(save((np.arange(3, dtype="u4"), np.array(["x", 1], object))))
+    assert (numbers.tolist(), objects.tolist()) == ([0, 1, 2], ["x", 1])
 
 
 # --- when saving ----------------------------------------------------------------------------------------
@@ -374,7 +333,7 @@ def test_a_save_says_once_what_a_load_will_need(root: str, caplog: pytest.LogCap
 
 def test_a_save_looks_at_each_item_once_and_at_no_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(safe_items, "get_unsafe_globals_in_checkpoint", lambda stream: seen.append(stream) or [])
+    monkeypatch.setattr(safe_items, "_find_refusal", lambda stream, ask_torch: seen.append(stream) or ([], None))
     small, large = io.BytesIO(b"x"), io.BytesIO(bytes(safe_items.MAX_INSPECTED + 1))
     for _ in range(3):
         warn_of_unsafe_item("small", small)

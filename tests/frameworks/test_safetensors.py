@@ -48,7 +48,7 @@ def test_what_safetensors_wrote_is_imported(root: str, tmp_path: Path) -> None:
 def test_the_dtypes_are_the_librarys() -> None:
     from safetensors.torch import _SIZE
 
-    assert set(DTYPES.values()) == set(_SIZE)
+    assert {str(dtype) for dtype in set(DTYPES.values()) ^ set(_SIZE)} <= {"torch.float4_e2m1fn_x2"}
 
 
 @pytest.mark.parametrize("shard", ["5GB", "10KB"])

@@ -111,19 +111,6 @@ class Saved:
         return problem
 
 
-class NeedsCode:
-    """What weights_only refuses to load."""
-
-    ran = False
-
-    def __init__(self) -> None:
-        self.values = list(range(50))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        NeedsCode.ran = True
-        self.__dict__.update(state)
-
-
 @pytest.fixture
 def saved(memory_server: Any, s3: Any, root: str) -> Saved:
     """A small checkpoint in two objects."""

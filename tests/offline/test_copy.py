@@ -82,18 +82,6 @@ def test_foreign_checkpoints_and_ranks_without_collectives(root: str, s3: Any, t
     assert keys(s3, f"{root}/4") == keys(s3, url)
 
 
-def test_from_and_to_a_directory(root: str, tmp_path: Path) -> None:
-    url = save(f"{root}/1")
-    copy(url, tmp_path / "d")
-    copy(tmp_path / "d", f"{root}/2")
-    assert_loads(f"{root}/2", state())
-    with pytest.raises(errors.InvalidURLError):
-        copy(tmp_path / "d", tmp_path / "e")
-    for other in (url, f"{url}/below", root):
-        with pytest.raises(errors.InvalidURLError, match=r"the same|inside"):
-            copy(url, other)
-
-
 # --- replacing -------------------------------------------------------------------------------------------
 
 
@@ -139,19 +127,6 @@ def test_no_data_passes_through_this_machine(faulty: FaultyServer) -> None:
     assert requests["CopyObject"] >= 1
     assert faulty.s3.counters.bytes_out < MIN_PART_SIZE
     assert faulty.s3.counters.bytes_in < MIN_PART_SIZE
-
-
-@pytest.mark.servers("memory")
-@pytest.mark.parametrize(("status", "code"), [(501, "NotImplemented"), (403, "AccessDenied"), (400, "InvalidRequest")])
-def test_where_the_store_does_not_copy_the_bytes_pass_through(
-    faulty: FaultyServer, status: int, code: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    tensor = save_large(_URL)
-    faulty.rule = lambda request: Fault.error(status, code) if request.operation == "CopyObject" else None
-    copy(_URL, _COPY)
-    assert_loads(_COPY, {"t": tensor})
-    assert dcp_s3.verify(_COPY, full=True).ok
-    assert "passes through this machine" in caplog.text
 
 
 @pytest.mark.servers("memory")
