@@ -43,6 +43,7 @@ _REMOVED = {
     "prefix_spread": "it did not relieve S3; for very large jobs set a larger part_size",
     "read_gap": "gaps of up to 256 KiB are fetched",
     "read_waste": "gaps make up at most 0.25 % of what is fetched",
+    "spill_keep": "what is uploaded is read from S3",
     "staging_generations": "S3Stager(generations=...) says how many staged copies may exist, staging_limit their bytes",
 }
 """Settings of earlier versions, and what holds instead."""
@@ -212,8 +213,6 @@ class Settings(BaseSettings):
     not."""
     spill_limit: Size | None = Field(default=None, ge=2**20)
     """Bytes of objects that may wait in ``spill_dir``. Unset: as much as fits."""
-    spill_keep: Size | None = None
-    """Bytes of uploaded objects that stay in ``spill_dir`` for loads on this host. Unset: none."""
     spill_after: RequestSeconds = 20.0
     """Seconds after which a part that S3 does not take counts as refused. Its object then goes to ``spill_dir``, if
     set."""

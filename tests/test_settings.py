@@ -63,10 +63,10 @@ def test_the_environment_is_read_when_the_object_is_made(monkeypatch: pytest.Mon
         ("LOAD_TIMEOUT", "nan", "30s"),
         ("RETENTION_GRACE", "99999999999d", "at most"),
         ("RANK_TIMEOUT", "1e23", "30s"),
-        ("SPILL_KEEP", "9" * 23, "at most"),
+        ("SPILL_LIMIT", "9" * 23, "at most"),
         ("SPILL_LIMIT", "99999999999TiB", "at most"),
         ("STAGING_LIMIT", "9" * 400, "at most"),
-        ("SPILL_KEEP", "-1", "64MiB"),
+        ("SPILL_LIMIT", "-1", "64MiB"),
         ("CONCURRENCY", "9" * 23, "512"),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_bad_value_names_variable_value_and_what_is_allowed(
 
 
 @pytest.mark.parametrize(
-    "name", ["read_timeout", "save_timeout", "part_size", "staging_limit", "spill_keep", "spill_limit"]
+    "name", ["read_timeout", "save_timeout", "part_size", "staging_limit", "spill_limit"]
 )
 @pytest.mark.parametrize(
     "value",

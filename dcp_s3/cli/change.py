@@ -182,7 +182,7 @@ def _find_saves(store: SpillStore) -> dict[str, Any]:
         for save in store.scan()
     ]
     refused = [dataclasses.asdict(refused) | {"path": str(refused.path)} for refused in store.list_refused()]
-    damaged = [dataclasses.asdict(found) | {"path": str(found.path)} for found in store.list_damaged()]
+    damaged = [dataclasses.asdict(found) | {"path": str(found.path)} for found in store.list_broken()]
     return {"directory": str(store.path), "saves": saves, "damaged": damaged, "refused": refused}
 
 
