@@ -2,12 +2,11 @@
 
 Each is a data object of its save, named like one and listed in the manifest with its name and CRC-64. So it is there
 before the commit, cannot be mixed up with that of another save, and is copied, verified and deleted like all data. A
-plain copy under the attachment's own name is for other tools; nothing here reads it if there is a manifest.
+copy of the checkpoint on a disk has it under its own name, too.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +15,11 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.stored_metadata import fetch_metadata, find_save_id
 from dcp_s3.checksum import crc64nvme, crc_hex
-from dcp_s3.format.control_files import AttachmentEntry, Manifest, ObjectEntry, attachments_of
-from dcp_s3.format.layout import METADATA_CRC_KEY, is_attachment_name, manifest_object
-from dcp_s3.store import ABSENT, DeleteTarget, Store
+from dcp_s3.format.control_files import AttachmentEntry, Manifest, ObjectEntry
+from dcp_s3.format.layout import is_attachment_name, manifest_object
+from dcp_s3.store import Store
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
-
-logger = logging.getLogger(__name__)
 
 MAX_SIZE = 2**28
 """Bytes of the largest attachment: it is kept in memory, by the writer and by each reader."""
@@ -80,61 +77,6 @@ def check_distinct(objects: Iterable[ObjectEntry]) -> None:
             )
 
 
-# --- plain copies ---------------------------------------------------------------------------------
-
-
-def copy_before_commit(store: Store, url: CheckpointURL, objects: Iterable[ObjectEntry]) -> list[AttachmentEntry]:
-    """Make the plain copies where nothing is in their place yet. Returns the attachments that still lack one."""
-    left = []
-    for entry in attachments_of(objects).values():
-        try:
-            _put_plain(store, url, entry, _fetch(store, url, entry), replace=False)
-        except errors.StorageError:
-            left.append(entry)
-    return left
-
-
-def remove_copies(store: Store, url: CheckpointURL, objects: Iterable[ObjectEntry]) -> None:
-    """Remove the plain copies of a save that was given up, if they are not those of the checkpoint that is there."""
-    made = attachments_of(objects)
-    if not made:
-        return
-    try:
-        try:
-            known = find_attachments(store, url) or {}
-        except errors.CheckpointNotFoundError:
-            known = {}
-        targets = []
-        for name in made.keys() - known.keys():
-            try:
-                found = store.get(url.key(name))
-            except errors.ObjectNotFoundError:
-                continue
-            if crc_hex(crc64nvme(found.data)) == made[name].crc64nvme:
-                targets.append(DeleteTarget(url.key(name), found.etag))
-        store.delete(targets)
-    except (errors.StorageError, errors.CheckpointError) as error:
-        logger.warning("plain copies of attachments of a save to %s that was given up may be left: %s", url, error)
-
-
-def copy_after_commit(store: Store, url: CheckpointURL, entries: Iterable[AttachmentEntry]) -> None:
-    """Make plain copies, instead of what lies there. A failure is only logged: dcp_s3 does not need them."""
-    for entry in entries:
-        try:
-            _put_plain(store, url, entry, _fetch(store, url, entry), replace=True)
-        except (errors.StorageError, errors.CheckpointError) as error:
-            logger.warning("%s has no plain copy of its attachment %s: %s", url, entry.attachment, error)
-
-
-def _put_plain(store: Store, url: CheckpointURL, entry: AttachmentEntry, data: bytes, *, replace: bool) -> None:
-    store.put(
-        url.key(entry.attachment),
-        data,
-        expect=None if replace else ABSENT,
-        metadata={METADATA_CRC_KEY: entry.crc64nvme} if entry.crc64nvme else None,
-    )
-
-
 def _fetch(store: Store, url: CheckpointURL, entry: AttachmentEntry) -> bytes:
     return check_bytes(store.get(url.key(entry.path)).data, url, entry)
 
@@ -150,9 +92,6 @@ def check_bytes(data: bytes, url: CheckpointURL, entry: AttachmentEntry) -> byte
         "or restore the object from a backup",
         url=str(url),
     )
-
-
-# --- reading ----------------------------------------------------------------------------------------
 
 
 def find_attachments(store: Store, url: CheckpointURL) -> Mapping[str, AttachmentEntry] | None:

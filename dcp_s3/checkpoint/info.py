@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -155,11 +154,6 @@ def in_grace(info: CheckpointInfo, *, now: float, grace: float) -> CheckpointInf
         return info
     young = info.modified_at is None or now - info.modified_at < grace
     return replace(info, state="in_progress" if young else "leftover")
-
-
-def with_step(info: CheckpointInfo, patterns: Sequence[re.Pattern[str]]) -> CheckpointInfo:
-    """The checkpoint with the step that ``patterns`` find in its name. Without patterns it keeps its step."""
-    return replace(info, step=step_by_patterns(info.name, patterns)) if patterns else info
 
 
 def with_metrics(info: CheckpointInfo, added: AddedMetrics) -> CheckpointInfo:

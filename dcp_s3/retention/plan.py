@@ -68,30 +68,6 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class UploadDecision:
-    """Whether an open multipart upload is kept or aborted, and why."""
-
-    upload: OpenUpload
-    """The upload."""
-    action: Action
-    """``keep``, or ``delete`` (abort)."""
-    reasons: tuple[str, ...]
-    """All reasons."""
-
-
-@dataclass(frozen=True)
-class LeftoverDecision:
-    """Whether a leftover object in a committed checkpoint's directory is kept or deleted, and why."""
-
-    leftover: LeftoverObject
-    """The object."""
-    action: Action
-    """``keep`` or ``delete``."""
-    reasons: tuple[str, ...]
-    """All reasons."""
-
-
-@dataclass(frozen=True)
 class UnfinishedDeletion:
     """A deletion that was begun and cut off. Only what its list (`layout.deletion_object`) names is still to delete."""
 
@@ -116,10 +92,10 @@ class Plan:
     """Grace period in seconds."""
     decisions: tuple[Decision, ...]
     """One decision per checkpoint, oldest first (`age_order`)."""
-    uploads: tuple[UploadDecision, ...] = ()
-    """One decision per open upload, by key."""
-    leftovers: tuple[LeftoverDecision, ...] = ()
-    """One decision per leftover object, by key, also in checkpoints that are deleted."""
+    uploads: tuple[OpenUpload, ...] = ()
+    """Multipart uploads to abort, by key."""
+    leftovers: tuple[LeftoverObject, ...] = ()
+    """Objects to delete in the directories of committed checkpoints, also of those that are deleted, by key."""
     unfinished: tuple[UnfinishedDeletion, ...] = ()
     """Deletions to finish."""
     boards: tuple[ListedObject, ...] = ()
@@ -146,16 +122,12 @@ class Plan:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to do."""
-        decided: tuple[Decision | UploadDecision | LeftoverDecision, ...]
-        decided = (*self.decisions, *self.uploads, *self.leftovers)
-        return not (self.unfinished or self.boards) and all(found.action == "keep" for found in decided)
+        return not any((self.deleted, self.uploads, self.leftovers, self.unfinished, self.boards))
 
     @property
     def freed(self) -> int:
         """Bytes of the data objects that would be deleted, as far as known."""
-        return sum(info.size or 0 for info in self.deleted) + sum(
-            found.leftover.size for found in self.leftovers if found.action == "delete"
-        )
+        return sum(info.size or 0 for info in self.deleted) + sum(left.size for left in self.leftovers)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
@@ -168,24 +140,11 @@ def make_plan(
     *,
     now: float,
     grace: float,
-    uploads: Iterable[OpenUpload] = (),
+    uploads: Sequence[OpenUpload] = (),
     leftovers: Sequence[LeftoverObject] = (),
-    boards: Iterable[ListedObject] = (),
+    boards: Sequence[ListedObject] = (),
 ) -> Plan:
-    """Decide what is kept and what is deleted.
-
-    >>> make_plan(list_checkpoints("s3://bucket/run"), KeepLatest(1), now=time.time(), grace=86400)
-    Plan(1 kept, 1 to delete (... KiB))
-
-    Args:
-        checkpoints: all under one root, in any order.
-        policy: decides which committed ones to keep; None keeps all of them.
-        now: seconds since the epoch, on the clock of S3, which also stamped the objects.
-        grace: seconds for which an uncommitted checkpoint counts as a save in progress.
-        uploads: open multipart uploads under the root.
-        leftovers: objects in committed checkpoints' directories that the checkpoints do not need.
-        boards: objects through which ranks told each other something. Those of the last day, or of the grace period,
-            stay.
+    """Decide what is kept and what is deleted of what lies under one root: see `CatalogSnapshot`.
 
     Raises:
         SettingsError: the policy failed or answered nonsense.
@@ -196,8 +155,6 @@ def make_plan(
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"two checkpoints are named {twice!r}: a plan is for those of one root")
-    uploads = sorted(uploads, key=lambda each: (each.key, each.upload_id))
-    leftovers = sorted(leftovers, key=lambda each: each.key)
     active = _active(infos, uploads, leftovers, now - grace)
     committed = [info for info in infos if info.committed]
     kept = _floors(infos, committed, active, now)
@@ -214,8 +171,8 @@ def make_plan(
         now=now,
         grace=grace,
         decisions=tuple(decisions),
-        uploads=tuple(UploadDecision(each, *_act(active.get(each.checkpoint), "upload")) for each in uploads),
-        leftovers=tuple(LeftoverDecision(each, *_act(active.get(each.checkpoint), "object")) for each in leftovers),
+        uploads=tuple(each for each in uploads if each.checkpoint not in active),
+        leftovers=tuple(each for each in leftovers if each.checkpoint not in active),
         unfinished=tuple(
             UnfinishedDeletion(info.name, deletion)
             for info in infos
@@ -283,9 +240,3 @@ def _floors(
 
 def _committed_at(info: CheckpointInfo) -> float:
     return -math.inf if info.modified_at is None or math.isnan(info.modified_at) else info.modified_at
-
-
-def _act(active: str | None, what: str) -> tuple[Action, tuple[str, ...]]:
-    if active is not None:
-        return "keep", (active,)
-    return "delete", (f"left over: the {what} belongs to no checkpoint, and nothing is younger than the grace period",)
