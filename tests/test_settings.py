@@ -82,9 +82,7 @@ def test_a_bad_value_names_variable_value_and_what_is_allowed(
     assert allowed in message
 
 
-@pytest.mark.parametrize(
-    "name", ["read_timeout", "save_timeout", "part_size", "staging_limit", "spill_limit"]
-)
+@pytest.mark.parametrize("name", ["read_timeout", "save_timeout", "part_size", "staging_limit", "spill_limit"])
 @pytest.mark.parametrize(
     "value",
     [1e23, 10**23, 10**400, float("inf"), float("nan"), -1, -(10**400)],

@@ -6,7 +6,7 @@ import math
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib import util
 from itertools import pairwise

@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -224,13 +224,6 @@ class S3Store(Store):
 
     def map(self, function: Callable[[S3Store, T], U], items: Iterable[T]) -> Sequence[U]:
         return map_in_threads(self, function, items)
-
-    def check_versions(self, prefix: str) -> None:
-        self.run(listing.check_versions(self, prefix))
-
-    def purge(self, prefix: str, first: Collection[str], keys: Collection[str]) -> None:
-        for step in listing.old_versions(self.run(listing.versions(self, prefix)), first, keys):
-            self.delete(step)
 
     def abort_quietly(self, upload: Upload) -> bool:
         """`abort`, and return whether that worked. A failure is logged: another error is on its way to the user."""

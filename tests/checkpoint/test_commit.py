@@ -115,7 +115,7 @@ def test_at_every_request_of_a_save_the_url_holds_the_old_or_the_new_one_whole(
         with contextlib.suppress(errors.TransferError):
             run.save("step-1", objects=2, overwrite=overwrite)
         run.rule = nothing
-        infos = run.catalog().scan(deep=True).checkpoints
+        infos = run.catalog().scan().checkpoints
         assert [info.damage for info in infos] in ([], [None])
         assert not any(info.committed and info.foreign for info in infos), "the manifest is there before .metadata"
         assert not overwrite or infos[0].committed

@@ -25,9 +25,9 @@ from dcp_s3.format.metadata import load_metadata
 from dcp_s3.offline.copy_source import CopySource, find_source
 from dcp_s3.offline.place import Place
 from dcp_s3.retention.plan import BOARDS_STAY
-from dcp_s3.retention.show import describe_on
+from dcp_s3.retention.show import describe
 from tests.retention.making import is_manifest
-from tests.retention.runs import BOARD, COORDINATION, DAY, HOUR, Run, deleted
+from tests.retention.runs import BOARD, COORDINATION, DAY, HOUR, ROOT, Run, deleted, keep_steps
 
 SAVE = "0123456789abcdef"
 
@@ -122,10 +122,10 @@ def test_a_commit_that_s3_carries_out_after_a_prune_is_damaged_and_goes(run: Run
     run.save("step-2", rank=None if path == ".metadata" else 0)
     late = run.memory.get(f"run/step-2/{path}")
     run.steps(3)
-    run.prune("latest:1 steps:1")
+    run.prune(keep_steps(1))
     run.put("step-2", path, late.data, late.metadata)
     run.put("step-4", path, late.data, late.metadata)
-    for infos in (run.catalog().checkpoints(), run.catalog().scan(deep=True).checkpoints):
+    for infos in (run.catalog().checkpoints(), run.catalog().scan().checkpoints):
         assert [info.name for info in infos if info.damage is None] == ["step-1", "step-3"]
         assert all("is not there" in (info.damage or "is not there") for info in infos)
     assert run.latest() == "step-3"
@@ -291,7 +291,7 @@ def test_of_several_mergers_manifests_the_one_that_the_commit_names_counts(run: 
     info = run.catalog().latest()
     assert info is not None
     assert (info.save_id, info.damage) == (SAVE + "00000001", None)
-    assert all(each.used for each in describe_on(run.store, run.url("step-2")).objects)
+    assert all(each.used for each in describe(f"{ROOT}/step-2", store=run.store).objects)
     assert [path for path in _copied(run).files if is_manifest(path)] == [manifest_object(SAVE + "00000001")]
     run.clock.now += 2 * DAY
     [left] = run.prune().leftovers
@@ -342,7 +342,7 @@ def test_boards_make_a_run_no_checkpoint(run: Run) -> None:
     run.put("", BOARD)
     assert (run.latest(), run.names(), run.names("s3://bucket")) == (None, [], [])
     with pytest.raises(CheckpointNotFoundError):
-        describe_on(run.store, run.url(""))
+        describe(ROOT, store=run.store)
     run.steps(2)
     assert run.names() == ["step-2"]
     run.calls.clear()
