@@ -125,7 +125,8 @@ def prune(
 ) -> PruneReport:
     """Delete the checkpoints under ``root`` that no policy keeps, and the leftovers of failed saves.
 
-    The floors (docs/retention.md) are kept whatever the policy says. If it is interrupted, the next prune finishes it. Several at a time are harmless. A checkpoint that cannot be deleted does not stop the others.
+    The floors (docs/retention.md) are kept whatever the policy says. If it is interrupted, the next prune finishes it.
+    Several at a time are harmless. A checkpoint that cannot be deleted does not stop the others.
 
     >>> prune("s3://bucket/run", "latest:1", dry_run=True)
     PruneReport('s3://bucket/run', dry run: 1 to delete)

@@ -126,7 +126,7 @@ def test_what_goes_with_a_checkpoint() -> None:
     assert removal.objects.keys() == {*gone, ended}
     assert removal.as_deletion("step-20") == Deletion("step-20", len(gone) + 2, 10 * (len(gone) + 2))
     assert removal.being_saved is None
-    listed = removal.to_list("ab", all_versions=False)
+    listed = removal.to_list("ab")
     assert listed.commits == {".metadata": '".metadata"'}
     assert directory(*gone).unchanged(listed.objects) == {path: f'"{path}"' for path in gone}
     assert directory(*gone).unchanged(listed.objects, until=49) == {}
@@ -230,23 +230,13 @@ def named(directory: str) -> str:
             return name
 
 
-def _own(paths: list[str], needed: list[str] | None = None) -> set[str]:
-    return Directory.of_sizes(dict.fromkeys(paths, 1)).own_data(needed or ())
-
-
-def test_spread_data_that_is_not_the_checkpoints_own() -> None:
-    near, other = f"5/{named('5')}", f"7/{named('7')}"
-    wide = spread(data_object(0, 0, "ab"), 2)
-    assert _own([near, other, "__0_0-ab.distcp"], [other]) == {near, other, "__0_0-ab.distcp"}
-    assert _own([near, other], ["__0_0-ab.distcp"]) == set()
-    assert _own([wide, other], [other]) == {other}
-    for marks in ("5/.metadata", "5/.dcp_s3/pin", "5/__0.metadata"):
-        assert _own([near, other, marks], [other]) == {other}
-        assert _own([near, other, marks]) == set()
-    assert _own([near, other]) == {near, other}  # of a save that was not committed
-    assert _own([near, other, wide]) == set()
-    assert _own([near, "6/__0_0.distcp"]) == set()
-    assert _own([near, "__0_0.distcp"]) == {"__0_0.distcp"}
+def test_spread_data_goes_with_the_checkpoint_that_names_it_and_is_never_left_over() -> None:
+    own, other = f"5/{named('5')}", f"7/{named('7')}"
+    found = directory(".metadata", own, other, "5/.metadata")
+    assert found.removal({own}, since=500).objects.keys() == {own}
+    assert found.removal({own}, since=40).being_saved is not None
+    assert found.leftovers(MANIFEST) == []
+    assert not directory(own).shows_checkpoint
 
 
 # --- the summary -----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.memory import Piece
 from dcp_s3.offline.copy import copy
 from dcp_s3.retention.prune import prune
+from dcp_s3.s3 import listing
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.throttle import Pace
 from dcp_s3.settings import Settings
