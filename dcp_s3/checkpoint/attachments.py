@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.directory import list_directory
-from dcp_s3.checkpoint.stored_metadata import fetch_metadata, find_save_id
+from dcp_s3.checkpoint.look import inspect
+from dcp_s3.checkpoint.stored_metadata import not_found_error
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import AttachmentEntry, Manifest, ObjectEntry
-from dcp_s3.format.layout import is_attachment_name, manifest_object
+from dcp_s3.format.layout import is_attachment_name
 from dcp_s3.store import Store
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
@@ -142,30 +142,13 @@ def missing_error(url: CheckpointURL, name: str, known: Collection[str]) -> erro
 
 def _find_manifests(store: Store, url: CheckpointURL) -> list[Manifest]:
     """The manifest of the checkpoint at ``url``, or those of its ranks; empty if another library wrote it."""
-    try:
-        found = [_manifest_of_save(store, url, None)]
-    except errors.CheckpointNotFoundError:
-        ranks = list_directory(store, url, "__").ranks
-        if not ranks:
-            raise
-        found = [_manifest_of_save(store, url, rank) for rank in ranks]
-    return [manifest for manifest in found if manifest is not None]
-
-
-def _manifest_of_save(store: Store, url: CheckpointURL, rank: int | None) -> Manifest | None:
-    try:
-        save_id = find_save_id(store, url, rank)
-    except errors.ObjectNotFoundError:
-        fetch_metadata(store, url, rank)  # the answer to a GET says whether the bucket is missing
-        raise
-    path = manifest_object(str(save_id), rank)
-    try:
-        return Manifest.from_json(store.get(url.key(path)).data)
-    except errors.ObjectNotFoundError:
-        return None
-    except ValueError as error:
+    found = inspect(store, url)
+    if found is None or not found.directory.commits:
+        raise not_found_error(url)
+    if not found.manifests and any(found.directory.manifests.get(rank) for rank in found.directory.committing):
         raise errors.CorruptCheckpointError(
-            f"what is attached to {url} is unknown: its manifest {path} cannot be read ({error}). Remedy: use a newer "
-            "dcp_s3 if a newer one wrote it, else restore the object from a backup",
+            f"what is attached to {url} is unknown: its manifest cannot be read. Remedy: use a newer dcp_s3 if a newer "
+            "one wrote it, else restore the object from a backup",
             url=str(url),
-        ) from error
+        )
+    return list(found.manifests.values())

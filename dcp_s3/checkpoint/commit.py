@@ -21,8 +21,8 @@ from dcp_s3.checkpoint.commit_state import (
     exists_error,
     find_loss,
     find_previous,
+    find_save_id,
     is_committed,
-    save_id_in,
 )
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import Manifest, ObjectEntry
@@ -216,7 +216,7 @@ def _delete_replaced(store: Store, identity: SaveIdentity, previous: Previous, k
     """Delete what only the old checkpoint needs, once the new one is seen in its place."""
     try:
         found = store.head(identity.metadata_key)
-        etag, committed = found.etag or None, save_id_in(store, identity, found) == identity.save_id
+        etag, committed = found.etag or None, find_save_id(store, identity, found) == identity.save_id
     except errors.ObjectNotFoundError:
         etag, committed = None, False
     except errors.StorageError as error:

@@ -25,7 +25,7 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Deletion, Directory, Removal, list_directory
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
-from dcp_s3.checkpoint.look import Inspected, find_manifest, inspect
+from dcp_s3.checkpoint.look import Inspected, inspect
 from dcp_s3.checkpoint.stored_metadata import check_metadata
 from dcp_s3.format.control_files import DeletionList
 from dcp_s3.format.layout import (
@@ -178,22 +178,18 @@ class Deleter:
     def _needed(self, url: CheckpointURL, found: Inspected) -> set[str]:
         """Relative paths of the data objects and manifests that a checkpoint's metadata names, and of the copies that
         earlier versions made of its attachments."""
-        if found.manifest is not None:
-            return found.manifest.paths | set(found.manifest.attachments)
         needed: set[str] = set()
         for rank in found.directory.committing:
+            if manifest := found.manifests.get(rank):
+                needed |= manifest.paths | set(manifest.attachments)
+                continue
             try:
-                manifest = find_manifest(self.store, url, found.directory, rank)
-                if manifest is not None:
-                    needed |= manifest.paths | set(manifest.attachments)
-                    continue
                 metadata = check_metadata(self.store.get(url.key(metadata_object(rank))), url, rank)
+                needed |= set(needed_objects(metadata))
             except errors.ObjectNotFoundError:
                 raise LeftAloneError("another prune deletes it") from None
             except errors.CheckpointError as error:
                 logger.warning("what %s consists of cannot be read, so that only old objects go: %s", url, error)
-                continue
-            needed |= set(needed_objects(metadata))
         return needed
 
     # --- steps of each deletion -----------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Directory, list_directory, time_of
@@ -52,10 +52,8 @@ class Inspected:
     info: CheckpointInfo
     directory: Directory
     """The objects that begin with a dot, or all of them if they had to be, or were to be, listed."""
-    manifest: Manifest | None = None
-    """Manifest of a committed save with collectives; None without."""
-    manifests_of_ranks: tuple[Manifest, ...] = ()
-    """Manifests of a save without collectives, in the order of ranks."""
+    manifests: Mapping[int | None, Manifest] = field(default_factory=dict)
+    """Manifests of the commits that make it a checkpoint, by rank, as far as they are clear and can be read."""
     leftovers: tuple[LeftoverObject, ...] = ()
     """Objects that a committed checkpoint does not need, if all were to be listed. None are known without a manifest
     that is certainly its own."""
@@ -87,17 +85,18 @@ def _look_deeper(store: Store, url: CheckpointURL, found: Inspected) -> Inspecte
     directory, listed = found.directory, found.directory.commits.get(None)
     written_at = max((each.modified_at for each in directory.data.values()), default=None)
     found = replace(found, info=replace(found.info, written_at=written_at))
-    if found.manifest is None or listed is None:
+    manifest = found.manifests.get(None)
+    if manifest is None or listed is None:
         return found  # foreign, or of ranks
-    damage = directory.describe_damage({entry.path: entry.size for entry in found.manifest.objects})
-    left = directory.leftovers(found.manifest)
+    damage = directory.describe_damage({entry.path: entry.size for entry in manifest.objects})
+    left = directory.leftovers(manifest)
     if damage is None and not left:
         return found
     try:
         head = store.head(url.key(METADATA))
     except errors.ObjectNotFoundError:
         return replace(found, info=replace(found.info, damage="its .metadata is listed, but cannot be read"))
-    if head.metadata.get(SAVE_ID_KEY) != found.manifest.save_id or not same_etag(head.etag, listed.etag):
+    if head.metadata.get(SAVE_ID_KEY) != manifest.save_id or not same_etag(head.etag, listed.etag):
         return found  # a copy without user metadata, or replaced meanwhile
     leftovers = tuple(
         LeftoverObject(
@@ -132,7 +131,7 @@ def _inspect_committed(store: Store, url: CheckpointURL, directory: Directory) -
     except errors.ObjectNotFoundError:
         return None  # deleted just now
     if manifest is not None:
-        return Inspected(from_manifest(url, manifest), directory, manifest)
+        return Inspected(from_manifest(url, manifest), directory, {None: manifest})
     directory = directory if directory.whole else list_directory(store, url)
     return Inspected(from_listing(url, directory, committed_at=commit.modified_at), directory)
 
@@ -153,8 +152,7 @@ def _inspect_without_metadata(store: Store, url: CheckpointURL, found: Directory
 
     manifests = store.map(manifest_of, ranks)
     by_rank = {rank: manifest for rank, manifest in zip(ranks, manifests, strict=True) if manifest is not None}
-    info = from_rank_manifests(url, directory, by_rank)
-    return Inspected(info, directory, manifests_of_ranks=tuple(by_rank.values()))
+    return Inspected(from_rank_manifests(url, directory, by_rank), directory, {**by_rank})
 
 
 def _list_if_shown(store: Store, url: CheckpointURL, dotted: Directory, *, whole: bool) -> Directory | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.checkpoint.info import CheckpointInfo
-from dcp_s3.checkpoint.look import find_manifest, inspect
+from dcp_s3.checkpoint.look import inspect
 from dcp_s3.checkpoint.stored_metadata import check_metadata, not_found_error
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import metadata_object
@@ -63,8 +63,7 @@ def describe(where: URLLike, *, settings: SettingsLike = None, store: Store | No
         raise not_found_error(url, "nothing of a checkpoint")
     directory = looked.directory
     ranks = directory.committing
-    found = store.map(lambda store, rank: find_manifest(store, url, directory, rank), ranks)
-    manifests = [manifest for manifest in found if manifest is not None]
+    manifests = list(looked.manifests.values())
     commits = store.map(lambda store, rank: store.get(url.key(metadata_object(rank))), ranks)
     metadata = [check_metadata(stored, url, rank) for rank, stored in zip(ranks, commits, strict=True)]
     needed: set[str] = set()

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_s3 import errors
 from dcp_s3.checkpoint.attachments import check_distinct
 from dcp_s3.checkpoint.commit import Commit, delete_quietly, versions
-from dcp_s3.checkpoint.commit_state import SaveIdentity, find_previous, save_id_in
+from dcp_s3.checkpoint.commit_state import SaveIdentity, find_previous, find_save_id
 from dcp_s3.checkpoint.readback import check_readable
 from dcp_s3.coordination import protocol, values
 from dcp_s3.coordination.driving import Driver
@@ -125,7 +125,7 @@ class JointSave(Save):
         """Whether the save is committed, and was not replaced since. A CheckpointError if it is no longer there."""
         identity = SaveIdentity(self.url, self.save_id)
         try:
-            found = save_id_in(self._s3, identity, self._s3.head(identity.metadata_key))
+            found = find_save_id(self._s3, identity)
         except errors.ObjectNotFoundError:
             found = None
         if found is not None and found[:NONCE_DIGITS] == self._nonce:
@@ -211,7 +211,7 @@ class JointSave(Save):
         store = self._s3.within(self._store().limit.for_cleanup())
         identity = SaveIdentity(self.url, claim.save_id)
         try:
-            if save_id_in(store, identity, store.head(identity.metadata_key)) != claim.save_id:
+            if find_save_id(store, identity) != claim.save_id:
                 return
             listed = store.list(self.url.key(joint_object(claim.nonce, ""))).objects
             objects = Manifest.from_json(store.get(identity.manifest_key).data).objects
@@ -309,7 +309,7 @@ class JointSave(Save):
         self._was_committed = True
         try:
             identity = SaveIdentity(self.url, "")
-            self.save_id = save_id_in(self._s3, identity, self._s3.head(identity.metadata_key)) or ""
+            self.save_id = find_save_id(self._s3, identity) or ""
             if self._rank != 0:
                 return
             manifest = Manifest.from_json(self._s3.get(self.url.key(manifest_object(self.save_id))).data)
