@@ -56,12 +56,12 @@ if _TYPE_CHECKING:  # the table below again, for type checkers
     from dcp_s3.offline.verify_plan import Problem as Problem
     from dcp_s3.reporting.report import ReportData as ReportData, report as report
     from dcp_s3.retention.catalog import (
-        CatalogSnapshot as CatalogSnapshot, CheckpointCatalog as CheckpointCatalog, latest as latest,
+        CheckpointCatalog as CheckpointCatalog, latest as latest,
         list_checkpoints as list_checkpoints,
     )
     from dcp_s3.retention.marks import annotate as annotate, pin as pin, unpin as unpin
     from dcp_s3.retention.parse import parse_policy as parse_policy
-    from dcp_s3.retention.plan import Decision as Decision, Plan as Plan
+    from dcp_s3.retention.plan import CatalogSnapshot as CatalogSnapshot, Decision as Decision, Plan as Plan
     from dcp_s3.retention.policy import (
         KeepBest as KeepBest, KeepDaily as KeepDaily, KeepEvery as KeepEvery, KeepHourly as KeepHourly,
         KeepLatest as KeepLatest, KeepWithin as KeepWithin,
@@ -93,10 +93,10 @@ _NAMES = {
         "retention.policy": "KeepLatest KeepBest KeepEvery KeepWithin KeepHourly KeepDaily Policy",
         "retention.parse": "parse_policy",
         "retention.marks": "pin unpin annotate",
-        "retention.plan": "Plan Decision",
+        "retention.plan": "CatalogSnapshot Plan Decision",
     },
     "Looking into checkpoints, and moving them": {
-        "retention.catalog": "latest list_checkpoints CheckpointCatalog CatalogSnapshot",
+        "retention.catalog": "latest list_checkpoints CheckpointCatalog",
         "checkpoint.info": "CheckpointInfo",
         "offline.verify": "verify VerifyReport",
         "offline.verify_plan": "Problem",

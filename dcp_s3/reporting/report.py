@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.errors import CheckpointNotFoundError
-from dcp_s3.retention.catalog import CatalogSnapshot, CheckpointCatalog
+from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
-from dcp_s3.retention.plan import Plan
+from dcp_s3.retention.plan import CatalogSnapshot, Plan
 from dcp_s3.retention.policy import PolicyFunction, policy_name
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.units import format_seconds, format_size, one_line, parse_duration, plural

@@ -6,16 +6,14 @@ touched. `latest` looks closer at the checkpoint that it returns.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import time_of
 from dcp_s3.checkpoint.info import (
     CheckpointInfo,
-    LeftoverObject,
     age_order,
     find_step,
     from_manifest,
@@ -25,14 +23,13 @@ from dcp_s3.checkpoint.info import (
 from dcp_s3.checkpoint.look import Inspected, find_damage, inspect, tell_unreadable
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import BOARD_PREFIX, CONTROL_PREFIX, What, classify
-from dcp_s3.retention.plan import OpenUpload, Plan, make_plan
-from dcp_s3.retention.policy import PolicyFunction
+from dcp_s3.retention.plan import CatalogSnapshot, OpenUpload
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.spill.local import find_commits
 from dcp_s3.spill.store import open_store
 from dcp_s3.store import ListedObject, Store, Upload
-from dcp_s3.units import one_line, plural
+from dcp_s3.units import one_line
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 logger = logging.getLogger(__name__)
@@ -40,50 +37,6 @@ logger = logging.getLogger(__name__)
 # Path parts that no checkpoint URL may have, and our own directory: with boards, or of a root that is a checkpoint.
 _CONTROL = CONTROL_PREFIX.rstrip("/")
 _NO_CHILD = frozenset({"", ".", "..", _CONTROL})
-
-
-@dataclass(frozen=True)
-class CatalogSnapshot:
-    """The contents of a root at one time.
-
-    >>> snapshot = CheckpointCatalog("s3://bucket/run").scan()
-    >>> snapshot
-    CatalogSnapshot('s3://bucket/run', 2 checkpoints)
-    >>> snapshot.plan(KeepLatest(2), grace=86400)
-    Plan(2 kept, 0 to delete (0 B))
-    """
-
-    root: str
-    """URL of the root."""
-    now: float
-    """Seconds since the epoch, on the clock of S3, from before anything else was looked at."""
-    checkpoints: tuple[CheckpointInfo, ...]
-    """Checkpoints, oldest first (`age_order`)."""
-    uploads: tuple[OpenUpload, ...] = ()
-    """Open multipart uploads of data objects in directories right under the root, by key."""
-    leftovers: tuple[LeftoverObject, ...] = ()
-    """Objects in committed checkpoints' directories that the checkpoints do not need, by key."""
-    boards: tuple[ListedObject, ...] = ()
-    """Objects through which ranks told each other something, by key."""
-
-    def __repr__(self) -> str:
-        counts = {"uploads": len(self.uploads) or None, "leftovers": len(self.leftovers) or None}
-        return one_line("CatalogSnapshot", repr(self.root), f"{plural(len(self.checkpoints), 'checkpoint')}", **counts)
-
-    def plan(self, policy: PolicyFunction | None, *, grace: float) -> Plan:
-        """What a prune would do.
-
-        Args:
-            policy: decides which committed checkpoints to keep; None keeps all of them.
-            grace: seconds for which an uncommitted checkpoint counts as a save in progress.
-
-        Raises:
-            SettingsError: the policy failed or answered nonsense.
-        """
-        return make_plan(
-            self.checkpoints, policy, now=self.now, grace=grace, uploads=self.uploads, leftovers=self.leftovers,
-            boards=self.boards,
-        )  # fmt: skip
 
 
 class CheckpointCatalog:
@@ -149,10 +102,10 @@ class CheckpointCatalog:
                 tell_unreadable(damages, info.url)
                 break
             damages[info.url] = damage
-            infos[info.name] = dataclasses.replace(info, damage=damage)
+            infos[info.name] = replace(info, damage=damage)
         else:
             tell_unreadable(damages, None)
-        return dataclasses.replace(
+        return replace(
             listing,
             checkpoints=tuple(sorted(merge_local(infos.values(), local), key=age_order)),
             uploads=tuple(each for upload in uploads if (each := open_upload(self.root, upload)) is not None),
@@ -195,7 +148,7 @@ class CheckpointCatalog:
             url = parse_url(journal.url)
             if str(url) == str(self.root.child(url.name)):
                 info = from_manifest(url, Manifest.from_json(data))
-                found.append(dataclasses.replace(info, state="local", step=find_step(url.name, self.settings)))
+                found.append(replace(info, state="local", step=find_step(url.name, self.settings)))
         return sorted(found, key=age_order)
 
     def _list(self, *, whole: bool = False) -> CatalogSnapshot:
@@ -210,7 +163,7 @@ class CheckpointCatalog:
         def look(store: Store, name: str) -> Inspected | None:
             found = inspect(store, self.root.child(name), whole=whole)
             step = find_step(name, self.settings)
-            return found and dataclasses.replace(found, info=dataclasses.replace(found.info, step=step))
+            return found and replace(found, info=replace(found.info, step=step))
 
         looked = self.store.map(look, [name for name in names if name not in _NO_CHILD])
         found = [each for each in looked if each is not None]
@@ -284,7 +237,7 @@ def merge_local(found: Iterable[CheckpointInfo], local: Iterable[CheckpointInfo]
     for info in local:
         before = merged.get(info.name)
         keep = before if before is not None and before.committed else info
-        merged[info.name] = dataclasses.replace(keep, waiting=True)
+        merged[info.name] = replace(keep, waiting=True)
     return list(merged.values())
 
 

@@ -17,7 +17,7 @@ Foreign checkpoints (other writers') are treated like ours. Without a policy, ev
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from dcp_s3.checkpoint.directory import LEASE_MARGIN
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order
 from dcp_s3.retention.policy import PolicyFunction, run_policy
 from dcp_s3.store import ListedObject
-from dcp_s3.units import format_size, one_line
+from dcp_s3.units import format_size, one_line, plural
 
 Action = Literal["keep", "delete"]
 
@@ -134,78 +134,91 @@ class Plan:
         return asdict(self)
 
 
-def make_plan(
-    checkpoints: Iterable[CheckpointInfo],
-    policy: PolicyFunction | None,
-    *,
-    now: float,
-    grace: float,
-    uploads: Sequence[OpenUpload] = (),
-    leftovers: Sequence[LeftoverObject] = (),
-    boards: Sequence[ListedObject] = (),
-) -> Plan:
-    """Decide what is kept and what is deleted of what lies under one root: see `CatalogSnapshot`.
+@dataclass(frozen=True)
+class CatalogSnapshot:
+    """The contents of a root at one time.
 
-    Raises:
-        SettingsError: the policy failed or answered nonsense.
-        ValueError: two checkpoints have one name.
+    >>> snapshot = CheckpointCatalog("s3://bucket/run").scan()
+    >>> snapshot
+    CatalogSnapshot('s3://bucket/run', 2 checkpoints)
+    >>> snapshot.plan(KeepLatest(2), grace=86400)
+    Plan(2 kept, 0 to delete (0 B))
     """
-    infos = sorted(checkpoints, key=age_order)
-    names = [info.name for info in infos]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two checkpoints are named {twice!r}: a plan is for those of one root")
-    active = _active(infos, uploads, leftovers, now - grace)
-    committed = [info for info in infos if info.committed]
-    kept = _floors(infos, committed, active, now)
-    if policy is None:
+
+    root: str
+    """URL of the root."""
+    now: float
+    """Seconds since the epoch, on the clock of S3, from before anything else was looked at."""
+    checkpoints: tuple[CheckpointInfo, ...]
+    """Checkpoints, oldest first (`age_order`)."""
+    uploads: tuple[OpenUpload, ...] = ()
+    """Open multipart uploads of data objects in directories right under the root, by key."""
+    leftovers: tuple[LeftoverObject, ...] = ()
+    """Objects in committed checkpoints' directories that the checkpoints do not need, by key."""
+    boards: tuple[ListedObject, ...] = ()
+    """Objects through which ranks told each other something, by key."""
+
+    def __repr__(self) -> str:
+        counts = {"uploads": len(self.uploads) or None, "leftovers": len(self.leftovers) or None}
+        return one_line("CatalogSnapshot", repr(self.root), f"{plural(len(self.checkpoints), 'checkpoint')}", **counts)
+
+    def plan(self, policy: PolicyFunction | None, *, grace: float) -> Plan:
+        """What a prune would do.
+
+        Args:
+            policy: decides which committed checkpoints to keep; None keeps all of them.
+            grace: seconds for which an uncommitted checkpoint counts as a save in progress.
+
+        Raises:
+            SettingsError: the policy failed or answered nonsense.
+        """
+        now, infos = self.now, sorted(self.checkpoints, key=age_order)
+        committed = [info for info in infos if info.committed]
+        active = self._active(now - grace)
+        kept = _floors(infos, committed, active, now)
         found = {info.name: ["no policy"] for info in committed}
-    else:
-        found = run_policy(policy, committed, now)
-    decisions = []
-    for info in infos:
-        reasons = (*kept[info.name], *found.get(info.name, ()))
-        why = "no policy keeps it" if info.committed else "left over: not committed, and older than the grace period"
-        decisions.append(Decision(info, "keep" if reasons else "delete", reasons or (why,)))
-    return Plan(
-        now=now,
-        grace=grace,
-        decisions=tuple(decisions),
-        uploads=tuple(each for each in uploads if each.checkpoint not in active),
-        leftovers=tuple(each for each in leftovers if each.checkpoint not in active),
-        unfinished=tuple(
-            UnfinishedDeletion(info.name, deletion)
-            for info in infos
-            for deletion in info.deletions
-            if not (info.committed and info.deletion_id == deletion)
-        ),
-        boards=tuple(each for each in boards if each.modified_at < now - max(grace, BOARDS_STAY)),
-    )
+        if policy is not None:
+            found = run_policy(policy, committed, now)
+        decisions = []
+        for info in infos:
+            reasons = (*kept[info.name], *found.get(info.name, ()))
+            why = (
+                "no policy keeps it" if info.committed else "left over: not committed, and older than the grace period"
+            )
+            decisions.append(Decision(info, "keep" if reasons else "delete", reasons or (why,)))
+        return Plan(
+            now=now,
+            grace=grace,
+            decisions=tuple(decisions),
+            uploads=tuple(each for each in self.uploads if each.checkpoint not in active),
+            leftovers=tuple(each for each in self.leftovers if each.checkpoint not in active),
+            unfinished=tuple(
+                UnfinishedDeletion(info.name, deletion)
+                for info in infos
+                for deletion in info.deletions
+                if not (info.committed and info.deletion_id == deletion)
+            ),
+            boards=tuple(each for each in self.boards if each.modified_at < now - max(grace, BOARDS_STAY)),
+        )
 
-
-def _active(
-    infos: Iterable[CheckpointInfo],
-    uploads: Iterable[OpenUpload],
-    leftovers: Iterable[LeftoverObject],
-    since: float,
-) -> dict[str, str]:
-    """Reasons why directories count as being saved to, by name: they have something written after ``since``."""
-    active: dict[str, str] = {}
-    for upload in uploads:
-        if upload.initiated_at > since:
-            active[upload.checkpoint] = "a save is in progress: an upload was begun within the grace period"
-    for leftover in leftovers:
-        if leftover.modified_at > since and not leftover.is_lease:
-            active[leftover.checkpoint] = "a save is in progress: an object was written within the grace period"
-    for info in infos:
-        written = info.modified_at
-        if info.committed:  # a newer object is of a save in progress, or of a copy
-            written = info.written_at if (info.written_at or 0.0) > (info.modified_at or 0.0) else -math.inf
-        if info.state != "local" and (written is None or written > since):
-            active[info.name] = "a save is in progress: an object was written within the grace period"
-        if info.waiting or info.state == "local":
-            active[info.name] = "its commit waits in this host's spill directory"
-    return active
+    def _active(self, since: float) -> dict[str, str]:
+        """Reasons why directories count as being saved to, by name: they have something written after ``since``."""
+        active: dict[str, str] = {}
+        for upload in self.uploads:
+            if upload.initiated_at > since:
+                active[upload.checkpoint] = "a save is in progress: an upload was begun within the grace period"
+        for leftover in self.leftovers:
+            if leftover.modified_at > since and not leftover.is_lease:
+                active[leftover.checkpoint] = "a save is in progress: an object was written within the grace period"
+        for info in self.checkpoints:
+            written = info.modified_at
+            if info.committed:  # a newer object is of a save in progress, or of a copy
+                written = info.written_at if (info.written_at or 0.0) > (info.modified_at or 0.0) else -math.inf
+            if info.state != "local" and (written is None or written > since):
+                active[info.name] = "a save is in progress: an object was written within the grace period"
+            if info.waiting or info.state == "local":
+                active[info.name] = "its commit waits in this host's spill directory"
+        return active
 
 
 def _floors(

@@ -27,7 +27,7 @@ from dcp_s3.format.layout import (
     new_nonce,
     spread,
 )
-from dcp_s3.retention.plan import make_plan
+from dcp_s3.retention.plan import CatalogSnapshot
 from dcp_s3.store import ListedObject
 from dcp_s3.url import CheckpointURL
 
@@ -320,7 +320,9 @@ def test_ranks_that_commit_for_themselves_are_left_over_only_if_some_are_certain
     info = with_marks(from_rank_manifests(URL, found, manifests), found)
     assert info.state == state
     assert ("may be complete" in (info.damage or "")) is may_be_complete
-    assert bool(make_plan([info], None, now=1e9, grace=1.0).deleted) is (state == "incomplete" and not may_be_complete)
+    assert bool(CatalogSnapshot("s3://b", 1e9, (info,)).plan(None, grace=1.0).deleted) is (
+        state == "incomplete" and not may_be_complete
+    )
 
 
 def test_sizes_of_all_ranks_add_up() -> None:

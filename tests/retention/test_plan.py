@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order, in_grace
 from dcp_s3.errors import SettingsError
-from dcp_s3.retention.plan import LEASE_MARGIN, LeftoverObject, OpenUpload, Plan, make_plan
+from dcp_s3.retention.plan import LEASE_MARGIN, CatalogSnapshot, LeftoverObject, OpenUpload, Plan
 from dcp_s3.retention.policy import KeepEvery, KeepLatest, Policy
 from tests.retention import histories as random
 from tests.retention.histories import DAY, NOW, info
@@ -24,7 +24,7 @@ def keep_nothing(checkpoints: Any, now: float) -> dict[str, list[str]]:
 
 
 def plan(*infos: CheckpointInfo, policy: Any = keep_nothing, grace: float = DAY, **found: Any) -> Plan:
-    return make_plan(infos, policy, now=NOW, grace=grace, **found)
+    return CatalogSnapshot("s3://bucket/run", NOW, infos, **found).plan(policy, grace=grace)
 
 
 def kept(*infos: CheckpointInfo, **arguments: Any) -> set[str]:
@@ -90,7 +90,7 @@ def test_what_waits_on_this_host_is_kept() -> None:
     infos = [info("step-1", state="local", modified_at=0.0), info("step-2", waiting=True), info("step-3")]
     assert kept(*infos) == {"step-1", "step-2", "step-3"}
     upload = OpenUpload("run/step-2/__0_0-ab.distcp", "u", 0.0, "step-2")
-    assert plan(*infos, uploads=[upload]).uploads == ()
+    assert plan(*infos, uploads=(upload,)).uploads == ()
 
 
 def test_a_young_upload_is_a_save_in_progress() -> None:
@@ -169,11 +169,6 @@ def test_all_reasons_are_told_floors_first() -> None:
 def test_a_plan_is_json() -> None:
     found = plan(info("step-1"), info("step-2", state="incomplete"), uploads=[OpenUpload("k", "u", 0.0, "x")])
     assert json.loads(json.dumps(found.to_dict()))["decisions"][0]["action"] == "keep"
-
-
-def test_names_are_those_of_one_root() -> None:
-    with pytest.raises(ValueError, match="step-1"):
-        plan(info("step-1"), info("step-1"))
 
 
 def test_the_state_by_the_grace_period() -> None:
