@@ -320,7 +320,8 @@ def test_ranks_that_commit_for_themselves_are_left_over_only_if_some_are_certain
     info = with_marks(from_rank_manifests(URL, found, manifests), found)
     assert info.state == state
     assert ("may be complete" in (info.damage or "")) is may_be_complete
-    assert bool(CatalogSnapshot("s3://b", 1e9, (info,)).plan(None, grace=1.0).deleted) is (
+    plan = CatalogSnapshot("s3://bucket/run", 1e9, (info,)).plan(None, grace=1.0)
+    assert bool(plan.deleted) is (state == "incomplete" and not may_be_complete)
         state == "incomplete" and not may_be_complete
     )
 
