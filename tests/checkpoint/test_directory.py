@@ -322,8 +322,6 @@ def test_ranks_that_commit_for_themselves_are_left_over_only_if_some_are_certain
     assert ("may be complete" in (info.damage or "")) is may_be_complete
     plan = CatalogSnapshot("s3://bucket/run", 1e9, (info,)).plan(None, grace=1.0)
     assert bool(plan.deleted) is (state == "incomplete" and not may_be_complete)
-        state == "incomplete" and not may_be_complete
-    )
 
 
 def test_sizes_of_all_ranks_add_up() -> None:
