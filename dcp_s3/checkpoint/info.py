@@ -195,7 +195,9 @@ def from_listing(url: CheckpointURL, directory: Directory, *, committed_at: floa
     )
 
 
-def from_rank_manifests(url: CheckpointURL, directory: Directory, manifests: Mapping[int, Manifest]) -> CheckpointInfo:
+def from_rank_manifests(
+    url: CheckpointURL, directory: Directory, manifests: Mapping[int | None, Manifest]
+) -> CheckpointInfo:
     """The checkpoint of a save without collectives.
 
     The last written manifest says how many ranks there must be. The checkpoint is committed if each rank has
@@ -240,7 +242,7 @@ def _size_of(directory: Directory) -> int:
     return sum(found.size for found in directory.data.values())
 
 
-def _untold(commits: Collection[int], manifests: Mapping[int, Manifest]) -> str | None:
+def _untold(commits: Collection[int], manifests: Mapping[int | None, Manifest]) -> str | None:
     """Why it cannot be told whether all ranks have committed; None if some certainly have not."""
     unknown = sorted(set(commits) - set(manifests))
     if unknown:

@@ -151,8 +151,10 @@ def _inspect_without_metadata(store: Store, url: CheckpointURL, found: Directory
             return None  # deleted just now
 
     manifests = store.map(manifest_of, ranks)
-    by_rank = {rank: manifest for rank, manifest in zip(ranks, manifests, strict=True) if manifest is not None}
-    return Inspected(from_rank_manifests(url, directory, by_rank), directory, {**by_rank})
+    by_rank: dict[int | None, Manifest] = {
+        rank: manifest for rank, manifest in zip(ranks, manifests, strict=True) if manifest is not None
+    }
+    return Inspected(from_rank_manifests(url, directory, by_rank), directory, by_rank)
 
 
 def _list_if_shown(store: Store, url: CheckpointURL, dotted: Directory, *, whole: bool) -> Directory | None:

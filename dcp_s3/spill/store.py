@@ -271,9 +271,9 @@ class SpillStore:
         target = self.refused / path.name
         try:
             make_private(self.refused)
-            path.rename(target)
             with contextlib.suppress(OSError):  # a full disk has no room for it
-                write_durably(target / _REASON, f"{reason}\n".encode())
+                write_durably(path / _REASON, f"{reason}\n".encode())
+            path.rename(target)
             flush_directory(self.refused)
         except OSError as error:
             logger.error("the spilled save %s cannot be drained (%s) or set aside: %s", path, reason, error)  # noqa: TRY400
