@@ -158,7 +158,7 @@ def publish(
             return
         if not keep_objects:
             delete_quietly(store, commit.keys, "of the save that lost")
-        raise exists_error(identity.url, replaceable=identity.rank is None) from None
+        raise exists_error(identity.url) from None
     except errors.DeadlineExceededError:
         if not _is_committed_after_all(store.within(store.limit.for_cleanup()), identity):
             raise

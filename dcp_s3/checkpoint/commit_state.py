@@ -73,20 +73,14 @@ def check_absent(store: Store, identity: SaveIdentity) -> None:
     rank = 0 if identity.rank is None else identity.rank
     keys = [identity.url.key(metadata_object(each)) for each in (None, rank)]
     if any(store.map(lambda store, key: store.exists(key), keys)):  # both at once: a save begins with this wait
-        raise exists_error(identity.url, replaceable=identity.rank is None)
+        raise exists_error(identity.url)
 
 
-def exists_error(url: CheckpointURL, *, replaceable: bool = True) -> errors.CheckpointExistsError:
+def exists_error(url: CheckpointURL) -> errors.CheckpointExistsError:
     """The error for a URL that holds a checkpoint. Begins like FileSystemWriter's in torch, which callers match."""
-    remedy = (
-        "save to another URL, or pass overwrite=True to replace it (the old one stays whole until the new one is "
-        "committed)"
-        if replaceable
-        else "save to another URL, or delete it first: without collectives each rank commits for itself, so that a "
-        "replacement could be cut off halfway and mix both"
-    )
     return errors.CheckpointExistsError(
-        f"Checkpoint already exists: a committed checkpoint is at {url}; it is untouched. Remedy: {remedy}",
+        f"Checkpoint already exists: a committed checkpoint is at {url}; it is untouched. Remedy: save to another URL, "
+        "or pass overwrite=True to replace it (the old one stays whole until the new one is committed)",
         url=str(url),
     )
 
