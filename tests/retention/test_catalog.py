@@ -44,10 +44,6 @@ def test_checkpoints_are_listed_in_order_of_steps(run: Run) -> None:
         assert before <= (info.created_at or 0) <= time.time()
 
 
-def test_nothing_there_is_an_empty_list_and_no_latest(run: Run) -> None:
-    assert (run.names(), run.latest()) == ([], None)
-
-
 def test_latest_is_the_highest_step_and_then_the_newest(run: Run) -> None:
     for name in ("z-5", "b-30", "a-30"):
         run.save(name)
@@ -112,17 +108,6 @@ def test_the_manifest_of_a_save_in_progress_is_not_that_of_a_commit_which_lost_i
     run.put("run-12", ".dcp_s3/manifest-ffffffffffffffff.json", other)
     info = run.only()
     assert (info.state, info.foreign, info.metrics) == ("committed", True, {})
-
-
-def test_a_manifest_that_is_newer_than_its_metadata_is_not_believed(run: Run, tmp_path: Path) -> None:
-    run.save_foreign("step-1", tmp_path)
-    run.save("other-2", metrics={"loss": 1})
-    [manifest] = run.manifests("other-2")
-    run.clock.now += 1
-    run.put("step-1", manifest, run.get("other-2", manifest))
-    run.calls.clear()
-    run.names()
-    assert run.calls["head"] == 1
 
 
 def test_a_lost_or_broken_manifest_leaves_the_checkpoint_committed(run: Run) -> None:
@@ -439,16 +424,6 @@ def test_what_waits_in_the_spill_directory_is_local(run: Run, tmp_path: Path) ->
 
 
 # --- steps ---------------------------------------------------------------------------------------
-
-NAMES = {
-    "step-100": 100, "step_101": 101, "iter_0000102": 102, "checkpoint-103": 103, "global_step104": 104, "final": None,
-}  # fmt: skip
-
-
-def test_steps_of_foreign_names(run: Run) -> None:
-    for name in NAMES:
-        run.put(name, ".metadata")
-    assert {info.name: info.step for info in run.catalog().checkpoints()} == NAMES
 
 
 def test_a_pattern_decides_alone(run: Run) -> None:

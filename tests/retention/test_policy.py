@@ -145,10 +145,6 @@ def test_nonsense_of_a_users_policy_is_an_error(answer: Any, said: str) -> None:
         assert "nothing is deleted" in str(caught.value)
 
 
-def test_a_users_reasons_may_be_none() -> None:
-    assert run_policy(lambda *_: {"step-2": []}, steps(1, 2), NOW) == {"step-2": ["<lambda>"]}
-
-
 def test_what_is_no_function_is_refused() -> None:
     for policy in ("latest:3", KeepLatest(1) | "latest:3"):  # type: ignore[operator]
         with pytest.raises(SettingsError, match="latest:3"):

@@ -250,16 +250,6 @@ def test_the_commit_goes_first_and_the_list_last(run: Run) -> None:
     assert len(changes) == 4
 
 
-def test_a_copy_whose_name_has_no_number_is_kept(run: Run) -> None:
-    run.steps(1, 2, 3)
-    for path in run.objects("step-1"):
-        found = run.memory.get(f"run/step-1/{path}")
-        run.put("final", path, found.data, found.metadata)
-    assert run.latest() == "step-3"
-    assert deleted(run.prune("latest:1")) == ["step-1", "step-2"]
-    assert {info.name: info.step for info in run.catalog().checkpoints()} == {"final": None, "step-3": 3}
-
-
 def test_a_save_whose_commit_waits_on_this_host_loses_nothing(run: Run, tmp_path: Path) -> None:
     """Its objects are on S3 for two days already."""
     run.steps(1, 2)

@@ -22,19 +22,11 @@ from dcp_s3.errors import (
 from dcp_s3.format.control_files import DeletionList, Manifest
 from dcp_s3.format.layout import CLAIM, deletion_object, manifest_object
 from dcp_s3.format.metadata import load_metadata
-from dcp_s3.offline.copy_source import CopySource, find_source
-from dcp_s3.offline.place import Place
 from dcp_s3.retention.plan import BOARDS_STAY
 from dcp_s3.retention.show import describe
-from tests.retention.making import is_manifest
 from tests.retention.runs import BOARD, COORDINATION, DAY, HOUR, ROOT, Run, deleted, keep_steps
 
 SAVE = "0123456789abcdef"
-
-
-def _copied(run: Run) -> CopySource:
-    url = run.url("step-2")
-    return find_source(Place(str(url), run.store, url.key(""), url))
 
 
 def lists(run: Run, name: str) -> list[str]:
@@ -292,7 +284,6 @@ def test_of_several_mergers_manifests_the_one_that_the_commit_names_counts(run: 
     assert info is not None
     assert (info.save_id, info.damage) == (SAVE + "00000001", None)
     assert all(each.used for each in describe(f"{ROOT}/step-2", store=run.store).objects)
-    assert [path for path in _copied(run).files if is_manifest(path)] == [manifest_object(SAVE + "00000001")]
     run.clock.now += 2 * DAY
     [left] = run.prune().leftovers
     assert left.objects == 2
@@ -310,14 +301,6 @@ def test_a_merger_that_comes_after_the_checkpoint_was_pruned_does_not_bring_it_b
     assert ".metadata" not in run.objects("step-2")
 
 
-def test_a_copy_leaves_out_what_ranks_told_each_other(run: Run) -> None:
-    run.steps(2)
-    before = run.objects("step-2")
-    for path in (*COORDINATION, BOARD):
-        run.put("step-2", path)
-    assert {*_copied(run).files, ".metadata"} == before.keys()
-
-
 def test_the_claim_of_a_checkpoint_stays_and_goes_with_it(run: Run) -> None:
     for name in ("step-2", "step-9"):
         run.put(name, CLAIM)
@@ -329,13 +312,6 @@ def test_the_claim_of_a_checkpoint_stays_and_goes_with_it(run: Run) -> None:
     assert run.objects("step-2") == before
     assert deleted(run.prune("latest:1")) == ["step-2"]
     assert run.objects("step-2") == {}
-
-
-def test_a_checkpoint_of_a_moment_ago_is_pruned_though_it_was_claimed(run: Run) -> None:
-    for name in ("step-2", "step-9"):
-        run.put(name, CLAIM)
-        run.save(name)
-    assert deleted(run.prune("latest:1")) == ["step-2"]
 
 
 def test_boards_make_a_run_no_checkpoint(run: Run) -> None:

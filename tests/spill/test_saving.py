@@ -20,7 +20,6 @@ import torch.distributed.checkpoint as dcp
 from dcp_s3.checkpoint.commit_state import Beginning, SaveIdentity
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.errors import CheckpointError, CheckpointExistsError, SpillError, TransferError
-from dcp_s3.limit import Deadline, Limit
 from dcp_s3.memory import Piece
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -128,12 +127,6 @@ def test_a_batch_that_fails_leaves_neither_objects_nor_files(spill: Spill) -> No
         fail()
     assert spill.store.scan() == []
     assert spill.server.s3.objects(BUCKET) == {}
-
-
-def test_the_limit_of_the_save_stays_beside_the_patience(spill: Spill) -> None:
-    deadline = Deadline.start("DCP_S3_SAVE_TIMEOUT", 100.0)
-    limited = make_store(spill).within(Limit(deadline=deadline).within(50.0)).store.limit
-    assert (limited.deadline, limited.patience, limited.hang) == (deadline, 1.0, 1.0)
 
 
 def test_a_save_goes_on_in_another_process(spill: Spill) -> None:

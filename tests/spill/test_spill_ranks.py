@@ -107,20 +107,6 @@ def test_the_commit_waits_for_every_directory(
     assert faulty.s3.open_uploads(BUCKET) == []
 
 
-@pytest.mark.parametrize("durability", ["local", "s3"])
-def test_a_directory_that_both_share_is_drained_in_one_pass(
-    faulty: FaultyServer, tmp_path: Path, durability: str
-) -> None:
-    paths = directories_of(tmp_path, 1)
-    faulty.rule = refuse_rank_1
-    run_ranks(2, _save, paths, durability, False)
-    faulty.rule = allow_all
-    assert ranks_in(paths[0]) == (["0", "1"] if durability == "local" else ["1"])
-    assert not is_visible()
-    assert drain(paths[0]).committed == [URL]
-    assert_complete(URL, full_state())
-
-
 @pytest.mark.quick("2")
 @pytest.mark.parametrize("count", [1, 2])
 def test_with_s3_durability_the_save_ends_when_all_is_on_s3(faulty: FaultyServer, tmp_path: Path, count: int) -> None:
