@@ -227,8 +227,12 @@ def _apply(
     began = time.monotonic()
     try:
         plan = make()
-        # What earlier prunes have begun is finished first.
-        groups = _unfinished(root, plan), _steps(root, plan)
+        unfinished = [
+            _Step(each.checkpoint, "finished",
+                  partial(finish_deletion, url=root.child(each.checkpoint), deletion=each.deletion))
+            for each in plan.unfinished
+        ]  # fmt: skip
+        groups = unfinished, _steps(root, plan)
         deleter, counting = Deleter(store.within(store.limit.shared(settings.stall_timeout))), threading.Lock()
         of: defaultdict[str, list[Any]] = defaultdict(list)
         done = 0
@@ -254,14 +258,6 @@ def _apply(
     deleted, freed, seconds = len(report.deleted), report.size, time.monotonic() - began
     emit(Pruned(root=str(root), deleted=deleted, freed_bytes=freed, seconds=seconds, ok=report.ok), on_event)
     return report
-
-
-def _unfinished(root: CheckpointURL, plan: Plan) -> list[_Step]:
-    return [
-        _Step(each.checkpoint, "finished",
-              partial(finish_deletion, url=root.child(each.checkpoint), deletion=each.deletion))
-        for each in plan.unfinished
-    ]  # fmt: skip
 
 
 def _steps(root: CheckpointURL, plan: Plan) -> list[_Step]:
