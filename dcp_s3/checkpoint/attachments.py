@@ -7,6 +7,7 @@ copy of the checkpoint on a disk has it under its own name, too.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -77,10 +78,6 @@ def check_distinct(objects: Iterable[ObjectEntry]) -> None:
             )
 
 
-def _fetch(store: Store, url: CheckpointURL, entry: AttachmentEntry) -> bytes:
-    return check_bytes(store.get(url.key(entry.path)).data, url, entry)
-
-
 def check_bytes(data: bytes, url: CheckpointURL, entry: AttachmentEntry) -> bytes:
     """The bytes of an attachment, if they are those that were attached."""
     found = crc_hex(crc64nvme(data))
@@ -110,28 +107,25 @@ def read_extra(store: Store, url: CheckpointURL) -> dict[str, Any]:
 
 def read_attachment(store: Store, url: CheckpointURL, name: str) -> bytes:
     """The bytes of one attachment. Of another library's checkpoint: those of the object with that name."""
-    known = find_attachments(store, url)
-    if known is None:
-        try:
-            if is_attachment_name(name):
+    before: AttachmentEntry | None = None
+    while True:
+        known = find_attachments(store, url)
+        if known is None and is_attachment_name(name):
+            with contextlib.suppress(errors.ObjectNotFoundError):
                 return store.get(url.key(name)).data
-        except errors.ObjectNotFoundError:
-            pass
-        raise missing_error(url, name, ())
-    if name not in known:
-        raise missing_error(url, name, known)
-    try:
-        return _fetch(store, url, known[name])
-    except errors.ObjectNotFoundError as error:
-        # An overwrite may have come in between. Then its own is meant.
-        now = (find_attachments(store, url) or {}).get(name)
-        if now is not None and now != known[name]:
-            return _fetch(store, url, now)
-        raise errors.CorruptCheckpointError(
-            f"the attachment {name} of {url} is gone: its object {known[name].path} is not there. Remedy: load "
-            "another checkpoint",
-            url=str(url),
-        ) from error
+        entry = (known or {}).get(name)
+        if entry is None:
+            raise missing_error(url, name, known or ())
+        try:
+            return check_bytes(store.get(url.key(entry.path)).data, url, entry)
+        except errors.ObjectNotFoundError as error:
+            if entry == before:
+                raise errors.CorruptCheckpointError(
+                    f"the attachment {name} of {url} is gone: its object {entry.path} is not there. Remedy: load "
+                    "another checkpoint",
+                    url=str(url),
+                ) from error
+            before = entry  # an overwrite may have come in between: then its own is meant
 
 
 def missing_error(url: CheckpointURL, name: str, known: Collection[str]) -> errors.EntryNotFoundError:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
 from dcp_s3 import errors
@@ -198,14 +198,6 @@ class Beginning:
     """Seconds since the epoch."""
     monotonic: float | None = field(default_factory=time.monotonic)
     """Seconds of time.monotonic; None if another process began the save."""
-
-    def at_the_earliest(self, others: Iterable[float]) -> Beginning:
-        """When the first of several processes began a save that one of them commits: a prune counts from their objects.
-
-        Args:
-            others: when the others began, seconds since the epoch.
-        """
-        return replace(self, at=min([self.at, *others]))
 
     def is_late(self) -> bool:
         """Whether `LATE` seconds have passed on either clock: one may be set back, the other stops in host sleep."""

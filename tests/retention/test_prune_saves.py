@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_s3.checkpoint.commit import Commit, make_commit, publish
-from dcp_s3.checkpoint.commit_state import LATE, Beginning, Previous, SaveIdentity
+from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
 from dcp_s3.errors import (
     AccessDeniedError,
@@ -125,15 +125,6 @@ def test_a_commit_that_s3_carries_out_after_a_prune_is_damaged_and_goes(run: Run
     assert run.objects("step-2") == {}
     run.steps(5)
     assert deleted(run.prune("latest:1")) == ["step-3", "step-4"]
-
-
-def test_a_merge_is_late_if_any_rank_began_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "time", lambda: 10_000.0)
-    begun = Beginning(at=9_999.0)
-    assert not begun.is_late()
-    assert not begun.at_the_earliest([10_001.0]).is_late()
-    assert begun.at_the_earliest([9_000.0, 10_000.0 - LATE - 1]).is_late()
-    assert Beginning(at=1.0).at_the_earliest([9_999.0]).is_late()
 
 
 # --- deletions that are slow, or refused -----------------------------------------------------------------
