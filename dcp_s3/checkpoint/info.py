@@ -244,13 +244,13 @@ def _size_of(directory: Directory) -> int:
 
 def _untold(commits: Collection[int], manifests: Mapping[int | None, Manifest]) -> str | None:
     """Why it cannot be told whether all ranks have committed; None if some certainly have not."""
-    unknown = sorted(set(commits) - set(manifests))
-    if unknown:
-        return f"it may be complete: the manifest of rank {unknown[0]} is missing or cannot be read"
-    for size in sorted({manifest.world_size for manifest in manifests.values()}):
-        if all(rank in commits and rank in manifests and manifests[rank].world_size == size for rank in range(size)):
-            return f"it may be complete: {size} ranks say so, and others do not"
-    return None
+    told = [
+        all(rank in commits and rank in manifests and manifests[rank].world_size == size for rank in range(size))
+        for size in {manifest.world_size for manifest in manifests.values()}
+    ]
+    if set(commits) <= set(manifests) and not any(told):
+        return None
+    return "it may be complete: the manifests of its ranks are missing, cannot be read, or disagree"
 
 
 def find_step(name: str, settings: Settings) -> int | None:
