@@ -105,14 +105,11 @@ def test_what_is_written_of_a_journal_is_flushed_before_it_has_its_name(
     assert order == ["fsync", "fsync", "replace", "fsync"], "files' directory, journal, its name, the directory"
 
 
-def test_a_save_that_is_not_sealed_leaves_nothing(store: SpillStore) -> None:
+def test_a_sealed_save_is_there_with_its_files_and_another_leaves_nothing(store: SpillStore) -> None:
     with store.begin(make_journal(), "0") as writer:
         fill(writer, "object-0")
         assert store.size() > MIB
     assert (list_files(store.path), store.scan(), store.size()) == ([], [], 0)
-
-
-def test_a_sealed_save_is_there_with_its_files(store: SpillStore) -> None:
     seal(store, keys=("x",))
     (save,) = store.scan()
     assert save.journal == make_journal(keys=("x",), state=State.SEALED)
@@ -155,21 +152,17 @@ def test_the_save_of_a_live_process_stays_and_that_of_a_dead_one_goes(store: Spi
     assert not save.path.exists()
 
 
-def test_what_is_left_of_a_save_that_was_being_removed_goes(store: SpillStore) -> None:
+def test_what_is_left_of_a_save_that_was_being_removed_or_never_began_goes(store: SpillStore) -> None:
     save = seal(store)
     (save.path / "journal").unlink()
+    old, young = store.path / "new" / "old", store.path / "new" / "young"
+    old.mkdir()
+    young.mkdir()
+    os.utime(old, (0, 0))
     assert store.scan() == []
     assert save.path.exists(), "looking changes nothing"
     store.tidy()
     assert not save.path.exists()
-
-
-def test_what_is_left_of_a_save_that_never_began_goes_after_a_while(store: SpillStore) -> None:
-    old, young = store.path / "new" / "old", store.path / "new" / "young"
-    old.mkdir(parents=True)
-    young.mkdir()
-    os.utime(old, (0, 0))
-    store.tidy()
     assert not old.exists()
     assert young.exists(), "its process may be about to begin"
 
