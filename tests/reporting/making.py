@@ -40,5 +40,5 @@ def data_of(
     leftovers: tuple[LeftoverObject, ...] = (),
 ) -> ReportData:
     """What a report of these checkpoints shows."""
-    snapshot = CatalogSnapshot(ROOT, NOW, tuple(infos), uploads, leftovers, deep=True)
+    snapshot = CatalogSnapshot(ROOT, NOW, tuple(infos), uploads, leftovers)
     return gather(snapshot, policy, grace=DAY)
