@@ -100,15 +100,6 @@ def test_what_is_no_finite_number_counts_as_missing(value: object) -> None:
     assert [found.name for found in best_first(infos, "loss", "min")] == ["step-1"]
 
 
-def test_a_union_has_the_reasons_of_all() -> None:
-    policy = KeepLatest(2) | KeepEvery(10)
-    assert run_policy(policy, steps(10, 20, 25), NOW) == {
-        "step-25": ["latest:2, number 1"],
-        "step-20": ["latest:2, number 2", "every:10, first from 20 on"],
-        "step-10": ["every:10, first from 10 on"],
-    }
-
-
 def odd_steps(checkpoints: Sequence[CheckpointInfo], now: float) -> Mapping[str, Sequence[str]]:
     return {found.name: ["odd"] for found in checkpoints if (found.step or 0) % 2}
 

@@ -51,13 +51,6 @@ def make_plan(mixed: Mixed) -> Plan:
     return mixed.run.catalog().scan().plan(KeepLatest(1), grace=HOUR)
 
 
-def test_to_plan_changes_nothing(mixed: Mixed) -> None:
-    """So only what `apply_plan` does has to be cut off."""
-    mixed.run.calls.clear()
-    mixed.run.prune("latest:1", dry_run=True)
-    assert set(mixed.run.calls) <= {"get", "head", "page", "uploads"}
-
-
 def test_a_prune_alone_does_all(mixed: Mixed) -> None:
     objects = len(mixed.keys)
     report = mixed.run.prune("latest:1")

@@ -156,16 +156,3 @@ def test_no_rank_takes_the_checkpoint_that_is_overwritten_for_its_own(tmp_path: 
     assert_complete(URL, full_state())
     run_ranks(2, _overwrite_and_wait, paths)
     assert_complete(URL, full_state(1))
-
-
-def _wait_for_what_another_process_left(directories: list[str]) -> None:
-    _use(directories, drain=True)
-    S3StorageWriter(URL, settings={"durability": "local"}).wait_committed(timeout=20)
-
-
-def test_a_process_that_only_waits_for_the_commit_drains(tmp_path: Path) -> None:
-    """As one whose process for asynchronous saves has died."""
-    paths = directories_of(tmp_path, 1)
-    run_ranks(1, _save, paths, "local", False)
-    run_ranks(1, _wait_for_what_another_process_left, paths)
-    assert_complete(URL, full_state())
