@@ -33,7 +33,7 @@ from tests.memory_s3 import MemoryS3Process
 BUCKET = "bench"
 ROOT = f"s3://{BUCKET}/run"
 
-WAYS = ("ls", "scan", "deep scan")
+WAYS = ("ls", "scan")
 
 
 def fill(endpoint_url: str, checkpoints: int, objects: int) -> None:
@@ -75,7 +75,7 @@ def look(way: str) -> dict[str, float]:
     if way == "ls":
         found = len(catalog.checkpoints())
     else:
-        snapshot = catalog.scan(deep=way == "deep scan")
+        snapshot = catalog.scan()
         found = len(snapshot.checkpoints)
         snapshot.plan(KeepLatest(3), grace=86400.0)
     return {
@@ -91,7 +91,7 @@ def allowed_requests(way: str, checkpoints: int, objects: int) -> int:
     """The most that ``docs/retention.md`` promises for checkpoints of ours to which no metrics were added."""
     listing = -(-checkpoints // 1000) + 2 * checkpoints
     pages = -(-(objects + 2) // 1000)
-    return listing + {"ls": 0, "scan": 1, "deep scan": 1 + (pages - 1) * checkpoints + 1 + pages}[way]
+    return listing + {"ls": 0, "scan": 1 + (pages - 1) * checkpoints + 1 + pages}[way]
 
 
 def main() -> int:

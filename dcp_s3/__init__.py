@@ -56,15 +56,15 @@ if _TYPE_CHECKING:  # the table below again, for type checkers
     from dcp_s3.offline.verify_plan import Problem as Problem
     from dcp_s3.reporting.report import ReportData as ReportData, report as report
     from dcp_s3.retention.catalog import (
-        CatalogSnapshot as CatalogSnapshot, CheckpointCatalog as CheckpointCatalog, latest as latest,
+        CheckpointCatalog as CheckpointCatalog, latest as latest,
         list_checkpoints as list_checkpoints,
     )
     from dcp_s3.retention.marks import annotate as annotate, pin as pin, unpin as unpin
     from dcp_s3.retention.parse import parse_policy as parse_policy
-    from dcp_s3.retention.plan import Decision as Decision, Plan as Plan, make_plan as make_plan
+    from dcp_s3.retention.plan import CatalogSnapshot as CatalogSnapshot, Decision as Decision, Plan as Plan
     from dcp_s3.retention.policy import (
         KeepBest as KeepBest, KeepDaily as KeepDaily, KeepEvery as KeepEvery, KeepHourly as KeepHourly,
-        KeepLatest as KeepLatest, KeepSteps as KeepSteps, KeepWeekly as KeepWeekly, KeepWithin as KeepWithin,
+        KeepLatest as KeepLatest, KeepWithin as KeepWithin,
         Policy as Policy,
     )
     from dcp_s3.retention.prune import (
@@ -90,13 +90,13 @@ _NAMES = {
     },
     "Retention": {
         "retention.prune": "prune remove apply_plan PruneReport",
-        "retention.policy": "KeepLatest KeepBest KeepEvery KeepSteps KeepWithin KeepHourly KeepDaily KeepWeekly Policy",
+        "retention.policy": "KeepLatest KeepBest KeepEvery KeepWithin KeepHourly KeepDaily Policy",
         "retention.parse": "parse_policy",
         "retention.marks": "pin unpin annotate",
-        "retention.plan": "make_plan Plan Decision",
+        "retention.plan": "CatalogSnapshot Plan Decision",
     },
     "Looking into checkpoints, and moving them": {
-        "retention.catalog": "latest list_checkpoints CheckpointCatalog CatalogSnapshot",
+        "retention.catalog": "latest list_checkpoints CheckpointCatalog",
         "checkpoint.info": "CheckpointInfo",
         "offline.verify": "verify VerifyReport",
         "offline.verify_plan": "Problem",

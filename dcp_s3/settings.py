@@ -192,8 +192,6 @@ class Settings(BaseSettings):
     not."""
     spill_limit: Size | None = Field(default=None, ge=2**20)
     """Bytes of objects that may wait in ``spill_dir``. Unset: as much as fits."""
-    spill_keep: Size | None = None
-    """Bytes of uploaded objects that stay in ``spill_dir`` for loads on this host. Unset: none."""
     spill_after: RequestSeconds = 20.0
     """Seconds after which a part that S3 does not take counts as refused. Its object then goes to ``spill_dir``, if
     set."""
@@ -358,6 +356,19 @@ def _suggest(name: str, known: Iterable[str]) -> str:
 
 
 SettingsLike = Settings | Mapping[str, Any] | None
+
+
+_ADDED = ("max_bandwidth", "requester_pays", "stall_timeout")  # after the first journals were written
+
+
+def values_to_store(settings: Settings) -> dict[str, Any]:
+    """The values for `stored_settings`. Earlier versions refuse names that they do not know: defaults are left out."""
+    fields = Settings.model_fields
+    return {
+        name: value
+        for name, value in settings.model_dump().items()
+        if name not in _ADDED or value != fields[name].default
+    }
 
 
 def stored_settings(values: Mapping[str, Any]) -> Settings:

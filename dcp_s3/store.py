@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 from dcp_s3.limit import Limit
 from dcp_s3.memory import Piece, ReadTarget
@@ -325,18 +325,6 @@ class Store(abc.ABC):
             self.limit.check(f"work on {item}")
             results.append(function(self, item))
         return results
-
-
-@runtime_checkable
-class Versioned(Protocol):
-    """A store that may keep earlier versions of its objects."""
-
-    def check_versions(self, prefix: str) -> None:
-        """Check, by one request, that `purge` may list versions."""
-
-    def purge(self, prefix: str, first: Collection[str], keys: Collection[str]) -> None:
-        """Delete for good all versions of ``first``, then of ``keys``, all with this prefix; not a current one, which
-        was written since."""
 
 
 class Batch(abc.ABC):

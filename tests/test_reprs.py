@@ -26,7 +26,6 @@ from dcp_s3 import (
     KeepBest,
     KeepDaily,
     KeepLatest,
-    KeepSteps,
     Plan,
     Problem,
     PruneReport,
@@ -105,7 +104,6 @@ SHOWN = [
     ),
     (lambda: KeepLatest(3) | KeepBest(1, "loss", "min"), None),
     (lambda: KeepDaily(7), "KeepDaily(n=7)"),
-    (lambda: KeepSteps(range(1000)), None),
     (lambda: SaveFirst() | SaveEvery(seconds="10m") | SaveOnPreemption(), None),
     (
         lambda: SaveMoment(5, None, 1.5, False),
@@ -127,7 +125,7 @@ def test_it_is_one_short_line(make: Callable[[], Any], expected: str | None) -> 
 def test_every_public_class_is_shown_here() -> None:
     made = {type(make()).__name__ for make, _ in SHOWN}
     public = {name for name in dcp_s3.__all__ if isinstance(getattr(dcp_s3, name), type)}
-    of_one_number = {f"Keep{name}" for name in ("Best", "Every", "Hourly", "Latest", "Weekly", "Within")}
+    of_one_number = {f"Keep{name}" for name in ("Best", "Every", "Hourly", "Latest", "Within")}
     alike = {"SaveContinuously", "SaveEvery", "SaveFirst", "SaveOnPreemption"} | of_one_number
     assert public - made - alike - {"Policy", "SavePolicy"} == set()
 
@@ -141,7 +139,7 @@ def _long(count: int) -> Sequence[Any]:
     problems = tuple(Problem(f"{'path/' * count}x", "fqn." * count, "wrong\n" * count) for _ in range(count))
     return (
         info, Decision(info, "keep", ("because " * count,) * count), problems[0], _report(*problems),
-        S3StorageWriter(url), S3StorageReader(url), CheckpointCatalog(url), KeepSteps(range(10**9, 10**9 + count)),
+        S3StorageWriter(url), S3StorageReader(url), CheckpointCatalog(url),
         ExportResult(("name",) * count, count, count, count),
         Settings(spill_dir="/" + "nvme" * count, endpoint_url=f"https://{'s3.' * 20}test", region="x" * count,
                  rank_timeout=1, storage_class="y" * count, sse_kms_key_id="z" * count, retention="latest:3 " * count),

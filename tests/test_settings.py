@@ -58,7 +58,6 @@ def test_the_environment_is_read_when_the_object_is_made(monkeypatch: pytest.Mon
         ("LOAD_TIMEOUT", "nan", "30s"),
         ("SPILL_LIMIT", "99999999999TiB", "at most"),
         ("STAGING_LIMIT", "9" * 400, "at most"),
-        ("SPILL_KEEP", "-1", "64MiB"),
     ],
 )
 def test_a_bad_value_names_variable_value_and_what_is_allowed(

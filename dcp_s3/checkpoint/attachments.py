@@ -2,27 +2,25 @@
 
 Each is a data object of its save, named like one and listed in the manifest with its name and CRC-64. So it is there
 before the commit, cannot be mixed up with that of another save, and is copied, verified and deleted like all data. A
-plain copy under the attachment's own name is for other tools; nothing here reads it if there is a manifest.
+copy of the checkpoint on a disk has it under its own name, too.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.directory import list_directory
-from dcp_s3.checkpoint.stored_metadata import fetch_metadata, find_save_id
+from dcp_s3.checkpoint.look import inspect
+from dcp_s3.checkpoint.stored_metadata import not_found_error
 from dcp_s3.checksum import crc64nvme, crc_hex
-from dcp_s3.format.control_files import AttachmentEntry, Manifest, ObjectEntry, attachments_of
-from dcp_s3.format.layout import METADATA_CRC_KEY, is_attachment_name, manifest_object
-from dcp_s3.store import ABSENT, DeleteTarget, Store
+from dcp_s3.format.control_files import AttachmentEntry, Manifest, ObjectEntry
+from dcp_s3.format.layout import is_attachment_name
+from dcp_s3.store import Store
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
-
-logger = logging.getLogger(__name__)
 
 MAX_SIZE = 2**28
 """Bytes of the largest attachment: it is kept in memory, by the writer and by each reader."""
@@ -80,65 +78,6 @@ def check_distinct(objects: Iterable[ObjectEntry]) -> None:
             )
 
 
-# --- plain copies ---------------------------------------------------------------------------------
-
-
-def copy_before_commit(store: Store, url: CheckpointURL, objects: Iterable[ObjectEntry]) -> list[AttachmentEntry]:
-    """Make the plain copies where nothing is in their place yet. Returns the attachments that still lack one."""
-    left = []
-    for entry in attachments_of(objects).values():
-        try:
-            _put_plain(store, url, entry, _fetch(store, url, entry), replace=False)
-        except errors.StorageError:
-            left.append(entry)
-    return left
-
-
-def remove_copies(store: Store, url: CheckpointURL, objects: Iterable[ObjectEntry]) -> None:
-    """Remove the plain copies of a save that was given up, if they are not those of the checkpoint that is there."""
-    made = attachments_of(objects)
-    if not made:
-        return
-    try:
-        try:
-            known = find_attachments(store, url) or {}
-        except errors.CheckpointNotFoundError:
-            known = {}
-        targets = []
-        for name in made.keys() - known.keys():
-            try:
-                found = store.get(url.key(name))
-            except errors.ObjectNotFoundError:
-                continue
-            if crc_hex(crc64nvme(found.data)) == made[name].crc64nvme:
-                targets.append(DeleteTarget(url.key(name), found.etag))
-        store.delete(targets)
-    except (errors.StorageError, errors.CheckpointError) as error:
-        logger.warning("plain copies of attachments of a save to %s that was given up may be left: %s", url, error)
-
-
-def copy_after_commit(store: Store, url: CheckpointURL, entries: Iterable[AttachmentEntry]) -> None:
-    """Make plain copies, instead of what lies there. A failure is only logged: dcp_s3 does not need them."""
-    for entry in entries:
-        try:
-            _put_plain(store, url, entry, _fetch(store, url, entry), replace=True)
-        except (errors.StorageError, errors.CheckpointError) as error:
-            logger.warning("%s has no plain copy of its attachment %s: %s", url, entry.attachment, error)
-
-
-def _put_plain(store: Store, url: CheckpointURL, entry: AttachmentEntry, data: bytes, *, replace: bool) -> None:
-    store.put(
-        url.key(entry.attachment),
-        data,
-        expect=None if replace else ABSENT,
-        metadata={METADATA_CRC_KEY: entry.crc64nvme} if entry.crc64nvme else None,
-    )
-
-
-def _fetch(store: Store, url: CheckpointURL, entry: AttachmentEntry) -> bytes:
-    return check_bytes(store.get(url.key(entry.path)).data, url, entry)
-
-
 def check_bytes(data: bytes, url: CheckpointURL, entry: AttachmentEntry) -> bytes:
     """The bytes of an attachment, if they are those that were attached."""
     found = crc_hex(crc64nvme(data))
@@ -150,9 +89,6 @@ def check_bytes(data: bytes, url: CheckpointURL, entry: AttachmentEntry) -> byte
         "or restore the object from a backup",
         url=str(url),
     )
-
-
-# --- reading ----------------------------------------------------------------------------------------
 
 
 def find_attachments(store: Store, url: CheckpointURL) -> Mapping[str, AttachmentEntry] | None:
@@ -171,28 +107,25 @@ def read_extra(store: Store, url: CheckpointURL) -> dict[str, Any]:
 
 def read_attachment(store: Store, url: CheckpointURL, name: str) -> bytes:
     """The bytes of one attachment. Of another library's checkpoint: those of the object with that name."""
-    known = find_attachments(store, url)
-    if known is None:
-        try:
-            if is_attachment_name(name):
+    before: AttachmentEntry | None = None
+    while True:
+        known = find_attachments(store, url)
+        if known is None and is_attachment_name(name):
+            with contextlib.suppress(errors.ObjectNotFoundError):
                 return store.get(url.key(name)).data
-        except errors.ObjectNotFoundError:
-            pass
-        raise missing_error(url, name, ())
-    if name not in known:
-        raise missing_error(url, name, known)
-    try:
-        return _fetch(store, url, known[name])
-    except errors.ObjectNotFoundError as error:
-        # An overwrite may have come in between. Then its own is meant.
-        now = (find_attachments(store, url) or {}).get(name)
-        if now is not None and now != known[name]:
-            return _fetch(store, url, now)
-        raise errors.CorruptCheckpointError(
-            f"the attachment {name} of {url} is gone: its object {known[name].path} is not there. Remedy: load "
-            "another checkpoint",
-            url=str(url),
-        ) from error
+        entry = (known or {}).get(name)
+        if entry is None:
+            raise missing_error(url, name, known or ())
+        try:
+            return check_bytes(store.get(url.key(entry.path)).data, url, entry)
+        except errors.ObjectNotFoundError as error:
+            if entry == before:
+                raise errors.CorruptCheckpointError(
+                    f"the attachment {name} of {url} is gone: its object {entry.path} is not there. Remedy: load "
+                    "another checkpoint",
+                    url=str(url),
+                ) from error
+            before = entry  # an overwrite may have come in between: then its own is meant
 
 
 def missing_error(url: CheckpointURL, name: str, known: Collection[str]) -> errors.EntryNotFoundError:
@@ -203,30 +136,13 @@ def missing_error(url: CheckpointURL, name: str, known: Collection[str]) -> erro
 
 def _find_manifests(store: Store, url: CheckpointURL) -> list[Manifest]:
     """The manifest of the checkpoint at ``url``, or those of its ranks; empty if another library wrote it."""
-    try:
-        found = [_manifest_of_save(store, url, None)]
-    except errors.CheckpointNotFoundError:
-        ranks = list_directory(store, url, "__").ranks
-        if not ranks:
-            raise
-        found = [_manifest_of_save(store, url, rank) for rank in ranks]
-    return [manifest for manifest in found if manifest is not None]
-
-
-def _manifest_of_save(store: Store, url: CheckpointURL, rank: int | None) -> Manifest | None:
-    try:
-        save_id = find_save_id(store, url, rank)
-    except errors.ObjectNotFoundError:
-        fetch_metadata(store, url, rank)  # the answer to a GET says whether the bucket is missing
-        raise
-    path = manifest_object(str(save_id), rank)
-    try:
-        return Manifest.from_json(store.get(url.key(path)).data)
-    except errors.ObjectNotFoundError:
-        return None
-    except ValueError as error:
+    found = inspect(store, url)
+    if found is None or not found.directory.commits:
+        raise not_found_error(url)
+    if not found.manifests and any(found.directory.manifests.get(rank) for rank in found.directory.committing):
         raise errors.CorruptCheckpointError(
-            f"what is attached to {url} is unknown: its manifest {path} cannot be read ({error}). Remedy: use a newer "
-            "dcp_s3 if a newer one wrote it, else restore the object from a backup",
+            f"what is attached to {url} is unknown: its manifest cannot be read. Remedy: use a newer dcp_s3 if a newer "
+            "one wrote it, else restore the object from a backup",
             url=str(url),
-        ) from error
+        )
+    return list(found.manifests.values())

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.attachments import copy_after_commit, copy_before_commit, remove_copies
 from dcp_s3.checkpoint.commit_state import (
     Beginning,
     Previous,
@@ -22,11 +21,11 @@ from dcp_s3.checkpoint.commit_state import (
     exists_error,
     find_loss,
     find_previous,
+    find_save_id,
     is_committed,
-    save_id_in,
 )
 from dcp_s3.checksum import crc64nvme, crc_hex
-from dcp_s3.format.control_files import Manifest, ObjectEntry, attachments_of
+from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, SAVE_ID_KEY
 from dcp_s3.store import DeleteTarget, Expect, Store, StoredObject
 from dcp_s3.versions import __version__
@@ -105,9 +104,6 @@ def publish(
 ) -> None:
     """Write the manifest, then ``.metadata``; then remove the objects that it replaced.
 
-    Plain copies of attachments are made before the commit, or after it if a checkpoint is replaced, which keeps its own
-    until then.
-
     Args:
         look_again: called once if that checkpoint is no longer there; the one that it finds is replaced instead.
         is_late: whether the save began so long ago that a prune may take its objects for leftovers. If so, it looks
@@ -136,9 +132,6 @@ def publish(
     if is_late():
         _check_whole(store, commit, keep_objects=keep_objects)
         replaced = _find_replaced(store, commit, previous)
-    uncopied = list(attachments_of(commit.objects).values())
-    if previous.etag is None:
-        uncopied = copy_before_commit(store, identity.url, commit.objects)
     try:
         store.put(
             identity.metadata_key,
@@ -158,22 +151,21 @@ def publish(
             try:
                 now = look_again()
             except errors.CheckpointExistsError:
-                _remove_own(store, commit, "of the save that lost")
+                delete_quietly(store, commit.keys, "of the save that lost")
                 raise
             publish(store, commit, now, keep_objects=keep_objects, is_late=is_late)
             return
         if not keep_objects:
-            _remove_own(store, commit, "of the save that lost")
-        raise exists_error(identity.url, replaceable=identity.rank is None) from None
+            delete_quietly(store, commit.keys, "of the save that lost")
+        raise exists_error(identity.url) from None
     except errors.DeadlineExceededError:
         if not _is_committed_after_all(store.within(store.limit.for_cleanup()), identity):
             raise
     # A prune first writes its list, then looks for commits: one of the two sees the other.
     if is_late():
         _check_still_whole(store.within(store.limit.for_cleanup()), commit, replaced, keep_objects=keep_objects)
-    if old := previous.keys - commit.keys - {identity.url.key(name) for name in attachments_of(commit.objects)}:
+    if old := previous.keys - commit.keys:
         _delete_replaced(store, identity, previous, old)
-    copy_after_commit(store, identity.url, uncopied)
     size = sum(entry.size for entry in commit.objects)
     logger.debug("committed %s: %d objects, %d bytes", identity.url, len(commit.objects), size)
 
@@ -215,7 +207,7 @@ def _check_still_whole(store: Store, commit: Commit, replaced: StoredObject | No
     except (errors.ObjectNotFoundError, errors.PreconditionFailedError):
         pass  # somebody else deleted or replaced it
     if not keep_objects:
-        _remove_own(store, commit, "of a save that was given up")
+        delete_quietly(store, commit.keys, "of a save that was given up")
     raise _lost_error(commit, loss)
 
 
@@ -223,7 +215,7 @@ def _delete_replaced(store: Store, identity: SaveIdentity, previous: Previous, k
     """Delete what only the old checkpoint needs, once the new one is seen in its place."""
     try:
         found = store.head(identity.metadata_key)
-        etag, committed = found.etag or None, save_id_in(store, identity, found) == identity.save_id
+        etag, committed = found.etag or None, find_save_id(store, identity, found) == identity.save_id
     except errors.ObjectNotFoundError:
         etag, committed = None, False
     except errors.StorageError as error:
@@ -265,12 +257,6 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
                 f"metric {name!r} is a {type(value).__name__} and cannot be stored: names are text, values numbers, "
                 "text, bools or None (a tensor: pass tensor.item())"
             )
-
-
-def _remove_own(store: Store, commit: Commit, whose: str) -> None:
-    """Remove what a save has written, once another one, or none, is the checkpoint."""
-    delete_quietly(store, commit.keys, whose)
-    remove_copies(store, commit.identity.url, commit.objects)
 
 
 def delete_quietly(store: Store, keys: set[str] | frozenset[str], whose: str) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import list_directory
-from dcp_s3.checkpoint.stored_metadata import check_metadata, find_save_id
+from dcp_s3.checkpoint.stored_metadata import check_metadata
 from dcp_s3.format.control_files import AttachmentEntry, DeletionList, Manifest, ObjectEntry
-from dcp_s3.format.layout import manifest_object, metadata_object
+from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
 from dcp_s3.store import ObjectHead, Store
 from dcp_s3.url import CheckpointURL
 
@@ -72,20 +73,14 @@ def check_absent(store: Store, identity: SaveIdentity) -> None:
     rank = 0 if identity.rank is None else identity.rank
     keys = [identity.url.key(metadata_object(each)) for each in (None, rank)]
     if any(store.map(lambda store, key: store.exists(key), keys)):  # both at once: a save begins with this wait
-        raise exists_error(identity.url, replaceable=identity.rank is None)
+        raise exists_error(identity.url)
 
 
-def exists_error(url: CheckpointURL, *, replaceable: bool = True) -> errors.CheckpointExistsError:
+def exists_error(url: CheckpointURL) -> errors.CheckpointExistsError:
     """The error for a URL that holds a checkpoint. Begins like FileSystemWriter's in torch, which callers match."""
-    remedy = (
-        "save to another URL, or pass overwrite=True to replace it (the old one stays whole until the new one is "
-        "committed)"
-        if replaceable
-        else "save to another URL, or delete it first: without collectives each rank commits for itself, so that a "
-        "replacement could be cut off halfway and mix both"
-    )
     return errors.CheckpointExistsError(
-        f"Checkpoint already exists: a committed checkpoint is at {url}; it is untouched. Remedy: {remedy}",
+        f"Checkpoint already exists: a committed checkpoint is at {url}; it is untouched. Remedy: save to another URL, "
+        "or pass overwrite=True to replace it (the old one stays whole until the new one is committed)",
         url=str(url),
     )
 
@@ -97,7 +92,7 @@ def find_state(store: Store, identity: SaveIdentity, *, path: str | None, starte
         started_at: when the save began, seconds since the epoch.
     """
     try:
-        save_id = _stored_save_id(store, identity)
+        save_id = find_save_id(store, identity)
         if save_id == identity.save_id:
             return CommitState.COMMITTED
         data = store.get(identity.url.key(manifest_object(save_id or "", identity.rank))).data
@@ -113,7 +108,7 @@ def find_state(store: Store, identity: SaveIdentity, *, path: str | None, starte
 def is_committed(store: Store, identity: SaveIdentity) -> bool:
     """Whether the checkpoint at the URL is this save's, judged by its id."""
     try:
-        return _stored_save_id(store, identity) == identity.save_id
+        return find_save_id(store, identity) == identity.save_id
     except errors.ObjectNotFoundError:
         return False
 
@@ -164,7 +159,7 @@ def check_newest(store: Store, identity: SaveIdentity, previous: Previous, start
     """
     if previous.etag is None:
         return
-    save_id = _stored_save_id(store, identity)
+    save_id = find_save_id(store, identity)
     try:
         manifest = Manifest.from_json(store.get(identity.url.key(manifest_object(save_id or ""))).data)
     except (errors.ObjectNotFoundError, ValueError):
@@ -176,17 +171,20 @@ def check_newest(store: Store, identity: SaveIdentity, previous: Previous, start
         )
 
 
-def _stored_save_id(store: Store, identity: SaveIdentity) -> str | None:
-    """Save id of the checkpoint at the URL; None if it is not ours."""
-    return save_id_in(store, identity, store.head(identity.metadata_key))
+def find_save_id(store: Store, identity: SaveIdentity, head: ObjectHead | None = None) -> str | None:
+    """Save id of the checkpoint at the URL, which the HEAD of its commit mostly tells: the object may be large. None if
+    it is not ours.
 
-
-def save_id_in(store: Store, identity: SaveIdentity, found: ObjectHead) -> str | None:
-    """Save id of the checkpoint whose ``.metadata`` a HEAD has found."""
-    try:
-        return find_save_id(store, identity.url, identity.rank, found)
-    except errors.CheckpointError:
-        return None
+    Raises:
+        ObjectNotFoundError: there is none.
+        StorageError
+    """
+    found = (head or store.head(identity.metadata_key)).metadata.get(SAVE_ID_KEY)
+    if found is None:  # stores, proxies and copies may lose user metadata
+        with contextlib.suppress(errors.CheckpointError):
+            metadata = check_metadata(store.get(identity.metadata_key), identity.url, identity.rank)
+            found = getattr(metadata.storage_meta, "save_id", None)
+    return found
 
 
 # --- whether the objects of a slow save are still there ------------------------------------------------
@@ -200,14 +198,6 @@ class Beginning:
     """Seconds since the epoch."""
     monotonic: float | None = field(default_factory=time.monotonic)
     """Seconds of time.monotonic; None if another process began the save."""
-
-    def at_the_earliest(self, others: Iterable[float]) -> Beginning:
-        """When the first of several processes began a save that one of them commits: a prune counts from their objects.
-
-        Args:
-            others: when the others began, seconds since the epoch.
-        """
-        return replace(self, at=min([self.at, *others]))
 
     def is_late(self) -> bool:
         """Whether `LATE` seconds have passed on either clock: one may be set back, the other stops in host sleep."""

@@ -22,10 +22,10 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.directory import Deletion, Directory, Removal
+from dcp_s3.checkpoint.directory import Deletion, Directory, Removal, list_directory
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
-from dcp_s3.checkpoint.look import Inspected, find_manifest, inspect, list_dotted
+from dcp_s3.checkpoint.look import Inspected, inspect
 from dcp_s3.checkpoint.stored_metadata import check_metadata
 from dcp_s3.format.control_files import DeletionList
 from dcp_s3.format.layout import (
@@ -39,7 +39,7 @@ from dcp_s3.format.layout import (
 )
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.limit import UNLIMITED, Deadline, Limit
-from dcp_s3.store import DeleteTarget, Store, Versioned, batches, same_etag
+from dcp_s3.store import DeleteTarget, Store, batches, same_etag
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -70,17 +70,10 @@ def end_joint_save(store: Store, url: CheckpointURL) -> str | None:
 
 
 class Deleter:
-    """Deletes committed checkpoints; has the steps of every deletion.
+    """Deletes committed checkpoints; has the steps of every deletion."""
 
-    Raises:
-        SettingsError: ``all_versions``, and the store has none.
-    """
-
-    def __init__(self, store: Store, *, all_versions: bool, force: bool = False, dry_run: bool = False) -> None:
-        if all_versions and not isinstance(store, Versioned):
-            raise errors.SettingsError(f"all_versions: {store.name} is a store that keeps no versions")
+    def __init__(self, store: Store, *, force: bool = False, dry_run: bool = False) -> None:
         self.store = store
-        self.all_versions = all_versions  # of a versioned bucket, rather than add delete markers
         self.force = force  # ignore pins, leases and saves in progress
         self.dry_run = dry_run
         self._slots = threading.Semaphore(_DELETES_AT_ONCE)
@@ -111,8 +104,7 @@ class Deleter:
         if found is None or not found.info.committed:
             raise LeftAloneError("it is gone, or no longer committed")
         _check_unchanged(planned, found.info)
-        needed, copies = self._needed(url, found)
-        removal = found.directory.removal(needed, since=since, copies=copies)
+        removal = found.directory.removal(self._needed(url, found), since=since)
         self.check(found.directory, removal)
         if not self.dry_run:
             self._delete(url, planned, self.settle_saves(url, removal), newest)
@@ -121,7 +113,7 @@ class Deleter:
     def _delete(
         self, url: CheckpointURL, planned: CheckpointInfo, removal: Removal, newest: CheckpointURL | None
     ) -> None:
-        listed = removal.to_list(planned.save_id, all_versions=self.all_versions)
+        listed = removal.to_list(planned.save_id)
         path = deletion_object(planned.deletion_id, new_nonce())
         deadline = _CommitDeadline.begin()
         lists = self.announce(url, path, listed, lambda: self._look_again(url, planned, listed, newest, deadline))
@@ -166,7 +158,7 @@ class Deleter:
         commits = [] if newest is None else [newest.key(METADATA), newest.key(metadata_object(0))]
         if commits and not any(map(self.store.exists, commits)):
             raise LeftAloneError(f"{newest}, which was to stay as the newest, is gone")
-        directory = list_dotted(self.store, url)
+        directory = list_directory(self.store, url, ".")
         if planned.etag is not None:
             commit = directory.commits.get(None)
             if commit is None:
@@ -183,28 +175,22 @@ class Deleter:
             raise LeftAloneError(_TOO_SLOW)
         return [each.path for each in directory.lists_of(planned.deletion_id)]
 
-    def _needed(self, url: CheckpointURL, found: Inspected) -> tuple[set[str], set[str]]:
-        """Relative paths of the data objects and manifests that a checkpoint's metadata names, and of the plain copies
-        of its attachments."""
-        if found.manifest is not None:
-            return found.manifest.paths, set(found.manifest.attachments)
+    def _needed(self, url: CheckpointURL, found: Inspected) -> set[str]:
+        """Relative paths of the data objects and manifests that a checkpoint's metadata names, and of the copies that
+        earlier versions made of its attachments."""
         needed: set[str] = set()
-        copies: set[str] = set()
         for rank in found.directory.committing:
+            if manifest := found.manifests.get(rank):
+                needed |= manifest.paths | set(manifest.attachments)
+                continue
             try:
-                manifest = find_manifest(self.store, url, found.directory, rank)
-                if manifest is not None:
-                    needed |= manifest.paths
-                    copies |= set(manifest.attachments)
-                    continue
                 metadata = check_metadata(self.store.get(url.key(metadata_object(rank))), url, rank)
+                needed |= set(needed_objects(metadata))
             except errors.ObjectNotFoundError:
                 raise LeftAloneError("another prune deletes it") from None
             except errors.CheckpointError as error:
                 logger.warning("what %s consists of cannot be read, so that only old objects go: %s", url, error)
-                continue
-            needed |= set(needed_objects(metadata))
-        return needed, copies
+        return needed
 
     # --- steps of each deletion -----------------------------------------------------------------
 
@@ -267,30 +253,11 @@ class Deleter:
         return [key for each in changed for key in each]
 
     def delete_rest(
-        self,
-        url: CheckpointURL,
-        listed: DeletionList,
-        lists: Iterable[str],
-        *,
-        purged: DeletionList | None = None,
-        look: Look | None = None,
+        self, url: CheckpointURL, listed: DeletionList, lists: Iterable[str], *, look: Look | None = None
     ) -> None:
-        """Delete the listed objects, and last the lists (relative paths), once the commit is gone.
-
-        ``purged``: objects whose old versions are deleted, if there are more than in ``listed``.
-        """
+        """Delete the listed objects, and last the lists (relative paths), once the commit is gone."""
         self.delete_all(other_targets(url, listed), look=look)
-        if listed.all_versions or self.all_versions:
-            self._purge(url, purged or listed)
         self.delete_all([DeleteTarget(url.key(path)) for path in lists])
-        if listed.all_versions or self.all_versions:
-            self._purge(url, DeletionList(None, {}, dict.fromkeys(lists, "")))
-
-    def _purge(self, url: CheckpointURL, listed: DeletionList) -> None:
-        """Delete all versions of the listed objects, except a current one, which was written since."""
-        commits, keys = ({url.key(path) for path in paths} for paths in (listed.commits, listed.objects))
-        if (commits or keys) and isinstance(self.store, Versioned):
-            self.store.purge(url.key(""), commits, keys)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The objects at a checkpoint's URL: one listing, classified once. Pure.
 
-A `Directory` answers what belongs to a checkpoint, what is missing, what is left over and what will be deleted. Only it
-knows that earlier versions spread data over directories below the checkpoint (``a7/__0_0-....distcp``). Directories of
-such a name may also be checkpoints of their own.
+A `Directory` answers what belongs to a checkpoint, what is missing, what is left over and what will be deleted. Earlier
+versions could spread data over directories below the checkpoint (``a7/__0_0-....distcp``); one of such a name may also
+be a checkpoint of its own. Such data belongs to a checkpoint that names it, and is nobody's leftover.
 """
 
 from __future__ import annotations
@@ -78,13 +78,12 @@ class Removal:
         objects = (*self.commits.values(), *self.objects.values())
         return Deletion(name, len(objects), sum(found.size for found in objects))
 
-    def to_list(self, save_id: str | None, *, all_versions: bool) -> DeletionList:
+    def to_list(self, save_id: str | None) -> DeletionList:
         """The list that is written before the first of them is deleted."""
         return DeletionList(
             save_id=save_id,
             commits={path: found.etag for path, found in self.commits.items()},
             objects={path: found.etag for path, found in self.objects.items()},
-            all_versions=all_versions,
         )
 
 
@@ -97,7 +96,7 @@ class Directory:
     now: float = 0.0
     """When they were listed, seconds since the epoch on the clock of S3. 0: no lease has ended."""
     data: Mapping[str, DirectoryEntry] = field(default_factory=dict)
-    """Objects named like data of a save to this URL, by relative path. `own_data` also considers directories below."""
+    """Objects named like data of a save to this URL, by relative path."""
     commits: Mapping[int | None, DirectoryEntry] = field(default_factory=dict)
     """The commits, which make it a checkpoint, by rank; rank None is ``.metadata``."""
     manifests: Mapping[int | None, Mapping[str, DirectoryEntry]] = field(default_factory=dict)
@@ -175,7 +174,7 @@ class Directory:
     @property
     def shows_checkpoint(self) -> bool:
         """Whether it is a checkpoint, or was meant to become one."""
-        return any(found.kind.what in _OF_CHECKPOINTS for found in self.objects.values())
+        return any(found.kind.what in _OF_CHECKPOINTS and not found.kind.spread for found in self.objects.values())
 
     @property
     def ours(self) -> bool:
@@ -194,25 +193,6 @@ class Directory:
             for path, found in self.objects.items()
             if found.kind.what not in (What.OTHER, What.NESTED)
         )
-
-    def own_data(self, needed: Collection[str] = ()) -> set[str]:
-        """Relative paths of the data of saves to this URL.
-
-        Spread data counts if it lies like the checkpoint's needed data, and not in a directory that is a checkpoint. If
-        nothing is needed (it was never committed), it counts if there is no other data and no such directory.
-        """
-        spread = {path: found.kind.spread for path, found in self.data.items() if found.kind.spread}
-        plain = self.data.keys() - spread.keys()
-        if not spread:
-            return plain
-        widths = {classify(path).spread for path in needed} if needed else set(spread.values())
-        if not needed:
-            others = any(found.kind.what is What.NESTED_DATA for found in self.objects.values())
-            if plain or self.nested or others or len(widths) > 1:
-                return plain
-        return plain | {
-            path for path, width in spread.items() if width in widths and path.partition("/")[0] not in self.nested
-        }
 
     # --- commits and manifests -------------------------------------------------------------------
 
@@ -273,16 +253,15 @@ class Directory:
         """The lists of one deletion, one per attempt."""
         return [found for found in self.deletions.values() if found.kind.deletion == deletion]
 
-    def removal(self, needed: Collection[str], *, since: float, copies: Collection[str] = ()) -> Removal:
+    def removal(self, needed: Collection[str], *, since: float) -> Removal:
         """The objects to delete with a checkpoint: those that it needs, and leftovers of failed saves. Nobody else's
         objects, and nothing of a checkpoint in a directory below.
 
         Args:
             since: seconds since the epoch on the clock of S3. Objects that were written later and are not needed
                 belong to a save in progress.
-            copies: relative paths of the plain copies of its attachments. They may be younger than the commit.
         """
-        own, needed = self.own_data(needed), {*needed, *self._own_claim}
+        needed = {*needed, *self._own_claim}
         save_ids = [found.kind.save_id for path in needed if (found := self.objects.get(path)) and found.kind.save_id]
         objects: dict[str, DirectoryEntry] = {}
         being_saved = None
@@ -290,9 +269,7 @@ class Directory:
             path, what = found.path, found.kind.what
             if what is What.COMMIT:
                 continue
-            if what is What.METRICS or (
-                (path in needed or path in copies) and (what is not What.OTHER or is_inside(path))
-            ):
+            if what is What.METRICS or (path in needed and (what is not What.OTHER or is_inside(path))):
                 objects[path] = found
             elif what is What.LEASE:
                 if self._has_ended(found):
@@ -303,7 +280,7 @@ class Directory:
                 is_decided = bool(nonce) and any(each.startswith(nonce) for each in save_ids)
                 if found.modified_at > since and not is_decided:
                     being_saved = path
-                elif path in own or what is not What.DATA:
+                elif not found.kind.spread:
                     objects[path] = found
         if self.commits:  # a save that overwrites names in use, as other libraries do
             committed = max(found.modified_at for found in self.commits.values())
@@ -317,10 +294,10 @@ class Directory:
         claim, commit = self.objects.get(CLAIM), self.commits.get(None)
         return (CLAIM,) if claim and commit and claim.modified_at <= commit.modified_at else ()
 
-    def removal_of_uncommitted(self, *, since: float, copies: Collection[str] = ()) -> Removal:
+    def removal_of_uncommitted(self, *, since: float) -> Removal:
         """The objects to delete if it was never committed: `removal`, and all of our own directory except pins,
         unexpired leases and lists of deletions."""
-        removal = self.removal((), since=since, copies=copies)
+        removal = self.removal((), since=since)
         young = (path for path, found in removal.commits.items() if found.modified_at > since)
         goes = _CONTROL - {What.PIN, What.LEASE, What.DELETION}
         control = {path: found for path, found in self.objects.items() if found.kind.what in goes}
@@ -330,7 +307,6 @@ class Directory:
         """Objects that our checkpoint does not need: those of failed, running or overwritten saves, and leases that
         have ended. Only names that dcp_s3 gives count: nobody else's objects are leftovers."""
         needed = {entry.path for entry in manifest.objects}
-        own = self.own_data(needed)
         needed |= {manifest_object(manifest.save_id), *self._own_claim}
         return [
             found
@@ -338,7 +314,8 @@ class Directory:
             if (found.kind.what is What.LEASE and self._has_ended(found))
             or (
                 found.path not in needed
-                and (found.kind.what in (What.MANIFEST, What.COORDINATION) or (found.kind.nonce and found.path in own))
+                and not found.kind.spread
+                and (found.kind.what in (What.MANIFEST, What.COORDINATION) or found.kind.nonce)
             )
         ]
 

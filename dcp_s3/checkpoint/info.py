@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -157,11 +156,6 @@ def in_grace(info: CheckpointInfo, *, now: float, grace: float) -> CheckpointInf
     return replace(info, state="in_progress" if young else "leftover")
 
 
-def with_step(info: CheckpointInfo, patterns: Sequence[re.Pattern[str]]) -> CheckpointInfo:
-    """The checkpoint with the step that ``patterns`` find in its name. Without patterns it keeps its step."""
-    return replace(info, step=step_by_patterns(info.name, patterns)) if patterns else info
-
-
 def with_metrics(info: CheckpointInfo, added: AddedMetrics) -> CheckpointInfo:
     """The checkpoint with the metrics that were added after the save, if they belong to this save."""
     identity = info.save_id or info.etag
@@ -201,7 +195,9 @@ def from_listing(url: CheckpointURL, directory: Directory, *, committed_at: floa
     )
 
 
-def from_rank_manifests(url: CheckpointURL, directory: Directory, manifests: Mapping[int, Manifest]) -> CheckpointInfo:
+def from_rank_manifests(
+    url: CheckpointURL, directory: Directory, manifests: Mapping[int | None, Manifest]
+) -> CheckpointInfo:
     """The checkpoint of a save without collectives.
 
     The last written manifest says how many ranks there must be. The checkpoint is committed if each rank has
@@ -246,15 +242,15 @@ def _size_of(directory: Directory) -> int:
     return sum(found.size for found in directory.data.values())
 
 
-def _untold(commits: Collection[int], manifests: Mapping[int, Manifest]) -> str | None:
+def _untold(commits: Collection[int], manifests: Mapping[int | None, Manifest]) -> str | None:
     """Why it cannot be told whether all ranks have committed; None if some certainly have not."""
-    unknown = sorted(set(commits) - set(manifests))
-    if unknown:
-        return f"it may be complete: the manifest of rank {unknown[0]} is missing or cannot be read"
-    for size in sorted({manifest.world_size for manifest in manifests.values()}):
-        if all(rank in commits and rank in manifests and manifests[rank].world_size == size for rank in range(size)):
-            return f"it may be complete: {size} ranks say so, and others do not"
-    return None
+    told = [
+        all(rank in commits and rank in manifests and manifests[rank].world_size == size for rank in range(size))
+        for size in {manifest.world_size for manifest in manifests.values()}
+    ]
+    if set(commits) <= set(manifests) and not any(told):
+        return None
+    return "it may be complete: the manifests of its ranks are missing, cannot be read, or disagree"
 
 
 def find_step(name: str, settings: Settings) -> int | None:

@@ -6,7 +6,6 @@ sees it. It looks at S3 again before each request, for saves that have committed
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -22,8 +21,8 @@ from dcp_s3.checkpoint.deletion import (
 from dcp_s3.checkpoint.directory import Deletion, Directory, list_directory
 from dcp_s3.checkpoint.info import LeftoverObject
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
-from dcp_s3.checkpoint.look import inspect, look_deeper
-from dcp_s3.format.control_files import DeletionList, Manifest
+from dcp_s3.checkpoint.look import inspect
+from dcp_s3.format.control_files import DeletionList
 from dcp_s3.format.layout import (
     CLAIM,
     DELETION_PREFIX,
@@ -55,12 +54,12 @@ def delete_uncommitted(deleter: Deleter, url: CheckpointURL, *, since: float) ->
         raise LeftAloneError("it was committed")
     if found.info.damage is not None and not deleter.force:
         raise LeftAloneError(found.info.damage)
-    removal = directory.removal_of_uncommitted(since=since, copies=_copies(deleter, url, directory))
+    removal = directory.removal_of_uncommitted(since=since)
     deleter.check(directory, removal)
     if deleter.dry_run:
         return removal.as_deletion(url.name)
     removal = deleter.settle_saves(url, removal)
-    everything = removal.to_list(None, all_versions=deleter.all_versions)
+    everything = removal.to_list(None)
     seen = {**everything.commits, **everything.objects}
     known = set(everything.commits)
 
@@ -84,15 +83,6 @@ def delete_uncommitted(deleter: Deleter, url: CheckpointURL, *, since: float) ->
     return removal.as_deletion(url.name)
 
 
-def _copies(deleter: Deleter, url: CheckpointURL, directory: Directory) -> set[str]:
-    """Relative paths of plain copies of attachments that saves without a commit may have left."""
-    copies: set[str] = set()
-    for path in (each.path for by_id in directory.manifests.values() for each in by_id.values()):
-        with contextlib.suppress(errors.ObjectNotFoundError, ValueError):
-            copies |= set(Manifest.from_json(deleter.store.get(url.key(path)).data).attachments)
-    return copies
-
-
 def _look_for_commits(deleter: Deleter, url: CheckpointURL, seen: Mapping[str, str], known: Collection[str]) -> None:
     """Raises LeftAloneError if a save was committed, or is about to be, since a listing.
 
@@ -112,7 +102,7 @@ def delete_leftovers(
 ) -> Deletion:
     """Delete objects of other saves in the directory of a committed checkpoint."""
     found = inspect(deleter.store, url, whole=True)
-    unneeded = look_deeper(deleter.store, url, found)[1] if found and found.info.committed else []
+    unneeded = found.leftovers if found else ()
     if any(each.modified_at > since and not each.is_lease for each in unneeded):
         raise LeftAloneError("a save is in progress: an object was written")
     gone = [each for each in planned if each in unneeded]
@@ -131,7 +121,7 @@ def delete_leftovers(
         check_no_other_save(now.directory, seen)
 
     etags = {each.key[skip:]: each.etag for each in gone}
-    listed = DeletionList(None, {}, dict.fromkeys(etags, ""), deleter.all_versions)
+    listed = DeletionList(None, {}, dict.fromkeys(etags, ""))
     path = deletion_object(deletion_id(None, new_nonce()), new_nonce())
     deleter.announce(url, path, listed, look)
     try:
@@ -141,7 +131,7 @@ def delete_leftovers(
         raise
     left = {each.key[skip:] for each in unneeded} - set(listed.objects)
     lists = _spent_lists(deleter, url, left)
-    deleter.delete_rest(url, replace(listed, objects={}), {path, *lists}, purged=listed)
+    deleter.delete_rest(url, replace(listed, objects={}), {path, *lists})
     return Deletion(url.name, len(gone), sum(each.size for each in gone))
 
 
@@ -187,8 +177,7 @@ def finish_deletion(deleter: Deleter, url: CheckpointURL, deletion: str) -> Dele
         rest = still_there(directory, listed, written_at=found.modified_at)
         for step in commit_steps(url, rest):
             deleter.delete_all(step)
-        # In a versioned bucket, an object that already has its delete marker may still have older versions.
-        deleter.delete_rest(url, rest, [path], purged=listed)
+        deleter.delete_rest(url, rest, [path])
         gone |= {*rest.commits, *rest.objects}
     return Deletion(url.name, len(gone), sum(directory.objects[path].size for path in gone))
 

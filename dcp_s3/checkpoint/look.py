@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Directory, list_directory, time_of
@@ -24,7 +23,6 @@ from dcp_s3.checkpoint.info import (
     from_rank_manifests,
     with_marks,
     with_metrics,
-    with_step,
 )
 from dcp_s3.checkpoint.stored_metadata import check_metadata, find_crc_mismatch
 from dcp_s3.format.control_files import AddedMetrics, Manifest
@@ -37,11 +35,9 @@ from dcp_s3.format.layout import (
     SAVE_ID_KEY,
     What,
     manifest_object,
-    may_be_spread,
     metadata_object,
 )
 from dcp_s3.format.saved_entries import needed_objects
-from dcp_s3.process import reset_in_child
 from dcp_s3.store import Store, StoredObject, same_etag
 from dcp_s3.url import CheckpointURL
 from dcp_s3.versions import is_newer_than_installed
@@ -56,48 +52,60 @@ class Inspected:
     info: CheckpointInfo
     directory: Directory
     """The objects that begin with a dot, or all of them if they had to be, or were to be, listed."""
-    manifest: Manifest | None = None
-    """Manifest of a committed save with collectives; None without."""
-    manifests_of_ranks: tuple[Manifest, ...] = ()
-    """Manifests of a save without collectives, in the order of ranks."""
+    manifests: Mapping[int | None, Manifest] = field(default_factory=dict)
+    """Manifests of the commits that make it a checkpoint, by rank, as far as they are clear and can be read."""
+    leftovers: tuple[LeftoverObject, ...] = ()
+    """Objects that a committed checkpoint does not need, if all were to be listed. None are known without a manifest
+    that is certainly its own."""
 
 
-def inspect_checkpoint(
-    store: Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()
-) -> CheckpointInfo | None:
-    """The checkpoint at ``url`` itself; None if there is nothing of one."""
-    found = inspect(store, url, patterns)
-    return None if found is None else found.info
+def inspect(store: Store, url: CheckpointURL, *, whole: bool = False) -> Inspected | None:
+    """The checkpoint at ``url`` itself; None if there is nothing of one.
 
-
-def inspect(
-    store: Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = (), *, whole: bool = False
-) -> Inspected | None:
-    """`inspect_checkpoint`, with what it was concluded from; with ``whole``, from a listing of all its objects."""
-    directory = _list_whole(store, url) if whole else list_dotted(store, url)
+    Args:
+        whole: list all its objects, and say whether one is missing or left over.
+    """
+    directory = _list_whole(store, url) if whole else list_directory(store, url, ".")
     found = _inspect_committed(store, url, directory) or _inspect_without_metadata(store, url, directory, whole=whole)
     if found is None:
         return None
-    info = with_step(with_marks(found.info, found.directory), patterns)
+    info = with_marks(found.info, found.directory)
     if found.directory.metrics is not None and info.committed:
         info = with_metrics(info, _read_added(store, url))
     if info.pinned:
         info = replace(info, pin_reason=_read_pin_reason(store, url))
     if info.committed and info.foreign and not found.directory.data:  # S3 may carry out a commit after it was pruned
         info = replace(info, damage=find_damage(store, url))
-    return replace(found, info=info)
+    found = replace(found, info=info)
+    return _look_deeper(store, url, found) if whole and info.committed else found
 
 
-def list_dotted(store: Store, url: CheckpointURL) -> Directory:
-    """The objects that begin with a dot and may belong to a checkpoint."""
-    page = store.page(url.key("."))
-    if page.next_token is None:
-        return Directory.of(url, page.objects, time_of(page))
-    # Many ranks without collectives, or a directory with something like .git/: do not list all of it.
-    metadata = store.page(url.key(METADATA))
-    control = store.list(url.key(CONTROL_PREFIX)).objects
-    objects = [*control, *(found for found in metadata.objects if found.key == url.key(METADATA))]
-    return Directory.of(url, objects, time_of(page))
+def _look_deeper(store: Store, url: CheckpointURL, found: Inspected) -> Inspected:
+    """With the time of its newest object, with its damage and leftovers."""
+    directory, listed = found.directory, found.directory.commits.get(None)
+    written_at = max((each.modified_at for each in directory.data.values()), default=None)
+    found = replace(found, info=replace(found.info, written_at=written_at))
+    manifest = found.manifests.get(None)
+    if manifest is None or listed is None:
+        return found  # foreign, or of ranks
+    damage = directory.describe_damage({entry.path: entry.size for entry in manifest.objects})
+    left = directory.leftovers(manifest)
+    if damage is None and not left:
+        return found
+    try:
+        head = store.head(url.key(METADATA))
+    except errors.ObjectNotFoundError:
+        return replace(found, info=replace(found.info, damage="its .metadata is listed, but cannot be read"))
+    if head.metadata.get(SAVE_ID_KEY) != manifest.save_id or not same_etag(head.etag, listed.etag):
+        return found  # a copy without user metadata, or replaced meanwhile
+    leftovers = tuple(
+        LeftoverObject(
+            url.key(each.path), each.size, each.modified_at, url.name,
+            is_lease=each.kind.what is What.LEASE, etag=each.etag,
+        )
+        for each in left
+    )  # fmt: skip
+    return replace(found, info=replace(found.info, damage=damage), leftovers=leftovers)
 
 
 def _list_whole(store: Store, url: CheckpointURL) -> Directory:
@@ -105,7 +113,7 @@ def _list_whole(store: Store, url: CheckpointURL) -> Directory:
     pages = [store.page(url.key(""))]
     now = time_of(pages[0])
     if pages[0].next_token is not None and not Directory.of(url, pages[0].objects).shows_checkpoint:
-        dotted = list_dotted(store, url)
+        dotted = list_directory(store, url, ".")
         if not dotted.shows_checkpoint:
             return dotted
     while pages[-1].next_token is not None:
@@ -123,7 +131,7 @@ def _inspect_committed(store: Store, url: CheckpointURL, directory: Directory) -
     except errors.ObjectNotFoundError:
         return None  # deleted just now
     if manifest is not None:
-        return Inspected(from_manifest(url, manifest), directory, manifest)
+        return Inspected(from_manifest(url, manifest), directory, {None: manifest})
     directory = directory if directory.whole else list_directory(store, url)
     return Inspected(from_listing(url, directory, committed_at=commit.modified_at), directory)
 
@@ -143,26 +151,20 @@ def _inspect_without_metadata(store: Store, url: CheckpointURL, found: Directory
             return None  # deleted just now
 
     manifests = store.map(manifest_of, ranks)
-    by_rank = {rank: manifest for rank, manifest in zip(ranks, manifests, strict=True) if manifest is not None}
-    info = from_rank_manifests(url, directory, by_rank)
-    return Inspected(info, directory, manifests_of_ranks=tuple(by_rank.values()))
+    by_rank: dict[int | None, Manifest] = {
+        rank: manifest for rank, manifest in zip(ranks, manifests, strict=True) if manifest is not None
+    }
+    return Inspected(from_rank_manifests(url, directory, by_rank), directory, by_rank)
 
 
 def _list_if_shown(store: Store, url: CheckpointURL, dotted: Directory, *, whole: bool) -> Directory | None:
     """The objects of what shows itself as a checkpoint, without those in other directories unless ``whole``."""
     # No full listing at first: this may be a directory with millions of other things, such as a run with its boards.
-    skip = len(url.key(""))
     page = store.page(url.key(""), delimiter="/")
-    prefixes = [prefix[skip:] for prefix in page.prefixes]
     directory = Directory.of(url, page.objects, time_of(page))
-    spread = [prefix for prefix in prefixes if may_be_spread(prefix.rstrip("/"))]
-    shown = dotted.shows_checkpoint or directory.shows_checkpoint
-    if not shown and spread:
-        sample = store.page(url.key(spread[0]))
-        shown = Directory.of(url, sample.objects).shows_checkpoint
-    if not shown:
+    if not (dotted.shows_checkpoint or directory.shows_checkpoint):
         return None
-    partial = whole or page.next_token is not None or spread or CONTROL_PREFIX in prefixes
+    partial = whole or page.next_token is not None or url.key(CONTROL_PREFIX) in page.prefixes
     return list_directory(store, url) if partial else directory
 
 
@@ -221,7 +223,7 @@ def _read_pin_reason(store: Store, url: CheckpointURL) -> str | None:
     return " ".join(reason.split()) if isinstance(reason, str) else None  # one line, wherever it is shown
 
 
-def find_damage(store: Store, url: CheckpointURL, *, foreign: bool = True) -> str | None:
+def find_damage(store: Store, url: CheckpointURL) -> str | None:
     """Why a committed checkpoint cannot be loaded; None if it can. Reads its metadata and lists its objects.
 
     Metadata is decoded, which takes torch, unless it has the checksum that it was saved with, and a manifest that says
@@ -232,8 +234,6 @@ def find_damage(store: Store, url: CheckpointURL, *, foreign: bool = True) -> st
         try:
             stored = store.get(url.key(metadata_object(rank)))
             needed = _objects_of_manifest(store, url, rank, stored)
-            if needed is None and not foreign and METADATA_CRC_KEY not in stored.metadata:
-                continue
             if needed is None:
                 metadata = check_metadata(stored, url, rank)
                 if not isinstance(metadata.storage_data, dict):
@@ -241,30 +241,20 @@ def find_damage(store: Store, url: CheckpointURL, *, foreign: bool = True) -> st
                 needed = needed_objects(metadata)
         except (errors.ObjectNotFoundError, errors.CheckpointError) as error:
             return str(error)
-        damage = directory.describe_damage(needed)
-        if damage is not None:
+        if (damage := directory.describe_damage(needed)) is not None:
             return damage
     return None if directory.commits else "it was deleted meanwhile"
 
 
 def tell_unreadable(unreadable: Mapping[str, str], loadable: str | None) -> None:
-    """Warn of checkpoints that cannot be loaded though they were to be taken first; once in a process for each.
+    """Warn of checkpoints that cannot be loaded (URL to reason) though they were to be taken first.
 
     Args:
         loadable: URL of the one after them, which can be loaded; None if there is none.
     """
-    new = [url for url in unreadable if url not in _told]
-    _told.update(new)
-    if not new:
-        return
-    first, *more = unreadable
-    others = f", nor can {len(more)} more (to {more[-1]})" if more else ""
     then = f"The next one that can be is {loadable}" if loadable else "None of them can be"
-    logger.warning("%s cannot be loaded%s: %s. %s", first, others, unreadable[first].rstrip("."), then)
-
-
-_told: set[str] = set()
-reset_in_child(_told.clear)
+    for url, damage in unreadable.items():
+        logger.warning("%s cannot be loaded: %s. %s", url, damage.rstrip("."), then)
 
 
 def _objects_of_manifest(
@@ -278,30 +268,3 @@ def _objects_of_manifest(
     if manifest is None or is_newer_than_installed(manifest.writer.get("torch")):
         return None
     return {entry.path: entry.size for entry in manifest.objects}
-
-
-def look_deeper(store: Store, url: CheckpointURL, found: Inspected) -> tuple[CheckpointInfo, list[LeftoverObject]]:
-    """A committed checkpoint, of which all objects were listed, with its damage and when it was written, and its
-    leftovers.
-
-    Without a manifest that is certainly its own, there is neither damage nor leftovers.
-    """
-    directory, listed = found.directory, found.directory.commits.get(None)
-    written_at = max((each.modified_at for each in directory.data.values()), default=None)
-    info = replace(found.info, written_at=written_at)
-    if found.manifest is None or listed is None:
-        return info, []  # foreign, or of ranks
-    damage = directory.describe_damage({entry.path: entry.size for entry in found.manifest.objects})
-    leftovers = [
-        LeftoverObject(
-            url.key(each.path), each.size, each.modified_at, url.name,
-            is_lease=each.kind.what is What.LEASE, etag=each.etag,
-        )
-        for each in directory.leftovers(found.manifest)
-    ]  # fmt: skip
-    if damage is None and not leftovers:
-        return info, []
-    head = store.head(url.key(METADATA))
-    if head.metadata.get(SAVE_ID_KEY) != found.manifest.save_id or not same_etag(head.etag, listed.etag):
-        return info, []  # a copy without user metadata, or replaced meanwhile
-    return replace(info, damage=damage), leftovers

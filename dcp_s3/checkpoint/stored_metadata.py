@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
-from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, metadata_object
-from dcp_s3.store import ObjectHead, Store, StoredObject
+from dcp_s3.format.layout import METADATA_CRC_KEY, metadata_object
+from dcp_s3.store import Store, StoredObject
 from dcp_s3.url import CheckpointURL
 
 if TYPE_CHECKING:
@@ -47,16 +47,3 @@ def check_metadata(stored: StoredObject, url: CheckpointURL, rank: int | None = 
 
     crc = stored.metadata.get(METADATA_CRC_KEY)
     return load_metadata(stored.data, url=str(url), crc=crc, of_rank=rank is not None)
-
-
-def find_save_id(store: Store, url: CheckpointURL, rank: int | None, head: ObjectHead | None = None) -> str | None:
-    """The save id of a commit, whose HEAD mostly tells it: the object may be large. None if another library wrote it.
-
-    Raises:
-        ObjectNotFoundError, CheckpointError, StorageError
-    """
-    key = url.key(metadata_object(rank))
-    save_id: str | None = (head or store.head(key)).metadata.get(SAVE_ID_KEY)
-    if save_id is None:  # stores, proxies and copies may lose user metadata
-        save_id = getattr(check_metadata(store.get(key), url, rank).storage_meta, "save_id", None)
-    return save_id

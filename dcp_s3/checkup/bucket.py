@@ -108,7 +108,7 @@ def do_list_versions(exam: Examination) -> CheckResult | None:
     exam.ask("ListObjectVersions", Prefix=exam.url.key(""), MaxKeys=1)
     return warn(
         f"versioning is {status.lower()}: deleted and overwritten checkpoints stay as old versions, and cost",
-        "dcp-s3 prune --all-versions, or a lifecycle rule for old versions (docs/security.md)",
+        "a lifecycle rule for noncurrent versions (docs/deletion.md)",
         cell="on" if status == "Enabled" else "suspended",
     )
 

@@ -69,7 +69,7 @@ def check_spill(exam: Examination) -> CheckResult:
             _try_disk(path)
     store = SpillStore(path)
     waiting = store.scan()
-    broken = [*store.list_damaged(), *store.list_unreadable(), *store.list_refused()]
+    broken = [*store.list_broken(), *store.list_refused()]
     free = shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free
     kind = filesystem_of(path, _MOUNTS.read_text()) if _MOUNTS.exists() else ""
     found = ", ".join(part for part in (str(path), kind, f"{format_size(free)} free") if part)

@@ -54,12 +54,6 @@ Grace = Annotated[
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Delete without asking; required without a terminal.")]
-AllVersions = Annotated[
-    bool,
-    typer.Option(
-        "--all-versions", help="In a versioned bucket, delete all versions permanently. Otherwise: delete markers."
-    ),
-]
 Rename = Annotated[
     list[str] | None,
     typer.Option(

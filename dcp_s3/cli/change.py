@@ -181,7 +181,7 @@ def _find_saves(store: SpillStore) -> dict[str, Any]:
         for save in store.scan()
     ]
     refused = [dataclasses.asdict(refused) | {"path": str(refused.path)} for refused in store.list_refused()]
-    damaged = [dataclasses.asdict(found) | {"path": str(found.path)} for found in store.list_damaged()]
+    damaged = [dataclasses.asdict(found) | {"path": str(found.path)} for found in store.list_broken()]
     return {"directory": str(store.path), "saves": saves, "damaged": damaged, "refused": refused}
 
 
@@ -222,15 +222,14 @@ def prune(
         list[str] | None,
         typer.Argument(
             metavar="[POLICY]...",
-            help="What to keep: latest:K, best:K:METRIC:min|max, every:STEPS, steps:S,S, within:48h, hourly:N, "
-            "daily:N, weekly:N. The default is DCP_S3_RETENTION; without that only leftovers are deleted.",
+            help="What to keep: latest:K, best:K:METRIC:min|max, every:STEPS, within:48h, hourly:N, "
+            "daily:N. The default is DCP_S3_RETENTION; without that only leftovers are deleted.",
         ),
     ] = None,
     dry_run: cli.DryRun = False,
     yes: cli.Yes = False,
     as_json: cli.AsJSON = False,
     grace: cli.Grace = None,
-    all_versions: cli.AllVersions = False,
     force: Annotated[
         bool, typer.Option("--force", help="Allow a --grace under an hour: saves in progress may lose their objects.")
     ] = False,
@@ -273,7 +272,7 @@ def prune(
         if not yes:
             cli.ask(f"{tables.plan_summary(plan)}. Delete?" if as_json else "Delete?")
         with cli.progress_of_steps("prune") as step:
-            report = pruning.apply_plan(report.root, plan, all_versions=all_versions, progress=step)
+            report = pruning.apply_plan(report.root, plan, progress=step)
     if as_json:
         cli.print_json(report.to_dict())
     elif not dry_run:
@@ -298,7 +297,7 @@ def _say_pruned(report: PruneReport) -> None:
     for alone in report.left_alone:
         cli.note(f"left alone: {report.root}/{alone.name}: {alone.reason}")
     for failure in report.failures:
-        cli.note(f"failed: {report.root}/{failure.name}: {failure.error}")
+        cli.note(f"failed: {report.root}/{failure.name}: {failure.reason}")
     cli.note(
         f"{report.root}: {plural(len(report.deleted), 'checkpoint')} deleted, {len(report.plan.kept)} kept, "
         f"{plural(report.objects, 'object')} ({format_size(report.size)}), "
@@ -316,7 +315,6 @@ def rm(
         bool,
         typer.Option("--force", help="Even if it is pinned, being loaded or being saved; that load or save fails."),
     ] = False,
-    all_versions: cli.AllVersions = False,
 ) -> None:
     """Delete one checkpoint, committed or not."""
     from dcp_s3.cli import tables
@@ -332,7 +330,7 @@ def rm(
             cli.note(str(error))
     if not dry_run and not yes:
         cli.ask("Delete it?")
-    done = remove(url, force=force, all_versions=all_versions, dry_run=dry_run)
+    done = remove(url, force=force, dry_run=dry_run)
     what = "would be deleted" if dry_run else "is deleted"
     cli.note(f"{url} {what}: {plural(done.objects, 'object')}, {format_size(done.size)}")
 

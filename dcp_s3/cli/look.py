@@ -30,15 +30,12 @@ def ls(
 ) -> None:
     """List the checkpoints under ROOT, oldest first."""
     from dcp_s3.cli import tables
-    from dcp_s3.retention.catalog import CheckpointCatalog, check_newest
+    from dcp_s3.retention.catalog import CheckpointCatalog
 
     if latest or include_uncommitted:
         _print_latest(root, as_json, include_uncommitted)
         return
-    catalog = CheckpointCatalog(root)
-    found = catalog.checkpoints()
-    if found:
-        check_newest(catalog, found)
+    found = CheckpointCatalog(root).checkpoints()
     shown = [info for info in found if everything or info.committed]
     if as_json:
         cli.print_json([info.to_dict() for info in shown])

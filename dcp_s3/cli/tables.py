@@ -145,15 +145,14 @@ def plan(found: Plan) -> Table:
         created = info.modified_at if info.created_at is None else info.created_at
         age = "" if created is None else format_age(found.now - created)
         rows.append((info.name, decision.action, info.step, _size(info.size), age, decision.reasons))
-    sizes: dict[tuple[Any, ...], list[int]] = {}
+    sizes: dict[tuple[str, str], list[int]] = {}
     for each in found.leftovers:
-        key = (each.leftover.checkpoint, "leftover object", each.action, each.reasons)
-        sizes.setdefault(key, []).append(each.leftover.size)
-    for open_upload in found.uploads:
-        key = (open_upload.upload.checkpoint, "open upload", open_upload.action, open_upload.reasons)
-        sizes.setdefault(key, []).append(0)
-    for (name, what, action, reasons), parts in sizes.items():
-        rows.append((f"{name}: {plural(len(parts), what)}", action, None, _size(sum(parts) or None), None, reasons))
+        sizes.setdefault((each.checkpoint, "leftover object"), []).append(each.size)
+    for upload in found.uploads:
+        sizes.setdefault((upload.checkpoint, "open upload"), []).append(0)
+    left_over = ("left over: of no checkpoint, and nothing there is younger than the grace period",)
+    for (name, what), parts in sizes.items():
+        rows.append((f"{name}: {plural(len(parts), what)}", delete, None, _size(sum(parts) or None), None, left_over))
     if found.boards:
         what, size = plural(len(found.boards), "old board object"), _size(sum(each.size for each in found.boards))
         rows.append((what, delete, None, size, None, ("ranks looked at them long ago",)))
@@ -168,8 +167,8 @@ def plan_summary(found: Plan) -> str:
     """``to keep: 3 checkpoints; to delete: 2 checkpoints, 1 leftover object (1.2 GiB)``."""
     parts = [
         (len(found.deleted), "checkpoint"),
-        (sum(each.action == "delete" for each in found.leftovers), "leftover object"),
-        (sum(each.action == "delete" for each in found.uploads), "open upload"),
+        (len(found.leftovers), "leftover object"),
+        (len(found.uploads), "open upload"),
         (len(found.unfinished), "unfinished deletion"),
         (len(found.boards), "old board object"),
     ]

@@ -51,7 +51,7 @@ from torch.distributed.fsdp import (
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.info import CheckpointInfo
-from dcp_s3.checkpoint.look import inspect_checkpoint
+from dcp_s3.checkpoint.look import inspect
 from dcp_s3.integrations.saves import Saves
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
@@ -424,5 +424,5 @@ def _committed(url: str) -> list[CheckpointInfo]:
 
 def _inspect(path: str) -> CheckpointInfo | None:
     url = parse_url(path)
-    info = inspect_checkpoint(store_of(url, resolve_settings(None)), url)
-    return info if info is not None and info.committed else None
+    found = inspect(store_of(url, resolve_settings(None)), url)
+    return found.info if found is not None and found.info.committed else None

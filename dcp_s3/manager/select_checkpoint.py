@@ -21,7 +21,7 @@ from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.policy import AnyOf, KeepBest, Mode, PolicyFunction, best_first
 from dcp_s3.settings import Settings
 from dcp_s3.spill.background import drain_in_background
-from dcp_s3.spill.local import find_commits, find_kept, find_waiting
+from dcp_s3.spill.local import find_commits, find_waiting
 from dcp_s3.spill.store import open_store
 from dcp_s3.url import parse_url
 
@@ -257,12 +257,8 @@ def look_at_disk(catalog: CheckpointCatalog) -> Disk:
         if url in infos and infos[url].save_id == manifest.save_id
     )
     root = f"{catalog.root}/"
-    waiting = {(facts.url, facts.path): facts.size for _, facts in find_waiting(store) if facts.url.startswith(root)}
-    wanted = {checkpoint.info.url for checkpoint in commits}
-    kept = {
-        (facts.url, facts.path): facts.size for path, facts in find_kept(store) if facts.url in wanted and path.exists()
-    }
-    return Disk(commits, {**kept, **waiting}, sum(waiting.values()))
+    waiting = {(each.url, each.path): each.size for each in find_waiting(store) if each.url.startswith(root)}
+    return Disk(commits, waiting, sum(waiting.values()))
 
 
 def _try_local(

@@ -151,7 +151,7 @@ def fetch_from(store: Store, url: CheckpointURL) -> SavedCheckpoint:
         listed = [found.directory.commits[rank].etag for rank in ranks]
         if all(same_etag(each.etag, etag) for each, etag in zip(stored, listed, strict=True)):
             of_ranks = tuple(check_metadata(each, url, rank) for rank, each in zip(ranks, stored, strict=True))
-            manifests = found.manifests_of_ranks[: len(ranks)] if found.manifest is None else (found.manifest,)
+            manifests = tuple(found.manifests[rank] for rank in ranks if rank in found.manifests)
             counts = Counter(index for each in of_ranks for index in each.storage_data or {}) if len(ranks) > 1 else {}
             often = frozenset(index.fqn for index, count in counts.items() if count > 1)
             return SavedCheckpoint(url, found.info, manifests, merge_metadata(of_ranks), often)

@@ -6,7 +6,7 @@ import math
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib import util
 from itertools import pairwise
@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.errors import CheckpointNotFoundError
-from dcp_s3.retention.catalog import CatalogSnapshot, CheckpointCatalog
+from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
-from dcp_s3.retention.plan import Plan
+from dcp_s3.retention.plan import CatalogSnapshot, Plan
 from dcp_s3.retention.policy import PolicyFunction, policy_name
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.units import format_seconds, format_size, one_line, parse_duration, plural
@@ -84,7 +84,6 @@ def report(
     *,
     grace: float | str | None = None,
     settings: SettingsLike = None,
-    patterns: str | Sequence[str] | None = None,
 ) -> ReportData:
     """Write one HTML page about the checkpoints under ``root``: sizes, seconds, metrics, retention and problems.
 
@@ -111,7 +110,7 @@ def report(
         raise ImportError(
             "a report is drawn with bokeh, which is missing. Remedy: pip install 'bokeh>=3.9,<4'", name="bokeh"
         )
-    snapshot = CheckpointCatalog(root, settings=resolved, patterns=patterns).scan(deep=True)
+    snapshot = CheckpointCatalog(root, settings=resolved).scan()
     if not snapshot.checkpoints and not snapshot.uploads:
         raise CheckpointNotFoundError(
             f"there are no checkpoints under {snapshot.root}. Remedy: give the URL above the checkpoints, for example "
@@ -178,7 +177,7 @@ def _left_over(plan: Plan, root: str) -> Iterable[Problem]:
         for info in (each.checkpoint for each in plan.decisions if each.action == "delete")
         if not info.committed
     ]
-    left = [each.leftover for each in plan.leftovers if each.action == "delete"]
+    left = plan.leftovers
     for name, count in Counter(each.checkpoint for each in left).items():
         size = format_size(sum(each.size for each in left if each.checkpoint == name))
         text = f"{name}: {plural(count, 'object')} of a save that failed or was replaced, {size}"
@@ -187,7 +186,7 @@ def _left_over(plan: Plan, root: str) -> Iterable[Problem]:
         ("unfinished deletion", f"{each.checkpoint}: its deletion was begun and not finished")
         for each in plan.unfinished
     ]
-    uploads = Counter(each.upload.checkpoint for each in plan.uploads if each.action == "delete")
+    uploads = Counter(each.checkpoint for each in plan.uploads)
     for name, count in uploads.items():
         text = f"{name}: {plural(count, 'multipart upload')} that nobody finishes; the parts cost storage"
         found.append(("open uploads", f"{text} and no listing shows them"))

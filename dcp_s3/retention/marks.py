@@ -11,7 +11,7 @@ from typing import Any
 from dcp_s3 import errors
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import check_not_deleted
-from dcp_s3.checkpoint.look import inspect_checkpoint
+from dcp_s3.checkpoint.look import inspect
 from dcp_s3.checkpoint.stored_metadata import not_found_error
 from dcp_s3.format.control_files import AddedMetrics, check_added
 from dcp_s3.format.layout import METRICS, PIN
@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 _CONFLICTS = 50
 
 
-def annotate(url: URLLike, metrics: Mapping[str, Any], *, settings: SettingsLike = None) -> dict[str, Any]:
+def annotate(
+    url: URLLike, metrics: Mapping[str, Any], *, settings: SettingsLike = None, store: Store | None = None
+) -> dict[str, Any]:
     """Add metrics to a committed checkpoint, or replace single ones. Several processes may do so at once.
 
     They lie in ``.dcp_s3/metrics.json`` with the id of their save: one that overwrites the checkpoint starts without.
@@ -40,6 +42,7 @@ def annotate(url: URLLike, metrics: Mapping[str, Any], *, settings: SettingsLike
         url: URL of the checkpoint.
         metrics: finite numbers, NaN, text and bools by name. NaN is stored; `KeepBest` takes it for missing.
         settings: a `Settings`, or a mapping of those that differ from the environment.
+        store: where the checkpoint is, if not in the URL's bucket as the settings reach it.
 
     Returns:
         All metrics that were added to this checkpoint so far.
@@ -50,27 +53,21 @@ def annotate(url: URLLike, metrics: Mapping[str, Any], *, settings: SettingsLike
         InvalidURLError, SettingsError, StorageError
     """
     where = parse_url(url)
-    return annotate_on(store_of(where, resolve_settings(settings)), where, metrics)
-
-
-def annotate_on(store: Store, where: CheckpointURL, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """`annotate` for a checkpoint on a store."""
+    store = store_of(where, resolve_settings(settings)) if store is None else store
     check_added(metrics, url=str(where))
     info = _require_committed(store, where)
-    of, key = info.save_id or info.etag or "", where.key(METRICS)
-    conflicts = 0
-    while True:
+    of = info.save_id or info.etag or ""
+    for conflicts in range(1, _CONFLICTS + 1):
         etag, before = _read_metrics(store, where, of)
         added = AddedMetrics(of, {**before, **metrics})
         try:
-            store.put(key, added.to_json(), expect=Expect(etag or ""))
+            store.put(where.key(METRICS), added.to_json(), expect=Expect(etag or ""))
+            break
         except errors.PreconditionFailedError:
-            conflicts += 1
             if conflicts == _CONFLICTS:
                 raise
             time.sleep(retry.backoff(min(conflicts, 4)))
-            continue
-        return dict(added.metrics)
+    return dict(added.metrics)
 
 
 def _read_metrics(store: Store, url: CheckpointURL, of: str) -> tuple[str | None, Mapping[str, Any]]:
@@ -87,7 +84,7 @@ def _read_metrics(store: Store, url: CheckpointURL, of: str) -> tuple[str | None
     return stored.etag, found.metrics if found.of == of else {}
 
 
-def pin(url: URLLike, reason: str | None = None, *, settings: SettingsLike = None) -> None:
+def pin(url: URLLike, reason: str | None = None, *, settings: SettingsLike = None, store: Store | None = None) -> None:
     """Protect a committed checkpoint from every policy until `unpin`. Pinning it again replaces the reason.
 
     The pin belongs to the URL: a save that overwrites the checkpoint leaves it there.
@@ -102,11 +99,7 @@ def pin(url: URLLike, reason: str | None = None, *, settings: SettingsLike = Non
         InvalidURLError, SettingsError, StorageError
     """
     where = parse_url(url)
-    pin_on(store_of(where, resolve_settings(settings)), where, reason)
-
-
-def pin_on(store: Store, where: CheckpointURL, reason: str | None = None) -> None:
-    """`pin` for a checkpoint on a store."""
+    store = store_of(where, resolve_settings(settings)) if store is None else store
     info = _require_committed(store, where)
     body = {"reason": reason, "pinned_at": time.time()}
     store.put(where.key(PIN), (json.dumps(body) + "\n").encode())
@@ -117,7 +110,7 @@ def pin_on(store: Store, where: CheckpointURL, reason: str | None = None) -> Non
         raise
 
 
-def unpin(url: URLLike, *, settings: SettingsLike = None) -> bool:
+def unpin(url: URLLike, *, settings: SettingsLike = None, store: Store | None = None) -> bool:
     """Remove the pin. Returns whether there was one.
 
     >>> pin("s3://bucket/run/step-00001000")
@@ -128,11 +121,7 @@ def unpin(url: URLLike, *, settings: SettingsLike = None) -> bool:
         InvalidURLError, SettingsError, StorageError
     """
     where = parse_url(url)
-    return unpin_on(store_of(where, resolve_settings(settings)), where)
-
-
-def unpin_on(store: Store, where: CheckpointURL) -> bool:
-    """`unpin` for a checkpoint on a store."""
+    store = store_of(where, resolve_settings(settings)) if store is None else store
     pinned = store.exists(where.key(PIN))
     if pinned:
         store.delete([where.key(PIN)])
@@ -140,7 +129,7 @@ def unpin_on(store: Store, where: CheckpointURL) -> bool:
 
 
 def _require_committed(store: Store, url: CheckpointURL) -> CheckpointInfo:
-    info = inspect_checkpoint(store, url)
-    if info is None or not info.committed:
+    found = inspect(store, url)
+    if found is None or not found.info.committed:
         raise not_found_error(url)
-    return info
+    return found.info

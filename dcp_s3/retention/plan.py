@@ -17,7 +17,7 @@ Foreign checkpoints (other writers') are treated like ours. Without a policy, ev
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from dcp_s3.checkpoint.directory import LEASE_MARGIN
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order
 from dcp_s3.retention.policy import PolicyFunction, run_policy
 from dcp_s3.store import ListedObject
-from dcp_s3.units import format_size, one_line
+from dcp_s3.units import format_size, one_line, plural
 
 Action = Literal["keep", "delete"]
 
@@ -68,30 +68,6 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class UploadDecision:
-    """Whether an open multipart upload is kept or aborted, and why."""
-
-    upload: OpenUpload
-    """The upload."""
-    action: Action
-    """``keep``, or ``delete`` (abort)."""
-    reasons: tuple[str, ...]
-    """All reasons."""
-
-
-@dataclass(frozen=True)
-class LeftoverDecision:
-    """Whether a leftover object in a committed checkpoint's directory is kept or deleted, and why."""
-
-    leftover: LeftoverObject
-    """The object."""
-    action: Action
-    """``keep`` or ``delete``."""
-    reasons: tuple[str, ...]
-    """All reasons."""
-
-
-@dataclass(frozen=True)
 class UnfinishedDeletion:
     """A deletion that was begun and cut off. Only what its list (`layout.deletion_object`) names is still to delete."""
 
@@ -116,10 +92,10 @@ class Plan:
     """Grace period in seconds."""
     decisions: tuple[Decision, ...]
     """One decision per checkpoint, oldest first (`age_order`)."""
-    uploads: tuple[UploadDecision, ...] = ()
-    """One decision per open upload, by key."""
-    leftovers: tuple[LeftoverDecision, ...] = ()
-    """One decision per leftover object, by key, also in checkpoints that are deleted."""
+    uploads: tuple[OpenUpload, ...] = ()
+    """Multipart uploads to abort, by key."""
+    leftovers: tuple[LeftoverObject, ...] = ()
+    """Objects to delete in the directories of committed checkpoints, also of those that are deleted, by key."""
     unfinished: tuple[UnfinishedDeletion, ...] = ()
     """Deletions to finish."""
     boards: tuple[ListedObject, ...] = ()
@@ -146,109 +122,103 @@ class Plan:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to do."""
-        decided: tuple[Decision | UploadDecision | LeftoverDecision, ...]
-        decided = (*self.decisions, *self.uploads, *self.leftovers)
-        return not (self.unfinished or self.boards) and all(found.action == "keep" for found in decided)
+        return not any((self.deleted, self.uploads, self.leftovers, self.unfinished, self.boards))
 
     @property
     def freed(self) -> int:
         """Bytes of the data objects that would be deleted, as far as known."""
-        return sum(info.size or 0 for info in self.deleted) + sum(
-            found.leftover.size for found in self.leftovers if found.action == "delete"
-        )
+        return sum(info.size or 0 for info in self.deleted) + sum(left.size for left in self.leftovers)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
         return asdict(self)
 
 
-def make_plan(
-    checkpoints: Iterable[CheckpointInfo],
-    policy: PolicyFunction | None,
-    *,
-    now: float,
-    grace: float,
-    uploads: Iterable[OpenUpload] = (),
-    leftovers: Sequence[LeftoverObject] = (),
-    boards: Iterable[ListedObject] = (),
-) -> Plan:
-    """Decide what is kept and what is deleted.
+@dataclass(frozen=True)
+class CatalogSnapshot:
+    """The contents of a root at one time.
 
-    >>> make_plan(list_checkpoints("s3://bucket/run"), KeepLatest(1), now=time.time(), grace=86400)
-    Plan(1 kept, 1 to delete (... KiB))
-
-    Args:
-        checkpoints: all under one root, in any order.
-        policy: decides which committed ones to keep; None keeps all of them.
-        now: seconds since the epoch, on the clock of S3, which also stamped the objects.
-        grace: seconds for which an uncommitted checkpoint counts as a save in progress.
-        uploads: open multipart uploads under the root.
-        leftovers: objects in committed checkpoints' directories that the checkpoints do not need.
-        boards: objects through which ranks told each other something. Those of the last day, or of the grace period,
-            stay.
-
-    Raises:
-        SettingsError: the policy failed or answered nonsense.
-        ValueError: two checkpoints have one name.
+    >>> snapshot = CheckpointCatalog("s3://bucket/run").scan()
+    >>> snapshot
+    CatalogSnapshot('s3://bucket/run', 2 checkpoints)
+    >>> snapshot.plan(KeepLatest(2), grace=86400)
+    Plan(2 kept, 0 to delete (0 B))
     """
-    infos = sorted(checkpoints, key=age_order)
-    names = [info.name for info in infos]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two checkpoints are named {twice!r}: a plan is for those of one root")
-    uploads = sorted(uploads, key=lambda each: (each.key, each.upload_id))
-    leftovers = sorted(leftovers, key=lambda each: each.key)
-    active = _active(infos, uploads, leftovers, now - grace)
-    committed = [info for info in infos if info.committed]
-    kept = _floors(infos, committed, active, now)
-    if policy is None:
+
+    root: str
+    """URL of the root."""
+    now: float
+    """Seconds since the epoch, on the clock of S3, from before anything else was looked at."""
+    checkpoints: tuple[CheckpointInfo, ...]
+    """Checkpoints, oldest first (`age_order`)."""
+    uploads: tuple[OpenUpload, ...] = ()
+    """Open multipart uploads of data objects in directories right under the root, by key."""
+    leftovers: tuple[LeftoverObject, ...] = ()
+    """Objects in committed checkpoints' directories that the checkpoints do not need, by key."""
+    boards: tuple[ListedObject, ...] = ()
+    """Objects through which ranks told each other something, by key."""
+
+    def __repr__(self) -> str:
+        counts = {"uploads": len(self.uploads) or None, "leftovers": len(self.leftovers) or None}
+        return one_line("CatalogSnapshot", repr(self.root), f"{plural(len(self.checkpoints), 'checkpoint')}", **counts)
+
+    def plan(self, policy: PolicyFunction | None, *, grace: float) -> Plan:
+        """What a prune would do.
+
+        Args:
+            policy: decides which committed checkpoints to keep; None keeps all of them.
+            grace: seconds for which an uncommitted checkpoint counts as a save in progress.
+
+        Raises:
+            SettingsError: the policy failed or answered nonsense.
+        """
+        now, infos = self.now, sorted(self.checkpoints, key=age_order)
+        committed = [info for info in infos if info.committed]
+        active = self._active(now - grace)
+        kept = _floors(infos, committed, active, now)
         found = {info.name: ["no policy"] for info in committed}
-    else:
-        found = run_policy(policy, committed, now)
-    decisions = []
-    for info in infos:
-        reasons = (*kept[info.name], *found.get(info.name, ()))
-        why = "no policy keeps it" if info.committed else "left over: not committed, and older than the grace period"
-        decisions.append(Decision(info, "keep" if reasons else "delete", reasons or (why,)))
-    return Plan(
-        now=now,
-        grace=grace,
-        decisions=tuple(decisions),
-        uploads=tuple(UploadDecision(each, *_act(active.get(each.checkpoint), "upload")) for each in uploads),
-        leftovers=tuple(LeftoverDecision(each, *_act(active.get(each.checkpoint), "object")) for each in leftovers),
-        unfinished=tuple(
-            UnfinishedDeletion(info.name, deletion)
-            for info in infos
-            for deletion in info.deletions
-            if not (info.committed and info.deletion_id == deletion)
-        ),
-        boards=tuple(each for each in boards if each.modified_at < now - max(grace, BOARDS_STAY)),
-    )
+        if policy is not None:
+            found = run_policy(policy, committed, now)
+        decisions = []
+        for info in infos:
+            reasons = (*kept[info.name], *found.get(info.name, ()))
+            why = (
+                "no policy keeps it" if info.committed else "left over: not committed, and older than the grace period"
+            )
+            decisions.append(Decision(info, "keep" if reasons else "delete", reasons or (why,)))
+        return Plan(
+            now=now,
+            grace=grace,
+            decisions=tuple(decisions),
+            uploads=tuple(each for each in self.uploads if each.checkpoint not in active),
+            leftovers=tuple(each for each in self.leftovers if each.checkpoint not in active),
+            unfinished=tuple(
+                UnfinishedDeletion(info.name, deletion)
+                for info in infos
+                for deletion in info.deletions
+                if not (info.committed and info.deletion_id == deletion)
+            ),
+            boards=tuple(each for each in self.boards if each.modified_at < now - max(grace, BOARDS_STAY)),
+        )
 
-
-def _active(
-    infos: Iterable[CheckpointInfo],
-    uploads: Iterable[OpenUpload],
-    leftovers: Iterable[LeftoverObject],
-    since: float,
-) -> dict[str, str]:
-    """Reasons why directories count as being saved to, by name: they have something written after ``since``."""
-    active: dict[str, str] = {}
-    for upload in uploads:
-        if upload.initiated_at > since:
-            active[upload.checkpoint] = "a save is in progress: an upload was begun within the grace period"
-    for leftover in leftovers:
-        if leftover.modified_at > since and not leftover.is_lease:
-            active[leftover.checkpoint] = "a save is in progress: an object was written within the grace period"
-    for info in infos:
-        written = info.modified_at
-        if info.committed:  # a newer object is of a save in progress, or of a copy
-            written = info.written_at if (info.written_at or 0.0) > (info.modified_at or 0.0) else -math.inf
-        if info.state != "local" and (written is None or written > since):
-            active[info.name] = "a save is in progress: an object was written within the grace period"
-        if info.waiting or info.state == "local":
-            active[info.name] = "its commit waits in this host's spill directory"
-    return active
+    def _active(self, since: float) -> dict[str, str]:
+        """Reasons why directories count as being saved to, by name: they have something written after ``since``."""
+        active: dict[str, str] = {}
+        for upload in self.uploads:
+            if upload.initiated_at > since:
+                active[upload.checkpoint] = "a save is in progress: an upload was begun within the grace period"
+        for leftover in self.leftovers:
+            if leftover.modified_at > since and not leftover.is_lease:
+                active[leftover.checkpoint] = "a save is in progress: an object was written within the grace period"
+        for info in self.checkpoints:
+            written = info.modified_at
+            if info.committed:  # a newer object is of a save in progress, or of a copy
+                written = info.written_at if (info.written_at or 0.0) > (info.modified_at or 0.0) else -math.inf
+            if info.state != "local" and (written is None or written > since):
+                active[info.name] = "a save is in progress: an object was written within the grace period"
+            if info.waiting or info.state == "local":
+                active[info.name] = "its commit waits in this host's spill directory"
+        return active
 
 
 def _floors(
@@ -283,9 +253,3 @@ def _floors(
 
 def _committed_at(info: CheckpointInfo) -> float:
     return -math.inf if info.modified_at is None or math.isnan(info.modified_at) else info.modified_at
-
-
-def _act(active: str | None, what: str) -> tuple[Action, tuple[str, ...]]:
-    if active is not None:
-        return "keep", (active,)
-    return "delete", (f"left over: the {what} belongs to no checkpoint, and nothing is younger than the grace period",)

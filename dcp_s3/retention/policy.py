@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.errors import SettingsError
-from dcp_s3.units import one_line, parse_duration
+from dcp_s3.units import parse_duration
 
 Reasons = Mapping[str, Sequence[str]]
 Mode = Literal["min", "max"]
@@ -53,14 +53,8 @@ class Policy(ABC):
         """Reasons to keep checkpoints, by name."""
 
     def __or__(self, other: PolicyFunction) -> AnyOf:
-        return AnyOf((*_parts(self), *_parts(other))) if callable(other) else NotImplemented
-
-    def __ror__(self, other: PolicyFunction) -> AnyOf:
-        return AnyOf((*_parts(other), *_parts(self))) if callable(other) else NotImplemented
-
-
-def _parts(policy: PolicyFunction) -> tuple[PolicyFunction, ...]:
-    return policy.policies if isinstance(policy, AnyOf) else (policy,)
+        parts = (part.policies if isinstance(part, AnyOf) else (part,) for part in (self, other))
+        return AnyOf(tuple(each for part in parts for each in part))
 
 
 @dataclass(frozen=True)
@@ -188,37 +182,6 @@ class KeepEvery(Policy):
 
 
 @dataclass(frozen=True)
-class KeepSteps(Policy):
-    """Keeps the checkpoints with one of these steps.
-
-    >>> sorted(KeepSteps([1000, 5000])(list_checkpoints("s3://bucket/run"), time.time()))
-    ['step-00001000']
-
-    Raises:
-        SettingsError: a step is not a whole number, or there are none.
-    """
-
-    steps: Sequence[int]
-
-    def __post_init__(self) -> None:
-        if isinstance(self.steps, (str, bytes)) or not isinstance(self.steps, (Sequence, set, frozenset, range)):
-            raise SettingsError(f"KeepSteps: steps = {self.steps!r}, expected a list of whole numbers")
-        if not self.steps or not all(_is_whole(step) and step >= 0 for step in self.steps):
-            raise SettingsError(f"KeepSteps: steps = {self.steps!r}, expected one or more whole numbers of 0 or more")
-        object.__setattr__(self, "steps", tuple(sorted(set(self.steps))))
-
-    def __repr__(self) -> str:
-        return one_line("KeepSteps", repr([*self.steps]))
-
-    def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
-        wanted = set(self.steps)
-        return {info.name: [f"steps:{info.step}"] for info in checkpoints if info.step in wanted}
-
-    def __str__(self) -> str:
-        return f"steps:{','.join(map(str, self.steps))}"
-
-
-@dataclass(frozen=True)
 class KeepWithin(Policy):
     """Keeps the checkpoints not older than ``duration``.
 
@@ -253,7 +216,7 @@ class KeepWithin(Policy):
         return f"within:{format_duration(float(self.duration))}"  # type: ignore[arg-type]
 
 
-# --- by the calendar: one checkpoint of each hour, day or week ----------------------------------------
+# --- by the calendar: one checkpoint of each hour or day ----------------------------------------
 
 
 @dataclass(frozen=True)
@@ -313,19 +276,6 @@ class KeepDaily(_KeepPerPeriod):
     _word, _format = "daily", "%Y-%m-%d"
 
 
-class KeepWeekly(_KeepPerPeriod):
-    """Keeps the newest checkpoint of each of the last ``n`` weeks (UTC) that have any; see `KeepHourly`.
-
-    >>> str(KeepDaily(7) | KeepWeekly(8))
-    'daily:7 weekly:8'
-
-    Raises:
-        SettingsError: ``n`` is not a whole number above 0.
-    """
-
-    _word, _format = "weekly", "%G-W%V"
-
-
 def _commit_time(info: CheckpointInfo) -> float | None:
     time = info.modified_at if info.created_at is None else info.created_at
     return time if time is not None and math.isfinite(time) else None
@@ -365,9 +315,7 @@ def run_policy(policy: PolicyFunction, checkpoints: Sequence[CheckpointInfo], no
     for name, texts in found.items():
         if name not in names:
             raise SettingsError(f"{nonsense}{name!r} is not the name of a checkpoint")
-        if isinstance(texts, str):
-            texts = [texts]
-        if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
             raise SettingsError(f"{nonsense}the reasons to keep {name!r} are not a list of text: {texts!r}")
         reasons[name] = [*texts] or [policy_name(policy)]
     return reasons
@@ -410,12 +358,8 @@ def format_duration(seconds: float) -> str:
     return f"{seconds:f}".rstrip("0").rstrip(".") + "s"
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def check_count(policy: Policy, name: str, value: object) -> None:
-    if not _is_whole(value) or value < 1:  # type: ignore[operator]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise SettingsError(f"{type(policy).__name__}: {name} = {value!r}, expected a whole number of 1 or more")
 
 

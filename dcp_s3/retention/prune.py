@@ -8,27 +8,27 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from dcp_s3 import errors, totals
 from dcp_s3.checkpoint.deletion import Deleter, LeftAloneError
-from dcp_s3.checkpoint.directory import LEASE_MARGIN, Deletion, list_directory
+from dcp_s3.checkpoint.directory import Deletion, list_directory
 from dcp_s3.checkpoint.info import LeftoverObject, age_order
 from dcp_s3.checkpoint.leftovers import delete_leftovers, delete_uncommitted, finish_deletion, withdraw_given_up
-from dcp_s3.checkpoint.look import inspect_checkpoint
+from dcp_s3.checkpoint.look import inspect
 from dcp_s3.checkpoint.stored_metadata import not_found_error
 from dcp_s3.events import Listener, Pruned, PruneFailed, emit
 from dcp_s3.format.layout import CONTROL_PREFIX, DELETION_PREFIX
 from dcp_s3.limit import STALL_SETTING
-from dcp_s3.retention.catalog import CheckpointCatalog, find_local, open_upload
+from dcp_s3.retention.catalog import CheckpointCatalog, open_upload
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.plan import OpenUpload, Plan
 from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.store import DeleteTarget, ListedObject, Store, Upload, Versioned
+from dcp_s3.store import DeleteTarget, ListedObject, Store, Upload
 from dcp_s3.units import format_size, one_line, parse_duration, plural
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
@@ -40,37 +40,19 @@ MIN_GRACE = 3600.0
 _BOARDS = CONTROL_PREFIX.rstrip("/")
 
 
-class _Step(NamedTuple):
-    name: str
-    """Name of the checkpoint."""
-    field: str
-    """Field of the report for its result."""
-    work: Callable[[Deleter], Any]
-
-
 Progress = Callable[[int, int], None]
 """Called with the number of steps (checkpoints, groups of leftovers, uploads) that are done, and of all steps. Runs in
 the prune's threads, one call at a time."""
 
 
 @dataclass(frozen=True)
-class LeftAlone:
-    """Something that a plan wanted to delete and a prune left alone."""
+class NotDeleted:
+    """Something that a plan wanted to delete and a prune did not."""
 
     name: str
     """Name of the checkpoint."""
     reason: str
-    """Why it was left alone: it changed since the plan, or is protected now."""
-
-
-@dataclass(frozen=True)
-class PruneFailure:
-    """Something that could not be deleted, or only in part. The next prune tries again."""
-
-    name: str
-    """Name of the checkpoint."""
-    error: str
-    """The error's name and message."""
+    """Why: it changed since the plan, or is protected now; or the error's name and message."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +78,10 @@ class PruneReport:
     """Objects deleted from the directories of checkpoints that stay, and old boards, from ``.dcp_s3``."""
     aborted: tuple[OpenUpload, ...] = ()
     """Multipart uploads that were aborted."""
-    left_alone: tuple[LeftAlone, ...] = ()
+    left_alone: tuple[NotDeleted, ...] = ()
     """Things that changed since the plan, or are protected now."""
-    failures: tuple[PruneFailure, ...] = ()
-    """Failures, none of which stopped the rest of the prune."""
+    failures: tuple[NotDeleted, ...] = ()
+    """What could not be deleted, or only in part. It did not stop the rest, and the next prune tries again."""
 
     def __repr__(self) -> str:
         done = f"{len(self.deleted)} deleted ({format_size(self.size)} in {plural(self.objects, 'object')})"
@@ -135,18 +117,16 @@ def prune(
     *,
     grace: float | str | None = None,
     dry_run: bool = False,
-    all_versions: bool = False,
     force: bool = False,
     settings: SettingsLike = None,
-    patterns: str | Sequence[str] | None = None,
     progress: Progress | None = None,
     on_event: Listener | None = None,
     store: Store | None = None,
 ) -> PruneReport:
     """Delete the checkpoints under ``root`` that no policy keeps, and the leftovers of failed saves.
 
-    The floors of `make_plan` are kept whatever the policy says. If it is interrupted anywhere, the next prune finishes
-    it. Several at a time are harmless. A checkpoint that cannot be deleted does not stop the others.
+    The floors (docs/retention.md) are kept whatever the policy says. If it is interrupted, the next prune finishes it.
+    Several at a time are harmless. A checkpoint that cannot be deleted does not stop the others.
 
     >>> prune("s3://bucket/run", "latest:1", dry_run=True)
     PruneReport('s3://bucket/run', dry run: 1 to delete)
@@ -160,12 +140,9 @@ def prune(
         grace: seconds, or text like ``24h``, for which an uncommitted checkpoint counts as a save in progress. None:
             the setting ``retention_grace``.
         dry_run: only make the plan.
-        all_versions: permanently delete all versions of the objects in a versioned bucket. Otherwise they get delete
-            markers.
         force: allow a grace period under an hour. A save in progress may then be taken for a leftover, and lose its
             objects.
         settings: a `Settings`, or a mapping of those that differ from the environment.
-        patterns: see `CheckpointCatalog`.
         progress: called with how far the prune is (`Progress`).
         on_event: gets the event `Pruned` or `PruneFailed`; none comes of a dry run.
         store: see `CheckpointCatalog`.
@@ -179,16 +156,12 @@ def prune(
     keep = parse_policy(policy) if isinstance(policy, str) else policy
     keep = policy_from_settings(resolved) if policy is None else keep
     seconds = check_grace(resolved.retention_grace if grace is None else grace, force=force)
-    catalog = CheckpointCatalog(root, settings=resolved, patterns=patterns, store=store)
+    catalog = CheckpointCatalog(root, settings=resolved, store=store)
     if dry_run:
-        return PruneReport(str(catalog.root), catalog.scan(deep=True).plan(keep, grace=seconds), dry_run=True)
-
-    def work() -> PruneReport:
-        plan = catalog.scan(deep=True).plan(keep, grace=seconds)
-        store = catalog.store.within(catalog.store.limit.shared(resolved.stall_timeout))
-        return _apply(store, catalog.root, plan, all_versions=all_versions, progress=progress)
-
-    return _tell(work, str(catalog.root), on_event)
+        return PruneReport(str(catalog.root), catalog.scan().plan(keep, grace=seconds), dry_run=True)
+    return _apply(
+        catalog.store, catalog.root, lambda: catalog.scan().plan(keep, grace=seconds), resolved, progress, on_event
+    )
 
 
 def check_grace(grace: float | str, *, force: bool) -> float:
@@ -211,7 +184,6 @@ def apply_plan(
     root: URLLike,
     plan: Plan,
     *,
-    all_versions: bool = False,
     settings: SettingsLike = None,
     progress: Progress | None = None,
     on_event: Listener | None = None,
@@ -219,7 +191,7 @@ def apply_plan(
 ) -> PruneReport:
     """Carry out a plan as far as it still holds (see `prune`). Looks at each thing again before it deletes it.
 
-    >>> plan = CheckpointCatalog("s3://bucket/run").scan(deep=True).plan(KeepLatest(1), grace=86400)
+    >>> plan = CheckpointCatalog("s3://bucket/run").scan().plan(KeepLatest(1), grace=86400)
     >>> [(decision.checkpoint.step, decision.action) for decision in plan.decisions]
     [(1000, 'delete'), (2000, 'keep')]
     >>> apply_plan("s3://bucket/run", plan).ok
@@ -231,114 +203,109 @@ def apply_plan(
     """
     where, resolved = parse_url(root), resolve_settings(settings)
     store = store_of(where, resolved) if store is None else store
-    store = store.within(store.limit.shared(resolved.stall_timeout))
-    return _tell(lambda: _apply(store, where, plan, all_versions=all_versions, progress=progress), str(where), on_event)
+    return _apply(store, where, lambda: plan, resolved, progress, on_event)
+
+
+class _Step(NamedTuple):
+    name: str
+    """Name of the checkpoint."""
+    field: str
+    """Field of the report for its result."""
+    work: Callable[[Deleter], Any]
 
 
 def _apply(
-    store: Store, root: CheckpointURL, plan: Plan, *, all_versions: bool, progress: Progress | None
+    store: Store,
+    root: CheckpointURL,
+    make: Callable[[], Plan],
+    settings: Settings,
+    progress: Progress | None,
+    on_event: Listener | None,
 ) -> PruneReport:
-    deleter = Deleter(store, all_versions=all_versions)
-    if all_versions and not plan.empty and isinstance(store, Versioned):  # fails before anything is deleted
-        store.check_versions(root.key(""))
-    return _Application(root, plan, deleter, progress).run()
-
-
-def _tell(work: Callable[[], PruneReport], root: str, on_event: Listener | None) -> PruneReport:
-    """Count a prune in `dcp_s3.stats`, and emit its outcome."""
+    """Make a plan and carry it out, some checkpoints at a time. Counted in `dcp_s3.stats`; emits its outcome."""
     totals.add("prunes", runs=1)
     began = time.monotonic()
     try:
-        report = work()
-    except BaseException as error:
-        emit(PruneFailed(root=root, error=error), on_event)
-        raise
-    seconds = time.monotonic() - began
-    deleted, freed = len(report.deleted), report.size
-    emit(Pruned(root=root, deleted=deleted, freed_bytes=freed, seconds=seconds, ok=report.ok), on_event)
-    return report
-
-
-class _Application:
-    """One plan being applied, some checkpoints at a time."""
-
-    def __init__(self, root: CheckpointURL, plan: Plan, deleter: Deleter, progress: Progress | None) -> None:
-        self._root, self._plan, self._deleter = root, plan, deleter
-        self._progress = progress
-        self._counting = threading.Lock()
-        self._done = 0
+        plan = make()
         unfinished = [
             _Step(each.checkpoint, "finished",
                   partial(finish_deletion, url=root.child(each.checkpoint), deletion=each.deletion))
             for each in plan.unfinished
         ]  # fmt: skip
-        self._groups = (unfinished, self._steps())
-        self._count = sum(map(len, self._groups))
-
-    def _steps(self) -> list[_Step]:
-        """All but what finishes earlier deletions."""
-        plan, root, since = self._plan, self._root, self._plan.now - self._plan.grace
-        good = [info for info in plan.kept if info.committed and info.damage is None]
-        newest = root.child(max(good, key=age_order).name) if good else None  # from which a run would resume
-        steps, leftovers = [], defaultdict[str, list[LeftoverObject]](list)
-        for info in plan.deleted:
-            work: Callable[[Deleter], Any] = partial(delete_uncommitted, url=root.child(info.name), since=since)
-            if info.committed:
-                work = partial(
-                    Deleter.delete_committed, url=root.child(info.name), planned=info, since=since, newest=newest
-                )
-            steps.append(_Step(info.name, "deleted", work))
-        deleted = {step.name for step in steps}
-        for left in plan.leftovers:
-            if left.action == "delete" and left.leftover.checkpoint not in deleted:
-                leftovers[left.leftover.checkpoint].append(left.leftover)
-        for name, found in leftovers.items():
-            work = partial(delete_leftovers, url=root.child(name), planned=found, since=since)
-            steps.append(_Step(name, "leftovers", work))
-        steps += [
-            _Step(each.upload.checkpoint, "aborted", partial(_abort, upload=each.upload))
-            for each in plan.uploads
-            if each.action == "delete"
-        ]
-        for info in plan.kept:
-            if info.committed and info.deletion_id in info.deletions:  # it was given up
-                work = partial(withdraw_given_up, url=root.child(info.name), deletion=info.deletion_id)
-                steps.append(_Step(info.name, "", work))
-        if plan.boards:
-            steps.append(_Step(_BOARDS, "leftovers", partial(_delete_boards, boards=plan.boards)))
-        return steps
-
-    def run(self) -> PruneReport:
+        groups = unfinished, _steps(root, plan)
+        deleter, counting = Deleter(store.within(store.limit.shared(settings.stall_timeout))), threading.Lock()
         of: defaultdict[str, list[Any]] = defaultdict(list)
-        for group in self._groups:
-            for field, result in self._deleter.store.map(self._step, group):
+        done = 0
+
+        def take(store: Store, step: _Step) -> None:
+            nonlocal done
+            field, result = _take(deleter.on(store), root, step)
+            with counting:
+                done += 1
                 if getattr(result, "objects", 1):
                     of[field].append(result)
+                if progress is not None:
+                    progress(done, sum(map(len, groups)))
+
+        for group in groups:
+            deleter.store.map(take, group)
         fields = ("deleted", "finished", "leftovers", "aborted", "left_alone", "failures")
         results: dict[str, Any] = {field: tuple(sorted(of[field], key=_name)) for field in fields}
-        return PruneReport(str(self._root), self._plan, **results)
+        report = PruneReport(str(root), plan, **results)
+    except BaseException as error:
+        emit(PruneFailed(root=str(root), error=error), on_event)
+        raise
+    deleted, freed, seconds = len(report.deleted), report.size, time.monotonic() - began
+    emit(Pruned(root=str(root), deleted=deleted, freed_bytes=freed, seconds=seconds, ok=report.ok), on_event)
+    return report
 
-    def _step(self, store: Store, step: _Step) -> tuple[str, Any]:
-        """The report's field, and what goes in there."""
-        outcome: tuple[str, Any]
-        url = self._root.child(step.name)
-        try:
-            outcome = step.field, step.work(self._deleter.on(store))
-            if step.field == "deleted":
-                logger.info("deleted %s: %d objects, %d bytes", url, outcome[1].objects, outcome[1].size)
-        except LeftAloneError as error:
-            logger.info("%s is left alone: %s", url, error)
-            outcome = "left_alone", LeftAlone(step.name, str(error))
-        except errors.DcpS3Error as error:
-            if getattr(error, "setting", "") == STALL_SETTING:
-                raise  # the other checkpoints would wait as long
-            logger.warning("%s could not be pruned: %s", url, error)
-            outcome = "failures", PruneFailure(step.name, f"{type(error).__name__}: {error}")
-        with self._counting:
-            self._done += 1
-            if self._progress is not None:
-                self._progress(self._done, self._count)
-        return outcome
+
+def _steps(root: CheckpointURL, plan: Plan) -> list[_Step]:
+    """All but what finishes earlier deletions."""
+    since = plan.now - plan.grace
+    good = [info for info in plan.kept if info.committed and info.damage is None]
+    newest = root.child(max(good, key=age_order).name) if good else None  # from which a run would resume
+    steps, leftovers = [], defaultdict[str, list[LeftoverObject]](list)
+    for info in plan.deleted:
+        work: Callable[[Deleter], Any] = partial(delete_uncommitted, url=root.child(info.name), since=since)
+        if info.committed:
+            work = partial(
+                Deleter.delete_committed, url=root.child(info.name), planned=info, since=since, newest=newest
+            )
+        steps.append(_Step(info.name, "deleted", work))
+    deleted = {step.name for step in steps}
+    for left in plan.leftovers:
+        if left.checkpoint not in deleted:
+            leftovers[left.checkpoint].append(left)
+    for name, found in leftovers.items():
+        work = partial(delete_leftovers, url=root.child(name), planned=found, since=since)
+        steps.append(_Step(name, "leftovers", work))
+    steps += [_Step(each.checkpoint, "aborted", partial(_abort, upload=each)) for each in plan.uploads]
+    for info in plan.kept:
+        if info.committed and info.deletion_id in info.deletions:  # it was given up
+            work = partial(withdraw_given_up, url=root.child(info.name), deletion=info.deletion_id)
+            steps.append(_Step(info.name, "", work))
+    if plan.boards:
+        steps.append(_Step(_BOARDS, "leftovers", partial(_delete_boards, boards=plan.boards)))
+    return steps
+
+
+def _take(deleter: Deleter, root: CheckpointURL, step: _Step) -> tuple[str, Any]:
+    """The report's field, and what goes in there."""
+    url = root.child(step.name)
+    try:
+        result = step.work(deleter)
+    except LeftAloneError as error:
+        logger.info("%s is left alone: %s", url, error)
+        return "left_alone", NotDeleted(step.name, str(error))
+    except errors.DcpS3Error as error:
+        if getattr(error, "setting", "") == STALL_SETTING:
+            raise  # the other checkpoints would wait as long
+        logger.warning("%s could not be pruned: %s", url, error)
+        return "failures", NotDeleted(step.name, f"{type(error).__name__}: {error}")
+    if step.field == "deleted":
+        logger.info("deleted %s: %d objects, %d bytes", url, result.objects, result.size)
+    return step.field, result
 
 
 def _abort(deleter: Deleter, upload: OpenUpload) -> OpenUpload:
@@ -352,7 +319,7 @@ def _delete_boards(deleter: Deleter, boards: Sequence[ListedObject]) -> Deletion
     return Deletion(_BOARDS, len(gone), sum(each.size for each in gone))
 
 
-def _name(each: Deletion | OpenUpload | LeftAlone | PruneFailure) -> tuple[str, str]:
+def _name(each: Deletion | OpenUpload | NotDeleted) -> tuple[str, str]:
     return (each.key, each.upload_id) if isinstance(each, OpenUpload) else (each.name, "")
 
 
@@ -363,7 +330,6 @@ def remove(
     url: URLLike,
     *,
     force: bool = False,
-    all_versions: bool = False,
     dry_run: bool = False,
     settings: SettingsLike = None,
     store: Store | None = None,
@@ -376,7 +342,6 @@ def remove(
     Args:
         url: URL of the checkpoint.
         force: delete it even if it is pinned, being read, or being saved; the reader or the save then fails.
-        all_versions: see `prune`.
         dry_run: only look. The result says what would be deleted; an error says why it would be kept.
         settings: a `Settings`, or a mapping of those that differ from the environment.
 
@@ -388,48 +353,43 @@ def remove(
         StorageError: all or part of it is still there; `prune` or another `remove` finishes it.
     """
     where, resolved = parse_url(url), resolve_settings(settings)
-    store = store_of(where, resolved) if store is None else store
-    return _remove(Deleter(store, all_versions=all_versions, force=force, dry_run=dry_run), where, resolved)
-
-
-def _remove(deleter: Deleter, url: CheckpointURL, settings: Settings) -> Deletion:
-    root = CheckpointURL(url.bucket, url.prefix.rpartition("/")[0])
-    waiting = any(info.name == url.name for info in find_local(str(root), settings=settings))
-    now = list_directory(deleter.store, url, DELETION_PREFIX).now
-    since = math.inf if deleter.force else now - settings.retention_grace
+    root = CheckpointURL(where.bucket, where.prefix.rpartition("/")[0])
+    waits = [info.name for info in CheckpointCatalog(str(root), settings=resolved, store=store).local()]
+    deleter = Deleter(store_of(where, resolved) if store is None else store, force=force, dry_run=dry_run)
+    now = list_directory(deleter.store, where, DELETION_PREFIX).now
+    since = math.inf if force else now - resolved.retention_grace
     uploads = [
         each
-        for each in deleter.store.uploads(url.key(""))
-        if (upload := open_upload(root, each)) is not None and upload.checkpoint == url.name
+        for each in deleter.store.uploads(where.key(""))
+        if (upload := open_upload(root, each)) is not None and upload.checkpoint == where.name
     ]
-    info = inspect_checkpoint(deleter.store, url)
-    if info is None and not uploads:
-        raise not_found_error(url, "nothing of a checkpoint")
-    why = "its commit waits in this host's spill directory" if waiting else None
+    found = inspect(deleter.store, where)
+    if found is None and not uploads:
+        raise not_found_error(where, "nothing of a checkpoint")
+    why = "its commit waits in this host's spill directory" if where.name in waits else None
     if any(each.initiated_at > since for each in uploads):
         why = "a save is in progress: an upload was begun within the grace period"
-    if info is not None and info.leased_until is not None:
-        why = "a reader has a lease" if now < info.leased_until + LEASE_MARGIN else why
-    if info is not None and info.pinned:
-        why = f"it is pinned ({info.pin_reason})" if info.pin_reason else "it is pinned"
-    if why is not None and not deleter.force:
-        raise _protected(url, why)
-    if deleter.dry_run:  # do not finish what others have begun either
-        uploads, info = [], None if info is None else replace(info, deletions=())
+    if found is not None:
+        reason = found.info.pin_reason
+        why = f"it is pinned ({reason})" if reason else found.directory.protection or why
+    if why is not None and not force:
+        raise _protected(where, why)
     done = []
     try:
-        if info is not None:
+        if found is not None:
+            info = found.info
             begun = [each for each in info.deletions if not info.committed or each != info.deletion_id]
-            done = [finish_deletion(deleter, url, each) for each in begun]
+            if not dry_run:
+                done = [finish_deletion(deleter, where, each) for each in begun]
             if info.committed:
-                done.append(deleter.delete_committed(url, info, since=since))
+                done.append(deleter.delete_committed(where, info, since=since))
             else:
-                done.append(delete_uncommitted(deleter, url, since=since))
+                done.append(delete_uncommitted(deleter, where, since=since))
     except LeftAloneError as error:
-        raise _protected(url, str(error)) from None
-    for each in uploads:
+        raise _protected(where, str(error)) from None
+    for each in () if dry_run else uploads:
         deleter.store.abort(each)
-    return Deletion(url.name, sum(each.objects for each in done), sum(each.size for each in done))
+    return Deletion(where.name, sum(each.objects for each in done), sum(each.size for each in done))
 
 
 def _protected(url: CheckpointURL, why: str) -> errors.CheckpointProtectedError:

@@ -7,7 +7,7 @@ from typing import Any
 
 from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.checkpoint.info import CheckpointInfo
-from dcp_s3.checkpoint.look import find_manifest, inspect
+from dcp_s3.checkpoint.look import inspect
 from dcp_s3.checkpoint.stored_metadata import check_metadata, not_found_error
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import metadata_object
@@ -15,7 +15,7 @@ from dcp_s3.format.saved_entries import SavedEntry, needed_objects, saved_entrie
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import Store
-from dcp_s3.url import CheckpointURL, URLLike, parse_url
+from dcp_s3.url import URLLike, parse_url
 
 
 @dataclass(frozen=True)
@@ -54,21 +54,16 @@ class CheckpointDetails:
         return asdict(self)
 
 
-def describe(url: URLLike, *, settings: SettingsLike = None) -> CheckpointDetails:
-    """Look at the checkpoint at ``url``: its listing, manifests and metadata, no data."""
-    where = parse_url(url)
-    return describe_on(store_of(where, resolve_settings(settings)), where)
-
-
-def describe_on(store: Store, url: CheckpointURL) -> CheckpointDetails:
-    """`describe` for a checkpoint on a store."""
+def describe(where: URLLike, *, settings: SettingsLike = None, store: Store | None = None) -> CheckpointDetails:
+    """Look at the checkpoint at a URL: its listing, manifests and metadata, no data."""
+    url = parse_url(where)
+    store = store_of(url, resolve_settings(settings)) if store is None else store
     looked = inspect(store, url, whole=True)
     if looked is None:
         raise not_found_error(url, "nothing of a checkpoint")
     directory = looked.directory
     ranks = directory.committing
-    found = store.map(lambda store, rank: find_manifest(store, url, directory, rank), ranks)
-    manifests = [manifest for manifest in found if manifest is not None]
+    manifests = list(looked.manifests.values())
     commits = store.map(lambda store, rank: store.get(url.key(metadata_object(rank))), ranks)
     metadata = [check_metadata(stored, url, rank) for rank, stored in zip(ranks, commits, strict=True)]
     needed: set[str] = set()

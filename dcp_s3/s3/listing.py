@@ -6,7 +6,7 @@ Deletions go in batches, and only while the objects have the expected ETag.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -147,12 +147,6 @@ def versions(bucket: Bucket, prefix: str) -> list[StoredVersion]:
     ]
 
 
-def check_versions(bucket: Bucket, prefix: str) -> None:
-    """Ask for one version, to see whether the store answers."""
-    if not is_directory_bucket(bucket.name):
-        bucket.request("ListObjectVersions", prefix, {"Prefix": prefix, "MaxKeys": 1})
-
-
 # --- deletion --------------------------------------------------------------------------------------
 
 
@@ -264,20 +258,3 @@ def _delete_one(bucket: Bucket, target: DeleteTarget, *, refused: bool = False, 
     except errors.ObjectNotFoundError:
         pass
     return True
-
-
-def old_versions(
-    versions: Sequence[StoredVersion], first: Collection[str], keys: Collection[str]
-) -> list[list[DeleteTarget]]:
-    """The versions of ``first`` and ``keys`` to delete permanently, in steps to be done in order. Pure.
-
-    Delete markers go last: without its marker, an object that is still there would reappear. A current version that
-    is not a marker was written since, and stays.
-    """
-    old = [each for each in versions if not each.is_current and not each.is_marker]
-    steps = [
-        [each for each in old if each.key in first],
-        [each for each in old if each.key in keys and each.key not in first],
-        [each for each in versions if each.is_marker and (each.key in keys or each.key in first)],
-    ]
-    return [[DeleteTarget(each.key, version_id=each.version_id) for each in step] for step in steps if step]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from dcp_s3.limit import UNLIMITED, Limit
@@ -81,13 +81,6 @@ class S3Store(Bucket, Store):
 
     def abort(self, upload: Upload) -> None:
         multipart.abort(self, upload.key, upload.upload_id)
-
-    def check_versions(self, prefix: str) -> None:
-        listing.check_versions(self, prefix)
-
-    def purge(self, prefix: str, first: Collection[str], keys: Collection[str]) -> None:
-        for step in listing.old_versions(listing.versions(self, prefix), first, keys):
-            self.delete(step)
 
 
 def store_of(url: CheckpointURL, settings: Settings, limit: Limit = UNLIMITED) -> S3Store:

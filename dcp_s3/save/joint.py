@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.attachments import check_distinct, copy_after_commit, copy_before_commit
+from dcp_s3.checkpoint.attachments import check_distinct
 from dcp_s3.checkpoint.commit import Commit, delete_quietly, versions
-from dcp_s3.checkpoint.commit_state import SaveIdentity, find_previous, save_id_in
+from dcp_s3.checkpoint.commit_state import SaveIdentity, find_previous, find_save_id
 from dcp_s3.checkpoint.readback import check_readable
 from dcp_s3.coordination import protocol, values
 from dcp_s3.coordination.driving import Driver
@@ -26,7 +26,7 @@ from dcp_s3.coordination.ownership import OwnedItem, Replicas, find_owners, look
 from dcp_s3.coordination.processes import CountedSave, make_member
 from dcp_s3.coordination.values import NONCE_DIGITS, OPEN, Claim, Intent, Join, Key, Merged, Write
 from dcp_s3.failures import name_ranks
-from dcp_s3.format.control_files import Manifest, attachments_of
+from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import joint_object, manifest_object, new_nonce
 from dcp_s3.format.part import Part, WrittenItem, digest_of, encode, item_hash
 from dcp_s3.process import collector_paused
@@ -125,7 +125,7 @@ class JointSave(Save):
         """Whether the save is committed, and was not replaced since. A CheckpointError if it is no longer there."""
         identity = SaveIdentity(self.url, self.save_id)
         try:
-            found = save_id_in(self._s3, identity, self._s3.head(identity.metadata_key))
+            found = find_save_id(self._s3, identity)
         except errors.ObjectNotFoundError:
             found = None
         if found is not None and found[:NONCE_DIGITS] == self._nonce:
@@ -204,8 +204,6 @@ class JointSave(Save):
         self._replaced = find_previous(store, identity).keys if self._options.overwrite else frozenset()
         store.put(identity.url.key(Key("merged", identity.save_id).path), merged.metadata)
         store.put(identity.manifest_key, manifest.to_json())
-        if not claim.replaces:
-            copy_before_commit(store, self.url, merged.objects)
         return Merged(identity.save_id, merged.metadata)
 
     def clean(self, claim: Claim) -> None:
@@ -213,18 +211,15 @@ class JointSave(Save):
         store = self._s3.within(self._store().limit.for_cleanup())
         identity = SaveIdentity(self.url, claim.save_id)
         try:
-            if save_id_in(store, identity, store.head(identity.metadata_key)) != claim.save_id:
+            if find_save_id(store, identity) != claim.save_id:
                 return
             listed = store.list(self.url.key(joint_object(claim.nonce, ""))).objects
             objects = Manifest.from_json(store.get(identity.manifest_key).data).objects
         except (errors.StorageError, errors.CheckpointError, ValueError) as error:
             logger.warning("what the save to %s does not need any more is left for pruning: %s", self.url, error)
             return
-        commit = Commit(identity, b"", b"", objects)
-        kept = commit.keys | {self.url.key(name) for name in attachments_of(objects)}
+        kept = Commit(identity, b"", b"", objects).keys
         delete_quietly(store, {each.key for each in listed} | (self._replaced - kept), "of a save without collectives")
-        if claim.replaces:
-            copy_after_commit(store, self.url, attachments_of(objects).values())
 
     # --- internal -----------------------------------------------------------------------------------
 
@@ -314,7 +309,7 @@ class JointSave(Save):
         self._was_committed = True
         try:
             identity = SaveIdentity(self.url, "")
-            self.save_id = save_id_in(self._s3, identity, self._s3.head(identity.metadata_key)) or ""
+            self.save_id = find_save_id(self._s3, identity) or ""
             if self._rank != 0:
                 return
             manifest = Manifest.from_json(self._s3.get(self.url.key(manifest_object(self.save_id))).data)

@@ -102,13 +102,9 @@ def _at_exit() -> None:
     stores = [running.store for running in _running.values()]
     stop_draining()
     for store in stores:
-        left = len(store.scan())
-        if left:
-            logger.warning(
-                "%d spilled saves are left in %s: `dcp-s3 drain` or the next training process uploads them",
-                left,
-                store.path,
-            )
+        if left := len(store.scan()):
+            what = "%d spilled saves are left in %s: `dcp-s3 drain` or the next training process uploads them"
+            logger.warning(what, left, store.path)
 
 
 def _why_waiting(store: SpillStore, save: SpilledSave) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import replace
 from types import TracebackType
 
-from dcp_s3.checksum import combine_crc64nvme, crc_hex
+from dcp_s3.checksum import crc_hex
 from dcp_s3.errors import SpillError, TransferError
 from dcp_s3.events import Listener, Spilled, emit
 from dcp_s3.failures import without_tracebacks
@@ -20,7 +19,7 @@ from dcp_s3.memory import Piece
 from dcp_s3.s3.parts import choose_part_size
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.spill.journal import SpilledObject, file_name
-from dcp_s3.spill.store import SaveWriter, as_spill_error
+from dcp_s3.spill.store import SaveWriter
 from dcp_s3.store import Batch, StreamedObject
 from dcp_s3.units import format_size
 from dcp_s3.url import parse_url
@@ -100,7 +99,7 @@ class SpillingBatch(Batch):
     def _close_disk(self) -> None:
         if self._uploader.unclean and not (self._is_sealed or self._is_withdrawn):
             for spilled in self._objects.values():
-                self._writer.drop_file(spilled.file)
+                (self._writer.save.path / spilled.file).unlink(missing_ok=True)
             self._writer.close()  # as if this process had died: the drain cleans up
         else:
             self._writer.__exit__()
@@ -121,65 +120,46 @@ class SpillingBatch(Batch):
         self._uploader.stop()
 
     def put_stream(self, key: str, size: int, pieces: Iterable[Piece]) -> StreamedObject:
-        if self._refusal is not None:
-            return self._put_after(self._refusal, key, size, pieces)
-        if self._local:
-            reason = "DCP_S3_DURABILITY=local"
-        else:
-            outcome = self._try_upload(key, size, pieces)
-            if isinstance(outcome, StreamedObject):
-                return outcome
-            reason = str(outcome)
-        try:
-            return self._spill(key, size, pieces, reason)
-        except SpillError as error:
-            if self._local:
-                logger.warning("an object goes straight to S3: %s", error)
-            else:
+        refusal, reason = self._refusal, "DCP_S3_DURABILITY=local"
+        if refusal is None:
+            if not self._local:
+                try:
+                    return self._uploader.put_stream(key, size, pieces)
+                except TransferError as error:
+                    if self.cancel.is_set():
+                        raise
+                    without_tracebacks(error)  # they hold the state that is being saved
+                    reason = str(error)
+            try:
+                return self._spill(key, size, pieces, reason)
+            except SpillError as error:
                 logger.warning("an object goes to S3, however long that takes: %s; %s", reason, error)
-            return self._put_after(error, key, size, pieces)
-
-    def _try_upload(self, key: str, size: int, pieces: Iterable[Piece]) -> StreamedObject | TransferError:
-        """Upload, or return why S3 refused. The error has no traceback, which would hold the state being saved."""
-        try:
-            return self._uploader.put_stream(key, size, pieces)
-        except TransferError as error:
-            if self.cancel.is_set():
-                raise
-            without_tracebacks(error)
-            return error
-
-    def _put_after(self, spill: SpillError, key: str, size: int, pieces: Iterable[Piece]) -> StreamedObject:
-        """Upload what the disk does not take, however slow S3 is; go on with an upload that failed."""
+                refusal = error
+        # However slow S3 is; what an upload that failed has sent is not sent again.
         try:
             return self._uploader.put_stream(key, size, pieces, last_resort=True)
-        except TransferError as refusal:
-            raise refused_by_both(refusal, spill) from refusal
+        except TransferError as error:
+            raise refused_by_both(error, refusal) from error
 
     def _spill(self, key: str, size: int, pieces: Iterable[Piece], reason: str) -> StreamedObject:
         part_size = choose_part_size(size, self._uploader.part_size)
         name = file_name(self._journal.keys.index(key))
-        file = ObjectFile(self._writer, name, size)
-        try:
-            for piece in pieces:
-                self._check_cancelled()
-                file.write(piece)
-            self._check_cancelled()
-            crc = file.finish()
-        except BaseException:
-            file.abort()
-            raise
+        crc, size = self._writer.write_object(name, size, self._until_cancelled(pieces))
         url, checksums = self._journal.url, self._settings.checksum != "none"
         path = key.removeprefix(parse_url(url).key(""))
-        entry = ObjectEntry(path, file.size, crc_hex(crc) if checksums else None)
+        entry = ObjectEntry(path, size, crc_hex(crc) if checksums else None)
         with self._lock:
             self._objects[key] = SpilledObject(entry, name, part_size, crc_hex(crc))
-        emit(Spilled(url=url, path=path, bytes=file.size, local=self._local, reason=reason), self._on_event)
+        emit(Spilled(url=url, path=path, bytes=size, local=self._local, reason=reason), self._on_event)
         log = logger.info if self._local else logger.warning
-        log("spilled %s (%s) to %s: %s", path, format_size(file.size), self._writer.directory, reason)
-        return StreamedObject(file.size, crc if checksums else None, spilled=True)
+        log("spilled %s (%s) to %s: %s", path, format_size(size), self._writer.save.path, reason)
+        return StreamedObject(size, crc if checksums else None, spilled=True)
 
-    def _check_cancelled(self) -> None:
+    def _until_cancelled(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
+            if self.cancel.is_set():
+                raise Cancelled
+            yield piece
         if self.cancel.is_set():
             raise Cancelled
 
@@ -201,37 +181,3 @@ class SpillingBatch(Batch):
             self._objects.clear()
             self._is_withdrawn = True
         return again
-
-
-class ObjectFile:
-    """Writes one object to a file, front to back."""
-
-    def __init__(self, writer: SaveWriter, name: str, estimated_size: int) -> None:
-        self.size = 0
-        self._writer = writer
-        self._name = name
-        self._crcs: list[tuple[int, int]] = []
-        self._fd = writer.open_file(name, estimated_size)
-
-    def write(self, piece: Piece) -> None:
-        view = piece.view
-        assert view is not None  # noqa: S101 - a piece has its view until it is written
-        self._crcs.append((piece.checksum(), piece.size))
-        with as_spill_error(self._writer.directory, f"write {format_size(piece.size)}"):
-            start = 0
-            while start < piece.size:
-                start += os.pwrite(self._fd, view[start:], self.size + start)
-        self.size += piece.size
-        piece.view = None
-
-    def finish(self) -> int:
-        """Flush the file; returns the CRC-64 of its bytes."""
-        with as_spill_error(self._writer.directory, "flush a file"):
-            os.ftruncate(self._fd, self.size)
-            os.fsync(self._fd)
-        os.close(self._fd)
-        return combine_crc64nvme(self._crcs)
-
-    def abort(self) -> None:
-        os.close(self._fd)
-        self._writer.drop_file(self._name)

@@ -7,7 +7,6 @@ This needs neither the processes that saved nor their collectives. Whoever drain
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import mmap
 import os
@@ -38,9 +37,8 @@ from dcp_s3.memory import Piece
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, stored_settings
 from dcp_s3.spill.journal import SpilledCommit, SpilledObject, State
-from dcp_s3.spill.local import ReadCache
-from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore, crc_of_file, read_blocks
-from dcp_s3.store import ObjectHead, Store
+from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore, crc_of_file
+from dcp_s3.store import Store
 from dcp_s3.units import format_seconds, format_size
 from dcp_s3.url import CheckpointURL, parse_url
 
@@ -94,8 +92,11 @@ class Drainer:
             if not alone:
                 report.busy = True
                 return report
-            report.refused = {save.path.name: save.reason for save in self._spill_store.tidy()}
-            report.waiting = {save.path.name: save.reason for save in self._spill_store.list_unreadable()}
+            self._spill_store.tidy()
+            for broken in self._spill_store.list_broken():
+                if broken.is_final:
+                    self._spill_store.refuse(broken.path, broken.reason)
+                (report.refused if broken.is_final else report.waiting)[broken.path.name] = broken.reason
             saves = self._spill_store.scan()
             # Data first: commits wait for it.
             for save in sorted(saves, key=lambda save: save.journal.commit is not None):
@@ -110,8 +111,7 @@ class Drainer:
             url = parse_url(save.journal.url)
             if strange := [key for key in save.journal.keys if not key.startswith(url.key(""))]:
                 raise DamagedFileError(f"its journal names {strange[0]!r}, which is not below {url}")
-            settings = _settings_of(save)
-            store = self._store or store_of(url, settings, Limit(patience=self._patience))
+            store = self._store or store_of(url, _settings_of(save), Limit(patience=self._patience))
             if save.journal.state is State.WRITING:
                 if save.is_being_written():
                     report.waiting[save.name] = "it is being written"
@@ -124,7 +124,7 @@ class Drainer:
             elif save.journal.commit is not None:
                 self._commit(save, save.journal.commit, url, store, report)
             else:
-                self._upload(save, url, store, settings.spill_keep, report)
+                self._upload(save, url, store, report)
         except (DamagedFileError, errors.CheckpointExistsError, errors.InvalidURLError) as error:
             report.refused[save.name] = str(error)
             self._spill_store.refuse(save.path, str(error))
@@ -144,9 +144,7 @@ class Drainer:
         report.discarded.append(save.name)
         logger.warning("gave up %s of %s: its process died before the save was done", save.name, save.journal.url)
 
-    def _upload(
-        self, save: SpilledSave, url: CheckpointURL, store: Store, keep: int | None, report: DrainReport
-    ) -> None:
+    def _upload(self, save: SpilledSave, url: CheckpointURL, store: Store, report: DrainReport) -> None:
         started, size = time.monotonic(), save.journal.size
         for spilled in save.journal.objects:
             if self._stop.is_set():
@@ -156,10 +154,7 @@ class Drainer:
             _upload_file(store, url.key(spilled.entry.path), path, spilled, self._on_progress)
             # The file is removed before the journal is updated: on a full disk that makes room for the journal. If this
             # process dies in between, the next one finds the object on S3.
-            if keep:
-                ReadCache(self._spill_store, keep).keep(path, save.journal.url, spilled)
-            else:
-                path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             save.update(save.journal.without(spilled.file))
             report.uploaded += spilled.entry.size
         _abort_uploads(save, store)  # uploads whose ids were lost, or whose abort failed
@@ -212,71 +207,47 @@ def _upload_file(
         DamagedFileError: the file is gone or has changed. Nothing was uploaded.
         StorageError: S3 refuses the request.
     """
-    size = spilled.entry.size
-    stored: ObjectHead | None = None
+    size, part_size = spilled.entry.size, spilled.part_size
+    crc: str | None = None
+    is_there = False
     with contextlib.suppress(errors.ObjectNotFoundError):
-        found = store.head(key, checksum=True)
-        stored = found if found.size == size else None
+        stored = store.head(key, checksum=True)
+        is_there, crc = stored.size == size, stored.crc64nvme
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        if stored is None:
+        if not is_there:
             raise DamagedFileError(f"{path.name} is gone") from None
         on_progress(size)  # uploaded by a drain that died before it could update the journal
         return
-    try:
-        _check(fd, path, spilled)
-        if stored is not None and _is_same(stored, fd, spilled):
+    with os.fdopen(fd, "rb") as file:
+        found, length = crc_of_file(fd)
+        if length != size:
+            raise DamagedFileError(f"{path.name} has {length} bytes, expected {size}")
+        if crc_hex(found) != spilled.crc64nvme:
+            raise DamagedFileError(
+                f"{path.name} has CRC-64 {crc_hex(found)}, expected {spilled.crc64nvme}: the disk damaged it"
+            )
+        # S3 may have carried out a request of the save before it spilled, and pickling the same value twice may give
+        # different bytes.
+        if is_there and crc == spilled.crc64nvme:
             on_progress(size)
-        else:
-            _upload(store, key, spilled, fd, on_progress)
-    finally:
-        os.close(fd)
+            return
+        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
+        view = memoryview(mapped)
 
+        def parts() -> Iterator[Piece]:
+            for start in range(0, size, part_size):
+                yield Piece.of(view[start : start + part_size])
+                on_progress(min(part_size, size - start))
 
-def _is_same(stored: ObjectHead, fd: int, spilled: SpilledObject) -> bool:
-    """Whether an object on S3 has the same bytes as the file.
-
-    S3 may have carried out a request of the save before it spilled, and pickling the same value twice may give
-    different bytes.
-    """
-    if stored.crc64nvme is not None:
-        return stored.crc64nvme == spilled.crc64nvme
-    digests = [hashlib.md5(block, usedforsecurity=False) for block in read_blocks(fd, spilled.part_size)]
-    etag = stored.etag.strip('"')
-    if "-" in etag:  # of a multipart upload: the digest of the parts' digests
-        joined = hashlib.md5(b"".join(each.digest() for each in digests), usedforsecurity=False)
-        return bool(etag == f"{joined.hexdigest()}-{len(digests)}")
-    return len(digests) == 1 and bool(etag == digests[0].hexdigest())
-
-
-def _check(fd: int, path: Path, spilled: SpilledObject) -> None:
-    crc, size = crc_of_file(fd)
-    if size != spilled.entry.size:
-        raise DamagedFileError(f"{path.name} has {size} bytes, expected {spilled.entry.size}")
-    if crc_hex(crc) != spilled.crc64nvme:
-        raise DamagedFileError(
-            f"{path.name} has CRC-64 {crc_hex(crc)}, expected {spilled.crc64nvme}: the disk damaged it"
-        )
-
-
-def _upload(store: Store, key: str, spilled: SpilledObject, fd: int, on_progress: Callable[[int], None]) -> None:
-    size, part_size = spilled.entry.size, spilled.part_size
-    mapped = mmap.mmap(fd, size, access=mmap.ACCESS_READ) if size else b""
-    view = memoryview(mapped)
-
-    def parts() -> Iterator[Piece]:
-        for start in range(0, size, part_size):
-            yield Piece.of(view[start : start + part_size])
-            on_progress(min(part_size, size - start))
-
-    try:
-        store.put_stream(key, size, parts(), part_size=part_size, resume=True)
-    finally:
-        with contextlib.suppress(BufferError):  # a view of it is still held: it is unmapped with that
-            view.release()
-            if isinstance(mapped, mmap.mmap):
-                mapped.close()
+        try:
+            store.put_stream(key, size, parts(), part_size=part_size, resume=True)
+        finally:
+            with contextlib.suppress(BufferError):  # a view of it is still held: it is unmapped with that
+                view.release()
+                if isinstance(mapped, mmap.mmap):
+                    mapped.close()
 
 
 def commit_if_complete(

@@ -6,7 +6,7 @@ import copy
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from dcp_s3.checkpoint.commit import Commit, Committer
@@ -25,7 +25,7 @@ from dcp_s3.failures import without_tracebacks
 from dcp_s3.limit import Limit
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader
-from dcp_s3.settings import Settings
+from dcp_s3.settings import Settings, values_to_store
 from dcp_s3.spill.background import drain_in_background, wait_until_drained
 from dcp_s3.spill.batch import SpillingBatch, refused_by_both
 from dcp_s3.spill.drain import commit_if_complete
@@ -53,14 +53,7 @@ def open_for_save(
     if disk is None:
         return s3, Committer(identity, beginning, overwrite=overwrite)
     store = SpillingStore(s3, disk, str(identity.url), identity.save_id, rank, on_event)
-    return store, SpillingCommitter(store, disk, s3.settings, identity, beginning, overwrite=overwrite)
-
-
-@dataclass
-class _Patience:
-    """Shared by a store and those that `within` makes of it."""
-
-    seconds: float | None
+    return store, SpillingCommitter(store, identity, beginning, overwrite=overwrite)
 
 
 class SpillingStore(StoreWrapper):
@@ -68,7 +61,7 @@ class SpillingStore(StoreWrapper):
 
     Args:
         s3: store that counts.
-        disk: spill directory, from which a drain uploads.
+        disk: spill directory of this save alone, from which a drain uploads.
         url, save_id, rank: what the save is, for the journal.
         on_event: gets the events.
     """
@@ -76,9 +69,9 @@ class SpillingStore(StoreWrapper):
     def __init__(
         self, s3: S3Store, disk: SpillStore, url: str, save_id: str, rank: int, on_event: Listener | None = None
     ) -> None:
-        self._s3, self._disk, self._on_event = s3, disk, on_event
+        self._s3, self.disk, self._on_event = s3, disk, on_event
         self._url, self._save_id, self._rank = url, save_id, rank
-        self._patience = _Patience(s3.settings.spill_after)
+        self.settings = s3.settings
         super().__init__(s3)
         self._bound(s3.limit)
 
@@ -91,44 +84,34 @@ class SpillingStore(StoreWrapper):
         return other
 
     def _bound(self, limit: Limit) -> None:
-        # What S3 does not take goes to disk: find out soon.
-        patience = self._patience.seconds
-        limit = replace(limit, patience=patience).within(patience)
-        self.store = self._bounded = self._s3.within(limit)
-        self.limit = limit
+        # What S3 does not take goes to disk: find out soon. If the disk takes nothing, S3 may be slow.
+        patience = None if self.disk.takes_nothing else self.settings.spill_after
+        self.limit = replace(limit, patience=patience).within(patience)
+        self.store = self._bounded = self._s3.within(self.limit)
 
     def give_up_disk(self) -> SpillingStore:
-        """The store from now on: the disk takes nothing, so S3 may be slow."""
-        self._patience.seconds = None
+        """The store from now on: the disk takes nothing."""
+        self.disk.takes_nothing = True
         return self.within(self.limit.without_patience())
 
     def drain(self) -> None:
         """Drain the disk in the background."""
-        drain_in_background(self._disk, patience=self._s3.settings.spill_after)
+        drain_in_background(self.disk, patience=self.settings.spill_after)
 
     def batch(self, *, total: int, ranks: int = 1, keys: Sequence[str] = ()) -> Batch:
-        settings = self._s3.settings
-        journal = Journal(self._url, self._save_id, time.time(), settings.model_dump(), keys=tuple(keys))
+        settings = values_to_store(self.settings)
+        journal = Journal(self._url, self._save_id, time.time(), settings, keys=tuple(keys))
         uploader = Uploader.planned(self._bounded, total=total, ranks=ranks, isolated=True)
-        writer = self._disk.begin(journal, str(self._rank))
+        writer = self.disk.begin(journal, str(self._rank))
         return SpillingBatch(uploader, writer, self.give_up_disk, self.drain, self._on_event)
 
 
 class SpillingCommitter(Committer):
     """Commits at once if all objects are on S3; otherwise the commit goes to the disk, from where the drain commits."""
 
-    def __init__(
-        self,
-        store: SpillingStore,
-        disk: SpillStore,
-        settings: Settings,
-        identity: SaveIdentity,
-        beginning: Beginning,
-        *,
-        overwrite: bool,
-    ) -> None:
+    def __init__(self, store: SpillingStore, identity: SaveIdentity, beginning: Beginning, *, overwrite: bool) -> None:
         super().__init__(identity, beginning, overwrite=overwrite)
-        self._settings, self._disk, self._drain = settings, disk, store.drain
+        self._disk, self._settings, self._drain = store.disk, store.settings, store.drain
         self._unseen = False
 
     def begin(self) -> None:
@@ -218,20 +201,9 @@ def spill_commit(
 ) -> SpilledSave:
     """Put a commit on disk. The drain writes it to S3 when all objects are there."""
     identity = commit.identity
-    journal = Journal(
-        str(identity.url),
-        identity.save_id,
-        created_at,
-        settings.model_dump(),
-        commit=SpilledCommit(
-            MANIFEST,
-            METADATA,
-            commit.objects,
-            overwrite,
-            identity.rank,
-            {MANIFEST: crc_hex(crc64nvme(commit.manifest)), METADATA: crc_hex(crc64nvme(commit.metadata))},
-        ),
-    )
+    checksums = {MANIFEST: crc_hex(crc64nvme(commit.manifest)), METADATA: crc_hex(crc64nvme(commit.metadata))}
+    spilled = SpilledCommit(MANIFEST, METADATA, commit.objects, overwrite, identity.rank, checksums)
+    journal = Journal(str(identity.url), identity.save_id, created_at, values_to_store(settings), commit=spilled)
     with disk.begin(journal, "commit") as writer:
         writer.write_file(MANIFEST, commit.manifest)
         writer.write_file(METADATA, commit.metadata)

@@ -6,7 +6,6 @@
         saves/{time}-{save_id}-{rank or commit}-{random}/    journal, object files
         new/...                                 the same, before it has its first journal
         refused/...                             cannot be drained: kept for a person, with the reason in a file
-        cache/...                               objects that are on S3, kept for loads
         drainer.lock                            held by the process that drains
 
 Each change of a journal is written to a new file, which is flushed and renamed over the old one; then the directory is
@@ -23,12 +22,13 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.errors import SpillError
+from dcp_s3.memory import Piece
 from dcp_s3.settings import Settings
 from dcp_s3.spill.journal import Journal, JournalError, SpilledCommit, State
 from dcp_s3.stores.directory import flush_directory
@@ -149,10 +149,6 @@ class SaveWriter:
             (self.save.path / _WRITER_LOCK).unlink(missing_ok=True)
         self.close()
 
-    @property
-    def directory(self) -> Path:
-        return self._store.path
-
     def close(self) -> None:
         if self._lock >= 0:
             unlock(self._lock)
@@ -162,20 +158,37 @@ class SaveWriter:
         with as_spill_error(self._store.path, f"write {format_size(len(data))}"):
             write_durably(self.save.path / name, data)
 
-    def open_file(self, name: str, size: int) -> int:
-        """A file descriptor for a new file, with room for ``size`` bytes reserved."""
-        with as_spill_error(self._store.path, f"reserve {format_size(size)}"), self._store.reservation(size):
-            fd = os.open(self.save.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
+    def write_object(self, name: str, size: int, pieces: Iterable[Piece]) -> tuple[int, int]:
+        """Write an object's pieces to a file, and flush it. ``size`` is an estimate. Returns CRC-64 and bytes. The file
+        is removed if anything fails, the pieces included."""
+        path, where, offset = self.save.path / name, self._store.path, 0
+        crcs: list[tuple[int, int]] = []
+        fd = -1
+        try:
+            with as_spill_error(where, f"reserve {format_size(size)}"), self._store.reservation(size):
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 os.posix_fallocate(fd, 0, max(size, 1))
-            except BaseException:
+            for piece in pieces:
+                view = piece.view
+                assert view is not None  # noqa: S101 - a piece has its view until it is written
+                crcs.append((piece.checksum(), piece.size))
+                with as_spill_error(where, f"write {format_size(piece.size)}"):
+                    start = 0
+                    while start < piece.size:
+                        start += os.pwrite(fd, view[start:], offset + start)
+                offset += piece.size
+                piece.view = None
+            with as_spill_error(where, "flush a file"):
+                os.ftruncate(fd, offset)
+                os.fsync(fd)
+        except BaseException:
+            if fd >= 0:
+                path.unlink(missing_ok=True)
+            raise
+        finally:
+            if fd >= 0:
                 os.close(fd)
-                (self.save.path / name).unlink(missing_ok=True)
-                raise
-            return fd
-
-    def drop_file(self, name: str) -> None:
-        (self.save.path / name).unlink(missing_ok=True)
+        return combine_crc64nvme(crcs), offset
 
     def seal(self, journal: Journal) -> None:
         """Make the save durable. Every file was flushed before; from here on the drain takes over."""
@@ -190,6 +203,8 @@ class RefusedSave:
 
     path: Path
     reason: str
+    is_final: bool = True
+    """False: it may be drained later. There were too many open files, a disk error, no permission."""
 
 
 class SpillStore:
@@ -200,6 +215,8 @@ class SpillStore:
         self.limit = limit
         self.saves = self.path / "saves"
         self.refused = self.path / "refused"
+        self.takes_nothing = False
+        """Set by a save that could not write there, for itself."""
 
     def make(self) -> None:
         """Make the directory, for its owner only, if it is missing. One that is there stays as it is."""
@@ -214,14 +231,15 @@ class SpillStore:
         """The saves, oldest first, without damaged and unreadable ones."""
         return [SpilledSave(path, found) for path, found in self._read() if isinstance(found, Journal)]
 
-    def list_damaged(self) -> list[RefusedSave]:
-        broken = [(path, found) for path, found in self._read() if isinstance(found, JournalError)]
-        return [RefusedSave(path, f"the journal is damaged: {error}") for path, error in broken]
-
-    def list_unreadable(self) -> list[RefusedSave]:
-        """Saves that may be read later: there were too many open files, a disk error, no permission."""
-        broken = [(path, found) for path, found in self._read() if isinstance(found, OSError)]
-        return [RefusedSave(path, f"the journal cannot be read: {error}") for path, error in broken]
+    def list_broken(self) -> list[RefusedSave]:
+        """The saves whose journals are damaged, or cannot be read now."""
+        found = []
+        for path, error in self._read():
+            if isinstance(error, JournalError):
+                found.append(RefusedSave(path, f"the journal is damaged: {error}"))
+            elif isinstance(error, OSError):
+                found.append(RefusedSave(path, f"the journal cannot be read: {error}", is_final=False))
+        return found
 
     def _read(self) -> Iterator[tuple[Path, Journal | JournalError | OSError]]:
         for path in self._directories():
@@ -232,9 +250,9 @@ class SpillStore:
             except (OSError, JournalError) as error:
                 yield path, error
 
-    def tidy(self) -> list[RefusedSave]:
-        """Remove remains of saves whose process died while making or removing them, and set damaged ones aside, which
-        are returned. For the drain."""
+    def tidy(self) -> None:
+        """Remove remains of saves whose process died while making or removing them. For the drain."""
+        shutil.rmtree(self.path / "cache", ignore_errors=True)  # earlier versions kept what they had uploaded
         with contextlib.suppress(OSError):
             for path in (self.path / "new").iterdir():
                 if path.stat().st_mtime < time.time() - _OLD:
@@ -242,10 +260,6 @@ class SpillStore:
         for path in self._directories():
             if not (path / _JOURNAL).exists():
                 shutil.rmtree(path, ignore_errors=True)
-        damaged = self.list_damaged()
-        for save in damaged:
-            self.refuse(save.path, save.reason)
-        return damaged
 
     def _directories(self) -> list[Path]:
         try:
@@ -257,9 +271,9 @@ class SpillStore:
         target = self.refused / path.name
         try:
             make_private(self.refused)
-            path.rename(target)
             with contextlib.suppress(OSError):  # a full disk has no room for it
-                write_durably(target / _REASON, f"{reason}\n".encode())
+                write_durably(path / _REASON, f"{reason}\n".encode())
+            path.rename(target)
             flush_directory(self.refused)
         except OSError as error:
             logger.error("the spilled save %s cannot be drained (%s) or set aside: %s", path, reason, error)  # noqa: TRY400
@@ -386,17 +400,10 @@ def as_spill_error(directory: Path, doing: str) -> Iterator[None]:
         ) from error
 
 
-def read_blocks(fd: int, size: int) -> Iterator[bytes]:
-    offset = 0
-    while block := os.pread(fd, size, offset):
-        yield block
-        offset += len(block)
-
-
 def crc_of_file(fd: int) -> tuple[int, int]:
     """(CRC-64/NVME, bytes) of a file."""
     crc = size = 0
-    for block in read_blocks(fd, _CHUNK):
+    while block := os.pread(fd, _CHUNK, size):
         crc = crc64nvme(block, crc)
         size += len(block)
     return crc, size

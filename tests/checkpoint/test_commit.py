@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_s3 import S3StorageWriter, errors
 from dcp_s3.checkpoint import readback
@@ -19,16 +19,16 @@ from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format import allow_list
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, manifest_object
+from dcp_s3.format.metadata import dump_metadata
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
+from dcp_s3.url import parse_url
 from tests.end_to_end import loads
 from tests.end_to_end.loads import assert_loads, failure
 from tests.end_to_end.states import random_tensor
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
-from tests.retention import making
 from tests.retention.runs import Run, nothing
-from tests.single_ranks import committing_alone
 
 SMALL = {"part_size": "5MiB", "concurrency": 3, "retry_attempts": 3}
 
@@ -68,28 +68,22 @@ def test_the_manifest_names_exactly_what_is_there(root: str, s3: Any, bucket: st
     assert fields[SAVE_ID_KEY] == metadata.storage_meta.save_id
 
 
-def test_an_existing_checkpoint_is_refused_before_any_byte_moves(
-    memory_server: Any, root: str, s3: Any, bucket: str
-) -> None:
-    save(state_of(1), root)
-    before = keys(s3, bucket)
-    memory_server.handle.reset_counters()
-    error = failure(lambda: save(state_of(2), root), errors.CheckpointExistsError)
-    assert "Checkpoint already exists" in str(error), "the words of torch's own writers"
-    assert "overwrite=True" in str(error)
-    assert set(memory_server.handle.counters.requests) == {"GetObject"}
-    assert keys(s3, bucket) == before
-    assert_loads(root, state_of(1))
+def test_an_existing_checkpoint_is_refused_before_any_byte_moves(run: Run) -> None:
+    run.save("step-1")
+    before = run.objects()
+    run.calls.clear()
+    with pytest.raises(errors.CheckpointExistsError, match=r"^Checkpoint already exists.*overwrite=True"):
+        run.save("step-1")  # the words of torch's own writers
+    assert (run.objects(), set(run.calls)) == (before, set())
 
 
-def test_overwriting_replaces_and_removes_the_old_objects(root: str, s3: Any, bucket: str) -> None:
-    save(state_of(1), root)
-    s3.put_object(Bucket=bucket, Key="run/notes.txt", Body=b"mine")
-    old = set(keys(s3, bucket))
-    save(state_of(2), root, overwrite=True)
-    new = set(keys(s3, bucket))
-    assert old & new == {"run/.metadata", "run/notes.txt"}
-    assert_loads(root, state_of(2))
+def test_overwriting_replaces_and_removes_the_old_objects(run: Run) -> None:
+    run.save("step-1", objects=2)
+    run.put("step-1", "notes.txt")
+    old = run.objects().keys()
+    run.save("step-1", overwrite=True)
+    assert old & run.objects().keys() == {"run/step-1/.metadata", "run/step-1/notes.txt"}
+    assert run.damages() == [None]
 
 
 @pytest.mark.parametrize("applied", [False, True])
@@ -115,7 +109,7 @@ def test_at_every_request_of_a_save_the_url_holds_the_old_or_the_new_one_whole(
         with contextlib.suppress(errors.TransferError):
             run.save("step-1", objects=2, overwrite=overwrite)
         run.rule = nothing
-        infos = run.catalog().scan(deep=True).checkpoints
+        infos = run.catalog().scan().checkpoints
         assert [info.damage for info in infos] in ([], [None])
         assert not any(info.committed and info.foreign for info in infos), "the manifest is there before .metadata"
         assert not overwrite or infos[0].committed
@@ -164,25 +158,11 @@ def test_an_overwrite_that_s3_never_heard_of_deletes_nothing(faulty: FaultyServe
     url, old, new = f"s3://{BUCKET}/run/step-1", state_of(1), state_of(2)
     dcp.save(old, storage_writer=S3StorageWriter(url), use_collectives=collectives)
     forged = Fault.forge(200, headers={"ETag": '"0123456789abcdef0123456789abcdef"'})
-    writer = S3StorageWriter(url, overwrite=True)
-    seen = faulty.once("PutObject", forged, key="/.metadata")
-    error = failure(lambda: dcp.save(new, storage_writer=writer), errors.TransferError)
-    assert seen
-    assert "not committed" in str(error)
+    faulty.once("PutObject", forged, key="/.metadata")
+    failure(lambda: save(new, url, overwrite=True), errors.TransferError, "not committed")
     assert_loads(url, old)
-    dcp.save(new, storage_writer=S3StorageWriter(url, overwrite=True))
+    save(new, url, overwrite=True)
     assert_loads(url, new)
-
-
-@pytest.mark.parametrize("body", [b"", b"<html>Sign in</html>"])
-def test_a_page_in_the_place_of_an_answer_is_no_commit(faulty: FaultyServer, body: bytes) -> None:
-    url, old, new = f"s3://{BUCKET}/run/step-1", state_of(1), state_of(2)
-    save(old, url)
-    faulty.rule = lambda request: Fault.forge(200, body) if request.operation == "PutObject" else None
-    error = failure(lambda: save(new, url, overwrite=True, settings={"retry_attempts": 2}))
-    assert "a proxy or captive portal" in str(error)
-    faulty.rule = lambda _: None
-    assert_loads(url, old)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -218,32 +198,15 @@ def test_metrics_that_json_cannot_hold(memory_server: Any, root: str) -> None:
         S3StorageWriter(root, metrics={"loss": torch.tensor(1.0)})
 
 
-def save_by_rank(url: str, seed: int, **arguments: Any) -> None:
-    writer = S3StorageWriter(url, settings=SMALL, **arguments)
-    with committing_alone():
-        dcp.save(state_of(seed), storage_writer=writer, use_collectives=False, no_dist=True)
-
-
-def test_a_checkpoint_without_collectives_is_never_replaced(memory_server: Any, root: str) -> None:
-    save(state_of(1), f"{root}/step-1")
-    save_by_rank(f"{root}/step-2", 1)
-    for url in (f"{root}/step-1", f"{root}/step-2"):
-        for overwrite in (False, True):
-            with pytest.raises(errors.CheckpointExistsError, match="delete it first"):
-                save_by_rank(url, 2, overwrite=overwrite)
-        assert_loads(url, state_of(1))
-
-
-def test_a_checkpoint_with_collectives_replaces_one_without(
-    memory_server: Any, root: str, s3: Any, bucket: str
-) -> None:
-    save_by_rank(root, 1)
-    old = set(keys(s3, bucket))
-    failure(lambda: save(state_of(2), root), errors.CheckpointExistsError)
-    assert set(keys(s3, bucket)) == old
-    save(state_of(2), root, overwrite=True)
-    assert not old & set(keys(s3, bucket))
-    assert_loads(root, state_of(2))
+def test_a_checkpoint_of_single_ranks_is_refused_and_replaced_like_any_other(run: Run) -> None:
+    run.save_on_ranks("step-1", 2)
+    old = run.objects()
+    with pytest.raises(errors.CheckpointExistsError):
+        run.save("step-1")
+    assert run.objects() == old
+    run.save("step-1", overwrite=True)
+    assert not old.keys() & run.objects().keys()
+    assert run.damages() == [None]
 
 
 def test_damage_of_the_metadata_itself_is_noticed(run: Run) -> None:
@@ -260,20 +223,19 @@ def test_damage_of_the_metadata_itself_is_noticed(run: Run) -> None:
 # --- read back -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readback, "_known", set())
+def check(state: dict[str, Any]) -> None:
+    """As in a commit of this state."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    _, metadata = planner.create_global_plan([planner.create_local_plan()])
+    readback.check_readable(dump_metadata(replace(metadata, storage_data={})), parse_url("s3://bucket/run/step-1"))
 
 
-def _save(url: str, state: dict[str, Any]) -> None:
-    dcp.save(state, storage_writer=S3StorageWriter(url, overwrite=True), no_dist=True)
-
-
-def _refuse_a_class(patch: pytest.MonkeyPatch) -> None:
+def refuse_a_class(patch: pytest.MonkeyPatch) -> None:
     patch.delitem(allow_list.METADATA, ("torch.distributed.checkpoint.metadata", "TensorProperties"))
 
 
-def _load_another_tensor(patch: pytest.MonkeyPatch) -> None:
+def load_another_tensor(patch: pytest.MonkeyPatch) -> None:
     load = torch.load
 
     def shifted(*arguments: Any, **options: Any) -> Any:
@@ -285,39 +247,21 @@ def _load_another_tensor(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("change", "why"),
-    [
-        (_refuse_a_class, "was not committed: what was written cannot be read back"),
-        (_load_another_tensor, "makes another tensor"),
-    ],
+    [(refuse_a_class, "what was written cannot be read back"), (load_another_tensor, "another tensor")],
 )
-def test_what_could_not_be_read_back_is_not_committed(
-    memory_server: Any, s3: Any, root: str, monkeypatch: pytest.MonkeyPatch, change: Any, why: str
-) -> None:
-    url = f"{root}/step-1"
-    _save(url, {"a": torch.ones(3), "step": 1})
-    before = making.keys(s3, url)
+def test_what_could_not_be_read_back_is_not_committed(monkeypatch: pytest.MonkeyPatch, change: Any, why: str) -> None:
+    monkeypatch.setattr(readback, "_known", set())  # as in a new process
     with monkeypatch.context() as patch:
-        patch.setattr(readback, "_known", set())
         change(patch)
-        with pytest.raises(CheckpointException, match=why):
-            _save(url, {"a": torch.zeros(3, dtype=torch.int16), "step": 2})
-    assert before.items() <= making.keys(s3, url).items()
-    assert_loads(url, {"a": torch.ones(3), "step": 1})
-
-
-def test_what_was_read_back_once_is_not_read_again(
-    memory_server: Any, root: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[int] = []
+        for _ in range(2):
+            with pytest.raises(errors.SaveProtocolError, match=why):
+                check({"a": torch.zeros(3, dtype=torch.int16), "step": 2})
+    calls: list[bytes] = []
     load = readback.load_metadata
-
-    def counted(data: bytes, **options: Any) -> Any:
-        calls.append(len(data))
-        return load(data, **options)
-
-    monkeypatch.setattr(readback, "load_metadata", counted)
-    _save(f"{root}/step-1", {"a": torch.ones(3), "step": 1})
-    _save(f"{root}/step-2", {"b": torch.ones(30), "c": torch.ones(2), "step": 1})
-    assert len(calls) == 1
-    _save(f"{root}/step-3", {"b": torch.ones(30, dtype=torch.bfloat16)})
-    assert len(calls) == 2
+    monkeypatch.setattr(readback, "load_metadata", lambda data, **options: calls.append(data) or load(data, **options))
+    for state, count in (
+        ({"a": torch.ones(3), "step": 1}, 1), ({"b": torch.ones(30), "c": torch.ones(2), "step": 1}, 1),
+        ({"b": torch.ones(30, dtype=torch.bfloat16)}, 2),
+    ):  # fmt: skip
+        check(state)
+        assert len(calls) == count, "names that were read back once are not read again"

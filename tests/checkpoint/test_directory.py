@@ -10,8 +10,6 @@ from dcp_s3.checkpoint.directory import LEASE_MARGIN, Deletion, Directory
 from dcp_s3.checkpoint.info import (
     CheckpointInfo,
     age_order,
-    from_listing,
-    from_manifest,
     from_rank_manifests,
     newest_first,
     with_marks,
@@ -27,7 +25,7 @@ from dcp_s3.format.layout import (
     new_nonce,
     spread,
 )
-from dcp_s3.retention.plan import make_plan
+from dcp_s3.retention.plan import CatalogSnapshot
 from dcp_s3.store import ListedObject
 from dcp_s3.url import CheckpointURL
 
@@ -126,7 +124,7 @@ def test_what_goes_with_a_checkpoint() -> None:
     assert removal.objects.keys() == {*gone, ended}
     assert removal.as_deletion("step-20") == Deletion("step-20", len(gone) + 2, 10 * (len(gone) + 2))
     assert removal.being_saved is None
-    listed = removal.to_list("ab", all_versions=False)
+    listed = removal.to_list("ab")
     assert listed.commits == {".metadata": '".metadata"'}
     assert directory(*gone).unchanged(listed.objects) == {path: f'"{path}"' for path in gone}
     assert directory(*gone).unchanged(listed.objects, until=49) == {}
@@ -153,34 +151,8 @@ def test_what_the_ranks_of_the_committed_save_left_is_no_save_in_progress() -> N
     assert left in removal.objects
 
 
-@pytest.mark.parametrize("path", COORDINATION)
-def test_a_save_without_collectives_in_progress(path: str) -> None:
-    young = Directory.of(URL, [*map(_old, (".metadata", *NEEDED)), ListedObject(URL.key(path), 1, 501)], NOW)
-    assert young.removal(NEEDED, since=500).being_saved == path
-    assert path not in young.removal(NEEDED, since=500).objects
-    assert young.removal(NEEDED, since=502).being_saved is None
-    assert Directory.of(URL, [ListedObject(URL.key(path), 1, 501)]).removal_of_uncommitted(since=500).being_saved
-
-
 def _old(path: str) -> ListedObject:
     return ListedObject(URL.key(path), 10, 50.0)
-
-
-def test_what_other_saves_wrote_since_a_listing() -> None:
-    listed = directory(".metadata", *NEEDED, *COORDINATION, manifest_object("cd"))
-    assert listed.other_saves({found.path: found.etag for found in listed}) == []
-    seen = {found.path: found.etag for found in listed if found.path not in (CLAIM, manifest_object("cd"))}
-    assert {found.path for found in listed.other_saves({**seen, CLAIM: "another"})} == {CLAIM, manifest_object("cd")}
-
-
-def test_several_mergers_manifests() -> None:
-    save, ids = "0123456789abcdef", ("0123456789abcdef00000001", "0123456789abcdef00000002")
-    listed = directory(".metadata", "__0_0-ab.distcp", *map(manifest_object, ids))
-    assert listed.save_id_by_time(None) is None  # its user metadata tells
-    assert all(save_id.startswith(save) for save_id in listed.manifests[None])
-    objects = (ObjectEntry("__0_0-ab.distcp", 10),)
-    left = listed.leftovers(Manifest(ids[1], 100.0, 20, 2, objects, 5))
-    assert [found.path for found in left] == [manifest_object(ids[0])]
 
 
 def test_all_of_our_own_directory_goes_with_what_was_never_committed() -> None:
@@ -230,23 +202,13 @@ def named(directory: str) -> str:
             return name
 
 
-def _own(paths: list[str], needed: list[str] | None = None) -> set[str]:
-    return Directory.of_sizes(dict.fromkeys(paths, 1)).own_data(needed or ())
-
-
-def test_spread_data_that_is_not_the_checkpoints_own() -> None:
-    near, other = f"5/{named('5')}", f"7/{named('7')}"
-    wide = spread(data_object(0, 0, "ab"), 2)
-    assert _own([near, other, "__0_0-ab.distcp"], [other]) == {near, other, "__0_0-ab.distcp"}
-    assert _own([near, other], ["__0_0-ab.distcp"]) == set()
-    assert _own([wide, other], [other]) == {other}
-    for marks in ("5/.metadata", "5/.dcp_s3/pin", "5/__0.metadata"):
-        assert _own([near, other, marks], [other]) == {other}
-        assert _own([near, other, marks]) == set()
-    assert _own([near, other]) == {near, other}  # of a save that was not committed
-    assert _own([near, other, wide]) == set()
-    assert _own([near, "6/__0_0.distcp"]) == set()
-    assert _own([near, "__0_0.distcp"]) == {"__0_0.distcp"}
+def test_spread_data_goes_with_the_checkpoint_that_names_it_and_is_never_left_over() -> None:
+    own, other = f"5/{named('5')}", f"7/{named('7')}"
+    found = directory(".metadata", own, other, "5/.metadata")
+    assert found.removal({own}, since=500).objects.keys() == {own}
+    assert found.removal({own}, since=40).being_saved is not None
+    assert found.leftovers(MANIFEST) == []
+    assert not directory(own).shows_checkpoint
 
 
 # --- the summary -----------------------------------------------------------------------------------------
@@ -274,27 +236,6 @@ def test_order_is_step_then_time_then_name_and_no_step_comes_first() -> None:
     names = [info.name for info in sorted(infos, key=age_order)]
     assert names == ["stepless", "zero", "late", "early", "a", "b", "uncommitted"]
     assert [info.name for info in newest_first(infos)] == names[-2::-1]
-
-
-def test_a_manifest_says_all_but_the_step() -> None:
-    found = from_manifest(URL, _manifest(step=7))
-    assert found == CheckpointInfo(
-        "s3://bucket/run/step-20", "step-20", "committed", 20, 100.0, 2, 2, 42, {"loss": 1.0}, False, save_id="ab"
-    )
-    assert len({found, from_manifest(URL, _manifest(step=7))}) == 1, "hashable although metrics are a dict"
-    assert from_manifest(CheckpointURL("bucket", "run/final"), _manifest(step=7)).step is None
-
-
-@pytest.mark.parametrize(
-    ("path", "foreign"), [("__0_0-ab.distcp", False), (spread("__0_0-ab.distcp", 2), False), ("__0_0.distcp", True)]
-)
-def test_what_was_never_committed_is_as_old_as_its_last_write_and_foreign_unless_the_names_are_ours(
-    path: str, foreign: bool
-) -> None:
-    listed = [ListedObject(URL.key(each), 10, at) for each, at in ((path, 51.0), ("__1_0.distcp", 50.0))]
-    info = from_listing(URL, Directory.of(URL, listed), committed_at=None)
-    assert (info.state, info.step, info.objects, info.size, info.created_at) == ("incomplete", 20, 2, 20, 51.0)
-    assert info.foreign is foreign
 
 
 DATA_OF_TWO = ("__0_0.distcp", "__1_0.distcp")
@@ -330,9 +271,5 @@ def test_ranks_that_commit_for_themselves_are_left_over_only_if_some_are_certain
     info = with_marks(from_rank_manifests(URL, found, manifests), found)
     assert info.state == state
     assert ("may be complete" in (info.damage or "")) is may_be_complete
-    assert bool(make_plan([info], None, now=1e9, grace=1.0).deleted) is (state == "incomplete" and not may_be_complete)
-
-
-def test_sizes_of_all_ranks_add_up() -> None:
-    info = from_rank_manifests(URL, directory("__0.metadata", "__1.metadata"), {0: _manifest(0), 1: _manifest(1)})
-    assert (info.world_size, info.objects, info.size, info.metrics) == (2, 4, 84, {"loss": 1.0})
+    plan = CatalogSnapshot("s3://bucket/run", 1e9, (info,)).plan(None, grace=1.0)
+    assert bool(plan.deleted) is (state == "incomplete" and not may_be_complete)

@@ -139,7 +139,7 @@ def test_leftovers_are_shown_and_collected(run_of_four: str, s3: Any, clock: Clo
     put(s3, f"{ROOT}/step-3", "__0_0-abcdef012345.distcp", b"left over")
     found = rows(run("prune", ROOT, "--dry-run").stdout)
     assert found["step-2"][0] == "keep"
-    assert found["step-3:"][:4] == ["1", "leftover", "object", "keep"]
+    assert "step-3:" not in found  # its leftover is not old enough
     assert "under 1 h" in run("prune", ROOT, "--dry-run", "--grace", "1m", status=2).stderr
     clock.ahead = 120
     result = run("prune", ROOT, "--grace", "1m", "--force", "--yes")

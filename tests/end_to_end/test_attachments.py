@@ -44,11 +44,6 @@ def _read(name: str = "common.pt", url: str = URL) -> bytes:
     return S3StorageReader(url).attachment(name)
 
 
-def _plain(server: FaultyServer, name: str = "common.pt") -> bytes:
-    """The copy that every tool can read."""
-    return server.s3.read(BUCKET, f"run/step-1/{name}")
-
-
 def _keys(server: FaultyServer) -> set[str]:
     return set(server.s3.objects(BUCKET))
 
@@ -88,7 +83,7 @@ def test_it_is_in_the_manifest_with_its_checksum_and_shown(faulty: FaultyServer)
     _save(common=b"common")
     _, _, entry = _manifest(faulty)
     assert (entry["attachment"], entry["size"], len(entry["crc64nvme"])) == ("common.pt", 6, 16)
-    assert _plain(faulty) == b"common"
+    assert "run/step-1/common.pt" not in _keys(faulty)
     result = CliRunner().invoke(app, ["show", URL, "--all"])
     assert result.exit_code == 0, result.output
     assert [line.split()[-1] for line in result.output.splitlines() if "\t6 B\t" in line] == ["common.pt"]
@@ -122,9 +117,9 @@ def test_an_overwrite_keeps_the_old_until_its_commit(faulty: FaultyServer, tmp_p
     with pytest.raises((CheckpointException, errors.AccessDeniedError)):
         overwrite()
     assert seen
-    assert _read() == _plain(faulty) == b"old"
+    assert _read() == b"old"
     overwrite()
-    assert _read() == _plain(faulty) == b"new"
+    assert _read() == b"new"
     assert S3StorageReader(URL).attachments() == ["common.pt"]
     assert "run/step-1/only_old.pt" not in _keys(faulty)
     assert verify(URL, full=True).ok
@@ -143,7 +138,7 @@ def test_who_loses_the_race_leaves_nothing_that_is_read(faulty: FaultyServer) ->
     with pytest.raises(CheckpointException, match="already exists"):
         _save(common=b"loser", loser=b"loser")
     assert S3StorageReader(URL).attachments() == ["common.pt"]
-    assert _read() == _plain(faulty) == b"winner"
+    assert _read() == b"winner"
     with pytest.raises(errors.EntryNotFoundError):
         _read("loser.pt")
     assert "run/step-1/loser.pt" not in _keys(faulty)
@@ -171,16 +166,6 @@ def test_each_belongs_to_one_save_also_of_a_copy_of_the_writer(faulty: FaultySer
 
 
 # --- copies, damage -----------------------------------------------------------------------------------------
-
-
-def test_a_lost_plain_copy_is_made_by_a_download(faulty: FaultyServer, tmp_path: Path, caplog: Any) -> None:
-    _save(common=b"old")
-    _refuse_puts(faulty, "/common.pt")
-    _save(URL, True, common=b"new")
-    assert "no plain copy of its attachment common.pt" in caplog.text
-    assert (_plain(faulty), _read()) == (b"old", b"new")
-    download(URL, tmp_path / "there")
-    assert (tmp_path / "there" / "common.pt").read_bytes() == b"new"
 
 
 def test_a_copy_has_it(faulty: FaultyServer, tmp_path: Path) -> None:
@@ -260,7 +245,6 @@ def test_what_a_save_that_was_cut_off_leaves_is_removed(faulty: FaultyServer) ->
     with pytest.raises(CheckpointException):
         _save(common=b"1")
     faulty.rule = lambda _: None
-    assert "run/step-1/common.pt" in _keys(faulty)
     remove(URL, force=True)
     assert not [key for key in _keys(faulty) if "step-1" in key]
 
@@ -327,7 +311,7 @@ def test_it_spills(faulty: FaultyServer, tmp_path: Path) -> None:
         waiting.attachment("other")
     faulty.rule = lambda _: None
     writer.wait_committed(timeout=60)
-    assert _read() == _plain(faulty) == b"common"
+    assert _read() == b"common"
 
 
 def _ranks(root: str) -> None:

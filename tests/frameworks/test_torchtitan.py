@@ -131,9 +131,9 @@ def test_without_a_policy_the_latest_k_stay(faulty: FaultyServer, tmp_path: Path
 def test_the_policy_of_the_environment_counts(
     faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DCP_S3_RETENTION", "latest:1 steps:2")
+    monkeypatch.setenv("DCP_S3_RETENTION", "latest:1 every:3")
     run_ranks(1, train, tmp_path, 8)
-    assert steps_on_s3() == [2, 8]
+    assert steps_on_s3() == [4, 6, 8]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -6,8 +6,7 @@ from typing import Any
 
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject
 from dcp_s3.reporting.report import ReportData, gather
-from dcp_s3.retention.catalog import CatalogSnapshot
-from dcp_s3.retention.plan import OpenUpload
+from dcp_s3.retention.plan import CatalogSnapshot, OpenUpload
 from tests.retention.histories import DAY, NOW, info
 
 HOUR = 3600.0
@@ -41,5 +40,5 @@ def data_of(
     leftovers: tuple[LeftoverObject, ...] = (),
 ) -> ReportData:
     """What a report of these checkpoints shows."""
-    snapshot = CatalogSnapshot(ROOT, NOW, tuple(infos), uploads, leftovers, deep=True)
+    snapshot = CatalogSnapshot(ROOT, NOW, tuple(infos), uploads, leftovers)
     return gather(snapshot, policy, grace=DAY)

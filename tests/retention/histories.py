@@ -17,8 +17,6 @@ from dcp_s3.retention.policy import (
     KeepEvery,
     KeepHourly,
     KeepLatest,
-    KeepSteps,
-    KeepWeekly,
     KeepWithin,
     Policy,
 )
@@ -79,8 +77,6 @@ single_policies: st.SearchStrategy[Policy] = st.one_of(
     st.builds(KeepWithin, st.integers(0, 50 * 86400)),
     st.builds(KeepHourly, _counts),
     st.builds(KeepDaily, _counts),
-    st.builds(KeepWeekly, _counts),
-    st.builds(KeepSteps, st.lists(st.integers(0, 60), min_size=1, max_size=4)),
 )  # fmt: skip
 policies: st.SearchStrategy[Policy] = st.one_of(
     single_policies, st.lists(single_policies, min_size=1, max_size=3).map(lambda found: AnyOf(tuple(found)))

@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 
-from dcp_s3 import CheckpointCatalog, CheckpointInfo, Plan, PruneReport, apply_plan, prune, remove
+from dcp_s3 import CheckpointCatalog, CheckpointInfo, Plan, PruneReport, annotate, apply_plan, pin, prune, remove
 from dcp_s3.checkpoint.commit import Commit, Committer, make_commit
 from dcp_s3.checkpoint.commit_state import Beginning, SaveIdentity
 from dcp_s3.checkpoint.directory import Deletion
@@ -27,7 +27,7 @@ from dcp_s3.format.layout import (
     spread,
     step_of,
 )
-from dcp_s3.retention.marks import annotate_on, pin_on
+from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.store import Upload
 from dcp_s3.url import CheckpointURL, parse_url
 from tests.faulty_store import FaultyStore, Rule
@@ -226,7 +226,7 @@ class Run:
         return info
 
     def damages(self) -> list[str | None]:
-        return [info.damage for info in self.catalog().scan(deep=True).checkpoints]
+        return [info.damage for info in self.catalog().scan().checkpoints]
 
     def latest(self) -> str | None:
         """Its name."""
@@ -243,10 +243,15 @@ class Run:
         return remove(f"{ROOT}/{name}", store=self.store, **arguments)
 
     def annotate(self, name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        return annotate_on(self.store, self.url(name), metrics)
+        return annotate(f"{ROOT}/{name}", metrics, store=self.store)
 
     def pin(self, name: str, reason: str | None = None) -> None:
-        pin_on(self.store, self.url(name), reason)
+        pin(f"{ROOT}/{name}", reason, store=self.store)
+
+
+def keep_steps(*steps: int) -> PolicyFunction:
+    """The policy that keeps these steps, and no others."""
+    return lambda infos, now: {info.name: ["asked for"] for info in infos if info.step in steps}
 
 
 def deleted(report: PruneReport) -> list[str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dcp_s3 import unpin
 from dcp_s3.errors import CheckpointNotFoundError, PreconditionFailedError, SettingsError
-from dcp_s3.format.control_files import AddedMetrics
 from dcp_s3.format.layout import METRICS, PIN
 from dcp_s3.retention import marks
 from dcp_s3.s3 import retry
@@ -30,9 +29,6 @@ def test_metrics_are_added_and_replaced_one_by_one(run: Run) -> None:
         "val_loss": 1.5, "loss": 2.0, "note": "ünï", "good": True,
     }  # fmt: skip
     assert run.only().metrics == {"loss": 2.0, "epoch": 1, "val_loss": 1.5, "note": "ünï", "good": True}
-    best = run.catalog().best("val_loss")
-    assert best is not None
-    assert best.name == "step-1"
 
 
 def test_pin_and_unpin(run: Run) -> None:
@@ -42,32 +38,8 @@ def test_pin_and_unpin(run: Run) -> None:
     run.pin("step-1", "paper")
     assert json.loads(run.get("step-1", PIN))["reason"] == "paper"
     assert run.only().pinned
-    assert [marks.unpin_on(run.store, run.url("step-1")) for _ in range(2)] == [True, False]
+    assert [unpin(str(run.url("step-1")), store=run.store) for _ in range(2)] == [True, False]
     assert not run.only().pinned
-
-
-def test_an_overwriting_save_drops_old_metrics_and_keeps_the_pin(run: Run) -> None:
-    run.save("step-1", metrics={"loss": 1.0})
-    run.annotate("step-1", {"val_loss": 0.5})
-    run.pin("step-1", "the paper's baseline")
-    run.save("step-1", metrics={"loss": 2.0}, overwrite=True)
-    assert (run.only().metrics, run.only().pinned) == ({"loss": 2.0}, True)
-    assert run.annotate("step-1", {"acc": 1}) == {"acc": 1}
-    assert run.only().metrics == {"loss": 2.0, "acc": 1}
-
-
-def test_several_writers_lose_nothing(run: Run) -> None:
-    run.steps(1)
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(lambda number: run.annotate("step-1", {f"m{number}": number}), range(6)))
-    assert run.only().metrics == {f"m{number}": number for number in range(6)}
-
-
-def test_nan_is_a_value(run: Run) -> None:
-    run.steps(1)
-    run.annotate("step-1", {"val_loss": math.nan})
-    assert math.isnan(run.only().metrics["val_loss"])
-    assert run.catalog().best("val_loss") is None
 
 
 @pytest.mark.parametrize(
@@ -91,20 +63,24 @@ def test_marks_need_a_committed_checkpoint(run: Run) -> None:
     assert run.objects() == before
 
 
+def test_metrics_belong_to_one_save_and_the_pin_to_the_url(run: Run) -> None:
+    run.save("step-1", metrics={"loss": 1.0})
+    run.annotate("step-1", {"val_loss": 0.5})
+    run.pin("step-1")
+    run.forget_metadata("step-1")  # as a copy does
+    assert run.annotate("step-1", {"nan": math.nan}).keys() == {"val_loss", "nan"}
+    run.save("step-1", metrics={"loss": 2.0}, overwrite=True)
+    assert (run.only().metrics, run.only().pinned) == ({"loss": 2.0}, True)
+    assert run.annotate("step-1", {"acc": 1}) == {"acc": 1}
+    assert run.only().metrics == {"loss": 2.0, "acc": 1}
+
+
 def test_metrics_of_a_foreign_checkpoint(run: Run, tmp_path: Path) -> None:
     run.save_foreign("step-1", tmp_path)
     run.annotate("step-1", {"loss": 1})
     assert run.only().metrics == {"loss": 1}
     run.forget_metadata("step-1")  # written anew: another checkpoint
     assert run.only().metrics == {}
-
-
-def test_a_copy_that_lost_its_user_metadata_has_its_metrics(run: Run) -> None:
-    run.steps(1)
-    run.annotate("step-1", {"loss": 1})
-    run.forget_metadata("step-1")
-    assert run.only().metrics == {"loss": 1}
-    assert run.annotate("step-1", {"acc": 2}) == {"loss": 1, "acc": 2}
 
 
 def test_a_damaged_file_of_metrics_is_replaced(run: Run, caplog: pytest.LogCaptureFixture) -> None:
@@ -116,11 +92,6 @@ def test_a_damaged_file_of_metrics_is_replaced(run: Run, caplog: pytest.LogCaptu
         assert "are not used" in caplog.text
         assert run.annotate("step-1", {"acc": 2}) == {"acc": 2}
         assert run.only().metrics == {"loss": 1, "acc": 2}
-
-
-def test_metrics_round_trip() -> None:
-    added = AddedMetrics("ab", {"a": 1, "b": 0.5, "c": math.inf, "d": "text", "e": False})
-    assert AddedMetrics.from_json(added.to_json()) == added
 
 
 def test_a_writer_that_meets_others_merges_until_there_is_no_end_of_them(

@@ -18,7 +18,7 @@ from dcp_s3.coordination import processes
 from dcp_s3.errors import TransferError
 from dcp_s3.format.control_files import DeletionList
 from dcp_s3.store import ListedObject
-from tests.retention.runs import HOUR, Mixed, deleted, nothing
+from tests.retention.runs import HOUR, Mixed, deleted, keep_steps, nothing
 
 
 @pytest.fixture
@@ -48,14 +48,7 @@ def cut_off(mixed: Mixed, plan: Plan, requests: int, *, applied: bool) -> int:
 
 
 def make_plan(mixed: Mixed) -> Plan:
-    return mixed.run.catalog().scan(deep=True).plan(KeepLatest(1), grace=HOUR)
-
-
-def test_to_plan_changes_nothing(mixed: Mixed) -> None:
-    """So only what `apply_plan` does has to be cut off."""
-    mixed.run.calls.clear()
-    mixed.run.prune("latest:1", dry_run=True)
-    assert set(mixed.run.calls) <= {"get", "head", "page", "uploads"}
+    return mixed.run.catalog().scan().plan(KeepLatest(1), grace=HOUR)
 
 
 def test_a_prune_alone_does_all(mixed: Mixed) -> None:
@@ -109,7 +102,7 @@ def test_what_was_written_since_a_deletion_was_cut_off_stays(mixed: Mixed) -> No
     mixed.run.clock.now += 1
     for path, each in data.items():
         mixed.run.put("step-2", path, each)
-    mixed.run.prune("latest:1 steps:2")
+    mixed.run.prune(keep_steps(2))
     assert set(mixed.run.objects("step-2")) == set(data)
 
 
@@ -117,7 +110,7 @@ def test_a_checkpoint_that_came_back_from_a_copy_is_not_torn_by_an_old_list(mixe
     metadata = mixed.run.memory.get("run/step-1/.metadata")
     cut_off_after_the_commit(mixed)
     mixed.run.put("step-1", ".metadata", metadata.data, metadata.metadata)
-    report = mixed.run.prune("latest:1 steps:1")
+    report = mixed.run.prune(keep_steps(1))
     assert "run/step-1/.metadata" in mixed.keys
     mixed.check_committed()
     assert report.ok

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_s3.checkpoint.commit import Commit, make_commit, publish
-from dcp_s3.checkpoint.commit_state import LATE, Beginning, Previous, SaveIdentity
+from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
 from dcp_s3.errors import (
     AccessDeniedError,
@@ -22,19 +22,11 @@ from dcp_s3.errors import (
 from dcp_s3.format.control_files import DeletionList, Manifest
 from dcp_s3.format.layout import CLAIM, deletion_object, manifest_object
 from dcp_s3.format.metadata import load_metadata
-from dcp_s3.offline.copy_source import CopySource, find_source
-from dcp_s3.offline.place import Place
 from dcp_s3.retention.plan import BOARDS_STAY
-from dcp_s3.retention.show import describe_on
-from tests.retention.making import is_manifest
-from tests.retention.runs import BOARD, COORDINATION, DAY, HOUR, Run, deleted
+from dcp_s3.retention.show import describe
+from tests.retention.runs import BOARD, COORDINATION, DAY, HOUR, ROOT, Run, deleted, keep_steps
 
 SAVE = "0123456789abcdef"
-
-
-def _copied(run: Run) -> CopySource:
-    url = run.url("step-2")
-    return find_source(Place(str(url), run.store, url.key(""), url))
 
 
 def lists(run: Run, name: str) -> list[str]:
@@ -122,10 +114,10 @@ def test_a_commit_that_s3_carries_out_after_a_prune_is_damaged_and_goes(run: Run
     run.save("step-2", rank=None if path == ".metadata" else 0)
     late = run.memory.get(f"run/step-2/{path}")
     run.steps(3)
-    run.prune("latest:1 steps:1")
+    run.prune(keep_steps(1))
     run.put("step-2", path, late.data, late.metadata)
     run.put("step-4", path, late.data, late.metadata)
-    for infos in (run.catalog().checkpoints(), run.catalog().scan(deep=True).checkpoints):
+    for infos in (run.catalog().checkpoints(), run.catalog().scan().checkpoints):
         assert [info.name for info in infos if info.damage is None] == ["step-1", "step-3"]
         assert all("is not there" in (info.damage or "is not there") for info in infos)
     assert run.latest() == "step-3"
@@ -133,15 +125,6 @@ def test_a_commit_that_s3_carries_out_after_a_prune_is_damaged_and_goes(run: Run
     assert run.objects("step-2") == {}
     run.steps(5)
     assert deleted(run.prune("latest:1")) == ["step-3", "step-4"]
-
-
-def test_a_merge_is_late_if_any_rank_began_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "time", lambda: 10_000.0)
-    begun = Beginning(at=9_999.0)
-    assert not begun.is_late()
-    assert not begun.at_the_earliest([10_001.0]).is_late()
-    assert begun.at_the_earliest([9_000.0, 10_000.0 - LATE - 1]).is_late()
-    assert Beginning(at=1.0).at_the_earliest([9_999.0]).is_late()
 
 
 # --- deletions that are slow, or refused -----------------------------------------------------------------
@@ -291,8 +274,7 @@ def test_of_several_mergers_manifests_the_one_that_the_commit_names_counts(run: 
     info = run.catalog().latest()
     assert info is not None
     assert (info.save_id, info.damage) == (SAVE + "00000001", None)
-    assert all(each.used for each in describe_on(run.store, run.url("step-2")).objects)
-    assert [path for path in _copied(run).files if is_manifest(path)] == [manifest_object(SAVE + "00000001")]
+    assert all(each.used for each in describe(f"{ROOT}/step-2", store=run.store).objects)
     run.clock.now += 2 * DAY
     [left] = run.prune().leftovers
     assert left.objects == 2
@@ -310,14 +292,6 @@ def test_a_merger_that_comes_after_the_checkpoint_was_pruned_does_not_bring_it_b
     assert ".metadata" not in run.objects("step-2")
 
 
-def test_a_copy_leaves_out_what_ranks_told_each_other(run: Run) -> None:
-    run.steps(2)
-    before = run.objects("step-2")
-    for path in (*COORDINATION, BOARD):
-        run.put("step-2", path)
-    assert {*_copied(run).files, ".metadata"} == before.keys()
-
-
 def test_the_claim_of_a_checkpoint_stays_and_goes_with_it(run: Run) -> None:
     for name in ("step-2", "step-9"):
         run.put(name, CLAIM)
@@ -331,18 +305,11 @@ def test_the_claim_of_a_checkpoint_stays_and_goes_with_it(run: Run) -> None:
     assert run.objects("step-2") == {}
 
 
-def test_a_checkpoint_of_a_moment_ago_is_pruned_though_it_was_claimed(run: Run) -> None:
-    for name in ("step-2", "step-9"):
-        run.put(name, CLAIM)
-        run.save(name)
-    assert deleted(run.prune("latest:1")) == ["step-2"]
-
-
 def test_boards_make_a_run_no_checkpoint(run: Run) -> None:
     run.put("", BOARD)
     assert (run.latest(), run.names(), run.names("s3://bucket")) == (None, [], [])
     with pytest.raises(CheckpointNotFoundError):
-        describe_on(run.store, run.url(""))
+        describe(ROOT, store=run.store)
     run.steps(2)
     assert run.names() == ["step-2"]
     run.calls.clear()

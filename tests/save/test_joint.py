@@ -136,7 +136,7 @@ def test_what_a_prune_deletes_is_not_committed_once_more_by_who_finishes_saves(
     monkeypatch.setattr(MemoryStore, "delete", delete_and_finish)
     found = inspect(store, URL)
     assert found is not None
-    Deleter(store, all_versions=False).delete_committed(URL, found.info, since=0)
+    Deleter(store).delete_committed(URL, found.info, since=0)
     assert store.list(URL.key("")).objects == ()
 
 

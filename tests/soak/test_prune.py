@@ -135,7 +135,7 @@ def test_no_reader_and_no_save_ever_fails(faulty: FaultyServer) -> None:
         raise failures[0]
     assert min(done["saves"], done["restores"], done["prunes"], done["deleted"]) > 0
     prune(ROOT, "latest:2", grace="1h")
-    infos = CheckpointCatalog(ROOT).scan(deep=True).checkpoints
+    infos = CheckpointCatalog(ROOT).scan().checkpoints
     assert [info.step for info in infos] == [newest[0] - 1, newest[0]]
     assert [info.damage for info in infos] == [None, None]
     assert {key.split("/")[1] for key in faulty.s3.objects(BUCKET)} == {info.name for info in infos}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageReader, latest
@@ -21,7 +21,6 @@ from dcp_s3.spill.local import LocalObjects
 from dcp_s3.url import parse_url
 from tests.end_to_end.states import assert_same, blank
 from tests.spill.making import (
-    MIB,
     Spill,
     allow_all,
     assert_complete,
@@ -36,16 +35,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 
 @pytest.fixture
-def kept(spill: Spill, monkeypatch: pytest.MonkeyPatch) -> Spill:
-    """step-1 was drained, and its file is kept."""
-    monkeypatch.setenv("DCP_S3_SPILL_KEEP", "1GiB")
+def both(spill: Spill) -> Spill:
+    """step-1 is on S3, and its object on the disk, too: its drain has not removed it yet."""
     spill.save(spill.url("step-1"), small_state(1))
+    path, aside = spill.data().path, spill.path / "aside"
+    shutil.copytree(path, aside)
     spill.drain()
+    aside.rename(path)
     return spill
-
-
-def kept_files(spill: Spill) -> list[Path]:
-    return [path for path in (spill.path / "cache").iterdir() if path.suffix != ".json"]
 
 
 def fetched(spill: Spill) -> bool:
@@ -70,39 +67,23 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_drained_objects_that_were_kept_are_not_fetched(kept: Spill) -> None:
-    assert not fetched(kept)
+def test_what_is_on_this_host_is_not_fetched(both: Spill) -> None:
+    assert not fetched(both)
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_copy_is_not_used(kept: Spill, how: str) -> None:
-    [path] = kept_files(kept)
-    [key] = kept.list_data(kept.url("step-1"))
-    DAMAGES[how](path)
-    with contextlib.closing(LocalObjects(kept.store, parse_url(kept.url("step-1")))) as local:
+def test_a_damaged_copy_is_not_used(both: Spill, how: str) -> None:
+    [key] = both.list_data(both.url("step-1"))
+    DAMAGES[how](both.data().path / "object-0")
+    with contextlib.closing(LocalObjects(both.store, parse_url(both.url("step-1")))) as local:
         assert not local.read_into(key, 0, [ReadTarget(memoryview(bytearray(10)))]), "not even for a moment"
-    assert fetched(kept)
+    assert fetched(both)
 
 
 @pytest.mark.parametrize("call", ["pread", "preadv"])
-def test_a_copy_that_the_disk_can_not_read_comes_from_s3(kept: Spill, call: str) -> None:
+def test_a_copy_that_the_disk_can_not_read_comes_from_s3(both: Spill, call: str) -> None:
     with mock.patch.object(os, call, side_effect=OSError(errno.EIO, "Input/output error")):
-        assert fetched(kept)
-
-
-def test_what_is_kept_stays_below_the_limit(spill: Spill, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DCP_S3_SPILL_KEEP", "5MiB")
-    for step in range(4):
-        spill.save(spill.url(f"step-{step}"), {"large": torch.randn(MIB // 2)})
-        spill.drain()
-        for path in kept_files(spill):  # mtimes decide, which may be equal
-            os.utime(path, ns=(0, path.stat().st_mtime_ns - 10**9))
-    spill.save(spill.url("too-large"), {"large": torch.randn(2 * MIB)})
-    spill.drain()
-    assert sum(path.stat().st_size for path in kept_files(spill)) <= 5 * MIB
-    facts = "".join(path.read_text() for path in (spill.path / "cache").glob("*.json"))
-    assert [step for step in range(4) if f"step-{step}" in facts] == [2, 3]
-    assert "too-large" not in facts
+        assert fetched(both)
 
 
 def names(spill: Spill, **options: Any) -> tuple[str, str] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import pickle
 import random
 import threading
 import weakref
@@ -17,10 +16,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_s3.checkpoint.commit_state import Beginning, SaveIdentity
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.errors import CheckpointError, CheckpointExistsError, SpillError, TransferError
-from dcp_s3.limit import Deadline, Limit
 from dcp_s3.memory import Piece
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -28,9 +25,8 @@ from dcp_s3.spill import background
 from dcp_s3.spill import saving as saving_module
 from dcp_s3.spill.background import drain_in_background, wait_until_drained
 from dcp_s3.spill.journal import State
-from dcp_s3.spill.saving import SpillingStore, open_for_save
+from dcp_s3.spill.saving import SpillingStore
 from dcp_s3.stage.buffers import HostBuffer
-from dcp_s3.url import parse_url
 from tests.faulty import BUCKET
 from tests.memory_s3 import Fault
 from tests.s3.waiting import LONG, until
@@ -128,24 +124,6 @@ def test_a_batch_that_fails_leaves_neither_objects_nor_files(spill: Spill) -> No
         fail()
     assert spill.store.scan() == []
     assert spill.server.s3.objects(BUCKET) == {}
-
-
-def test_the_limit_of_the_save_stays_beside_the_patience(spill: Spill) -> None:
-    deadline = Deadline.start("DCP_S3_SAVE_TIMEOUT", 100.0)
-    limited = make_store(spill).within(Limit(deadline=deadline).within(50.0)).store.limit
-    assert (limited.deadline, limited.patience, limited.hang) == (deadline, 1.0, 1.0)
-
-
-def test_a_save_goes_on_in_another_process(spill: Spill) -> None:
-    """As in the checkpoint process of a framework: who listens to events stays behind."""
-    s3 = S3Store(BUCKET, Settings(durability="local"))
-    identity = SaveIdentity(parse_url(f"s3://{BUCKET}/run"), "save")
-    options: dict[str, Any] = {"rank": 0, "overwrite": False, "spills": True, "on_event": lambda _: None}
-    store, committer = pickle.loads(pickle.dumps(open_for_save(s3, identity, Beginning(), **options)))
-    assert isinstance(store, SpillingStore)
-    assert put_all(store) == [True] * 3
-    committer.check_url(store)
-    assert_all_there(spill)
 
 
 # --- outages ---------------------------------------------------------------------------------------------

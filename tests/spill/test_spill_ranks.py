@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from dcp_s3 import S3StorageReader, S3StorageWriter
+from dcp_s3 import S3StorageWriter
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.spill import saving as saving_module
@@ -24,7 +23,6 @@ from dcp_s3.spill.store import SpillStore
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
-from tests.single_ranks import committing_alone
 from tests.spill.making import allow_all, assert_complete, refuse_all
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -58,11 +56,10 @@ def _use(directories: list[str], *, drain: bool) -> None:
             setattr(saving_module, name, lambda *_, **__: None)
 
 
-def _save(directories: list[str], durability: str, drain: bool, options: dict[str, Any]) -> None:
+def _save(directories: list[str], durability: str, drain: bool) -> None:
     _use(directories, drain=drain)
     writer = S3StorageWriter(URL, max_objects=1, settings={"durability": durability})
-    with committing_alone():
-        dcp.save(_shard(), storage_writer=writer, **options)
+    dcp.save(_shard(), storage_writer=writer)
 
 
 def directories_of(tmp_path: Path, count: int) -> list[str]:
@@ -95,7 +92,7 @@ def test_the_commit_waits_for_every_directory(
     """With durability ``s3`` one rank spills, with ``local`` both."""
     paths = directories_of(tmp_path, 2)
     faulty.rule = refuse_rank_1
-    run_ranks(2, _save, paths, durability, False, {})
+    run_ranks(2, _save, paths, durability, False)
     faulty.rule = allow_all
     assert [ranks_in(path) for path in paths] == [["0"] if durability == "local" else [], ["1"]]
     commits = [save.journal.commit is not None for save in SpillStore(paths[0]).scan()]
@@ -110,62 +107,14 @@ def test_the_commit_waits_for_every_directory(
     assert faulty.s3.open_uploads(BUCKET) == []
 
 
-@pytest.mark.parametrize("durability", ["local", "s3"])
-def test_a_directory_that_both_share_is_drained_in_one_pass(
-    faulty: FaultyServer, tmp_path: Path, durability: str
-) -> None:
-    paths = directories_of(tmp_path, 1)
-    faulty.rule = refuse_rank_1
-    run_ranks(2, _save, paths, durability, False, {})
-    faulty.rule = allow_all
-    assert ranks_in(paths[0]) == (["0", "1"] if durability == "local" else ["1"])
-    assert not is_visible()
-    assert drain(paths[0]).committed == [URL]
-    assert_complete(URL, full_state())
-
-
 @pytest.mark.quick("2")
 @pytest.mark.parametrize("count", [1, 2])
 def test_with_s3_durability_the_save_ends_when_all_is_on_s3(faulty: FaultyServer, tmp_path: Path, count: int) -> None:
     paths = directories_of(tmp_path, count)
     faulty.rule = lambda request: None if list(Path(paths[0]).glob("saves/*-commit-*")) else refuse_rank_1(request)
-    run_ranks(2, _save, paths, "s3", True, {})
+    run_ranks(2, _save, paths, "s3", True)
     faulty.rule = allow_all
     assert_complete(URL, full_state())
-
-
-def _load_own() -> None:
-    state = {name: torch.zeros_like(tensor) for name, tensor in full_state().items()}
-    shards = {name: distribute_tensor(each, init_device_mesh("cpu", (2,)), [Shard(0)]) for name, each in state.items()}
-    dcp.load(shards, storage_reader=S3StorageReader(URL))
-    for name, full in full_state().items():
-        assert torch.equal(shards[name].full_tensor(), full)
-
-
-def test_without_collectives_each_rank_commits_for_itself(tmp_path: Path) -> None:
-    paths = directories_of(tmp_path, 2)
-    run_ranks(2, _save, paths, "local", False, {"use_collectives": False})
-    assert drain(paths[1]).committed == [URL]
-    assert (is_visible("__0.metadata"), is_visible("__1.metadata")) == (False, True)
-    assert drain(paths[0]).committed == [URL]
-    assert (is_visible("__0.metadata"), is_visible()) == (True, False)
-    run_ranks(2, _load_own)
-
-
-def _save_cached(path: str, count: int) -> None:
-    _use([path], drain=False)
-    for step in range(count):
-        writer = S3StorageWriter(f"s3://{BUCKET}/run/step-{step}", settings={"durability": "local"})
-        dcp.save(_shard(step), storage_writer=writer, planner=DefaultSavePlanner(enable_plan_caching=True))
-
-
-def test_saves_whose_plans_come_from_the_cache_spill_like_any_other(tmp_path: Path) -> None:
-    (path,) = directories_of(tmp_path, 1)
-    run_ranks(2, _save_cached, path, 3)
-    urls = [f"s3://{BUCKET}/run/step-{step}" for step in range(3)]
-    assert drain(path).committed == urls
-    for step, url in enumerate(urls):
-        assert_complete(url, full_state(step))
 
 
 def _save_async(directories: list[str], kind: AsyncCheckpointerType) -> None:
@@ -203,20 +152,7 @@ def _overwrite_and_wait(directories: list[str]) -> None:
 
 def test_no_rank_takes_the_checkpoint_that_is_overwritten_for_its_own(tmp_path: Path) -> None:
     paths = directories_of(tmp_path, 2)
-    run_ranks(2, _save, paths, "s3", False, {})
+    run_ranks(2, _save, paths, "s3", False)
     assert_complete(URL, full_state())
     run_ranks(2, _overwrite_and_wait, paths)
     assert_complete(URL, full_state(1))
-
-
-def _wait_for_what_another_process_left(directories: list[str]) -> None:
-    _use(directories, drain=True)
-    S3StorageWriter(URL, settings={"durability": "local"}).wait_committed(timeout=20)
-
-
-def test_a_process_that_only_waits_for_the_commit_drains(tmp_path: Path) -> None:
-    """As one whose process for asynchronous saves has died."""
-    paths = directories_of(tmp_path, 1)
-    run_ranks(1, _save, paths, "local", False, {})
-    run_ranks(1, _wait_for_what_another_process_left, paths)
-    assert_complete(URL, full_state())

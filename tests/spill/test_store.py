@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from dcp_s3.errors import SpillError
+from dcp_s3.memory import Piece
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.journal import Journal, State
@@ -33,6 +34,10 @@ def seal(store: SpillStore, **changes: Any) -> SpilledSave:
         writer.write_file("object-0", b"abc")
         writer.seal(writer.save.journal)
     return writer.save
+
+
+def fill(writer: SaveWriter, name: str) -> None:
+    writer.write_object(name, MIB, [Piece.of(memoryview(bytes(MIB)))])
 
 
 def list_files(path: Path) -> list[str]:
@@ -100,14 +105,11 @@ def test_what_is_written_of_a_journal_is_flushed_before_it_has_its_name(
     assert order == ["fsync", "fsync", "replace", "fsync"], "files' directory, journal, its name, the directory"
 
 
-def test_a_save_that_is_not_sealed_leaves_nothing(store: SpillStore) -> None:
+def test_a_sealed_save_is_there_with_its_files_and_another_leaves_nothing(store: SpillStore) -> None:
     with store.begin(make_journal(), "0") as writer:
-        os.close(writer.open_file("object-0", MIB))
+        fill(writer, "object-0")
         assert store.size() > MIB
     assert (list_files(store.path), store.scan(), store.size()) == ([], [], 0)
-
-
-def test_a_sealed_save_is_there_with_its_files(store: SpillStore) -> None:
     seal(store, keys=("x",))
     (save,) = store.scan()
     assert save.journal == make_journal(keys=("x",), state=State.SEALED)
@@ -150,21 +152,17 @@ def test_the_save_of_a_live_process_stays_and_that_of_a_dead_one_goes(store: Spi
     assert not save.path.exists()
 
 
-def test_what_is_left_of_a_save_that_was_being_removed_goes(store: SpillStore) -> None:
+def test_what_is_left_of_a_save_that_was_being_removed_or_never_began_goes(store: SpillStore) -> None:
     save = seal(store)
     (save.path / "journal").unlink()
-    assert store.scan() == []
-    assert save.path.exists(), "looking changes nothing"
-    assert store.tidy() == []
-    assert not save.path.exists()
-
-
-def test_what_is_left_of_a_save_that_never_began_goes_after_a_while(store: SpillStore) -> None:
     old, young = store.path / "new" / "old", store.path / "new" / "young"
-    old.mkdir(parents=True)
+    old.mkdir()
     young.mkdir()
     os.utime(old, (0, 0))
-    assert store.tidy() == []
+    assert store.scan() == []
+    assert save.path.exists(), "looking changes nothing"
+    store.tidy()
+    assert not save.path.exists()
     assert not old.exists()
     assert young.exists(), "its process may be about to begin"
 
@@ -181,7 +179,7 @@ def test_who_reserve_at_once_never_exceed_the_limit(store: SpillStore) -> None:
         with limited.begin(make_journal(), str(rank)) as writer:
             for number in range(8):
                 with contextlib.suppress(SpillError):
-                    os.close(writer.open_file(f"object-{number}", MIB))
+                    fill(writer, f"object-{number}")
                     made += 1
                 assert store.size() <= limit
             writer.seal(writer.save.journal)
@@ -195,14 +193,14 @@ def test_who_reserve_at_once_never_exceed_the_limit(store: SpillStore) -> None:
 def test_the_limit_counts_what_is_there_and_is_free_again_when_it_has_gone(store: SpillStore) -> None:
     limited = SpillStore(store.path, limit=2 * MIB)
     with limited.begin(make_journal(), "0") as writer:
-        os.close(writer.open_file("object-0", MIB))
+        fill(writer, "object-0")
         (writer.save.path / "journal.1234.tmp").symlink_to("gone")  # listed, and then not there
         assert limited.size() > MIB
         with pytest.raises(SpillError, match=r"DCP_S3_SPILL_LIMIT.*Remedy"):
-            writer.open_file("object-1", MIB)
+            fill(writer, "object-1")
         assert not (writer.save.path / "object-1").exists()
     with limited.begin(make_journal(), "0") as writer:
-        os.close(writer.open_file("object-0", MIB))
+        fill(writer, "object-0")
 
 
 # --- locks -----------------------------------------------------------------------------------------------
