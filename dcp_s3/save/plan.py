@@ -47,21 +47,12 @@ def item_size(item: WriteItem) -> int:
     return math.prod(item.tensor_data.chunk.sizes) * element_size + _FRAMING_BYTES
 
 
-def group_items(items: Sequence[WriteItem], separate: Sequence[Sequence[str]]) -> list[list[WriteItem]]:
-    """Group items by FQN: one group for each entry of ``separate`` (the first that matches), then one for the rest.
-
-    A prefix ends where a name in the FQN does (``model`` is that of ``model.layers.0``, not of ``model2``); with a star
-    at its end it is plain text. Empty groups are left out.
-    """
-
-    def has(fqn: str, prefix: str) -> bool:
-        if prefix.endswith("*"):
-            return fqn.startswith(prefix[:-1])
-        return fqn == prefix or fqn.startswith(prefix.rstrip(".") + ".")
-
+def group_items(items: Sequence[WriteItem], separate: Sequence[str]) -> list[list[WriteItem]]:
+    """Group items by FQN: one group for each beginning in ``separate`` (the first that fits), then one for the rest.
+    Empty groups are left out."""
     groups: list[list[WriteItem]] = [[] for _ in range(len(separate) + 1)]
     for item in items:
-        fits = (n for n, prefixes in enumerate(separate) if any(has(item.index.fqn, prefix) for prefix in prefixes))
+        fits = (number for number, prefix in enumerate(separate) if item.index.fqn.startswith(prefix))
         groups[next(fits, len(separate))].append(item)
     return [group for group in groups if group]
 
@@ -71,7 +62,7 @@ def plan_buckets(
     *,
     max_buckets: int,
     min_bucket_size: int,
-    separate: Sequence[Sequence[str]] = (),
+    separate: Sequence[str] = (),
 ) -> list[WriteBucket]:
     """Distribute a rank's items over objects.
 
@@ -82,7 +73,7 @@ def plan_buckets(
         items: items of this rank's plan.
         max_buckets: most objects per group.
         min_bucket_size: bytes. A group gets fewer buckets rather than smaller ones.
-        separate: FQN prefixes of the groups that get their own objects.
+        separate: beginnings of the FQNs of the groups that get their own objects.
 
     Returns:
         Non-empty buckets, the largest first.

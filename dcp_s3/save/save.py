@@ -50,7 +50,7 @@ class SaveOptions:
     settings: Settings
     overwrite: bool
     metrics: Mapping[str, Any]
-    separate: Sequence[Sequence[str]]
+    separate: Sequence[str]
     transforms: WriterTransforms
     attachments: Sequence[Attachment] = ()
     """Small files that belong to this save."""
@@ -127,7 +127,7 @@ class _RankResults(list[WriteResult]):
 
 
 class Save:
-    """One rank's part in one save: the coordinator commits for all; without collectives each rank for itself."""
+    """One rank's part in one save: the coordinator commits for all."""
 
     _spills = True
 
@@ -139,20 +139,19 @@ class Save:
         *,
         rank: int,
         is_coordinator: bool,
-        use_collectives: bool,
     ) -> None:
         self.url, self.save_id = url, save_id
         self.written = False
         """Whether all of this rank's data is written."""
         self._options, self._settings = options, options.settings
-        self._rank, self._is_coordinator, self._use_collectives = rank, is_coordinator, use_collectives
+        self._rank, self._is_coordinator = rank, is_coordinator
         self._world_size = world_size()  # now: data may be written in a process that has no process group
-        self._identity = SaveIdentity(url, save_id, None if use_collectives else rank)
+        self._identity = SaveIdentity(url, save_id)
         self._beginning, self._began = Beginning(), time.monotonic()
         self._s3 = store_of(url, self._settings)
         self._base_store, self._committer = open_for_save(
-            self._s3, self._identity, self._beginning, rank=rank, overwrite=options.overwrite and use_collectives,
-            spills=self._spills, on_event=options.on_event,
+            self._s3, self._identity, self._beginning, rank=rank, overwrite=options.overwrite, spills=self._spills,
+            on_event=options.on_event,
         )  # fmt: skip
         self.step = find_step(url.name, self._settings)
         self._throttled_before = self._s3.counters().throttled
@@ -171,13 +170,13 @@ class Save:
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check the URL, and mark the plan with this save's URL."""
-        if self._is_coordinator or not self._use_collectives:
+        if self._is_coordinator:
             self._committer.check_url(self._store())
         return dataclasses.replace(plan, storage_data=_PlanOrigin(str(self.url), self._rank))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Check that all plans are of this save. Nothing else needs coordination: names are unique."""
-        if self._use_collectives and world_size() == 1 < launch().world_size:
+        if world_size() == 1 < launch().world_size:
             check_filled(plans)
         for plan in plans:
             origin = plan.storage_data
@@ -205,7 +204,7 @@ class Save:
         return _RankResults(str(self.url), results, self.throttled)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit what all ranks have written; without collectives, what this rank has written."""
+        """Commit what all ranks have written."""
         self._deadline = self._deadline or self._start_deadline()
         for rank, written in enumerate(results):
             if isinstance(written, _RankResults):
@@ -226,7 +225,7 @@ class Save:
                 dataclasses.replace(metadata),
                 objects,
                 step=self.step,
-                world_size=len(results) if self._use_collectives else self._world_size,
+                world_size=len(results),
                 metrics=self._options.metrics,
                 extra=self._options.extra,
                 started_at=self._beginning.at,

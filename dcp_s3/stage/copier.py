@@ -1,6 +1,10 @@
 """Copies the tensors of a snapshot into staging buffers, from CPU memory or accelerators.
 
-torch's own copy within host memory splits each tensor among its threads and waits for all of them. With a hundred
+What is copied: tensors of one storage that overlap or touch, and together use at least half of the bytes between the
+first and the last of them, are one region, and stay aliased in the copy. Any other tensor is a region of its own, a
+small view of a huge storage, too: gathered, if it is strided.
+
+How: torch's own copy within host memory splits each tensor among its threads and waits for all of them. With a hundred
 tensors, and one core busy with a data loader or an upload, it waits a hundred times for the slowest thread. In
 `run_copies` each thread takes the next piece.
 """
@@ -9,7 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import queue
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -17,13 +22,108 @@ import torch
 
 from dcp_s3.errors import StagingError
 from dcp_s3.stage.pool import BufferPool, Slot
-from dcp_s3.stage.regions import Region
 from dcp_s3.workers import Workers
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _SMALL = 2**20  # bytes; smaller copies are made at once, not shared among threads
 _PIECE = 8 * 2**20  # bytes
 _MAX_THREADS = 8  # more do not copy faster: they share the memory's bandwidth
+_SOURCE_ALIGNMENT = 16  # complex128: a region starts on a whole element of every tensor in it
+_MIN_DENSITY = 0.5
+
+
+# --- what to copy, pure -------------------------------------------------------------------------------------
+
+
+class TensorSpan(NamedTuple):
+    """Where one tensor lies in its storage."""
+
+    storage: Hashable
+    """Identity of the storage."""
+    start: int
+    """First byte that the tensor uses."""
+    stop: int
+    """The byte after the last."""
+    nbytes: int
+    """Elements times element size; less than ``stop - start`` for a strided view, more for an expanded one."""
+    layout: Hashable = None
+    """Dtype, size and strides, which tell apart strided tensors of the same span. None for a tensor without gaps."""
+
+
+class Region(NamedTuple):
+    """Bytes that are copied together."""
+
+    tensors: tuple[int, ...]
+    """The tensors in the region, as indices into the list of spans."""
+    start: int
+    """First byte in the source storage."""
+    size: int
+    """Bytes in the copy."""
+    gathered: bool = False
+    """Whether the tensors (all alike) are copied element by element into row-major order, because they use little of
+    the span that they lie in."""
+
+
+def plan_regions(spans: Sequence[TensorSpan]) -> list[Region]:
+    """Regions that hold every span, in the order of their first tensors. Empty spans are in none."""
+    by_storage: dict[Hashable, list[int]] = defaultdict(list)
+    for number, span in enumerate(spans):
+        if span.nbytes:
+            by_storage[span.storage].append(number)
+    regions: list[Region] = []
+    for cluster in (each for numbers in by_storage.values() for each in _clusters(spans, numbers)):
+        if _is_dense(spans, cluster):
+            regions.append(_hull(spans, cluster))
+            continue
+        alike: dict[TensorSpan, list[int]] = defaultdict(list)
+        for number in cluster:
+            alike[spans[number]].append(number)
+        for span, same in alike.items():
+            is_dense = _is_dense(spans, same[:1])
+            gathered = Region(tuple(same), span.start, span.nbytes, gathered=True)
+            regions.append(_hull(spans, same) if is_dense else gathered)
+    regions.sort(key=lambda region: region.tensors[0])
+    return regions
+
+
+def _clusters(spans: Sequence[TensorSpan], numbers: Sequence[int]) -> list[list[int]]:
+    """Groups of spans that overlap or touch each other."""
+    clusters: list[list[int]] = []
+    stop = -1
+    for number in sorted(numbers, key=lambda number: spans[number].start):
+        span = spans[number]
+        if not clusters or span.start > stop:
+            clusters.append([])
+        clusters[-1].append(number)
+        stop = max(stop, span.stop)
+    return clusters
+
+
+def _is_dense(spans: Sequence[TensorSpan], numbers: Sequence[int]) -> bool:
+    """Whether the tensors use about half or more of the bytes between the first and the last of them."""
+    if len(numbers) == 1:
+        span = spans[numbers[0]]
+        return span.nbytes >= _MIN_DENSITY * (span.stop - span.start)
+    begin = reached = min(spans[number].start for number in numbers)
+    used = 0
+    for number in sorted(numbers, key=lambda number: spans[number].start):
+        span = spans[number]
+        if span.stop > reached:
+            used += min(span.nbytes, span.stop - max(span.start, reached))
+            reached = span.stop
+    # The count above misses a dense span inside a sparse one that begins first.
+    largest = max(min(spans[number].nbytes, spans[number].stop - spans[number].start) for number in numbers)
+    return max(used, largest) >= _MIN_DENSITY * (reached - begin)
+
+
+def _hull(spans: Sequence[TensorSpan], numbers: Sequence[int]) -> Region:
+    start = min(spans[number].start for number in numbers)
+    start -= start % _SOURCE_ALIGNMENT
+    stop = max(spans[number].stop for number in numbers)
+    return Region(tuple(sorted(numbers)), start, stop - start)
+
+
+# --- copies -------------------------------------------------------------------------------------------------
 
 
 class MemoryCopy(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -12,17 +12,23 @@ from torch.overrides import TorchFunctionMode
 from dcp_s3 import torch_private
 from dcp_s3.errors import StagingError
 from dcp_s3.process import collector_paused
-from dcp_s3.stage.regions import TensorSpan, plan_regions
+from dcp_s3.stage.copier import TensorSpan, plan_regions
 
 _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _Build = Callable[[Sequence[torch.Tensor]], Any]
 
 
-class _Hole(NamedTuple):
-    """The place of a tensor: `build` makes the staged tensor from the staged plain tensors."""
+class _Hole:
+    """The place of a tensor: ``build`` makes the staged tensor from the staged plain tensors, once."""
 
-    build: _Build
+    def __init__(self, build: _Build) -> None:
+        self._build, self._made = build, None
+
+    def fill(self, staged: Sequence[torch.Tensor]) -> Any:
+        if self._made is None:
+            self._made = self._build(staged)
+        return self._made
 
 
 class Snapshot:
@@ -61,7 +67,7 @@ class Snapshot:
     def fill(self, staged: Sequence[torch.Tensor]) -> dict[str, Any]:
         """The copied state with ``staged`` in place of `tensors`. Can be called once."""
         with torch.no_grad():
-            filled: dict[str, Any] = _Filler(staged).fill(self._structure)
+            filled: dict[str, Any] = _fill(self._structure, staged)
         self._structure = None
         return filled
 
@@ -196,33 +202,21 @@ class Snapshot:
         return build
 
 
-class _Filler:
-    def __init__(self, staged: Sequence[torch.Tensor]) -> None:
-        self._staged = staged
-        self._made: dict[int, Any] = {}
-        self._seen: set[int] = set()
-
-    def fill(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in _ATOMIC:
-            return value
-        if kind is _Hole:
-            made = self._made.get(id(value))
-            if made is None:
-                made = self._made[id(value)] = value.build(self._staged)
-            return made
-        if isinstance(value, (dict, list)):
-            if id(value) not in self._seen:
-                self._seen.add(id(value))
-                for key, entry in list(value.items() if isinstance(value, dict) else enumerate(value)):
-                    if type(entry) not in _ATOMIC:
-                        value[key] = self.fill(entry)
-            return value
-        if kind is tuple:
-            return tuple(map(self.fill, value))
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return kind._make(map(self.fill, value))
+def _fill(value: Any, staged: Sequence[torch.Tensor]) -> Any:
+    """``value`` with tensors in place of its holes; dicts and lists are changed in place."""
+    kind = type(value)
+    if kind in _ATOMIC:
         return value
+    if kind is _Hole:
+        return value.fill(staged)
+    if isinstance(value, (dict, list)):
+        for key, entry in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            if type(entry) not in _ATOMIC:
+                value[key] = _fill(entry, staged)
+    elif isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields")):
+        items = [_fill(entry, staged) for entry in value]
+        return tuple(items) if kind is tuple else kind._make(items)
+    return value
 
 
 class _OffloadCopies(TorchFunctionMode):

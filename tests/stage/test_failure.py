@@ -273,7 +273,7 @@ def test_nor_do_those_of_a_manager(faulty: FaultyServer, ranks: int) -> None:
 
 def test_the_error_of_a_save_in_the_foreground_keeps_its_traceback(faulty: FaultyServer) -> None:
     _refuse(faulty, "denied")
-    staged: Any = S3Stager(_ONCE, generations=1).stage(_make_state())
+    staged: Any = S3Stager(_ONCE).stage(_make_state())
     with pytest.raises(CheckpointException) as caught:
         dcp.save(staged, storage_writer=S3StorageWriter(f"{ROOT}/bad/x", settings=_ONCE))
     names, trace = [], caught.value.__traceback__
@@ -284,7 +284,7 @@ def test_the_error_of_a_save_in_the_foreground_keeps_its_traceback(faulty: Fault
 
 
 def test_a_kept_future_of_a_failed_save_of_torchs_writer_does_not_pin_memory(tmp_path: Path) -> None:
-    stager, blocked = S3Stager(generations=1), tmp_path / "file"
+    stager, blocked = S3Stager(), tmp_path / "file"
     blocked.write_text("x")
     made = dcp.FileSystemWriter(blocked / "below")
     future: Any = dcp.async_save({"w": torch.ones(1000)}, storage_writer=made, async_stager=stager)

@@ -216,8 +216,8 @@ def test_memory_that_is_not_aligned_and_two_storages_of_one_address(count: int) 
 def test_a_small_view_of_a_large_storage_costs_the_view_only(count: int) -> None:
     base = torch.arange(count * 10)
     stager = S3Stager()
-    staged: Any = stager.stage({"part": base[count : 2 * count], "every": base[::100]})
-    assert stager._pool.size <= base.nbytes // 4 + 256
+    staged: Any = stager.stage_now({"part": base[count : 2 * count], "every": base[::100]})
+    assert sum(buffer.size for buffer in stager._pool.buffers) <= base.nbytes // 4 + 256
     assert torch.equal(staged["part"], base[count : 2 * count])
     assert torch.equal(staged["every"], base[::100])
 
@@ -299,18 +299,11 @@ def test_containers_keep_their_kind() -> None:
     assert staged["set"] == {1, 2}
 
 
-def test_shared_and_recursive_containers() -> None:
+def test_shared_containers() -> None:
     shared = [torch.ones(2)]
-    loop: list[Any] = [torch.ones(1)]
-    loop.append(loop)
-    through: dict[str, Any] = {"t": ()}
-    through["t"] = (through, torch.ones(1))
-    holder = Holder(shared)
-    staged = stage_once({"a": shared, "b": {"c": shared}, "loop": loop, "through": through, "holder": holder})
+    staged = stage_once({"a": shared, "b": {"c": shared}, "holder": Holder(shared)})
     assert staged["a"] is staged["b"]["c"]
     assert staged["a"] is not shared
-    assert staged["loop"][1] is staged["loop"]
-    assert staged["through"]["t"][0] is staged["through"]
     assert staged["holder"].value is staged["a"]
     shared[0].zero_()
     assert staged["holder"].value[0].tolist() == [1, 1]
