@@ -43,7 +43,7 @@ _REMOVED = {
     "prefix_spread": "it did not relieve S3; for very large jobs set a larger part_size",
     "read_gap": "gaps of up to 256 KiB are fetched",
     "read_waste": "gaps make up at most 0.25 % of what is fetched",
-    "staging_generations": "S3Stager(generations=...) says how many staged copies may exist, staging_limit their bytes",
+    "staging_generations": "at most two staged copies exist; staging_limit bounds their bytes",
 }
 """Settings of earlier versions, and what holds instead."""
 

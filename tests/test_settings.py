@@ -209,7 +209,7 @@ def test_a_variable_of_an_earlier_version_has_no_effect_and_says_so_once(
 
 
 def test_a_setting_of_an_earlier_version_in_code_is_an_error_that_says_what_holds_instead() -> None:
-    with pytest.raises(SettingsError, match=r"'staging_generations' no longer exists.*S3Stager\(generations=\.\.\.\)"):
+    with pytest.raises(SettingsError, match=r"'staging_generations' no longer exists.*staging_limit"):
         S3StorageWriter("s3://bucket/x", settings={"staging_generations": 1})
 
 

@@ -28,8 +28,8 @@ from dcp_s3.ranks import rank as rank_of_job
 from dcp_s3.ranks import world_size
 from dcp_s3.s3.store import store_of
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, write_buckets
-from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket, check_filled, plan_buckets
-from dcp_s3.settings import Settings, launch
+from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket, check_shards, plan_buckets
+from dcp_s3.settings import Settings
 from dcp_s3.spill.saving import drain_url, open_for_save
 from dcp_s3.store import Store
 from dcp_s3.torch_private import WriterTransforms
@@ -175,9 +175,9 @@ class Save:
         return dataclasses.replace(plan, storage_data=_PlanOrigin(str(self.url), self._rank))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check that all plans are of this save. Nothing else needs coordination: names are unique."""
-        if world_size() == 1 < launch().world_size:
-            check_filled(plans)
+        """Check that all plans are of this save, and their shards of the same tensors. Nothing else needs coordination:
+        names are unique."""
+        check_shards(plans, filled=world_size() == 1)
         for plan in plans:
             origin = plan.storage_data
             if isinstance(origin, _PlanOrigin) and origin.url is not None:

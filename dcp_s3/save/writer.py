@@ -29,7 +29,7 @@ from dcp_s3.format.control_files import check_extra
 from dcp_s3.format.layout import new_save_id
 from dcp_s3.save.begin import begin_joint_save
 from dcp_s3.save.group import SaveGroup
-from dcp_s3.save.plan import OBJECTS_PER_RANK, check_shapes
+from dcp_s3.save.plan import OBJECTS_PER_RANK
 from dcp_s3.save.save import Attached, Save, SaveOptions, StallSince, tell_failed, wait_committed
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.stage.handover import current_save, raise_if_failed, wait_for_saves
@@ -234,16 +234,13 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     @called_by_dcp
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check that the ranks' plans are of one save, and their shards of the same tensors. Nothing else needs
-        coordination.
+        """Check that the ranks' plans are of one save, and their shards of the same tensors.
 
         Raises:
             SaveProtocolError: they are of different saves.
             ShardingError: a tensor has another shape on another rank.
         """
-        plans = self._save.prepare_global_plan(plans)
-        check_shapes(plans)
-        return plans
+        return self._save.prepare_global_plan(plans)
 
     @called_by_dcp
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -356,18 +353,6 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         if background is None or background.tell(error):
             logged = background is not None and not self.caller_reports
             tell_failed(url, error, self.settings, self.on_event, logged=logged)
-
-    @property
-    def save_id(self) -> str:
-        """Random id of the last save. Before the first save and after `reset`: id of the next one.
-
-        >>> writer = S3StorageWriter("s3://bucket/run/step-3000")
-        >>> saved = dcp.save(state, storage_writer=writer)
-        >>> latest("s3://bucket/run").save_id == writer.save_id
-        True
-        """
-        save = self._here.save or self._last
-        return self._next_id if save is None or self._here.save_id is not None else save.save_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

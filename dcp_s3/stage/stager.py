@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -72,7 +71,6 @@ class S3Stager(AsyncStager):
             spill_dir=self.settings.spill_dir,
         )
         self._background = InTurn("dcp_s3-staging")
-        self._latest: Callable[[], Future[dict[str, Any]] | None] = lambda: None
         self._closed = False
 
     def __repr__(self) -> str:
@@ -102,7 +100,6 @@ class S3Stager(AsyncStager):
                 result: dict[str, Any] | Future[dict[str, Any]] = self._stage(state_dict, save, began)
             else:
                 result = self._begin(state_dict, save, began)
-                self._latest = weakref.ref(result)  # a strong one would keep the copy
             save.stall_seconds = time.monotonic() - began
         except BaseException:  # an interrupt at any place, too: later saves would wait for this one
             save.end()
@@ -120,10 +117,8 @@ class S3Stager(AsyncStager):
         return self._stage(state_dict, None, time.monotonic())
 
     def synchronize_staging(self) -> None:
-        """Wait until the latest copy is complete."""
-        latest = self._latest()
-        if latest is not None:
-            latest.result()
+        """Wait for copies under way."""
+        self._background.join()
 
     def close(self) -> None:
         """Wait for copies under way, and free the buffers: at once, or when the last save that reads them ends."""
@@ -212,12 +207,8 @@ def _log_failure(copying: Future[dict[str, Any]]) -> None:
 
 
 class StagedBefore(AsyncStager):
-    """Hands a `dcp.async_save` the copy that was made for it, whatever state it is called with.
-
-    Args:
-        staged: what `S3Stager.stage_now` returned. Given away by the first `stage`.
-        stall_seconds: seconds for which the training waited for the copy.
-    """
+    """Hands a `dcp.async_save` the copy that was made for it by `S3Stager.stage_now`, whatever state it is called with.
+    ``stall_seconds``: for which the training waited for the copy."""
 
     _synchronize_after_execute = False
 
@@ -226,16 +217,14 @@ class StagedBefore(AsyncStager):
         self._stall_seconds = stall_seconds
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The copy."""
+        """The copy, once."""
         staged, self._staged = self._staged, None
-        if staged is None:
-            return state_dict
         if isinstance(staged, StagedDict):
             wait_for_saves()
             save = AsyncSave()
             save.stall_seconds = self._stall_seconds
             save.go_with(staged)
-        return staged
+        return state_dict if staged is None else staged
 
     def synchronize_staging(self) -> None:
         """The copy is complete."""

