@@ -1,10 +1,6 @@
 """Copies the tensors of a snapshot into staging buffers, from CPU memory or accelerators.
 
-What is copied: tensors of one storage that overlap or touch, and together use at least half of the bytes between the
-first and the last of them, are one region, and stay aliased in the copy. Any other tensor is a region of its own, a
-small view of a huge storage, too: gathered, if it is strided.
-
-How: torch's own copy within host memory splits each tensor among its threads and waits for all of them. With a hundred
+torch's own copy within host memory splits each tensor among its threads and waits for all of them. With a hundred
 tensors, and one core busy with a data loader or an upload, it waits a hundred times for the slowest thread. In
 `run_copies` each thread takes the next piece.
 """
@@ -13,8 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import queue
-from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -28,102 +23,20 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 _SMALL = 2**20  # bytes; smaller copies are made at once, not shared among threads
 _PIECE = 8 * 2**20  # bytes
 _MAX_THREADS = 8  # more do not copy faster: they share the memory's bandwidth
-_SOURCE_ALIGNMENT = 16  # complex128: a region starts on a whole element of every tensor in it
-_MIN_DENSITY = 0.5
-
-
-# --- what to copy, pure -------------------------------------------------------------------------------------
-
-
-class TensorSpan(NamedTuple):
-    """Where one tensor lies in its storage."""
-
-    storage: Hashable
-    """Identity of the storage."""
-    start: int
-    """First byte that the tensor uses."""
-    stop: int
-    """The byte after the last."""
-    nbytes: int
-    """Elements times element size; less than ``stop - start`` for a strided view, more for an expanded one."""
-    layout: Hashable = None
-    """Dtype, size and strides, which tell apart strided tensors of the same span. None for a tensor without gaps."""
 
 
 class Region(NamedTuple):
-    """Bytes that are copied together."""
+    """The bytes of a tensor."""
 
-    tensors: tuple[int, ...]
-    """The tensors in the region, as indices into the list of spans."""
+    tensors: list[int]
+    """Its number in the snapshot, and those of tensors that are the same view of the same memory."""
     start: int
-    """First byte in the source storage."""
+    """First byte in the storage."""
     size: int
     """Bytes in the copy."""
     gathered: bool = False
-    """Whether the tensors (all alike) are copied element by element into row-major order, because they use little of
-    the span that they lie in."""
-
-
-def plan_regions(spans: Sequence[TensorSpan]) -> list[Region]:
-    """Regions that hold every span, in the order of their first tensors. Empty spans are in none."""
-    by_storage: dict[Hashable, list[int]] = defaultdict(list)
-    for number, span in enumerate(spans):
-        if span.nbytes:
-            by_storage[span.storage].append(number)
-    regions: list[Region] = []
-    for cluster in (each for numbers in by_storage.values() for each in _clusters(spans, numbers)):
-        if _is_dense(spans, cluster):
-            regions.append(_hull(spans, cluster))
-            continue
-        alike: dict[TensorSpan, list[int]] = defaultdict(list)
-        for number in cluster:
-            alike[spans[number]].append(number)
-        for span, same in alike.items():
-            is_dense = _is_dense(spans, same[:1])
-            gathered = Region(tuple(same), span.start, span.nbytes, gathered=True)
-            regions.append(_hull(spans, same) if is_dense else gathered)
-    regions.sort(key=lambda region: region.tensors[0])
-    return regions
-
-
-def _clusters(spans: Sequence[TensorSpan], numbers: Sequence[int]) -> list[list[int]]:
-    """Groups of spans that overlap or touch each other."""
-    clusters: list[list[int]] = []
-    stop = -1
-    for number in sorted(numbers, key=lambda number: spans[number].start):
-        span = spans[number]
-        if not clusters or span.start > stop:
-            clusters.append([])
-        clusters[-1].append(number)
-        stop = max(stop, span.stop)
-    return clusters
-
-
-def _is_dense(spans: Sequence[TensorSpan], numbers: Sequence[int]) -> bool:
-    """Whether the tensors use about half or more of the bytes between the first and the last of them."""
-    if len(numbers) == 1:
-        span = spans[numbers[0]]
-        return span.nbytes >= _MIN_DENSITY * (span.stop - span.start)
-    begin = reached = min(spans[number].start for number in numbers)
-    used = 0
-    for number in sorted(numbers, key=lambda number: spans[number].start):
-        span = spans[number]
-        if span.stop > reached:
-            used += min(span.nbytes, span.stop - max(span.start, reached))
-            reached = span.stop
-    # The count above misses a dense span inside a sparse one that begins first.
-    largest = max(min(spans[number].nbytes, spans[number].stop - spans[number].start) for number in numbers)
-    return max(used, largest) >= _MIN_DENSITY * (reached - begin)
-
-
-def _hull(spans: Sequence[TensorSpan], numbers: Sequence[int]) -> Region:
-    start = min(spans[number].start for number in numbers)
-    start -= start % _SOURCE_ALIGNMENT
-    stop = max(spans[number].stop for number in numbers)
-    return Region(tuple(sorted(numbers)), start, stop - start)
-
-
-# --- copies -------------------------------------------------------------------------------------------------
+    """Whether the tensor is copied element by element into row-major order, because it uses less than half of the bytes
+    that it spans. Otherwise all of these are copied, and the copy has its strides."""
 
 
 class MemoryCopy(NamedTuple):
@@ -192,7 +105,7 @@ class Copier:
         try:
             for region, slot in zip(regions, slots, strict=True):
                 with self._streams.get(self._tensors[region.tensors[0]].device) or nullcontext():
-                    staged.update(zip(region.tensors, self._copy_region(region, slot, pending), strict=True))
+                    staged.update(dict.fromkeys(region.tensors, self._copy_region(region, slot, pending)))
             run_copies(pending)
         finally:
             for stream in self._streams.values():
@@ -202,41 +115,32 @@ class Copier:
                 staged[number] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         return [staged[number] for number in range(len(self._tensors))], slots
 
-    def _copy_region(self, region: Region, slot: Slot, pending: list[MemoryCopy]) -> list[torch.Tensor]:
-        """Copy one region, enqueue its copy, or add it to ``pending``. Returns its staged tensors."""
-        originals = [self._tensors[number] for number in region.tensors]
-        source = originals[0]
-        source_storage = source.untyped_storage()
-        if len(originals) > 1:  # two storages may begin at one address (torch.from_numpy of an array and its beginning)
-            source_storage = max((tensor.untyped_storage() for tensor in originals), key=torch.UntypedStorage.nbytes)
-        if not region.gathered and source_storage.nbytes() < region.start + region.size:
+    def _copy_region(self, region: Region, slot: Slot, pending: list[MemoryCopy]) -> torch.Tensor:
+        """Copy one region, enqueue its copy, or add it to ``pending``. Returns its staged tensor."""
+        source = self._tensors[region.tensors[0]]
+        storage = source.untyped_storage()
+        if not region.gathered and storage.nbytes() < region.start + region.size:
             raise StagingError(
                 "the memory of a tensor was freed before it was staged. Remedy: wait for staging_completion of "
                 "async_save's response before the state is changed or resharded"
             )
-        small = region.size < _SMALL and source.device.type == "cpu"
-        if small and len(originals) == 1 and region.size == source.nbytes and source.is_contiguous():
+        is_host = source.device.type == "cpu"
+        if is_host and region.size < _SMALL and region.size == source.nbytes and source.is_contiguous():
             ctypes.memmove(slot.address, source.data_ptr(), region.size)  # by far the most frequent case: kept short
             copied = torch.frombuffer(slot.lease, dtype=source.dtype, count=source.numel(), offset=slot.offset)
             # Not a view: that would keep the memory when `StagedState` releases it.
-            return [copied.resize_(source.shape)]
+            return copied.resize_(source.shape)
         target = torch.frombuffer(slot.lease, dtype=torch.uint8, count=region.size, offset=slot.offset)
-        storage = target.untyped_storage()
+        strides = source.stride()
         if region.gathered:
             bits = _BITS[source.element_size()]  # torch cannot copy every dtype
             gathered = target.view(bits).view(source.shape)
             gathered.copy_(source.view(bits), non_blocking=True)
-            copied = torch.empty(0, dtype=source.dtype).set_(storage, 0, gathered.shape, gathered.stride())
-            return [copied] * len(originals)
-        if source.device.type == "cpu":
-            pending.append(MemoryCopy(slot.address, source_storage.data_ptr() + region.start, region.size))
+            strides = gathered.stride()
+        elif is_host:
+            pending.append(MemoryCopy(slot.address, storage.data_ptr() + region.start, region.size))
         else:
             raw = torch.empty(0, dtype=torch.uint8, device=source.device)
-            raw.set_(source_storage, region.start, (region.size,), (1,))
+            raw.set_(storage, region.start, (region.size,), (1,))
             target.copy_(raw, non_blocking=True)
-        return [
-            torch.empty(0, dtype=tensor.dtype).set_(
-                storage, tensor.storage_offset() - region.start // tensor.element_size(), tensor.shape, tensor.stride()
-            )
-            for tensor in originals
-        ]
+        return torch.empty(0, dtype=source.dtype).set_(target.untyped_storage(), 0, source.shape, strides)

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from dcp_s3 import torch_private
 from dcp_s3.errors import StagingError
 from dcp_s3.process import collector_paused
-from dcp_s3.stage.copier import TensorSpan, plan_regions
+from dcp_s3.stage.copier import Region
 
 _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -41,7 +41,7 @@ class Snapshot:
     Attributes:
         tensors: the plain tensors to copy, each once, including those inside DTensor, ShardedTensor and other wrappers.
             They share memory with the original.
-        regions: the bytes of the storages that hold `tensors`.
+        regions: the bytes of `tensors`; of those that are the same view of the same memory (tied weights), once.
 
     Raises:
         StagingError: a value cannot be copied, or a tensor's memory was freed.
@@ -52,17 +52,16 @@ class Snapshot:
         self._watched: list[tuple[torch.Tensor, ...]] = []
         self._versions: list[tuple[int, ...]] | None = None
         self._wrappers: list[torch.Tensor] = []
-        self._spans: list[TensorSpan] = []
-        self._numbers: dict[int, int] = {}
+        self._regions: dict[Any, Region] = {}
         self._holes: dict[int, tuple[_Hole, torch.Tensor]] = {}  # by the tensor's id; kept, so that the id stays unique
         self._memo: dict[int, Any] = {}
         self._path: list[Any] = []
         with torch.no_grad(), collector_paused():
             self._structure = self._copy(state)
-            self.regions = plan_regions(self._spans)
+        self.regions = list(self._regions.values())
         self._memo.clear()
         self._holes.clear()
-        self._spans.clear()
+        self._regions.clear()
 
     def fill(self, staged: Sequence[torch.Tensor]) -> dict[str, Any]:
         """The copied state with ``staged`` in place of `tensors`. Can be called once."""
@@ -170,8 +169,9 @@ class Snapshot:
         if not _is_memory(tensor):  # sparse, quantized, nested: copied outside the pool
             apart = tensor if tensor.device.type == "meta" else tensor.detach().to("cpu", copy=True)
             return lambda _: apart
-        span = _span(tensor)
-        if span.nbytes and tensor.untyped_storage().nbytes() < span.stop:
+        region, stop = _region(tensor)
+        storage = tensor.untyped_storage()
+        if region.size and storage.nbytes() < stop:
             raise StagingError(
                 f"{self._name()} (shape {tuple(tensor.shape)}) has no memory: its storage was freed, as FSDP does "
                 "outside of its own state_dict. Remedy: take the state with "
@@ -183,7 +183,9 @@ class Snapshot:
         number = len(self.tensors)
         self.tensors.append(tensor.detach())
         self._watched.append((self.tensors[-1], *self._wrappers))
-        self._spans.append(span)
+        if region.size:
+            key = (tensor.device, storage.data_ptr(), region.start, tensor.dtype, tensor.shape, tensor.stride())
+            self._regions.setdefault(key, region).tensors.append(number)
         return lambda staged: staged[number]
 
     def _build_wrapper(self, tensor: Any) -> _Build:
@@ -244,16 +246,16 @@ def _is_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _span(tensor: torch.Tensor) -> TensorSpan:
-    """The span of a strided tensor."""
+def _region(tensor: torch.Tensor) -> tuple[Region, int]:
+    """What to copy of a strided tensor, and the byte of its storage after the last that it uses."""
     size, nbytes = tensor.element_size(), tensor.nbytes
     start = int(tensor.storage_offset()) * size
-    storage = (tensor.device, tensor.untyped_storage().data_ptr())
     if tensor.is_contiguous() or not nbytes:
-        return TensorSpan(storage, start, start + nbytes, nbytes)
+        return Region([], start, nbytes), start + nbytes
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    stop = start + size * (1 + sum(int(length - 1) * int(stride) for length, stride in steps))
-    return TensorSpan(storage, start, stop, nbytes, (tensor.dtype, tensor.shape, tensor.stride()))
+    reach = size * (1 + sum(int(length - 1) * int(stride) for length, stride in steps))
+    is_sparse = 2 * nbytes < reach
+    return Region([], start, nbytes if is_sparse else reach, gathered=is_sparse), start + reach
 
 
 def _shallow_copy(value: Any) -> Any:
