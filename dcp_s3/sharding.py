@@ -143,7 +143,8 @@ def shard(
         ShardingError: a box is outside of the whole, has other dimensions, or overlaps another one of this rank. When
             it is saved to S3: without other ranks, a part of the whole is in no box.
     """
-    boxes, places = ([tensor], [offsets]) if isinstance(tensor, torch.Tensor) else (list(tensor), list(offsets))
+    boxes: list[Any] = [tensor] if isinstance(tensor, torch.Tensor) else list(tensor)
+    places: list[Any] = [offsets] if isinstance(tensor, torch.Tensor) else list(offsets)
     try:
         shape = tuple(map(operator.index, global_shape))
         starts = tuple(tuple(map(operator.index, place)) for place in places)

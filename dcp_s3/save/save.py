@@ -212,7 +212,6 @@ class Save:
         with collector_paused():
             all_results = [result for rank in results for result in rank]
             objects, spilled = _objects_of(all_results)
-            is_spilled = any(isinstance(each, ItemWriteResult) and each.spilled for each in all_results)
             check_distinct(objects)
             metadata.version = DCP_VERSION
             metadata.storage_data = {
@@ -230,9 +229,9 @@ class Save:
                 extra=self._options.extra,
                 started_at=self._beginning.at,
             )
-        if self._committer.commit(self._store(), commit, spilled=is_spilled):
+        if self._committer.commit(self._store(), commit, spilled=bool(spilled)):
             throttled = sum(rank.throttled for rank in results if isinstance(rank, _RankResults))
-            self._tell_committed(commit, ranks=len(results), spilled=spilled, throttled=throttled)
+            self._tell_committed(commit, ranks=len(results), spilled=sum(spilled), throttled=throttled)
 
     # --- what it tells --------------------------------------------------------------------------------
 
@@ -269,7 +268,7 @@ class Save:
         self._an_object = objects[0].path if objects else None
         event = Written(
             url=str(self.url), step=self.step, rank=self._rank, bytes=sum(each.size for each in objects),
-            objects=len(objects), spilled_bytes=spilled, seconds=seconds,
+            objects=len(objects), spilled_bytes=sum(spilled), seconds=seconds,
         )  # fmt: skip
         emit(event, self._options.on_event)
 
@@ -302,11 +301,11 @@ class Save:
         return Deadline.start("DCP_S3_SAVE_TIMEOUT", self._settings.save_timeout)
 
 
-def _objects_of(results: Sequence[WriteResult]) -> tuple[list[ObjectEntry], int]:
-    """The objects that were written, and how many bytes of them went to a spill directory."""
-    ours = [each for each in results if isinstance(each, ItemWriteResult) and each.object_entry is not None]
-    entries = [each.object_entry for each in ours if each.object_entry is not None]
-    return entries, sum(entry.size for each, entry in zip(ours, entries, strict=True) if each.spilled)
+def _objects_of(results: Sequence[WriteResult]) -> tuple[list[ObjectEntry], list[int]]:
+    """The objects that were written, and the sizes in bytes of those that went to a spill directory."""
+    written = [(each.object_entry, each.spilled) for each in results if isinstance(each, ItemWriteResult)]
+    entries = [(entry, spilled) for entry, spilled in written if entry is not None]
+    return [entry for entry, _ in entries], [entry.size for entry, spilled in entries if spilled]
 
 
 def wait_committed(url: CheckpointURL, save: Save | None, settings: Settings, timeout: float | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import threading
@@ -139,7 +138,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self.replicas, self.step = replicas, step
         self._transforms = WriterTransforms(_extensions)
         self._url = None if url is None else parse_url(url)  # of saves that were given none
-        self._unused = set() if self._url is None else {self._url}
+        self._unused = set() if self._url is None else {self._url}  # that no save has begun with
         self._here = _Here()
         self._here.is_home = True
         self._attached = Attached()
@@ -153,9 +152,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     @called_by_dcp
     def __getstate__(self) -> dict[str, Any]:
         # For AsyncCheckpointerType.PROCESS: from here on only DCP knows how the save ends, in the default group.
-        left = {"_last": None, "on_event": None, "_was_sent": True, "_group": SaveGroup(None)}
-        own = {name: copy.deepcopy(self.__dict__[name]) for name in ("_here", "_attached")}  # a copy's are its own
-        return {**self.__dict__, **left, **own, "_unused": set(self._unused)}
+        return {**self.__dict__, "_last": None, "on_event": None, "_was_sent": True, "_group": SaveGroup(None)}
 
     # --- StorageWriter ------------------------------------------------------------------------------
 
@@ -169,12 +166,13 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         Raises:
             InvalidURLError: ``checkpoint_id`` is not an S3 URL.
         """
-        here, url = self._here, None if checkpoint_id is None else parse_url(checkpoint_id)
-        here.url = here.url if url is None else url
-        if url is not None and here.is_home:
+        self._here.save_id = None
+        if checkpoint_id is None:
+            return
+        url = self._here.url = parse_url(checkpoint_id)
+        if self._here.is_home:
             self._url = url
             self._unused.add(url)
-        here.save_id = None
 
     @called_by_dcp
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -207,8 +205,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             self.settings, self.overwrite, dict(self.metrics), self.separate, self._transforms,
             self._attached.take(url), self.on_event, stall_since, self.max_objects, check_extra(self.extra),
         )  # fmt: skip
-        save: Save | None = None
-        if not use_collectives:
+        if use_collectives:
+            save = Save(url, save_id, options, rank=int(rank), is_coordinator=is_coordinator)
+        else:
             if self.counted is None:
                 self._group.check_rank(url, int(rank))
             save = begin_joint_save(
@@ -216,8 +215,6 @@ class S3StorageWriter(StorageWriter, AsyncStager):
                 in_lockstep=here.is_home and background is None and not self._was_sent,
             )  # fmt: skip
             self.counted = None
-        if save is None:
-            save = Save(url, save_id, options, rank=int(rank), is_coordinator=is_coordinator)
         here.url, here.save_id, here.save = url, None, save
         self._last = save
         save.begin()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
 import threading
@@ -227,10 +226,3 @@ def test_a_save_that_has_begun_may_be_pickled(root: str) -> None:
     save.finish(metadata, [pickle.loads(pickle.dumps(results))])
     assert [type(event) for event in heard] == [events.SaveStarted]  # who listens stays in the process
     assert_loads(url, state)
-
-
-def test_a_copy_of_a_writer_has_its_own_url(root: str) -> None:
-    writer = S3StorageWriter(f"{root}/a")
-    other = copy.copy(writer)
-    other.reset(f"{root}/b")
-    assert (writer.checkpoint_id, other.checkpoint_id) == (f"{root}/a", f"{root}/b")

@@ -242,6 +242,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.timeout(360)
 @pytest.mark.parametrize("kind", ["THREAD", "PROCESS"])
 def test_a_script_may_end_right_after_an_asynchronous_save(
     root: str, memory_server: S3Server, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -252,7 +253,7 @@ def test_a_script_may_end_right_after_an_asynchronous_save(
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
     command = [sys.executable, "-W", "ignore", str(script), root, kind, str(tmp_path / "rendezvous")]
-    ended = subprocess.run(command, timeout=120, check=False, capture_output=True, text=True)
+    ended = subprocess.run(command, timeout=300, check=False, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     expected = {"x": torch.arange(3_000_000), "y": {"z": torch.ones(3, dtype=torch.bfloat16), "epoch": 7}}
     assert_loads(root, expected)
