@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from dcp_s3 import ranks
 from dcp_s3.errors import ShardingError
-from dcp_s3.settings import launch
 from dcp_s3.torch_private import ShardedTensor, is_traceable_wrapper_subclass, make_wrapper
 
 _aten = torch.ops.aten
@@ -54,16 +51,6 @@ class LocalShards(torch.Tensor):
         return [getattr(self, f"box{number}") for number in range(len(self.offsets))]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        chunks = self.__create_chunk_list__()
-        saved = sum(math.prod(chunk.sizes) for chunk in chunks)
-        # Other ranks that no process group knows may save with this one, without collectives; the merge checks that.
-        if saved != math.prod(self.shape) and ranks.world_size() == launch().world_size == 1:
-            raise ShardingError(
-                f"{fqn!r}: the shards to save hold {saved} of the {math.prod(self.shape)} elements of a tensor of "
-                f"shape {tuple(self.shape)}, and there are no other ranks. Remedy: save on all ranks that hold a part "
-                "of it, with torch.distributed initialized",
-                fqn=fqn,
-            )
         properties = TensorProperties.create_from_tensor(self.boxes[0])
         return [
             WriteItem(
@@ -71,7 +58,7 @@ class LocalShards(torch.Tensor):
                 WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk, properties, torch.Size(self.shape)),
             )
-            for chunk in chunks
+            for chunk in self.__create_chunk_list__()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -154,16 +141,20 @@ def shard(
 
     Raises:
         ShardingError: a box is outside of the whole, has other dimensions, or overlaps another one of this rank. When
-            it is saved: without other ranks, a part of the whole is in no box.
+            it is saved to S3: without other ranks, a part of the whole is in no box.
     """
-    boxes, places = ([tensor], [offsets]) if isinstance(tensor, torch.Tensor) else (list(tensor), list(offsets))
-    shape = _numbers(global_shape, "global_shape")
-    if not boxes or len(boxes) != len(places):
+    boxes: list[Any] = [tensor] if isinstance(tensor, torch.Tensor) else list(tensor)
+    places: list[Any] = [offsets] if isinstance(tensor, torch.Tensor) else list(offsets)
+    try:
+        shape = tuple(map(operator.index, global_shape))
+        starts = tuple(tuple(map(operator.index, place)) for place in places)
+    except TypeError:
+        raise ShardingError(f"global_shape {global_shape!r} or offsets {offsets!r}: expected whole numbers") from None
+    if not boxes or len(boxes) != len(starts):
         raise ShardingError(
-            f"{len(boxes)} tensors with {len(places)} offsets. Remedy: pass one tensor and its offsets, or as many "
+            f"{len(boxes)} tensors with {len(starts)} offsets. Remedy: pass one tensor and its offsets, or as many "
             "offsets as tensors"
         )
-    starts = tuple(_numbers(place, "offsets") for place in places)
     for box, start in zip(boxes, starts, strict=True):
         if not isinstance(box, torch.Tensor) or not _is_local(box):
             raise ShardingError(
@@ -175,16 +166,16 @@ def shard(
                 f"the boxes of a tensor are {boxes[0].dtype} on {boxes[0].device} and {box.dtype} on {box.device}, "
                 "expected one dtype and device"
             )
-        if not box.dim() == len(start) == len(shape):
+        fits = box.dim() == len(start) == len(shape)
+        if not fits or any(o < 0 or o + n > g for o, n, g in zip(start, box.shape, shape, strict=True)):
             raise ShardingError(
-                f"a tensor of shape {tuple(box.shape)} at {start} in {shape}: expected as many offsets, and as many "
-                "dimensions of global_shape, as the tensor has dimensions"
+                f"a tensor of shape {tuple(box.shape)} at {start} does not lie inside global_shape {shape}"
             )
-        if any(o + n > g for o, n, g in zip(start, box.shape, shape, strict=True)):
-            raise ShardingError(f"the box {_box(start, box.shape)} is not inside global_shape {shape}")
     for (a, at), (b, bt) in itertools.combinations(zip(boxes, starts, strict=True), 2):
         if all(max(i, j) < min(i + m, j + n) for i, m, j, n in zip(at, a.shape, bt, b.shape, strict=True)):
-            raise ShardingError(f"the boxes {_box(at, a.shape)} and {_box(bt, b.shape)} of this rank overlap")
+            raise ShardingError(
+                f"the boxes of shape {tuple(a.shape)} at {at} and {tuple(b.shape)} at {bt} of this rank overlap"
+            )
     # Detached ones share memory and version counter with the parameters that they may be.
     return LocalShards([box.detach() for box in boxes], starts, shape)
 
@@ -197,20 +188,6 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
 def _is_local(tensor: torch.Tensor) -> bool:
     """Whether a tensor can be a shard: dense, and of this rank alone."""
     return not _is_sharded(tensor) and tensor.layout == torch.strided
-
-
-def _numbers(values: Any, what: str) -> tuple[int, ...]:
-    try:
-        found = tuple(map(operator.index, values))
-    except TypeError:
-        raise ShardingError(f"{what} is {values!r}, expected a whole number for each dimension") from None
-    if min(found, default=0) < 0:
-        raise ShardingError(f"{what} is {found}, expected no negative number")
-    return found
-
-
-def _box(start: Sequence[int], size: Sequence[int]) -> str:
-    return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(start, size, strict=True)) + "]"
 
 
 # --- whole states -----------------------------------------------------------------------------------------
@@ -284,13 +261,11 @@ def shard_state(
         ShardingError: a tensor is in no entry of ``plan``, or cannot be split as it says; the ranks' shapes do not fit
             each other; neither ``group`` nor ``rank`` and ``world_size`` are given. With ``group``, on all its ranks.
     """
-    if group is not None and rank is None and world_size is None:
+    if group is not None:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    elif group is not None or rank is None or world_size is None:
-        raise ShardingError("pass either group, or both rank and world_size")
-    if not 0 <= rank < world_size:
+    if rank is None or world_size is None or not 0 <= rank < world_size:
         raise ShardingError(
-            f"rank {rank} is none of {world_size} ranks. Remedy: call it on the ranks of the group only"
+            f"rank {rank} of {world_size}: expected group, on its ranks only, or both rank and world_size"
         )
     mine: dict[str, _Local] = {}
     everyone: list[Any] = [mine] * world_size
@@ -333,7 +308,7 @@ def _note_split(name: str, tensor: torch.Tensor, plan: Plan, found: dict[str, _L
         raise ShardingError(f"the plan splits {name!r} along {dim!r}, which is no dimension of {shape}", fqn=name)
     dim %= len(shape)
     lengths = tuple(split.lengths) if isinstance(split, Fused) else (shape[dim],)
-    copies = tuple(getattr(split, "copies", None) or (1,) * len(lengths))
+    copies = (split.copies if isinstance(split, Fused) else None) or (1,) * len(lengths)
     if sum(lengths) != shape[dim] or min(lengths, default=-1) < 0 or len(copies) != len(lengths) or min(copies) < 1:
         raise ShardingError(
             f"{name!r} has length {shape[dim]} along {dim}, but the plan has parts of {lengths} with {copies} copies. "
@@ -344,20 +319,14 @@ def _note_split(name: str, tensor: torch.Tensor, plan: Plan, found: dict[str, _L
 
 
 def _check_alike(everyone: Sequence[dict[str, _Local]]) -> None:
+    """Refuse splits that differ on the ranks in more than the lengths of their parts."""
     for rank, each in enumerate(everyone):
-        for name in everyone[0].keys() ^ each.keys():
-            has, lacks = (0, rank) if name in everyone[0] else (rank, 0)
-            raise ShardingError(
-                f"{name!r} is split on rank {has}, but not on rank {lacks}. Remedy: split the same tensors on all "
-                "ranks of the group",
-                fqn=name,
-            )
-        for name, local in each.items():
-            first = everyone[0][name]
-            if replace(local, lengths=()) != replace(first, lengths=()):
+        for name in sorted(everyone[0].keys() | each.keys()):
+            first, local = everyone[0].get(name), each.get(name)
+            if first is None or local is None or replace(local, lengths=()) != replace(first, lengths=()):
                 raise ShardingError(
-                    f"{name!r} differs on ranks 0 and {rank} in more than its length along {first.dim}: {first}, "
-                    f"{local}. Remedy: check the plan and the shapes on both",
+                    f"{name!r} is split as {first} on rank 0, and as {local} on rank {rank} of the group. Remedy: pass "
+                    "the same plan and tensors that differ in one length only",
                     fqn=name,
                 )
             for number, (length, copies) in enumerate(zip(local.lengths, local.copies, strict=True)):

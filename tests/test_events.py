@@ -327,28 +327,6 @@ def test_a_save_that_fails_is_told_once(memory_server: S3Server, root: str, kind
     assert (after.failed - before.failed, after.committed - before.committed) == (1, 0)
 
 
-def test_of_overlapping_saves_the_one_that_failed_is_told(memory_server: S3Server, root: str) -> None:
-    reached, go_on = threading.Event(), threading.Event()
-
-    def fault(request: Any) -> Fault | None:
-        if "step-1/" in request.key and request.operation == "PutObject":
-            reached.set()
-            go_on.wait(PATIENCE)
-            return Fault.error(403, "AccessDenied")
-        return None
-
-    memory_server.handle.fault = fault
-    heard = Heard()
-    writer = S3StorageWriter(on_event=heard)
-    one: Any = dcp.async_save(state(), checkpoint_id=f"{root}/step-1", storage_writer=writer)
-    assert reached.wait(PATIENCE)
-    two: Any = dcp.async_save(state(), checkpoint_id=f"{root}/step-2", storage_writer=writer)
-    assert two.exception(PATIENCE) is None
-    go_on.set()
-    assert one.exception(PATIENCE) is not None
-    assert [(failed.url, failed.step) for failed in heard.wait_for(events.SaveFailed)] == [(f"{root}/step-1", 1)]
-
-
 def test_a_save_without_a_url_is_told() -> None:
     heard = Heard()
     with pytest.raises(CheckpointException, match="no URL"):

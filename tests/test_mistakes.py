@@ -149,10 +149,6 @@ _MISTAKES = {
         "dcp.save(state, storage_writer=S3StorageReader(URL))",
         ("dcp.save was given an S3StorageReader", r"storage_writer=S3StorageWriter\(url\)"), "Remedy: ",
     ),
-    "a writer given to a load": Mistake(
-        "dcp.load(state, storage_reader=S3StorageWriter(URL))",
-        ("dcp.load was given an S3StorageWriter", r"storage_reader=S3StorageReader\(url\)"), "Remedy: ",
-    ),
     "step and state swapped": Mistake(
         'manager = CheckpointManager("s3://bucket/run")\nmanager.save(state, 1000)',
         ("the step comes first", r"manager.save\(step, state\)"), "Traceback",

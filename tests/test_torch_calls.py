@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from dcp_s3.stage import turns
+from dcp_s3.stage import handover
 from tests.ranks import run_ranks
 from tests.relying import moved
 
@@ -223,7 +223,7 @@ class _Stager(AsyncStager):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_asynchronous_save_takes_its_state_up_in_a_thread_that_ends_with_it(tmp_path: Path, fails: bool) -> None:
-    relied_on = "stage/turns.py, by which saves take turns, and failed ones are logged and let go of memory"
+    relied_on = "stage/handover.py, by which saves wait for each other, and failed ones are logged and let go of memory"
     stager, writer = _Stager(), _Noting(tmp_path)
     future: Any = dcp.async_save(
         {"w": torch.ones(3)},
@@ -235,7 +235,7 @@ def test_an_asynchronous_save_takes_its_state_up_in_a_thread_that_ends_with_it(t
     assert (future.exception(60) is not None) == fails
     assert stager.staged.thread is not threading.current_thread(), moved("the state is not asked for items", relied_on)
     assert stager.staged.thread is writer.thread, moved("the state is taken up elsewhere", relied_on)
-    assert writer.thread.name.startswith(turns._EXECUTOR), moved("torch names its threads otherwise", relied_on)
+    assert writer.thread.name.startswith(handover._EXECUTOR), moved("torch names its threads otherwise", relied_on)
     writer.thread.join(60)
     assert not writer.thread.is_alive(), moved("the thread of a save does not end with it", relied_on)
 

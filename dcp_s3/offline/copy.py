@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.attachments import copy_after_commit
 from dcp_s3.checkpoint.commit_state import SaveIdentity, check_absent, exists_error, find_previous
 from dcp_s3.checkpoint.directory import Directory, list_directory
 from dcp_s3.checksum import crc64nvme, crc_hex
@@ -130,7 +129,8 @@ class _Copy:
             target.remove([DOWNLOAD_MARKER])
             with contextlib.suppress(OSError):  # not empty
                 (target.directory / CONTROL_PREFIX).rmdir()
-        return CopyResult(source.count, source.size, sum(wanted.values()))
+        plain = [each.size for each in source.attachments.values()] if target.url is None else []
+        return CopyResult(source.count + len(plain), source.size + sum(plain), sum(wanted.values()))
 
     # --- what is there -----------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class _Copy:
     def _commit(self, *, overwrite: bool) -> None:
         """Write the metadata of a copy whose files are all there: it is a checkpoint then.
 
-        Attachments get plain copies: on S3 after it, where a checkpoint that is replaced has its own until then.
+        In a directory, attachments get plain copies for other tools.
         """
         source, target = self.source, self.target
         if target.url is None:
@@ -250,7 +250,6 @@ class _Copy:
                 target.store.put(target.key(name), data, expect=None if overwrite else ABSENT, metadata=fields)
             except errors.PreconditionFailedError:
                 raise exists_error(target.url) from None
-        copy_after_commit(target.store, target.url, source.attachments.values())
 
 
 def _is_small(path: str, size: int) -> bool:

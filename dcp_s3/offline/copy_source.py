@@ -44,19 +44,18 @@ class CopySource:
     crcs: Mapping[str, str]
     """CRC-64/NVME of data objects, by relative path, as far as manifests record them."""
     attachments: Mapping[str, AttachmentEntry]
-    """Attachments by name, which is the relative path of their plain copy. Of several with one name, the first."""
+    """Attachments by name, which is the relative path of a plain copy. Of several with one name, the first."""
     etags: Mapping[str, str]
     """ETags of what another save may write over while this is copied, by relative path: names without a nonce. Empty
     for what dcp_s3 saved: whoever has copied all that its metadata names has one checkpoint."""
 
     @property
     def size(self) -> int:
-        plain = sum(each.size for each in self.attachments.values())
-        return plain + sum(self.files.values()) + sum(map(len, self.commits.values()))
+        return sum(self.files.values()) + sum(map(len, self.commits.values()))
 
     @property
     def count(self) -> int:
-        return len(self.files) + len(self.commits) + len(self.attachments)
+        return len(self.files) + len(self.commits)
 
     def check_unchanged(self) -> None:
         """Fail if another save wrote to the source since it was listed: the parts are not of one checkpoint."""

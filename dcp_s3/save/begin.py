@@ -39,7 +39,7 @@ def begin_joint_save(
     elif ranks is None or len(ranks) > 1:
         attempt = current_attempt(url, settings, ranks or ())
     if attempt is None or attempt.world_size == 1:
-        return Save(url, save_id, options, rank=0, is_coordinator=True, use_collectives=True)
+        return Save(url, save_id, options, rank=0, is_coordinator=True)
     members = tuple(range(attempt.world_size) if ranks is None else ranks)
     if settings.spill_dir is not None:
         _warn_of_spilling(str(settings.spill_dir))

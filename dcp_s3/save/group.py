@@ -13,17 +13,9 @@ class SaveGroup:
     """The process group that a writer was given; None: the default one. Can be sent to other processes."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._name = "" if group is None else str(group.group_name)
         self.members = None if group is None else tuple(dist.get_process_group_ranks(group))
         """The ranks of the group; None: all."""
         self._is_shared = ranks.world_size() > 1
-
-    @property
-    def turn_key(self) -> str | None:
-        """What a save with collectives shares with others; None: nothing."""
-        if self.members is not None:
-            return self._name if len(self.members) > 1 else None
-        return "the default process group" if ranks.world_size() > 1 else None
 
     def check_there(self, url: CheckpointURL) -> None:
         """Refuse (SaveProtocolError) a save of one rank that was one of several when the writer was made."""

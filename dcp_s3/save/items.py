@@ -79,7 +79,7 @@ class ItemSource:
     """What the items of all objects of a save are made from. Thread-safe."""
 
     planner: SavePlanner
-    """The save's planner. Its `resolve_data` is called lazily, once per item and try."""
+    """Its `resolve_data` is called lazily, once per item and try."""
     transforms: WriterTransforms
     """torch's stream extensions, applied to each item as FileSystemWriter does."""
     chunk_size: int

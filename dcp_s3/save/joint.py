@@ -61,7 +61,7 @@ class JointSave(Save):
         ranks: Sequence[int],
         replicas: Replicas,
     ) -> None:
-        super().__init__(url, "", options, rank=attempt.rank, is_coordinator=attempt.rank == 0, use_collectives=False)
+        super().__init__(url, "", options, rank=attempt.rank, is_coordinator=attempt.rank == 0)
         self._attempt, self._counted, self._step = attempt, counted, step
         self._ranks, self._replicas, self._world_size = tuple(ranks), replicas, len(ranks)
         self._nonce: str | None = None

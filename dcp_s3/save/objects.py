@@ -66,21 +66,8 @@ def write_buckets(
     All or nothing: on any failure, at the deadline and on KeyboardInterrupt, everything is cancelled, multipart uploads
     are aborted and objects that this call had completed are deleted before the error is raised.
 
-    Args:
-        store: the store.
-        buckets: buckets of the plan.
-        planner: resolves the items.
-        transforms: torch's stream extensions.
-        names: names of the objects.
-        ranks: number of ranks that write at the same time.
-        watch: called with what knows how many bytes were sent.
-
-    Returns:
-        One result per item, and one per attachment, without storage data.
-
-    Raises:
-        DeadlineExceededError: the deadline of ``store`` has passed.
-        StorageError, SaveProtocolError
+    ``ranks`` is how many write at the same time; ``watch`` is called with what knows how many bytes were sent. Returns
+    one result per item, and one per attachment, without storage data.
     """
     if not buckets:
         return []

@@ -47,21 +47,12 @@ def item_size(item: WriteItem) -> int:
     return math.prod(item.tensor_data.chunk.sizes) * element_size + _FRAMING_BYTES
 
 
-def group_items(items: Sequence[WriteItem], separate: Sequence[Sequence[str]]) -> list[list[WriteItem]]:
-    """Group items by FQN: one group for each entry of ``separate`` (the first that matches), then one for the rest.
-
-    A prefix ends where a name in the FQN does (``model`` is that of ``model.layers.0``, not of ``model2``); with a star
-    at its end it is plain text. Empty groups are left out.
-    """
-
-    def has(fqn: str, prefix: str) -> bool:
-        if prefix.endswith("*"):
-            return fqn.startswith(prefix[:-1])
-        return fqn == prefix or fqn.startswith(prefix.rstrip(".") + ".")
-
+def group_items(items: Sequence[WriteItem], separate: Sequence[str]) -> list[list[WriteItem]]:
+    """Group items by FQN: one group for each beginning in ``separate`` (the first that fits), then one for the rest.
+    Empty groups are left out."""
     groups: list[list[WriteItem]] = [[] for _ in range(len(separate) + 1)]
     for item in items:
-        fits = (n for n, prefixes in enumerate(separate) if any(has(item.index.fqn, prefix) for prefix in prefixes))
+        fits = (number for number, prefix in enumerate(separate) if item.index.fqn.startswith(prefix))
         groups[next(fits, len(separate))].append(item)
     return [group for group in groups if group]
 
@@ -71,7 +62,7 @@ def plan_buckets(
     *,
     max_buckets: int,
     min_bucket_size: int,
-    separate: Sequence[Sequence[str]] = (),
+    separate: Sequence[str] = (),
 ) -> list[WriteBucket]:
     """Distribute a rank's items over objects.
 
@@ -82,7 +73,7 @@ def plan_buckets(
         items: items of this rank's plan.
         max_buckets: most objects per group.
         min_bucket_size: bytes. A group gets fewer buckets rather than smaller ones.
-        separate: FQN prefixes of the groups that get their own objects.
+        separate: beginnings of the FQNs of the groups that get their own objects.
 
     Returns:
         Non-empty buckets, the largest first.
@@ -122,50 +113,39 @@ def _balance(items: Sequence[WriteItem], *, max_buckets: int, min_bucket_size: i
     ]
 
 
-def check_shapes(plans: Sequence[SavePlan]) -> None:
-    """Check that the shards of a tensor are all of one whole.
+def check_shards(plans: Sequence[SavePlan], *, filled: bool) -> None:
+    """Check that the shards of a tensor are all of one whole, and with ``filled`` that they fill it.
 
     torch's planner takes the shape of the first shard for that of the tensor. It finds boxes outside of that, overlaps
-    and holes, but not shards of another shape that fill the first one's.
+    and holes, but not shards of another shape that fill the first one's; of one rank alone it asks nothing.
 
     Args:
         plans: the plans of all ranks, in their order.
 
     Raises:
-        ShardingError: a tensor has another shape on another rank.
+        ShardingError: a tensor has another shape on another rank, or a part of it is in no shard.
     """
     known: dict[str, tuple[torch.Size, int]] = {}
+    saved: Counter[str] = Counter()
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            data = item.tensor_data
+            data, fqn = item.tensor_data, item.index.fqn
             if data is None or item.type != WriteItemType.SHARD:
                 continue
-            size, first = known.setdefault(item.index.fqn, (data.size, rank))
+            size, first = known.setdefault(fqn, (data.size, rank))
             if size != data.size:
                 raise ShardingError(
-                    f"{item.index.fqn!r} has shape {tuple(size)} on rank {first}, but {tuple(data.size)} on rank "
-                    f"{rank}. Remedy: pass the same global_shape on all ranks",
-                    fqn=item.index.fqn,
+                    f"{fqn!r} has shape {tuple(size)} on rank {first}, but {tuple(data.size)} on rank {rank}. "
+                    "Remedy: pass the same global_shape on all ranks",
+                    fqn=fqn,
                 )
-
-
-def check_filled(plans: Sequence[SavePlan]) -> None:
-    """Check that the plans have all of each tensor that they have shards of. torch asks that of several ranks only.
-
-    Raises:
-        ShardingError: a part of a tensor is in no shard.
-    """
-    wholes: dict[str, int] = {}
-    saved: Counter[str] = Counter()
-    for item in (item for plan in plans for item in plan.items):
-        if item.tensor_data is not None and item.type == WriteItemType.SHARD:
-            wholes[item.index.fqn] = math.prod(item.tensor_data.size)
-            saved[item.index.fqn] += math.prod(item.tensor_data.chunk.sizes)
-    for fqn, whole in wholes.items():
-        if saved[fqn] != whole:
+            if filled:
+                saved[fqn] += math.prod(data.chunk.sizes)
+    for fqn, (size, _) in known.items() if filled else ():
+        if saved[fqn] != math.prod(size):
             raise ShardingError(
-                f"{fqn!r}: the shards to save hold {saved[fqn]} of its {whole} elements, and this process saves "
-                "without the others. Remedy: save on all ranks that hold a part of it, with torch.distributed "
+                f"{fqn!r}: the shards to save hold {saved[fqn]} of its {math.prod(size)} elements, and this process "
+                "saves without the others. Remedy: save on all ranks that hold a part of it, with torch.distributed "
                 "initialized or with use_collectives=False",
                 fqn=fqn,
             )

@@ -28,8 +28,8 @@ from dcp_s3.ranks import rank as rank_of_job
 from dcp_s3.ranks import world_size
 from dcp_s3.s3.store import store_of
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, write_buckets
-from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket, check_filled, plan_buckets
-from dcp_s3.settings import Settings, launch
+from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket, check_shards, plan_buckets
+from dcp_s3.settings import Settings
 from dcp_s3.spill.saving import drain_url, open_for_save
 from dcp_s3.store import Store
 from dcp_s3.torch_private import WriterTransforms
@@ -50,7 +50,7 @@ class SaveOptions:
     settings: Settings
     overwrite: bool
     metrics: Mapping[str, Any]
-    separate: Sequence[Sequence[str]]
+    separate: Sequence[str]
     transforms: WriterTransforms
     attachments: Sequence[Attachment] = ()
     """Small files that belong to this save."""
@@ -127,7 +127,7 @@ class _RankResults(list[WriteResult]):
 
 
 class Save:
-    """One rank's part in one save: the coordinator commits for all; without collectives each rank for itself."""
+    """One rank's part in one save: the coordinator commits for all."""
 
     _spills = True
 
@@ -139,20 +139,19 @@ class Save:
         *,
         rank: int,
         is_coordinator: bool,
-        use_collectives: bool,
     ) -> None:
         self.url, self.save_id = url, save_id
         self.written = False
         """Whether all of this rank's data is written."""
         self._options, self._settings = options, options.settings
-        self._rank, self._is_coordinator, self._use_collectives = rank, is_coordinator, use_collectives
+        self._rank, self._is_coordinator = rank, is_coordinator
         self._world_size = world_size()  # now: data may be written in a process that has no process group
-        self._identity = SaveIdentity(url, save_id, None if use_collectives else rank)
+        self._identity = SaveIdentity(url, save_id)
         self._beginning, self._began = Beginning(), time.monotonic()
         self._s3 = store_of(url, self._settings)
         self._base_store, self._committer = open_for_save(
-            self._s3, self._identity, self._beginning, rank=rank, overwrite=options.overwrite and use_collectives,
-            spills=self._spills, on_event=options.on_event,
+            self._s3, self._identity, self._beginning, rank=rank, overwrite=options.overwrite, spills=self._spills,
+            on_event=options.on_event,
         )  # fmt: skip
         self.step = find_step(url.name, self._settings)
         self._throttled_before = self._s3.counters().throttled
@@ -171,14 +170,14 @@ class Save:
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check the URL, and mark the plan with this save's URL."""
-        if self._is_coordinator or not self._use_collectives:
+        if self._is_coordinator:
             self._committer.check_url(self._store())
         return dataclasses.replace(plan, storage_data=_PlanOrigin(str(self.url), self._rank))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check that all plans are of this save. Nothing else needs coordination: names are unique."""
-        if self._use_collectives and world_size() == 1 < launch().world_size:
-            check_filled(plans)
+        """Check that all plans are of this save, and their shards of the same tensors. Nothing else needs coordination:
+        names are unique."""
+        check_shards(plans, filled=world_size() == 1)
         for plan in plans:
             origin = plan.storage_data
             if isinstance(origin, _PlanOrigin) and origin.url is not None:
@@ -205,7 +204,7 @@ class Save:
         return _RankResults(str(self.url), results, self.throttled)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit what all ranks have written; without collectives, what this rank has written."""
+        """Commit what all ranks have written."""
         self._deadline = self._deadline or self._start_deadline()
         for rank, written in enumerate(results):
             if isinstance(written, _RankResults):
@@ -213,7 +212,6 @@ class Save:
         with collector_paused():
             all_results = [result for rank in results for result in rank]
             objects, spilled = _objects_of(all_results)
-            is_spilled = any(isinstance(each, ItemWriteResult) and each.spilled for each in all_results)
             check_distinct(objects)
             metadata.version = DCP_VERSION
             metadata.storage_data = {
@@ -226,14 +224,14 @@ class Save:
                 dataclasses.replace(metadata),
                 objects,
                 step=self.step,
-                world_size=len(results) if self._use_collectives else self._world_size,
+                world_size=len(results),
                 metrics=self._options.metrics,
                 extra=self._options.extra,
                 started_at=self._beginning.at,
             )
-        if self._committer.commit(self._store(), commit, spilled=is_spilled):
+        if self._committer.commit(self._store(), commit, spilled=bool(spilled)):
             throttled = sum(rank.throttled for rank in results if isinstance(rank, _RankResults))
-            self._tell_committed(commit, ranks=len(results), spilled=spilled, throttled=throttled)
+            self._tell_committed(commit, ranks=len(results), spilled=sum(spilled), throttled=throttled)
 
     # --- what it tells --------------------------------------------------------------------------------
 
@@ -270,7 +268,7 @@ class Save:
         self._an_object = objects[0].path if objects else None
         event = Written(
             url=str(self.url), step=self.step, rank=self._rank, bytes=sum(each.size for each in objects),
-            objects=len(objects), spilled_bytes=spilled, seconds=seconds,
+            objects=len(objects), spilled_bytes=sum(spilled), seconds=seconds,
         )  # fmt: skip
         emit(event, self._options.on_event)
 
@@ -303,11 +301,11 @@ class Save:
         return Deadline.start("DCP_S3_SAVE_TIMEOUT", self._settings.save_timeout)
 
 
-def _objects_of(results: Sequence[WriteResult]) -> tuple[list[ObjectEntry], int]:
-    """The objects that were written, and how many bytes of them went to a spill directory."""
-    ours = [each for each in results if isinstance(each, ItemWriteResult) and each.object_entry is not None]
-    entries = [each.object_entry for each in ours if each.object_entry is not None]
-    return entries, sum(entry.size for each, entry in zip(ours, entries, strict=True) if each.spilled)
+def _objects_of(results: Sequence[WriteResult]) -> tuple[list[ObjectEntry], list[int]]:
+    """The objects that were written, and the sizes in bytes of those that went to a spill directory."""
+    written = [(each.object_entry, each.spilled) for each in results if isinstance(each, ItemWriteResult)]
+    entries = [(entry, spilled) for entry, spilled in written if entry is not None]
+    return [entry for entry, _ in entries], [entry.size for entry, spilled in entries if spilled]
 
 
 def wait_committed(url: CheckpointURL, save: Save | None, settings: Settings, timeout: float | None) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,24 +21,39 @@ from dcp_s3.checkpoint.attachments import make_attachment
 from dcp_s3.checkpoint.commit import check_metrics
 from dcp_s3.coordination.ownership import Replicas
 from dcp_s3.coordination.processes import CountedSave
-from dcp_s3.errors import CheckpointError, SaveProtocolError, SettingsError
+from dcp_s3.errors import CheckpointError, InvalidURLError, SaveProtocolError, SettingsError
 from dcp_s3.events import Listener
 from dcp_s3.failures import called_by_dcp
 from dcp_s3.format.control_files import check_extra
+from dcp_s3.format.layout import new_save_id
 from dcp_s3.save.begin import begin_joint_save
 from dcp_s3.save.group import SaveGroup
-from dcp_s3.save.plan import OBJECTS_PER_RANK, check_shapes
+from dcp_s3.save.plan import OBJECTS_PER_RANK
 from dcp_s3.save.save import Attached, Save, SaveOptions, StallSince, tell_failed, wait_committed
-from dcp_s3.save.target import Target
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.stage.handover import raise_if_failed
+from dcp_s3.stage.handover import current_save, raise_if_failed, wait_for_saves
 from dcp_s3.stage.stager import shared_stager
-from dcp_s3.stage.turns import current_turn, take_turn
 from dcp_s3.torch_private import WriterTransforms
 from dcp_s3.units import one_line
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
-Separate = Sequence[str | Sequence[str]]
+Separate = Sequence[str]
+
+
+class _Here(threading.local):
+    """The save of one thread: DCP makes all calls of a save in one thread."""
+
+    url: CheckpointURL | None = None
+    """URL of the next save."""
+    save_id: str | None = None
+    """Id of the next save; None if not chosen yet."""
+    save: Save | None = None
+    """The save under way, or the last one."""
+    is_home: bool = False
+    """Whether the writer was made in this thread."""
+
+    def __reduce__(self) -> Any:
+        return _Here, (), {"is_home": True}  # in another process, nothing has begun
 
 
 class S3StorageWriter(StorageWriter, AsyncStager):
@@ -47,9 +62,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     Nothing is visible before the commit at the end. If any rank fails, there is no new checkpoint, and an old one at
     the same URL stays whole.
 
-    One writer may be used for several saves, even overlapping ones (`async_save` before the previous one is done), if
-    each is given its ``checkpoint_id``. A save keeps its URL, arguments and id from beginning to end. Saves that share
-    a process group take turns, and so do all whose writers were given none.
+    One writer may be used for several saves, if each is given its ``checkpoint_id``. A save keeps its URL, arguments
+    and id from beginning to end, and waits for the asynchronous saves of this process before it.
 
     An asynchronous save that fails is logged by the rank that fails, since nobody may look at its future, if dcp_s3
     staged its state (as it does unless ``async_stager`` is somebody else's).
@@ -69,12 +83,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             the save. What nobody wrote for it is written later than the rest, and nothing twice.
         step: of its asynchronous saves without collectives, if the URL does not name one and is saved to again: tells
             them apart. A writer for each step, then.
-        separate: FQN prefixes that get their own objects, for example ``["model", "optimizer"]``. An entry may be a
-            list of prefixes that share objects. Everything else shares the remaining objects. A prefix ends where a
-            name in the FQN does; with a star at its end, ``"optim*"``, anywhere.
+        separate: beginnings of FQNs that get their own objects, for example ``["model.", "optimizer."]``. Everything
+            else shares the remaining objects.
         max_objects: most objects that a rank writes, 1 or more, besides attachments; small states get fewer. None: 4.
-        process_group: the group that is passed to `dcp.save`, which does not pass it on. Asynchronous saves in groups
-            of their own may overlap, if their writers know their groups. None: the default group.
+        process_group: the group that is passed to `dcp.save`, which does not pass it on. None: the default group.
         settings: a `Settings`, or a mapping of settings that override the environment.
         on_event: called with each event of its saves on this rank, see `dcp_s3.events`. Not called in the process of an
             `AsyncCheckpointerType.PROCESS`.
@@ -119,13 +131,16 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self.metrics = dict(metrics or {})
         check_metrics(self.metrics)  # fail now, not at the end of a save
         self.extra = check_extra(extra)
-        self.separate = [[entry] if isinstance(entry, str) else list(entry) for entry in separate or ()]
+        self.separate = list(separate or ())
         self.max_objects = OBJECTS_PER_RANK if max_objects is None else max_objects
         if not isinstance(self.max_objects, int) or self.max_objects < 1:
             raise SettingsError(f"max_objects = {self.max_objects!r}, expected a whole number above 0")
         self.replicas, self.step = replicas, step
         self._transforms = WriterTransforms(_extensions)
-        self._target = Target(None if url is None else parse_url(url))
+        self._url = None if url is None else parse_url(url)  # of saves that were given none
+        self._unused = set() if self._url is None else {self._url}  # that no save has begun with
+        self._here = _Here()
+        self._here.is_home = True
         self._attached = Attached()
         self._last: Save | None = None
         self._group = SaveGroup(process_group)
@@ -137,9 +152,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     @called_by_dcp
     def __getstate__(self) -> dict[str, Any]:
         # For AsyncCheckpointerType.PROCESS: from here on only DCP knows how the save ends, in the default group.
-        left = {"_last": None, "on_event": None, "_was_sent": True, "_group": SaveGroup(None)}
-        own = {name: copy.deepcopy(self.__dict__[name]) for name in ("_target", "_attached")}  # a copy's are its own
-        return {**self.__dict__, **left, **own}
+        return {**self.__dict__, "_last": None, "on_event": None, "_was_sent": True, "_group": SaveGroup(None)}
 
     # --- StorageWriter ------------------------------------------------------------------------------
 
@@ -153,7 +166,13 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         Raises:
             InvalidURLError: ``checkpoint_id`` is not an S3 URL.
         """
-        self._target.reset(None if checkpoint_id is None else parse_url(checkpoint_id))
+        self._here.save_id = None
+        if checkpoint_id is None:
+            return
+        url = self._here.url = parse_url(checkpoint_id)
+        if self._here.is_home:
+            self._url = url
+            self._unused.add(url)
 
     @called_by_dcp
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -163,22 +182,22 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             InvalidURLError: neither the writer nor the save has a URL.
             SaveProtocolError: several URLs are possible for this save.
         """
-        here, save_id = self._target.here, self._target.next_id
-        url = self._choose_url(begin=True)
+        wait_for_saves()  # before the ranks exchange anything, even failures
+        here, save_id = self._here, self._next_id
+        url = self._choose_url()
+        self._unused.discard(url)
         if self.counted is None:
             self._group.check_there(url)
         use_collectives = bool(kwargs.get("use_collectives", True))
         rank = kwargs.get("rank")
         if rank is None:  # some frameworks that call this directly do not pass it
             rank = ranks.rank()
-        if not use_collectives or self._group.turn_key is None:
-            take_turn(str(url))
-        turn = current_turn()
-        if turn is not None and use_collectives and not is_coordinator:
-            turn.if_unfinished = None  # the coordinator knows whether it is committed
+        background = current_save()
+        if background is not None and use_collectives and not is_coordinator:
+            background.if_unfinished = None  # the coordinator knows whether it is committed
         stall_since = self.stall_since
-        if turn is not None:
-            stalled = turn.stall_seconds  # known, as `stage` has returned; the turn may hold the whole save
+        if background is not None:
+            stalled = background.stall_seconds  # known, as `stage` has returned; ``background`` may hold the whole save
             stall_since = stall_since or (lambda _: stalled)
         elif here.is_home and not self._was_sent:  # in another thread it may be a save that somebody else staged
             stall_since = stall_since or (lambda began: time.monotonic() - began)
@@ -186,19 +205,16 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             self.settings, self.overwrite, dict(self.metrics), self.separate, self._transforms,
             self._attached.take(url), self.on_event, stall_since, self.max_objects, check_extra(self.extra),
         )  # fmt: skip
-        save: Save | None = None
-        if not use_collectives:
+        if use_collectives:
+            save = Save(url, save_id, options, rank=int(rank), is_coordinator=is_coordinator)
+        else:
             if self.counted is None:
                 self._group.check_rank(url, int(rank))
             save = begin_joint_save(
                 url, save_id, options, self.replicas, ranks=self._group.members, counted=self.counted, step=self.step,
-                in_lockstep=here.is_home and turn is None and not self._was_sent,
+                in_lockstep=here.is_home and background is None and not self._was_sent,
             )  # fmt: skip
             self.counted = None
-        if save is None:
-            save = Save(
-                url, save_id, options, rank=int(rank), is_coordinator=is_coordinator, use_collectives=use_collectives
-            )
         here.url, here.save_id, here.save = url, None, save
         self._last = save
         save.begin()
@@ -215,16 +231,13 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     @called_by_dcp
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check that the ranks' plans are of one save, and their shards of the same tensors. Nothing else needs
-        coordination.
+        """Check that the ranks' plans are of one save, and their shards of the same tensors.
 
         Raises:
             SaveProtocolError: they are of different saves.
             ShardingError: a tensor has another shape on another rank.
         """
-        plans = self._save.prepare_global_plan(plans)
-        check_shapes(plans)
-        return plans
+        return self._save.prepare_global_plan(plans)
 
     @called_by_dcp
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -249,26 +262,27 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             CheckpointExistsError, StorageError
         """
         self._save.finish(metadata, results)
-        if (turn := current_turn()) is not None:
-            turn.if_unfinished = None
+        if (background := current_save()) is not None:
+            background.if_unfinished = None
 
     @called_by_dcp
     def storage_meta(self) -> StorageMeta | None:
         """URL and id of the save under way in this thread, or of its next save; for DCP's logs and planners."""
-        here = self._target.here
+        here = self._here
         if here.save is not None and here.save_id is None and not here.save.written:
             return here.save.storage_meta
+        wait_for_saves()
         here.url = self._choose_url()
-        if (turn := current_turn()) is not None:
+        if (background := current_save()) is not None:
             error = CheckpointError(
                 "it was not committed: another rank failed, or something other than dcp_s3. Remedy: the future of "
                 "dcp.async_save has the error",
                 url=str(here.url),
             )
-            turn.if_unfinished = functools.partial(
+            background.if_unfinished = functools.partial(
                 tell_failed, here.url, error, self.settings, self.on_event, logged=not self.caller_reports
             )
-        return StorageMeta(checkpoint_id=str(here.url), save_id=self._target.next_id)
+        return StorageMeta(checkpoint_id=str(here.url), save_id=self._next_id)
 
     def attach(
         self, name: str, data: bytes | bytearray | memoryview, *, checkpoint_id: str | os.PathLike[str] | None = None
@@ -316,7 +330,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             StorageError: S3 refuses the request.
         """
         save = self._last
-        url = self._target.choose() if save is None else save.url
+        url = self._choose_url() if save is None else save.url
         wait_committed(url, save, self.settings, timeout)
 
     @property
@@ -326,47 +340,21 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         >>> S3StorageWriter("s3://bucket/run/step-3000").checkpoint_id
         's3://bucket/run/step-3000'
         """
-        url = self._target.here.url or self._target.url or (self._last.url if self._last is not None else None)
+        url = self._here.url or self._url or (self._last.url if self._last is not None else None)
         return None if url is None else str(url)
 
     def _tell_failed(self, error: Exception) -> None:
         """Tell subscribers to events that a save failed on this rank; in an asynchronous save also the log."""
-        url = self._target.here.url or (self._last.url if self._last is not None else self._target.url)
-        turn = current_turn()
-        if turn is None or turn.tell(error):
-            logged = turn is not None and not self.caller_reports
+        url = self._here.url or (self._last.url if self._last is not None else self._url)
+        background = current_save()
+        if background is None or background.tell(error):
+            logged = background is not None and not self.caller_reports
             tell_failed(url, error, self.settings, self.on_event, logged=logged)
-
-    @property
-    def save_id(self) -> str:
-        """Random id of the last save. Before the first save and after `reset`: id of the next one.
-
-        >>> writer = S3StorageWriter("s3://bucket/run/step-3000")
-        >>> saved = dcp.save(state, storage_writer=writer)
-        >>> latest("s3://bucket/run").save_id == writer.save_id
-        True
-        """
-        here = self._target.here
-        save = here.save or self._last
-        return self._target.next_id if save is None or here.save_id is not None else save.save_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is an S3 URL, as text or as a path (which has only one slash left)."""
         return is_s3_url(checkpoint_id)
-
-    # --- a writer given to dcp.load ---------------------------------------------------------------------
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """None: `dcp.load` goes on to `set_up_storage_reader`, whose error it does not replace."""
-        return Metadata({})
-
-    @called_by_dcp
-    def set_up_storage_reader(self, *_: Any, **__: Any) -> None:
-        """Refuse to load: SaveProtocolError."""
-        raise SaveProtocolError(
-            "dcp.load was given an S3StorageWriter, which is for dcp.save. Remedy: storage_reader=S3StorageReader(url)"
-        )
 
     # --- AsyncStager ----------------------------------------------------------------------------------
 
@@ -385,14 +373,31 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     @property
     def _save(self) -> Save:
-        save = self._target.here.save or self._last  # a framework may write in a different thread than it plans in
+        save = self._here.save or self._last  # a framework may write in a different thread than it plans in
         if save is None:
             raise SaveProtocolError("there is no save under way: DCP calls set_up_storage_writer first")
         return save
 
-    def _choose_url(self, *, begin: bool = False) -> CheckpointURL:
-        try:
-            return self._target.choose(begin=begin)
-        finally:  # before the ranks exchange anything, even failures
-            if (key := self._group.turn_key) is not None:
-                take_turn(key)
+    @property
+    def _next_id(self) -> str:
+        """Random id of the next save in this thread."""
+        if self._here.save_id is None:
+            self._here.save_id = new_save_id()
+        return self._here.save_id
+
+    def _choose_url(self) -> CheckpointURL:
+        """URL of the next save in this thread. An InvalidURLError if there is none, a SaveProtocolError if several are
+        possible."""
+        url = self._here.url or self._url
+        if url is None:
+            raise InvalidURLError(
+                "S3StorageWriter has no URL. Remedy: S3StorageWriter('s3://bucket/prefix'), or pass "
+                "checkpoint_id='s3://bucket/prefix' to dcp.save"
+            )
+        if self._here.url is None and (candidates := self._unused - {url}):
+            raise SaveProtocolError(
+                "it is unclear which URL this asynchronous save is for: before it began the writer was given "
+                f"{', '.join(sorted(str(each) for each in candidates | {url}))}; nothing was written. Remedy: "
+                "pass checkpoint_id=... to each dcp.async_save, or make a writer for each"
+            )
+        return url

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
 import mmap
 import os
@@ -115,9 +113,7 @@ def _open_shared() -> int:
 def _open_file(directory: str, size: int) -> int:
     try:
         os.makedirs(directory, exist_ok=True)
-        with contextlib.suppress(OSError, AttributeError):
-            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        with tempfile.TemporaryFile(dir=directory) as file:  # file systems without O_TMPFILE
+        with tempfile.TemporaryFile(dir=directory) as file:
             return os.dup(file.fileno())
     except OSError as error:
         raise StagingError(
@@ -130,20 +126,10 @@ def _reserve(fd: int, size: int, directory: str | None) -> None:
     try:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
-        if directory is None:
-            raise StagingError(
-                f"no {format_size(size)} of shared memory for staging: {error.strerror}. Remedy: set "
-                "DCP_S3_STAGING_LIMIT and DCP_S3_SPILL_DIR, so that the rest is staged on disk"
-            ) from error
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = (
-            "free space there, set DCP_S3_SPILL_DIR to a larger disk, or raise DCP_S3_STAGING_LIMIT"
-            if full
-            else "set DCP_S3_SPILL_DIR to a local disk"
-        )
+        where = "in shared memory" if directory is None else f"in the spill directory {directory!r}"
         raise StagingError(
-            f"cannot reserve {format_size(size)} in the spill directory {directory!r}: {error.strerror}. "
-            f"Remedy: {remedy}"
+            f"cannot reserve {format_size(size)} {where} for staging: {error.strerror}. Remedy: set DCP_S3_SPILL_DIR "
+            "to a local disk with more room, and DCP_S3_STAGING_LIMIT to what may stay in memory"
         ) from error
 
 
@@ -163,35 +149,25 @@ def measure_available(proc: Path = Path("/proc"), cgroup: Path = _CGROUP) -> int
     Raises:
         OSError: this system does not report it.
     """
-    available = _host_available(proc)
+    host = _read_field(proc / "meminfo", "MemAvailable:")
+    if host is None:
+        raise OSError(f"no MemAvailable in {proc}/meminfo")
+    available = host * 1024
     for limit_file, usage_file in _FILES:
-        limit, usage = _read_number(cgroup / limit_file), _read_number(cgroup / usage_file)
-        if limit is not None and usage is not None:
-            cache = _file_cache(cgroup / limit_file)
-            available = min(available, max(0, limit - usage + cache))
+        try:
+            limit, usage = (int((cgroup / name).read_text()) for name in (limit_file, usage_file))
+        except (OSError, ValueError):  # absent, or "max"
+            continue
+        stat = (cgroup / limit_file).parent / "memory.stat"
+        cache = _read_field(stat, "total_inactive_file") or _read_field(stat, "inactive_file") or 0
+        available = min(available, max(0, limit - usage + cache))
     return available
 
 
-def _host_available(proc: Path) -> int:
-    for line in (proc / "meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise OSError(f"no MemAvailable in {proc}/meminfo")
-
-
-def _file_cache(limit_file: Path) -> int:
-    """Bytes of the cgroup's usage that are inactive page cache."""
+def _read_field(path: Path, name: str) -> int | None:
+    """The number after a name at the beginning of a line."""
     try:
-        lines = (limit_file.parent / "memory.stat").read_text().splitlines()
+        lines = path.read_text().splitlines()
     except OSError:
-        return 0
-    found = dict(line.split() for line in lines)
-    return int(found.get("total_inactive_file") or found.get("inactive_file") or 0)
-
-
-def _read_number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # absent, or "max"
         return None
+    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), None)

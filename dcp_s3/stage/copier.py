@@ -17,13 +17,26 @@ import torch
 
 from dcp_s3.errors import StagingError
 from dcp_s3.stage.pool import BufferPool, Slot
-from dcp_s3.stage.regions import Region
 from dcp_s3.workers import Workers
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _SMALL = 2**20  # bytes; smaller copies are made at once, not shared among threads
 _PIECE = 8 * 2**20  # bytes
 _MAX_THREADS = 8  # more do not copy faster: they share the memory's bandwidth
+
+
+class Region(NamedTuple):
+    """The bytes of a tensor."""
+
+    tensors: list[int]
+    """Its number in the snapshot, and those of tensors that are the same view of the same memory."""
+    start: int
+    """First byte in the storage."""
+    size: int
+    """Bytes in the copy."""
+    gathered: bool = False
+    """Whether the tensor is copied element by element into row-major order, because it uses less than half of the bytes
+    that it spans. Otherwise all of these are copied, and the copy has its strides."""
 
 
 class MemoryCopy(NamedTuple):
@@ -92,7 +105,7 @@ class Copier:
         try:
             for region, slot in zip(regions, slots, strict=True):
                 with self._streams.get(self._tensors[region.tensors[0]].device) or nullcontext():
-                    staged.update(zip(region.tensors, self._copy_region(region, slot, pending), strict=True))
+                    staged.update(dict.fromkeys(region.tensors, self._copy_region(region, slot, pending)))
             run_copies(pending)
         finally:
             for stream in self._streams.values():
@@ -102,41 +115,32 @@ class Copier:
                 staged[number] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         return [staged[number] for number in range(len(self._tensors))], slots
 
-    def _copy_region(self, region: Region, slot: Slot, pending: list[MemoryCopy]) -> list[torch.Tensor]:
-        """Copy one region, enqueue its copy, or add it to ``pending``. Returns its staged tensors."""
-        originals = [self._tensors[number] for number in region.tensors]
-        source = originals[0]
-        source_storage = source.untyped_storage()
-        if len(originals) > 1:  # two storages may begin at one address (torch.from_numpy of an array and its beginning)
-            source_storage = max((tensor.untyped_storage() for tensor in originals), key=torch.UntypedStorage.nbytes)
-        if not region.gathered and source_storage.nbytes() < region.start + region.size:
+    def _copy_region(self, region: Region, slot: Slot, pending: list[MemoryCopy]) -> torch.Tensor:
+        """Copy one region, enqueue its copy, or add it to ``pending``. Returns its staged tensor."""
+        source = self._tensors[region.tensors[0]]
+        storage = source.untyped_storage()
+        if not region.gathered and storage.nbytes() < region.start + region.size:
             raise StagingError(
                 "the memory of a tensor was freed before it was staged. Remedy: wait for staging_completion of "
                 "async_save's response before the state is changed or resharded"
             )
-        small = region.size < _SMALL and source.device.type == "cpu"
-        if small and len(originals) == 1 and region.size == source.nbytes and source.is_contiguous():
+        is_host = source.device.type == "cpu"
+        if is_host and region.size < _SMALL and region.size == source.nbytes and source.is_contiguous():
             ctypes.memmove(slot.address, source.data_ptr(), region.size)  # by far the most frequent case: kept short
             copied = torch.frombuffer(slot.lease, dtype=source.dtype, count=source.numel(), offset=slot.offset)
             # Not a view: that would keep the memory when `StagedState` releases it.
-            return [copied.resize_(source.shape)]
+            return copied.resize_(source.shape)
         target = torch.frombuffer(slot.lease, dtype=torch.uint8, count=region.size, offset=slot.offset)
-        storage = target.untyped_storage()
+        strides = source.stride()
         if region.gathered:
             bits = _BITS[source.element_size()]  # torch cannot copy every dtype
             gathered = target.view(bits).view(source.shape)
             gathered.copy_(source.view(bits), non_blocking=True)
-            copied = torch.empty(0, dtype=source.dtype).set_(storage, 0, gathered.shape, gathered.stride())
-            return [copied] * len(originals)
-        if source.device.type == "cpu":
-            pending.append(MemoryCopy(slot.address, source_storage.data_ptr() + region.start, region.size))
+            strides = gathered.stride()
+        elif is_host:
+            pending.append(MemoryCopy(slot.address, storage.data_ptr() + region.start, region.size))
         else:
             raw = torch.empty(0, dtype=torch.uint8, device=source.device)
-            raw.set_(source_storage, region.start, (region.size,), (1,))
+            raw.set_(storage, region.start, (region.size,), (1,))
             target.copy_(raw, non_blocking=True)
-        return [
-            torch.empty(0, dtype=tensor.dtype).set_(
-                storage, tensor.storage_offset() - region.start // tensor.element_size(), tensor.shape, tensor.stride()
-            )
-            for tensor in originals
-        ]
+        return torch.empty(0, dtype=source.dtype).set_(target.untyped_storage(), 0, source.shape, strides)

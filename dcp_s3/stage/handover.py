@@ -1,4 +1,10 @@
-"""Staged states on their way: to the thread of the save, to the checkpoint process, and failures to the other ranks.
+"""Staged states on their way: to the thread of their save, to the checkpoint process, and failures to the other ranks.
+
+One asynchronous save at a time. If two saves of one process group overlap, their collectives mix: one rank's plan of
+the first save meets another rank's plan of the second. DCP leaves it to its caller to avoid that. torch also sends all
+saves by `AsyncCheckpointerType.PROCESS` through one pipe without a lock, and starts the process with a collective step.
+So `stage`, which all ranks call in the same order, waits until the save before it has ended in this process. torch ends
+the thread of a save with the save; that the state is taken up in it shows which thread that is.
 
 `AsyncCheckpointerType.PROCESS` sends the state through a pipe with multiprocessing's pickler. There, and only there, a
 `StagedState` is pickled as its structure plus one file descriptor for each of its buffers; the bytes of the tensors are
@@ -11,11 +17,15 @@ step. There it raises on its rank, and the save fails on all ranks with the caus
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import pickle
+import sys
+import threading
+import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any, NoReturn
 from uuid import uuid4
@@ -24,16 +34,157 @@ import torch
 
 from dcp_s3.errors import StagingError
 from dcp_s3.failures import portable, without_tracebacks
+from dcp_s3.process import reset_in_child
 from dcp_s3.stage.buffers import HostBuffer, map_shared
 from dcp_s3.stage.copier import MemoryCopy, run_copies
 from dcp_s3.stage.pool import BufferPool
-from dcp_s3.stage.turns import PIPE, StagedDict, Turn, take_turn
 
 logger = logging.getLogger(__name__)
 
 MARK = "__dcp_s3_staging_failed__"
+_LOOK_SECONDS = 0.05
+_REPORT_SECONDS = 30.0
+_LOST_SECONDS = 120.0
+"""In which a save whose state is staged begins, even if it has to start the checkpoint process first. Otherwise
+`async_save` raised after it had staged, or the state was staged for something else."""
+_EXECUTOR = "AsyncCheckpointExecutor"
+"""How the names of torch's threads for asynchronous saves begin (torch 2.9 to 2.15; tests/test_torch_calls.py)."""
 
+_saves: list[AsyncSave] = []
+"""The asynchronous saves under way, in order. Changed only by single operations, without a lock that a fork could leave
+locked."""
 _failures: dict[str, BaseException] = {}
+
+reset_in_child(_saves.clear)
+
+
+# --- one save at a time ------------------------------------------------------------------------------------
+
+
+class AsyncSave:
+    """One asynchronous save of this process, from the call of `stage` to its end. ``sent``: its state was staged in
+    another process."""
+
+    def __init__(self, *, sent: bool = False) -> None:
+        self.ended = threading.Event()
+        self.stall_seconds: float | None = None
+        """Seconds for which the training waited in `stage`; None: not known."""
+        self.told = False
+        """Whether its failure is logged."""
+        self.if_unfinished: Callable[[], object] | None = None
+        """Called if its thread ends as it is, because something other than dcp_s3 failed, or another rank."""
+        self._errors: list[BaseException] = []
+        self._staged_at: float | None = None
+        self._has_begun = False
+        self._state: Any = lambda: None
+        self._was_sent = sent
+        _saves.append(self)
+
+    def go_with(self, state: StagedDict) -> None:
+        """``state`` is what is saved, by DCP alone. If it is dropped, the save is over."""
+        state.save = self
+        self._state, self._staged_at = weakref.ref(state), time.monotonic()
+        weakref.finalize(state, self.end).atexit = False
+
+    def begin(self, *, sent: bool = False) -> None:
+        """The state is taken up: in the thread of the save (always if it is ``sent`` to the checkpoint process), which
+        ends with the save, or in a thread of the user's, where nobody can say when its save ends."""
+        self._has_begun = True
+        if not (sent or self._was_sent or threading.current_thread().name.startswith(_EXECUTOR)):
+            self.end()
+        elif getattr(_thread, "running", None) is None or _thread.running.save is not self:
+            _thread.running = _Running(self)
+
+    def tell(self, error: BaseException) -> bool:
+        """Note a failure of the save. Returns whether it is the first one."""
+        first, self.told, self.if_unfinished = not self.told, True, None
+        self._errors.append(error)
+        return first
+
+    def end(self) -> None:
+        """Let the next save go on. May be called again."""
+        self.ended.set()
+        with contextlib.suppress(ValueError):
+            _saves.remove(self)
+
+    def finish(self) -> None:
+        """The save has ended: whoever keeps its future or its error does not keep its memory."""
+        try:
+            tell, self.if_unfinished = self.if_unfinished, None
+            if tell is not None:
+                tell()
+            for error in self._errors:
+                without_tracebacks(error)
+            self._errors.clear()
+            if (state := self._state()) is not None:
+                state.release()
+        finally:
+            self.end()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its state was staged long ago, and nobody has taken it up."""
+        return not self._has_begun and time.monotonic() - (self._staged_at or time.monotonic()) > _LOST_SECONDS
+
+
+class _Running:
+    """The save of a thread. It goes when the thread ends, or begins another save."""
+
+    def __init__(self, save: AsyncSave) -> None:
+        self.save = save
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # when modules may have lost their names already
+            self.save.finish()
+
+
+_thread: Any = threading.local()
+
+
+def current_save() -> AsyncSave | None:
+    """The asynchronous save of this thread; None if there is none."""
+    running = getattr(_thread, "running", None)
+    return running.save if running is not None and running.save._state() is not None else None
+
+
+def wait_for_saves() -> None:
+    """Wait until the asynchronous saves of this process have ended, except that of this thread, which may begin the
+    next one when its future is done."""
+    running = getattr(_thread, "running", None)
+    started = reported = time.monotonic()
+    for save in [each for each in list(_saves) if running is None or each is not running.save]:
+        while not save.ended.wait(_LOOK_SECONDS):
+            if save.is_lost:
+                save.end()
+            if time.monotonic() - reported > _REPORT_SECONDS:
+                reported = time.monotonic()
+                logger.warning(
+                    "a save has waited %.0f s for the asynchronous save before it. Remedy: save less often; pass what "
+                    "S3Stager.stage returns to one save, a copy for anything else comes from stage_now",
+                    reported - started,
+                )
+
+
+# --- states ------------------------------------------------------------------------------------------------
+
+
+class StagedDict(dict[str, Any]):
+    """What `stage` returns for a save: a state that knows its save."""
+
+    save: AsyncSave | None = None
+
+    def begin(self, *, sent: bool = False) -> None:
+        """The state is taken up, see `AsyncSave.begin`."""
+        if self.save is not None:
+            self.save.begin(sent=sent)
+
+    def items(self) -> Any:
+        """The items, as of any dict. DCP calls this first in the thread of the save."""
+        self.begin()
+        return super().items()
+
+    def release(self) -> None:
+        """The save has ended: let go of memory."""
 
 
 class StagedState(StagedDict):
@@ -49,7 +200,7 @@ class StagedState(StagedDict):
         self._released = False
 
     def begin(self, *, sent: bool = False) -> None:
-        """The state is taken up, see `Turn.begin`.
+        """The state is taken up, see `AsyncSave.begin`.
 
         Raises:
             StagingError: its save has ended.
@@ -114,7 +265,6 @@ class _BufferUnpickler(pickle.Unpickler):
 
 def _reduce(state: StagedState | FailedStaging) -> tuple[Any, ...]:
     state.begin(sent=True)
-    take_turn(PIPE)
     if isinstance(state, FailedStaging):
         forget(state)
         return _rebuild_failed, (state.error,)
@@ -146,7 +296,7 @@ def _share(buffer: HostBuffer, pool: BufferPool | None) -> HostBuffer:
 def _rebuild(structure: bytes, descriptors: Sequence[tuple[Any, int]]) -> dict[str, Any]:
     buffers = [map_shared(descriptor.detach(), size) for descriptor, size in descriptors]
     state = StagedDict(_BufferUnpickler(io.BytesIO(structure), buffers).load())
-    Turn().go_with(state)
+    AsyncSave(sent=True).go_with(state)
     return state
 
 
@@ -191,7 +341,7 @@ def raise_if_failed(names: Iterable[str]) -> None:
 
 def _rebuild_failed(error: BaseException) -> FailedStaging:
     state = FailedStaging(error)
-    Turn().go_with(state)
+    AsyncSave(sent=True).go_with(state)
     return state
 
 

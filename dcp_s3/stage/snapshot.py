@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -12,17 +12,23 @@ from torch.overrides import TorchFunctionMode
 from dcp_s3 import torch_private
 from dcp_s3.errors import StagingError
 from dcp_s3.process import collector_paused
-from dcp_s3.stage.regions import TensorSpan, plan_regions
+from dcp_s3.stage.copier import Region
 
 _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _Build = Callable[[Sequence[torch.Tensor]], Any]
 
 
-class _Hole(NamedTuple):
-    """The place of a tensor: `build` makes the staged tensor from the staged plain tensors."""
+class _Hole:
+    """The place of a tensor: ``build`` makes the staged tensor from the staged plain tensors, once."""
 
-    build: _Build
+    def __init__(self, build: _Build) -> None:
+        self._build, self._made = build, None
+
+    def fill(self, staged: Sequence[torch.Tensor]) -> Any:
+        if self._made is None:
+            self._made = self._build(staged)
+        return self._made
 
 
 class Snapshot:
@@ -35,7 +41,7 @@ class Snapshot:
     Attributes:
         tensors: the plain tensors to copy, each once, including those inside DTensor, ShardedTensor and other wrappers.
             They share memory with the original.
-        regions: the bytes of the storages that hold `tensors`.
+        regions: the bytes of `tensors`; of those that are the same view of the same memory (tied weights), once.
 
     Raises:
         StagingError: a value cannot be copied, or a tensor's memory was freed.
@@ -46,22 +52,21 @@ class Snapshot:
         self._watched: list[tuple[torch.Tensor, ...]] = []
         self._versions: list[tuple[int, ...]] | None = None
         self._wrappers: list[torch.Tensor] = []
-        self._spans: list[TensorSpan] = []
-        self._numbers: dict[int, int] = {}
+        self._regions: dict[Any, Region] = {}
         self._holes: dict[int, tuple[_Hole, torch.Tensor]] = {}  # by the tensor's id; kept, so that the id stays unique
         self._memo: dict[int, Any] = {}
         self._path: list[Any] = []
         with torch.no_grad(), collector_paused():
             self._structure = self._copy(state)
-            self.regions = plan_regions(self._spans)
+        self.regions = list(self._regions.values())
         self._memo.clear()
         self._holes.clear()
-        self._spans.clear()
+        self._regions.clear()
 
     def fill(self, staged: Sequence[torch.Tensor]) -> dict[str, Any]:
         """The copied state with ``staged`` in place of `tensors`. Can be called once."""
         with torch.no_grad():
-            filled: dict[str, Any] = _Filler(staged).fill(self._structure)
+            filled: dict[str, Any] = _fill(self._structure, staged)
         self._structure = None
         return filled
 
@@ -164,8 +169,9 @@ class Snapshot:
         if not _is_memory(tensor):  # sparse, quantized, nested: copied outside the pool
             apart = tensor if tensor.device.type == "meta" else tensor.detach().to("cpu", copy=True)
             return lambda _: apart
-        span = _span(tensor)
-        if span.nbytes and tensor.untyped_storage().nbytes() < span.stop:
+        region, stop = _region(tensor)
+        storage = tensor.untyped_storage()
+        if region.size and storage.nbytes() < stop:
             raise StagingError(
                 f"{self._name()} (shape {tuple(tensor.shape)}) has no memory: its storage was freed, as FSDP does "
                 "outside of its own state_dict. Remedy: take the state with "
@@ -177,7 +183,9 @@ class Snapshot:
         number = len(self.tensors)
         self.tensors.append(tensor.detach())
         self._watched.append((self.tensors[-1], *self._wrappers))
-        self._spans.append(span)
+        if region.size:
+            key = (tensor.device, storage.data_ptr(), region.start, tensor.dtype, tensor.shape, tensor.stride())
+            self._regions.setdefault(key, region).tensors.append(number)
         return lambda staged: staged[number]
 
     def _build_wrapper(self, tensor: Any) -> _Build:
@@ -196,33 +204,21 @@ class Snapshot:
         return build
 
 
-class _Filler:
-    def __init__(self, staged: Sequence[torch.Tensor]) -> None:
-        self._staged = staged
-        self._made: dict[int, Any] = {}
-        self._seen: set[int] = set()
-
-    def fill(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in _ATOMIC:
-            return value
-        if kind is _Hole:
-            made = self._made.get(id(value))
-            if made is None:
-                made = self._made[id(value)] = value.build(self._staged)
-            return made
-        if isinstance(value, (dict, list)):
-            if id(value) not in self._seen:
-                self._seen.add(id(value))
-                for key, entry in list(value.items() if isinstance(value, dict) else enumerate(value)):
-                    if type(entry) not in _ATOMIC:
-                        value[key] = self.fill(entry)
-            return value
-        if kind is tuple:
-            return tuple(map(self.fill, value))
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return kind._make(map(self.fill, value))
+def _fill(value: Any, staged: Sequence[torch.Tensor]) -> Any:
+    """``value`` with tensors in place of its holes; dicts and lists are changed in place."""
+    kind = type(value)
+    if kind in _ATOMIC:
         return value
+    if kind is _Hole:
+        return value.fill(staged)
+    if isinstance(value, (dict, list)):
+        for key, entry in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            if type(entry) not in _ATOMIC:
+                value[key] = _fill(entry, staged)
+    elif isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields")):
+        items = [_fill(entry, staged) for entry in value]
+        return tuple(items) if kind is tuple else kind._make(items)
+    return value
 
 
 class _OffloadCopies(TorchFunctionMode):
@@ -250,16 +246,16 @@ def _is_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _span(tensor: torch.Tensor) -> TensorSpan:
-    """The span of a strided tensor."""
+def _region(tensor: torch.Tensor) -> tuple[Region, int]:
+    """What to copy of a strided tensor, and the byte of its storage after the last that it uses."""
     size, nbytes = tensor.element_size(), tensor.nbytes
     start = int(tensor.storage_offset()) * size
-    storage = (tensor.device, tensor.untyped_storage().data_ptr())
     if tensor.is_contiguous() or not nbytes:
-        return TensorSpan(storage, start, start + nbytes, nbytes)
+        return Region([], start, nbytes), start + nbytes
     steps = zip(tensor.shape, tensor.stride(), strict=True)
-    stop = start + size * (1 + sum(int(length - 1) * int(stride) for length, stride in steps))
-    return TensorSpan(storage, start, stop, nbytes, (tensor.dtype, tensor.shape, tensor.stride()))
+    reach = size * (1 + sum(int(length - 1) * int(stride) for length, stride in steps))
+    is_sparse = 2 * nbytes < reach
+    return Region([], start, nbytes if is_sparse else reach, gathered=is_sparse), start + reach
 
 
 def _shallow_copy(value: Any) -> Any:

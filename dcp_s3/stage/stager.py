@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -13,17 +12,16 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from dcp_s3.errors import SettingsError, StagingError
+from dcp_s3.errors import StagingError
 from dcp_s3.events import Listener, SaveFailed, Staged, emit
 from dcp_s3.failures import without_tracebacks
 from dcp_s3.ranks import world_size
 from dcp_s3.settings import Settings, SettingsLike, local_world_size, resolve_settings
 from dcp_s3.stage.buffers import measure_available, resolve_limit
 from dcp_s3.stage.copier import Copier
-from dcp_s3.stage.handover import FailedStaging, StagedState
-from dcp_s3.stage.pool import GENERATIONS, BufferPool
+from dcp_s3.stage.handover import AsyncSave, FailedStaging, StagedDict, StagedState, wait_for_saves
+from dcp_s3.stage.pool import BufferPool
 from dcp_s3.stage.snapshot import Snapshot
-from dcp_s3.stage.turns import StagedDict, Turn, draw_turn
 from dcp_s3.units import format_size, one_line
 from dcp_s3.workers import InTurn
 
@@ -33,12 +31,11 @@ logger = logging.getLogger(__name__)
 class S3Stager(AsyncStager):
     """Copies the state to host memory for `dcp.async_save`, so that training can go on and change it.
 
-    Buffers are reused, but never while a save can still read them. At most ``generations`` staged copies exist
-    at a time; after that the next `stage` waits and logs why. ``DCP_S3_STAGING_LIMIT`` bounds the memory; what
+    Buffers are reused, but never while a save can still read them. ``DCP_S3_STAGING_LIMIT`` bounds the memory; what
     exceeds it is staged in files in ``DCP_S3_SPILL_DIR``.
 
-    One stager may be used for any number of saves, with any writer, by one thread at a time. Overlapping saves of one
-    process group, or by `AsyncCheckpointerType.PROCESS`, take turns in the order of the calls.
+    One stager may be used for any number of saves, with any writer, by one thread at a time. `stage` waits until the
+    save before it, of any stager, has ended.
 
     >>> stager = S3Stager(asynchronous=True)
     >>> writer = S3StorageWriter("s3://bucket/run/step-3000")
@@ -51,13 +48,11 @@ class S3Stager(AsyncStager):
             AsyncSaveResponse. The state must not be changed before its ``staging_completion``. In-place changes that
             increment the versions of tensors are detected and fail the save. Not detected: changes through ``.data``,
             by torch's fused optimizers, and by its foreach optimizers to DTensors.
-        generations: staged copies that may exist at a time. While all of them are being saved, the next save waits.
-            None: 2.
         on_event: called with `dcp_s3.events.Staged` for each copy, in the thread that made it; with `SaveFailed` if it
             cannot be made, and there are no other ranks that fail, too.
 
     Raises:
-        SettingsError: a setting is not allowed, or ``generations`` is not above 0.
+        SettingsError: a setting is not allowed.
     """
 
     def __init__(
@@ -65,23 +60,17 @@ class S3Stager(AsyncStager):
         settings: SettingsLike = None,
         *,
         asynchronous: bool = False,
-        generations: int | None = None,
         on_event: Listener | None = None,
     ) -> None:
         self._on_event = on_event
         self.settings: Settings = resolve_settings(settings)
-        generations = GENERATIONS if generations is None else generations
-        if not isinstance(generations, int) or generations < 1:
-            raise SettingsError(f"generations = {generations!r}, expected a whole number above 0")
         self.asynchronous = asynchronous
         limit = self.settings.staging_limit
         self._pool = BufferPool(
             limit=resolve_limit(limit, measure_available() if isinstance(limit, float) else 0, local_world_size()),
-            generations=generations,
             spill_dir=self.settings.spill_dir,
         )
         self._background = InTurn("dcp_s3-staging")
-        self._latest: Callable[[], Future[dict[str, Any]] | None] = lambda: None
         self._closed = False
 
     def __repr__(self) -> str:
@@ -91,7 +80,8 @@ class S3Stager(AsyncStager):
         """A training-safe copy of ``state_dict`` in CPU memory, or with ``asynchronous`` a future of it.
 
         Tensors that share memory also share it in the copy. Of a small view of a large storage only the view is copied.
-        `dcp.async_save` calls this. The copy is for that one save, and its memory is free when the save has ended.
+        `dcp.async_save` calls this. The copy is for that one save, and its memory is free when the save has ended. If
+        the asynchronous save before it still uploads, this waits for it first.
 
         With several ranks a failure does not raise here, because the other ranks could not learn of it. The returned
         state instead makes the save fail on all ranks, with the cause.
@@ -102,16 +92,17 @@ class S3Stager(AsyncStager):
         """
         if self._closed:
             raise StagingError("this S3Stager was closed. Remedy: close it after the last save, or make a new one")
-        began, turn = time.monotonic(), draw_turn()
+        began = time.monotonic()
+        wait_for_saves()
+        save = AsyncSave()
         try:
             if not self.asynchronous:
-                result: dict[str, Any] | Future[dict[str, Any]] = self._stage(state_dict, turn, began)
+                result: dict[str, Any] | Future[dict[str, Any]] = self._stage(state_dict, save, began)
             else:
-                result = self._begin(state_dict, turn, began)
-                self._latest = weakref.ref(result)  # a strong one would keep the copy
-            turn.stall_seconds = time.monotonic() - began
+                result = self._begin(state_dict, save, began)
+            save.stall_seconds = time.monotonic() - began
         except BaseException:  # an interrupt at any place, too: later saves would wait for this one
-            turn.end()
+            save.end()
             raise
         return result
 
@@ -126,10 +117,8 @@ class S3Stager(AsyncStager):
         return self._stage(state_dict, None, time.monotonic())
 
     def synchronize_staging(self) -> None:
-        """Wait until the latest copy is complete."""
-        latest = self._latest()
-        if latest is not None:
-            latest.result()
+        """Wait for copies under way."""
+        self._background.join()
 
     def close(self) -> None:
         """Wait for copies under way, and free the buffers: at once, or when the last save that reads them ends."""
@@ -143,33 +132,33 @@ class S3Stager(AsyncStager):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _stage(self, state_dict: dict[str, Any], turn: Turn | None, began: float) -> dict[str, Any]:
+    def _stage(self, state_dict: dict[str, Any], save: AsyncSave | None, began: float) -> dict[str, Any]:
         def stage() -> dict[str, Any]:
             snapshot = Snapshot(state_dict)
-            return self._copy(snapshot, Copier(snapshot.tensors), turn, began)
+            return self._copy(snapshot, Copier(snapshot.tensors), save, began)
 
-        staged: dict[str, Any] = self._guard(stage, turn)
+        staged: dict[str, Any] = self._guard(stage, save)
         return staged
 
-    def _begin(self, state_dict: dict[str, Any], turn: Turn, began: float) -> Future[dict[str, Any]]:
+    def _begin(self, state_dict: dict[str, Any], save: AsyncSave, began: float) -> Future[dict[str, Any]]:
         """Take the snapshot now, copy its tensors in the background."""
 
         def begin() -> Future[dict[str, Any]]:
             snapshot = Snapshot(state_dict)
             snapshot.watch()
             copier = Copier(snapshot.tensors)
-            copying = self._background.submit(self._guard, lambda: self._copy(snapshot, copier, turn, began), turn)
+            copying = self._background.submit(self._guard, lambda: self._copy(snapshot, copier, save, began), save)
             copying.add_done_callback(_log_failure)
             return copying
 
-        begun: Any = self._guard(begin, turn)
+        begun: Any = self._guard(begin, save)
         if isinstance(begun, Future):
             return begun
         future: Future[dict[str, Any]] = Future()
         future.set_result(begun)
         return future
 
-    def _copy(self, snapshot: Snapshot, copier: Copier, turn: Turn | None, began: float) -> dict[str, Any]:
+    def _copy(self, snapshot: Snapshot, copier: Copier, save: AsyncSave | None, began: float) -> dict[str, Any]:
         started = time.monotonic()
         with torch.no_grad():
             tensors, slots = copier.copy(snapshot.regions, self._pool)
@@ -180,15 +169,15 @@ class S3Stager(AsyncStager):
         on_disk = sum(buffer.size for buffer in buffers if buffer.kind == "file")
         logger.debug("staged %s (%s on disk) in %.3f s", format_size(size), format_size(on_disk), ended - started)
         state = StagedState(snapshot.fill(tensors), tensors, buffers, self._pool)
-        stalled = None if turn is None else turn.stall_seconds  # None: the training still waits
+        stalled = None if save is None else save.stall_seconds  # None: the training still waits
         stalled = ended - began if stalled is None else stalled
         emit(Staged(bytes=size, disk_bytes=on_disk, seconds=ended - started, stall_seconds=stalled), self._on_event)
         return state
 
-    def _guard(self, work: Callable[[], Any], turn: Turn | None) -> Any:
+    def _guard(self, work: Callable[[], Any], save: AsyncSave | None) -> Any:
         """The result of ``work``. If it fails and there are other ranks: a state that carries the failure to them.
 
-        A state goes with ``turn``, which is over if ``work`` fails.
+        A state goes with ``save``, which is over if ``work`` fails.
         """
         try:
             try:
@@ -201,11 +190,11 @@ class S3Stager(AsyncStager):
                     emit(SaveFailed(url=None, step=None, error=error), self._on_event)
                     raise
                 result = FailedStaging(error)
-            if turn is not None and isinstance(result, StagedDict):
-                turn.go_with(result)
+            if save is not None and isinstance(result, StagedDict):
+                save.go_with(result)
         except BaseException:
-            if turn is not None:
-                turn.end()
+            if save is not None:
+                save.end()
             raise
         return result
 
@@ -218,12 +207,8 @@ def _log_failure(copying: Future[dict[str, Any]]) -> None:
 
 
 class StagedBefore(AsyncStager):
-    """Hands a `dcp.async_save` the copy that was made for it, whatever state it is called with.
-
-    Args:
-        staged: what `S3Stager.stage_now` returned. Given away by the first `stage`.
-        stall_seconds: seconds for which the training waited for the copy.
-    """
+    """Hands a `dcp.async_save` the copy that was made for it by `S3Stager.stage_now`, whatever state it is called with.
+    ``stall_seconds``: for which the training waited for the copy."""
 
     _synchronize_after_execute = False
 
@@ -232,15 +217,14 @@ class StagedBefore(AsyncStager):
         self._stall_seconds = stall_seconds
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The copy."""
+        """The copy, once."""
         staged, self._staged = self._staged, None
-        if staged is None:
-            return state_dict
         if isinstance(staged, StagedDict):
-            turn = draw_turn()
-            turn.stall_seconds = self._stall_seconds
-            turn.go_with(staged)
-        return staged
+            wait_for_saves()
+            save = AsyncSave()
+            save.stall_seconds = self._stall_seconds
+            save.go_with(staged)
+        return state_dict if staged is None else staged
 
     def synchronize_staging(self) -> None:
         """The copy is complete."""

@@ -76,7 +76,7 @@ def test_a_writer_that_was_pickled_writes(root: str, memory_server: S3Server) ->
     copy = pickle.loads(pickle.dumps(writer))
     assert copy.settings == writer.settings
     assert copy.settings.concurrency == 3
-    assert (copy.overwrite, copy.metrics, copy.separate, copy.checkpoint_id) == (True, {"loss": 1.5}, [["a"]], root)
+    assert (copy.overwrite, copy.metrics, copy.separate, copy.checkpoint_id) == (True, {"loss": 1.5}, ["a"], root)
     dcp.save({"a": torch.ones(3)}, storage_writer=copy)
     found = {"a": torch.zeros(3)}
     dcp.load(found, storage_reader=pickle.loads(pickle.dumps(S3StorageReader(root))))

