@@ -24,7 +24,7 @@ from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.limit import Cancelled
 from dcp_s3.load.items import Transfer
-from dcp_s3.load.plan import READ_GAP, ReadRequest, Segment, halve, plan_requests
+from dcp_s3.load.plan import ReadRequest, Segment, halve, plan_requests
 from dcp_s3.memory import ReadTarget
 from dcp_s3.process import collect_young
 from dcp_s3.settings import Settings
@@ -178,7 +178,7 @@ class Fetcher:
             again += more
             if not more:
                 finished.append(transfer)
-        return finished, plan_requests(again, max_request=self.max_buffered, max_gap=READ_GAP) if again else []
+        return finished, plan_requests(again, max_request=self.max_buffered) if again else []
 
     def _verify(self, transfer: Transfer) -> list[Segment]:
         """Compare the checksums: damage in transit gets one more try, damage at rest is an error."""

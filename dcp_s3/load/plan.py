@@ -6,7 +6,6 @@ long ones are split over several, and overlapping ones are fetched once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -22,11 +21,11 @@ from dcp_s3.load.boxes import Box, runs_of_box
 from dcp_s3.torch_private import StorageInfo
 
 READ_GAP = 256 * 2**10
-"""Largest gap in bytes between two ranges of an object that a load fetches and throws away, rather than send two
+"""Largest gap in bytes between two ranges of a chunk that a load fetches and throws away, rather than send two
 requests: what S3 sends on one connection (90 MB/s) in a tenth of a request's latency (about 30 ms)."""
 
-READ_WASTE = 0.0025
-"""The most that a load fetches and throws away in gaps, as a fraction of the bytes that it needs."""
+ITEM_GAP = 16 * 2**10
+"""The same between two items: more than lies between the raw bytes of neighbours, and 0.2 ms on a connection."""
 
 
 class StoredChunk(NamedTuple):
@@ -159,17 +158,8 @@ def ranges_of_box(
     return [widen(start, stop, nbytes, blocks) for start, stop in merged]
 
 
-# The framing between the raw bytes of two neighbours is shorter; it is never skipped.
-_FRAMING = 4 * 2**10
-
-
 def plan_requests(
-    segments: Iterable[Segment],
-    *,
-    max_request: int,
-    max_gap: int,
-    max_waste: float = math.inf,
-    max_shared: int | None = None,
+    segments: Iterable[Segment], *, max_request: int, max_gap: int = ITEM_GAP, max_shared: int | None = None
 ) -> list[ReadRequest]:
     """Plan requests that fetch every byte of every segment exactly once.
 
@@ -180,8 +170,6 @@ def plan_requests(
         segments: segments in any order.
         max_request: maximum bytes of one request.
         max_gap: longest gap (bytes) between two segments that is fetched and dropped rather than skipped.
-        max_waste: bytes dropped in all, as a share of those needed; the shortest gaps come first. Gaps no longer than a
-            stored tensor's framing (4 KiB) are always fetched, and not counted.
         max_shared: maximum bytes of one request where segments overlap; None: ``max_request``.
 
     Returns:
@@ -190,18 +178,15 @@ def plan_requests(
     by_path: dict[str, list[Segment]] = {}
     for segment in segments:
         by_path.setdefault(segment[2].path, []).append(segment)
-    groups = {path: list(_groups(sorted(wanted, key=_PLACE))) for path, wanted in by_path.items()}
-    longest_gap = min(max_gap, _affordable_gap(groups.values(), max_waste))
-
     requests: list[ReadRequest] = []
-    for path, found in groups.items():
+    for path, wanted in by_path.items():
         together: list[Segment] = []
         start = end = 0
         shared = False
-        for group, stop in found:
+        for group, stop in _groups(sorted(wanted, key=_PLACE)):
             first = group[0][0]
             limit = max_request if len(group) == 1 else min(max_request, max_shared or max_request)
-            if together and (first - end > longest_gap or stop - start > limit):
+            if together and (first - end > max_gap or stop - start > limit):
                 requests.append(ReadRequest(path, start, end - start, tuple(together), shared))
                 together, shared = [], False
             if stop - first > limit:
@@ -219,34 +204,9 @@ def plan_requests(
 
 
 _PLACE = itemgetter(0, 1)  # start and stop of a segment
-_Group = tuple[list[Segment], int]
 
 
-def _affordable_gap(by_path: Iterable[list[_Group]], max_waste: float) -> float:
-    """The longest gap such that all gaps up to it are together at most ``max_waste`` of the needed bytes."""
-    if max_waste == math.inf:
-        return math.inf
-    needed = 0
-    gaps: list[int] = []
-    for groups in by_path:
-        before = None
-        for group, stop in groups:
-            first = group[0][0]
-            needed += stop - first
-            if before is not None and first - before > _FRAMING:
-                gaps.append(first - before)
-            before = stop
-    gaps.sort()
-    left: float = max_waste * needed
-    for index, gap in enumerate(gaps):
-        left -= gap
-        if left < 0:
-            # Gaps of this length do not all fit: take none of them.
-            return next((shorter for shorter in reversed(gaps[:index]) if shorter < gap), _FRAMING)
-    return math.inf
-
-
-def _groups(segments: Sequence[Segment]) -> Iterable[_Group]:
+def _groups(segments: Sequence[Segment]) -> Iterable[tuple[list[Segment], int]]:
     """Group segments that overlap, directly or through others; each with the byte after the group."""
     group: list[Segment] = []
     end = 0

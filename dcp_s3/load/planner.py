@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from dcp_s3 import errors
 from dcp_s3.failures import called_by_dcp
 from dcp_s3.load.boxes import AnyBox, find_overlaps
-from dcp_s3.load.names import count_by_prefix, find_mismatch, is_other_kind
+from dcp_s3.load.names import find_mismatch, is_other_kind, some
 from dcp_s3.process import collector_paused
 from dcp_s3.tensor_memory import is_plain
 from dcp_s3.torch_private import ShardedTensor, create_chunk_list
@@ -240,8 +240,8 @@ def log_unexpected(planner: LoadPlanner, metadata: Metadata, url: str) -> None:
         return
     unexpected = [name for name in metadata.state_dict_metadata if name not in state]
     if unexpected:
-        count, names = len(unexpected), count_by_prefix(unexpected)
-        logger.info("%d names in %s are not in the state and are not loaded: %s", count, url, names)
+        count = len(unexpected)
+        logger.info("%d names in %s are not in the state and are not loaded: %s", count, url, some(unexpected))
 
 
 def check_filled(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata, url: str) -> None:

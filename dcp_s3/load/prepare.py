@@ -1,7 +1,4 @@
-"""Makes the transfer for each item of a load plan: the bytes it needs, where they go, as which dtype.
-
-No I/O but a look at tensors of other writers, one of each kind.
-"""
+"""Makes the transfer for each item of a load plan: the bytes it needs, where they go, as which dtype. No I/O."""
 
 from __future__ import annotations
 
@@ -16,13 +13,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from dcp_s3 import errors
-from dcp_s3.format.archive import MAX_HEAD, ArchiveHead
+from dcp_s3.format.archive import MAX_HEAD
 from dcp_s3.format.blocks import Range
 from dcp_s3.format.metadata import is_unproven
 from dcp_s3.format.safe_items import check_storages
 from dcp_s3.load.archives import SMALL_ITEM, ArchiveHeads, ItemKind
 from dcp_s3.load.boxes import Box
-from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import ExpectedHead, ItemTransfer, StreamTransfer, TensorTransfer, is_whole, tensor_in
 from dcp_s3.load.names import Conversion, keeps_values, warn_of_narrowing
 from dcp_s3.load.plan import READ_GAP, StoredChunk, find_stored, ranges_of_box
@@ -47,7 +43,7 @@ class TransferFactory:
         self.narrowed: dict[str, Conversion] = {}
 
     def prepare_all(
-        self, items: Sequence[ReadItem], planner: LoadPlanner, fetcher: Fetcher, shared: Collection[int] = ()
+        self, items: Sequence[ReadItem], planner: LoadPlanner, shared: Collection[int] = ()
     ) -> list[ItemTransfer]:
         """The transfer for each item. ``shared``: numbers of items that come from other ranks: whole, or a box, packed.
 
@@ -56,42 +52,10 @@ class TransferFactory:
             CorruptCheckpointError: the metadata contradicts itself.
         """
         known = len(self.narrowed)  # from an earlier round of the same load
-        unknown: dict[int, tuple[ItemKind, StoredChunk, torch.Tensor]] = {}
-        transfers: list[ItemTransfer | None] = []
-        for number, item in enumerate(items):
-            stored, target = self._find(item, planner)
-            if target is not None and not stored.whole and number in shared:
-                lengths, ranges = item.lengths, [Range(0, item.lengths.numel() * stored.dtype.itemsize, None)]
-                array, box = stored._replace(base=0, sizes=lengths), Box((0,) * len(lengths), lengths)
-                transfers.append(TensorTransfer(item, stored, target, box, ranges, array=array))
-                continue
-            if target is None or not stored.whole or number in shared:
-                transfers.append(self._make(item, stored, target))
-                continue
-            # A recorded checksum covers the whole item.
-            kind = None if stored.nbytes <= SMALL_ITEM or stored.crc is not None else _kind_of(stored)
-            if kind is not None and self._heads.expect(kind) is None:
-                unknown[number] = kind, stored, target
-                transfers.append(None)
-            else:
-                transfers.append(self._archived(item, stored, target, kind))
-        one_each = {kind: stored.info for kind, stored, _ in reversed(unknown.values())}
-        if one_each:
-            fetcher.store.map(lambda _, each: self._heads.look(fetcher, *each), one_each.items())
-        for number, (kind, stored, target) in unknown.items():
-            transfers[number] = self._archived(items[number], stored, target, kind)
+        transfers = [self._make(item, planner, number in shared) for number, item in enumerate(items)]
         if len(self.narrowed) > known:
             warn_of_narrowing(self.narrowed, self._url)
-        return cast(list[ItemTransfer], transfers)
-
-    def prepare(self, item: ReadItem, planner: LoadPlanner) -> ItemTransfer:
-        """The transfer for ``item``; a tensor of another writer is fetched with all of its item. No I/O.
-
-        Raises:
-            TensorMismatchError, CorruptCheckpointError: see `prepare_all`.
-        """
-        stored, target = self._find(item, planner)
-        return self._make(item, stored, target)
+        return transfers
 
     def _find(self, item: ReadItem, planner: LoadPlanner) -> tuple[StoredChunk, torch.Tensor | None]:
         """How an item is stored, and the tensor to load it into; None for an item that is no tensor."""
@@ -122,10 +86,18 @@ class TransferFactory:
             self.narrowed[item.dest_index.fqn] = dtype, target.dtype
         return stored, target
 
-    def _make(self, item: ReadItem, stored: StoredChunk, target: torch.Tensor | None) -> ItemTransfer:
-        if target is None or stored.whole:
-            return StreamTransfer(item, stored, target, functools.partial(self._decode, item, stored, target))
+    def _make(self, item: ReadItem, planner: LoadPlanner, is_shared: bool) -> ItemTransfer:
+        stored, target = self._find(item, planner)
+        if target is None or (stored.whole and (is_shared or stored.crc is not None)):
+            return self._decoded(item, stored, target)
+        if stored.whole:
+            return self._archived(item, stored, target)
         sizes, dtype, box = stored.sizes, stored.dtype, Box(item.storage_offsets, item.lengths)
+        if is_shared:
+            packed = [Range(0, box.numel * dtype.itemsize, None)]
+            whole = Box((0,) * len(box.lengths), box.lengths)
+            array = stored._replace(base=0, sizes=item.lengths)
+            return TensorTransfer(item, stored, target, whole, packed, array=array)
         if is_whole(box, sizes):
             ranges = [Range(0, stored.nbytes, stored.crc)] if stored.nbytes else []
         else:
@@ -143,6 +115,10 @@ class TransferFactory:
         head = ExpectedHead(raw_offset, raw_offset, functools.partial(self._check_recorded, item, kind, raw_offset))
         return TensorTransfer(item, stored, target, box, ranges, head=head)
 
+    def _decoded(self, item: ReadItem, stored: StoredChunk, target: torch.Tensor | None) -> ItemTransfer:
+        """The transfer of a whole item, which is decoded when it has arrived."""
+        return StreamTransfer(item, stored, target, functools.partial(self._decode, item, stored, target))
+
     def _check_recorded(self, item: ReadItem, kind: ItemKind, raw_offset: int, head: bytes) -> None:
         """Check that an item is what metadata says that no checksum proves."""
         fault = self._heads.find_fault(kind, raw_offset, head)
@@ -153,39 +129,21 @@ class TransferFactory:
                 url=self._url,
             )
 
-    # --- tensors whose raw bytes' place is not recorded -----------------------------------------------
-
-    def _archived(
-        self, item: ReadItem, stored: StoredChunk, target: torch.Tensor, kind: ItemKind | None,
-        found: ArchiveHead | None = None,
-    ) -> ItemTransfer:  # fmt: skip
-        """The transfer from the place that the expected head gives, or the one that was ``found``; it must prove it."""
-        head = found or (None if kind is None else self._heads.expect(kind))
+    def _archived(self, item: ReadItem, stored: StoredChunk, target: torch.Tensor) -> ItemTransfer:
+        """The transfer of a tensor whose place is not recorded: from where this torch would have put it, or whole."""
+        kind = None if stored.nbytes <= SMALL_ITEM else _kind_of(stored)
+        head = None if kind is None else self._heads.expect(kind)
         if kind is None or head is None:
-            return self._make(item, stored, target)
-        # Row-major, like everything else: the dimensions in stored order.
-        offsets, lengths, sizes = (
-            torch.Size([values[dim] for dim in head.order])
-            for values in (item.storage_offsets, item.lengths, head.shape)
-        )
-        box = Box(offsets, lengths)
-        ranges = ranges_of_box(sizes, box, head.dtype.itemsize, blocks=None, max_gap=READ_GAP)
-        into = target if head.is_row_major else target.permute(head.order)
-        check = functools.partial(self._check_expected, item, stored, target, kind, head, last=found is not None)
-        return TensorTransfer(
-            item, stored, target, box, ranges, into=into, head=ExpectedHead(head.length, head.raw_offset, check),
-            array=stored._replace(base=stored.base + head.raw_offset, sizes=sizes, dtype=head.dtype),
-        )  # fmt: skip
+            return self._decoded(item, stored, target)
+        array = stored._replace(base=stored.base + head.raw_offset, sizes=torch.Size(kind.shape), dtype=kind.dtype)
+        box = Box(item.storage_offsets, item.lengths)
+        ranges = ranges_of_box(kind.shape, box, kind.dtype.itemsize, blocks=None, max_gap=READ_GAP)
 
-    def _check_expected(
-        self, item: ReadItem, stored: StoredChunk, target: torch.Tensor, kind: ItemKind, head: ArchiveHead,
-        data: bytes, *, last: bool,
-    ) -> ItemTransfer | None:  # fmt: skip
-        """What to fetch instead of an item that has another head: from the place that this gives, or all of it."""
-        found = self._heads.find(kind, data)
-        if found == head:
-            return None
-        return self._archived(item, stored, target, None if last or found is None else kind, found)
+        def check(data: bytes) -> ItemTransfer | None:
+            return None if self._heads.find(kind, data) == head else self._decoded(item, stored, target)
+
+        expected = ExpectedHead(head.length, head.raw_offset, check)
+        return TensorTransfer(item, stored, target, box, ranges, array=array, head=expected)
 
     def _decode(
         self, item: ReadItem, stored: StoredChunk, target: torch.Tensor | None, buffer: torch.Tensor

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
-from dcp_s3.load.items import StreamTransfer
 from dcp_s3.load.peers.exchange import Exchange
 from tests.faulty import BUCKET, FaultyServer
 from tests.ranks import run_ranks
@@ -72,47 +71,6 @@ def test_objects_come_in_the_order_of_the_plan(memory_server: S3Server, root: st
     _assert_loaded(state)
 
 
-class _Held:
-    """How many bytes of objects are decoded and not yet with the planner, at most."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.most = self._now = 0
-        self._lock = threading.Lock()
-        finish, load = StreamTransfer.finish, DefaultLoadPlanner.load_bytes
-
-        def counted_finish(transfer: StreamTransfer) -> Any:
-            done = finish(transfer)
-            if transfer.loaded is not None:
-                self._add(transfer.loaded.getbuffer().nbytes)
-            return done
-
-        def counted_load(planner: DefaultLoadPlanner, item: ReadItem, value: io.BytesIO) -> None:
-            self._add(-value.getbuffer().nbytes)
-            load(planner, item, value)
-
-        monkeypatch.setattr(StreamTransfer, "finish", counted_finish)
-        monkeypatch.setattr(DefaultLoadPlanner, "load_bytes", counted_load)
-
-    def _add(self, count: int) -> None:
-        with self._lock:
-            self._now += count
-            self.most = max(self.most, self._now)
-
-
-def test_what_is_held_back_is_bounded(memory_server: S3Server, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the buffers of a load, although nothing comes in the order of the plan."""
-    names = [f"o{n:02}" for n in range(40)]
-    dcp.save({name: bytes(2**20) for name in names} | {"w": torch.ones(9)}, storage_writer=S3StorageWriter(root))
-    held, planner = _Held(monkeypatch), _Recording()
-    monkeypatch.setattr("dcp_s3.load.fetch.LOAD_BUFFERS", 4 * 2**20)
-    state = dict.fromkeys(names, b"") | {"w": torch.zeros(9)}
-    dcp.load(state, storage_reader=S3StorageReader(root), planner=planner)
-    assert planner.found == planner.expected
-    assert all(state[name] == bytes(2**20) for name in names)
-    assert torch.equal(state["w"], torch.ones(9))  # type: ignore[arg-type]
-    assert 0 < held.most < 4.1 * 2**20
-
-
 def test_an_object_that_cannot_be_loaded_ends_the_load_in_its_turn(memory_server: S3Server, root: str) -> None:
     class _Refusing(_Recording):
         def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -145,7 +103,6 @@ def _load_on_ranks() -> None:
             reader = S3StorageReader(url, settings=SMALL)
             with (
                 mock.patch("dcp_s3.load.fetch.LOAD_BUFFERS", buffers),
-                mock.patch("dcp_s3.load.reader.LOAD_BUFFERS", buffers),
                 mock.patch.object(Exchange, "provide", autospec=True, side_effect=Exchange.provide) as shared,
             ):
                 dcp.load(state, storage_reader=reader, planner=planner)
@@ -158,23 +115,3 @@ def _load_on_ranks() -> None:
 
 def test_shared_objects_come_in_the_order_of_the_plan(faulty: FaultyServer) -> None:
     run_ranks(2, _load_on_ranks)
-
-
-def _load_large_on_ranks() -> None:
-    url, names = f"s3://{BUCKET}/large", [f"o{n:02}" for n in range(40)]
-    dcp.save({name: bytes(2**20) for name in names} | {"w": torch.ones(300, 300)}, storage_writer=S3StorageWriter(url))
-    with pytest.MonkeyPatch.context() as patch:
-        held, planner = _Held(patch), _Recording(dist.get_rank())
-        state = dict.fromkeys(names, b"") | {"w": torch.zeros(300, 300)}
-        for module in ("fetch", "reader"):
-            patch.setattr(f"dcp_s3.load.{module}.LOAD_BUFFERS", 4 * 2**20)
-        dcp.load(state, storage_reader=S3StorageReader(url), planner=planner)
-    assert planner.found == planner.expected
-    assert all(state[name] == bytes(2**20) for name in names)
-    assert torch.equal(state["w"], torch.ones(300, 300))  # type: ignore[arg-type]
-    # Those that are shared, and those that are not.
-    assert 0 < held.most < 2 * 4.1 * 2**20
-
-
-def test_what_is_held_back_of_a_shared_load_is_bounded(faulty: FaultyServer) -> None:
-    run_ranks(2, _load_large_on_ranks)

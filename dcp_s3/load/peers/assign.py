@@ -75,7 +75,6 @@ def plan_sharing(
     *,
     max_piece: int,
     max_gap: int,
-    max_objects: int,
     group: str = "default",
     tag: int = 0,
 ) -> list[Assignment] | None:
@@ -86,8 +85,6 @@ def plan_sharing(
         plans: the items of each rank.
         max_piece: maximum bytes of a piece, unless a block of its checksums is longer.
         max_gap: longest gap (bytes) between two runs of a box that is fetched rather than skipped.
-        max_objects: maximum bytes of shared items that are no tensors. They arrive in the order of the pieces, and each
-            rank holds them back for those before them in its plan.
         group, tag: see `Assignment`.
 
     Returns:
@@ -95,7 +92,6 @@ def plan_sharing(
     """
     teams = _find_teams(plans)
     wanted, direct = _find_wanted(metadata, plans, teams)
-    objects = 0
     parts: list[_Part] = []
     sizes = [len(ranks) for ranks in teams.values()]
     # Models repeat their shapes.
@@ -103,9 +99,6 @@ def plan_sharing(
     cut = functools.cache(functools.partial(_cut, max_piece))
     for boxes in wanted.values():
         chunk, block, wants = _find_wants(metadata, boxes, sizes, covers, max_gap, max_piece)
-        if chunk is not None and chunk.whole and chunk.tensor is None:  # an object
-            objects += chunk.nbytes
-            chunk = chunk if objects <= max_objects else None
         found = _share(chunk, block, wants, cut) if chunk is not None else []
         parts += found
         if not found:

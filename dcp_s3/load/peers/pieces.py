@@ -61,7 +61,7 @@ class Assignment(NamedTuple):
     """One rank's work on shared pieces."""
 
     items: tuple[ReadItem, ...]
-    """The items of the plan that was shared out: a planner may change it afterwards."""
+    """The items of the plan that was shared out: a planner must not change it afterwards."""
     pieces: tuple[SharedPiece, ...]
     """Pieces that the rank fetches or needs, in order of their numbers."""
     group: str = "default"
@@ -95,52 +95,49 @@ class ItemSection(NamedTuple):
     """A run of bytes of an item's box, packed: what the item needs of a part."""
 
     number: int
-    """Number of the item in the assignment."""
-    transfer: ItemTransfer | None
-    """Its transfer; None if the plan does not have the item any more."""
+    """Number of the item in the plan."""
+    transfer: ItemTransfer
     box: Box
     start: int
     stop: int
 
 
 class SharedItems:
-    """The items of one rank that arrive in pieces, by their numbers in its assignment.
+    """The items of one rank that arrive in pieces, by their numbers in its plan.
 
     Args:
-        items: all items of the assignment.
-        stored: how those that are shared are stored.
-        transfers: those that the plan still has: a planner may have changed it. The others are dropped.
+        transfers: the items.
         alone: numbers of those that share their memory with no other.
         finished: called with each transfer when all of it has arrived.
     """
 
     def __init__(
         self,
-        items: Sequence[ReadItem],
-        stored: Mapping[int, StoredChunk],
         transfers: Mapping[int, ItemTransfer],
         alone: Collection[int],
         finished: Callable[[ItemTransfer], None],
     ) -> None:
-        self._items, self.stored = items, stored
         self._transfers, self._alone, self._finished = transfers, alone, finished
         self.inference = torch.is_inference_mode_enabled()  # a property of the thread
 
     def name_of(self, number: int) -> str:
-        return self._items[number].storage_index.fqn
+        return self._transfers[number].item.storage_index.fqn
+
+    def stored(self, part: SharedPart) -> StoredChunk:
+        """How the chunk is stored that a part is of."""
+        return self._transfers[part.items[0]].stored
 
     def sections(self, part: SharedPart) -> Iterator[ItemSection]:
         """What this rank's items need of a part."""
         for number in part.items:
-            stored = self.stored[number]
-            box = box_of(self._items[number], stored)
-            start, stop = section_of(stored, box, part)
-            yield ItemSection(number, self._transfers.get(number), box, start, stop)
+            transfer = self._transfers[number]
+            box = box_of(transfer.item, transfer.stored)
+            yield ItemSection(number, transfer, box, *section_of(transfer.stored, box, part))
 
     def memory(self, section: ItemSection) -> memoryview | None:
         """The place of a section; None if it is not one run of bytes, or shared with another item."""
         transfer = section.transfer
-        if transfer is None or transfer.owned is None:
+        if transfer.owned is None:
             return None
         if section.number not in self._alone and not isinstance(transfer, StreamTransfer):
             return None
@@ -149,7 +146,7 @@ class SharedItems:
     def arrived(self, section: ItemSection) -> None:
         """Count a section that is in place; the last one finishes the item."""
         transfer, size = section.transfer, section.stop - section.start
-        if transfer is not None and size and transfer.arrived(section.start, size, 0):
+        if size and transfer.arrived(section.start, size, 0):
             transfer.finish()
             self._finished(transfer)
 
@@ -175,8 +172,8 @@ class OwnedPiece(Transfer):
         self._needs = {peer.rank: peer.needs for peer in piece.peers}
         self._bytes = memoryview(b"")
         self._own = False
-        ranges = [_range_of(items.stored[part.items[0]], part) for part in piece.parts]
-        path = items.stored[piece.parts[0].items[0]].info.relative_path
+        ranges = [_range_of(items.stored(part), part) for part in piece.parts]
+        path = items.stored(piece.parts[0]).info.relative_path
         # All checksums are needed, those of sent bytes too.
         super().__init__(path, 0, ranges, (ranges[0].start, ranges[-1].stop), checked=True)
 
@@ -200,7 +197,8 @@ class OwnedPiece(Transfer):
 
     def _pack(self, number: int, box: Box, start: int, stop: int, into: torch.Tensor | None = None) -> memoryview:
         """Bytes ``start`` to ``stop`` of a packed box, which are in this part, copied to ``into`` (uint8) if given."""
-        part, stored = self._parts[number], self._items.stored[self._parts[number].items[0]]
+        part = self._parts[number]
+        stored = self._items.stored(part)
         data = self._bytes[self._starts[number] :][: part.stop - part.start]
         if into is None:
             if stop - start == data.nbytes:
@@ -220,7 +218,7 @@ class OwnedPiece(Transfer):
         with torch.inference_mode(self._items.inference):
             for number, part in enumerate(self._parts):
                 for _, transfer, box, start, stop in self._items.sections(part):
-                    if transfer is not None and start < stop:
+                    if start < stop:
                         transfer.place(start, self._pack(number, box, start, stop))
 
     def message(self, peer: int) -> tuple[torch.Tensor, int]:
@@ -235,7 +233,7 @@ class OwnedPiece(Transfer):
             return whole, combine_crc64nvme(zip(self.checksums(), sizes, strict=True))
         found: list[tuple[int, Box, int, int]] = []
         for number, (part, boxes) in enumerate(zip(self._parts, needs, strict=True)):
-            stored = self._items.stored[part.items[0]]
+            stored = self._items.stored(part)
             for offsets, lengths in boxes or [((0,) * len(stored.sizes), stored.sizes)]:
                 found.append((number, Box(offsets, lengths), *section_of(stored, Box(offsets, lengths), part)))
         starts, length = lay_out([stop - start for *_, start, stop in found])
@@ -295,7 +293,7 @@ class ReceivedPiece:
             )
         with torch.inference_mode(self._items.inference):
             for section, view in zip(self._sections, views, strict=True):
-                if section.transfer is not None and view.nbytes and not self._direct:
+                if view.nbytes and not self._direct:
                     section.transfer.place(section.start, view)
                 self._items.arrived(section)
 
