@@ -214,19 +214,16 @@ class Fetcher:
         try:
             self.store.read(self.url.key(path), start, targets, moved=moved)
         except errors.StorageError as error:
+            stop = start + sum(target.view.nbytes for target in targets)
             if isinstance(error, errors.ObjectNotFoundError):
-                what = (
-                    f"is incomplete: its object {path} does not exist. It was deleted after the save: load an earlier "
-                    "checkpoint"
-                )
+                what = f"its object {path} does not exist: it was deleted after the save. Load an earlier checkpoint"
             elif isinstance(error, errors.PreconditionFailedError):
-                what = f"changed while it was read: its object {path} was replaced. Remedy: load it again"
+                what = f"its object {path} was replaced while it was read. Remedy: load it again"
             elif isinstance(error, errors.OutOfRangeError):
-                stop = start + sum(target.view.nbytes for target in targets)
-                what = f"is damaged: {path} ends before byte {stop}. Load an earlier checkpoint"
+                what = f"{path} ends before byte {stop}. Load an earlier checkpoint"
             else:
                 raise
-            raise errors.CorruptCheckpointError(f"{self.url} {what}", url=str(self.url)) from error
+            raise errors.CorruptCheckpointError(f"{self.url} is damaged: {what}", url=str(self.url)) from error
 
 
 class _Work:

@@ -6,6 +6,7 @@ long ones are split over several, and overlapping ones are fetched once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -64,38 +65,34 @@ def find_stored(metadata: Metadata, index: MetadataIndex, kind: LoadItemType, ur
     Raises:
         CorruptCheckpointError: the metadata lacks it, or contradicts itself.
     """
-    info = metadata.storage_data.get(index)
-    if info is None:
-        raise errors.CorruptCheckpointError(
-            f"the metadata of {url} does not say where {index.fqn!r} at {index.offset} lies: it is damaged or was "
-            "merged wrongly",
+
+    def damaged(what: str) -> errors.CorruptCheckpointError:
+        return errors.CorruptCheckpointError(
+            f"the metadata of {url} is damaged, or was merged wrongly: {index.fqn!r} at {index.offset} {what}. Remedy: "
+            "load an earlier checkpoint",
             url=url,
         )
+
+    info = metadata.storage_data.get(index)
+    if info is None:
+        raise damaged("lies nowhere")
     raw_offset, whole = get_raw_offset(info), torch.Size((info.length,))
     if kind == LoadItemType.BYTE_IO:
+        if info.length == 0:
+            raise damaged("has no bytes")
         return StoredChunk(info, info.offset, info.length, whole, torch.uint8, True)
     saved = metadata.state_dict_metadata.get(index.fqn)
     if not isinstance(saved, TensorStorageMetadata):
-        raise errors.CorruptCheckpointError(
-            f"{index.fqn!r} in {url} is no tensor, but is to be loaded into one: the checkpoint was saved from another "
-            "kind of state",
-            url=url,
-        )
+        raise damaged("is no tensor, but is to be loaded into one")
     dtype, chunk = saved.properties.dtype, find_chunk(saved, index)
     if raw_offset is None or info.transform_descriptors:
         tensor = None if chunk is None else (dtype, chunk.sizes)
         return StoredChunk(info, info.offset, info.length, whole, torch.uint8, True, tensor)
     if chunk is None:
-        raise errors.CorruptCheckpointError(
-            f"the metadata of {url} has no chunk of {index.fqn!r} at {index.offset}", url=url
-        )
+        raise damaged("is none of its chunks")
     nbytes = chunk.sizes.numel() * dtype.itemsize
     if raw_offset + nbytes > info.length:
-        raise errors.CorruptCheckpointError(
-            f"{index.fqn!r} in {url}: a chunk of {nbytes} bytes at {raw_offset} does not fit into its item of "
-            f"{info.length} bytes: the metadata is damaged",
-            url=url,
-        )
+        raise damaged(f"has {nbytes} bytes at {raw_offset} of an item of {info.length}")
     return StoredChunk(info, info.offset + raw_offset, nbytes, chunk.sizes, dtype, False)
 
 
@@ -141,21 +138,29 @@ def ranges_of_box(
     Raises:
         ValueError: the box is not inside the chunk.
     """
-    # Runs closer than a block are merged by widening anyway.
-    gap = max_gap if blocks is None else max(max_gap, blocks.size)
-    runs = [(start * element_size, stop * element_size) for start, stop in runs_of_box(sizes, box, gap // element_size)]
     if blocks is None:
-        return [Range(start, stop, None) for start, stop in runs]
-    nbytes = element_size
-    for size in sizes:
-        nbytes *= size
+        runs = runs_of_box(sizes, box, max_gap // element_size)
+        return [Range(start * element_size, stop * element_size, None) for start, stop in runs]
+    nbytes = math.prod(sizes) * element_size
+    runs = block_runs(sizes, box, element_size, blocks.size, max_gap)
+    return [widen(start, stop, nbytes, blocks) for start, stop in runs]
+
+
+def block_runs(sizes: Sequence[int], box: Box, element_size: int, block: int, max_gap: int) -> list[tuple[int, int]]:
+    """The runs of bytes of a chunk, in whole blocks, that have a box of it, more than ``max_gap`` apart.
+
+    Raises:
+        ValueError: the box is not inside the chunk.
+    """
+    nbytes = math.prod(sizes) * element_size
     merged: list[tuple[int, int]] = []
-    for start, stop in runs:
-        first = start // blocks.size * blocks.size
+    # Runs closer than a block are merged anyway.
+    for start, stop in runs_of_box(sizes, box, max(max_gap, block) // element_size):
+        first = start * element_size // block * block
         if merged and first - merged[-1][1] <= max_gap:
             first = merged.pop()[0]
-        merged.append((first, min(-(-stop // blocks.size) * blocks.size, nbytes)))
-    return [widen(start, stop, nbytes, blocks) for start, stop in merged]
+        merged.append((first, min(-(-stop * element_size // block) * block, nbytes)))
+    return merged
 
 
 def plan_requests(

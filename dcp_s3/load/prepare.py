@@ -5,25 +5,28 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-from collections.abc import Collection, Iterator, Sequence
-from typing import IO, cast
+from collections.abc import Collection, Sequence
+from typing import IO, NamedTuple, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from dcp_s3 import errors
-from dcp_s3.format.archive import MAX_HEAD
+from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, HeadError, parse_head
 from dcp_s3.format.blocks import Range
+from dcp_s3.format.framing import Frame, FrameCache, FramingError
 from dcp_s3.format.metadata import is_unproven
 from dcp_s3.format.safe_items import check_storages
-from dcp_s3.load.archives import SMALL_ITEM, ArchiveHeads, ItemKind
 from dcp_s3.load.boxes import Box
 from dcp_s3.load.items import ExpectedHead, ItemTransfer, StreamTransfer, TensorTransfer, is_whole, tensor_in
 from dcp_s3.load.names import Conversion, keeps_values, warn_of_narrowing
 from dcp_s3.load.plan import READ_GAP, StoredChunk, find_stored, ranges_of_box
 from dcp_s3.tensor_memory import view_bytes
 from dcp_s3.torch_private import ReaderTransforms, narrow_tensor_by_index
+
+SMALL_ITEM = 64 * 2**10
+"""Items of up to this many bytes are fetched whole."""
 
 
 class TransferFactory:
@@ -62,8 +65,6 @@ class TransferFactory:
         fqn, url = item.storage_index.fqn, self._url
         stored = find_stored(self._metadata, item.storage_index, item.type, url)
         if item.type == LoadItemType.BYTE_IO:
-            if stored.nbytes == 0:
-                raise errors.CorruptCheckpointError(f"the metadata of {url} is damaged: {fqn!r} has no bytes", url=url)
             return stored, None
         target: torch.Tensor = planner.resolve_tensor(item)
         if target.requires_grad:
@@ -149,7 +150,7 @@ class TransferFactory:
         self, item: ReadItem, stored: StoredChunk, target: torch.Tensor | None, buffer: torch.Tensor
     ) -> io.BytesIO | None:
         """Decode a whole item: into ``target``, or to what is returned."""
-        with self._naming_damage(item):
+        try:
             if target is None:
                 return io.BytesIO(self._unwrap(item, stored, buffer).read(-1))
             kind = _kind_of(stored)
@@ -163,7 +164,15 @@ class TransferFactory:
                 seekable.seek(0)
                 tensor = cast(torch.Tensor, torch.load(seekable, map_location="cpu", weights_only=True))
             target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
-            return None
+        except errors.DcpS3Error:
+            raise
+        except Exception as error:
+            raise errors.CorruptCheckpointError(
+                f"{item.storage_index.fqn!r} in {self._url} cannot be decoded: {type(error).__name__}: {error}. "
+                "The stored data is damaged: load an earlier checkpoint",
+                url=self._url,
+            ) from error
+        return None
 
     def _unwrap(self, item: ReadItem, stored: StoredChunk, buffer: torch.Tensor) -> IO[bytes]:
         """The bytes of an item without its stream extensions."""
@@ -179,23 +188,87 @@ class TransferFactory:
             ) from error
         return self._transforms.transform_load_stream(item, descriptors, io.BytesIO(view_bytes(buffer)))
 
-    @contextlib.contextmanager
-    def _naming_damage(self, item: ReadItem) -> Iterator[None]:
-        """Report any error of decoding as damage to the stored item."""
-        try:
-            yield
-        except errors.DcpS3Error:
-            raise
-        except Exception as error:
-            raise errors.CorruptCheckpointError(
-                f"{item.storage_index.fqn!r} in {self._url} cannot be decoded: {type(error).__name__}: {error}. "
-                "The stored data is damaged: load an earlier checkpoint",
-                url=self._url,
-            ) from error
-
 
 def _kind_of(stored: StoredChunk) -> ItemKind | None:
     """The kind of an archive of torch.save; None if the item is none, or if the shape of its tensor is not known."""
     if stored.tensor is None or stored.info.transform_descriptors:
         return None
     return ItemKind(*stored.tensor, stored.nbytes)
+
+
+# --- heads of stored items ----------------------------------------------------------------------
+
+
+class ItemKind(NamedTuple):
+    """Properties of items whose heads should be the same."""
+
+    dtype: torch.dtype
+    """Dtype of the saved tensor."""
+    shape: tuple[int, ...]
+    """Shape of the saved chunk."""
+    length: int
+    """Length of the item in bytes."""
+
+
+class ArchiveHeads:
+    """Heads of items, by kind, as this torch writes them. Thread-safe.
+
+    What torch.save writes before a storage is the same for all tensors of one dtype and shape, up to the version of
+    torch. Where an item is as long as this torch would write it, the place of its bytes is expected; its own head is
+    fetched with them, and must say the same.
+    """
+
+    def __init__(self) -> None:
+        self._frames = FrameCache()
+        self._parsed: dict[ItemKind, tuple[bytes, ArchiveHead]] = {}
+
+    def _frame(self, kind: ItemKind) -> Frame | None:
+        """What this torch writes around the bytes of a contiguous tensor; None if it cannot be told."""
+        with contextlib.suppress(FramingError, RuntimeError, MemoryError):  # RuntimeError: torch lacks that much memory
+            return self._frames.get(kind.dtype, torch.Size(kind.shape))
+        return None
+
+    def expect(self, kind: ItemKind) -> ArchiveHead | None:
+        """The head of items of ``kind`` if they are as long as this torch would write them; None if they are not."""
+        if kind not in self._parsed:
+            frame = self._frame(kind)
+            if frame is None or frame.length != kind.length:
+                return None
+            with contextlib.suppress(HeadError):
+                self._parsed[kind] = frame.header, parse_head(frame.header)
+        known = self._parsed.get(kind)
+        return None if known is None else known[1]
+
+    def find(self, kind: ItemKind, data: bytes | memoryview) -> ArchiveHead | None:
+        """The head of an item of ``kind`` that begins with ``data``: 2 us if it is expected, else 35 us.
+
+        None if there is no head, or it is of another kind.
+        """
+        expected = self.expect(kind)
+        if expected is not None and bytes(data[: expected.length]) == self._parsed[kind][0]:
+            return expected
+        with contextlib.suppress(HeadError):
+            return _read(kind, bytes(data[:MAX_HEAD]))
+        return None
+
+    def find_fault(self, kind: ItemKind, raw_offset: int, data: bytes) -> str | None:
+        """How the head that is ``data`` differs from that of a contiguous tensor of ``kind`` at ``raw_offset``."""
+        frame = self._frame(kind)
+        if frame is not None and frame.header == data:
+            return None  # also of dtypes that `parse_head` does not know
+        try:
+            head = _read(kind, data)
+        except HeadError as error:
+            return str(error)
+        if not head.is_row_major or head.raw_offset != raw_offset:
+            return f"its bytes begin at {head.raw_offset}, the metadata has {raw_offset}"
+        return None
+
+
+def _read(kind: ItemKind, data: bytes) -> ArchiveHead:
+    head = parse_head(data)
+    if (head.dtype, head.shape) != (kind.dtype, tuple(kind.shape)):
+        raise HeadError(f"it is a {head.dtype} of {head.shape}, the metadata has {kind.dtype} of {tuple(kind.shape)}")
+    if head.raw_offset + head.nbytes > kind.length:
+        raise HeadError(f"its {head.nbytes} bytes from {head.raw_offset} on are not in its {kind.length} bytes")
+    return head

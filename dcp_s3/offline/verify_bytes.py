@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 
 from dcp_s3 import errors
-from dcp_s3.load.archives import ArchiveHeads, ItemKind
+from dcp_s3.load.prepare import ArchiveHeads, ItemKind
 from dcp_s3.memory import ReadTarget
 from dcp_s3.offline.place import OnProgress, ahead
 from dcp_s3.offline.verify_plan import Problem, StoredData, StoredItem, cut_range, find_mismatches, group_items

@@ -21,7 +21,7 @@ from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.archive import parse_head
 from dcp_s3.format.blocks import make_storage_info
 from dcp_s3.load import prepare
-from dcp_s3.load.archives import ArchiveHeads, ItemKind
+from dcp_s3.load.prepare import ArchiveHeads, ItemKind
 from tests.archives import old, oldest, records_of, rewritten, saved, zipped
 from tests.end_to_end.states import DTYPES, assert_same, random_tensor
 from tests.servers import S3Server

@@ -30,8 +30,8 @@ class SharedPart(NamedTuple):
     """The byte after the last."""
 
 
-Boxes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-"""Offsets and lengths of boxes of a chunk."""
+Boxes = tuple[Box, ...]
+"""Boxes of a chunk."""
 
 
 class Peer(NamedTuple):
@@ -39,9 +39,8 @@ class Peer(NamedTuple):
 
     rank: int
     """Rank in the load's group."""
-    needs: tuple[Boxes | None, ...] | None
-    """For each part, the boxes of its items, or None where the part's only box contains all of it. None if so in all
-    parts."""
+    needs: tuple[Boxes, ...]
+    """For each part, the boxes of its items."""
 
 
 class SharedPiece(NamedTuple):
@@ -164,12 +163,13 @@ class OwnedPiece(Transfer):
     Offsets count from the beginning of the object. A part is a range.
     """
 
-    __slots__ = ("_bytes", "_fetcher", "_items", "_needs", "_own", "_parts", "_starts", "nbytes")
+    __slots__ = ("_bytes", "_fetcher", "_items", "_messages", "_needs", "_own", "_parts", "_starts", "nbytes")
 
     def __init__(self, piece: SharedPiece, items: SharedItems, fetcher: Fetcher) -> None:
         self._parts, self._items, self._fetcher = piece.parts, items, fetcher
         self._starts, self.nbytes = lay_out([part.stop - part.start for part in piece.parts])
         self._needs = {peer.rank: peer.needs for peer in piece.peers}
+        self._messages: dict[int, tuple[torch.Tensor, int]] = {}
         self._bytes = memoryview(b"")
         self._own = False
         ranges = [_range_of(items.stored(part), part) for part in piece.parts]
@@ -222,20 +222,25 @@ class OwnedPiece(Transfer):
                         transfer.place(start, self._pack(number, box, start, stop))
 
     def message(self, peer: int) -> tuple[torch.Tensor, int]:
-        """The message for ``peer``, and the CRC-64/NVME of its sections.
+        """The message for ``peer``, and the CRC-64/NVME of its sections: one for all peers that need the same.
 
         For the whole piece it is the piece's own memory.
         """
         needs = self._needs[peer]
-        if needs is None:
-            sizes = [part.stop - part.start for part in self._parts]
+        if id(needs) not in self._messages:
+            self._messages[id(needs)] = self._make_message(needs)
+        return self._messages[id(needs)]
+
+    def _make_message(self, needs: Sequence[Boxes]) -> tuple[torch.Tensor, int]:
+        found = [
+            (number, box, *section_of(self._items.stored(part), box, part))
+            for number, (part, boxes) in enumerate(zip(self._parts, needs, strict=True))
+            for box in boxes
+        ]
+        sizes = [part.stop - part.start for part in self._parts]
+        if [stop - start for *_, start, stop in found] == sizes:
             whole = torch.frombuffer(self._bytes, dtype=torch.uint8)
             return whole, combine_crc64nvme(zip(self.checksums(), sizes, strict=True))
-        found: list[tuple[int, Box, int, int]] = []
-        for number, (part, boxes) in enumerate(zip(self._parts, needs, strict=True)):
-            stored = self._items.stored(part)
-            for offsets, lengths in boxes or [((0,) * len(stored.sizes), stored.sizes)]:
-                found.append((number, Box(offsets, lengths), *section_of(stored, Box(offsets, lengths), part)))
         starts, length = lay_out([stop - start for *_, start, stop in found])
         message, crc = torch.empty(length, dtype=torch.uint8, device="cpu"), 0
         for (number, box, start, stop), at in zip(found, starts, strict=True):
@@ -246,6 +251,7 @@ class OwnedPiece(Transfer):
     def sent(self) -> None:
         """Note that nobody reads the piece's memory any more: this rank's own items may be handed on."""
         self._bytes = memoryview(b"")
+        self._messages.clear()
         with torch.inference_mode(self._items.inference):
             for part in self._parts:
                 for section in self._items.sections(part):
