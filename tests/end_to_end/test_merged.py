@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter, errors, list_checkpoints, verify
+from dcp_s3 import CheckpointManager, S3StorageWriter, list_checkpoints, verify
 from tests.end_to_end import foreign, merged, meshes
 from tests.end_to_end.meshes import Mesh
 from tests.end_to_end.states import assert_same
@@ -116,51 +113,3 @@ def test_saves_that_overlap_are_whole(root: str, bucket: str, memory_server: S3S
     assert all(each == first for each in others)
     for compared in run_ranks(3, merged.load_resharded, urls):
         assert len(compared) == len(first.tensors) * len(urls) * 2
-
-
-def _replace(url: str) -> str:
-    """A checkpoint that is wrong is replaced, but only if that is asked for."""
-    state = merged.make_state(Mesh("fsdp", (1, 2)))
-    meshes.spoil(state)
-    dcp.save(state, storage_writer=S3StorageWriter(url), use_collectives=False)
-    meshes.fill(state)
-    with pytest.raises(errors.CheckpointExistsError) as refused:
-        dcp.save(state, storage_writer=S3StorageWriter(url), use_collectives=False)
-    dist.barrier()
-    dcp.save(state, storage_writer=S3StorageWriter(url, overwrite=True), use_collectives=False)
-    return str(refused.value)
-
-
-def test_a_checkpoint_is_replaced_as_a_whole(root: str, bucket: str, memory_server: S3Server) -> None:
-    for refused in run_ranks(2, _replace, root):
-        assert root in refused
-    stored = merged.look(memory_server, bucket, root)  # nothing of the first one is left
-    for compared in run_ranks(3, merged.load_resharded, [root]):
-        assert len(compared) == 2 * len(stored.tensors)
-
-
-def _save_in_group(url: str) -> None:
-    members = dist.new_group([1, 2])
-    if merged.rank() == 0:
-        return
-    mesh = DeviceMesh("cpu", [1, 2])
-    whole = meshes.full("sharded", torch.empty(7, 3))
-    state: dict[str, Any] = {
-        "sharded": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None),
-        "plain": meshes.full("plain", torch.empty(9, 4)),
-        f"of_{merged.rank()}": merged.rank(),
-    }
-    writer = S3StorageWriter(url, process_group=members)
-    dcp.save(state, storage_writer=writer, process_group=members, use_collectives=False)
-    found = {"of_1": 0, "of_2": 0}
-    dcp.load(found, storage_reader=S3StorageReader(url), process_group=members)
-    assert found == {"of_1": 1, "of_2": 2}
-
-
-def test_a_process_group_that_is_a_part_of_the_world(root: str, bucket: str, memory_server: S3Server) -> None:
-    run_ranks(3, _save_in_group, root)
-    stored = merged.look(memory_server, bucket, root)
-    assert stored.ranks == 2
-    assert {name for name, _ in stored.items} == {"sharded", "plain", "of_1", "of_2"}
-    for compared in run_ranks(1, merged.load_resharded, [root]):
-        assert sorted(set(compared)) == ["plain", "sharded"]

@@ -140,33 +140,6 @@ def test_random_chunks_and_objects(tensors: list[tuple[list[Box], list[Box]]], d
     assert details(make_plan(found, state, metadata).items) == details(make_plan(expected, state, metadata).items)
 
 
-@pytest.mark.parametrize(
-    ("shape", "saved", "local"),
-    [
-        ((640, 8), (80, 1), (80, 1)),
-        ((640, 8), (80, 1), (79, 1)),
-        ((80, 999), (80, 1), (80, 1)),
-        ((80, 80), (80, 1), (1, 80)),
-        ((96, 96), (12, 12), (9, 16)),
-        ((24, 24, 24), (6, 5, 4), (4, 5, 6)),
-        ((640,), (300,), (1,)),
-        ((640,), (1,), (300,)),
-        ((10,), (40,), (37,)),
-    ],
-    ids=str,
-)
-def test_grids(shape: tuple[int, ...], saved: tuple[int, ...], local: tuple[int, ...]) -> None:
-    state = {"x": in_pieces(shape, grid(shape, local))}
-    assert_same_plan(state, Metadata({"x": saved_as(shape, grid(shape, saved))}), flatten_sharded_tensors=False)
-
-
-def test_negative_sizes_are_treated_as_torch_does() -> None:
-    saved: list[Box] = [((i,), (-1,)) for i in range(20)]
-    local: list[Box] = [((0,), (i,)) for i in range(20)]
-    state = {"x": in_pieces((20,), local)}
-    assert_same_plan(state, Metadata({"x": saved_as((20,), saved)}), flatten_sharded_tensors=False)
-
-
 def test_equal_places_share_their_indices() -> None:
     """What makes plans small where they are sent to the coordinator and back."""
     metadata = Metadata({"x": saved_as((40, 2), grid((40, 2), (20, 1)))})
@@ -241,12 +214,6 @@ def test_missing_keys(flatten: bool) -> None:
     assert [item.dest_index.fqn for item in plan.items] == ["x"]
 
 
-def test_the_first_error_is_torchs_first_error() -> None:
-    metadata = Metadata({"x": saved_as((2,), grid((2,), (1,))), "other": BytesStorageMetadata()})
-    with pytest.raises(errors.TensorMismatchError):
-        make_plan(S3LoadPlanner(), {"x": torch.zeros(3), "missing": torch.zeros(1)}, metadata)
-
-
 def test_a_plan_that_does_not_fill_the_state_is_refused() -> None:
     metadata, planner = Metadata({"x": saved_as((4,), grid((4,), (2,)))}), S3LoadPlanner()
     items = make_plan(planner, {"x": torch.zeros(4)}, metadata).items
@@ -310,16 +277,3 @@ def test_an_entry_that_is_replaced_is_looked_up_again() -> None:
     assert planner.resolve_tensor(second).tolist() == [1, 1]
     with pytest.raises(ValueError, match="Could not find FQN: 'y'"):
         planner.lookup_tensor(MetadataIndex("y", [0]))
-
-
-def test_one_chunk_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    get = Pieces.__get_tensor_shard__
-    monkeypatch.setattr(Pieces, "__get_tensor_shard__", lambda self, index: calls.append(index) or get(self, index))
-    metadata = Metadata({"x": saved_as((40, 2), grid((40, 2), (20, 1)))})
-    planner = S3LoadPlanner(flatten_sharded_tensors=False)
-    plan = make_plan(planner, {"x": in_pieces((40, 2), grid((40, 2), (2, 1)))}, metadata)
-    resolved = [planner.resolve_tensor(item) for item in plan.items]
-    assert [tuple(tensor.shape) for tensor in resolved] == [(2, 2)] * 20
-    assert len({tensor.data_ptr() for tensor in resolved}) == 20
-    assert len(calls) == 2

@@ -24,12 +24,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
 
 from dcp_s3 import S3StorageWriter, errors
-from dcp_s3.limit import Cancelled
-from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.peers.exchange import Exchange
 from dcp_s3.load.peers.messages import GREETING, PAYLOAD, VERDICT, Messages
 from dcp_s3.load.peers.pieces import OwnedPiece, ReceivedPiece
@@ -43,8 +39,6 @@ from tests.load.peers.sharing import (
     copy_checkpoint,
     large_state,
     load_into,
-    place_on,
-    random_values,
 )
 from tests.memory_s3 import Fault
 from tests.ranks import RankFailed, run_ranks
@@ -284,42 +278,6 @@ def test_a_rank_that_does_not_come_to_the_exchange_is_named(recording: Recording
         assert told["late"][1][0] == "PeerReadError"
         assert "rank 0" in told["late"][1][1] or "rank 2" in told["late"][1][1]
         assert told["threads"][1] == ("RuntimeError", "no threads")
-
-
-def _cancelled() -> dict[int, tuple[str, str]]:
-    """Rank 1 fails with what it reads alone, and what it fetches for both is cancelled because of that."""
-    url = f"{RUN}/both"
-    mesh = init_device_mesh("cpu", (2,))
-    own = place_on(random_values(20, 400, 300), mesh, Shard(0))
-    dcp.save({**large_state(False), "own": own}, storage_writer=S3StorageWriter(url, settings=SMALL))
-    fetching = threading.Event()
-
-    def fetch(*_: Any) -> Any:
-        assert fetching.wait(10)
-        raise ValueError("the cause")
-
-    def fetch_alone(fetcher: Fetcher, *_: Any) -> None:
-        fetching.set()
-        assert fetcher._cancel.wait(10)
-        raise Cancelled
-
-    with contextlib.ExitStack() as stack:
-        for patch in (
-            mock.patch.object(Fetcher, "carry_out", fetch), mock.patch.object(Fetcher, "fetch_alone", fetch_alone),
-        ):  # fmt: skip
-            stack.enter_context(_on_rank(1, patch))
-        try:
-            load_into(url, {**large_state(True), "own": place_on(torch.zeros(400, 300), mesh, Shard(0))})
-        except CheckpointException as error:
-            return {rank: (type(cause).__name__, str(cause)) for rank, (cause, _) in error.failures.items()}
-    return {}
-
-
-def test_what_is_cancelled_is_not_the_cause(recording: Recording) -> None:
-    for failures in run_ranks(2, _cancelled, timeout=40):
-        assert failures[1] == ("ValueError", "the cause")
-        assert failures[0][0] == "PeerReadError"
-        assert "ValueError: the cause" in failures[0][1]
 
 
 def _die(*_: Any) -> None:
