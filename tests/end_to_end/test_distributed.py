@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.format.metadata import load_metadata
@@ -35,85 +35,6 @@ from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
 from tests.servers import S3Server
-
-# --- DTensor ---------------------------------------------------------------------------------------------
-
-
-def _full_tensors() -> dict[str, tuple[torch.Tensor, tuple[Any, ...]]]:
-    """Name -> full tensor and how it is placed on a mesh."""
-    return {
-        "even": (random_values(0, 8, 6), (Shard(0),)),
-        "uneven": (random_values(1, 7, 5, dtype=torch.float64), (Shard(0),)),
-        "columns": (random_values(2, 5, 8), (Shard(1),)),
-        "uneven_columns": (random_values(3, 3, 7, 2, dtype=torch.float16), (Shard(1),)),
-        "replicated": (random_values(4, 1257, 233), (Replicate(),)),
-        "replicas of shards": (random_values(7, 301, 1003), (Replicate(), Shard(0))),
-        # More ranks than rows: some have nothing of it.
-        "one_row": (random_values(5, 1, 4), (Shard(0),)),
-        "one_number": (torch.tensor([2**62 + 1]), (Shard(0),)),
-        "no_rows": (torch.empty(0, 3), (Shard(0),)),
-        "mask": (torch.arange(13) % 3 == 0, (Shard(0),)),
-        "tiny_floats": (random_values(6, 31, 5, dtype=torch.bfloat16), (Shard(0),)),
-        # 24 MB: several parts on each of four ranks.
-        "large": (torch.arange(1000 * 6007, dtype=torch.int32).view(1000, 6007), (Shard(0),)),
-    }
-
-
-def _save_dtensors(url: str) -> None:
-    state = {name: distribute(full, *placements) for name, (full, placements) in _full_tensors().items()}
-    dcp.save({"model": state}, storage_writer=S3StorageWriter(url, settings=SMALL_PARTS))
-
-
-def _turned(placement: Any, full: torch.Tensor) -> Any:
-    if isinstance(placement, Replicate):
-        return Shard(0)
-    return Shard(1 - placement.dim) if full.dim() > 1 else Replicate()
-
-
-def _load_dtensors(url: str) -> None:
-    """Into the placements that were saved, and into others."""
-    for turn in (False, True):
-        state = {
-            name: distribute(torch.zeros_like(full), *([_turned(placements[-1], full)] if turn else placements))
-            for name, (full, placements) in _full_tensors().items()
-        }
-        dcp.load({"model": state}, storage_reader=S3StorageReader(url, settings=SMALL_PARTS))
-        for name, (full, _) in _full_tensors().items():
-            assert_same(state[name].full_tensor(), full, name)
-
-
-@pytest.mark.quick("4-loaded_on2")
-@pytest.mark.parametrize(("saved_on", "loaded_on"), [(1, (1, 2)), (2, (2, 4, 1)), (4, (4, 2, 3))])
-def test_dtensors_are_stored_once_and_load_on_any_world_size(
-    root: str, bucket: str, memory_server: S3Server, saved_on: int, loaded_on: tuple[int, ...]
-) -> None:
-    memory_server.handle.reset_counters()
-    run_ranks(saved_on, _save_dtensors, root)
-    assert memory_server.handle.counters.requests["UploadPart"] >= max(4, 2 * saved_on)
-
-    metadata = load_metadata(memory_server.handle.read(bucket, "run/.metadata"), url=root)
-    tensors = {name: full.nbytes for name, (full, _) in _full_tensors().items()}
-    framing = 2048 * len(metadata.storage_data)
-    assert sum(tensors.values()) < _data_bytes(memory_server, bucket) < sum(tensors.values()) + framing
-    assert len([index for index in metadata.storage_data if index.fqn == "model.replicated"]) == 1
-    # Else a second copy could hide in the framing.
-    assert min(tensors["replicated"], tensors["replicas of shards"]) > framing
-    for world_size in loaded_on:
-        run_ranks(world_size, _load_dtensors, root)
-
-
-@pytest.mark.soak
-@pytest.mark.servers("moto", "rclone", "rgw", "external")
-def test_dtensors_on_every_server(root: str) -> None:
-    run_ranks(2, _save_dtensors, root)
-    run_ranks(1, _load_dtensors, root)
-
-
-def _data_bytes(server: S3Server, bucket: str) -> int:
-    return sum(size for key, size in server.handle.objects(bucket).items() if key.endswith(".distcp"))
-
-
-# --- what every rank has ---------------------------------------------------------------------------------
 
 
 def _subgroup_job(url: str) -> None:

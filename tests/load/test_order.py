@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
@@ -20,7 +19,6 @@ from dcp_s3 import S3StorageReader, S3StorageWriter
 from dcp_s3.load.peers.exchange import Exchange
 from tests.faulty import BUCKET, FaultyServer
 from tests.ranks import run_ranks
-from tests.servers import S3Server
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"), pytest.mark.timeout(180)]
 
@@ -58,31 +56,6 @@ def _state(blank: bool = False) -> dict[str, Any]:
 def _assert_loaded(state: dict[str, Any]) -> None:
     for name, value in _state().items():
         assert torch.equal(state[name], value) if isinstance(value, torch.Tensor) else state[name] == value, name
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_objects_come_in_the_order_of_the_plan(memory_server: S3Server, root: str, seed: int) -> None:
-    dcp.save(_state(), storage_writer=S3StorageWriter(root, settings=SMALL))
-    planner, state = _Recording(seed), _state(blank=True)
-    dcp.load(state, storage_reader=S3StorageReader(root, settings=SMALL), planner=planner)
-    assert planner.found == planner.expected
-    assert sorted(planner.found) == sorted(name for name in state if name.startswith("text"))
-    assert planner.threads == {threading.get_ident()}
-    _assert_loaded(state)
-
-
-def test_an_object_that_cannot_be_loaded_ends_the_load_in_its_turn(memory_server: S3Server, root: str) -> None:
-    class _Refusing(_Recording):
-        def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-            super().load_bytes(read_item, value)
-            if len(self.found) == 7:
-                raise ValueError("no more")
-
-    dcp.save(_state(), storage_writer=S3StorageWriter(root, settings=SMALL))
-    planner = _Refusing()
-    with pytest.raises(CheckpointException, match="no more"):
-        dcp.load(_state(blank=True), storage_reader=S3StorageReader(root), planner=planner)
-    assert planner.found == planner.expected[:7]
 
 
 # --- several ranks, which read together what they share --------------------------------------------------
