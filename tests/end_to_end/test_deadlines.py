@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_s3 import S3StorageWriter, errors
 from dcp_s3.spill.background import stop_draining, wait_until_drained
 from tests.end_to_end import loads
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
-from tests.ranks import RankFailed, run_ranks
 
 pytestmark = [
     pytest.mark.timeout(180),  # below what requests may hang without a deadline: eight times LONG
@@ -167,13 +161,6 @@ def test_a_commit_that_s3_carried_out_without_answering_is_a_save(faulty: Hangin
 # --- with a spill directory --------------------------------------------------------------------------
 
 
-def test_a_save_that_is_not_durable_at_its_deadline_is_given_up(faulty: Hanging, spill_dir: Path) -> None:
-    faulty.hang("UploadPart")
-    failure(lambda: save(save_timeout=1, spill_after=20))
-    assert not list((spill_dir / "saves").iterdir())
-    assert_nothing_is_left(faulty)
-
-
 def test_what_is_on_disk_at_the_deadline_still_goes_to_s3(
     faulty: Hanging, spill_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,27 +208,3 @@ def test_a_load_ends_at_its_deadline_and_by_ctrl_c(faulty: Hanging) -> None:
     faulty.hang("GetObject", key="__0_", then=interrupt)
     failure(lambda: load(make_state(), read_timeout=0.3), KeyboardInterrupt)
     assert_no_threads()
-
-
-# --- ranks -------------------------------------------------------------------------------------------
-
-
-class _Dying(DefaultSavePlanner):
-    """Its process is killed when it begins to write."""
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(LONG)
-
-
-def _save_while_one_dies(url: str) -> None:
-    rank = dist.get_rank()
-    planner = _Dying() if rank else DefaultSavePlanner()
-    dcp.save({f"rank{rank}": torch.randn(100)}, storage_writer=S3StorageWriter(url), planner=planner)
-
-
-def test_a_rank_that_dies_fails_the_save_of_the_others(faulty: Hanging) -> None:
-    with pytest.raises(RankFailed, match=f"exit code -{int(signal.SIGKILL)}"):
-        run_ranks(2, _save_while_one_dies, URL)
-    assert "run/.metadata" not in faulty.s3.objects(BUCKET)
-    assert not [request for request in faulty.s3.request_log if "manifest-" in request.key]

@@ -27,16 +27,6 @@ CASES = (
     Mesh("sharded", (1, 2)),
     Mesh("kinds", (1, 2)),
 )
-MORE = (
-    *(Mesh(kind, (1, ranks)) for kind in ("fsdp", "plain", "hand") for ranks in range(1, 9)),
-    *(Mesh("ddp", (ranks, 1)) for ranks in range(1, 9)),
-    *(Mesh("stages", shape) for shape in ((2, 1), (3, 1), (3, 2), (2, 4), (4, 2))),
-    *(Mesh("hand", shape) for shape in ((3, 2), (2, 3), (4, 2), (8, 1))),
-    *(Mesh("pipeline", shape) for shape in ((2, 2), (2, 3), (4, 2), (8, 1))),
-    *(Mesh("tp", shape) for shape in ((1, 4), (4, 1), (2, 3), (3, 2), (2, 4), (4, 2))),
-    *(Mesh("hsdp", shape) for shape in ((2, 1), (2, 3), (3, 2), (4, 2), (2, 4))),
-)
-"""The wide product."""
 WITHOUT_GROUP = (Mesh("plain", (1, 2)), Mesh("stages", (2, 1)), Mesh("hand", (2, 2)))
 
 
@@ -64,7 +54,7 @@ def _check(server: S3Server, s3: Any, bucket: str, root: str, ways: dict[str, st
         assert len(compared) == known * len(urls) * 2 > 0
 
 
-@pytest.mark.parametrize("mesh", [*CASES, *(pytest.param(each, marks=pytest.mark.soak) for each in MORE)], ids=str)
+@pytest.mark.parametrize("mesh", CASES, ids=str)
 def test_without_collectives_the_same_is_stored(
     root: str, bucket: str, s3: Any, memory_server: S3Server, tmp_path: Path, mesh: Mesh
 ) -> None:
