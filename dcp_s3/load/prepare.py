@@ -22,7 +22,7 @@ from dcp_s3.load.boxes import Box
 from dcp_s3.load.items import ExpectedHead, ItemTransfer, StreamTransfer, TensorTransfer, is_whole, tensor_in
 from dcp_s3.load.names import Conversion, keeps_values, warn_of_narrowing
 from dcp_s3.load.plan import READ_GAP, StoredChunk, find_stored, ranges_of_box
-from dcp_s3.tensor_memory import view_bytes
+from dcp_s3.tensor_memory import is_plain, view_bytes
 from dcp_s3.torch_private import ReaderTransforms, narrow_tensor_by_index
 
 SMALL_ITEM = 64 * 2**10
@@ -54,10 +54,15 @@ class TransferFactory:
             TensorMismatchError: a destination does not match what was saved.
             CorruptCheckpointError: the metadata contradicts itself.
         """
-        known = len(self.narrowed)  # from an earlier round of the same load
-        transfers = [self._make(item, planner, number in shared) for number, item in enumerate(items)]
-        if len(self.narrowed) > known:
-            warn_of_narrowing(self.narrowed, self._url)
+        transfers = [
+            self._make(item, *self._find(item, planner), number in shared) for number, item in enumerate(items)
+        ]
+        for number in find_overwritten(transfers):
+            instead = torch.empty(
+                items[number].lengths, dtype=cast(torch.Tensor, transfers[number].target).dtype, device="cpu"
+            )
+            transfers[number] = self._make(items[number], transfers[number].stored, instead, number in shared)
+        warn_of_narrowing(self.narrowed, self._url)
         return transfers
 
     def _find(self, item: ReadItem, planner: LoadPlanner) -> tuple[StoredChunk, torch.Tensor | None]:
@@ -87,8 +92,7 @@ class TransferFactory:
             self.narrowed[item.dest_index.fqn] = dtype, target.dtype
         return stored, target
 
-    def _make(self, item: ReadItem, planner: LoadPlanner, is_shared: bool) -> ItemTransfer:
-        stored, target = self._find(item, planner)
+    def _make(self, item: ReadItem, stored: StoredChunk, target: torch.Tensor | None, is_shared: bool) -> ItemTransfer:
         if target is None or (stored.whole and (is_shared or stored.crc is not None)):
             return self._decoded(item, stored, target)
         if stored.whole:
@@ -194,6 +198,66 @@ def _kind_of(stored: StoredChunk) -> ItemKind | None:
     if stored.tensor is None or stored.info.transform_descriptors:
         return None
     return ItemKind(*stored.tensor, stored.nbytes)
+
+
+# --- entries that share memory ------------------------------------------------------------------------
+
+
+def find_overwritten(transfers: Sequence[ItemTransfer]) -> list[int]:
+    """Numbers of the items whose memory a later entry fills with something else.
+
+    Entries that share memory (tied parameters) are received at the same time, and what was saved for them is usually
+    the same. Where it is not, or nobody knows, the last one in the plan wins, as with torch's readers.
+    """
+    spans: dict[str, tuple[int, int]] = {}
+    numbers: dict[str, list[int]] = {}
+    for number, transfer in enumerate(transfers):
+        span = _span(transfer.target)
+        if span is not None:
+            name = transfer.item.dest_index.fqn
+            low, high = spans.get(name, span)
+            spans[name] = min(low, span[0]), max(high, span[1])
+            numbers.setdefault(name, []).append(number)
+    by_span: dict[tuple[int, int], list[str]] = {}
+    for name, span in spans.items():
+        by_span.setdefault(span, []).append(name)
+    found: list[int] = []
+    for names in by_span.values():
+        if len(names) > 1:
+            contents = {tuple([_content_of(transfers[number]) for number in numbers[name]]) for name in names}
+            if len(contents) > 1 or any(transfers[number].stored.crc is None for number in numbers[names[0]]):
+                found += [number for name in names[:-1] for number in numbers[name]]
+    return found
+
+
+def _content_of(transfer: ItemTransfer) -> object:
+    """A value that tells the saved contents of two items apart."""
+    item = transfer.item
+    return item.dest_offsets, item.lengths, item.storage_offsets, transfer.stored.sizes, transfer.stored.crc
+
+
+def find_exclusive(transfers: Sequence[ItemTransfer]) -> list[bool]:
+    """Tell for each item whether it shares its memory with no other."""
+    spans = sorted((*span, n) for n, each in enumerate(transfers) if (span := _span(each.target)) is not None)
+    found = [True] * len(transfers)
+    end, last = -1, -1
+    for start, stop, number in spans:
+        if start < end:
+            found[number] = found[last] = False
+        if stop > end:
+            end, last = stop, number
+    return found
+
+
+def _span(target: torch.Tensor | None) -> tuple[int, int] | None:
+    """Addresses of a tensor's first byte and of the byte after its last; None if it has no memory of its own."""
+    if target is None or not is_plain(target) or target.numel() == 0:
+        return None
+    start = target.data_ptr()
+    if target.is_contiguous():
+        return start, start + target.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
+    return start, start + (last + 1) * target.element_size()
 
 
 # --- heads of stored items ----------------------------------------------------------------------

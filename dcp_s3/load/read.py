@@ -2,17 +2,12 @@
 
 Items that are no tensors go to the planner in plan order, as with torch's readers. They arrive in any order, and those
 that come early are held back.
-
-Entries of a state that share memory (tied parameters) are received at the same time, and what was saved for them is
-usually the same. Where it is not (a checkpoint of untied parameters is loaded into tied ones), they are read one after
-the other, and the last one in the plan wins, as with torch's readers.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -24,14 +19,12 @@ from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import ItemTransfer
 from dcp_s3.load.peers.exchange import Exchange
 from dcp_s3.load.plan import SMALL_HALF, plan_requests
-from dcp_s3.load.prepare import TransferFactory
+from dcp_s3.load.prepare import TransferFactory, find_exclusive
 from dcp_s3.process import collector_paused
 from dcp_s3.ranks import world_size
 from dcp_s3.s3.parts import GETS_PER_SECOND, plan_part_size
-from dcp_s3.tensor_memory import counted_as_change, is_plain, synchronize_accelerator
+from dcp_s3.tensor_memory import counted_as_change, synchronize_accelerator
 from dcp_s3.torch_private import ReaderTransforms
-
-Key = TypeVar("Key", int, str)
 
 
 class LoadExecutor:
@@ -72,8 +65,7 @@ class LoadExecutor:
             synchronize_accelerator(devices.values())
             self.fetcher.pin = any(device.type == "cuda" for device in devices)
             self._waiting = deque(transfer for transfer in transfers if transfer.target is None)
-            first, *later = read_in_turn(transfers)
-            direct = [transfers[number] for number in first if number not in shared]
+            direct = [transfer for number, transfer in enumerate(transfers) if number not in shared]
             with counted_as_change(find_changing(transfers, planner)):
                 threads = None
                 if exchange is not None:
@@ -85,8 +77,6 @@ class LoadExecutor:
                 if exchange is not None:
                     for transfer in exchange.arrivals():
                         self._commit(transfer, planner)
-                for numbers in later:
-                    self.run(LoadPlan([plan.items[number] for number in numbers]), planner)
         synchronize_accelerator(devices.values())
 
     def _read(self, transfers: Sequence[ItemTransfer], planner: LoadPlanner, threads: int | None = None) -> None:
@@ -152,72 +142,3 @@ def find_changing(transfers: Sequence[ItemTransfer], planner: LoadPlanner) -> li
         names = dict.fromkeys(transfer.item.dest_index.fqn for transfer in transfers)
         found += [entry for entry in map(state.get, names) if isinstance(entry, torch.Tensor)]
     return found
-
-
-# --- entries that share memory ----------------------------------------------------------------------
-
-
-def read_in_turn(transfers: Sequence[ItemTransfer]) -> list[list[int]]:
-    """Group the items' numbers in rounds, to be read one round after the other.
-
-    There is one round, unless entries with different or unknown contents share memory.
-    """
-    if all(find_exclusive(transfers)):
-        return [list(range(len(transfers)))]
-    by_name: dict[str, list[int]] = {}
-    spans: dict[tuple[int, str], tuple[int, int]] = {}  # parts of one tensor may interleave: its gaps are its own
-    for number, transfer in enumerate(transfers):
-        name, target, span = transfer.item.dest_index.fqn, transfer.target, _span(transfer.target)
-        by_name.setdefault(name, []).append(number)
-        if target is not None and span is not None:
-            where = target.untyped_storage().data_ptr(), name
-            low, high = spans.get(where, span)
-            spans[where] = min(low, span[0]), max(high, span[1])
-    order = {name: place for place, name in enumerate(by_name)}
-    turns = dict.fromkeys(by_name, 0)
-    for together in _overlapping((*span, name) for (_, name), span in spans.items()):
-        names = sorted(set(together), key=order.__getitem__)
-        contents = {tuple([_content_of(transfers[number]) for number in by_name[name]]) for name in names}
-        known = all(transfers[number].stored.crc is not None for number in by_name[names[0]])
-        if len(contents) > 1 or not known:
-            turns.update({name: turn for turn, name in enumerate(names)})
-    rounds: list[list[int]] = [[] for _ in range(1 + max(turns.values(), default=0))]
-    for name, numbers in by_name.items():
-        rounds[turns[name]] += numbers
-    return [sorted(numbers) for numbers in rounds]
-
-
-def find_exclusive(transfers: Sequence[ItemTransfer]) -> list[bool]:
-    """Tell for each item whether it shares its memory with no other."""
-    spans = ((*span, n) for n, each in enumerate(transfers) if (span := _span(each.target)) is not None)
-    shared = {number for together in _overlapping(spans) for number in together}
-    return [number not in shared for number in range(len(transfers))]
-
-
-def _overlapping(spans: Iterable[tuple[int, int, Key]]) -> list[list[Key]]:
-    """Keys of spans (first byte, end, key) that overlap, directly or through others; only groups of several."""
-    found: list[list[Key]] = []
-    end = -1
-    for start, stop, key in sorted(spans):  # addresses of devices differ, too
-        if start >= end:
-            found.append([])
-        found[-1].append(key)
-        end = max(end, stop)
-    return [keys for keys in found if len(keys) > 1]
-
-
-def _content_of(transfer: ItemTransfer) -> object:
-    """A value that tells the saved contents of two items apart."""
-    item = transfer.item
-    return item.dest_offsets, item.lengths, item.storage_offsets, transfer.stored.sizes, transfer.stored.crc
-
-
-def _span(target: torch.Tensor | None) -> tuple[int, int] | None:
-    """Addresses of a tensor's first byte and of the byte after its last; None if it has no memory of its own."""
-    if target is None or not is_plain(target) or target.numel() == 0:
-        return None
-    start = target.data_ptr()
-    if target.is_contiguous():
-        return start, start + target.nbytes
-    last = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
-    return start, start + (last + 1) * target.element_size()
