@@ -221,15 +221,15 @@ def find_overlaps(saved: Sequence[AnyBox], local: Sequence[AnyBox]) -> Overlaps:
                 break
             j = by_end[place]
             saved_starts, saved_sizes = saved[j]
-            common = [
-                (max(a, b), min(a + n, b + m))
-                for a, n, b, m in zip(starts, sizes, saved_starts, saved_sizes, strict=True)
-                if a < b + m and b < a + n
-            ]
-            if len(common) == dims:
+            for a, n, b, m in zip(starts, sizes, saved_starts, saved_sizes, strict=True):
+                if a >= b + m or b >= a + n:
+                    break
+            else:
+                low = list(map(max, starts, saved_starts))
+                spans_of_both = zip(low, starts, sizes, saved_starts, saved_sizes, strict=True)
                 found.local.append(i)
                 found.saved.append(j)
-                found.local_offsets.append(tuple([low - a for (low, _), a in zip(common, starts, strict=True)]))
-                found.saved_offsets.append(tuple([low - b for (low, _), b in zip(common, saved_starts, strict=True)]))
-                found.lengths.append(tuple([high - low for low, high in common]))
+                found.local_offsets.append(tuple([x - a for x, a in zip(low, starts, strict=True)]))
+                found.saved_offsets.append(tuple([x - b for x, b in zip(low, saved_starts, strict=True)]))
+                found.lengths.append(tuple([min(a + n, b + m) - x for x, a, n, b, m in spans_of_both]))
     return found
