@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageWriter, errors
-from dcp_s3.spill.background import stop_draining, wait_until_drained
+from dcp_s3.spill.background import stop_draining
 from tests.end_to_end import loads
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
@@ -155,29 +155,6 @@ def test_a_commit_that_s3_carried_out_without_answering_is_a_save(faulty: Hangin
     assert len(puts) > 1
     faulty.rule = lambda _: None
     faulty.released.set()
-    load(state)
-
-
-# --- with a spill directory --------------------------------------------------------------------------
-
-
-def test_what_is_on_disk_at_the_deadline_still_goes_to_s3(
-    faulty: Hanging, spill_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def time_passes(*arguments: Any, timeout: float | None) -> None:
-        assert timeout is not None
-        assert 0 < timeout < 600
-        wait_until_drained(*arguments, timeout=0)
-
-    monkeypatch.setattr("dcp_s3.spill.saving.wait_until_drained", time_passes)
-    faulty.rule = lambda request: Fault.error(503, "SlowDown") if "__0_" in request.key else None
-    state = make_state()
-    writer = S3StorageWriter(URL, settings={"save_timeout": 600, "spill_after": 0.2})
-    error = failure(lambda: dcp.save(state, storage_writer=writer))
-    assert f"it is complete on local disks ({spill_dir}), from where it still goes to S3" in str(error)
-    faulty.rule = lambda _: None
-    monkeypatch.setattr("dcp_s3.spill.saving.wait_until_drained", wait_until_drained)
-    writer.wait_committed(timeout=LONG)
     load(state)
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import Shard
@@ -24,11 +23,9 @@ from tests.end_to_end.distributed import (
     SMALL_PARTS,
     distribute,
     failures_by_rank,
-    load_together,
     manifests,
     random_values,
     rank_of,
-    save_together,
 )  # fmt: skip
 from tests.end_to_end.states import assert_same
 from tests.faulty import BUCKET, FaultyServer
@@ -153,30 +150,3 @@ def test_s3_refuses_one_object_of_one_rank(
     left = keys - {f"run/{info.relative_path}" for info in metadata.storage_data.values()}
     assert _ranks_with_objects(left) <= {1 - rank}
     assert len([key for key in keys if "manifest" in key]) == 1
-
-
-def _load_failing(url: str) -> BaseException | None:
-    try:
-        dcp.load(_large_state(0.0), storage_reader=S3StorageReader(url))
-    except CheckpointException as error:
-        return error
-    return None
-
-
-def _load_nothing_then_save_three_times(url: str) -> list[BaseException | None]:
-    nothing = _load_failing(url)
-    assert save_together(url, 1) is None
-    exists = save_together(url, 2)
-    load_together(url, 1)
-    assert save_together(url, 3, overwrite=True) is None
-    load_together(url, 3)
-    return [nothing, exists]
-
-
-def test_every_rank_is_told_that_a_checkpoint_is_not_there_or_that_it_is(root: str, s3: Any, bucket: str) -> None:
-    nothing, exists = zip(*run_ranks(2, _load_nothing_then_save_three_times, root), strict=True)
-    failures = failures_by_rank(nothing)
-    assert [type(failures[rank]) for rank in (0, 1)] == [errors.CheckpointNotFoundError] * 2
-    assert isinstance(failures_by_rank(exists)[0], errors.CheckpointExistsError)
-    # One checkpoint: .metadata, manifest, data.
-    assert s3.list_objects_v2(Bucket=bucket)["KeyCount"] == 3

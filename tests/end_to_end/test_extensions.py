@@ -10,7 +10,7 @@ from typing import IO, Any, cast
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension, ZStandard
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from tests.end_to_end.loads import failure
@@ -85,7 +85,6 @@ class _XorReader(io.RawIOBase):
 
 EXTENSIONS: dict[str, Callable[[], list[StreamTransformExtension]]] = {
     "xor": lambda: [Xor()],
-    "zstd": lambda: [ZStandard()],
     "xor-twice": lambda: [Xor(1), Xor(2)],
 }
 
@@ -93,13 +92,11 @@ EXTENSIONS: dict[str, Callable[[], list[StreamTransformExtension]]] = {
 @pytest.fixture(params=EXTENSIONS)
 def extensions(request: pytest.FixtureRequest) -> Sequence[StreamTransformExtension]:
     """What a save goes through."""
-    if "zstd" in request.param and not ZStandard.is_available():
-        pytest.skip("zstandard is not installed")
     return EXTENSIONS[request.param]()
 
 
 def registry() -> ExtensionRegistry:
-    """torch's own extensions (zstandard) and ours."""
+    """torch's own extensions and ours."""
     found = ExtensionRegistry()
     found.register(Xor)
     return found

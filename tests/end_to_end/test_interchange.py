@@ -121,16 +121,12 @@ def test_reads_what_torch_wrote_and_boto3_uploaded(
     check_load(root)
 
 
-def test_reads_what_fsspec_wrote(server: S3Server, root: str) -> None:
-    run_foreign(server, foreign.write, "fsspec", root, {"thread_count": 2})
-    check_load(root)
-
-
-# It cannot write to the others: rclone answers CreateMultipartUpload with <InitiateMultipartUpload> where the Common
-# Runtime insists on S3's <InitiateMultipartUploadResult>; RGW 16.2's answer to Complete has no ETag.
+# s3torchconnector cannot write to the others: rclone answers CreateMultipartUpload with <InitiateMultipartUpload> where
+# the Common Runtime insists on S3's <InitiateMultipartUploadResult>; RGW 16.2's answer to Complete has no ETag.
 @pytest.mark.servers("memory", "moto", "external")
-def test_reads_what_s3torchconnector_wrote(server: S3Server, root: str) -> None:
-    run_foreign(server, foreign.write, "s3torchconnector", root, {"thread_count": 2})
+@pytest.mark.parametrize("client", CLIENTS)
+def test_reads_what_other_clients_wrote(server: S3Server, root: str, client: str) -> None:
+    run_foreign(server, foreign.write, client, root, {"thread_count": 2})
     check_load(root)
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
-from dcp_s3 import CheckpointManager, S3StorageWriter, list_checkpoints, verify
+from dcp_s3 import verify
 from tests.end_to_end import foreign, merged, meshes
 from tests.end_to_end.meshes import Mesh
 from tests.end_to_end.states import assert_same
@@ -74,32 +73,3 @@ def test_without_a_process_group_the_same_is_stored(
     ways = ("alone", "managed")
     run_ranks(mesh.ranks, merged.save_in, ways, mesh, root, group=False, env={"DCP_S3_RUN_ID": "a-run"})
     _check(memory_server, s3, bucket, root, dict.fromkeys(("together", *ways), root), tmp_path)
-
-
-# --- in use ----------------------------------------------------------------------------------------------
-
-
-def _overlap(root: str) -> None:
-    """Two saves of torch at the same time, and two of the manager, while training goes on."""
-    state = merged.make_state(Mesh("hsdp", (2, 1)))
-    with CheckpointManager(f"{root}/managed", coordination="s3") as manager:
-        under_way = [
-            dcp.async_save(state, storage_writer=S3StorageWriter(f"{root}/{number}"), use_collectives=False)
-            for number in range(2)
-        ]
-        for step in (1, 2):
-            assert manager.save(step, state)
-        meshes.spoil(state)
-        for future in under_way:
-            future.result()  # type: ignore[union-attr]
-        manager.wait()
-
-
-def test_saves_that_overlap_are_whole(root: str, bucket: str, memory_server: S3Server) -> None:
-    run_ranks(2, _overlap, root)
-    urls = [f"{root}/0", f"{root}/1", *(f"{root}/managed/step-{step:08d}" for step in (1, 2))]
-    assert [info.url for info in list_checkpoints(f"{root}/managed") if info.committed] == urls[2:]
-    first, *others = (merged.look(memory_server, bucket, url) for url in urls)
-    assert all(each == first for each in others)
-    for compared in run_ranks(3, merged.load_resharded, urls):
-        assert len(compared) == len(first.tensors) * len(urls) * 2

@@ -140,16 +140,6 @@ def test_random_chunks_and_objects(tensors: list[tuple[list[Box], list[Box]]], d
     assert details(make_plan(found, state, metadata).items) == details(make_plan(expected, state, metadata).items)
 
 
-def test_equal_places_share_their_indices() -> None:
-    """What makes plans small where they are sent to the coordinator and back."""
-    metadata = Metadata({"x": saved_as((40, 2), grid((40, 2), (20, 1)))})
-    items = assert_same_plan(
-        {"x": in_pieces((40, 2), grid((40, 2), (20, 1)))}, metadata, flatten_sharded_tensors=False
-    ).items
-    assert len(items) == 20
-    assert all(item.dest_index is item.storage_index for item in items)
-
-
 # --- real states ------------------------------------------------------------------------------------------
 
 
