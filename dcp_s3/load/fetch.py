@@ -24,7 +24,7 @@ from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.limit import Cancelled
 from dcp_s3.load.items import Transfer
-from dcp_s3.load.plan import ReadRequest, Segment, halve, plan_requests
+from dcp_s3.load.plan import ALIGNMENT, ReadRequest, Segment, halve, plan_requests
 from dcp_s3.memory import ReadTarget
 from dcp_s3.process import collect_young
 from dcp_s3.settings import Settings
@@ -321,7 +321,6 @@ class Buffer:
 
 # Runs of at least this many bytes are received by themselves.
 _LONG = 64 * 2**10
-_ALIGNMENT = 64
 
 
 class Reception:
@@ -384,7 +383,7 @@ class Reception:
 
 
 def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _runs(request: ReadRequest, shortest: int) -> Iterator[tuple[int, int, Transfer | None, bool]]:

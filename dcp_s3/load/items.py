@@ -34,7 +34,7 @@ class Transfer(ABC):
     Args:
         path: path of the object, relative to the checkpoint.
         base: position in the object of offset 0.
-        ranges: ranges to fetch, in order, not touching each other.
+        ranges: ranges to fetch, in order, not overlapping.
         owned: offsets (start, stop) of the bytes that can be received in `memory`, in place; None if there are none.
         checked: whether to compute checksums although none is recorded.
 
@@ -205,12 +205,7 @@ class TensorTransfer(ItemTransfer):
                 owned = (start, stop) if stop - start == target.nbytes else None
         if head is not None:
             self._head = bytearray(head.length)
-            start, stop = -head.raw_offset, head.length - head.raw_offset
-            # Cuts fall on multiples of 64 bytes from where a range begins, and must not divide elements.
-            if ranges and ranges[0].start == stop and ranges[0].crc is None and head.length % 64 == 0:
-                ranges = [Range(start, ranges[0].stop, None), *ranges[1:]]
-            else:
-                ranges = [Range(start, stop, None), *ranges]
+            ranges = [Range(-head.raw_offset, head.length - head.raw_offset, None), *ranges]
         super().__init__(item, stored, array.base, ranges, target, owned)
 
     def memory(self, start: int, stop: int) -> memoryview:

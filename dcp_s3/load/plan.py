@@ -226,15 +226,15 @@ def _groups(segments: Sequence[Segment]) -> Iterable[tuple[list[Segment], int]]:
         yield group, end
 
 
-# Requests are cut at multiples of this many bytes, so that no element of any dtype is split.
-_ALIGNMENT = 64
+ALIGNMENT = 64
+"""Requests are cut at multiples of this many bytes, so that no element of any dtype is split."""
 
 
 def _split(path: str, group: Sequence[Segment], stop: int, max_request: int) -> list[ReadRequest]:
     start = group[0].start
     count = -(-(stop - start) // max_request)
     size = -(-(stop - start) // count)
-    size = min(max(1, max_request // _ALIGNMENT) * _ALIGNMENT, -(-size // _ALIGNMENT) * _ALIGNMENT)
+    size = min(max(1, max_request // ALIGNMENT) * ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
     requests = []
     for at in range(start, stop, size):
         end = min(at + size, stop)
@@ -254,7 +254,7 @@ def halve(request: ReadRequest) -> tuple[ReadRequest, ReadRequest] | None:
         return None
     start = next(segment.start for segment in request.segments if segment.stop > middle)
     # Inside a segment: after a whole number of elements. Otherwise in the gap before it, which is not fetched then.
-    cut = start + max(0, middle - start) // _ALIGNMENT * _ALIGNMENT
+    cut = start + max(0, middle - start) // ALIGNMENT * ALIGNMENT
     end = request.start + request.length
     before, after = tuple(_clip(request.segments, request.start, cut)), tuple(_clip(request.segments, cut, end))
     if not before or not after:

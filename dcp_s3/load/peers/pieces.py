@@ -15,7 +15,7 @@ from dcp_s3.format.blocks import Range, widen
 from dcp_s3.load.boxes import Box, Section, find_section
 from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import ItemTransfer, StreamTransfer, Transfer, cut_out, elements_of
-from dcp_s3.load.plan import StoredChunk, box_of
+from dcp_s3.load.plan import ALIGNMENT, StoredChunk, box_of
 from dcp_s3.tensor_memory import view_bytes
 
 
@@ -75,16 +75,13 @@ class Assignment(NamedTuple):
 
 # --- on their way -------------------------------------------------------------------------------------
 
-_ALIGNMENT = 64
-"""Parts and sections begin at multiples of this many bytes of a message, a multiple of any dtype's element size."""
-
 
 def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Lay parts or sections of these sizes (bytes) into a message; returns their offsets and the message's length,
+    """Lay parts or sections of these sizes (bytes) into a message, at multiples of `ALIGNMENT`; returns their offsets and the message's length,
     which is 0 if all are empty."""
     starts, end = [], 0
     for size in sizes:
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        start = -(-end // ALIGNMENT) * ALIGNMENT
         starts.append(start)
         end = start + size
     return starts, end if any(sizes) else 0
