@@ -77,8 +77,10 @@ class Assignment(NamedTuple):
 
 
 def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Lay parts or sections of these sizes (bytes) into a message, at multiples of `ALIGNMENT`; returns their offsets and the message's length,
-    which is 0 if all are empty."""
+    """Lay parts or sections of these sizes (bytes) into a message, at multiples of `ALIGNMENT`.
+
+    Returns their offsets and the message's length, which is 0 if all are empty.
+    """
     starts, end = [], 0
     for size in sizes:
         start = -(-end // ALIGNMENT) * ALIGNMENT
