@@ -169,14 +169,6 @@ def test_only_what_is_needed_is_fetched(memory_server: S3Server, s3: Any, bucket
             assert found.requests <= 2 * (-(-size // (5 * MIB)) + 1)
 
 
-def test_small_items_need_no_look(memory_server: S3Server, s3: Any, bucket: str, root: str) -> None:
-    items = {f"s{i}": Item(v := random_tensor((10, i + 1), torch.float32, i), old(saved(v))) for i in range(40)}
-    put(s3, bucket, items)
-    found = load(memory_server, root, blank(items))
-    check(found.state, items)
-    assert found.requests == 1
-
-
 # --- items that are not as expected ---------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
-from dcp_s3.load.boxes import Box, boxes_of_section, elements_before, find_section
+from dcp_s3.load.boxes import Box, find_section
 from dcp_s3.load.peers import assign as sharing
 from dcp_s3.load.peers.assign import plan_sharing
 from dcp_s3.load.peers.exchange import Exchange
@@ -52,35 +52,6 @@ def stored_of(case: Case, item: ReadItem) -> StoredChunk:
 
 def whole(tensor: torch.Tensor) -> Box:
     return Box((0,) * tensor.dim(), tuple(tensor.shape))
-
-
-# --- sections ----------------------------------------------------------------------------------------
-
-
-@given(cases(), st.data())
-def test_a_section_is_what_a_run_has_of_a_box(case: Case, data: st.DataObject) -> None:
-    name, tensor = data.draw(st.sampled_from(sorted(case.tensors.items())))
-    sizes = tuple(tensor.shape)
-    box = Box(*zip(*[(data.draw(st.integers(0, s - 1)), 1) for s in sizes], strict=True)) if sizes else Box((), ())
-    box = Box(box.offsets, tuple(data.draw(st.integers(1, s - o)) for s, o in zip(sizes, box.offsets, strict=True)))
-    numbers = torch.arange(tensor.numel()).view(sizes)
-    for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
-        numbers = numbers.narrow(dim, offset, length)
-    inside = numbers.flatten().tolist()
-    start = data.draw(st.integers(0, tensor.numel()))
-    stop = data.draw(st.integers(start, tensor.numel()))
-    assert elements_before(sizes, box, start) == sum(number < start for number in inside)
-    section = find_section(sizes, box, start, stop)
-    expected = [number for number in inside if start <= number < stop]
-    assert inside[section.start : section.stop] == expected
-    array, found = torch.arange(tensor.numel()), []
-    boxes = boxes_of_section(sizes, box, section)
-    assert len(boxes) <= max(1, 2 * len(sizes) - 1)
-    for part, position in boxes:
-        strides = torch.empty(sizes).stride()
-        found += array.as_strided(part.lengths, strides, position).flatten().tolist()
-    assert found == expected
-    assert name
 
 
 # --- who fetches what --------------------------------------------------------------------------------
