@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_s3 import errors, ranks
+from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.info import find_step
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.events import Listener, Loaded, LoadFailed, LoadStarted, emit
@@ -166,7 +167,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
                 metadata = self._fetch_metadata(None)
             except errors.DcpS3Error as error:
                 self._error = error
-                if is_load and not _is_missing(error):
+                if is_load and not (_is_missing(error) and self._may_have_ranks()):
                     return UnreadableMetadata(error)
                 raise  # DCP asks for that of the rank next
         else:
@@ -190,6 +191,12 @@ class S3StorageReader(AttachmentReader, StorageReader):
         self._version = found.version
         self._lease = found.lease or self._lease
         return found.metadata
+
+    def _may_have_ranks(self) -> bool:
+        """Whether single ranks may have metadata: else DCP need not log, with a traceback, that it looks for it."""
+        with contextlib.suppress(errors.StorageError):
+            return self.include_uncommitted or bool(list_directory(self._store(), self._require_url(), "__").ranks)
+        return True
 
     def _own_rank(self, rank: int) -> int:
         """The rank whose metadata to read when torch asks for that of ``rank``.
