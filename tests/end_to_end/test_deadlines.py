@@ -134,30 +134,6 @@ def test_the_error_says_how_far_the_save_came(faulty: Hanging, operation: str, k
         assert_nothing_is_left(faulty)
 
 
-def test_a_commit_that_s3_carried_out_without_answering_is_a_save(faulty: Hanging) -> None:
-    puts: list[Any] = []
-
-    def rule(request: Any) -> Fault | None:
-        if request.key != "run/.metadata" or request.operation == "HeadObject":
-            return None
-        if request.operation == "PutObject":
-            puts.append(request)
-            if len(puts) == 1:
-                return Fault.apply_then_reset()
-        if puts:
-            faulty.released.wait(LONG)
-            return Fault.reset()
-        return None
-
-    faulty.rule = rule
-    state = make_state()
-    save(state, save_timeout=2, read_timeout=0.3)
-    assert len(puts) > 1
-    faulty.rule = lambda _: None
-    faulty.released.set()
-    load(state)
-
-
 # --- Ctrl-C ------------------------------------------------------------------------------------------
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from dcp_s3 import S3StorageReader
 from tests.end_to_end import loads
 from tests.end_to_end.states import assert_same, blank, every_kind, random_tensor
 from tests.spread import spread_out
@@ -43,22 +40,6 @@ def test_multipart_objects(root: str, s3: Any, bucket: str) -> None:
     assert len(sizes) == 1
     assert sizes[0] > 4 * 5 * 2**20
     assert_same(load(blank(state), f"{root}/ü b+%"), state)
-
-
-def test_each_load_has_an_id_that_the_planner_sees(memory_server: Any, root: str) -> None:
-    class Planner(DefaultLoadPlanner):
-        def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-            seen.append(metadata.storage_meta.load_id)
-            super().set_up_planner(state_dict, metadata, is_coordinator)
-
-    seen: list[str] = []
-    save({"x": torch.ones(3)}, root)
-    reader = S3StorageReader(root)
-    assert isinstance(reader.load_id, str)
-    for _ in range(2):
-        dcp.load({"x": torch.zeros(3)}, checkpoint_id=root, storage_reader=reader, planner=Planner())
-        assert seen[-1] == reader.load_id
-    assert seen[0] != seen[1]
 
 
 def test_what_earlier_versions_spread_over_directories_is_read(memory_server: Any, root: str, s3: Any) -> None:
