@@ -283,7 +283,7 @@ def _killed(folder: Path, before: bool) -> None:
 @pytest.mark.parametrize("before", [False, True])
 def test_a_rank_that_is_killed_lets_no_other_hang(recording: Recording, tmp_path: Path, before: bool) -> None:
     with pytest.raises(RankFailed, match="exit code -9"):
-        run_ranks(3, _killed, tmp_path, before, timeout=60, grace=30)
+        run_ranks(3, _killed, tmp_path, before, timeout=90, grace=30)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
