@@ -231,7 +231,7 @@ class EntryNotFoundError(CheckpointError, IndexError):
 
 
 class MissingKeysError(EntryNotFoundError, RuntimeError):
-    """Names of the state to load are not in the checkpoint. The message has the closest ones, or how all names differ.
+    """Names of the state to load are not in the checkpoint. The message has some of both sides.
 
     Of both lists, other ranks get the first thousand.
     """

@@ -276,7 +276,7 @@ def decode_tensor(data: bytes, shape: tuple[int, ...] = (2, 2)) -> torch.Tensor:
     )
     item = ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, size)
     factory = TransferFactory(URL, metadata, ReaderTransforms(None), allow_dtype_cast=False)
-    transfer = factory.prepare(item, _Planner(target))  # type: ignore[arg-type]
+    (transfer,) = factory.prepare_all([item], _Planner(target), {0})  # type: ignore[arg-type]
     if data:
         transfer.memory(0, len(data))[:] = data
     transfer.finish()

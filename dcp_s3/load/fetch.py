@@ -24,7 +24,7 @@ from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.limit import Cancelled
 from dcp_s3.load.items import Transfer
-from dcp_s3.load.plan import READ_GAP, ReadRequest, Segment, halve, plan_requests
+from dcp_s3.load.plan import ALIGNMENT, ReadRequest, Segment, halve, plan_requests
 from dcp_s3.memory import ReadTarget
 from dcp_s3.process import collect_young
 from dcp_s3.settings import Settings
@@ -178,7 +178,7 @@ class Fetcher:
             again += more
             if not more:
                 finished.append(transfer)
-        return finished, plan_requests(again, max_request=self.max_buffered, max_gap=READ_GAP) if again else []
+        return finished, plan_requests(again, max_request=self.max_buffered) if again else []
 
     def _verify(self, transfer: Transfer) -> list[Segment]:
         """Compare the checksums: damage in transit gets one more try, damage at rest is an error."""
@@ -214,19 +214,16 @@ class Fetcher:
         try:
             self.store.read(self.url.key(path), start, targets, moved=moved)
         except errors.StorageError as error:
+            stop = start + sum(target.view.nbytes for target in targets)
             if isinstance(error, errors.ObjectNotFoundError):
-                what = (
-                    f"is incomplete: its object {path} does not exist. It was deleted after the save: load an earlier "
-                    "checkpoint"
-                )
+                what = f"its object {path} does not exist: it was deleted after the save. Load an earlier checkpoint"
             elif isinstance(error, errors.PreconditionFailedError):
-                what = f"changed while it was read: its object {path} was replaced. Remedy: load it again"
+                what = f"its object {path} was replaced while it was read. Remedy: load it again"
             elif isinstance(error, errors.OutOfRangeError):
-                stop = start + sum(target.view.nbytes for target in targets)
-                what = f"is damaged: {path} ends before byte {stop}. Load an earlier checkpoint"
+                what = f"{path} ends before byte {stop}. Load an earlier checkpoint"
             else:
                 raise
-            raise errors.CorruptCheckpointError(f"{self.url} {what}", url=str(self.url)) from error
+            raise errors.CorruptCheckpointError(f"{self.url} is damaged: {what}", url=str(self.url)) from error
 
 
 class _Work:
@@ -324,7 +321,6 @@ class Buffer:
 
 # Runs of at least this many bytes are received by themselves.
 _LONG = 64 * 2**10
-_ALIGNMENT = 64
 
 
 class Reception:
@@ -387,7 +383,7 @@ class Reception:
 
 
 def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _runs(request: ReadRequest, shortest: int) -> Iterator[tuple[int, int, Transfer | None, bool]]:

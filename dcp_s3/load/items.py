@@ -34,7 +34,7 @@ class Transfer(ABC):
     Args:
         path: path of the object, relative to the checkpoint.
         base: position in the object of offset 0.
-        ranges: ranges to fetch, in order, not touching each other.
+        ranges: ranges to fetch, in order, not overlapping.
         owned: offsets (start, stop) of the bytes that can be received in `memory`, in place; None if there are none.
         checked: whether to compute checksums although none is recorded.
 
@@ -177,11 +177,10 @@ class TensorTransfer(ItemTransfer):
     Args:
         ranges: ranges of the array to fetch.
         array: the array; None: ``stored``. Or the item's box of it, packed, as it comes from another rank.
-        into: ``target`` with its dimensions in the order of the array's; None: they are.
         head: fetched as well, if given. It lies before byte 0 of the array.
     """
 
-    __slots__ = ("_array", "_box", "_expected", "_head", "_into")
+    __slots__ = ("_array", "_box", "_expected", "_head", "_target")
 
     def __init__(
         self,
@@ -192,33 +191,26 @@ class TensorTransfer(ItemTransfer):
         ranges: Sequence[Range],
         *,
         array: StoredChunk | None = None,
-        into: torch.Tensor | None = None,
         head: ExpectedHead | None = None,
     ) -> None:
         self._array = array = stored if array is None else array
-        self._box, self._expected = box, head
-        self._into = into = target if into is None else into
+        self._box, self._expected, self._target = box, head, target
         sizes, dtype, owned = array.sizes, array.dtype, None
-        if dtype == into.dtype and ranges and is_direct(into):
+        if dtype == target.dtype and ranges and is_direct(target):
             if is_whole(box, sizes):
-                owned = 0, into.nbytes
+                owned = 0, target.nbytes
             else:
                 start, stop = covering_run(sizes, box)
                 start, stop = start * dtype.itemsize, stop * dtype.itemsize
-                owned = (start, stop) if stop - start == into.nbytes else None
+                owned = (start, stop) if stop - start == target.nbytes else None
         if head is not None:
             self._head = bytearray(head.length)
-            start, stop = -head.raw_offset, head.length - head.raw_offset
-            # Cuts fall on multiples of 64 bytes from where a range begins, and must not divide elements.
-            if ranges and ranges[0].start == stop and ranges[0].crc is None and head.length % 64 == 0:
-                ranges = [Range(start, ranges[0].stop, None), *ranges[1:]]
-            else:
-                ranges = [Range(start, stop, None), *ranges]
+            ranges = [Range(-head.raw_offset, head.length - head.raw_offset, None), *ranges]
         super().__init__(item, stored, array.base, ranges, target, owned)
 
     def memory(self, start: int, stop: int) -> memoryview:
         first = self.owned[0] if self.owned else 0
-        return view_bytes(self._into)[start - first : stop - first]
+        return view_bytes(self._target)[start - first : stop - first]
 
     def place(self, offset: int, data: memoryview) -> None:
         if offset < 0 and self._expected is not None:
@@ -233,7 +225,7 @@ class TensorTransfer(ItemTransfer):
         elements, first = elements_of(data, dtype), offset // dtype.itemsize
         section = find_section(sizes, self._box, first, first + elements.numel())
         for part, source in cut_out(elements, first, sizes, self._box, section):
-            narrow_tensor_by_index(self._into, part.offsets, part.lengths).copy_(source)
+            narrow_tensor_by_index(self._target, part.offsets, part.lengths).copy_(source)
 
     def finish(self) -> Transfer | None:
         return None if self._expected is None else self._expected.check(bytes(self._head))

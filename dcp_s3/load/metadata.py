@@ -72,13 +72,7 @@ class UnreadableMetadata(Metadata):
         raise object.__getattribute__(self, "_reason")
 
     def __getattribute__(self, name: str) -> Any:
-        if name in (
-            "state_dict_metadata",
-            "planner_data",
-            "storage_data",
-            "storage_meta",
-            "version",
-        ):
+        if name in ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"):
             UnreadableMetadata.fail(self)
         return object.__getattribute__(self, name)
 
@@ -121,10 +115,16 @@ class AttachmentReader(ABC):
             CorruptCheckpointError: its bytes are not those that were attached.
             StorageError
         """
-        url, waiting = self._where()
-        if waiting is not None:
-            return read_waiting(self._store(), self.settings, url, waiting.manifest, name)
-        return read_attachment(self._store(), url, name)
+        url, store, waiting = self._require_url(), self._store(), self._waiting_manifest()
+        if waiting is None:
+            return read_attachment(store, url, name)
+        entry = waiting.attachments.get(name)
+        if entry is None:
+            raise missing_error(url, name, waiting.attachments)
+        data = bytearray(entry.size)
+        with with_copies(store, self.settings, url) as copies:
+            copies.read(url.key(entry.path), 0, memoryview(data))
+        return check_bytes(bytes(data), url, entry)
 
     def attachments(self) -> list[str]:
         """Names of the files that are attached to the checkpoint. Those of another library are not known.
@@ -136,10 +136,9 @@ class AttachmentReader(ABC):
             CheckpointNotFoundError: no committed checkpoint is there.
             CorruptCheckpointError, StorageError
         """
-        url, waiting = self._where()
-        if waiting is not None:
-            return sorted(Manifest.from_json(waiting.manifest).attachments)
-        return sorted(find_attachments(self._store(), url) or ())
+        waiting = self._waiting_manifest()
+        found = find_attachments(self._store(), self._require_url()) if waiting is None else waiting.attachments
+        return sorted(found or ())
 
     def extra(self) -> dict[str, Any]:
         """What was stored with the checkpoint as ``extra``, of `S3StorageWriter` or `CheckpointManager.save`. Empty if
@@ -154,39 +153,20 @@ class AttachmentReader(ABC):
             CheckpointNotFoundError: no committed checkpoint is there.
             CorruptCheckpointError, StorageError
         """
-        url, waiting = self._where()
-        if waiting is not None:
-            return Manifest.from_json(waiting.manifest).extra
-        return read_extra(self._store(), url)
+        waiting = self._waiting_manifest()
+        return read_extra(self._store(), self._require_url()) if waiting is None else waiting.extra
 
-    def _where(self) -> tuple[CheckpointURL, WaitingCommit | None]:
-        """URL of the checkpoint, and its commit if that waits on this host's disk."""
+    def _waiting_manifest(self) -> Manifest | None:
+        """The manifest of a commit that waits on this host's disk, if that is to be read."""
         url = self._require_url()
-        return url, find_uncommitted(self._store(), self.settings, url) if self.include_uncommitted else None
+        found = find_uncommitted(self._store(), self.settings, url) if self.include_uncommitted else None
+        return None if found is None else Manifest.from_json(found.manifest)
 
     @abstractmethod
     def _require_url(self) -> CheckpointURL: ...
 
     @abstractmethod
     def _store(self) -> Store: ...
-
-
-def read_waiting(store: Store, settings: Settings, url: CheckpointURL, manifest: bytes, name: str) -> bytes:
-    """The bytes of one attachment, from this host's disk if it is there, else from S3.
-
-    Raises:
-        EntryNotFoundError: there is none.
-        CorruptCheckpointError: it is damaged.
-        StorageError
-    """
-    known = Manifest.from_json(manifest).attachments
-    if name not in known:
-        raise missing_error(url, name, known)
-    entry = known[name]
-    data = bytearray(entry.size)
-    with with_copies(store, settings, url) as copies:
-        copies.read(url.key(entry.path), 0, memoryview(data))
-    return check_bytes(bytes(data), url, entry)
 
 
 def find_uncommitted(

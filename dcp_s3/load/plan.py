@@ -22,11 +22,11 @@ from dcp_s3.load.boxes import Box, runs_of_box
 from dcp_s3.torch_private import StorageInfo
 
 READ_GAP = 256 * 2**10
-"""Largest gap in bytes between two ranges of an object that a load fetches and throws away, rather than send two
+"""Largest gap in bytes between two ranges of a chunk that a load fetches and throws away, rather than send two
 requests: what S3 sends on one connection (90 MB/s) in a tenth of a request's latency (about 30 ms)."""
 
-READ_WASTE = 0.0025
-"""The most that a load fetches and throws away in gaps, as a fraction of the bytes that it needs."""
+ITEM_GAP = 64 * 2**10
+"""The same between two items: more than lies between the raw bytes of neighbours, and 0.7 ms on a connection."""
 
 
 class StoredChunk(NamedTuple):
@@ -65,38 +65,34 @@ def find_stored(metadata: Metadata, index: MetadataIndex, kind: LoadItemType, ur
     Raises:
         CorruptCheckpointError: the metadata lacks it, or contradicts itself.
     """
-    info = metadata.storage_data.get(index)
-    if info is None:
-        raise errors.CorruptCheckpointError(
-            f"the metadata of {url} does not say where {index.fqn!r} at {index.offset} lies: it is damaged or was "
-            "merged wrongly",
+
+    def damaged(what: str) -> errors.CorruptCheckpointError:
+        return errors.CorruptCheckpointError(
+            f"the metadata of {url} is damaged, or was merged wrongly: {index.fqn!r} at {index.offset} {what}. Remedy: "
+            "load an earlier checkpoint",
             url=url,
         )
+
+    info = metadata.storage_data.get(index)
+    if info is None:
+        raise damaged("lies nowhere")
     raw_offset, whole = get_raw_offset(info), torch.Size((info.length,))
     if kind == LoadItemType.BYTE_IO:
+        if info.length == 0:
+            raise damaged("has no bytes")
         return StoredChunk(info, info.offset, info.length, whole, torch.uint8, True)
     saved = metadata.state_dict_metadata.get(index.fqn)
     if not isinstance(saved, TensorStorageMetadata):
-        raise errors.CorruptCheckpointError(
-            f"{index.fqn!r} in {url} is no tensor, but is to be loaded into one: the checkpoint was saved from another "
-            "kind of state",
-            url=url,
-        )
+        raise damaged("is no tensor, but is to be loaded into one")
     dtype, chunk = saved.properties.dtype, find_chunk(saved, index)
     if raw_offset is None or info.transform_descriptors:
         tensor = None if chunk is None else (dtype, chunk.sizes)
         return StoredChunk(info, info.offset, info.length, whole, torch.uint8, True, tensor)
     if chunk is None:
-        raise errors.CorruptCheckpointError(
-            f"the metadata of {url} has no chunk of {index.fqn!r} at {index.offset}", url=url
-        )
+        raise damaged("is none of its chunks")
     nbytes = chunk.sizes.numel() * dtype.itemsize
     if raw_offset + nbytes > info.length:
-        raise errors.CorruptCheckpointError(
-            f"{index.fqn!r} in {url}: a chunk of {nbytes} bytes at {raw_offset} does not fit into its item of "
-            f"{info.length} bytes: the metadata is damaged",
-            url=url,
-        )
+        raise damaged(f"has {nbytes} bytes at {raw_offset} of an item of {info.length}")
     return StoredChunk(info, info.offset + raw_offset, nbytes, chunk.sizes, dtype, False)
 
 
@@ -142,34 +138,33 @@ def ranges_of_box(
     Raises:
         ValueError: the box is not inside the chunk.
     """
-    # Runs closer than a block are merged by widening anyway.
-    gap = max_gap if blocks is None else max(max_gap, blocks.size)
-    runs = [(start * element_size, stop * element_size) for start, stop in runs_of_box(sizes, box, gap // element_size)]
     if blocks is None:
-        return [Range(start, stop, None) for start, stop in runs]
-    nbytes = element_size
-    for size in sizes:
-        nbytes *= size
+        runs = runs_of_box(sizes, box, max_gap // element_size)
+        return [Range(start * element_size, stop * element_size, None) for start, stop in runs]
+    nbytes = math.prod(sizes) * element_size
+    runs = block_runs(sizes, box, element_size, blocks.size, max_gap)
+    return [widen(start, stop, nbytes, blocks) for start, stop in runs]
+
+
+def block_runs(sizes: Sequence[int], box: Box, element_size: int, block: int, max_gap: int) -> list[tuple[int, int]]:
+    """The runs of bytes of a chunk, in whole blocks, that have a box of it, more than ``max_gap`` apart.
+
+    Raises:
+        ValueError: the box is not inside the chunk.
+    """
+    nbytes = math.prod(sizes) * element_size
     merged: list[tuple[int, int]] = []
-    for start, stop in runs:
-        first = start // blocks.size * blocks.size
+    # Runs closer than a block are merged anyway.
+    for start, stop in runs_of_box(sizes, box, max(max_gap, block) // element_size):
+        first = start * element_size // block * block
         if merged and first - merged[-1][1] <= max_gap:
             first = merged.pop()[0]
-        merged.append((first, min(-(-stop // blocks.size) * blocks.size, nbytes)))
-    return [widen(start, stop, nbytes, blocks) for start, stop in merged]
-
-
-# The framing between the raw bytes of two neighbours is shorter; it is never skipped.
-_FRAMING = 4 * 2**10
+        merged.append((first, min(-(-stop * element_size // block) * block, nbytes)))
+    return merged
 
 
 def plan_requests(
-    segments: Iterable[Segment],
-    *,
-    max_request: int,
-    max_gap: int,
-    max_waste: float = math.inf,
-    max_shared: int | None = None,
+    segments: Iterable[Segment], *, max_request: int, max_gap: int = ITEM_GAP, max_shared: int | None = None
 ) -> list[ReadRequest]:
     """Plan requests that fetch every byte of every segment exactly once.
 
@@ -180,8 +175,6 @@ def plan_requests(
         segments: segments in any order.
         max_request: maximum bytes of one request.
         max_gap: longest gap (bytes) between two segments that is fetched and dropped rather than skipped.
-        max_waste: bytes dropped in all, as a share of those needed; the shortest gaps come first. Gaps no longer than a
-            stored tensor's framing (4 KiB) are always fetched, and not counted.
         max_shared: maximum bytes of one request where segments overlap; None: ``max_request``.
 
     Returns:
@@ -190,18 +183,15 @@ def plan_requests(
     by_path: dict[str, list[Segment]] = {}
     for segment in segments:
         by_path.setdefault(segment[2].path, []).append(segment)
-    groups = {path: list(_groups(sorted(wanted, key=_PLACE))) for path, wanted in by_path.items()}
-    longest_gap = min(max_gap, _affordable_gap(groups.values(), max_waste))
-
     requests: list[ReadRequest] = []
-    for path, found in groups.items():
+    for path, wanted in by_path.items():
         together: list[Segment] = []
         start = end = 0
         shared = False
-        for group, stop in found:
+        for group, stop in _groups(sorted(wanted, key=_PLACE)):
             first = group[0][0]
             limit = max_request if len(group) == 1 else min(max_request, max_shared or max_request)
-            if together and (first - end > longest_gap or stop - start > limit):
+            if together and (first - end > max_gap or stop - start > limit):
                 requests.append(ReadRequest(path, start, end - start, tuple(together), shared))
                 together, shared = [], False
             if stop - first > limit:
@@ -219,34 +209,9 @@ def plan_requests(
 
 
 _PLACE = itemgetter(0, 1)  # start and stop of a segment
-_Group = tuple[list[Segment], int]
 
 
-def _affordable_gap(by_path: Iterable[list[_Group]], max_waste: float) -> float:
-    """The longest gap such that all gaps up to it are together at most ``max_waste`` of the needed bytes."""
-    if max_waste == math.inf:
-        return math.inf
-    needed = 0
-    gaps: list[int] = []
-    for groups in by_path:
-        before = None
-        for group, stop in groups:
-            first = group[0][0]
-            needed += stop - first
-            if before is not None and first - before > _FRAMING:
-                gaps.append(first - before)
-            before = stop
-    gaps.sort()
-    left: float = max_waste * needed
-    for index, gap in enumerate(gaps):
-        left -= gap
-        if left < 0:
-            # Gaps of this length do not all fit: take none of them.
-            return next((shorter for shorter in reversed(gaps[:index]) if shorter < gap), _FRAMING)
-    return math.inf
-
-
-def _groups(segments: Sequence[Segment]) -> Iterable[_Group]:
+def _groups(segments: Sequence[Segment]) -> Iterable[tuple[list[Segment], int]]:
     """Group segments that overlap, directly or through others; each with the byte after the group."""
     group: list[Segment] = []
     end = 0
@@ -261,15 +226,15 @@ def _groups(segments: Sequence[Segment]) -> Iterable[_Group]:
         yield group, end
 
 
-# Requests are cut at multiples of this many bytes, so that no element of any dtype is split.
-_ALIGNMENT = 64
+ALIGNMENT = 64
+"""Requests are cut at multiples of this many bytes, so that no element of any dtype is split."""
 
 
 def _split(path: str, group: Sequence[Segment], stop: int, max_request: int) -> list[ReadRequest]:
     start = group[0].start
     count = -(-(stop - start) // max_request)
     size = -(-(stop - start) // count)
-    size = min(max(1, max_request // _ALIGNMENT) * _ALIGNMENT, -(-size // _ALIGNMENT) * _ALIGNMENT)
+    size = min(max(1, max_request // ALIGNMENT) * ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
     requests = []
     for at in range(start, stop, size):
         end = min(at + size, stop)
@@ -289,7 +254,7 @@ def halve(request: ReadRequest) -> tuple[ReadRequest, ReadRequest] | None:
         return None
     start = next(segment.start for segment in request.segments if segment.stop > middle)
     # Inside a segment: after a whole number of elements. Otherwise in the gap before it, which is not fetched then.
-    cut = start + max(0, middle - start) // _ALIGNMENT * _ALIGNMENT
+    cut = start + max(0, middle - start) // ALIGNMENT * ALIGNMENT
     end = request.start + request.length
     before, after = tuple(_clip(request.segments, request.start, cut)), tuple(_clip(request.segments, cut, end))
     if not before or not after:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from dcp_s3 import errors
 from dcp_s3.failures import called_by_dcp
 from dcp_s3.load.boxes import AnyBox, find_overlaps
-from dcp_s3.load.names import count_by_prefix, find_mismatch, is_other_kind
+from dcp_s3.load.names import find_mismatch, is_other_kind, some
 from dcp_s3.process import collector_paused
 from dcp_s3.tensor_memory import is_plain
 from dcp_s3.torch_private import ShardedTensor, create_chunk_list
@@ -180,34 +181,25 @@ class _Layouts:
 
     def __init__(self) -> None:
         self._known: dict[tuple[_Boxes, _Boxes], _Layout] = {}
-        self._sizes: dict[tuple[int, ...], torch.Size] = {}
+        self._size = functools.cache(torch.Size)  # one object for equal sizes: a plan has few different ones
 
     def find(self, saved: TensorStorageMetadata, entry: torch.Tensor) -> _Layout | None:
         """The layout of a tensor's items; None if the chunks are so unusual that torch should plan them."""
         try:
             boxes = tuple(map(_BOX, saved.chunks)), _local_boxes(entry)
-            found = self._known.get(boxes)
-            if found is None:
-                found = self._known[boxes] = self._compute(*boxes)
+            if boxes not in self._known:
+                self._known[boxes] = self._compute(*boxes)
         except (TypeError, ValueError):  # not hashable, or other dimensions
             return None
-        return found
+        return self._known[boxes]
 
     def _compute(self, saved: _Boxes, local: _Boxes) -> _Layout:
         found = find_overlaps(saved, local)
         places: dict[tuple[torch.Size, int], int] = {}
-        dest = [places.setdefault((self._size(local[i][0]), i), len(places)) for i in found.local]
-        storage = [places.setdefault((self._size(saved[j][0]), j), len(places)) for j in found.saved]
+        dest = [places.setdefault((self._size(tuple(local[i][0])), i), len(places)) for i in found.local]
+        storage = [places.setdefault((self._size(tuple(saved[j][0])), j), len(places)) for j in found.saved]
         columns = (list(map(self._size, each)) for each in (found.local_offsets, found.saved_offsets, found.lengths))
         return _Layout(list(places), dest, storage, *columns)
-
-    def _size(self, numbers: Sequence[int]) -> torch.Size:
-        """Return one object for equal sizes: a plan has few different ones."""
-        key = tuple(numbers)
-        size = self._sizes.get(key)
-        if size is None:
-            size = self._sizes[key] = torch.Size(key)
-        return size
 
 
 _BOX = attrgetter("offsets", "sizes")
@@ -240,8 +232,8 @@ def log_unexpected(planner: LoadPlanner, metadata: Metadata, url: str) -> None:
         return
     unexpected = [name for name in metadata.state_dict_metadata if name not in state]
     if unexpected:
-        count, names = len(unexpected), count_by_prefix(unexpected)
-        logger.info("%d names in %s are not in the state and are not loaded: %s", count, url, names)
+        count = len(unexpected)
+        logger.info("%d names in %s are not in the state and are not loaded: %s", count, url, some(unexpected))
 
 
 def check_filled(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata, url: str) -> None:

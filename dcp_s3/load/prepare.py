@@ -1,33 +1,32 @@
-"""Makes the transfer for each item of a load plan: the bytes it needs, where they go, as which dtype.
-
-No I/O but a look at tensors of other writers, one of each kind.
-"""
+"""Makes the transfer for each item of a load plan: the bytes it needs, where they go, as which dtype. No I/O."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import io
-from collections.abc import Collection, Iterator, Sequence
-from typing import IO, cast
+from collections.abc import Collection, Sequence
+from typing import IO, NamedTuple, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from dcp_s3 import errors
-from dcp_s3.format.archive import MAX_HEAD, ArchiveHead
+from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, HeadError, parse_head
 from dcp_s3.format.blocks import Range
+from dcp_s3.format.framing import Frame, FrameCache, FramingError
 from dcp_s3.format.metadata import is_unproven
 from dcp_s3.format.safe_items import check_storages
-from dcp_s3.load.archives import SMALL_ITEM, ArchiveHeads, ItemKind
 from dcp_s3.load.boxes import Box
-from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import ExpectedHead, ItemTransfer, StreamTransfer, TensorTransfer, is_whole, tensor_in
 from dcp_s3.load.names import Conversion, keeps_values, warn_of_narrowing
 from dcp_s3.load.plan import READ_GAP, StoredChunk, find_stored, ranges_of_box
-from dcp_s3.tensor_memory import view_bytes
+from dcp_s3.tensor_memory import is_plain, view_bytes
 from dcp_s3.torch_private import ReaderTransforms, narrow_tensor_by_index
+
+SMALL_ITEM = 64 * 2**10
+"""Items of up to this many bytes are fetched whole."""
 
 
 class TransferFactory:
@@ -47,7 +46,7 @@ class TransferFactory:
         self.narrowed: dict[str, Conversion] = {}
 
     def prepare_all(
-        self, items: Sequence[ReadItem], planner: LoadPlanner, fetcher: Fetcher, shared: Collection[int] = ()
+        self, items: Sequence[ReadItem], planner: LoadPlanner, shared: Collection[int] = ()
     ) -> list[ItemTransfer]:
         """The transfer for each item. ``shared``: numbers of items that come from other ranks: whole, or a box, packed.
 
@@ -55,51 +54,22 @@ class TransferFactory:
             TensorMismatchError: a destination does not match what was saved.
             CorruptCheckpointError: the metadata contradicts itself.
         """
-        known = len(self.narrowed)  # from an earlier round of the same load
-        unknown: dict[int, tuple[ItemKind, StoredChunk, torch.Tensor]] = {}
-        transfers: list[ItemTransfer | None] = []
-        for number, item in enumerate(items):
-            stored, target = self._find(item, planner)
-            if target is not None and not stored.whole and number in shared:
-                lengths, ranges = item.lengths, [Range(0, item.lengths.numel() * stored.dtype.itemsize, None)]
-                array, box = stored._replace(base=0, sizes=lengths), Box((0,) * len(lengths), lengths)
-                transfers.append(TensorTransfer(item, stored, target, box, ranges, array=array))
-                continue
-            if target is None or not stored.whole or number in shared:
-                transfers.append(self._make(item, stored, target))
-                continue
-            # A recorded checksum covers the whole item.
-            kind = None if stored.nbytes <= SMALL_ITEM or stored.crc is not None else _kind_of(stored)
-            if kind is not None and self._heads.expect(kind) is None:
-                unknown[number] = kind, stored, target
-                transfers.append(None)
-            else:
-                transfers.append(self._archived(item, stored, target, kind))
-        one_each = {kind: stored.info for kind, stored, _ in reversed(unknown.values())}
-        if one_each:
-            fetcher.store.map(lambda _, each: self._heads.look(fetcher, *each), one_each.items())
-        for number, (kind, stored, target) in unknown.items():
-            transfers[number] = self._archived(items[number], stored, target, kind)
-        if len(self.narrowed) > known:
-            warn_of_narrowing(self.narrowed, self._url)
-        return cast(list[ItemTransfer], transfers)
-
-    def prepare(self, item: ReadItem, planner: LoadPlanner) -> ItemTransfer:
-        """The transfer for ``item``; a tensor of another writer is fetched with all of its item. No I/O.
-
-        Raises:
-            TensorMismatchError, CorruptCheckpointError: see `prepare_all`.
-        """
-        stored, target = self._find(item, planner)
-        return self._make(item, stored, target)
+        transfers = [
+            self._make(item, *self._find(item, planner), number in shared) for number, item in enumerate(items)
+        ]
+        for number in find_overwritten(transfers):
+            instead = torch.empty(
+                items[number].lengths, dtype=cast(torch.Tensor, transfers[number].target).dtype, device="cpu"
+            )
+            transfers[number] = self._make(items[number], transfers[number].stored, instead, number in shared)
+        warn_of_narrowing(self.narrowed, self._url)
+        return transfers
 
     def _find(self, item: ReadItem, planner: LoadPlanner) -> tuple[StoredChunk, torch.Tensor | None]:
         """How an item is stored, and the tensor to load it into; None for an item that is no tensor."""
         fqn, url = item.storage_index.fqn, self._url
         stored = find_stored(self._metadata, item.storage_index, item.type, url)
         if item.type == LoadItemType.BYTE_IO:
-            if stored.nbytes == 0:
-                raise errors.CorruptCheckpointError(f"the metadata of {url} is damaged: {fqn!r} has no bytes", url=url)
             return stored, None
         target: torch.Tensor = planner.resolve_tensor(item)
         if target.requires_grad:
@@ -122,10 +92,17 @@ class TransferFactory:
             self.narrowed[item.dest_index.fqn] = dtype, target.dtype
         return stored, target
 
-    def _make(self, item: ReadItem, stored: StoredChunk, target: torch.Tensor | None) -> ItemTransfer:
-        if target is None or stored.whole:
-            return StreamTransfer(item, stored, target, functools.partial(self._decode, item, stored, target))
+    def _make(self, item: ReadItem, stored: StoredChunk, target: torch.Tensor | None, is_shared: bool) -> ItemTransfer:
+        if target is None or (stored.whole and (is_shared or stored.crc is not None)):
+            return self._decoded(item, stored, target)
+        if stored.whole:
+            return self._archived(item, stored, target)
         sizes, dtype, box = stored.sizes, stored.dtype, Box(item.storage_offsets, item.lengths)
+        if is_shared:
+            packed = [Range(0, box.numel * dtype.itemsize, None)]
+            whole = Box((0,) * len(box.lengths), box.lengths)
+            array = stored._replace(base=0, sizes=item.lengths)
+            return TensorTransfer(item, stored, target, whole, packed, array=array)
         if is_whole(box, sizes):
             ranges = [Range(0, stored.nbytes, stored.crc)] if stored.nbytes else []
         else:
@@ -143,6 +120,10 @@ class TransferFactory:
         head = ExpectedHead(raw_offset, raw_offset, functools.partial(self._check_recorded, item, kind, raw_offset))
         return TensorTransfer(item, stored, target, box, ranges, head=head)
 
+    def _decoded(self, item: ReadItem, stored: StoredChunk, target: torch.Tensor | None) -> ItemTransfer:
+        """The transfer of a whole item, which is decoded when it has arrived."""
+        return StreamTransfer(item, stored, target, functools.partial(self._decode, item, stored, target))
+
     def _check_recorded(self, item: ReadItem, kind: ItemKind, raw_offset: int, head: bytes) -> None:
         """Check that an item is what metadata says that no checksum proves."""
         fault = self._heads.find_fault(kind, raw_offset, head)
@@ -153,45 +134,27 @@ class TransferFactory:
                 url=self._url,
             )
 
-    # --- tensors whose raw bytes' place is not recorded -----------------------------------------------
-
-    def _archived(
-        self, item: ReadItem, stored: StoredChunk, target: torch.Tensor, kind: ItemKind | None,
-        found: ArchiveHead | None = None,
-    ) -> ItemTransfer:  # fmt: skip
-        """The transfer from the place that the expected head gives, or the one that was ``found``; it must prove it."""
-        head = found or (None if kind is None else self._heads.expect(kind))
+    def _archived(self, item: ReadItem, stored: StoredChunk, target: torch.Tensor) -> ItemTransfer:
+        """The transfer of a tensor whose place is not recorded: from where this torch would have put it, or whole."""
+        kind = None if stored.nbytes <= SMALL_ITEM else _kind_of(stored)
+        head = None if kind is None else self._heads.expect(kind)
         if kind is None or head is None:
-            return self._make(item, stored, target)
-        # Row-major, like everything else: the dimensions in stored order.
-        offsets, lengths, sizes = (
-            torch.Size([values[dim] for dim in head.order])
-            for values in (item.storage_offsets, item.lengths, head.shape)
-        )
-        box = Box(offsets, lengths)
-        ranges = ranges_of_box(sizes, box, head.dtype.itemsize, blocks=None, max_gap=READ_GAP)
-        into = target if head.is_row_major else target.permute(head.order)
-        check = functools.partial(self._check_expected, item, stored, target, kind, head, last=found is not None)
-        return TensorTransfer(
-            item, stored, target, box, ranges, into=into, head=ExpectedHead(head.length, head.raw_offset, check),
-            array=stored._replace(base=stored.base + head.raw_offset, sizes=sizes, dtype=head.dtype),
-        )  # fmt: skip
+            return self._decoded(item, stored, target)
+        array = stored._replace(base=stored.base + head.raw_offset, sizes=torch.Size(kind.shape), dtype=kind.dtype)
+        box = Box(item.storage_offsets, item.lengths)
+        ranges = ranges_of_box(kind.shape, box, kind.dtype.itemsize, blocks=None, max_gap=READ_GAP)
 
-    def _check_expected(
-        self, item: ReadItem, stored: StoredChunk, target: torch.Tensor, kind: ItemKind, head: ArchiveHead,
-        data: bytes, *, last: bool,
-    ) -> ItemTransfer | None:  # fmt: skip
-        """What to fetch instead of an item that has another head: from the place that this gives, or all of it."""
-        found = self._heads.find(kind, data)
-        if found == head:
-            return None
-        return self._archived(item, stored, target, None if last or found is None else kind, found)
+        def check(data: bytes) -> ItemTransfer | None:
+            return None if self._heads.find(kind, data) == head else self._decoded(item, stored, target)
+
+        expected = ExpectedHead(head.length, head.raw_offset, check)
+        return TensorTransfer(item, stored, target, box, ranges, array=array, head=expected)
 
     def _decode(
         self, item: ReadItem, stored: StoredChunk, target: torch.Tensor | None, buffer: torch.Tensor
     ) -> io.BytesIO | None:
         """Decode a whole item: into ``target``, or to what is returned."""
-        with self._naming_damage(item):
+        try:
             if target is None:
                 return io.BytesIO(self._unwrap(item, stored, buffer).read(-1))
             kind = _kind_of(stored)
@@ -205,7 +168,15 @@ class TransferFactory:
                 seekable.seek(0)
                 tensor = cast(torch.Tensor, torch.load(seekable, map_location="cpu", weights_only=True))
             target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
-            return None
+        except errors.DcpS3Error:
+            raise
+        except Exception as error:
+            raise errors.CorruptCheckpointError(
+                f"{item.storage_index.fqn!r} in {self._url} cannot be decoded: {type(error).__name__}: {error}. "
+                "The stored data is damaged: load an earlier checkpoint",
+                url=self._url,
+            ) from error
+        return None
 
     def _unwrap(self, item: ReadItem, stored: StoredChunk, buffer: torch.Tensor) -> IO[bytes]:
         """The bytes of an item without its stream extensions."""
@@ -221,23 +192,147 @@ class TransferFactory:
             ) from error
         return self._transforms.transform_load_stream(item, descriptors, io.BytesIO(view_bytes(buffer)))
 
-    @contextlib.contextmanager
-    def _naming_damage(self, item: ReadItem) -> Iterator[None]:
-        """Report any error of decoding as damage to the stored item."""
-        try:
-            yield
-        except errors.DcpS3Error:
-            raise
-        except Exception as error:
-            raise errors.CorruptCheckpointError(
-                f"{item.storage_index.fqn!r} in {self._url} cannot be decoded: {type(error).__name__}: {error}. "
-                "The stored data is damaged: load an earlier checkpoint",
-                url=self._url,
-            ) from error
-
 
 def _kind_of(stored: StoredChunk) -> ItemKind | None:
     """The kind of an archive of torch.save; None if the item is none, or if the shape of its tensor is not known."""
     if stored.tensor is None or stored.info.transform_descriptors:
         return None
     return ItemKind(*stored.tensor, stored.nbytes)
+
+
+# --- entries that share memory ------------------------------------------------------------------------
+
+
+def find_overwritten(transfers: Sequence[ItemTransfer]) -> list[int]:
+    """Numbers of the items whose memory a later entry fills with something else.
+
+    Entries that share memory (tied parameters) are received at the same time, and what was saved for them is usually
+    the same. Where it is not, or nobody knows, the last one in the plan wins, as with torch's readers.
+    """
+    spans: dict[str, tuple[int, int]] = {}
+    numbers: dict[str, list[int]] = {}
+    for number, transfer in enumerate(transfers):
+        span = _span(transfer.target)
+        if span is not None:
+            name = transfer.item.dest_index.fqn
+            low, high = spans.get(name, span)
+            spans[name] = min(low, span[0]), max(high, span[1])
+            numbers.setdefault(name, []).append(number)
+    by_span: dict[tuple[int, int], list[str]] = {}
+    for name, span in spans.items():
+        by_span.setdefault(span, []).append(name)
+    found: list[int] = []
+    for names in by_span.values():
+        if len(names) > 1:
+            contents = {tuple([_content_of(transfers[number]) for number in numbers[name]]) for name in names}
+            if len(contents) > 1 or any(transfers[number].stored.crc is None for number in numbers[names[0]]):
+                found += [number for name in names[:-1] for number in numbers[name]]
+    return found
+
+
+def _content_of(transfer: ItemTransfer) -> object:
+    """A value that tells the saved contents of two items apart."""
+    item = transfer.item
+    return item.dest_offsets, item.lengths, item.storage_offsets, transfer.stored.sizes, transfer.stored.crc
+
+
+def find_exclusive(transfers: Sequence[ItemTransfer]) -> list[bool]:
+    """Tell for each item whether it shares its memory with no other."""
+    spans = sorted((*span, n) for n, each in enumerate(transfers) if (span := _span(each.target)) is not None)
+    found = [True] * len(transfers)
+    end, last = -1, -1
+    for start, stop, number in spans:
+        if start < end:
+            found[number] = found[last] = False
+        if stop > end:
+            end, last = stop, number
+    return found
+
+
+def _span(target: torch.Tensor | None) -> tuple[int, int] | None:
+    """Addresses of a tensor's first byte and of the byte after its last; None if it has no memory of its own."""
+    if target is None or not is_plain(target) or target.numel() == 0:
+        return None
+    start = target.data_ptr()
+    if target.is_contiguous():
+        return start, start + target.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
+    return start, start + (last + 1) * target.element_size()
+
+
+# --- heads of stored items ----------------------------------------------------------------------
+
+
+class ItemKind(NamedTuple):
+    """Properties of items whose heads should be the same."""
+
+    dtype: torch.dtype
+    """Dtype of the saved tensor."""
+    shape: tuple[int, ...]
+    """Shape of the saved chunk."""
+    length: int
+    """Length of the item in bytes."""
+
+
+class ArchiveHeads:
+    """Heads of items, by kind, as this torch writes them. Thread-safe.
+
+    What torch.save writes before a storage is the same for all tensors of one dtype and shape, up to the version of
+    torch. Where an item is as long as this torch would write it, the place of its bytes is expected; its own head is
+    fetched with them, and must say the same.
+    """
+
+    def __init__(self) -> None:
+        self._frames = FrameCache()
+        self._parsed: dict[ItemKind, tuple[bytes, ArchiveHead]] = {}
+
+    def _frame(self, kind: ItemKind) -> Frame | None:
+        """What this torch writes around the bytes of a contiguous tensor; None if it cannot be told."""
+        with contextlib.suppress(FramingError, RuntimeError, MemoryError):  # RuntimeError: torch lacks that much memory
+            return self._frames.get(kind.dtype, torch.Size(kind.shape))
+        return None
+
+    def expect(self, kind: ItemKind) -> ArchiveHead | None:
+        """The head of items of ``kind`` if they are as long as this torch would write them; None if they are not."""
+        if kind not in self._parsed:
+            frame = self._frame(kind)
+            if frame is None or frame.length != kind.length:
+                return None
+            with contextlib.suppress(HeadError):
+                self._parsed[kind] = frame.header, parse_head(frame.header)
+        known = self._parsed.get(kind)
+        return None if known is None else known[1]
+
+    def find(self, kind: ItemKind, data: bytes | memoryview) -> ArchiveHead | None:
+        """The head of an item of ``kind`` that begins with ``data``: 0.5 us if it is expected, else 35 us.
+
+        None if there is no head, or it is of another kind.
+        """
+        expected = self.expect(kind)
+        if expected is not None and bytes(data[: expected.length]) == self._parsed[kind][0]:
+            return expected
+        with contextlib.suppress(HeadError):
+            return _read(kind, bytes(data[:MAX_HEAD]))
+        return None
+
+    def find_fault(self, kind: ItemKind, raw_offset: int, data: bytes) -> str | None:
+        """How the head that is ``data`` differs from that of a contiguous tensor of ``kind`` at ``raw_offset``."""
+        frame = self._frame(kind)
+        if frame is not None and frame.header == data:
+            return None  # also of dtypes that `parse_head` does not know
+        try:
+            head = _read(kind, data)
+        except HeadError as error:
+            return str(error)
+        if not head.is_row_major or head.raw_offset != raw_offset:
+            return f"its bytes begin at {head.raw_offset}, the metadata has {raw_offset}"
+        return None
+
+
+def _read(kind: ItemKind, data: bytes) -> ArchiveHead:
+    head = parse_head(data)
+    if (head.dtype, head.shape) != (kind.dtype, tuple(kind.shape)):
+        raise HeadError(f"it is a {head.dtype} of {head.shape}, the metadata has {kind.dtype} of {tuple(kind.shape)}")
+    if head.raw_offset + head.nbytes > kind.length:
+        raise HeadError(f"its {head.nbytes} bytes from {head.raw_offset} on are not in its {kind.length} bytes")
+    return head

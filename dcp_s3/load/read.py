@@ -1,17 +1,13 @@
 """The read of one rank's plan: straight into the destination tensors, each item handed to the planner.
 
 Items that are no tensors go to the planner in plan order, as with torch's readers. They arrive in any order, and those
-that come early are held back. To bound that memory, a load of many such items reads them in batches.
-
-Entries of a state that share memory (tied parameters) are received at the same time, and what was saved for them is
-usually the same. Where it is not (a checkpoint of untied parameters is loaded into tied ones), they are read one after
-the other, and the last one in the plan wins, as with torch's readers.
+that come early are held back.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -22,12 +18,12 @@ from dcp_s3.format.safe_items import check_item
 from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import ItemTransfer
 from dcp_s3.load.peers.exchange import Exchange
-from dcp_s3.load.plan import READ_GAP, READ_WASTE, SMALL_HALF, plan_requests
-from dcp_s3.load.prepare import TransferFactory
+from dcp_s3.load.plan import SMALL_HALF, plan_requests
+from dcp_s3.load.prepare import TransferFactory, find_exclusive
 from dcp_s3.process import collector_paused
 from dcp_s3.ranks import world_size
 from dcp_s3.s3.parts import GETS_PER_SECOND, plan_part_size
-from dcp_s3.tensor_memory import counted_as_change, is_plain, synchronize_accelerator
+from dcp_s3.tensor_memory import counted_as_change, synchronize_accelerator
 from dcp_s3.torch_private import ReaderTransforms
 
 
@@ -44,7 +40,7 @@ class LoadExecutor:
         allow_dtype_cast: bool = True,
     ) -> None:
         self.fetcher = fetcher
-        self._url, self._metadata, self._weights_only = str(fetcher.url), metadata, weights_only
+        self._url, self._weights_only = str(fetcher.url), weights_only
         self._factory = TransferFactory(self._url, metadata, transforms, allow_dtype_cast=allow_dtype_cast)
         self._waiting: deque[ItemTransfer] = deque()
         """Items that are no tensors and that the planner has not got, in plan order."""
@@ -63,29 +59,24 @@ class LoadExecutor:
             StorageError: S3 failed despite retries.
         """
         with collector_paused():
-            shared = {} if exchange is None else exchange.join(plan.items, self.fetcher)
-            transfers = self._factory.prepare_all(plan.items, planner, self.fetcher, shared)
+            shared = set() if exchange is None else exchange.join(plan.items, self.fetcher)
+            transfers = self._factory.prepare_all(plan.items, planner, shared)
             devices = {each.target.device: each.target for each in transfers if each.target is not None}
             synchronize_accelerator(devices.values())
             self.fetcher.pin = any(device.type == "cuda" for device in devices)
             self._waiting = deque(transfer for transfer in transfers if transfer.target is None)
-            first, *later = read_in_turn(transfers)
-            direct, *batches = in_batches([transfers[n] for n in first if n not in shared], self.fetcher.buffers)
+            direct = [transfer for number, transfer in enumerate(transfers) if number not in shared]
             with counted_as_change(find_changing(transfers, planner)):
                 threads = None
                 if exchange is not None:
                     exclusive = find_exclusive(transfers)
-                    mine = {number: transfers[here] for here, number in shared.items()}
-                    alone = {number for here, number in shared.items() if exclusive[here]}
-                    threads = exchange.provide(self._metadata, mine, alone, sum([each.length for each in direct]))
+                    mine = {number: transfers[number] for number in shared}
+                    alone = {number for number in shared if exclusive[number]}
+                    threads = exchange.provide(mine, alone, sum([each.length for each in direct]))
                 self._read(direct, planner, threads)
                 if exchange is not None:
                     for transfer in exchange.arrivals():
                         self._commit(transfer, planner)
-                for batch in batches:
-                    self._read(batch, planner)
-                for numbers in later:
-                    self.run(LoadPlan([plan.items[number] for number in numbers]), planner)
         synchronize_accelerator(devices.values())
 
     def _read(self, transfers: Sequence[ItemTransfer], planner: LoadPlanner, threads: int | None = None) -> None:
@@ -107,10 +98,7 @@ class LoadExecutor:
             largest = min(largest, settings.part_size)
         buffered = min(largest, fetcher.max_buffered)
         all_direct = all(transfer.owned is not None for transfer in transfers if transfer.ranges)
-        requests = plan_requests(
-            segments, max_request=largest if all_direct else buffered, max_gap=READ_GAP, max_waste=READ_WASTE,
-            max_shared=buffered,
-        )  # fmt: skip
+        requests = plan_requests(segments, max_request=largest if all_direct else buffered, max_shared=buffered)
         fetched = sum([request.length for request in requests])
         most = max(len(requests), fetched // SMALL_HALF)
         most = most if all_direct else min(most, fetcher.max_buffers)
@@ -142,25 +130,6 @@ class LoadExecutor:
                 ) from error
 
 
-def in_batches(transfers: Sequence[ItemTransfer], max_held: int) -> list[list[ItemTransfer]]:
-    """Split items into batches to be read one after the other, all tensors in the first.
-
-    A batch holds at most ``max_held`` stored bytes of non-tensors, unless a single item has more.
-    """
-    batches: list[list[ItemTransfer]] = [[]]
-    held = 0
-    for transfer in transfers:
-        if transfer.target is not None:
-            batches[0].append(transfer)
-            continue
-        if held and held + transfer.length > max_held:
-            batches.append([])
-            held = 0
-        batches[-1].append(transfer)
-        held += transfer.length
-    return batches
-
-
 def find_changing(transfers: Sequence[ItemTransfer], planner: LoadPlanner) -> list[torch.Tensor]:
     """The tensors that a load changes: targets, and the state's DTensors and other wrappers around them.
 
@@ -173,84 +142,3 @@ def find_changing(transfers: Sequence[ItemTransfer], planner: LoadPlanner) -> li
         names = dict.fromkeys(transfer.item.dest_index.fqn for transfer in transfers)
         found += [entry for entry in map(state.get, names) if isinstance(entry, torch.Tensor)]
     return found
-
-
-# --- entries that share memory ----------------------------------------------------------------------
-
-
-def read_in_turn(transfers: Sequence[ItemTransfer]) -> list[list[int]]:
-    """Group the items' numbers in rounds, to be read one round after the other.
-
-    There is one round, unless entries with different or unknown contents share memory.
-    """
-    if all(find_exclusive(transfers)):
-        return [list(range(len(transfers)))]
-    by_name: dict[str, list[int]] = {}
-    spans: dict[tuple[str, int, str], tuple[int, int]] = {}  # parts of one tensor may interleave: its gaps are its own
-    for number, transfer in enumerate(transfers):
-        name, target, span = transfer.item.dest_index.fqn, transfer.target, _span(transfer.target)
-        by_name.setdefault(name, []).append(number)
-        if target is not None and span is not None:
-            where = str(target.device), target.untyped_storage().data_ptr(), name
-            low, high = spans.get(where, span)
-            spans[where] = min(low, span[0]), max(high, span[1])
-    order = {name: place for place, name in enumerate(by_name)}
-    turns = dict.fromkeys(by_name, 0)
-    for together in _overlapping(sorted((device, *span, name) for (device, _, name), span in spans.items())):
-        names = sorted(together, key=order.__getitem__)
-        contents = {tuple([_content_of(transfers[number]) for number in by_name[name]]) for name in names}
-        known = all(transfers[number].stored.crc is not None for number in by_name[names[0]])
-        if len(contents) > 1 or not known:
-            turns.update({name: turn for turn, name in enumerate(names)})
-    rounds: list[list[int]] = [[] for _ in range(1 + max(turns.values(), default=0))]
-    for name, numbers in by_name.items():
-        rounds[turns[name]] += numbers
-    return [sorted(numbers) for numbers in rounds]
-
-
-def _overlapping(spans: Iterable[tuple[str, int, int, str]]) -> list[set[str]]:
-    """Names of entries whose spans (device, first byte, end, name; sorted) overlap; only sets of several."""
-    found: list[set[str]] = []
-    device, end = "", 0
-    for where, start, stop, name in spans:
-        if where != device or start >= end or not found:
-            found.append(set())
-            device, end = where, stop
-        found[-1].add(name)
-        end = max(end, stop)
-    return [names for names in found if len(names) > 1]
-
-
-def _content_of(transfer: ItemTransfer) -> object:
-    """A value that tells the saved contents of two items apart."""
-    item = transfer.item
-    return item.dest_offsets, item.lengths, item.storage_offsets, transfer.stored.sizes, transfer.stored.crc
-
-
-def find_exclusive(transfers: Sequence[ItemTransfer]) -> list[bool]:
-    """Tell for each item whether it shares its memory with no other."""
-    spans = []
-    for number, transfer in enumerate(transfers):
-        span = _span(transfer.target)
-        if span is not None:
-            spans.append((*span, number))
-    spans.sort()
-    found = [True] * len(transfers)
-    end, last = -1, -1
-    for start, stop, number in spans:
-        if start < end:
-            found[number] = found[last] = False
-        if stop > end:
-            end, last = stop, number
-    return found
-
-
-def _span(target: torch.Tensor | None) -> tuple[int, int] | None:
-    """Addresses of a tensor's first byte and of the byte after its last; None if it has no memory of its own."""
-    if target is None or not is_plain(target) or target.numel() == 0:
-        return None
-    start = target.data_ptr()
-    if target.is_contiguous():
-        return start, start + target.nbytes
-    last = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
-    return start, start + (last + 1) * target.element_size()

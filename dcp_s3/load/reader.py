@@ -22,9 +22,9 @@ from dcp_s3.checkpoint.info import find_step
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.events import Listener, Loaded, LoadFailed, LoadStarted, emit
 from dcp_s3.failures import called_by_dcp
-from dcp_s3.format.layout import metadata_object, new_save_id
+from dcp_s3.format.layout import new_save_id
 from dcp_s3.limit import Deadline, Limit
-from dcp_s3.load.fetch import LOAD_BUFFERS, Fetcher
+from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.metadata import AttachmentReader, FailureTeller, UnreadableMetadata, fetch
 from dcp_s3.load.peers.assign import MAX_PIECE, plan_sharing
 from dcp_s3.load.peers.exchange import Exchange
@@ -118,7 +118,6 @@ class S3StorageReader(AttachmentReader, StorageReader):
         self._metadata: Metadata | None = None
         self._version = 0
         self._error: errors.DcpS3Error | None = None
-        self._saved_ranks: list[int] | None = None
         self._deadline: Deadline | None = None
         self._lease: ReaderLease | None = None
         self._began: tuple[float, Counters] | None = None
@@ -144,8 +143,8 @@ class S3StorageReader(AttachmentReader, StorageReader):
         """Fetch and unpickle the checkpoint's metadata.
 
         Args:
-            rank: read the metadata of this rank, of a save with ``use_collectives=False``. DCP's loader asks for it if
-                the global metadata could not be read.
+            rank: read the metadata of this rank, of a save of an earlier version with ``use_collectives=False``. DCP's
+                loader asks for it if the global metadata could not be read.
 
         DCP's loader takes any error raised here for missing metadata, and replaces it by an AssertionError. It asks for
         `checkpoint_id` right before: then a failure is raised as soon as the returned object is used.
@@ -158,7 +157,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
         """
         rank: int | None = kwargs.get("rank")
         if rank is None:  # it begins a load; one before had its own
-            self._deadline = self._saved_ranks = self._error = None
+            self._deadline = self._error = None
         if self._url is not None and (rank is None or self._began is None):
             self._began = time.monotonic(), self._store().counters()
             emit(LoadStarted(url=str(self._url), step=self._step, rank=ranks.rank()), self.on_event)
@@ -168,20 +167,16 @@ class S3StorageReader(AttachmentReader, StorageReader):
                 metadata = self._fetch_metadata(None)
             except errors.DcpS3Error as error:
                 self._error = error
-                if is_load and not self._may_be_of_ranks(error):
+                if is_load and not (_is_missing(error) and self._may_have_ranks()):
                     return UnreadableMetadata(error)
-                raise
+                raise  # DCP asks for that of the rank next
         else:
-            if self._error is not None and not isinstance(self._error, errors.CheckpointNotFoundError):
+            if self._error is not None and not _is_missing(self._error):
                 return UnreadableMetadata(self._error)
             try:
-                rank = self._own_rank(rank)
-                metadata = self._fetch_metadata(rank)
+                metadata = self._fetch_metadata(self._own_rank(rank))
             except errors.DcpS3Error as error:
-                missing = isinstance(error, errors.CheckpointNotFoundError)
-                if missing and not isinstance(error, errors.CheckpointDeletedError):
-                    return UnreadableMetadata(self._explain_missing(rank) or self._error or error)
-                return UnreadableMetadata(error)
+                return UnreadableMetadata(self._error or error if _is_missing(error) else error)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
@@ -197,37 +192,20 @@ class S3StorageReader(AttachmentReader, StorageReader):
         self._lease = found.lease or self._lease
         return found.metadata
 
-    def _find_ranks(self) -> list[int] | None:
-        """The ranks of a save without collectives that have metadata on S3; None if S3 does not answer."""
-        if self._saved_ranks is None:
-            with contextlib.suppress(errors.StorageError):
-                self._saved_ranks = list_directory(self._store(), self._require_url(), "__").ranks
-        return self._saved_ranks
+    def _may_have_ranks(self) -> bool:
+        """Whether single ranks may have metadata: else DCP need not log, with a traceback, that it looks for it."""
+        with contextlib.suppress(errors.StorageError):
+            return self.include_uncommitted or bool(list_directory(self._store(), self._require_url(), "__").ranks)
+        return True
 
     def _own_rank(self, rank: int) -> int:
         """The rank whose metadata to read when torch asks for that of ``rank``.
 
         Without a process group every rank is torch's 0. So is the first one of a group that the reader is given.
         """
-        if rank or self._process_group is not None or self._find_ranks() == [rank]:
+        if rank or self._process_group is not None:
             return rank
         return ranks.rank() if ranks.is_initialized() else launch().rank
-
-    def _may_be_of_ranks(self, error: errors.DcpS3Error) -> bool:
-        """Whether single ranks may have metadata although ``error`` says that the global one is missing."""
-        is_missing = isinstance(error, errors.CheckpointNotFoundError)
-        return is_missing and (self.include_uncommitted or self._find_ranks() != [])
-
-    def _explain_missing(self, rank: int) -> errors.CheckpointNotFoundError | None:
-        """The error for a checkpoint saved without collectives that lacks this rank; None if it has no ranks."""
-        url, found = self._require_url(), self._find_ranks()
-        if not found:
-            return None
-        return errors.CheckpointNotFoundError(
-            f"{url} was saved without collectives and has no {metadata_object(rank)}, only those of ranks {found}. "
-            "Remedy: load it with as many ranks as saved it; if one of them is missing, the save was cut off",
-            url=str(url),
-        )
 
     @called_by_dcp
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -277,7 +255,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
                 with collector_paused():
                     assignments = plan_sharing(
                         self._metadata, [plan.items for plan in plans], max_piece=max_piece, max_gap=READ_GAP,
-                        max_objects=LOAD_BUFFERS, group=group, tag=new_tag(),
+                        group=group, tag=new_tag(),
                     )  # fmt: skip
             elif len(plans) > 1 and any(offer.shares for offer in offers):
                 logger.info("every rank reads %s by itself: %s", self._url, reason)
@@ -378,3 +356,8 @@ class S3StorageReader(AttachmentReader, StorageReader):
     def _store(self) -> Store:
         limit = Limit(deadline=self._deadline, hang=self.settings.load_timeout)
         return store_of(self._require_url(), self.settings, limit)
+
+
+def _is_missing(error: errors.DcpS3Error) -> bool:
+    """Whether single ranks may have metadata although the global one cannot be read."""
+    return isinstance(error, errors.CheckpointNotFoundError) and not isinstance(error, errors.CheckpointDeletedError)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
@@ -17,8 +16,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from dcp_s3 import S3StorageReader, S3StorageWriter
-from tests.end_to_end.states import assert_same
 from tests.servers import S3Server
 
 SMALL_PARTS = {"part_size": "5MiB"}
@@ -62,20 +59,6 @@ def sharded_tensors(value: Callable[..., torch.Tensor]) -> tuple[Any, Any]:
         first = local.metadata.shard_offsets[0]
         local.tensor.copy_(value(1, 7, 3)[first : first + local.metadata.shard_sizes[0]])
     return given, by_spec
-
-
-def save_together(url: str, seed: int, overwrite: bool = False) -> BaseException | None:
-    try:
-        dcp.save({"shared": random_values(seed, 4)}, storage_writer=S3StorageWriter(url, overwrite=overwrite))
-    except CheckpointException as error:
-        return error
-    return None
-
-
-def load_together(url: str, seed: int) -> None:
-    state = {"shared": torch.zeros(4)}
-    dcp.load(state, storage_reader=S3StorageReader(url))
-    assert_same(state["shared"], random_values(seed, 4))
 
 
 def failures_by_rank(outcome: Sequence[BaseException | None]) -> dict[int, BaseException]:

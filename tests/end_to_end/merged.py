@@ -25,11 +25,10 @@ from tests.end_to_end.distributed import distribute, sharded_tensors
 from tests.end_to_end.states import every_kind
 from tests.servers import S3Server
 
-MODELS = ("tp", "hsdp", "fsdp", "ddp", "plain")
+MODELS = ("tp", "hsdp", "fsdp", "plain")
 """Kinds of a `meshes.Mesh` that a model can be on. The others, with what the shape of the mesh means:
 
-``stages``: (stages of a pipeline, replicas of each), plain tensors. ``pipeline``: (stages, ranks of each), FSDP2, and
-nothing says that what is plain is of one stage. ``hand``: (replicas, shards), by `shard`.
+``stages``: (stages of a pipeline, replicas of each), plain tensors. ``hand``: (replicas, shards), by `shard`.
 ``sharded``: ShardedTensors on two ranks. ``kinds``: one of every kind of entry, on each rank.
 """
 WAYS = ("together", "alone", "managed")
@@ -54,8 +53,6 @@ def make_state(mesh: meshes.Mesh) -> dict[str, Any]:
         state.update(meshes.Job(mesh, alone=mesh.kind == "plain").state(flattened=False))
     elif mesh.kind == "stages":
         state[f"stage{replica}"] = meshes.Job(mesh, alone=True).state(flattened=True)
-    elif mesh.kind == "pipeline":
-        state[f"stage{replica}"] = meshes.Job(meshes.Mesh("fsdp", mesh.shape)).state(flattened=True)
     elif mesh.kind == "hand":
         rows = [5 + number for number in range(mesh.shape[1])]
         start, whole = sum(rows[:place]), (sum(rows), 7)

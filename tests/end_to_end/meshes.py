@@ -21,7 +21,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Mesh:
 
     kind: str
     """``tp``: FSDP2 over the first dimension, tensor parallelism over the second. ``hsdp``: copies over the first,
-    FSDP2 over the second. ``fsdp``: over the second. ``ddp``: copies on all ranks. ``plain``: as one process has it."""
+    FSDP2 over the second. ``fsdp``: over the second. ``plain``: as one process has it."""
     shape: tuple[int, int] = (1, 1)
 
     @property
@@ -81,9 +80,7 @@ class Job:
         if mesh.kind == "tp":
             split = {"first": ColwiseParallel(), "second": RowwiseParallel(), "last": ColwiseParallel()}
             parallelize_module(self.model, devices["tp"], split)
-        if mesh.kind == "ddp":
-            self.model = DistributedDataParallel(self.model, process_group=self.group)  # type: ignore[assignment]
-        elif mesh.kind != "plain":
+        if mesh.kind != "plain":
             over = devices if mesh.kind == "hsdp" else devices["fsdp" if mesh.kind == "tp" else "shard"]
             for layer in (self.model.first, self.model.second, self.model.last):
                 fully_shard(layer, mesh=over)

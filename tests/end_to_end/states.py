@@ -80,16 +80,3 @@ def assert_same(found: Any, expected: Any, path: str = "") -> None:
             assert_same(f, e, f"{path}/{i}")
     else:
         assert found == expected, path
-
-
-class Counter:
-    """A Stateful object."""
-
-    def __init__(self, value: int) -> None:
-        self.value, self.squares = torch.tensor(value), [0]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value, "squares": [self.value.item() ** 2]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value, self.squares = state["value"], state["squares"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from typer.testing import CliRunner
 
-from dcp_s3 import S3StorageReader, S3StorageWriter, Settings, errors, pin, remove, unpin, verify
+from dcp_s3 import S3StorageReader, S3StorageWriter, Settings, errors, pin, unpin, verify
 from dcp_s3.cli.main import app
 from dcp_s3.offline.copy import copy as download
 from dcp_s3.offline.copy import copy as upload
-from dcp_s3.retention.parse import parse_policy
-from dcp_s3.retention.prune import prune
 from dcp_s3.s3.store import S3Store
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
@@ -52,11 +48,6 @@ def _put(key: str, data: bytes) -> None:
     S3Store(BUCKET, Settings()).put(key, data)
 
 
-def _refuse_puts(server: FaultyServer, end: str) -> None:
-    refused = Fault.error(403, "AccessDenied")
-    server.rule = lambda request: refused if request.operation == "PutObject" and request.key.endswith(end) else None
-
-
 def _manifest(server: FaultyServer) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Its key, its fields, and those of the attachment in it."""
     [key] = [key for key in _keys(server) if "manifest" in key]
@@ -66,6 +57,8 @@ def _manifest(server: FaultyServer) -> tuple[str, dict[str, Any], dict[str, Any]
 
 
 def test_an_attachment_is_read_back(root: str) -> None:
+    with pytest.raises(errors.CheckpointNotFoundError):
+        S3StorageReader(root).attachment("common.pt")
     files = {"common.pt": b"common", "rng/rank-0.bin": b"", "große Datei": b"\0" * 3_000_000}
     writer = S3StorageWriter(root)
     for name, data in files.items():
@@ -74,51 +67,21 @@ def test_an_attachment_is_read_back(root: str) -> None:
     reader = S3StorageReader(root)
     assert reader.attachments() == sorted(files)
     assert {name: reader.attachment(name) for name in files} == files
-    loaded = {"model": torch.zeros(1000)}
-    dcp.load(loaded, storage_reader=reader)
-    assert torch.equal(loaded["model"], STATE["model"])
-
-
-def test_it_is_in_the_manifest_with_its_checksum_and_shown(faulty: FaultyServer) -> None:
-    _save(common=b"common")
-    _, _, entry = _manifest(faulty)
-    assert (entry["attachment"], entry["size"], len(entry["crc64nvme"])) == ("common.pt", 6, 16)
-    assert "run/step-1/common.pt" not in _keys(faulty)
-    result = CliRunner().invoke(app, ["show", URL, "--all"])
-    assert result.exit_code == 0, result.output
-    assert [line.split()[-1] for line in result.output.splitlines() if "\t6 B\t" in line] == ["common.pt"]
+    with pytest.raises(errors.EntryNotFoundError, match=r"no attachment 'common\.pth': it has common\.pt"):
+        reader.attachment("common.pth")
 
 
 # --- one save, all or nothing -------------------------------------------------------------------------------
 
 
-def test_nobody_sees_a_checkpoint_without_it(faulty: FaultyServer) -> None:
-    seen = faulty.once("PutObject", Fault.error(403, "AccessDenied"), key=".distcp")
-    with pytest.raises(CheckpointException):
-        _save(common=b"common")
-    assert seen
-    assert not any(key.endswith((".metadata", "common.pt")) for key in _keys(faulty))
-
-
-@pytest.mark.parametrize("by", ["a save", "an upload"])
-def test_an_overwrite_keeps_the_old_until_its_commit(faulty: FaultyServer, tmp_path: Path, by: str) -> None:
-    def overwrite() -> None:
-        if by == "a save":
-            _save(URL, True, common=b"new")
-        else:
-            upload(tmp_path / "new", URL, overwrite=True)
-
-    _save(f"s3://{BUCKET}/new", common=b"new")
-    download(f"s3://{BUCKET}/new", tmp_path / "new")
+def test_an_overwrite_keeps_the_old_until_its_commit(faulty: FaultyServer) -> None:
     _save(common=b"old", only_old=b"x")
-    seen = faulty.once(
-        "PutObject", Fault.error(403, "AccessDenied"), key="step-1/.metadata" if by == "a save" else "step-1/"
-    )
-    with pytest.raises((CheckpointException, errors.AccessDeniedError)):
-        overwrite()
+    seen = faulty.once("PutObject", Fault.error(403, "AccessDenied"), key="step-1/.metadata")
+    with pytest.raises(CheckpointException):
+        _save(URL, True, common=b"new")
     assert seen
     assert _read() == b"old"
-    overwrite()
+    _save(URL, True, common=b"new")
     assert _read() == b"new"
     assert S3StorageReader(URL).attachments() == ["common.pt"]
     assert "run/step-1/only_old.pt" not in _keys(faulty)
@@ -199,6 +162,8 @@ def test_a_manifest_that_leads_elsewhere_is_not_read(faulty: FaultyServer, tmp_p
 
 def test_damage_is_found(faulty: FaultyServer) -> None:
     _save(common=b"common")
+    _, _, entry = _manifest(faulty)
+    assert (entry["attachment"], entry["size"], len(entry["crc64nvme"])) == ("common.pt", 6, 16)
     assert verify(URL, full=True).ok
     [key] = [key for key, size in faulty.s3.objects(BUCKET).items() if key.endswith(".distcp") and size == 6]
     _put(key, b"c0mmon")
@@ -229,26 +194,6 @@ def test_deleting_leaves_nothing_but_what_is_the_users_own(faulty: FaultyServer)
     assert _read(url=f"s3://{BUCKET}/run/step-2") == b"2"
 
 
-def test_a_prune_does_so_soon_after_an_overwrite(faulty: FaultyServer) -> None:
-    for step in (1, 2):
-        _save(f"s3://{BUCKET}/run/step-{step}", common=b"old")
-        _save(f"s3://{BUCKET}/run/step-{step}", True, common=b"new")
-    report = prune(f"s3://{BUCKET}/run", parse_policy("latest:1"))
-    assert report.ok
-    assert not report.left_alone
-    assert not [key for key in _keys(faulty) if "step-1" in key]
-
-
-def test_what_a_save_that_was_cut_off_leaves_is_removed(faulty: FaultyServer) -> None:
-    _save(f"s3://{BUCKET}/run/step-2")
-    _refuse_puts(faulty, "step-1/.metadata")
-    with pytest.raises(CheckpointException):
-        _save(common=b"1")
-    faulty.rule = lambda _: None
-    remove(URL, force=True)
-    assert not [key for key in _keys(faulty) if "step-1" in key]
-
-
 # --- names and data that cannot be --------------------------------------------------------------------------
 
 
@@ -266,7 +211,7 @@ def test_names_that_cannot_be(name: Any) -> None:
 
 def test_data_that_cannot_be_and_names_that_cannot_both_be(faulty: FaultyServer) -> None:
     writer = S3StorageWriter(URL)
-    with pytest.raises(errors.SaveProtocolError, match=r"'common\.pt' is a dict.*pass its bytes"):
+    with pytest.raises(errors.SaveProtocolError, match=r"'common\.pt' is a dict"):
         writer.attach("common.pt", {})  # type: ignore[arg-type]
     writer.attach("a", b"1")
     with pytest.raises(errors.SaveProtocolError, match="already attached to this save"):
@@ -275,14 +220,6 @@ def test_data_that_cannot_be_and_names_that_cannot_both_be(faulty: FaultyServer)
     with pytest.raises(CheckpointException, match="'a' and 'a/b' cannot both be attached"):
         dcp.save(STATE, storage_writer=writer)
     assert not any(key.endswith(".metadata") for key in _keys(faulty))
-
-
-def test_one_that_is_not_there(faulty: FaultyServer) -> None:
-    with pytest.raises(errors.CheckpointNotFoundError):
-        _read()
-    _save(common=b"1")
-    with pytest.raises(errors.EntryNotFoundError, match=r"no attachment 'common\.pth': it has common\.pt"):
-        _read("common.pth")
 
 
 def test_of_another_library(faulty: FaultyServer, tmp_path: Path) -> None:
@@ -328,12 +265,6 @@ def _ranks(root: str) -> None:
     reader = save("ranks", {f"rng-{rank}": bytes([rank]), "same": b"same"})
     assert reader.attachments() == ["rng-0", "rng-1", "same"]
     assert reader.attachment(f"rng-{1 - rank}") == bytes([1 - rank])
-    if rank == 0:
-        with tempfile.TemporaryDirectory() as directory:
-            download(f"{root}/ranks", directory)
-            upload(directory, f"{root}/copy")
-        assert verify(f"{root}/copy", full=True).ok
-        assert _read("same", f"{root}/copy") == b"same"
     with pytest.raises(CheckpointException, match="ranks attached different files as 'same'"):
         save("differ", {"same": bytes([rank])})
     reader = save("alone", {f"rng-{rank}": bytes([rank])}, use_collectives=False)
@@ -343,17 +274,3 @@ def _ranks(root: str) -> None:
 @pytest.mark.servers("memory")
 def test_several_ranks(root: str) -> None:
     run_ranks(2, _ranks, root)
-
-
-def _process(root: str) -> None:
-    writer = S3StorageWriter()
-    for step in (1, 2):
-        writer.attach("step", str(step).encode())
-        how: Any = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS}
-        dcp.async_save(STATE, checkpoint_id=f"{root}/{step}", storage_writer=writer, **how).result()  # type: ignore[union-attr]
-        assert _read("step", f"{root}/{step}") == str(step).encode()
-
-
-@pytest.mark.servers("memory")
-def test_saves_by_a_process(root: str) -> None:
-    run_ranks(1, _process, root)

@@ -31,10 +31,6 @@ def pickled(error: BaseException) -> BaseException:
     return error
 
 
-def contents(s3: Any, bucket: str) -> dict[str, str]:
-    return {found["Key"]: found["ETag"] for found in s3.list_objects_v2(Bucket=bucket).get("Contents", [])}
-
-
 @pytest.mark.parametrize("make", [S3StorageWriter, S3StorageReader])
 @pytest.mark.parametrize("url", ["/tmp/x", "gs://bucket/x", "s3://", "bucket/x"])
 def test_wrong_url(make: Any, url: str) -> None:
@@ -83,10 +79,3 @@ def test_missing_checkpoint(root: str, caplog: pytest.LogCaptureFixture) -> None
     assert "dcp-s3 ls" in str(error)
     with pytest.raises(errors.CheckpointNotFoundError):
         S3StorageReader(f"{root}/step-7").read_metadata()
-
-
-def test_meta_tensors_cannot_be_saved(memory_server: Any, root: str, s3: Any, bucket: str) -> None:
-    error = failure_of_save(root, {"ok": torch.ones(2), "w": torch.empty(3, device="meta")})
-    assert isinstance(error, errors.SaveProtocolError)
-    assert "'w'" in str(error)
-    assert contents(s3, bucket) == {}

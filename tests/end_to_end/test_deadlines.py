@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_s3 import S3StorageWriter, errors
-from dcp_s3.spill.background import stop_draining, wait_until_drained
+from dcp_s3.spill.background import stop_draining
 from tests.end_to_end import loads
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
-from tests.ranks import RankFailed, run_ranks
 
 pytestmark = [
     pytest.mark.timeout(180),  # below what requests may hang without a deadline: eight times LONG
@@ -141,77 +134,6 @@ def test_the_error_says_how_far_the_save_came(faulty: Hanging, operation: str, k
         assert_nothing_is_left(faulty)
 
 
-def test_a_commit_that_s3_carried_out_without_answering_is_a_save(faulty: Hanging) -> None:
-    puts: list[Any] = []
-
-    def rule(request: Any) -> Fault | None:
-        if request.key != "run/.metadata" or request.operation == "HeadObject":
-            return None
-        if request.operation == "PutObject":
-            puts.append(request)
-            if len(puts) == 1:
-                return Fault.apply_then_reset()
-        if puts:
-            faulty.released.wait(LONG)
-            return Fault.reset()
-        return None
-
-    faulty.rule = rule
-    state = make_state()
-    save(state, save_timeout=2, read_timeout=0.3)
-    assert len(puts) > 1
-    faulty.rule = lambda _: None
-    faulty.released.set()
-    load(state)
-
-
-def test_a_load_ends_at_its_deadline(faulty: Hanging) -> None:
-    save()
-    faulty.hang("GetObject", key="__0_0")
-    error = failure(lambda: load(make_state(), load_timeout=1.5))
-    assert faulty.reached.is_set()
-    assert f"the load of {URL} was not done within DCP_S3_LOAD_TIMEOUT = 1.5 s: 400 B of the 6.0 MiB" in str(error)
-    assert_no_threads()
-
-
-# --- with a spill directory --------------------------------------------------------------------------
-
-
-def test_a_save_that_is_not_durable_at_its_deadline_is_given_up(faulty: Hanging, spill_dir: Path) -> None:
-    faulty.hang("UploadPart")
-    failure(lambda: save(save_timeout=1, spill_after=20))
-    assert not list((spill_dir / "saves").iterdir())
-    assert_nothing_is_left(faulty)
-
-
-def test_what_is_on_disk_at_the_deadline_still_goes_to_s3(
-    faulty: Hanging, spill_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def time_passes(*arguments: Any, timeout: float | None) -> None:
-        assert timeout is not None
-        assert 0 < timeout < 600
-        wait_until_drained(*arguments, timeout=0)
-
-    monkeypatch.setattr("dcp_s3.spill.saving.wait_until_drained", time_passes)
-    faulty.rule = lambda request: Fault.error(503, "SlowDown") if "__0_" in request.key else None
-    state = make_state()
-    writer = S3StorageWriter(URL, settings={"save_timeout": 600, "spill_after": 0.2})
-    error = failure(lambda: dcp.save(state, storage_writer=writer))
-    assert f"it is complete on local disks ({spill_dir}), from where it still goes to S3" in str(error)
-    faulty.rule = lambda _: None
-    monkeypatch.setattr("dcp_s3.spill.saving.wait_until_drained", wait_until_drained)
-    writer.wait_committed(timeout=LONG)
-    load(state)
-
-
-def test_local_durability_is_in_time_without_s3(faulty: Hanging, spill_dir: Path) -> None:
-    faulty.rule = lambda request: Fault.error(503, "SlowDown") if "__0_" in request.key else None
-    writer = S3StorageWriter(URL, settings={"save_timeout": 20, "spill_after": 0.2, "durability": "local"})
-    dcp.save(make_state(), storage_writer=writer)
-    faulty.rule = lambda _: None
-    writer.wait_committed(timeout=LONG)
-
-
 # --- Ctrl-C ------------------------------------------------------------------------------------------
 
 
@@ -222,69 +144,20 @@ def interrupt() -> None:
     signal.pthread_kill(ident, signal.SIGINT)
 
 
-@pytest.mark.parametrize("spills", [False, True])
-def test_ctrl_c_during_a_save(faulty: Hanging, tmp_path: Path, request: pytest.FixtureRequest, spills: bool) -> None:
-    if spills:
-        request.getfixturevalue("spill_dir")
+def test_ctrl_c_during_a_save(faulty: Hanging, spill_dir: Path) -> None:
     faulty.hang("UploadPart", then=interrupt)
     failure(lambda: save(read_timeout=0.3), KeyboardInterrupt)
-    assert not list((tmp_path / "spill").glob("saves/*"))
+    assert not list(spill_dir.glob("saves/*"))
     assert_nothing_is_left(faulty)
 
 
-def test_ctrl_c_during_a_load(faulty: Hanging) -> None:
+def test_a_load_ends_at_its_deadline_and_by_ctrl_c(faulty: Hanging) -> None:
     save()
+    faulty.hang("GetObject", key="__0_0")
+    error = failure(lambda: load(make_state(), load_timeout=1.5))
+    assert faulty.reached.is_set()
+    assert f"the load of {URL} was not done within DCP_S3_LOAD_TIMEOUT = 1.5 s: 400 B of the 6.0 MiB" in str(error)
+    faulty.reached.clear()
     faulty.hang("GetObject", key="__0_", then=interrupt)
     failure(lambda: load(make_state(), read_timeout=0.3), KeyboardInterrupt)
     assert_no_threads()
-
-
-# --- ranks -------------------------------------------------------------------------------------------
-
-
-def _save_on_ranks(url: str) -> BaseException | None:
-    try:
-        dcp.save(
-            {f"rank{dist.get_rank()}": torch.randn(MIB * 3 // 2)},
-            storage_writer=S3StorageWriter(url, settings={"save_timeout": 1}),
-        )
-    except CheckpointException as error:
-        return error
-    return None
-
-
-def test_the_deadline_of_one_rank_is_told_to_all(faulty: Hanging) -> None:
-    faulty.hang("UploadPart", key="__1_")
-    for told in run_ranks(2, _save_on_ranks, URL):
-        assert isinstance(told, CheckpointException)
-        assert set(told.failures) == {1}
-        assert isinstance(told.failures[1][0], errors.DeadlineExceededError)
-        assert "of rank 1" in str(told.failures[1][0])
-    assert "run/.metadata" not in faulty.s3.objects(BUCKET)
-    assert faulty.s3.open_uploads(BUCKET) == []
-
-
-class _Dying(DefaultSavePlanner):
-    """Its process is killed when it begins to write."""
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(LONG)
-
-
-def _save_while_one_dies(url: str, dying: int) -> None:
-    rank = dist.get_rank()
-    planner = _Dying() if rank == dying else DefaultSavePlanner()
-    dcp.save({f"rank{rank}": torch.randn(100)}, storage_writer=S3StorageWriter(url), planner=planner)
-
-
-@pytest.mark.parametrize("dying", [0, 1])
-def test_a_rank_that_dies_fails_the_save_of_the_others(faulty: Hanging, dying: int) -> None:
-    with pytest.raises(RankFailed) as caught:
-        run_ranks(2, _save_while_one_dies, URL, dying)
-    text = str(caught.value)
-    assert f"exit code -{int(signal.SIGKILL)}" in text
-    assert f"rank {1 - dying} failed" in text or caught.value.rank == 1 - dying
-    assert "onnection" in text, "gloo's message: the connection was closed by the peer"
-    assert "run/.metadata" not in faulty.s3.objects(BUCKET)
-    assert not [request for request in faulty.s3.request_log if "manifest-" in request.key]

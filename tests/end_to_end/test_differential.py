@@ -28,6 +28,7 @@ from dcp_s3 import S3LoadPlanner, S3Stager, S3StorageReader, S3StorageWriter
 from dcp_s3.url import parse_url
 from tests.end_to_end.random_cases import NUMBER, Case, Maker, cases, leaves_of, make_state
 from tests.end_to_end.states import bits
+from tests.end_to_end.test_interchange import download, upload
 from tests.ranks import run_ranks
 
 # --- what a load may touch ------------------------------------------------------------------------------
@@ -120,12 +121,14 @@ def run(case: Case, root: str) -> None:
     """
     with _shared_directory() as directory:
         _save(case, f"{root}/ours")
-        _on_first_rank(lambda: _download(f"{root}/ours", directory / "ours"))
+        client, bucket = boto3.client("s3", endpoint_url=os.environ["DCP_S3_ENDPOINT_URL"]), parse_url(root).bucket
+        prefix = parse_url(root).key("").rstrip("/")
+        _on_first_rank(lambda: download(client, bucket, f"{prefix}/ours", directory / "ours"))
         dcp.save(
             make_state(case, Maker(blank=False)),
             storage_writer=dcp.FileSystemWriter(directory / "torch", sync_files=False),
         )
-        _on_first_rank(lambda: _upload(directory / "torch", f"{root}/torch"))
+        _on_first_rank(lambda: upload(client, bucket, f"{prefix}/torch", directory / "torch"))
         for writer in ("ours", "torch"):
             _compare(case, f"{root}/{writer}", directory / writer, writer)
 
@@ -160,7 +163,7 @@ def _compare(case: Case, url: str, directory: pathlib.Path, writer: str) -> None
     theirs, their_moves, _ = load(case, dcp.FileSystemReader(directory), s3_planner=False)
     reader = S3StorageReader(url, load_sharing=case.load_sharing, settings=case.reading)
     with contextlib.ExitStack() as stack:
-        for module in ("fetch", "read", "prepare", "reader"):
+        for module in ("prepare", "reader"):
             stack.enter_context(mock.patch(f"dcp_s3.load.{module}.READ_GAP", case.read_gap))
         ours, our_moves, planner = load(case, reader, s3_planner=case.s3_planner)
     found, expected = list(leaves_of(ours)), list(leaves_of(theirs))
@@ -213,26 +216,6 @@ def _shared_directory() -> Iterator[pathlib.Path]:
         dist.broadcast_object_list(names)
         yield pathlib.Path(names[0])
         dist.barrier()
-
-
-def _client() -> Any:
-    return boto3.client("s3", endpoint_url=os.environ["DCP_S3_ENDPOINT_URL"])
-
-
-def _download(url: str, directory: pathlib.Path) -> None:
-    place, client = parse_url(url), _client()
-    prefix = place.key("")
-    for found in client.list_objects_v2(Bucket=place.bucket, Prefix=prefix)["Contents"]:
-        path = directory / found["Key"].removeprefix(prefix)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        client.download_file(place.bucket, found["Key"], str(path))
-
-
-def _upload(directory: pathlib.Path, url: str) -> None:
-    place, client = parse_url(url), _client()
-    for path in sorted(directory.rglob("*")):
-        if path.is_file():
-            client.upload_file(str(path), place.bucket, place.key(str(path.relative_to(directory))))
 
 
 def run_all(found: list[Case], root: str) -> None:

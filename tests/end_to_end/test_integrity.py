@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import pickle
-import re
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_s3 import S3StorageReader, errors
+from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.blocks import get_crc, get_raw_offset
-from tests.end_to_end.conftest import SETTINGS, Saved, make_state
+from tests.end_to_end.conftest import Saved, make_state
 from tests.end_to_end.states import assert_same, blank, every_kind
 from tests.flipping import flip_in_flight
 from tests.servers import NAMES
@@ -78,66 +75,15 @@ def test_a_flipped_bit_that_is_loaded_into_other_memory_or_not_at_all(memory_ser
     assert_same(saved.load(blank(rest)), rest)
 
 
-def test_every_byte_of_an_object_counts(memory_server: Any, saved: Saved) -> None:
-    """Pickled data is unpickled: not one byte of it may go unverified."""
-    info = saved.info("objects.numbers")
-    original = saved.get(info.relative_path)
-    for position in range(info.offset, info.offset + info.length, 37):
-        saved.flip(info.relative_path, position)
-        error = saved.failure_of_load({"objects": {"numbers": []}})
-        assert isinstance(error, errors.CorruptCheckpointError), position
-        assert "'objects.numbers'" in str(error)
-        saved.put(info.relative_path, original)
-
-
-def test_flipped_bits_in_framing_change_nothing(memory_server: Any, saved: Saved, caplog: Any) -> None:
-    """Raw bytes are read directly: what torch.save puts around them is not even looked at."""
-    positions = []
-    for fqn in TENSORS:
-        info, (start, length) = saved.info(fqn), saved.raw(fqn)
-        positions += [*range(info.offset, start, 5), *range(start + length, info.offset + info.length, 5)]
-    assert len(positions) > 100
-    saved.flip(saved.info("large").relative_path, *positions)
-    assert_same(saved.load(), saved.state)
-    assert not [record for record in caplog.records if record.name.startswith("dcp_s3")]
-
-
 @pytest.mark.servers(*NAMES)
-@pytest.mark.parametrize("keep", [0, 1e-9, 0.3, 0.99])
-def test_a_truncated_object(saved: Saved, keep: float) -> None:
+def test_a_truncated_object_and_one_that_is_gone(saved: Saved) -> None:
     path = saved.info("large").relative_path
     data = saved.get(path)
-    saved.put(path, data[: int(keep * len(data)) + (0 < keep < 0.1)])
-    error = saved.failure_of_load()
-    assert isinstance(error, errors.CorruptCheckpointError)
-    assert re.search(rf"{re.escape(path)} ends before byte \d+", str(error))
-
-
-def test_an_object_without_its_last_needed_byte(memory_server: Any, saved: Saved) -> None:
-    info = max(saved.metadata.storage_data.values(), key=lambda info: info.offset)
-    saved.put(info.relative_path, saved.get(info.relative_path)[: info.offset + info.length - 1])
-    if get_raw_offset(info) is None:
-        assert_corrupt(saved)
-    else:  # only framing is missing
-        assert_same(saved.load(), saved.state)
-
-
-@pytest.mark.parametrize("change", ["longer", "shifted", "shorter", "same size", "deleted"])
-def test_a_replaced_object(memory_server: Any, saved: Saved, change: str) -> None:
-    path = saved.info("large").relative_path
-    data = saved.get(path)
-    other = {
-        "longer": os.urandom(len(data) + 1000),
-        "shifted": b"x" + data,
-        "shorter": data[: len(data) // 2],
-        "same size": os.urandom(len(data)),
-    }
-    if change == "deleted":
-        saved.delete(path)
-        assert_corrupt(saved, f"its object {path} does not exist")
-    else:
-        saved.put(path, other[change])
-        assert_corrupt(saved, path)
+    for keep in (0, 1, len(data) // 3, len(data) - 2000):
+        saved.put(path, data[:keep])
+        assert_corrupt(saved, f"{path} ends before byte ")
+    saved.delete(path)
+    assert_corrupt(saved, f"its object {path} does not exist")
 
 
 def test_an_object_of_another_checkpoint(s3: Any, bucket: str, root: str, saved: Saved) -> None:
@@ -149,19 +95,6 @@ def test_an_object_of_another_checkpoint(s3: Any, bucket: str, root: str, saved:
     data = other.get(other.info("medium").relative_path)
     saved.put(saved.info("medium").relative_path, data)
     assert_found(saved, "medium", data)
-
-
-def test_a_reader_is_usable_again_after_damage(memory_server: Any, saved: Saved) -> None:
-    path = saved.info("medium").relative_path
-    original = saved.get(path)
-    saved.flip(path, saved.raw("medium")[0])
-    reader = S3StorageReader(saved.url, settings=SETTINGS)
-    with pytest.raises(CheckpointException):
-        dcp.load(blank(saved.state), storage_reader=reader)
-    saved.put(path, original)
-    state = blank(saved.state)
-    dcp.load(state, storage_reader=reader)
-    assert_same(state, saved.state)
 
 
 # --- in flight ------------------------------------------------------------------------------------------
@@ -240,30 +173,6 @@ def test_damage_without_checksums_is_found_by_lengths_and_by_unpickling(s3: Any,
 # --- metadata (each of its bits is flipped in test_flipped_metadata) --------------------------------------
 
 
-class _Code:
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (self.command,)
-
-
-def test_metadata_that_is_cut_off(memory_server: Any, saved: Saved) -> None:
-    data = saved.get(".metadata")
-    for length in (0, len(data) // 2, len(data) - 10):  # the last: the pickle is whole, the seal is not
-        saved.put(".metadata", data[:length])
-        assert_corrupt(saved)
-
-
-@pytest.mark.parametrize("field", ["planner_data", "storage_meta", "state_dict_metadata"])
-def test_code_in_metadata_is_not_run(memory_server: Any, saved: Saved, tmp_path: Any, field: str) -> None:
-    saved.change_metadata(lambda metadata: setattr(metadata, field, _Code(f"touch {tmp_path}/owned")))
-    error = saved.failure_of_load()
-    assert isinstance(error, errors.UnsafeMetadataError)
-    assert "system" in str(error)
-    assert not (tmp_path / "owned").exists()
-
-
 @pytest.mark.timeout(120)  # whoever takes the memory for 2**45 bytes does not end in hours
 @pytest.mark.parametrize(
     ("change", "items"),
@@ -296,13 +205,3 @@ def test_storage_data_that_is_missing(memory_server: Any, saved: Saved) -> None:
         saved.put(".metadata", original)
     saved.change_metadata(lambda metadata: setattr(metadata, "storage_data", None))
     assert_corrupt(saved)
-
-
-def test_a_tensor_that_is_said_to_be_an_object_and_the_reverse(memory_server: Any, saved: Saved) -> None:
-    def swap(metadata: Metadata) -> None:
-        entries = metadata.state_dict_metadata
-        entries["medium"], entries["objects.text"] = entries["objects.text"], entries["medium"]
-
-    saved.change_metadata(swap)
-    with pytest.raises(CheckpointException):
-        saved.load()

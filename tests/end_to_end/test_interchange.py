@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_s3 import S3StorageReader, S3StorageWriter
 from tests.end_to_end import foreign
 from tests.end_to_end.states import assert_same, blank
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
 from tests.servers import S3Server
 
 PART_SIZE = 5 * 2**20
@@ -109,60 +109,24 @@ def test_torch_reshards_what_several_ranks_saved(
     run_foreign(memory_server, foreign.read_sharded, "s3torchconnector", root, "columns", ranks=2)
 
 
-def test_the_other_side_runs_without_dcp_s3(memory_server: S3Server, root: str) -> None:
-    """The other tests prove nothing if it can be imported there."""
-    with pytest.raises(RankFailed, match="ModuleNotFoundError: import of dcp_s3"):
-        run_foreign(memory_server, _import_dcp_s3)
-    with pytest.raises(RankFailed, match=r"AssertionError: .*'dcp_s3'"):
-        run_foreign(memory_server, _import_dcp_s3_first)
-
-
-def _import_dcp_s3() -> None:
-    import sys
-
-    # This very function lives in a module that imports it.
-    for name in [name for name in sys.modules if name.partition(".")[0] == "dcp_s3"]:
-        del sys.modules[name]
-    with foreign.without_dcp_s3():
-        import dcp_s3  # noqa: F401
-
-
-def _import_dcp_s3_first() -> None:
-    with foreign.without_dcp_s3():
-        pass
-
-
 # --- to this library ------------------------------------------------------------------------------------
 
 
 def test_reads_what_torch_wrote_and_boto3_uploaded(
     server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path
 ) -> None:
-    run_foreign(server, foreign.write, "filesystem", str(tmp_path), {})
-    upload(s3, bucket, "run", tmp_path)
-    check_load(root)
-
-
-@pytest.mark.parametrize("options", [{"thread_count": 4}, {"single_file_per_rank": False, "thread_count": 2}], ids=str)
-def test_reads_what_torch_wrote_in_several_files(
-    memory_server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    run_foreign(memory_server, foreign.write, "filesystem", str(tmp_path), options)
+    run_foreign(server, foreign.write, "filesystem", str(tmp_path), {"single_file_per_rank": False, "thread_count": 2})
     assert len(list(tmp_path.glob("*.distcp"))) >= 4
     upload(s3, bucket, "run", tmp_path)
     check_load(root)
 
 
-def test_reads_what_fsspec_wrote(server: S3Server, root: str) -> None:
-    run_foreign(server, foreign.write, "fsspec", root, {"thread_count": 2})
-    check_load(root)
-
-
-# It cannot write to the others: rclone answers CreateMultipartUpload with <InitiateMultipartUpload> where the Common
-# Runtime insists on S3's <InitiateMultipartUploadResult>; RGW 16.2's answer to Complete has no ETag.
+# s3torchconnector cannot write to the others: rclone answers CreateMultipartUpload with <InitiateMultipartUpload> where
+# the Common Runtime insists on S3's <InitiateMultipartUploadResult>; RGW 16.2's answer to Complete has no ETag.
 @pytest.mark.servers("memory", "moto", "external")
-def test_reads_what_s3torchconnector_wrote(server: S3Server, root: str) -> None:
-    run_foreign(server, foreign.write, "s3torchconnector", root, {"thread_count": 2})
+@pytest.mark.parametrize("client", CLIENTS)
+def test_reads_what_other_clients_wrote(server: S3Server, root: str, client: str) -> None:
+    run_foreign(server, foreign.write, client, root, {"thread_count": 2})
     check_load(root)
 
 

@@ -7,12 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter, errors, list_checkpoints, verify
+from dcp_s3 import verify
 from tests.end_to_end import foreign, merged, meshes
 from tests.end_to_end.meshes import Mesh
 from tests.end_to_end.states import assert_same
@@ -30,16 +26,6 @@ CASES = (
     Mesh("sharded", (1, 2)),
     Mesh("kinds", (1, 2)),
 )
-MORE = (
-    *(Mesh(kind, (1, ranks)) for kind in ("fsdp", "plain", "hand") for ranks in range(1, 9)),
-    *(Mesh("ddp", (ranks, 1)) for ranks in range(1, 9)),
-    *(Mesh("stages", shape) for shape in ((2, 1), (3, 1), (3, 2), (2, 4), (4, 2))),
-    *(Mesh("hand", shape) for shape in ((3, 2), (2, 3), (4, 2), (8, 1))),
-    *(Mesh("pipeline", shape) for shape in ((2, 2), (2, 3), (4, 2), (8, 1))),
-    *(Mesh("tp", shape) for shape in ((1, 4), (4, 1), (2, 3), (3, 2), (2, 4), (4, 2))),
-    *(Mesh("hsdp", shape) for shape in ((2, 1), (2, 3), (3, 2), (4, 2), (2, 4))),
-)
-"""The wide product."""
 WITHOUT_GROUP = (Mesh("plain", (1, 2)), Mesh("stages", (2, 1)), Mesh("hand", (2, 2)))
 
 
@@ -67,7 +53,7 @@ def _check(server: S3Server, s3: Any, bucket: str, root: str, ways: dict[str, st
         assert len(compared) == known * len(urls) * 2 > 0
 
 
-@pytest.mark.parametrize("mesh", [*CASES, *(pytest.param(each, marks=pytest.mark.soak) for each in MORE)], ids=str)
+@pytest.mark.parametrize("mesh", CASES, ids=str)
 def test_without_collectives_the_same_is_stored(
     root: str, bucket: str, s3: Any, memory_server: S3Server, tmp_path: Path, mesh: Mesh
 ) -> None:
@@ -87,80 +73,3 @@ def test_without_a_process_group_the_same_is_stored(
     ways = ("alone", "managed")
     run_ranks(mesh.ranks, merged.save_in, ways, mesh, root, group=False, env={"DCP_S3_RUN_ID": "a-run"})
     _check(memory_server, s3, bucket, root, dict.fromkeys(("together", *ways), root), tmp_path)
-
-
-# --- in use ----------------------------------------------------------------------------------------------
-
-
-def _overlap(root: str) -> None:
-    """Two saves of torch at the same time, and two of the manager, while training goes on."""
-    state = merged.make_state(Mesh("hsdp", (2, 1)))
-    with CheckpointManager(f"{root}/managed", coordination="s3") as manager:
-        under_way = [
-            dcp.async_save(state, storage_writer=S3StorageWriter(f"{root}/{number}"), use_collectives=False)
-            for number in range(2)
-        ]
-        for step in (1, 2):
-            assert manager.save(step, state)
-        meshes.spoil(state)
-        for future in under_way:
-            future.result()  # type: ignore[union-attr]
-        manager.wait()
-
-
-def test_saves_that_overlap_are_whole(root: str, bucket: str, memory_server: S3Server) -> None:
-    run_ranks(2, _overlap, root)
-    urls = [f"{root}/0", f"{root}/1", *(f"{root}/managed/step-{step:08d}" for step in (1, 2))]
-    assert [info.url for info in list_checkpoints(f"{root}/managed") if info.committed] == urls[2:]
-    first, *others = (merged.look(memory_server, bucket, url) for url in urls)
-    assert all(each == first for each in others)
-    for compared in run_ranks(3, merged.load_resharded, urls):
-        assert len(compared) == len(first.tensors) * len(urls) * 2
-
-
-def _replace(url: str) -> str:
-    """A checkpoint that is wrong is replaced, but only if that is asked for."""
-    state = merged.make_state(Mesh("fsdp", (1, 2)))
-    meshes.spoil(state)
-    dcp.save(state, storage_writer=S3StorageWriter(url), use_collectives=False)
-    meshes.fill(state)
-    with pytest.raises(errors.CheckpointExistsError) as refused:
-        dcp.save(state, storage_writer=S3StorageWriter(url), use_collectives=False)
-    dist.barrier()
-    dcp.save(state, storage_writer=S3StorageWriter(url, overwrite=True), use_collectives=False)
-    return str(refused.value)
-
-
-def test_a_checkpoint_is_replaced_as_a_whole(root: str, bucket: str, memory_server: S3Server) -> None:
-    for refused in run_ranks(2, _replace, root):
-        assert root in refused
-    stored = merged.look(memory_server, bucket, root)  # nothing of the first one is left
-    for compared in run_ranks(3, merged.load_resharded, [root]):
-        assert len(compared) == 2 * len(stored.tensors)
-
-
-def _save_in_group(url: str) -> None:
-    members = dist.new_group([1, 2])
-    if merged.rank() == 0:
-        return
-    mesh = DeviceMesh("cpu", [1, 2])
-    whole = meshes.full("sharded", torch.empty(7, 3))
-    state: dict[str, Any] = {
-        "sharded": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None),
-        "plain": meshes.full("plain", torch.empty(9, 4)),
-        f"of_{merged.rank()}": merged.rank(),
-    }
-    writer = S3StorageWriter(url, process_group=members)
-    dcp.save(state, storage_writer=writer, process_group=members, use_collectives=False)
-    found = {"of_1": 0, "of_2": 0}
-    dcp.load(found, storage_reader=S3StorageReader(url), process_group=members)
-    assert found == {"of_1": 1, "of_2": 2}
-
-
-def test_a_process_group_that_is_a_part_of_the_world(root: str, bucket: str, memory_server: S3Server) -> None:
-    run_ranks(3, _save_in_group, root)
-    stored = merged.look(memory_server, bucket, root)
-    assert stored.ranks == 2
-    assert {name for name, _ in stored.items} == {"sharded", "plain", "of_1", "of_2"}
-    for compared in run_ranks(1, merged.load_resharded, [root]):
-        assert sorted(set(compared)) == ["plain", "sharded"]

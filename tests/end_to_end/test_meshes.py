@@ -22,7 +22,7 @@ LOADING = (*SAVING, Mesh("tp", (2, 1)), Mesh("fsdp", (1, 3)), Mesh("plain"))
 FLATTENED = (False, True)
 
 
-def _save_and_load(root: str, saving: Mesh, use_collectives: bool) -> list[str]:
+def _save_and_load(root: str, saving: Mesh) -> list[str]:
     """Saves, and loads on every mesh. Returns the loads that gave every bit back."""
     jobs = {mesh: Job(mesh) for mesh in LOADING}
     # What makes this mesh: the shards of a rank are not neighbours.
@@ -37,7 +37,6 @@ def _save_and_load(root: str, saving: Mesh, use_collectives: bool) -> list[str]:
             state,
             storage_writer=S3StorageWriter(url, process_group=jobs[saving].group),
             process_group=jobs[saving].group,
-            use_collectives=use_collectives,
         )
         for mesh, job in jobs.items():
             if job.inside:
@@ -53,17 +52,8 @@ def _save_and_load(root: str, saving: Mesh, use_collectives: bool) -> list[str]:
 @pytest.mark.quick("tp-1x4", "hsdp-2x2")
 @pytest.mark.parametrize("saving", SAVING, ids=str)
 def test_uneven_meshes_are_resharded_onto_each_other(root: str, saving: Mesh) -> None:
-    _reshard(root, saving, use_collectives=True)
-
-
-@pytest.mark.quick("tp-2x2")
-@pytest.mark.parametrize("saving", SAVING, ids=str)
-def test_what_is_saved_without_collectives_is_resharded_too(root: str, saving: Mesh) -> None:
-    _reshard(root, saving, use_collectives=False)
-
-
-def _reshard(root: str, saving: Mesh, use_collectives: bool) -> None:
-    found = run_ranks(4, _save_and_load, root, saving, use_collectives)
+    """What is saved without collectives is the same, see `test_merged`."""
+    found = run_ranks(4, _save_and_load, root, saving)
     assert found == [[f"{mesh}-{flattened}" for flattened in FLATTENED for mesh in LOADING]] * 4
     for flattened in FLATTENED:
         stored = {n: t for n, t in read_tensors(f"{root}/{saving}-{flattened}").items() if isinstance(t, torch.Tensor)}

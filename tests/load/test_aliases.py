@@ -38,14 +38,6 @@ def test_of_different_contents_the_last_one_in_the_plan_stays(root: str) -> None
         assert torch.equal(state["c"], saved["c"])
 
 
-def test_parts_that_overlap_are_read_in_turn(memory_server: S3Server, root: str) -> None:
-    saved = {"head": torch.full((10,), 1.0), "tail": torch.full((10,), 2.0)}
-    save(f"{root}/parts", saved)
-    memory = torch.zeros(15)
-    load(f"{root}/parts", {"head": memory[:10], "tail": memory[5:]})
-    assert memory.tolist() == [1.0] * 5 + [2.0] * 10
-
-
 def test_tied_parameters_of_one_content_are_read_at_once(memory_server: S3Server, root: str) -> None:
     weight = torch.arange(1000.0)
     save(f"{root}/tied", {"in": weight, "out": weight})

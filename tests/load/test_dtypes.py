@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.load.fetch import Buffer
 from dcp_s3.load.names import keeps_values
-from tests.end_to_end.states import DTYPES, assert_same, random_tensor
+from tests.end_to_end.states import DTYPES, random_tensor
 from tests.end_to_end.test_bad_input import failure_of_load
 from tests.servers import S3Server
 
@@ -26,35 +25,6 @@ pytestmark = [
 ]
 
 _LOGGER = "dcp_s3.load.names"
-SHAPES = [(), (7, 5), (300, 90)]
-
-
-def _saved() -> dict[str, torch.Tensor]:
-    """Of moderate values: what casting makes of others (NaN to an integer) differs from one element to the next."""
-    state = {}
-    for number, dtype in enumerate(DTYPES):
-        for shape in SHAPES:
-            count = torch.Size(shape).numel()
-            state[f"{dtype} {shape}"] = ((torch.arange(count) + number) % 9 + 0.25).reshape(shape).to(dtype)
-    return state
-
-
-@pytest.mark.parametrize("writer", ["dcp_s3", "torch"])
-def test_every_conversion_is_that_of_torchs_reader(
-    memory_server: S3Server, root: str, s3: Any, bucket: str, tmp_path: Path, writer: str
-) -> None:
-    state = _saved()
-    dcp.save(state, checkpoint_id=tmp_path)
-    if writer == "torch":
-        for path in tmp_path.iterdir():
-            s3.upload_file(str(path), bucket, f"run/{path.name}")
-    else:
-        dcp.save(state, storage_writer=S3StorageWriter(root))
-    for dtype in DTYPES:
-        found, expected = ({name: torch.zeros(t.shape, dtype=dtype) for name, t in state.items()} for _ in range(2))
-        dcp.load(found, storage_reader=S3StorageReader(root))
-        dcp.load(expected, storage_reader=dcp.FileSystemReader(tmp_path))
-        assert_same(found, expected)
 
 
 def test_what_is_converted_comes_through_bounded_memory(

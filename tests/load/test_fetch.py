@@ -12,7 +12,7 @@ import pytest
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.blocks import Range
-from dcp_s3.limit import Cancelled, Deadline
+from dcp_s3.limit import Deadline
 from dcp_s3.load.items import Transfer
 from dcp_s3.load.plan import ReadRequest, plan_requests
 from tests.load.sources import URL, MemoryFetcher
@@ -114,13 +114,6 @@ def test_an_error_of_the_caller_cancels_what_is_under_way() -> None:
     with pytest.raises(ZeroDivisionError):
         take()
     assert source._cancel.is_set()
-
-
-def test_what_others_cancel_ends_with_an_error() -> None:
-    source = MemoryFetcher({"a": DATA})
-    source.cancel()
-    with pytest.raises(Cancelled):
-        fetch(source, requests_for(Bytes(0, SIZE)))
 
 
 def test_the_deadline_says_how_far_it_came() -> None:

@@ -6,13 +6,11 @@ import itertools
 import math
 from typing import NamedTuple
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.blocks import Blocks, cuts_between, pack_crcs
-from dcp_s3.load import plan as read_plan
 from dcp_s3.load.boxes import Box
 from dcp_s3.load.plan import SMALL_HALF, ReadRequest, Segment, halve, plan_requests, ranges_of_box
 from tests.load.test_boxes import chunks_and_boxes, positions
@@ -91,26 +89,6 @@ def test_every_needed_byte_is_fetched_once_and_waste_is_bounded(
         spans = sorted((r.start, r.start + r.length) for r in requests if r.path == path)
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     assert [request.length for request in requests] == sorted((r.length for r in requests), reverse=True)
-
-
-@given(segments(), st.integers(0, 500), st.sampled_from([0.0, 0.01, 0.1, 1.0]))
-def test_what_is_thrown_away_is_limited(wanted: list[Segment], max_gap: int, share: float) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read_plan, "_FRAMING", 10)
-        limited = plan_requests(wanted, max_request=10**6, max_gap=max_gap, max_waste=share)
-    needed = len({(item.path, at) for start, stop, item in wanted for at in range(start, stop)})
-    gaps = [gap for request in limited for gap in _gaps(request)]
-    assert sum(gap for gap in gaps if gap > 10) <= share * needed
-    free = plan_requests(wanted, max_request=10**6, max_gap=max_gap)
-    missing = sorted((gap for request in free for gap in _gaps(request)), reverse=True)
-    for gap in gaps:
-        missing.remove(gap)
-    assert not missing or min(missing) > 10  # the shortest are taken along
-
-
-def _gaps(request: ReadRequest) -> list[int]:
-    ends = itertools.accumulate((each.stop for each in request.segments), max)
-    return [gap for each, end in zip(request.segments[1:], ends, strict=False) if (gap := each.start - end) > 0]
 
 
 @given(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import random
-import weakref
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -16,10 +14,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3.checksum import crc64nvme
-from dcp_s3.format.blocks import Blocks, Range, cuts_between, make_storage_info, pack_crcs
+from dcp_s3.format.blocks import Blocks, cuts_between, make_storage_info, pack_crcs
 from dcp_s3.load.boxes import Box
 from dcp_s3.load.fetch import Buffer, Reception
-from dcp_s3.load.items import ItemTransfer, StreamTransfer, TensorTransfer, Transfer
+from dcp_s3.load.items import ItemTransfer, TensorTransfer, Transfer
 from dcp_s3.load.plan import ReadRequest, StoredChunk, plan_requests, ranges_of_box
 from dcp_s3.tensor_memory import view_bytes
 from tests.load.test_boxes import boxes_in
@@ -149,44 +147,3 @@ def test_a_range_that_came_in_one_piece_and_is_damaged_never_gets_to_its_place()
     receive_all(bytes(24), [transfer], max_request=10**6, max_gap=0, seed=0)
     assert len(transfer.mismatches()) == 1
     assert not item.target.any()
-
-
-# --- items ----------------------------------------------------------------------------------------------
-
-
-INDEX, NOTHING = MetadataIndex("x"), torch.Size((0,))
-ITEM = ReadItem(LoadItemType.BYTE_IO, INDEX, NOTHING, INDEX, NOTHING, NOTHING)
-STORED = StoredChunk(make_storage_info(_PATH, 0, 8), 0, 8, torch.Size((8,)), torch.uint8, True)
-
-
-def test_the_buffer_of_an_item_is_let_go_when_it_is_decoded() -> None:
-    """It is as large as the item."""
-    buffers: list[weakref.ref[torch.Tensor]] = []
-
-    def decode(buffer: torch.Tensor) -> None:
-        assert bytes(buffer) == b"\1" * 8
-        buffers.append(weakref.ref(buffer))
-
-    item = StreamTransfer(ITEM, STORED, None, decode)
-    for start, stop in ((0, 5), (5, 8)):
-        item.place(start, memoryview(b"\1" * (stop - start)))
-        assert item.arrived(start, stop - start, 0) == (stop == 8)
-    item.finish()
-    (buffer,) = buffers
-    assert buffer() is None
-
-
-def test_planned_requests_keep_no_target_alive() -> None:
-    """A load pauses the garbage collector: what it held in a cycle would stay."""
-    target = torch.zeros(2)
-    stored = STORED._replace(sizes=target.size(), dtype=target.dtype)
-    transfer = TensorTransfer(ITEM, stored, target, Box((0,), (2,)), [Range(0, 8, None)])
-    gc.disable()
-    try:
-        requests = plan_requests(transfer.segments(), max_request=8, max_gap=0)
-        assert len(requests) == 1
-        known = weakref.ref(target)
-        del target, transfer, requests
-        assert known() is None
-    finally:
-        gc.enable()

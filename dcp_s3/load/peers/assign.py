@@ -19,15 +19,15 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3.errors import CorruptCheckpointError
 from dcp_s3.format.blocks import MIN_BLOCK
 from dcp_s3.format.metadata import is_unproven
-from dcp_s3.load.boxes import Box, covering_run, runs_of_box
+from dcp_s3.load.boxes import Box
 from dcp_s3.load.peers.pieces import Assignment, Boxes, Peer, SharedPart, SharedPiece
-from dcp_s3.load.plan import StoredChunk, box_of, find_stored
+from dcp_s3.load.plan import StoredChunk, block_runs, box_of, find_stored
 
 MAX_PIECE = 16 * 2**20
 """Maximum bytes of a piece, unless a block of its checksums is longer."""
@@ -42,22 +42,23 @@ _where = operator.attrgetter("storage_index.fqn", "storage_index.offset")
 _box = operator.attrgetter("storage_offsets", "lengths")
 
 
+_Runs = tuple[tuple[int, int], ...]  # of bytes of a chunk
+
+
 class _Want(NamedTuple):
     """A box of a chunk, and who needs it."""
 
     box: Box
-    span: tuple[int, int]  # elements of the chunk, if the box is exactly these; else empty
-    runs: tuple[tuple[int, int], ...]  # bytes of the chunk to fetch for it, in whole blocks
+    runs: _Runs  # bytes of the chunk to fetch for it, in whole blocks
     users: list[int]  # team << 32 | number of the item
     total: int  # number of these items on all ranks
 
 
 class _Users(NamedTuple):
-    """Who needs parts of a chunk. By team: the items, in order, and the numbers of their wants."""
+    """Who needs parts of a chunk. By team: the items, in order, and the boxes that these need."""
 
-    wants: tuple[_Want, ...]
     items: dict[int, tuple[int, ...]]
-    kinds: dict[int, tuple[int, ...]]
+    boxes: dict[int, Boxes]
     teams: tuple[int, ...]
 
 
@@ -75,7 +76,6 @@ def plan_sharing(
     *,
     max_piece: int,
     max_gap: int,
-    max_objects: int,
     group: str = "default",
     tag: int = 0,
 ) -> list[Assignment] | None:
@@ -86,38 +86,27 @@ def plan_sharing(
         plans: the items of each rank.
         max_piece: maximum bytes of a piece, unless a block of its checksums is longer.
         max_gap: longest gap (bytes) between two runs of a box that is fetched rather than skipped.
-        max_objects: maximum bytes of shared items that are no tensors. They arrive in the order of the pieces, and each
-            rank holds them back for those before them in its plan.
         group, tag: see `Assignment`.
 
     Returns:
         An assignment for each rank, None if there is nothing to share. The same arguments give the same result.
     """
     teams = _find_teams(plans)
-    wanted, direct = _find_wanted(metadata, plans, teams)
-    objects = 0
+    wanted = _find_wanted(plans, teams)
     parts: list[_Part] = []
     sizes = [len(ranks) for ranks in teams.values()]
     # Models repeat their shapes.
-    covers: dict[tuple[object, ...], _Cover | None] = {}
+    covers: dict[tuple[object, ...], _Runs] = {}
     cut = functools.cache(functools.partial(_cut, max_piece))
     for boxes in wanted.values():
         chunk, block, wants = _find_wants(metadata, boxes, sizes, covers, max_gap, max_piece)
-        if chunk is not None and chunk.whole and chunk.tensor is None:  # an object
-            objects += chunk.nbytes
-            chunk = chunk if objects <= max_objects else None
-        found = _share(chunk, block, wants, cut) if chunk is not None else []
-        parts += found
-        if not found:
-            for want in wants:
-                cost = _size(want.runs)
-                for user in want.users:
-                    direct[user >> _TEAM] += cost
+        if chunk is not None:
+            parts += _share(chunk, block, wants, cut)
     if not parts:
         return None
     pieces = _coalesce(parts, max_piece)
     ranks = list(teams.values())
-    order = _choose_owners(pieces, ranks, direct)
+    order = _choose_owners(pieces, ranks)
     return [each._replace(group=group, tag=tag) for each in _tell(plans, pieces, ranks, order)]
 
 
@@ -133,25 +122,17 @@ _Boxes = dict[tuple[object, ...], tuple[ReadItem, list[int]]]  # boxes of one ch
 
 
 def _find_wanted(
-    metadata: Metadata, plans: Sequence[Sequence[ReadItem]], teams: dict[tuple[_Need, ...], list[int]]
-) -> tuple[dict[tuple[object, ...], _Boxes], list[int]]:
-    """The boxes that are needed of chunks that several ranks need, by name and offset of the chunk; and for each team,
-    about how many bytes one of its ranks fetches of other chunks."""
-    itemsizes = {
-        fqn: saved.properties.dtype.itemsize
-        for fqn, saved in metadata.state_dict_metadata.items()
-        if isinstance(saved, TensorStorageMetadata)
-    }
+    plans: Sequence[Sequence[ReadItem]], teams: dict[tuple[_Need, ...], list[int]]
+) -> dict[tuple[object, ...], _Boxes]:
+    """The boxes that are needed of chunks that several ranks need, by name and offset of the chunk."""
     counts: Counter[object] = Counter()
     for needs in teams:
         counts.update({where for where, _ in needs})
     wanted: dict[tuple[object, ...], _Boxes] = {}
-    direct = [0] * len(teams)
     for team, (needs, ranks) in enumerate(teams.items()):
         items, alone = plans[ranks[0]], len(ranks) == 1
         for number, (where, box) in enumerate(needs):
             if alone and counts[where] == 1:
-                direct[team] += box[1].numel() * itemsizes.get(where[0], 0)
                 continue
             boxes = wanted.get(where)
             if boxes is None:
@@ -161,14 +142,14 @@ def _find_wanted(
                 boxes[box] = (items[number], [team << _TEAM | number])
             else:
                 found[1].append(team << _TEAM | number)
-    return wanted, direct
+    return wanted
 
 
 def _find_wants(
     metadata: Metadata,
     boxes: _Boxes,
     sizes: Sequence[int],
-    covers: dict[tuple[object, ...], _Cover | None],
+    covers: dict[tuple[object, ...], _Runs],
     max_gap: int,
     max_piece: int,
 ) -> tuple[StoredChunk | None, int, list[_Want]]:
@@ -197,31 +178,15 @@ def _find_wants(
     for item, users in boxes.values():
         shape = (stored.sizes, stored.dtype, block, item.storage_offsets, item.lengths)
         if shape not in covers:
-            covers[shape] = _cover(stored, block, box_of(item, stored), max_gap)
-        cover = covers[shape]
-        if cover is not None:
-            wants.append(_Want(*cover, users, sum([sizes[user >> _TEAM] for user in users])))
+            try:
+                found = block_runs(stored.sizes, box_of(item, stored), stored.dtype.itemsize, block, max_gap)
+            except ValueError:
+                found = []  # the rank that reads it reports what is wrong
+            covers[shape] = tuple(found)
+        if covers[shape]:
+            total = sum([sizes[user >> _TEAM] for user in users])
+            wants.append(_Want(box_of(item, stored), covers[shape], users, total))
     return stored, block, wants
-
-
-_Cover = tuple[Box, tuple[int, int], tuple[tuple[int, int], ...]]
-
-
-def _cover(stored: StoredChunk, block: int, box: Box, max_gap: int) -> _Cover | None:
-    """The first three fields of a `_Want`; None if the box is empty, or is not inside the chunk."""
-    size = stored.dtype.itemsize
-    try:
-        first, last = covering_run(stored.sizes, box)
-        runs = runs_of_box(stored.sizes, box, max(max_gap, block) // size)
-    except ValueError:
-        return None  # the rank that reads it reports what is wrong
-    merged: list[tuple[int, int]] = []
-    for start, stop in runs:
-        begin = start * size // block * block
-        if merged and begin - merged[-1][1] <= max_gap:
-            begin = merged.pop()[0]
-        merged.append((begin, min(stored.nbytes, -(-stop * size // block) * block)))
-    return (box, (first, last) if last - first == box.numel else (0, 0), tuple(merged)) if merged else None
 
 
 def _share(chunk: StoredChunk, block: int, wants: list[_Want], cut: Callable[..., _Cuts]) -> list[_Part]:
@@ -235,7 +200,6 @@ def _share(chunk: StoredChunk, block: int, wants: list[_Want], cut: Callable[...
     return found
 
 
-_Runs = tuple[tuple[int, int], ...]  # of bytes of a chunk
 _Cuts = list[tuple[int, int, tuple[int, ...]]]  # parts of a chunk: first byte, end, and the numbers of the wants there
 
 
@@ -287,8 +251,8 @@ def _sort_by_team(wants: tuple[_Want, ...]) -> _Users:
         if len(each) > 1:
             each.sort()
     items = {team: tuple([item for item, _ in each]) for team, each in found.items()}
-    kinds = {team: tuple([kind for _, kind in each]) for team, each in found.items()}
-    return _Users(wants, items, kinds, tuple(sorted(found)))
+    boxes = {team: tuple([wants[kind].box for _, kind in each]) for team, each in found.items()}
+    return _Users(items, boxes, tuple(sorted(found)))
 
 
 def _coalesce(parts: list[_Part], max_piece: int) -> list[list[_Part]]:
@@ -312,11 +276,9 @@ def _coalesce(parts: list[_Part], max_piece: int) -> list[list[_Part]]:
     return pieces
 
 
-def _choose_owners(
-    pieces: list[list[_Part]], teams: Sequence[Sequence[int]], direct: Sequence[int]
-) -> list[tuple[int, int]]:
+def _choose_owners(pieces: list[list[_Part]], teams: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     """(index of the piece, owner) in the order in which all ranks take them: each owner's first, second, and so on."""
-    load = {rank: direct[team] for team, ranks in enumerate(teams) for rank in ranks}
+    load = {rank: 0 for ranks in teams for rank in ranks}
     candidates: dict[tuple[int, ...], list[int]] = {}  # in order: of ranks with the same load the first is taken
     queues: dict[int, list[int]] = {}
     sizes = [piece[-1].stop - piece[0].start for piece in pieces]
@@ -342,7 +304,6 @@ def _tell(
     team_of = {rank: team for team, ranks in enumerate(teams) for rank in ranks}
     for number, (index, owner) in enumerate(order):
         piece = pieces[index]
-        needs: list[dict[tuple[int, ...], Boxes | None]] = [{} for _ in piece]
         peers: list[Peer] = []
         views: dict[tuple[tuple[int, ...], ...], SharedPiece] = {}
         for team in piece[0].users.teams:
@@ -352,8 +313,8 @@ def _tell(
                 seen = [SharedPart(own, part.first, part.first + part.stop - part.start) for own, part in parts]
                 views[items] = SharedPiece(number, owner, tuple(seen), ())
             told[team].append(views[items])
-            needed = _needs_of(team, piece, needs)
-            peers += [Peer(rank, needed) for rank in teams[team] if rank != owner]
+            needs = tuple([part.users.boxes[team] for part in piece])
+            peers += [Peer(rank, needs) for rank in teams[team] if rank != owner]
         peers.sort(key=operator.itemgetter(0))
         owned.setdefault(owner, []).append((len(told[team_of[owner]]) - 1, tuple(peers)))
     assignments = []
@@ -363,24 +324,3 @@ def _tell(
             found[place] = found[place]._replace(peers=peers_of_piece)
         assignments.append(Assignment(tuple(items_of_rank), tuple(found)))
     return assignments
-
-
-def _needs_of(
-    team: int, piece: list[_Part], known: list[dict[tuple[int, ...], Boxes | None]]
-) -> tuple[Boxes | None, ...] | None:
-    needs = []
-    for part, found in zip(piece, known, strict=True):
-        kinds = part.users.kinds[team]
-        if kinds not in found:
-            found[kinds] = _find_need(part, [part.users.wants[kind] for kind in kinds])
-        needs.append(found[kinds])
-    return None if all(need is None for need in needs) else tuple(needs)
-
-
-def _find_need(part: _Part, wants: Sequence[_Want]) -> Boxes | None:
-    size = part.chunk.dtype.itemsize
-    start, stop = part.first // size, (part.first + part.stop - part.start) // size
-    want = wants[0]
-    if len(wants) == 1 and want.span[0] <= start and stop <= want.span[1]:
-        return None
-    return tuple((want.box.offsets, want.box.lengths) for want in wants)

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_s3 import errors
@@ -32,7 +31,6 @@ from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import ItemTransfer
 from dcp_s3.load.peers.messages import FAILED, FOLLOWS, HEADER, HEADER_BYTES, LOOKS_EVERY, PAYLOAD, Header, Messages
 from dcp_s3.load.peers.pieces import Assignment, OwnedPiece, ReceivedPiece, SharedItems
-from dcp_s3.load.plan import find_stored
 from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -114,31 +112,27 @@ class Exchange(Messages):
         if cause is not None and cause is not error and (error is None or isinstance(error, Exception)):
             raise cause  # ``error`` is what came of it
 
-    def join(self, items: Sequence[ReadItem], fetcher: Fetcher) -> dict[int, int]:
-        """Take part with the items of this rank's plan, which its planner may have changed since it was shared out.
+    def join(self, items: Sequence[ReadItem], fetcher: Fetcher) -> set[int]:
+        """Take part with the items of this rank's plan. Returns the numbers of those that arrive in pieces.
 
-        Returns the number in the assignment of each item, by its number in the plan, that arrives in pieces. Other
-        items have to be read. Pieces for items that are not in the plan any more are fetched and sent all the same.
+        Raises:
+            SaveProtocolError: the planner has changed the plan since it was shared out.
         """
         self._fetcher = fetcher
         if self.failure is not None:  # it came before there was something to cancel
             fetcher.cancel()
-        shared, assigned = self._assignment.shared_items(), self._assignment.items
-        if tuple(items) == assigned:
-            return {number: number for number in shared}
-        places: dict[ReadItem, list[int]] = {}
-        for number in shared:
-            places.setdefault(assigned[number], []).append(number)
-        return {here: places[item].pop() for here, item in enumerate(items) if places.get(item)}
+        if tuple(items) != self._assignment.items:
+            raise errors.SaveProtocolError(
+                f"the planner's finish_plan changed the plan for {self.url} after it was decided which rank reads what "
+                "for others. Remedy: S3StorageReader(load_sharing=False)"
+            )
+        return self._assignment.shared_items()
 
-    def provide(
-        self, metadata: Metadata, transfers: Mapping[int, ItemTransfer], alone: Collection[int], direct: int
-    ) -> int:
+    def provide(self, transfers: Mapping[int, ItemTransfer], alone: Collection[int], direct: int) -> int:
         """Begin to send and receive pieces.
 
         Args:
-            metadata: metadata of the checkpoint.
-            transfers: the items that `join` returned, by their numbers in the assignment.
+            transfers: the items that `join` returned, by their numbers.
             alone: numbers of those that share their memory with no other.
             direct: bytes that this rank reads besides.
 
@@ -147,12 +141,7 @@ class Exchange(Messages):
         """
         fetcher, assigned = self._fetcher, self._assignment
         assert fetcher is not None  # noqa: S101 - `join` comes first
-        stored = {
-            number: find_stored(metadata, item.storage_index, item.type, self.url)
-            for number in assigned.shared_items()
-            for item in (assigned.items[number],)
-        }
-        items = SharedItems(assigned.items, stored, transfers, alone, self._finished.put)
+        items = SharedItems(transfers, alone, self._finished.put)
         owned = {p.number: OwnedPiece(p, items, fetcher) for p in assigned.pieces if p.owner == self.rank}
         received = {p.number: ReceivedPiece(p, items, self.url) for p in assigned.pieces if p.owner != self.rank}
         width, own = fetcher.store.read_width(), sum(piece.nbytes for piece in owned.values())

@@ -94,26 +94,17 @@ def choose_group(offers: Sequence[Offer], url: str) -> tuple[str, str]:
                 "Remedy: load it again",
                 url=url,
             )
-    if len(offers) == 1:
-        return "", "it loads alone"
-    if not all(offer.shares for offer in offers):
-        return "", "not all ranks share (load_sharing=)"
-    if any(offer.checkpoint != first.checkpoint for offer in offers):
-        return "", "not all ranks load it"
+    if len(offers) == 1 or not all(offer.shares and offer.checkpoint == first.checkpoint for offer in offers):
+        return "", "not all ranks load it with load_sharing"
     members = [offer.rank for offer in offers]
     expected = hash_ranks(members)
     if all(offer.given == expected for offer in offers):
         return "given", ""
     if members == list(range(first.world_size)) and all(offer.world_size == len(members) for offer in offers):
         return "default", ""
-    if not all(offer.world_size for offer in offers):
-        return "", (
-            "the default process group has no gloo for CPU tensors. To read what several ranks need once: "
-            'init_process_group("cpu:gloo,cuda:nccl"), which async_save needs as well, or give S3StorageReader a '
-            "process_group with gloo"
-        )
     return "", (
-        f"{len(members)} ranks load it, which are not all ranks of the job. To read what several of them need once: "
+        f"no process group with gloo for CPU tensors is known that has just these {len(members)} ranks. To read what "
+        'several of them need once: init_process_group("cpu:gloo,cuda:nccl"), which async_save needs as well, or '
         "S3StorageReader(process_group=...) with the group that dcp.load is given"
     )
 

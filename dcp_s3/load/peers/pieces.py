@@ -15,7 +15,7 @@ from dcp_s3.format.blocks import Range, widen
 from dcp_s3.load.boxes import Box, Section, find_section
 from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import ItemTransfer, StreamTransfer, Transfer, cut_out, elements_of
-from dcp_s3.load.plan import StoredChunk, box_of
+from dcp_s3.load.plan import ALIGNMENT, StoredChunk, box_of
 from dcp_s3.tensor_memory import view_bytes
 
 
@@ -30,8 +30,8 @@ class SharedPart(NamedTuple):
     """The byte after the last."""
 
 
-Boxes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-"""Offsets and lengths of boxes of a chunk."""
+Boxes = tuple[Box, ...]
+"""Boxes of a chunk."""
 
 
 class Peer(NamedTuple):
@@ -39,9 +39,8 @@ class Peer(NamedTuple):
 
     rank: int
     """Rank in the load's group."""
-    needs: tuple[Boxes | None, ...] | None
-    """For each part, the boxes of its items, or None where the part's only box contains all of it. None if so in all
-    parts."""
+    needs: tuple[Boxes, ...]
+    """For each part, the boxes of its items."""
 
 
 class SharedPiece(NamedTuple):
@@ -61,7 +60,7 @@ class Assignment(NamedTuple):
     """One rank's work on shared pieces."""
 
     items: tuple[ReadItem, ...]
-    """The items of the plan that was shared out: a planner may change it afterwards."""
+    """The items of the plan that was shared out: a planner must not change it afterwards."""
     pieces: tuple[SharedPiece, ...]
     """Pieces that the rank fetches or needs, in order of their numbers."""
     group: str = "default"
@@ -76,16 +75,15 @@ class Assignment(NamedTuple):
 
 # --- on their way -------------------------------------------------------------------------------------
 
-_ALIGNMENT = 64
-"""Parts and sections begin at multiples of this many bytes of a message, a multiple of any dtype's element size."""
-
 
 def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Lay parts or sections of these sizes (bytes) into a message; returns their offsets and the message's length,
-    which is 0 if all are empty."""
+    """Lay parts or sections of these sizes (bytes) into a message, at multiples of `ALIGNMENT`.
+
+    Returns their offsets and the message's length, which is 0 if all are empty.
+    """
     starts, end = [], 0
     for size in sizes:
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        start = -(-end // ALIGNMENT) * ALIGNMENT
         starts.append(start)
         end = start + size
     return starts, end if any(sizes) else 0
@@ -95,52 +93,49 @@ class ItemSection(NamedTuple):
     """A run of bytes of an item's box, packed: what the item needs of a part."""
 
     number: int
-    """Number of the item in the assignment."""
-    transfer: ItemTransfer | None
-    """Its transfer; None if the plan does not have the item any more."""
+    """Number of the item in the plan."""
+    transfer: ItemTransfer
     box: Box
     start: int
     stop: int
 
 
 class SharedItems:
-    """The items of one rank that arrive in pieces, by their numbers in its assignment.
+    """The items of one rank that arrive in pieces, by their numbers in its plan.
 
     Args:
-        items: all items of the assignment.
-        stored: how those that are shared are stored.
-        transfers: those that the plan still has: a planner may have changed it. The others are dropped.
+        transfers: the items.
         alone: numbers of those that share their memory with no other.
         finished: called with each transfer when all of it has arrived.
     """
 
     def __init__(
         self,
-        items: Sequence[ReadItem],
-        stored: Mapping[int, StoredChunk],
         transfers: Mapping[int, ItemTransfer],
         alone: Collection[int],
         finished: Callable[[ItemTransfer], None],
     ) -> None:
-        self._items, self.stored = items, stored
         self._transfers, self._alone, self._finished = transfers, alone, finished
         self.inference = torch.is_inference_mode_enabled()  # a property of the thread
 
     def name_of(self, number: int) -> str:
-        return self._items[number].storage_index.fqn
+        return self._transfers[number].item.storage_index.fqn
+
+    def stored(self, part: SharedPart) -> StoredChunk:
+        """How the chunk is stored that a part is of."""
+        return self._transfers[part.items[0]].stored
 
     def sections(self, part: SharedPart) -> Iterator[ItemSection]:
         """What this rank's items need of a part."""
         for number in part.items:
-            stored = self.stored[number]
-            box = box_of(self._items[number], stored)
-            start, stop = section_of(stored, box, part)
-            yield ItemSection(number, self._transfers.get(number), box, start, stop)
+            transfer = self._transfers[number]
+            box = box_of(transfer.item, transfer.stored)
+            yield ItemSection(number, transfer, box, *section_of(transfer.stored, box, part))
 
     def memory(self, section: ItemSection) -> memoryview | None:
         """The place of a section; None if it is not one run of bytes, or shared with another item."""
         transfer = section.transfer
-        if transfer is None or transfer.owned is None:
+        if transfer.owned is None:
             return None
         if section.number not in self._alone and not isinstance(transfer, StreamTransfer):
             return None
@@ -149,7 +144,7 @@ class SharedItems:
     def arrived(self, section: ItemSection) -> None:
         """Count a section that is in place; the last one finishes the item."""
         transfer, size = section.transfer, section.stop - section.start
-        if transfer is not None and size and transfer.arrived(section.start, size, 0):
+        if size and transfer.arrived(section.start, size, 0):
             transfer.finish()
             self._finished(transfer)
 
@@ -167,16 +162,17 @@ class OwnedPiece(Transfer):
     Offsets count from the beginning of the object. A part is a range.
     """
 
-    __slots__ = ("_bytes", "_fetcher", "_items", "_needs", "_own", "_parts", "_starts", "nbytes")
+    __slots__ = ("_bytes", "_fetcher", "_items", "_messages", "_needs", "_own", "_parts", "_starts", "nbytes")
 
     def __init__(self, piece: SharedPiece, items: SharedItems, fetcher: Fetcher) -> None:
         self._parts, self._items, self._fetcher = piece.parts, items, fetcher
         self._starts, self.nbytes = lay_out([part.stop - part.start for part in piece.parts])
         self._needs = {peer.rank: peer.needs for peer in piece.peers}
+        self._messages: dict[int, tuple[torch.Tensor, int]] = {}
         self._bytes = memoryview(b"")
         self._own = False
-        ranges = [_range_of(items.stored[part.items[0]], part) for part in piece.parts]
-        path = items.stored[piece.parts[0].items[0]].info.relative_path
+        ranges = [_range_of(items.stored(part), part) for part in piece.parts]
+        path = items.stored(piece.parts[0]).info.relative_path
         # All checksums are needed, those of sent bytes too.
         super().__init__(path, 0, ranges, (ranges[0].start, ranges[-1].stop), checked=True)
 
@@ -200,7 +196,8 @@ class OwnedPiece(Transfer):
 
     def _pack(self, number: int, box: Box, start: int, stop: int, into: torch.Tensor | None = None) -> memoryview:
         """Bytes ``start`` to ``stop`` of a packed box, which are in this part, copied to ``into`` (uint8) if given."""
-        part, stored = self._parts[number], self._items.stored[self._parts[number].items[0]]
+        part = self._parts[number]
+        stored = self._items.stored(part)
         data = self._bytes[self._starts[number] :][: part.stop - part.start]
         if into is None:
             if stop - start == data.nbytes:
@@ -220,24 +217,29 @@ class OwnedPiece(Transfer):
         with torch.inference_mode(self._items.inference):
             for number, part in enumerate(self._parts):
                 for _, transfer, box, start, stop in self._items.sections(part):
-                    if transfer is not None and start < stop:
+                    if start < stop:
                         transfer.place(start, self._pack(number, box, start, stop))
 
     def message(self, peer: int) -> tuple[torch.Tensor, int]:
-        """The message for ``peer``, and the CRC-64/NVME of its sections.
+        """The message for ``peer``, and the CRC-64/NVME of its sections: one for all peers that need the same.
 
         For the whole piece it is the piece's own memory.
         """
         needs = self._needs[peer]
-        if needs is None:
-            sizes = [part.stop - part.start for part in self._parts]
+        if id(needs) not in self._messages:
+            self._messages[id(needs)] = self._make_message(needs)
+        return self._messages[id(needs)]
+
+    def _make_message(self, needs: Sequence[Boxes]) -> tuple[torch.Tensor, int]:
+        found = [
+            (number, box, *section_of(self._items.stored(part), box, part))
+            for number, (part, boxes) in enumerate(zip(self._parts, needs, strict=True))
+            for box in boxes
+        ]
+        sizes = [part.stop - part.start for part in self._parts]
+        if [stop - start for *_, start, stop in found] == sizes:
             whole = torch.frombuffer(self._bytes, dtype=torch.uint8)
             return whole, combine_crc64nvme(zip(self.checksums(), sizes, strict=True))
-        found: list[tuple[int, Box, int, int]] = []
-        for number, (part, boxes) in enumerate(zip(self._parts, needs, strict=True)):
-            stored = self._items.stored[part.items[0]]
-            for offsets, lengths in boxes or [((0,) * len(stored.sizes), stored.sizes)]:
-                found.append((number, Box(offsets, lengths), *section_of(stored, Box(offsets, lengths), part)))
         starts, length = lay_out([stop - start for *_, start, stop in found])
         message, crc = torch.empty(length, dtype=torch.uint8, device="cpu"), 0
         for (number, box, start, stop), at in zip(found, starts, strict=True):
@@ -248,6 +250,7 @@ class OwnedPiece(Transfer):
     def sent(self) -> None:
         """Note that nobody reads the piece's memory any more: this rank's own items may be handed on."""
         self._bytes = memoryview(b"")
+        self._messages.clear()
         with torch.inference_mode(self._items.inference):
             for part in self._parts:
                 for section in self._items.sections(part):
@@ -295,7 +298,7 @@ class ReceivedPiece:
             )
         with torch.inference_mode(self._items.inference):
             for section, view in zip(self._sections, views, strict=True):
-                if section.transfer is not None and view.nbytes and not self._direct:
+                if view.nbytes and not self._direct:
                     section.transfer.place(section.start, view)
                 self._items.arrived(section)
 

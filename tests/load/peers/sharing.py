@@ -61,10 +61,7 @@ def load_into(url: str, state: dict[str, Any], **options: Any) -> dict[str, Any]
     buffers = options.pop("buffers", LOAD_BUFFERS)
     options["process_group"] = options.pop("readers_group", None)
     reader = S3StorageReader(url, settings={**SMALL, **options.pop("settings", {})}, **options)
-    with (
-        mock.patch("dcp_s3.load.fetch.LOAD_BUFFERS", buffers),
-        mock.patch("dcp_s3.load.reader.LOAD_BUFFERS", buffers),
-    ):
+    with mock.patch("dcp_s3.load.fetch.LOAD_BUFFERS", buffers):
         dcp.load(state, storage_reader=reader, process_group=group, planner=planner)
     return state
 

@@ -77,27 +77,12 @@ class _ChangingPlanner(DefaultLoadPlanner):
         return LoadPlan(list(reversed(new_plan.items)))
 
 
-class _MutatingPlanner(DefaultLoadPlanner):
-    """Keeps what the reader has put into the plan, whose items are now others, if only in their order."""
-
-    def __init__(self, without: str | None = None) -> None:
-        super().__init__()
-        self._without = without
-
-    def create_local_plan(self) -> LoadPlan:
-        return super().create_local_plan()  # of its own: need not fill the state
-
-    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        new_plan.items[:] = [item for item in reversed(new_plan.items) if item.dest_index.fqn != self._without]
-        return new_plan
-
-
 def _loads() -> None:
     line = init_device_mesh("cpu", (4,))
     square = init_device_mesh("cpu", (2, 2))
     _save_all(line)
     copy_checkpoint(
-        "saved", "ddp", "hsdp", "tp", "off", "one_off", "changed", "mutated", "one_changed", "cast", "strided",
+        "saved", "ddp", "hsdp", "tp", "off", "one_off", "changed", "cast", "strided",
         "urls_a", "urls_b", "part", "alone", "coordinator",
     )  # fmt: skip
     rank = dist.get_rank()
@@ -127,14 +112,6 @@ def _loads() -> None:
     _assert_base(load_into(f"{RUN}/off", _base_state(True), load_sharing=False))
     _assert_base(load_into(f"{RUN}/one_off", _base_state(True), load_sharing=rank != 2))
     _assert_base(load_into(f"{RUN}/changed", _base_state(True), planner=_ChangingPlanner()))
-    _assert_base(load_into(f"{RUN}/mutated", _base_state(True), planner=_MutatingPlanner()))
-    # Or that of one rank, which fetches for the others what it does not want itself.
-    planner = _MutatingPlanner(without="large") if rank == 2 else None
-    state = load_into(f"{RUN}/one_changed", _base_state(True), planner=planner)
-    if rank == 2:
-        assert not state["large"].any()
-        state["large"] = random_values(50, ROWS, 900)
-    _assert_base(state)
 
     # Into other dtypes and strides, and into memory that two entries share.
     state = {"large": torch.zeros(ROWS, 900, dtype=torch.float64), "whole": place_on(blank.double(), line, Shard(1))}
@@ -172,14 +149,12 @@ def test_each_byte_is_fetched_once(recording: Recording) -> None:
     assert recording.fetched("ddp") <= 1.05 * stored
     assert recording.fetched("hsdp") <= 1.05 * 2 * whole
     assert recording.fetched("tp") <= 1.3 * 2 * whole
-    for run in ("ddp", "hsdp", "tp", "cast", "changed", "mutated", "off", "one_off"):
+    for run in ("ddp", "hsdp", "tp", "cast", "changed", "off", "one_off"):
         assert recording.metadata_gets(run) == 4, run
     assert recording.fetched("part") <= 1.05 * base + 100_000
     assert recording.fetched("cast") <= 1.05 * (base + whole)
     for run in ("off", "one_off", "changed"):
         assert recording.fetched(run) >= 4 * base, run
-    for run in ("mutated", "one_changed"):
-        assert recording.fetched(run) <= 1.05 * base + 100_000, run
     assert recording.fetched("coordinator") <= 1.05 * base + 100_000
     assert recording.fetched("alone") >= 3 * base
     assert (recording.metadata_gets("urls_a"), recording.metadata_gets("urls_b")) == (3, 1)
@@ -253,18 +228,17 @@ def test_random_states_on_random_placements(recording: Recording, seed: int) -> 
 # --- the group that ranks share in ---------------------------------------------------------------------
 
 
-def _given() -> dict[str, Any]:
-    """For each way: the group that data is shared in, and lines in the log."""
+def _groups() -> dict[str, tuple[list[str], list[str]]]:
+    """For each way to load: the group that data is shared in, and lines in the log."""
     url = f"{RUN}/good"
     dcp.save(large_state(False), storage_writer=S3StorageWriter(url, settings=SMALL))
-    group, alone = dist.new_group([0, 1, 2]), [dist.new_group([rank]) for rank in range(3)][dist.get_rank()]
-    pair = dist.new_group([0, 2])
-    found: dict[str, Any] = {}
-    names = {None: "none", dist.group.WORLD: "default", group: "given", pair: "pair"}
+    group, pair = dist.new_group([0, 1, 2]), dist.new_group([0, 2])
+    names = {dist.group.WORLD: "default", group: "given", pair: "pair"}
+    found: dict[str, tuple[list[str], list[str]]] = {}
+    init = Exchange.__init__
 
-    def load(name: str, reader: S3StorageReader, **arguments: Any) -> None:
+    def load(name: str, readers_group: Any = None, **arguments: Any) -> None:
         state, used, lines = large_state(True), [], []
-        init = Exchange.__init__
 
         def note(exchange: Exchange, group: Any, *others: Any, **more: Any) -> None:
             used.append(names[group])
@@ -275,34 +249,29 @@ def _given() -> dict[str, Any]:
         logger.setLevel(logging.INFO)
         logger.addHandler(handler)
         with mock.patch.object(Exchange, "__init__", note):
-            dcp.load(state, storage_reader=reader, **arguments)
+            dcp.load(state, storage_reader=S3StorageReader(url, process_group=readers_group), **arguments)
         logger.removeHandler(handler)
         for key, value in large_state(False).items():
             assert torch.equal(state[key], value), key
         found[name] = used, [line for line in lines if "by itself" in line]
 
-    load("none", S3StorageReader(url))
-    load("given", S3StorageReader(url, process_group=group))
-    load("no_dist", S3StorageReader(url, process_group=group), no_dist=True)
-    load("another", S3StorageReader(url, process_group=alone))
+    load("none")
+    load("given", group)
+    load("no_dist", group, no_dist=True)
     with mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"):
-        load("no gloo", S3StorageReader(url))
+        load("no gloo")
     dist.barrier()
     if dist.get_rank() != 1:
-        load("part", S3StorageReader(url), process_group=pair)
-        load("part, given", S3StorageReader(url, process_group=pair), process_group=pair)
+        load("part", process_group=pair)
+        load("part, given", pair, process_group=pair)
     return found
 
 
 def test_ranks_share_in_a_group_that_is_exactly_theirs(recording: Recording) -> None:
-    for rank, found in enumerate(run_ranks(3, _given, timeout=60)):
+    for rank, found in enumerate(run_ranks(3, _groups, timeout=60)):
         assert {name: used for name, (used, _) in found.items()} == {
-            "none": ["default"], "given": ["given"], "no_dist": [], "another": ["default"],
-            "no gloo": [], **({} if rank == 1 else {"part": [], "part, given": ["pair"]}),
+            "none": ["default"], "given": ["given"], "no_dist": [], "no gloo": [],
+            **({} if rank == 1 else {"part": [], "part, given": ["pair"]}),
         }  # fmt: skip
-        lines = {name: said for name, (_, said) in found.items() if said}
-        assert set(lines) == (set() if rank else {"no gloo", "part"}), "one line, of the coordinator"
-        if rank == 0:
-            assert all(len(said) == 1 for said in lines.values())
-            assert 'init_process_group("cpu:gloo,cuda:nccl")' in lines["no gloo"][0]
-            assert "S3StorageReader(process_group=...)" in lines["part"][0]
+        said = {name: len(lines) for name, (_, lines) in found.items() if lines}
+        assert said == ({} if rank else {"no gloo": 1, "part": 1}), "one line, of the coordinator"
