@@ -37,7 +37,6 @@ from dcp_s3 import (
     S3StorageWriter,
     SaveContinuously,
     SaveEvery,
-    SaveFirst,
     SaveMoment,
     SaveOnPreemption,
     Settings,
@@ -106,12 +105,11 @@ SHOWN = [
     (lambda: KeepLatest(3) | KeepBest(1, "loss", "min"), None),
     (lambda: KeepDaily(7), "KeepDaily(n=7)"),
     (lambda: KeepSteps(range(1000)), None),
-    (lambda: SaveFirst() | SaveEvery(seconds="10m") | SaveOnPreemption(), None),
+    (lambda: SaveContinuously() | SaveEvery(seconds="10m") | SaveOnPreemption(), None),
     (
         lambda: SaveMoment(5, None, 1.5, False),
         "SaveMoment(step=5, last_step=None, seconds=1.5, preempted=False, saving=False)",
     ),
-    (lambda: SaveContinuously(min_steps=5, min_seconds="1m") | SaveContinuously(), None),
 ]  # fmt: skip
 
 
@@ -128,7 +126,7 @@ def test_every_public_class_is_shown_here() -> None:
     made = {type(make()).__name__ for make, _ in SHOWN}
     public = {name for name in dcp_s3.__all__ if isinstance(getattr(dcp_s3, name), type)}
     of_one_number = {f"Keep{name}" for name in ("Best", "Every", "Hourly", "Latest", "Weekly", "Within")}
-    alike = {"SaveContinuously", "SaveEvery", "SaveFirst", "SaveOnPreemption"} | of_one_number
+    alike = {"SaveContinuously", "SaveEvery", "SaveOnPreemption"} | of_one_number
     assert public - made - alike - {"Policy", "SavePolicy"} == set()
 
 

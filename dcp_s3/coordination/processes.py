@@ -7,7 +7,6 @@ import logging
 import secrets
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dcp_s3.coordination.driving import Driver
@@ -79,9 +78,9 @@ class CountedSave:
             return self not in _memory.undecided
 
 
-def count_save(url: CheckpointURL, settings: Settings, *, step: int | None, members: Sequence[int] = ()) -> CountedSave:
-    """Count a save of all ranks, or of ``members``: before anything of it can fail on this rank alone."""
-    return count_of(current_attempt(url, settings, members), url, step)
+def count_save(url: CheckpointURL, settings: Settings, *, step: int | None) -> CountedSave:
+    """Count a save, before anything of it can fail on this rank alone."""
+    return count_of(current_attempt(url, settings), url, step)
 
 
 def count_of(attempt: Attempt, url: CheckpointURL, step: int | None) -> CountedSave:
