@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dcp_s3 import CheckpointManager, errors
-from dcp_s3.manager.inflight import SavesInFlight, queue_length
+from dcp_s3 import errors
+from dcp_s3.manager.inflight import SavesInFlight
 
 ROOT = "s3://bucket/run"
 _PATIENCE_SECONDS = 60
@@ -36,12 +36,6 @@ class Uploads:
     def _begin(self, step: int) -> Future[None]:
         self.begun.append(step)
         return self.futures.setdefault(step, Future())
-
-
-def test_as_many_wait_as_there_are_staged_copies_beside_the_one_that_uploads() -> None:
-    assert [queue_length(overlap) for overlap in ("wait", "queue")] == [0, 1]
-    with pytest.raises(errors.SettingsError, match="overlap = 'supersede', expected one of 'wait', 'queue'"):
-        CheckpointManager(ROOT, overlap="supersede")  # type: ignore[arg-type]
 
 
 def test_one_uploads_at_a_time_whether_or_not_the_one_before_succeeded() -> None:
