@@ -19,7 +19,7 @@ from dcp_s3.coordination.processes import CountedSave, withdraw
 from dcp_s3.events import Listener
 from dcp_s3.failures import name_failed
 from dcp_s3.manager import arguments
-from dcp_s3.manager.agree import Failures, Ranks, check_same_run, find_store_ranks
+from dcp_s3.manager.agree import Failures, Ranks, check_same, find_store_ranks
 from dcp_s3.manager.arguments import DEFAULT_FORMAT, check_step
 from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
 from dcp_s3.manager.inflight import BeginUpload, Overlap, SavesInFlight, queue_length, stage_save
@@ -137,7 +137,7 @@ class CheckpointManager(RunReader):
             # First: through the group the other ranks learn if the arguments of one rank are wrong.
             self._ranks = Ranks(process_group)
             found = self._ranks.agree(configure, self._refuse("no CheckpointManager is made"))
-            check_same_run([run for run, _ in found])
+            check_same("CheckpointManager is made for different runs", [run for run, _ in found])
         else:
             found = [configure()]
             self._ranks = find_store_ranks(self.root, self.settings, read_only=read_only)
@@ -259,7 +259,7 @@ class CheckpointManager(RunReader):
             return errors.SaveFailedError(what, url=self.url(step), step=step, failures=failures)
 
         found = self._beside.agree(begin, refuse)
-        self._check_same("save", [step for step, _, _ in found], errors.SaveProtocolError)
+        check_same("save is called with different steps", [step for step, _, _ in found], errors.SaveProtocolError)
         # The newest one that failed on any rank may not have ended on the others yet.
         if failed := max(number for _, _, number in found):
             self._in_flight.settle(failed)

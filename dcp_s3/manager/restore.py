@@ -6,7 +6,7 @@ import functools
 import logging
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -22,7 +22,7 @@ from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager import arguments
 from dcp_s3.manager import select_checkpoint as select
-from dcp_s3.manager.agree import Failures, Ranks, for_others
+from dcp_s3.manager.agree import Failures, Ranks, check_same, for_others
 from dcp_s3.manager.arguments import check_step
 from dcp_s3.manager.inflight import SavesInFlight
 from dcp_s3.manager.step_policy import StepDecisions
@@ -145,7 +145,7 @@ class RunReader(ABC):
             return step, metric, mode
 
         requests = self._ranks.agree(begin, self._refuse("nothing is restored"))
-        self._check_same("restore", requests)
+        check_same("restore asks for different steps (step, metric, mode)", requests)
         passed_over: list[str] = []
         ranks, alone = self._ranks, not self._ranks.collective and self._ranks.size > 1
         while True:
@@ -234,7 +234,7 @@ class RunReader(ABC):
             return None if step is None else check_step(step)
 
         steps = self._ranks.agree(begin, self._refuse("the run does not go back"))
-        self._check_same("restart", steps)
+        check_same("restart goes back to different steps", steps)
         self._decisions.restored(step)
 
     def latest_step(self) -> int | None:
@@ -337,11 +337,6 @@ class RunReader(ABC):
         self._left = {url: left for url, left in self._left.items() if (left or 0) > step}
         self._in_flight.last_good = step
         self._decisions.restored(step)
-
-    def _check_same(self, call: str, asked: Sequence[Any], error: type[Exception] = errors.CheckpointError) -> None:
-        if len(set(asked)) > 1:
-            what = f"the ranks {call} different steps of {self.root}: {dict(enumerate(asked))} (by rank)"
-            raise error(f"{what}. Remedy: call {call} with the same arguments on all")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -477,16 +477,6 @@ def test_a_store_without_conditional_writes_is_refused_before_a_byte_moves(lacks
     assert store.list("").objects == ()
 
 
-def test_a_store_is_asked_once_what_it_can() -> None:
-    driving._checked.discard(("asked once", None))
-    store, puts = MemoryStore("asked once"), []
-    put = store.put
-    store.put = lambda key, *args, **options: (puts.append(key), put(key, *args, **options))[1]  # type: ignore[method-assign,func-returns-value]
-    for number in (1, 2):
-        save([Work(store, rank) for rank in range(2)], number=number, overwrite=True, rank_timeout=20.0)
-    assert sum(".roll.00" in key for key in puts) in (4, 8)  # by one rank, or two at a time
-
-
 def test_buckets_of_one_name_at_two_endpoints_are_asked_each(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

@@ -284,9 +284,7 @@ def _restore_and_repeat(root: str, overwrite: bool, called: bool, how: str) -> l
     return told
 
 
-@pytest.mark.parametrize(
-    ("overwrite", "called", "how"), [(False, True, "restore"), (True, False, "restore"), (True, True, "restart")]
-)
+@pytest.mark.parametrize(("overwrite", "called", "how"), [(True, False, "restore"), (True, True, "restart")])
 def test_what_a_rank_saved_before_it_went_back_is_not_merged_with_what_it_saves_after(
     memory_server: Any, root: str, overwrite: bool, called: bool, how: str
 ) -> None:
