@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from dcp_s3.coordination.control_keys import ControlKeys, open_control_keys
-from dcp_s3.coordination.processes import CountedSave, count_save, current_attempt
+from dcp_s3.coordination.identity import current_attempt
+from dcp_s3.coordination.processes import CountedSave, count_save
 from dcp_s3.errors import CheckpointError, SaveProtocolError
 from dcp_s3.failures import portable
 from dcp_s3.ranks import is_initialized

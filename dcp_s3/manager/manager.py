@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -197,6 +198,9 @@ class CheckpointManager(RunReader):
             raise self._read_only_error(what)
         if not force and self._should_save is not None and not self.should_save(step):
             return False
+        if self.preempted:  # perhaps the last save: what failed before, and was logged, does not stand in its way
+            with contextlib.suppress(errors.SaveFailedError):
+                self.wait()
         ranks, saves = self._ranks, self._in_flight
         made: list[S3StorageWriter] = []
         counted: CountedSave | None = None

@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from dcp_s3.coordination import identity
-from dcp_s3.coordination.identity import Attempt, ask, make_attempt, tell
-from dcp_s3.coordination.processes import count_save, current_attempt, end_era
+from dcp_s3.coordination.identity import Attempt, ask, current_attempt, make_attempt, tell
+from dcp_s3.coordination.processes import count_save, end_era
 from dcp_s3.errors import SaveProtocolError, SettingsError, StorageError
 from dcp_s3.launcher import Launch, read_launch
 from dcp_s3.settings import Settings
