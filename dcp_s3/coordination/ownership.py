@@ -41,9 +41,9 @@ class OwnedItem(NamedTuple):
 
     item: WriteItem
     holders: tuple[int, ...]
-    """The ranks that are supposed to hold it, ascending, this one among them."""
+    """The ranks that are supposed to hold it, ascending, this one among them; none if there is nothing to write."""
     owner: int
-    """The one that is to write it."""
+    """The one that is to write it; -1: none."""
 
 
 def find_owners(
@@ -81,7 +81,7 @@ def assign(held: Sequence[tuple[WriteItem, tuple[int, ...]]]) -> list[int]:
 
     The result does not depend on the order, nor on items that are held by others.
     """
-    owners = [0] * len(held)
+    owners = [-1] * len(held)
     # Layouts are certain, the rule for plain values is not: it changes no other owner.
     groups: dict[tuple[bool, int], list[int]] = {}  # holders by identity: thousands of ranks take long to compare
     for number, (item, holders) in enumerate(held):
@@ -94,8 +94,8 @@ def assign(held: Sequence[tuple[WriteItem, tuple[int, ...]]]) -> list[int]:
 
 def _spread(items: list[WriteItem], holders: tuple[int, ...]) -> Iterable[tuple[int, int]]:
     """Number and owner of each item."""
-    if len(holders) == 1:
-        yield from ((number, holders[0]) for number in range(len(items)))
+    if len(holders) < 2:
+        yield from ((number, owner) for owner in holders for number in range(len(items)))
         return
     large: list[tuple[int, int, int]] = []
     for number, item in enumerate(items):
@@ -139,10 +139,10 @@ class Holders:
     """Finds the holders of items: the ranks that hold the same, ascending, this one among them. Equal ones are one
     object.
 
-    A chunk of a DTensor: the ranks of its mesh that have the same; each rank that has nothing of it, by itself. If the
-    mesh is a slice of one in ``meshes``: those of the other slices, too. Other shards (ShardedTensor, `shard`): as
-    ``replicas`` says if it is a function, otherwise this rank alone, for nothing says who else has them. Plain tensors
-    and objects: as ``replicas`` says.
+    A chunk of a DTensor: the ranks of its mesh that have the same; nobody, if a rank has nothing of a tensor that
+    is not empty. If the mesh is a slice of one in ``meshes``: those of the other slices, too. Other shards
+    (ShardedTensor, `shard`): as ``replicas`` says if it is a function, otherwise this rank alone, for nothing says
+    who else has them. Plain tensors and objects: as ``replicas`` says.
     """
 
     def __init__(self, world_size: int, rank: int, replicas: Replicas, meshes: Iterable[DeviceMesh]) -> None:
@@ -160,8 +160,8 @@ class Holders:
             return self._world if self._replicas is None else self._answer(item.index.fqn, self._replicas)
         if not isinstance(value, DTensor) or item.tensor_data is None or _has_own_chunks(value):
             return self._answer(item.index.fqn, self._replicas) if callable(self._replicas) else self._alone
-        if 0 in item.tensor_data.chunk.sizes:
-            return self._alone
+        if 0 in item.tensor_data.chunk.sizes and 0 not in value.shape:
+            return ()
         mesh = value.device_mesh
         layout = (id(mesh), value.placements)
         if layout not in self._of_layout:

@@ -220,6 +220,12 @@ def _nbytes(item: WriteItem) -> int:
     return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
+def _is_nothing(item: WriteItem) -> bool:
+    """A chunk of nothing, of a tensor that is not empty: nobody needs it."""
+    data = item.tensor_data
+    return data is not None and 0 in data.chunk.sizes and 0 not in data.size
+
+
 @pytest.mark.parametrize(("make", "world_size"), CASES)
 def test_the_ranks_write_what_dcp_would_have_them_write(make: Callable[[int, int], State], world_size: int) -> None:
     plans, ours = [], []
@@ -234,6 +240,7 @@ def test_the_ranks_write_what_dcp_would_have_them_write(make: Callable[[int, int
 
 
 def _check(ours: list[list[WriteItem]], theirs: list[list[WriteItem]]) -> None:
+    theirs = [[item for item in items if not _is_nothing(item)] for items in theirs]
     written = Counter(_key(item) for items in ours for item in items if _nbytes(item) or item.tensor_data is None)
     assert [key for key, count in written.items() if count > 1] == [], "written twice"
     expected = {_key(item): _nbytes(item) for items in theirs for item in items}
