@@ -114,8 +114,9 @@ def _fail(root: str) -> list[tuple[str, str, list[int]]]:
     ]
     seen = [_caught(call) for call in calls]
     module.fails = {}
-    assert manager.restore({**state, "module": module}) == 1
-    assert _is_of(state, 1)
+    loaded = {**state, "module": module}
+    assert manager.restore(loaded) == 1
+    assert _is_of(loaded, 1)
     manager.restart(1)
     manager.save(6, _state(6))
     manager.close()
