@@ -109,7 +109,7 @@ def test_an_interrupt_while_data_moves_ends_the_save_for_all_and_leaves_no_threa
 
 def test_stream_extensions_are_refused_before_a_byte_moves(store: MemoryStore) -> None:
     options = dataclasses.replace(OPTIONS, transforms=WriterTransforms([object()]))  # type: ignore[list-item]
-    with pytest.raises(errors.SaveProtocolError, match="stream extensions need a save with collectives. Remedy: "):
+    with pytest.raises(errors.SaveProtocolError, match=r"stream extensions need a save with collectives. Remedy: "):
         begin_joint_save(URL, "ab", options, None, counted=count_of(_attempt(0), URL, 1))
     assert store.list("").objects == ()
 
