@@ -185,11 +185,12 @@ def _thin(
     every = -(-crcs.nbytes * world_size // _MAX_CRC_BYTES)
     if every <= 1:
         return crcs.copy()
-    counts = numbers[CRCS] // 8
-    places = np.arange(len(crcs)) - np.repeat(np.cumsum(counts) - counts, counts)
-    numbers[CRCS] = counts // every * 8
+    counts, kept = numbers[CRCS] // 8, numbers[CRCS] // (8 * every)
+    starts, firsts = np.cumsum(counts) - counts, np.cumsum(kept) - kept
+    places = np.repeat(starts + every - 1 - every * firsts, kept) + every * np.arange(kept.sum())
+    numbers[CRCS] = 8 * kept
     ranges[BLOCK] *= every
-    return crcs[places % every == every - 1]
+    return crcs[places]
 
 
 def _in_order(numbers: npt.NDArray[np.int32], table: Collection[_Ordered]) -> list[_Ordered]:
