@@ -234,6 +234,8 @@ def _at_exit() -> None:
     for each in list(_open):
         for save in each._saves if each._rank == 0 else ():
             if save.failure or not save.ended.is_set():
-                remedy = "close the CheckpointManager, or use it in a `with`"
-                what = "the process ends: step %d was not saved to %s, and nothing raised it. Remedy: %s"
-                logger.error(what, save.step, save.url, remedy)
+                logger.error(
+                    "the process ends: step %d was not saved to %s, and nothing raised it. "
+                    "Remedy: close the CheckpointManager, or use it in a `with`",
+                    save.step, save.url,
+                )  # fmt: skip
