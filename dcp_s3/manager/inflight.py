@@ -234,8 +234,5 @@ def _at_exit() -> None:
     for each in list(_open):
         for save in each._saves if each._rank == 0 else ():
             if save.failure or not save.ended.is_set():
-                logger.error(
-                    "the process ends: step %d was not saved to %s, and nothing raised it. "
-                    "Remedy: close the CheckpointManager, or use it in a `with`",
-                    save.step, save.url,
-                )  # fmt: skip
+                lost = f"step {save.step} was not saved to {save.url}, and nothing raised it"
+                logger.error("the process ends: %s. Remedy: close the CheckpointManager, or use it in a `with`", lost)
