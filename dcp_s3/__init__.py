@@ -42,7 +42,7 @@ if _TYPE_CHECKING:  # the table below again, for type checkers
     from dcp_s3.load.reader import S3StorageReader as S3StorageReader
     from dcp_s3.manager.manager import CheckpointManager as CheckpointManager
     from dcp_s3.manager.step_policy import (
-        SaveContinuously as SaveContinuously, SaveEvery as SaveEvery, SaveFirst as SaveFirst, SaveMoment as SaveMoment,
+        SaveContinuously as SaveContinuously, SaveEvery as SaveEvery, SaveMoment as SaveMoment,
         SaveOnPreemption as SaveOnPreemption, SavePolicy as SavePolicy,
     )
     from dcp_s3.monitoring import Stats as Stats, stats as stats
@@ -86,7 +86,7 @@ _NAMES = {
     },
     "A run of checkpoints": {
         "manager.manager": "CheckpointManager",
-        "manager.step_policy": "SaveEvery SaveContinuously SaveFirst SaveOnPreemption SavePolicy SaveMoment",
+        "manager.step_policy": "SaveEvery SaveContinuously SaveOnPreemption SavePolicy SaveMoment",
     },
     "Retention": {
         "retention.prune": "prune remove apply_plan PruneReport",

@@ -22,8 +22,6 @@ from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms as 
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as WriterTransforms
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.distributed.tensor import Placement
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 try:  # since torch 2.15, which warns of the other name
     _fsspec: Any = importlib.import_module("torch.distributed.checkpoint.fsspec_filesystem")
@@ -35,7 +33,7 @@ FileReader = torch._C.PyTorchFileReader  # reads the archives that torch.save wr
 
 __all__ = [
     "AsyncCheckpointExecutor", "FileReader", "FsspecReader", "FsspecWriter", "ReaderTransforms", "ShardedTensor",
-    "StorageInfo", "StoragePrefix", "WriterTransforms", "compute_offset", "create_chunk_list", "default_store",
+    "StorageInfo", "StoragePrefix", "WriterTransforms", "create_chunk_list", "default_store",
     "has_checkpoint_process", "is_traceable_wrapper_subclass", "make_wrapper", "narrow_tensor_by_index",
     "pin_memory", "rebuild_sharded_tensor", "record_size", "unpin_memory",
 ]  # fmt: skip
@@ -125,13 +123,3 @@ def make_wrapper(cls: type[_Tensor], shape: Sequence[int], like: torch.Tensor) -
         cls, torch.Size(shape), dtype=like.dtype, device=like.device, requires_grad=False
     )
     return made
-
-
-def compute_offset(
-    shape: Sequence[int], mesh_shape: Sequence[int], place: Sequence[int], placements: Sequence[Placement]
-) -> tuple[int, ...]:
-    """Where the chunk of the rank at ``place`` of a mesh begins in a DTensor of ``shape``.
-
-    In a dimension of which the rank has nothing: at its end.
-    """
-    return _compute_local_shape_and_global_offset(torch.Size(shape), tuple(mesh_shape), list(place), placements)[1]

@@ -76,7 +76,7 @@ def test_a_star_brings_every_name_and_values_are_pickled_by_theirs() -> None:
     assert dir(dcp_s3) == sorted(dcp_s3.__all__)
     for value in (
         dcp_s3.KeepLatest(3) | dcp_s3.KeepDaily(7),
-        dcp_s3.SaveEvery(steps=5) | dcp_s3.SaveFirst(),
+        dcp_s3.SaveEvery(steps=5) | dcp_s3.SaveOnPreemption(),
         dcp_s3.Settings(part_size="8MiB"),
         dcp_s3.CheckpointInfo("s3://bucket/x", "x", "committed", 1, 1.0, 1, 1, 1, extra={"a": 1}),
         dcp_s3.Fused(0, (1, 2)),

@@ -31,8 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 import dcp_s3
 import dcp_s3.checkpoint
@@ -61,7 +60,6 @@ _FILES = _DCP + "filesystem"
         ("torch.distributed._functional_collectives", "AsyncCollectiveTensor.trigger_wait", "stage/snapshot.py waits"),
         ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor", "drop it: torch deprecates it"),
         ("torch.distributed.distributed_c10d", "_get_default_store", "None: ranks find each other on S3"),
-        ("torch.distributed.tensor._utils", "_compute_local_shape_and_global_offset", "gather what each rank has"),
         (_DCP + "_async_executor", "_AsyncCheckpointExecutor.execute_save", "look for dcp.async_save's executors"),
         (_DCP + "_async_process_executor", "_CHECKPOINT_PROCESS", "has_checkpoint_process: False, saves take turns"),
         (_DCP + "_fsspec_filesystem", "FsspecReader", "torch_private.py tries two modules: add the third"),
@@ -136,15 +134,6 @@ def test_a_dtensor_is_a_traceable_wrapper_subclass_and_a_parameter_is_none() -> 
 def test_the_properties_of_a_tensor_have_their_memory_format_in_the_fourth_place() -> None:
     state: Any = TensorProperties().__getstate__()  # type: ignore[no-untyped-call]
     assert type(state[3]).__name__ == "_MEM_FORMAT_ENCODING", moved("TensorProperties", "format/allow_list.py")
-
-
-def test_the_chunk_at_any_place_of_a_mesh_is_known() -> None:
-    relied_on = "coordination/ownership.py: who else has an empty chunk"
-    twice = (_StridedShard(0, split_factor=2), Shard(0))  # FSDP2 with tensor parallelism
-    found = [torch_private.compute_offset((5, 3), (2, 2), (i, j), twice) for i in range(2) for j in range(2)]
-    assert found == [(0, 0), (3, 0), (2, 0), (4, 0)], moved("the chunks of _StridedShard lie elsewhere", relied_on)
-    found = [torch_private.compute_offset((2, 3), (4,), (i,), (Shard(0),)) for i in range(4)]
-    assert found == [(0, 0), (1, 0), (2, 0), (2, 0)], moved("empty chunks do not lie at the end", relied_on)
 
 
 @pytest.mark.parametrize(

@@ -62,16 +62,10 @@ _CLEANUP_SECONDS = 10.0
 _AT_A_TIME = 256  # objects of ranks that are read in one go
 
 
-def _is_exiting() -> bool:
-    return not threading.main_thread().is_alive()
-
-
 @dataclass(frozen=True)
 class Clock:
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
-    is_exiting: Callable[[], bool] = _is_exiting
-    """Whether the program has ended, and the process waits for its threads."""
 
 
 class Work(Protocol):
@@ -108,7 +102,6 @@ class Driver:
         self._watch = Watch(self._clock.now, rank_timeout)
         self._pause = _SHORTEST_PAUSE
         self._refused_since: float | None = None
-        self._has_warned = False
         self._is_leaving = False
         self._stands_in_for: Write | None = None
         self.error: Exception | None = None
@@ -161,7 +154,6 @@ class Driver:
         if isinstance(operation, Look):
             return self._look(operation)
         if isinstance(operation, Wait):
-            self._warn_of_exit()
             self._sleep()
             return self._watch.find_silent(operation.ranks, operation.patience)
         if isinstance(operation, CallRoll):
@@ -309,16 +301,6 @@ class Driver:
         without_tracebacks(error)
         logger.warning("the save to %s waits for S3: %s", self._url, error)
         self._sleep()
-
-    def _warn_of_exit(self) -> None:
-        if not self._has_warned and self._clock.is_exiting():
-            self._has_warned = True
-            logger.warning(
-                "the program ends while the save to %s waits for other ranks: the process goes on until it is "
-                "committed, or nothing of them has moved for %g s. Remedy: close the CheckpointManager, or wait for "
-                "the save",
-                self._url, self._rank_timeout,
-            )  # fmt: skip
 
     def _give_up(self, error: errors.StorageError | errors.SaveProtocolError) -> None:
         self.error = self.error or error

@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,26 +72,19 @@ def make_attempt(
     rank: int,
     world_size: int,
     store: Any = None,
-    members: Sequence[int] = (),
     clock: Callable[[], float | None] = lambda: None,
 ) -> Attempt:
-    """The attempt that a process is part of; ``store`` is one of torch that all ranks share, ``members`` the ranks that
-    save, if they are not all, and ``clock`` that of the object store. A SaveProtocolError if nothing tells this attempt
-    of several ranks from others, or rank 0 does not come."""
+    """The attempt that a process is part of; ``store`` is one of torch that all ranks share, ``clock`` that of the
+    object store. A SaveProtocolError if nothing tells this attempt of several ranks from others, or rank 0 does not
+    come."""
     run = settings.run_id or found.run
     if store is not None:
-        mine: dict[str, Any] = {
-            "run": run,
-            "restart": found.restart,
-            "token": secrets.token_hex(8),
-        }
-        group = "" if not members else f"{','.join(map(str, members))}/"
-        if rank == (members[0] if members else 0):
-            mine["began"] = clock()
-            tell(store, json.dumps(mine), (len(members) or world_size) - 1, group)
-            said = mine
+        if rank == 0:
+            text = json.dumps({"run": run, "restart": found.restart, "token": secrets.token_hex(8), "began": clock()})
+            tell(store, text, world_size - 1)
         else:
-            said = json.loads(ask(store, settings.rank_timeout, group))
+            text = ask(store, settings.rank_timeout)
+        said = json.loads(text)
         # Not what is in this rank's environment: it may differ, for example by the step of SLURM.
         return Attempt(said["run"], tuple(said["restart"]), said["token"], said["began"], world_size, rank)
     if world_size == 1:
@@ -106,21 +99,21 @@ def make_attempt(
 
 
 _counting = threading.Lock()
-_attempts: dict[tuple[int, ...], tuple[tuple[Any, ...], Attempt]] = {}
-"""By the ranks that save: what tells the group from others, and the attempt."""
+_current: tuple[tuple[Any, ...], Attempt] | None = None
+"""What tells the group from others, and the attempt."""
 
 
-def current_attempt(where: CheckpointURL, settings: Settings, members: Sequence[int] = ()) -> Attempt:
+def current_attempt(where: CheckpointURL, settings: Settings) -> Attempt:
     """The attempt that this process is part of: the same one until its process group is another one. ``where`` is a URL
     in the bucket whose clock orders attempts.
 
-    Rank and world size are those of the default process group, without one those that the launcher says. ``members``
-    are the ranks that save, if they are not all: only these need to come.
+    Rank and world size are those of the default process group, without one those that the launcher says.
 
     Raises:
         SaveProtocolError, StorageError: see `make_attempt`.
         SettingsError: the launcher's rank or world size is none.
     """
+    global _current
     store = default_store()
     rank, world_size = ranks.rank(), ranks.world_size()
     found = launch()
@@ -128,16 +121,13 @@ def current_attempt(where: CheckpointURL, settings: Settings, members: Sequence[
         rank, world_size = found.rank, found.world_size
     # Weak: a store that is not closed keeps its port. What stands in it does not change with the environment.
     of = (settings.run_id, found, rank, world_size) if store is None else (weakref.ref(store),)
-    members = () if tuple(members) == tuple(range(world_size)) else tuple(members)
     with _counting:
-        known = _attempts.get(members)
-        if known is None or known[0] != of:
+        if _current is None or _current[0] != of:
             made = make_attempt(
-                settings, found, rank=rank, world_size=world_size, store=store, members=members,
-                clock=lambda: _clock_of(where, settings),
-            )  # fmt: skip
-            known = _attempts[members] = of, made
-        return known[1]
+                settings, found, rank=rank, world_size=world_size, store=store, clock=lambda: _clock_of(where, settings)
+            )
+            _current = of, made
+        return _current[1]
 
 
 def _clock_of(where: CheckpointURL, settings: Settings) -> float | None:
@@ -156,26 +146,27 @@ def _clock_of(where: CheckpointURL, settings: Settings) -> float | None:
 # is believed. Each rank asks with a word that nobody has used, and the first rank, as it is now, answers that word.
 
 _lock = threading.Lock()
-_telling: dict[str, object] = {}
-"""What this process says now, by group. It may have said something else for an earlier group of the same ranks."""
+_ASKS = f"{STORE_PREFIX}asks"
+_said = ""
+"""What this process says now. It may have said something else for an earlier group."""
 
 
-def tell(store: Any, said: str, others: int, group: str = "") -> None:
+def tell(store: Any, said: str, others: int) -> None:
     """On the first rank: answer the ``others`` (a number) with ``said``, which no earlier attempt has said, in the
     background, until all have heard it."""
-    turn = object()
+    global _said
     with _lock:
-        _telling[group] = turn
+        _said = said
     if others:
-        threading.Thread(target=_answer, args=(store, turn, said, others, group), name="dcp_s3-attempt").start()
+        threading.Thread(target=_answer, args=(store, said, others), name="dcp_s3-attempt").start()
 
 
-def ask(store: Any, timeout: float, group: str = "") -> str:
+def ask(store: Any, timeout: float) -> str:
     """On another rank: what the first one says, which has to come to its save in ``timeout`` seconds, or it is a
     SaveProtocolError."""
     word, deadline, pause = secrets.token_hex(8), time.monotonic() + timeout, _SHORTEST_PAUSE
     try:
-        store.set(_ask(group, store.add(_asks(group), 1)), word)
+        store.set(_ask(store.add(_ASKS, 1)), word)
         while not store.check([_answer_to(word)]):
             if time.monotonic() > deadline:
                 raise SaveProtocolError(
@@ -199,12 +190,8 @@ def store_error(error: RuntimeError) -> StorageError:
     )
 
 
-def _asks(group: str) -> str:
-    return f"{STORE_PREFIX}{group}asks"
-
-
-def _ask(group: str, number: int) -> str:
-    return f"{STORE_PREFIX}{group}ask-{number}"
+def _ask(number: int) -> str:
+    return f"{STORE_PREFIX}ask-{number}"
 
 
 def _answer_to(word: str) -> str:
@@ -215,23 +202,23 @@ def _heard(said: str) -> str:
     return f"{STORE_PREFIX}heard-{said}"
 
 
-def _answer(store: Any, turn: object, said: str, others: int, group: str) -> None:
+def _answer(store: Any, said: str, others: int) -> None:
     """Answer who asks. Also ranks of earlier attempts, which are gone: they do not hear it."""
     seen, waiting, pause, end = 0, list[int](), _SHORTEST_PAUSE, math.inf
     while time.monotonic() < end:
         if end == math.inf and not (threading.main_thread().is_alive() and default_store() is store):
             end = time.monotonic() + _LINGER  # no longer: a store that is not closed keeps its port
         try:
-            asked = store.add(_asks(group), 0)
+            asked = store.add(_ASKS, 0)
             waiting += range(seen + 1, asked + 1)
             seen = asked
             for number in list(waiting):
                 with _lock:
-                    if _telling.get(group) is not turn:
+                    if _said != said:
                         return
-                    if not store.check([_ask(group, number)]):
+                    if not store.check([_ask(number)]):
                         continue
-                    store.set(_answer_to(store.get(_ask(group, number)).decode()), said)
+                    store.set(_answer_to(store.get(_ask(number)).decode()), said)
                 waiting.remove(number)
                 pause = _SHORTEST_PAUSE
             if store.add(_heard(said), 0) >= others:

@@ -6,17 +6,37 @@ the same checks. All of it works on columns: thousands of ranks have millions of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
-from dcp_s3.coordination.merge_items import AddedPart, Tables, merge_items
+from dcp_s3.coordination.merge_checks import check_chunks, check_wholes
 from dcp_s3.format.control_files import ObjectEntry
-from dcp_s3.format.part import unpack
+from dcp_s3.format.metadata_columns import Ints, StoredItems, dump_items, group_starts, stable_order
+from dcp_s3.format.part import (
+    BLOCK,
+    CRCS,
+    NAME,
+    OBJECT,
+    PLACE,
+    PROPERTIES,
+    WHOLE,
+    Table,
+    make_properties,
+    path_from,
+    unpack,
+)
 from dcp_s3.process import collector_paused
+
+_MAX_CRC_BYTES = 2**27
+"""Checksums of blocks in ``.metadata``, about. What takes a large share of it would be read by every rank at a load."""
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Ordered = TypeVar("_Ordered", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True)
@@ -28,27 +48,71 @@ class MergedSave:
     objects: tuple[ObjectEntry, ...]
 
 
-class Merging:
-    """The parts of one save (its nonce); ``number`` of a rank in the whole job is for messages."""
+class _Table(Table[_Key]):
+    def numbers(self, keys: Sequence[_Key]) -> npt.NDArray[np.int32]:
+        return np.fromiter(map(self.__getitem__, keys), np.int32, len(keys))
 
-    def __init__(self, save: str, world_size: int, number: Callable[[int], int] = int) -> None:
-        self._save, self._world_size, self._number = save, world_size, number
-        self._tables = Tables()
-        self._parts: dict[int, AddedPart] = {}
+
+@dataclass(eq=False)
+class _AddedPart:
+    """What is kept of a part."""
+
+    rank: int
+    numbers: npt.NDArray[np.int32]
+    """As in `Columns`, but names, shapes and properties are those of the whole save."""
+    ranges: npt.NDArray[np.int64]
+    crcs: npt.NDArray[np.uint64]
+    objects: tuple[ObjectEntry, ...]
+    facts: Mapping[str, Any]
+
+
+class Merging:
+    """The parts of one save (its nonce)."""
+
+    def __init__(self, save: str, world_size: int) -> None:
+        self._save, self._world_size = save, world_size
+        self._parts: dict[int, _AddedPart] = {}
+        # What the items of all parts refer to, each value once. The order is that in which parts came.
+        self._names, self._shapes = _Table[str](), _Table[tuple[int, ...]]()
+        self._properties = _Table[tuple[Any, ...]]()
+        self._made: list[TensorProperties] = []
+        """Properties by number."""
+        self._paths: dict[int, tuple[int, tuple[str | int, ...]]] = {}
+        """By number of a name: the lowest rank that has it, and what that says."""
+        self._flattened = False
+        """Whether any rank's planner flattens."""
 
     def add(self, data: bytes) -> bool:
         """Add the part of another rank, as it was read. Returns whether its tensors have other properties (dtypes and
         so on) than those of all parts before. A ValueError if it is none, damaged, or of another save; then nothing was
         added."""
-        columns = unpack(data)
-        if (columns.save, columns.world_size) != (self._save, self._world_size) or columns.rank in self._parts:
+        part = unpack(data)
+        if (part.save, part.world_size) != (self._save, self._world_size) or part.rank in self._parts:
             raise ValueError(
-                f"part of rank {self._number(columns.rank)} belongs to save {columns.save} of {columns.world_size} "
-                f"ranks, expected {self._save} of {self._world_size}; or it is there twice"
+                f"part of rank {part.rank} belongs to save {part.save} of {part.world_size} ranks, expected "
+                f"{self._save} of {self._world_size}; or it is there twice"
             )
-        known = len(self._tables.made)
-        self._parts[columns.rank] = self._tables.add(columns)
-        return len(self._tables.made) > known
+        known = len(self._made)
+        for each in part.properties:
+            if each not in self._properties:
+                self._made.append(make_properties(each))
+                self._properties[each]
+        names = self._names.numbers(part.names)
+        if part.paths is not None:
+            self._flattened = True
+            for number, name, code in zip(names.tolist(), part.names, part.paths, strict=True):
+                if code is not None and (number not in self._paths or self._paths[number][0] > part.rank):
+                    self._paths[number] = part.rank, path_from(name, code)
+        numbers, ranges = part.numbers.astype(np.int32), part.ranges.copy()
+        numbers[NAME] = names[part.numbers[NAME]]
+        for row, table in (
+            (PROPERTIES, self._properties.numbers(part.properties)),
+            (slice(PLACE, WHOLE + 1), self._shapes.numbers(part.shapes)),
+        ):
+            numbers[row] = np.concatenate((_NONE, table + 1))[part.numbers[row]]
+        crcs = _thin(numbers, ranges, np.frombuffer(part.crcs, np.uint64), self._world_size)
+        self._parts[part.rank] = _AddedPart(part.rank, numbers, ranges, crcs, part.objects, part.facts)
+        return len(self._made) > known
 
     @property
     def facts(self) -> list[Mapping[str, Any]]:
@@ -65,11 +129,98 @@ class Merging:
         """
         with collector_paused():
             parts = [self._parts[rank] for rank in sorted(self._parts)]
-            filled = is_whole and self._world_size > 1
-            metadata, items = merge_items(
-                parts, self._tables, save_id=save_id, checkpoint_id=checkpoint_id, filled=filled, number=self._number
-            )
-        return MergedSave(metadata, items, tuple(entry for part in parts for entry in part.objects))
+            entries = tuple(entry for part in parts for entry in part.objects)
+            items, paths = self._merge(parts, filled=is_whole and self._world_size > 1)
+            meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id)
+            return MergedSave(dump_items(items, planner_data=paths, storage_meta=meta), items.numbers.shape[1], entries)
+
+    def _merge(
+        self, parts: Sequence[_AddedPart], *, filled: bool
+    ) -> tuple[StoredItems, dict[str, tuple[str | int, ...]] | None]:
+        """All items of the checkpoint, and the paths of their names."""
+        counts = [part.numbers.shape[1] for part in parts]
+        numbers = np.concatenate([_NO_ITEMS, *(part.numbers for part in parts)], axis=1)
+        ranges = np.concatenate([_NO_RANGES, *(part.ranges for part in parts)], axis=1)
+        crcs = np.concatenate([_NO_CRCS, *(part.crcs for part in parts)])
+        for part in parts:
+            part.numbers, part.ranges, part.crcs = _NO_ITEMS, _NO_RANGES, _NO_CRCS
+        objects = np.cumsum([0, *(len(part.objects) for part in parts)])[:-1]
+        numbers[OBJECT] += np.repeat(objects, counts).astype(np.int32)
+        ranks = np.repeat(np.array([part.rank for part in parts], np.int64), counts)
+        crc_starts = np.cumsum(numbers[CRCS] // 8, dtype=np.int64) - numbers[CRCS] // 8
+        names, shapes = list(self._names), list(self._shapes)
+        kept = _first_of_each(numbers[NAME].astype(np.int64) * (len(shapes) + 1) + numbers[PLACE])
+        check_wholes(numbers, kept, ranks, names, shapes, self._made)
+        if not kept.all():
+            numbers, ranges, ranks, crc_starts = numbers[:, kept], ranges[:, kept], ranks[kept], crc_starts[kept]
+        check_chunks(numbers, ranks, names, shapes, filled=filled)
+        order = _first_seen(numbers[NAME], len(names))
+        numbers[NAME] = _inverse(order, len(names))[numbers[NAME]]
+        made = dict(zip(self._properties, self._made, strict=True))
+        items = StoredItems(
+            names=[names[each] for each in order.tolist()],
+            shapes=_in_order(numbers[PLACE : WHOLE + 1], self._shapes),
+            properties=[made[each] for each in _in_order(numbers[PROPERTIES], self._properties)],
+            paths=[entry.path for part in parts for entry in part.objects],
+            numbers=numbers,
+            ranges=ranges,
+            crcs=crcs,
+            crc_starts=crc_starts,
+        )
+        if not self._flattened:
+            return items, None
+        others = sorted(self._paths.keys() - set(order.tolist()), key=names.__getitem__)
+        return items, {names[n]: self._paths[n][1] for n in (*order.tolist(), *others) if n in self._paths}
+
+
+_NONE, _NO_CRCS = np.zeros(1, np.int32), np.zeros(0, np.uint64)
+_NO_ITEMS, _NO_RANGES = np.zeros((9, 0), np.int32), np.zeros((5, 0), np.int64)
+
+
+def _thin(
+    numbers: npt.NDArray[np.int32], ranges: npt.NDArray[np.int64], crcs: npt.NDArray[np.uint64], world_size: int
+) -> npt.NDArray[np.uint64]:
+    """CRCs of blocks of a part's items: of larger blocks, if so many parts like it would have too many. Each is that of
+    a beginning of its item, so every second one, say, is a record of blocks of twice the size."""
+    every = -(-crcs.nbytes * world_size // _MAX_CRC_BYTES)
+    if every <= 1:
+        return crcs.copy()
+    counts, kept = numbers[CRCS] // 8, numbers[CRCS] // (8 * every)
+    starts, firsts = np.cumsum(counts) - counts, np.cumsum(kept) - kept
+    places = np.repeat(starts + every - 1 - every * firsts, kept) + every * np.arange(kept.sum())
+    numbers[CRCS] = 8 * kept
+    ranges[BLOCK] *= every
+    return crcs[places]
+
+
+def _in_order(numbers: npt.NDArray[np.int32], table: Collection[_Ordered]) -> list[_Ordered]:
+    """What numbers from 1 on refer to, in an order that does not depend on the table's; the numbers become its."""
+    values = list(table)
+    used = np.unique(numbers)
+    found = sorted((used[used > 0] - 1).tolist(), key=values.__getitem__)
+    numbers[...] = np.concatenate((_NONE, _inverse(np.array(found, np.int64), len(values)) + 1))[numbers]
+    return [values[each] for each in found]
+
+
+def _first_of_each(keys: Ints) -> npt.NDArray[np.bool_]:
+    """Whether each key is the first of its value."""
+    order = stable_order(keys)
+    first = np.zeros(len(keys), bool)
+    first[order[group_starts(keys[order])]] = True
+    return first
+
+
+def _first_seen(values: Ints, count: int) -> npt.NDArray[np.int64]:
+    """Values in the order in which they first occur."""
+    first = np.full(count, len(values), np.int64)
+    np.minimum.at(first, values, np.arange(len(values)))
+    return np.argsort(first, kind="stable")[: int((first < len(values)).sum())]
+
+
+def _inverse(order: Ints, count: int) -> npt.NDArray[np.int32]:
+    found = np.zeros(count, np.int32)
+    found[order] = np.arange(len(order))
+    return found
 
 
 def assign(leaves: Sequence[npt.NDArray[np.uint64]], writes: Sequence[npt.NDArray[np.uint64]]) -> dict[int, list[int]]:

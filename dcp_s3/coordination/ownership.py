@@ -8,11 +8,8 @@ written.
 
 from __future__ import annotations
 
-import bisect
-import functools
 import hashlib
 import heapq
-import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -22,10 +19,9 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement
 
 from dcp_s3.errors import SaveProtocolError
-from dcp_s3.torch_private import compute_offset
 
 Replicas: TypeAlias = Sequence[int] | Callable[[str], Sequence[int]] | None
 """Ranks that hold the plain tensors and objects that this rank holds: by default (None), these, or by FQN.
@@ -41,17 +37,17 @@ _SMALL_BYTES = 64 * 2**10
 
 
 class OwnedItem(NamedTuple):
-    """An item that this rank holds. Ranks are global ones."""
+    """An item that this rank holds."""
 
     item: WriteItem
     holders: tuple[int, ...]
-    """The ranks that are supposed to hold it, ascending, this one among them."""
+    """The ranks that are supposed to hold it, ascending, this one among them; none if there is nothing to write."""
     owner: int
-    """The one that is to write it."""
+    """The one that is to write it; -1: none."""
 
 
 def find_owners(
-    items: Sequence[WriteItem], lookup: Lookup, *, world: Sequence[int], rank: int, replicas: Replicas = None
+    items: Sequence[WriteItem], lookup: Lookup, *, world_size: int, rank: int, replicas: Replicas = None
 ) -> list[OwnedItem]:
     """Who writes each item of a rank's whole plan, in the order of the plan.
 
@@ -60,7 +56,7 @@ def find_owners(
     """
     values = [_find(lookup, item) for item in items]
     meshes = {id(value.device_mesh): value.device_mesh for value in values if isinstance(value, DTensor)}
-    holders = Holders(world, rank, replicas, meshes.values())
+    holders = Holders(world_size, rank, replicas, meshes.values())
     held = [(item, holders.find(item, value)) for item, value in zip(items, values, strict=True)]
     return [OwnedItem(item, found, owner) for (item, found), owner in zip(held, assign(held), strict=True)]
 
@@ -80,46 +76,26 @@ def lookup_in(planner: Any) -> Lookup:
 def assign(held: Sequence[tuple[WriteItem, tuple[int, ...]]]) -> list[int]:
     """The owner of each item, of all that a rank holds: one of its holders (`Holders.find`).
 
-    Items with the same holders go, the largest first, to the one with the fewest bytes so far. What counts are bytes
-    that all holders know of: of items that they hold together, also with more ranks. Items that look equally good are
-    told apart by hashes, so that small ones spread, and so that no rank comes first in every group.
+    Items with the same holders go, the largest first, to the one with the fewest bytes of these so far. Items that look
+    equally good are told apart by hashes, so that small ones spread, and so that no rank comes first in every group.
 
     The result does not depend on the order, nor on items that are held by others.
     """
-    owners = [0] * len(held)
-    known: list[tuple[frozenset[int], dict[int, int]]] = []
-    # Layouts are certain, the rule for plain values is not: these come last, and change no other owner.
-    for (plain, holders), numbers in sorted(_group(held).items(), key=lambda each: (each[0][0], -len(each[0][1]))):
-        members = frozenset(holders)
-        loads = dict.fromkeys(holders, 0)
-        if len(holders) > 1:
-            for more, theirs in known:
-                if members <= more:
-                    for rank in holders:
-                        loads[rank] += theirs[rank]
-        before = dict(loads)
-        for number, owner in _spread([held[number][0] for number in numbers], holders, loads):
+    owners = [-1] * len(held)
+    # Layouts are certain, the rule for plain values is not: it changes no other owner.
+    groups: dict[tuple[bool, int], list[int]] = {}  # holders by identity: thousands of ranks take long to compare
+    for number, (item, holders) in enumerate(held):
+        groups.setdefault((item.type != WriteItemType.SHARD, id(holders)), []).append(number)
+    for numbers in groups.values():
+        for number, owner in _spread([held[number][0] for number in numbers], held[numbers[0]][1]):
             owners[numbers[number]] = owner
-        if not plain:
-            known.append((members, {rank: loads[rank] - before[rank] for rank in holders}))
     return owners
 
 
-def _group(held: Sequence[tuple[WriteItem, tuple[int, ...]]]) -> dict[tuple[bool, tuple[int, ...]], list[int]]:
-    """Numbers of items by whether they are plain, and by holders."""
-    same: dict[tuple[bool, int], list[int]] = {}  # by identity first: thousands of ranks take long to compare
-    for number, (item, holders) in enumerate(held):
-        same.setdefault((item.type != WriteItemType.SHARD, id(holders)), []).append(number)
-    groups: dict[tuple[bool, tuple[int, ...]], list[int]] = {}
-    for (plain, _), numbers in same.items():
-        groups.setdefault((plain, held[numbers[0]][1]), []).extend(numbers)
-    return groups
-
-
-def _spread(items: list[WriteItem], holders: tuple[int, ...], loads: dict[int, int]) -> Iterable[tuple[int, int]]:
-    """Number and owner of each item. Adds to ``loads``."""
-    if len(holders) == 1:
-        yield from ((number, holders[0]) for number in range(len(items)))
+def _spread(items: list[WriteItem], holders: tuple[int, ...]) -> Iterable[tuple[int, int]]:
+    """Number and owner of each item."""
+    if len(holders) < 2:
+        yield from ((number, owner) for owner in holders for number in range(len(items)))
         return
     large: list[tuple[int, int, int]] = []
     for number, item in enumerate(items):
@@ -131,11 +107,10 @@ def _spread(items: list[WriteItem], holders: tuple[int, ...], loads: dict[int, i
     if not large:
         return
     first = _hash(*holders)
-    heap = [(loads[rank], (place - first) % len(holders), rank) for place, rank in enumerate(holders)]
+    heap = [(0, (place - first) % len(holders), rank) for place, rank in enumerate(holders)]
     heapq.heapify(heap)
     for size, _, number in sorted(large):
         load, turn, owner = heap[0]
-        loads[owner] = load - size
         heapq.heapreplace(heap, (load - size, turn, owner))
         yield number, owner
 
@@ -161,23 +136,19 @@ def _find(lookup: Lookup, item: WriteItem) -> Any:
 
 
 class Holders:
-    """Finds the holders of items: the global ranks that hold the same, ascending, this one among them. Equal ones are
-    one object.
+    """Finds the holders of items: the ranks that hold the same, ascending, this one among them. Equal ones are one
+    object.
 
-    A chunk of a DTensor: the ranks of its mesh that have the same, also where that is nothing. If the mesh is a slice
-    of one in ``meshes``: those of the other slices, too. Other shards (ShardedTensor, `shard`): as ``replicas`` says if
-    it is a function, otherwise this rank alone, for nothing says who else has them. Plain tensors and objects: as
-    ``replicas`` says.
+    A chunk of a DTensor: the ranks of its mesh that have the same; nobody, if a rank has nothing of a tensor that
+    is not empty. If the mesh is a slice of one in ``meshes``: those of the other slices, too. Other shards
+    (ShardedTensor, `shard`): as ``replicas`` says if it is a function, otherwise this rank alone, for nothing says
+    who else has them. Plain tensors and objects: as ``replicas`` says.
     """
 
-    def __init__(self, world: Sequence[int], rank: int, replicas: Replicas, meshes: Iterable[DeviceMesh]) -> None:
-        self._world = tuple(sorted(set(world)))
-        self._members = frozenset(self._world)
-        if rank not in self._members:
-            raise SaveProtocolError(f"rank {rank} is not one of the {len(self._world)} ranks of the save")
-        self._rank = rank
-        self._alone = (rank,)
-        self._replicas = replicas
+    def __init__(self, world_size: int, rank: int, replicas: Replicas, meshes: Iterable[DeviceMesh]) -> None:
+        self._world, self._alone = tuple(range(world_size)), (rank,)
+        self._rank, self._replicas = rank, replicas
+        self._found = {each: each for each in (self._world, self._alone)}
         unique = {tuple(grid.flatten().tolist()): grid for grid in (mesh.mesh for mesh in meshes)}
         self._grids = [grid for _, grid in sorted(unique.items(), key=lambda each: (-len(each[0]), each[0]))]
         self._of_layout: dict[Any, tuple[DeviceMesh, tuple[int, ...]]] = {}  # with the mesh, whose id it is known by
@@ -189,13 +160,18 @@ class Holders:
             return self._world if self._replicas is None else self._answer(item.index.fqn, self._replicas)
         if not isinstance(value, DTensor) or item.tensor_data is None or _has_own_chunks(value):
             return self._answer(item.index.fqn, self._replicas) if callable(self._replicas) else self._alone
-        mesh, shape = value.device_mesh, tuple(value.shape)
-        empty = tuple((dim, shape[dim]) for dim, size in enumerate(item.tensor_data.chunk.sizes) if not size)
-        layout = (id(mesh), value.placements, empty)
+        if 0 in item.tensor_data.chunk.sizes and 0 not in value.shape:
+            return ()
+        mesh = value.device_mesh
+        layout = (id(mesh), value.placements)
         if layout not in self._of_layout:
-            ranks = self._widen(_ranks_with(mesh, value.placements, empty), mesh.mesh)
-            self._of_layout[layout] = mesh, tuple(sorted(ranks & self._members)) or self._alone
+            ranks = self._widen(_ranks_with(mesh, value.placements), mesh.mesh)
+            self._of_layout[layout] = mesh, self._same(ranks)
         return self._of_layout[layout][1]
+
+    def _same(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        found = tuple(sorted(set(ranks))) or self._alone
+        return self._found.setdefault(found, found)
 
     def _answer(self, fqn: str, replicas: Sequence[int] | Callable[[str], Sequence[int]]) -> tuple[int, ...]:
         try:
@@ -211,23 +187,20 @@ class Holders:
         return found
 
     def _checked(self, fqn: str, answer: tuple[int, ...]) -> tuple[int, ...]:
-        found = tuple(sorted(set(answer)))
-        if not found:
-            return self._alone
+        found = self._same(answer)
         if self._rank not in found:
             raise SaveProtocolError(
                 f"rank {self._rank} holds {fqn!r}, but replicas says that it is held by {_show(found)}. Remedy: let "
                 "replicas return all ranks that hold the same, this one among them, or nothing if no other does"
             )
-        if not self._members.issuperset(found):
-            others = tuple(rank for rank in found if rank not in self._members)
+        if not 0 <= found[0] <= found[-1] < len(self._world):
             raise SaveProtocolError(
-                f"replicas says that {fqn!r} is held by {_show(others)}, not of the save, which has "
-                f"{_show(self._world)}. Remedy: let replicas return global ranks of the save's process group"
+                f"replicas says that {fqn!r} is held by {_show(found)}, and the job has {len(self._world)} ranks. "
+                "Remedy: let replicas return ranks of the job"
             )
-        return self._world if found == self._world else found
+        return found
 
-    def _widen(self, ranks: frozenset[int], grid: torch.Tensor) -> frozenset[int]:
+    def _widen(self, ranks: Iterable[int], grid: torch.Tensor) -> Iterable[int]:
         """With the ranks that hold the same on the other slices of a mesh of which ``grid`` is one.
 
         FSDP of a model that is parallelized in part: what has no tensor parallelism is on the mesh of FSDP alone, and
@@ -240,13 +213,10 @@ class Holders:
             dims = _dims_of_slice(wider, part, self._rank)
             if dims is None:
                 continue
-            found: set[int] = set()
-            for rank in ranks:
-                place = (wider == rank).nonzero()[0].tolist()
-                found |= set(
-                    wider[tuple(at if dim in dims else slice(None) for dim, at in enumerate(place))].flatten().tolist()
-                )
-            return frozenset(found)
+            places = [(wider == rank).nonzero()[0].tolist() for rank in ranks]
+            return {
+                each for place in places for each in wider[_at(place, [not dim for dim in dims])].flatten().tolist()
+            }
         return ranks
 
 
@@ -256,63 +226,30 @@ def _has_own_chunks(value: DTensor) -> bool:
         return hasattr(value.to_local(), "__create_write_items__")
 
 
-def _ranks_with(mesh: DeviceMesh, placements: Sequence[Placement], empty: Sequence[tuple[int, int]]) -> frozenset[int]:
-    """The ranks of a mesh that have the chunk that this rank has.
-
-    ``empty`` are the dimensions, with their sizes in the whole tensor, of which it has nothing.
-    """
+def _ranks_with(mesh: DeviceMesh, placements: Sequence[Placement]) -> Iterable[int]:
+    """The ranks of a mesh that have the chunk that this rank has."""
     here = mesh.get_coordinate()
     if here is None:
-        return frozenset()
-    grid, sizes = mesh.mesh, dict(empty)
-    chosen = torch.ones(grid.shape, dtype=torch.bool)
-    for place, placement in enumerate(placements):
-        dim = getattr(placement, "dim", None)
-        if placement.is_replicate() or placement.is_partial() or dim in sizes:
-            continue
-        line = torch.arange(grid.shape[place]) == here[place]
-        chosen &= line.view([-1 if each == place else 1 for each in range(grid.ndim)])
-    for dim, size in sizes.items():
-        cut = tuple(each if getattr(each, "dim", None) == dim else Replicate() for each in placements)
-        chosen &= _without_any(dim, size, tuple(grid.shape), cut, tuple(here))
-    return frozenset(grid[chosen].tolist())
+        return ()
+    free = [each.is_replicate() or each.is_partial() for each in placements]
+    ranks: list[int] = mesh.mesh[_at(here, free)].flatten().tolist()
+    return ranks
 
 
-@functools.lru_cache(maxsize=256)
-def _without_any(
-    dim: int, size: int, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], here: tuple[int, ...]
-) -> torch.Tensor:
-    """The places of a mesh whose chunk is empty at the same offset as here, from one dimension of a tensor."""
-    shape = (1,) * dim + (size,)
-    offset = compute_offset(shape, mesh_shape, here, placements)
-    cut = [place for place, each in enumerate(placements) if not each.is_replicate()]
-    found = torch.zeros([n if place in cut else 1 for place, n in enumerate(mesh_shape)], dtype=torch.bool)
-
-    def is_same(place: Sequence[int]) -> bool:
-        return compute_offset(shape, mesh_shape, place, placements) == offset
-
-    if len(cut) == 1 and type(placements[cut[0]]) is Shard:  # the last places are empty, perhaps thousands
-        places = [[*here[: cut[0]], at, *here[cut[0] + 1 :]] for at in range(mesh_shape[cut[0]])]
-        found.view(-1)[bisect.bisect_left(places, True, key=is_same) :] = True
-        return found
-    for place in itertools.product(*map(range, found.shape)):
-        found[place] = is_same(place)
-    return found
+def _at(place: Sequence[int], free: Sequence[bool]) -> tuple[int | slice, ...]:
+    """Index of a grid: all places that differ from one in free dimensions only."""
+    return tuple(slice(None) if any_ else at for at, any_ in zip(place, free, strict=True))
 
 
-def _dims_of_slice(grid: torch.Tensor, part: set[int], rank: int) -> set[int] | None:
-    """The dimensions along which ``part`` is the slice of ``grid`` at ``rank``; None if it is none."""
+def _dims_of_slice(grid: torch.Tensor, part: set[int], rank: int) -> list[bool] | None:
+    """Along which dimensions ``part`` is the slice of ``grid`` at ``rank``; None if it is none."""
     at = (grid == rank).nonzero()
     if not len(at):
         return None
     place = at[0].tolist()
-    lines = [
-        set(grid[tuple(slice(None) if d == dim else p for d, p in enumerate(place))].tolist())
-        for dim in range(grid.ndim)
-    ]
-    dims = {dim for dim, line in enumerate(lines) if line <= part}
-    whole = grid[tuple(slice(None) if dim in dims else at for dim, at in enumerate(place))]
-    return dims if set(whole.flatten().tolist()) == part else None
+    lines = [grid[_at(place, [each == dim for each in range(grid.ndim)])] for dim in range(grid.ndim)]
+    dims = [set(line.tolist()) <= part for line in lines]
+    return dims if set(grid[_at(place, dims)].flatten().tolist()) == part else None
 
 
 def _show(ranks: Sequence[int], most: int = 8) -> str:

@@ -7,7 +7,6 @@ import logging
 import secrets
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dcp_s3.coordination.driving import Driver
@@ -16,15 +15,12 @@ from dcp_s3.coordination.protocol import settle
 from dcp_s3.coordination.protocol import withdraw as withdraw_from
 from dcp_s3.coordination.values import UNKNOWN, Member, Number
 from dcp_s3.errors import DcpS3Error, StorageError
-from dcp_s3.format.layout import METADATA
 from dcp_s3.process import reset_in_child
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings
 from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
 from dcp_s3.workers import InTurn
-
-__all__ = ["CountedSave", "count_save", "current_attempt", "end_era", "finish_decided", "withdraw"]
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +75,9 @@ class CountedSave:
             return self not in _memory.undecided
 
 
-def count_save(url: CheckpointURL, settings: Settings, *, step: int | None, members: Sequence[int] = ()) -> CountedSave:
-    """Count a save of all ranks, or of ``members``: before anything of it can fail on this rank alone."""
-    return count_of(current_attempt(url, settings, members), url, step)
+def count_save(url: CheckpointURL, settings: Settings, *, step: int | None) -> CountedSave:
+    """Count a save, before anything of it can fail on this rank alone."""
+    return count_of(current_attempt(url, settings), url, step)
 
 
 def count_of(attempt: Attempt, url: CheckpointURL, step: int | None) -> CountedSave:
@@ -150,17 +146,9 @@ def _abort(counted: CountedSave, settings: Settings, why: str, *, is_new: bool) 
     counted.decided(driver.run(withdraw_from(member, counted.number, counted.step, why, is_new=is_new)))
 
 
-def finish_decided(url: CheckpointURL, settings: Settings) -> bool:
-    """Write ``.metadata`` of a joint save that was decided, and whose merger has died. Returns whether a checkpoint is
-    there."""
-    store = store_of(url, settings)
-    settle_saves(store, url)
-    return store.exists(url.key(METADATA))
-
-
 def settle_saves(store: Store, url: CheckpointURL, *, why: str = "") -> str | None:
-    """Write ``.metadata`` of a joint save that was decided; with ``why`` also abort one that is not: from then on it
-    cannot commit. Returns the claim's ETag; None if there is none."""
+    """Write ``.metadata`` of a joint save that was decided, and whose merger has died; with ``why`` also abort one that
+    is not: from then on it cannot commit. Returns the claim's ETag; None if there is none."""
     nobody = Member(0, Attempt("", (), "", None, 1, 0), "", overwrite=True)
     found = Driver(store, url, nobody, _PATIENCE).run(settle(why=why))
     return None if found is None else found.etag

@@ -5,7 +5,6 @@ names and their JSON, and what `protocol`, which says who writes what and when, 
 from __future__ import annotations
 
 import json
-import math
 import secrets
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -87,8 +86,7 @@ class Claim:
         return self.state in (OPEN, FULL)
 
     def to_json(self) -> bytes:
-        body = json.dumps(asdict(self), sort_keys=True)
-        return (json.dumps({"claim": body, "crc64nvme": crc_hex(crc64nvme(body.encode()))}) + "\n").encode()
+        return seal_text("claim", json.dumps(asdict(self), sort_keys=True))
 
 
 def open_claim(
@@ -104,37 +102,45 @@ def open_claim(
 def parse_claim(data: bytes) -> Claim | None:
     """The claim from its bytes; None if they are damaged, or of another version."""
     try:
-        outer = json.loads(data)
-        body = outer["claim"]
-        if outer["crc64nvme"] != crc_hex(crc64nvme(body.encode())):
-            return None
-        found = json.loads(body)
-        number = found["number"]
-        claim = Claim(**{**found, "restart": tuple(found["restart"]), "number": number and tuple(number)})
+        found = json.loads(unseal_text("claim", data) or "null")
+        first, second, third = found["number"] or (0, 0, 0)
+        claim = Claim(
+            **{
+                **found,
+                **{name: str(found[name]) for name in ("attempt", "run", "replaces", "last", "why")},
+                "restart": tuple(map(int, found["restart"])),
+                "began": None if found["began"] is None else float(found["began"]),
+                "world_size": int(found["world_size"]),
+                "number": None if found["number"] is None else (int(first), int(second), int(third)),
+                "step": None if found["step"] is None else int(found["step"]),
+            }
+        )
+        names = claim.nonce + claim.roll + claim.save_id  # of objects
+        is_sound = (
+            claim.state in (OPEN, FULL, COMMITTING, ABORTED)
+            and claim.world_size > 0
+            and set(names) <= set("0123456789abcdef")
+            and len(claim.nonce) == NONCE_DIGITS
+            and {each[:NONCE_DIGITS] for each in (claim.roll, claim.save_id)} <= {"", claim.nonce}
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        return None
+    return claim if is_sound else None
+
+
+def seal_text(name: str, text: str) -> bytes:
+    """Text under a name, with its checksum, as JSON."""
+    return (json.dumps({name: text, "crc64nvme": crc_hex(crc64nvme(text.encode()))}) + "\n").encode()
+
+
+def unseal_text(name: str, data: bytes) -> str | None:
+    """The reverse of `seal_text`; None if it is damaged, or something else."""
+    try:
+        found = json.loads(data)
+        text: str = found[name]
+        return text if found["crc64nvme"] == crc_hex(crc64nvme(text.encode())) else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return claim if _is_sound(claim) else None
-
-
-def _is_sound(claim: Claim) -> bool:
-    texts = (
-        claim.state, claim.nonce, claim.attempt, claim.run, claim.replaces, claim.last, claim.roll, claim.save_id,
-        claim.why,
-    )  # fmt: skip
-    whole: tuple[Any, ...] = (claim.world_size, *claim.restart, *(claim.number or (0, 0, 0)))
-    return (
-        all(isinstance(each, str) for each in texts)
-        and all(type(each) is int for each in whole)
-        and claim.world_size > 0
-        and len(claim.number or (0, 0, 0)) == 3
-        and claim.state in (OPEN, FULL, COMMITTING, ABORTED)
-        and all(set(each) <= set("0123456789abcdef") for each in (claim.nonce, claim.roll, claim.save_id))
-        and len(claim.nonce) == NONCE_DIGITS
-        and claim.save_id[:NONCE_DIGITS] in ("", claim.nonce)
-        and claim.roll[:NONCE_DIGITS] in ("", claim.nonce)
-        and (claim.step is None or type(claim.step) is int)
-        and (claim.began is None or (type(claim.began) in (int, float) and math.isfinite(claim.began)))
-    )
 
 
 def is_newer(claim: Claim, attempt: Attempt) -> bool:

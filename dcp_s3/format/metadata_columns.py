@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -32,7 +32,6 @@ from dcp_s3.format.part import (
     BLOCK,
     CRC,
     CRCS,
-    DESCRIPTORS,
     FLAGS,
     HAS_BLOCKS,
     HAS_CRC,
@@ -56,8 +55,8 @@ _SLAB = 2**14  # records at a time: a few MB
 _PROTOCOL = 4
 _KEYS = (
     "state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version", "properties", "size", "chunks",
-    "offsets", "sizes", "fqn", "offset", "index", "relative_path", "length", "transform_descriptors", "raw_offset",
-    "crc64nvme", "crc64nvme_block", "crc64nvme_blocks",
+    "offsets", "sizes", "fqn", "offset", "index", "relative_path", "length", "raw_offset", "crc64nvme",
+    "crc64nvme_block", "crc64nvme_blocks",
 )  # fmt: skip
 _CLASSES = (
     Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, StorageInfo, torch.Size,
@@ -74,17 +73,16 @@ class StoredItems:
     """In the order of their entries. Each has an item."""
     shapes: Sequence[tuple[int, ...]]
     properties: Sequence[TensorProperties]
-    descriptors: Sequence[list[str]]
     paths: Sequence[str]
     """Relative paths of objects."""
     numbers: Ints
     """As in `Columns`, of all ranks. The chunks of a tensor have this order."""
     ranges: npt.NDArray[np.int64]
     """As in `Columns`."""
-    copy_crcs: Callable[[Ints, npt.NDArray[np.uint8]], None]
-    """Copies the CRCs of blocks of items (ascending) with as many bytes of them into rows of memory."""
-    release_crcs: Callable[[int], None]
-    """The CRCs of items before this one are not asked for any more: of many items they are most of ``.metadata``."""
+    crcs: npt.NDArray[np.uint64]
+    """CRCs of blocks, as they are stored: those of an item follow each other."""
+    crc_starts: Ints
+    """By item: where its own begin."""
 
 
 def dump_items(
@@ -123,8 +121,8 @@ class _Memo:
 
     def __init__(self, stream: io.BytesIO, items: StoredItems, planner_data: Any, storage_meta: StorageMeta) -> None:
         self._common = (
-            _CLASSES, _KEYS, DCP_VERSION, list(items.properties), items.descriptors, list(items.names),
-            planner_data, list(items.paths), storage_meta,
+            _CLASSES, _KEYS, DCP_VERSION, list(items.properties), list(items.names), planner_data, list(items.paths),
+            storage_meta,
         )  # fmt: skip
         pickler = pickle.Pickler(stream, _PROTOCOL)
         pickler.dump(self._common)
@@ -133,7 +131,6 @@ class _Memo:
         stream.seek(-1, io.SEEK_END)
         stream.write(b"0")  # instead of the end: takes the value off the stack, and the memo stays
         self.names, self.paths = self._numbers_of(items.names), self._numbers_of(items.paths)
-        self.properties, self.descriptors = self._numbers_of(items.properties), self._numbers_of(items.descriptors)
         self.shapes = _write_shapes(stream, self.get(torch.Size), items.shapes, len(memo))
 
     def get(self, value: Any) -> bytes:
@@ -213,13 +210,12 @@ def _write_storage(stream: io.BytesIO, memo: _Memo, items: StoredItems, order: I
         for start, stop in itertools.pairwise(bounds):
             chosen = slab + by_kind[start:stop]
             _write_slab(stream, memo, items, chosen, hints[chosen], int(kinds[by_kind[start]]))
-        items.release_crcs(slab + _SLAB)
 
 
 def _kinds(numbers: Ints) -> Ints:
     """What the width of each item's pickle depends on."""
     kinds = (numbers[FLAGS] & (HAS_RAW_OFFSET | HAS_CRC | HAS_BLOCKS)).astype(np.int64)
-    for bit, number in ((8, PROPERTIES), (16, PLACE), (32, DESCRIPTORS)):
+    for bit, number in ((8, PROPERTIES), (16, PLACE)):
         kinds |= np.where(numbers[number] > 0, bit, 0)
     return kinds | numbers[CRCS].astype(np.int64) << 6
 
@@ -238,18 +234,15 @@ def _write_slab(stream: io.BytesIO, memo: _Memo, items: StoredItems, chosen: Int
         get("offset"), *_integer(ranges[OFFSET]),
         get("length"), *_integer(ranges[LENGTH]),
     ]  # fmt: skip
-    if kind & 32:
-        layout += [get("transform_descriptors") + b"j", memo.descriptors[numbers[DESCRIPTORS] - 1]]
     if kind & HAS_RAW_OFFSET:
         layout += [get("raw_offset"), *_integer(ranges[RAW_OFFSET])]
     if kind & HAS_CRC:
         layout += [get("crc64nvme") + b"\x8a\x09", ranges[CRC].view(np.uint64), b"\0"]
     if kind & HAS_BLOCKS:
         length = kind >> 6
-        blocks = np.empty((len(chosen), length), np.uint8)
-        items.copy_crcs(chosen, blocks)
+        places = items.crc_starts[chosen, None] + np.arange(length // 8)
         layout += [get("crc64nvme_block"), *_integer(ranges[BLOCK])]
-        layout += [get("crc64nvme_blocks") + b"B" + length.to_bytes(4, "little"), blocks]
+        layout += [get("crc64nvme_blocks") + b"B" + length.to_bytes(4, "little"), items.crcs[places].view(np.uint8)]
     _write_records(stream, len(chosen), [*layout, _END + b"s"])
 
 

@@ -7,7 +7,6 @@ that name the format and its version; the length of the head, 4 bytes; the head,
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -27,10 +26,10 @@ from dcp_s3.format.control_files import AttachmentEntry, ObjectEntry
 from dcp_s3.format.layout import What, classify, is_inside
 from dcp_s3.torch_private import StorageInfo
 
-MAGIC = b"dcppart\x02"
+MAGIC = b"dcppart\x03"
 
-# Rows of `numbers`. Tables are counted from 0; those of properties, shapes and descriptors from 1: 0 is none.
-NAME, PROPERTIES, PLACE, OFFSETS, SIZES, WHOLE, DESCRIPTORS, OBJECT, FLAGS, CRCS = range(10)
+# Rows of `numbers`. Tables are counted from 0; those of properties and shapes from 1: 0 is none.
+NAME, PROPERTIES, PLACE, OFFSETS, SIZES, WHOLE, OBJECT, FLAGS, CRCS = range(9)
 # Rows of `ranges`. CRC is unsigned, whatever the type of the rows says.
 OFFSET, LENGTH, RAW_OFFSET, BLOCK, CRC = range(5)
 HAS_RAW_OFFSET, HAS_CRC, HAS_BLOCKS, IS_SHARD = 1, 2, 4, 8
@@ -89,10 +88,9 @@ class Columns:
     """dtype, layout, requires_grad, memory format, pin_memory, and what later versions of torch add (2.15: strides);
     torch's values as text."""
     shapes: Sequence[tuple[int, ...]]
-    descriptors: Sequence[tuple[str, ...]]
     numbers: npt.NDArray[np.uint32]
-    """Of shape (10, items). Rows: name; properties, 0 if it is no tensor; offsets in its index, offsets and sizes of
-    its chunk, size of the whole tensor, in `shapes`; descriptors; object; flags; bytes of its CRCs of blocks."""
+    """Of shape (9, items). Rows: name; properties, 0 if it is no tensor; offsets in its index, offsets and sizes of its
+    chunk, size of the whole tensor, in `shapes`; object; flags; bytes of its CRCs of blocks."""
     ranges: npt.NDArray[np.int64]
     """Of shape (5, items). Rows: offset and length in the object; raw offset; bytes of a block; CRC."""
     crcs: memoryview
@@ -123,9 +121,10 @@ def digest_of(held: Iterable[int], attached: Iterable[str] = ()) -> str:
 
 # --- to bytes -------------------------------------------------------------------------------------
 
-_STORAGE = {field.name for field in dataclasses.fields(StorageInfo)} | {
-    "raw_offset", "crc64nvme", "crc64nvme_block", "crc64nvme_blocks",  # see format/blocks.py
+_STORAGE = {
+    "relative_path", "offset", "length", "raw_offset", "crc64nvme", "crc64nvme_block", "crc64nvme_blocks",
 }  # fmt: skip
+"""Of a `StorageInfo`, see format/blocks.py."""
 
 
 class Table(dict[_Key, int]):
@@ -144,18 +143,19 @@ def encode(part: Part) -> bytes:
     """
     objects = {each.path: number for number, each in enumerate(part.objects)}
     names, shapes = Table[str](), Table[tuple[int, ...]]()
-    properties, descriptors = Table[tuple[Any, ...]](), Table[tuple[str, ...]]()
+    properties = Table[tuple[Any, ...]]()
     crcs: list[bytes] = []
     numbers: list[tuple[int, ...]] = []
     ranges: list[tuple[int, ...]] = []
     for item in part.written:
-        facts, data = vars(item.storage), item.tensor
+        facts = {name: value for name, value in vars(item.storage).items() if value is not None}
+        data, place = item.tensor, item.index.offset
         if unknown := facts.keys() - _STORAGE:
             raise ValueError(f"{item.index.fqn!r} has storage data that a part cannot hold: {min(unknown)}")
         if item.storage.relative_path not in objects:
             raise ValueError(f"{item.index.fqn!r} lies in {item.storage.relative_path!r}, no object of the part")
         raw_offset, crc = facts.get("raw_offset"), facts.get("crc64nvme")
-        block, transforms, place = facts.get("crc64nvme_block"), item.storage.transform_descriptors, item.index.offset
+        block = facts.get("crc64nvme_block")
         flags = HAS_RAW_OFFSET * (raw_offset is not None) + HAS_CRC * (crc is not None)
         flags += HAS_BLOCKS * (block is not None) + IS_SHARD * item.is_shard
         crcs.append(facts.get("crc64nvme_blocks") or b"")
@@ -166,7 +166,6 @@ def encode(part: Part) -> bytes:
                 0 if data is None else 1 + properties[_properties_text(data.properties)],
                 0 if place is None else 1 + shapes[tuple(place)],
                 *((1 + shapes[tuple(each)] for each in chunk) if chunk else (0, 0, 0)),
-                0 if transforms is None else 1 + descriptors[tuple(transforms)],
                 objects[item.storage.relative_path],
                 flags,
                 len(crcs[-1]),
@@ -181,13 +180,13 @@ def encode(part: Part) -> bytes:
     head = {
         "save": part.save, "rank": part.rank, "world_size": part.world_size, "facts": part.facts,
         "objects": [_entry_fields(each) for each in part.objects], "names": list(names), "paths": paths,
-        "properties": list(properties), "shapes": list(shapes), "descriptors": list(descriptors), "items": len(numbers),
+        "properties": list(properties), "shapes": list(shapes), "items": len(numbers),
     }  # fmt: skip
     text = json.dumps(head, separators=(",", ":")).encode("ascii")
     text += b" " * (-(len(MAGIC) + _HEAD.size + len(text)) % 8)  # what follows is aligned
     columns = (
         np.array(ranges, np.uint64).reshape(-1, 5).T.astype("<u8").tobytes(),
-        np.array(numbers, np.uint32).reshape(-1, 10).T.astype("<u4").tobytes(),
+        np.array(numbers, np.uint32).reshape(-1, 9).T.astype("<u4").tobytes(),
     )
     body = b"".join((MAGIC, _HEAD.pack(len(text)), text, *columns, *crcs))
     packed = body + crc64nvme(body).to_bytes(8, "big")
@@ -247,11 +246,10 @@ def unpack(data: bytes) -> Columns:
                 "objects": tuple(map(ObjectEntry.of, head["objects"])),
                 "properties": list(map(_frozen, head["properties"])),
                 "shapes": list(map(tuple, head["shapes"])),
-                "descriptors": list(map(tuple, head["descriptors"])),
             },
             ranges=np.frombuffer(body[: 40 * count], "<i8").reshape(5, count),
-            numbers=np.frombuffer(body[40 * count : 80 * count], "<u4").reshape(10, count),
-            crcs=body[80 * count :],
+            numbers=np.frombuffer(body[40 * count : 76 * count], "<u4").reshape(9, count),
+            crcs=body[76 * count :],
         )
         _check(found)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
@@ -272,13 +270,12 @@ def _check(part: Columns) -> None:
     if part.paths is not None and len(part.paths) != len(part.names):
         raise ValueError("its paths are not those of its names")
     numbers, ranges, shapes = part.numbers, part.ranges, len(part.shapes) + 1
-    if int(numbers[CRCS].sum(dtype=np.int64)) != len(part.crcs):
+    if int(numbers[CRCS].sum(dtype=np.int64)) != len(part.crcs) or (numbers[CRCS] % 8).any():
         raise ValueError("CRCs of blocks are missing, or left over")
     if not numbers.shape[1]:
         return
     bounds = (
-        len(part.names), len(part.properties) + 1, shapes, shapes, shapes, shapes, len(part.descriptors) + 1,
-        len(part.objects), 16, 2**32,
+        len(part.names), len(part.properties) + 1, shapes, shapes, shapes, shapes, len(part.objects), 16, 2**32,
     )  # fmt: skip
     if (numbers.max(axis=1) >= np.array(bounds)).any():
         raise ValueError("an item refers to what is not there")

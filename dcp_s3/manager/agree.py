@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from dcp_s3.coordination.control_keys import ControlKeys, open_control_keys
-from dcp_s3.coordination.processes import CountedSave, count_save, current_attempt
+from dcp_s3.coordination.identity import current_attempt
+from dcp_s3.coordination.processes import CountedSave, count_save
 from dcp_s3.errors import CheckpointError, SaveProtocolError
 from dcp_s3.failures import portable
 from dcp_s3.ranks import is_initialized
@@ -132,7 +133,7 @@ class Ranks:
             raise failure
         if failed:
             raise CheckpointError(f"whether to save step {step} is not known: the policy has failed on rank 0")
-        _check_same_step(-first, last)
+        check_same("should_save asks about different steps", [-first, last], SaveProtocolError)
         return bool(answers), gap, bool(sigterms)
 
     def maxima(self, numbers: list[int]) -> list[int]:
@@ -169,19 +170,11 @@ def for_others(error: BaseException) -> BaseException:
     return copied or CheckpointError(f"{type(error).__name__}: {error}")
 
 
-def _check_same_step(first: int, last: int) -> None:
-    if first != last:
-        remedy = "call should_save and save with the same step on all"
-        raise SaveProtocolError(f"the ranks ask whether to save different steps: {first} to {last}. Remedy: {remedy}")
-
-
-def check_same_run(runs: Sequence[Mapping[str, object]]) -> None:
-    """Refuse (CheckpointError) managers that are for different things on different ranks."""
-    for name in runs[0]:
-        by_rank = {rank: run[name] for rank, run in enumerate(runs)}
-        if any(value != runs[0][name] for value in by_rank.values()):
-            what = f"the ranks make CheckpointManagers with different {name}: {by_rank} (by rank)"
-            raise CheckpointError(f"{what}. Remedy: pass the same on all")
+def check_same(what: str, values: Sequence[object], error: type[Exception] = CheckpointError) -> None:
+    """Refuse what the ranks have not called alike."""
+    if any(value != values[0] for value in values):
+        different = list(dict.fromkeys(map(str, values)))
+        raise error(f"{what} on the ranks: {' and '.join(different)}. Remedy: call it with the same arguments on all")
 
 
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -215,11 +208,7 @@ class StoreRanks(Ranks):
         asked, self._restores = repr(request), self._restores + 1
         # The last save, too: a rank that has lost count must not take an old choice.
         theirs, found = self._settle(f"restore-{self._restores}-{self._last_save}", lambda: [asked, find()])
-        if theirs != asked:
-            what = f"this one asks for {asked} (step, metric, mode), another one for {theirs}"
-            raise CheckpointError(
-                f"the ranks restore different steps: {what}. Remedy: call restore with the same arguments on all"
-            )
+        check_same("restore asks for different steps (step, metric, mode)", [asked, theirs])
         return None if found is None else tuple(found)
 
     def decide(self, step: int, decide: Decide, seen: bool) -> tuple[bool, int, bool]:
@@ -232,7 +221,7 @@ class StoreRanks(Ranks):
             return [step, *decide(known), known]
 
         asked, answer, gap, known = self._settle(f"decision-{self._decisions}", first)
-        _check_same_step(min(asked, step), max(asked, step))
+        check_same("should_save asks about different steps", [asked, step], SaveProtocolError)
         self._decisions += 1
         return answer, gap, known
 

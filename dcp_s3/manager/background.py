@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable
 
 from dcp_s3.errors import DcpS3Error
@@ -21,8 +19,6 @@ logger = logging.getLogger(__name__)
 _SLICE = 1.0  # seconds between checks whether a commit is done, or no longer awaited
 WaitCommitted = Callable[[float], None]
 """Waits at most this many seconds for a save to be committed. TimeoutError: it is not committed yet."""
-
-_open: weakref.WeakSet[BackgroundRetention] = weakref.WeakSet()
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
@@ -40,7 +36,6 @@ class BackgroundRetention:
         self._pending: WaitCommitted | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        _open.add(self)
 
     def saved(self, wait_committed: WaitCommitted) -> None:
         """Prune as soon as a finished save is committed. Returns at once."""
@@ -64,7 +59,6 @@ class BackgroundRetention:
         while (thread := self._thread) is not None and time.monotonic() < deadline:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._stop.set()
-        _open.discard(self)
         if thread is not None:
             what = "retention under %s was not done within %.0f s and is left to the next run, or to `dcp-s3 prune`"
             logger.warning(what, self._root, timeout)
@@ -118,13 +112,3 @@ def retain(
 def commit_of(writer: S3StorageWriter, settings: Settings) -> WaitCommitted:
     """Waits for the commit of a save that has ended well. With durability s3 it is committed then."""
     return writer.wait_committed if settings.durability == "local" else lambda _: None
-
-
-@atexit.register
-def _at_exit() -> None:
-    # Not waited for: no thread can be started any more, and a prune can take long.
-    for left in list(_open):
-        left._stop.set()
-        if left._thread is not None:
-            what = "retention under %s is cut off by the end of the process. Remedy: close the CheckpointManager"
-            logger.warning(what, left._root)

@@ -228,23 +228,11 @@ class SavesInFlight:
         if failures:
             raise failures[-1]
 
-    def name_lost(self) -> None:
-        """At the end of the process: log what nobody has heard of: saves that failed, or that are not done."""
-        lost = [
-            f"step {save.step} was not saved to {save.url}, and nothing raised it"
-            if save.failure
-            else f"the save of step {save.step} to {save.url} is cut off"
-            for save in self._saves
-            if save.failure or not save.ended.is_set()
-        ]
-        if lost and self._rank == 0:
-            what = "the process ends: %s. Remedy: close the CheckpointManager, or use it in a `with`"
-            logger.error(what, "; ".join(lost))
-
 
 @atexit.register
 def _at_exit() -> None:
-    # The exit status stays as it is: only os._exit could change it here, which skips what other libraries do at the
-    # end, and what waits to be written.
     for each in list(_open):
-        each.name_lost()
+        for save in each._saves if each._rank == 0 else ():
+            if save.failure or not save.ended.is_set():
+                lost = f"step {save.step} was not saved to {save.url}, and nothing raised it"
+                logger.error("the process ends: %s. Remedy: close the CheckpointManager, or use it in a `with`", lost)

@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
@@ -20,8 +20,8 @@ from dcp_s3.coordination.processes import CountedSave, withdraw
 from dcp_s3.events import Listener
 from dcp_s3.failures import name_failed
 from dcp_s3.manager import arguments
-from dcp_s3.manager.agree import Failures, Ranks, check_same_run, find_store_ranks
-from dcp_s3.manager.arguments import DEFAULT_FORMAT, StepFormat, check_step, step_name
+from dcp_s3.manager.agree import Failures, Ranks, check_same, find_store_ranks
+from dcp_s3.manager.arguments import DEFAULT_FORMAT, check_step
 from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
 from dcp_s3.manager.inflight import BeginUpload, Overlap, SavesInFlight, queue_length, stage_save
 from dcp_s3.manager.restore import RunReader
@@ -36,9 +36,6 @@ from dcp_s3.units import one_line
 from dcp_s3.url import parse_url
 
 logger = logging.getLogger(__name__)
-
-_EXIT_RETENTION = 5.0  # seconds for which retention is waited for when SIGTERM ends the process
-_TERMINATED = 143  # exit status of a process that SIGTERM ended: 128 + 15
 
 
 class CheckpointManager(RunReader):
@@ -67,8 +64,8 @@ class CheckpointManager(RunReader):
             nothing is deleted.
         should_save: a policy of which steps to save (``SaveEvery(steps=1000) | SaveOnPreemption()``), or a function of
             a `SaveMoment`: `save` does nothing for the others. None: `save` always saves. See `should_save`.
-        step_format: how a step is named below the root: text with ``{step}`` in it, or a function of the step. Other
-            tools find the step if it is the last number in the name, else by ``DCP_S3_STEP_PATTERN``.
+        step_format: how a step is named below the root: text with ``{step}`` in it. The step is found in a name that is
+            a number, or has one after a word like ``step``; in others ``DCP_S3_STEP_PATTERN`` has to find it.
         read_only: only read: nothing is saved, annotated, pruned or drained, and what waits on disks does not count.
             Needs permission to read only, and may be of another run's root. Only ``DCP_S3_READER_LEASE`` writes.
         process_group: a group with a CPU backend, for these saves and loads alone. None: a new gloo group of all ranks.
@@ -98,7 +95,7 @@ class CheckpointManager(RunReader):
         *,
         retention: PolicyFunction | str | None = None,
         should_save: SavePolicyFunction | None = None,
-        step_format: StepFormat = DEFAULT_FORMAT,
+        step_format: str = DEFAULT_FORMAT,
         read_only: bool = False,
         settings: SettingsLike = None,
         process_group: dist.ProcessGroup | None = None,
@@ -114,7 +111,6 @@ class CheckpointManager(RunReader):
         self.separate, self.replicas, self.weights_only = separate, replicas, weights_only
         self._should_save = None if read_only else should_save
         self._step_format = step_format
-        self._ending = False
         arguments.check_coordination(coordination, process_group)
 
         def configure() -> tuple[dict[str, object], dict[str, int | None]]:
@@ -124,12 +120,12 @@ class CheckpointManager(RunReader):
             arguments.check_separate(separate)
             check_policy(self._should_save)
             queue_length(overlap)
-            self.settings = arguments.check_settings(self.settings, self.retention is not None, step_format)
+            arguments.check_settings(self.settings, self.retention is not None, step_format)
             self._catalog = CheckpointCatalog(self.root_url, settings=self.settings)
             self._stager = None if read_only else S3Stager(self.settings, on_event=on_event)
             run = {
                 "root": self.root_url,
-                "step_format (of step 12)": step_name(12, step_format),
+                "step_format": step_format,
                 "read_only": read_only,
                 "overlap": overlap,
                 "should_save (whether it needs more than the step)": asks_ranks(self._should_save),
@@ -142,7 +138,7 @@ class CheckpointManager(RunReader):
             # First: through the group the other ranks learn if the arguments of one rank are wrong.
             self._ranks = Ranks(process_group)
             found = self._ranks.agree(configure, self._refuse("no CheckpointManager is made"))
-            check_same_run([run for run, _ in found])
+            check_same("CheckpointManager is made for different runs", [run for run, _ in found])
         else:
             found = [configure()]
             self._ranks = find_store_ranks(self.root, self.settings, read_only=read_only)
@@ -193,7 +189,6 @@ class CheckpointManager(RunReader):
                 saved, or with ``coordination="s3"`` is being saved all the same. Or a rank cannot go on.
             SaveProtocolError: the ranks save different steps, or a metric cannot be stored.
             SettingsError: something in ``extra`` cannot be stored.
-            SystemExit: SIGTERM has come, see `SaveOnPreemption`.
             StagingError: the state cannot be copied.
             CheckpointError: the manager is read_only or closed, or an argument is wrong.
         """
@@ -203,8 +198,9 @@ class CheckpointManager(RunReader):
             raise self._read_only_error(what)
         if not force and self._should_save is not None and not self.should_save(step):
             return False
-        if self._decisions.ends and not self._ending:
-            self._save_and_exit(step, state, metrics, extra=extra, attachments=attachments, planner=planner)
+        if self.preempted:  # perhaps the last save: what failed before, and was logged, does not stand in its way
+            with contextlib.suppress(errors.SaveFailedError):
+                self.wait()
         ranks, saves = self._ranks, self._in_flight
         made: list[S3StorageWriter] = []
         counted: CountedSave | None = None
@@ -214,7 +210,8 @@ class CheckpointManager(RunReader):
             nonlocal counted
             (saves.settle if blocking else saves.make_room)()
             self._check_open()
-            arguments.check_save(step, state)
+            check_step(step)
+            arguments.check_state(state)
             url = self.url(step)
             counted = ranks.count(url, step)  # before anything that may be wrong on this rank alone
             arguments.check_metrics(metrics)
@@ -266,7 +263,7 @@ class CheckpointManager(RunReader):
             return errors.SaveFailedError(what, url=self.url(step), step=step, failures=failures)
 
         found = self._beside.agree(begin, refuse)
-        self._check_same("save", [step for step, _, _ in found], errors.SaveProtocolError)
+        check_same("save is called with different steps", [step for step, _, _ in found], errors.SaveProtocolError)
         # The newest one that failed on any rank may not have ended on the others yet.
         if failed := max(number for _, _, number in found):
             self._in_flight.settle(failed)
@@ -283,21 +280,6 @@ class CheckpointManager(RunReader):
         if self._retention is not None:
             self._retention.saved(commit_of(writer, self.settings))
         self._ranks.committed(step)
-
-    def _save_and_exit(self, step: int, *args: Any, **options: Any) -> NoReturn:
-        """The last save of a process that SIGTERM ends."""
-        self._ending, status = True, _TERMINATED
-        try:
-            with contextlib.suppress(errors.SaveFailedError):  # of an earlier save, and logged
-                self.wait()
-            self.save(step, *args, force=True, blocking=True, **options)
-            status = 0
-        except Exception as error:  # noqa: BLE001 - whatever it is, the process is killed soon
-            what = "SIGTERM came, and step %d was not committed; what was committed before is untouched: %s"
-            logger.error(what, step, error)  # noqa: TRY400 - without a traceback
-        with contextlib.suppress(errors.SaveFailedError):  # which is logged
-            self.close(retention_timeout=_EXIT_RETENTION)
-        raise SystemExit(status)
 
     def should_save(self, step: int) -> bool:
         """Whether `save` saves a step, by the policy ``should_save``; True without one. The same on all ranks, all of

@@ -6,7 +6,7 @@ import functools
 import logging
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -22,8 +22,8 @@ from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager import arguments
 from dcp_s3.manager import select_checkpoint as select
-from dcp_s3.manager.agree import Failures, Ranks, for_others
-from dcp_s3.manager.arguments import StepFormat, check_step, step_name
+from dcp_s3.manager.agree import Failures, Ranks, check_same, for_others
+from dcp_s3.manager.arguments import check_step
 from dcp_s3.manager.inflight import SavesInFlight
 from dcp_s3.manager.step_policy import StepDecisions
 from dcp_s3.retention.catalog import CheckpointCatalog
@@ -71,7 +71,7 @@ class RunReader(ABC):
     settings: Settings
     retention: PolicyFunction | None
     read_only: bool
-    _step_format: StepFormat
+    _step_format: str
     weights_only: bool
     on_event: Listener | None
     _catalog: CheckpointCatalog
@@ -98,14 +98,13 @@ class RunReader(ABC):
         >>> CheckpointManager("s3://bucket/run", read_only=True).url(2000)
         's3://bucket/run/step-00002000'
         """
-        return str(self.root.child(step_name(check_step(step), self._step_format)))
+        return str(self.root.child(self._step_format.format(step=check_step(step))))
 
     def restore(
         self,
         state: dict[str, Any],
-        step: int | Literal["best", "latest"] | None = None,
+        step: int | Literal["best"] | None = None,
         *,
-        best: str | None = None,
         metric: str | None = None,
         mode: Mode | None = None,
         planner: LoadPlanner | None = None,
@@ -116,12 +115,11 @@ class RunReader(ABC):
         Waits for the saves under way first. Those that have failed are never merged with later ones (`restart`).
 
         >>> with CheckpointManager("s3://bucket/run", read_only=True) as manager:
-        ...     manager.restore(state), manager.restore(state, 1000), manager.restore(state, best="val_loss")
+        ...     manager.restore(state), manager.restore(state, 1000), manager.restore(state, "best", metric="val_loss")
         (2000, 1000, 1000)
 
         Args:
-            step: a step, or ``best``. None or ``latest``: the highest step.
-            best: the metric whose best value decides; short for ``"best"`` with ``metric``.
+            step: a step, or ``best``. None: the highest step.
             metric: the metric that decides which is best. None: that of the retention policy's `KeepBest`.
             mode: ``min`` if low values are better, or ``max``. None: that of the metric's `KeepBest`, else ``min``.
             drain_timeout: seconds for which to wait for a checkpoint on the disks of several hosts to reach S3, counted
@@ -141,13 +139,13 @@ class RunReader(ABC):
 
         def begin() -> tuple[int | str | None, str | None, Mode | None]:
             self._settle()
-            arguments.check_restore(state, step, planner, best, metric)
-            request = ("best", best, mode) if best is not None else (step, metric, mode)
-            orders.append(self._order(*request))
-            return request
+            arguments.check_state(state)
+            arguments.check_planner(planner, LoadPlanner)
+            orders.append(self._order(step, metric, mode))
+            return step, metric, mode
 
         requests = self._ranks.agree(begin, self._refuse("nothing is restored"))
-        self._check_same("restore", requests)
+        check_same("restore asks for different steps (step, metric, mode)", requests)
         passed_over: list[str] = []
         ranks, alone = self._ranks, not self._ranks.collective and self._ranks.size > 1
         while True:
@@ -236,7 +234,7 @@ class RunReader(ABC):
             return None if step is None else check_step(step)
 
         steps = self._ranks.agree(begin, self._refuse("the run does not go back"))
-        self._check_same("restart", steps)
+        check_same("restart goes back to different steps", steps)
         self._decisions.restored(step)
 
     def latest_step(self) -> int | None:
@@ -297,7 +295,8 @@ class RunReader(ABC):
         """
         if self.read_only:
             raise self._read_only_error("nothing is annotated")
-        arguments.check_annotate(step, metrics)
+        check_step(step)
+        arguments.check_metrics(metrics)
         if self._ranks.is_first:
             self._in_flight.settle_step(step)
             annotate(self.url(step), metrics, settings=self.settings)
@@ -305,9 +304,7 @@ class RunReader(ABC):
     def _order(self, step: int | str | None, metric: str | None, mode: Mode | None) -> select.Order:
         if step == "best":
             return select.best_order(self.retention, metric, mode)
-        if step is None or step == "latest":
-            return select.latest_order
-        return select.step_order(check_step(step))
+        return select.latest_order if step is None else select.step_order(check_step(step))
 
     def _refuse(self, what: str) -> Callable[[Failures], errors.CheckpointError]:
         return lambda failures: errors.CheckpointError(f"{what}: {name_failed(failures)}")
@@ -340,11 +337,6 @@ class RunReader(ABC):
         self._left = {url: left for url, left in self._left.items() if (left or 0) > step}
         self._in_flight.last_good = step
         self._decisions.restored(step)
-
-    def _check_same(self, call: str, asked: Sequence[Any], error: type[Exception] = errors.CheckpointError) -> None:
-        if len(set(asked)) > 1:
-            what = f"the ranks {call} different steps of {self.root}: {dict(enumerate(asked))} (by rank)"
-            raise error(f"{what}. Remedy: call {call} with the same arguments on all")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -13,9 +13,10 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.checkpoint.look import find_damage, tell_unreadable
-from dcp_s3.coordination.processes import finish_decided
+from dcp_s3.coordination.processes import settle_saves
 from dcp_s3.failures import name_failed
 from dcp_s3.format.control_files import Manifest, ObjectEntry
+from dcp_s3.format.layout import METADATA
 from dcp_s3.manager.agree import Failures, Ranks
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.policy import AnyOf, KeepBest, Mode, PolicyFunction, best_first
@@ -147,8 +148,10 @@ def find(
 
 def _committed(catalog: CheckpointCatalog, *, finish: bool) -> list[CheckpointInfo]:
     infos = catalog.checkpoints()
-    open_urls = [parse_url(info.url) for info in infos if info.state in ("in_progress", "leftover")]
-    if finish and sum(finish_decided(url, catalog.settings) for url in open_urls):
+    left = [parse_url(info.url) for info in infos if finish and info.state in ("in_progress", "leftover")]
+    for url in left:
+        settle_saves(catalog.store, url)
+    if any(catalog.store.exists(url.key(METADATA)) for url in left):
         infos = catalog.checkpoints()
     return [info for info in infos if info.committed and info.step is not None]
 

@@ -1,7 +1,6 @@
 """Which steps of a run to save: policies (pure), and how the ranks decide alike.
 
-A policy is a function of a `SaveMoment`. `SaveEvery`, `SaveContinuously`, `SaveFirst` and `SaveOnPreemption` are joined
-by ``|``.
+A policy is a function of a `SaveMoment`. `SaveEvery`, `SaveContinuously` and `SaveOnPreemption` are joined by ``|``.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ SavePolicyFunction = Callable[[SaveMoment], bool]
 class SavePolicy(ABC):
     """Base of the policies here. ``|`` makes one that saves when either does.
 
-    >>> SaveFirst() | SaveEvery(steps=1000) | SaveEvery(seconds="15m") | SaveOnPreemption()
-    SaveFirst() | SaveEvery(steps=1000) | SaveEvery(seconds=900) | SaveOnPreemption()
+    >>> SaveEvery(steps=1000) | SaveEvery(seconds="15m") | SaveOnPreemption()
+    SaveEvery(steps=1000) | SaveEvery(seconds=900) | SaveOnPreemption()
     """
 
     by_step = False
@@ -111,8 +110,8 @@ def parts(policy: SavePolicyFunction | None) -> tuple[SavePolicyFunction, ...]:
 class SaveEvery(SavePolicy):
     """Saves every so many steps, or every so many seconds.
 
-    Every N steps are the steps N, 2N, 3N and so on, wherever a run began; step 0 is not one of them (`SaveFirst`). The
-    seconds count from the begin of the last save, of whatever reason, on the clock of the first rank.
+    Every N steps are the steps N, 2N, 3N and so on, wherever a run began; step 0 is not one of them. The seconds count
+    from the begin of the last save, of whatever reason, on the clock of the first rank.
 
     >>> SaveEvery(steps=1000) | SaveEvery(seconds="10m")
     SaveEvery(steps=1000) | SaveEvery(seconds=600)
@@ -131,9 +130,14 @@ class SaveEvery(SavePolicy):
         if (self.steps is None) == (self.seconds is None):
             both = "SaveEvery(steps=1000) | SaveEvery(seconds=600)"
             raise SettingsError(f"SaveEvery takes either steps or seconds. Remedy, for both: {both}")
-        if self.steps is not None:
-            _check_steps("SaveEvery: steps", self.steps)
-        elif _parse_seconds(self, "seconds") == 0:
+        if self.seconds is not None:
+            try:
+                object.__setattr__(self, "seconds", float(parse_duration(self.seconds)))
+            except ValueError as error:
+                raise SettingsError(f"SaveEvery: seconds = {self.seconds!r}: {error}") from None
+        elif isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
+            raise SettingsError(f"SaveEvery: steps = {self.steps!r}, expected a whole number above 0")
+        if self.seconds == 0:
             raise SettingsError("SaveEvery: seconds = 0, expected more. Remedy, for every step: SaveEvery(steps=1)")
 
     def __call__(self, moment: SaveMoment, /) -> bool:
@@ -150,21 +154,6 @@ class SaveEvery(SavePolicy):
 
 
 @dataclass(frozen=True, repr=False)
-class SaveFirst(SavePolicy):
-    """Saves the first step that it is asked about, unless the run goes on from a checkpoint: so that a run has one
-    early, and what is wrong with saving shows at once.
-
-    >>> SaveFirst() | SaveEvery(steps=1000)
-    SaveFirst() | SaveEvery(steps=1000)
-    """
-
-    by_step = True
-
-    def __call__(self, moment: SaveMoment, /) -> bool:
-        return moment.last_step is None
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
 class SaveContinuously(SavePolicy):
     """Saves as soon as the last save is committed, so that a failure costs as little work as the link to S3 allows.
 
@@ -173,71 +162,31 @@ class SaveContinuously(SavePolicy):
 
     >>> SaveContinuously() | SaveOnPreemption()
     SaveContinuously() | SaveOnPreemption()
-    >>> SaveContinuously(min_steps=100, min_seconds="1m")
-    SaveContinuously(min_steps=100, min_seconds=60)
-
-    Args:
-        min_steps: number of steps from one save to the next, at least.
-        min_seconds: number of seconds from the begin of one save to the next, at least; or text like ``1m``.
-
-    Raises:
-        SettingsError: a number is not allowed.
     """
 
-    min_steps: int = 1
-    min_seconds: float | str = 0.0
-
-    def __post_init__(self) -> None:
-        _check_steps("SaveContinuously: min_steps", self.min_steps)
-        _parse_seconds(self, "min_seconds")
-
     def __call__(self, moment: SaveMoment, /) -> bool:
-        far = moment.last_step is None or abs(moment.step - moment.last_step) >= self.min_steps
-        return far and self.due_in(moment) == 0
+        return not moment.saving
 
     def due_in(self, moment: SaveMoment) -> float:
-        left = 0.0 if moment.last_step is None else max(0.0, float(self.min_seconds) - moment.seconds)
-        return max(left, _COMMIT_SECONDS) if moment.saving else left
+        return _COMMIT_SECONDS if moment.saving else 0.0
 
 
-@dataclass(frozen=True, repr=False, kw_only=True)
+@dataclass(frozen=True, repr=False)
 class SaveOnPreemption(SavePolicy):
     """Saves once when SIGTERM has come, on whichever rank: all ranks save the same step.
 
-    While the manager is open, SIGTERM no longer ends the process. The training ends itself, see
-    `CheckpointManager.preempted`, or with ``exit`` the save does. A handler that was there before is called, too.
+    While the manager is open, SIGTERM no longer ends the process: the training ends itself, see
+    `CheckpointManager.preempted`. A handler that was there before is called, too.
 
-    >>> SaveEvery(steps=1000) | SaveOnPreemption(exit=True)
-    SaveEvery(steps=1000) | SaveOnPreemption(exit=True)
-
-    Args:
-        exit: `save` waits for the commit, closes the manager and raises SystemExit: with status 0 if the step is
-            committed, else 143.
+    >>> SaveEvery(steps=1000) | SaveOnPreemption()
+    SaveEvery(steps=1000) | SaveOnPreemption()
     """
-
-    exit: bool = False
 
     def __call__(self, moment: SaveMoment, /) -> bool:
         return moment.preempted
 
     def due_in(self, moment: SaveMoment) -> float:
         return _NOTICE_SECONDS
-
-
-def _check_steps(name: str, steps: object) -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise SettingsError(f"{name} = {steps!r}, expected a whole number above 0")
-
-
-def _parse_seconds(policy: SavePolicy, name: str) -> float:
-    """Replace a duration in a policy by its seconds."""
-    given = getattr(policy, name)
-    try:
-        seconds = parse_duration(given)
-    except ValueError as error:
-        raise SettingsError(f"{type(policy).__name__}: {name} = {given!r}: {error}") from None
-    object.__setattr__(policy, name, float(seconds))
-    return seconds
 
 
 def check_policy(policy: object) -> None:
@@ -303,7 +252,6 @@ class StepDecisions:
         self._ranks, self._now, self._is_saving, self._always = ranks, now, is_saving, policy is None
         self._by_step = tuple(each for each in parts(policy) if not asks_ranks(each))
         self._asked = tuple(each for each in parts(policy) if asks_ranks(each))
-        self._exits = any(isinstance(each, SaveOnPreemption) and each.exit for each in self._asked)
         self._flag = SigtermFlag() if flag is None and _watches(policy) else flag
         self.preempted = False
         """Whether SIGTERM has come to a rank, as all know."""
@@ -311,11 +259,6 @@ class StepDecisions:
         self._answer: tuple[int, bool] | None = None
         self._look: tuple[int, float] | None = None  # step and time of the last exchange
         self._begin(None)
-
-    @property
-    def ends(self) -> bool:
-        """Whether the next save is the last one, and ends the process."""
-        return self._exits and self.preempted and not self._saved_preempted
 
     def should_save(self, step: int) -> bool:
         """Whether to save a step. The answer stays the same until something is saved or restored."""

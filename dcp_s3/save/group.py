@@ -27,11 +27,11 @@ class SaveGroup:
             )
 
     def check_rank(self, url: CheckpointURL, rank: int) -> None:
-        """Refuse (SaveProtocolError) a save without collectives of other ranks; ``rank`` is what DCP says."""
-        expected = ranks.rank() if self.members is None else self.members.index(ranks.rank())
-        if ranks.is_initialized() and rank != expected:
+        """Refuse (SaveProtocolError) a save without collectives of some ranks of the job; ``rank`` is what DCP says."""
+        is_part = self.members is not None and len(self.members) < ranks.world_size()
+        if ranks.is_initialized() and (is_part or rank != ranks.rank()):
             raise SaveProtocolError(
-                f"the save to {url} is one of rank {rank} of its ranks, and its writer expects rank {expected}. "
-                "Remedy: S3StorageWriter(url, process_group=...) with the group of the save; to save the state of this "
-                "rank alone, no_dist=True without use_collectives=False"
+                f"the save to {url} is one of some ranks, and without collectives all ranks of the job save together. "
+                "Remedy: save in a process group with collectives; to save the state of this rank alone, no_dist=True "
+                "without use_collectives=False"
             )

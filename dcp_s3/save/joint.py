@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -17,13 +18,14 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.attachments import check_distinct
 from dcp_s3.checkpoint.commit import Commit, delete_quietly, versions
 from dcp_s3.checkpoint.commit_state import SaveIdentity, find_previous, find_save_id
+from dcp_s3.checkpoint.info import find_step
 from dcp_s3.checkpoint.readback import check_readable
 from dcp_s3.coordination import protocol, values
 from dcp_s3.coordination.driving import Driver
-from dcp_s3.coordination.identity import Attempt
+from dcp_s3.coordination.identity import Attempt, current_attempt
 from dcp_s3.coordination.merge import Merging
 from dcp_s3.coordination.ownership import OwnedItem, Replicas, find_owners, lookup_in
-from dcp_s3.coordination.processes import CountedSave, make_member
+from dcp_s3.coordination.processes import CountedSave, count_of, make_member
 from dcp_s3.coordination.values import NONCE_DIGITS, OPEN, Claim, Intent, Join, Key, Merged, Write
 from dcp_s3.failures import name_ranks
 from dcp_s3.format.control_files import Manifest
@@ -45,8 +47,7 @@ others. It writes them at once from then on."""
 
 
 class JointSave(Save):
-    """One rank's part in such a save. ``attempt`` has the rank as its place among ``ranks``, which are numbers of the
-    whole job. Without ``counted`` the ranks save in lockstep."""
+    """One rank's part in such a save. Without ``counted`` the ranks save in lockstep."""
 
     _spills = False
 
@@ -57,13 +58,11 @@ class JointSave(Save):
         attempt: Attempt,
         counted: CountedSave | None,
         step: int | None,
-        *,
-        ranks: Sequence[int],
         replicas: Replicas,
     ) -> None:
         super().__init__(url, "", options, rank=attempt.rank, is_coordinator=attempt.rank == 0)
         self._attempt, self._counted, self._step = attempt, counted, step
-        self._ranks, self._replicas, self._world_size = tuple(ranks), replicas, len(ranks)
+        self._replicas, self._world_size = replicas, attempt.world_size
         self._nonce: str | None = None
         self._was_committed = False
         self._planner: SavePlanner | None = None
@@ -97,7 +96,7 @@ class JointSave(Save):
         began, self._planner = time.monotonic(), planner
         with collector_paused(), self._withdrawing():
             self._held = find_owners(
-                plan.items, lookup_in(planner), world=self._ranks, rank=self._ranks[self._rank], replicas=self._replicas
+                plan.items, lookup_in(planner), world_size=self._world_size, rank=self._rank, replicas=self._replicas
             )
             intent = self.join(None)
         asked = self._go_on(intent, Write)
@@ -167,13 +166,12 @@ class JointSave(Save):
             _learned.update(item_hash(each) for each in missing if each.type != WriteItemType.SHARD)
             results = [*self._results, *results]
         else:
-            here, there = self._ranks[self._rank], self._ranks[rank]
-            logger.warning("%s: rank %d writes what rank %d was to write", self.url, here, there)
+            logger.warning("%s: rank %d writes what rank %d was to write", self.url, self._rank, rank)
         return encode(self._make_part(claim, rank, results))
 
     def merge(self, claim: Claim, parts: Iterator[bytes]) -> Merged:
         """Make the checkpoint of all parts, and write all of it but ``.metadata``."""
-        merging, sample = (Merging(claim.nonce, self._world_size, self._ranks.__getitem__) for _ in range(2))
+        merging, sample = (Merging(claim.nonce, self._world_size) for _ in range(2))
         for number, data in enumerate(parts):
             if merging.add(data) or not number:
                 sample.add(data)
@@ -243,7 +241,7 @@ class JointSave(Save):
         if self._counted is not None:
             self._counted.decided(verdict)
         if verdict != values.COMMITTED:
-            raise verdict_error(self.url, verdict, self._attempt, driver.claim, self._nonce, driver.error)
+            raise verdict_error(self.url, verdict, driver.claim, self._nonce, driver.error)
         self._report()
         return None
 
@@ -264,7 +262,7 @@ class JointSave(Save):
             raise
 
     def _is_own(self, each: OwnedItem) -> bool:
-        return each.owner == self._ranks[self._rank] or (bool(_learned) and item_hash(each.item) in _learned)
+        return each.owner == self._rank or (bool(_learned) and item_hash(each.item) in _learned)
 
     def _upload(self, claim: Claim, items: Sequence[WriteItem], *, attachments: bool = False) -> list[WriteResult]:
         if self._planner is None:
@@ -296,9 +294,7 @@ class JointSave(Save):
         objects = [
             each.object_entry for each in results if isinstance(each, ItemWriteResult) and each.object_entry is not None
         ]
-        facts: dict[str, Any] = {
-            "started_at": self._beginning.at, "throttled": self.throttled, "by": self._rank,
-        }  # fmt: skip
+        facts: dict[str, Any] = {"started_at": self._beginning.at, "by": self._rank}
         if rank == 0:
             facts |= {"metrics": dict(self._options.metrics), "extra": dict(self._options.extra)}
         paths = None if self._paths is None else {each.index.fqn: self._paths[each.index.fqn] for each in written}
@@ -317,10 +313,52 @@ class JointSave(Save):
             logger.info("%s is committed (its manifest is not read: %s)", self.url, error)
             return
         if made_up := manifest.coordination.get("made_up"):
-            names = name_ranks(self._ranks[int(place)] for place in made_up)
+            names = name_ranks(map(int, made_up))
             logger.warning("%s is committed without %s, which others made up for", self.url, names)
         commit = Commit(SaveIdentity(self.url, self.save_id), b"", b"", manifest.objects)
         self._tell_committed(commit, ranks=self._world_size, spilled=0, throttled=self.throttled)
+
+
+def begin_joint_save(
+    url: CheckpointURL,
+    save_id: str,
+    options: SaveOptions,
+    replicas: Replicas,
+    *,
+    counted: CountedSave | None = None,
+    step: int | None = None,
+    in_lockstep: bool = True,
+) -> Save:
+    """A save of all ranks of the job; a plain one, of ``save_id``, if this is the only one. ``in_lockstep``: it is
+    synchronous, so no rank is here while another one is at an earlier save. A SaveProtocolError if nothing tells this
+    attempt from others, or this save from an earlier one."""
+    attempt = current_attempt(url, options.settings) if counted is None else counted.attempt
+    if attempt.world_size == 1:
+        return Save(url, save_id, options, rank=0, is_coordinator=True)
+    if options.transforms.extensions:
+        raise errors.SaveProtocolError(
+            f"{url} is not saved: stream extensions need a save with collectives. Remedy: use_collectives=True, or no "
+            "_extensions",
+            url=str(url),
+        )
+    if options.settings.spill_dir is not None:
+        _warn_of_spilling(str(options.settings.spill_dir))
+    step = find_step(url.name, options.settings) if step is None else step
+    if counted is None and not in_lockstep:
+        counted = count_of(attempt, url, step)
+        if step is None and not counted.is_new:
+            raise errors.SaveProtocolError(
+                f"{url} is saved to again, asynchronously and without collectives, and nothing tells this save from "
+                "the one before if that fails on some rank. Remedy: S3StorageWriter(url, step=...), or another URL for "
+                "each step",
+                url=str(url),
+            )
+    return JointSave(url, options, attempt, counted, step, replicas)
+
+
+@functools.cache
+def _warn_of_spilling(directory: str) -> None:
+    logger.warning("saves without collectives do not spill to DCP_S3_SPILL_DIR=%s: they fail if S3 refuses", directory)
 
 
 def _paths_in(metadata: Metadata) -> Mapping[str, tuple[str | int, ...]] | None:

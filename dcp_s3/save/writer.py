@@ -26,8 +26,8 @@ from dcp_s3.events import Listener
 from dcp_s3.failures import called_by_dcp
 from dcp_s3.format.control_files import check_extra
 from dcp_s3.format.layout import new_save_id
-from dcp_s3.save.begin import begin_joint_save
 from dcp_s3.save.group import SaveGroup
+from dcp_s3.save.joint import begin_joint_save
 from dcp_s3.save.plan import OBJECTS_PER_RANK
 from dcp_s3.save.save import Attached, Save, SaveOptions, StallSince, tell_failed, wait_committed
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
@@ -211,7 +211,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             if self.counted is None:
                 self._group.check_rank(url, int(rank))
             save = begin_joint_save(
-                url, save_id, options, self.replicas, ranks=self._group.members, counted=self.counted, step=self.step,
+                url, save_id, options, self.replicas, counted=self.counted, step=self.step,
                 in_lockstep=here.is_home and background is None and not self._was_sent,
             )  # fmt: skip
             self.counted = None

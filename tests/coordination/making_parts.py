@@ -78,12 +78,13 @@ def written_items(draw: st.DrawFn, objects: Sequence[ObjectEntry]) -> WrittenIte
     fqn, entry = draw(_NAMES), draw(st.sampled_from(objects))
     offset = draw(st.integers(0, entry.size))
     length = draw(st.integers(0, min(entry.size - offset, 2**44)))
-    blocks = draw(st.none() | st.builds(Blocks, st.integers(0, 2**40), st.binary(max_size=40), _U64))
+    blocks = draw(
+        st.none() | st.builds(Blocks, st.integers(0, 2**40), st.integers(0, 5).map(bytes(range(8)).__mul__), _U64)
+    )
     info = make_storage_info(
         entry.path,
         offset,
         length,
-        transform_descriptors=draw(st.none() | st.lists(st.text(max_size=4), max_size=2)),
         raw_offset=draw(st.none() | st.integers(0, length)),
         crc64nvme=draw(st.none() | _U64) if blocks is None else blocks.crc,
         blocks=blocks,

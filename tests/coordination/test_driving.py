@@ -365,7 +365,7 @@ def test_a_merger_whose_answer_is_lost_cleans_up() -> None:
     assert sum(work.cleaned for work in works) == 1
 
 
-def test_at_the_end_of_the_program_others_are_waited_for_while_they_move(caplog: pytest.LogCaptureFixture) -> None:
+def test_others_are_waited_for_while_they_move() -> None:
     store, now = MemoryStore(), [0.0]
     work = Work(store, 0)
     me = Member(0, ATTEMPT, "process-0")
@@ -377,12 +377,10 @@ def test_at_the_end_of_the_program_others_are_waited_for_while_they_move(caplog:
         other = Intent("process-1", int(now[0]), "another").to_json()  # nobody can write in its place
         store.put(URL.key(Key("intent", claim_of(store).nonce, 1).path), other)
 
-    clock = Clock(lambda: now[0], sleep, lambda: now[0] > 100.0)
-    work.driver = Driver(store, URL, me, 10.0, work, clock)
+    work.driver = Driver(store, URL, me, 10.0, work, Clock(lambda: now[0], sleep))
     assert work.driver.run(protocol.save(me, (0, 1, 1), 1))[0] == ABORTED
     assert 160.0 < now[0] < 190.0  # the later, if this rank called the roll in place of the other: that is progress
     assert "rank 1 " in claim_of(store).why
-    assert caplog.text.count("the program ends while the save to s3://bucket/run/step-1 waits for other ranks") == 1
 
 
 @pytest.mark.parametrize("who", ["a save that knows no claims", "a prune"])
@@ -446,9 +444,8 @@ def test_a_run_id_that_is_used_again_with_restarts_from_0_is_named_with_the_reme
     works = works_of(2)
     assert set(save(works, attempt=last, rank_timeout=20.0).values()) == {COMMITTED}
     assert set(save(works, attempt=again, rank_timeout=20.0, overwrite=True).values()) == {SUPERSEDED}
-    error = verdict_error(URL, SUPERSEDED, again, claim_of(works[0].store), None, None)
-    assert re.search("restart 2 of the run 'run' has saved there, and this process is of restart 0. Remedy: .*"
-                     "each start a DCP_S3_RUN_ID", str(error))  # fmt: skip
+    error = verdict_error(URL, SUPERSEDED, claim_of(works[0].store), None, None)
+    assert re.search("Remedy: .* restarts counted from 0 again, give each start of the job a DCP_S3_RUN_ID", str(error))
 
 
 # --- stores ----------------------------------------------------------------------------------------------------
@@ -478,16 +475,6 @@ def test_a_store_without_conditional_writes_is_refused_before_a_byte_moves(lacks
     with pytest.raises(errors.SaveProtocolError, match=r"conditional writes .* Remedy: save with collectives"):
         work.driver.run(protocol.save(me, (0, 1, 1), 1))
     assert store.list("").objects == ()
-
-
-def test_a_store_is_asked_once_what_it_can() -> None:
-    driving._checked.discard(("asked once", None))
-    store, puts = MemoryStore("asked once"), []
-    put = store.put
-    store.put = lambda key, *args, **options: (puts.append(key), put(key, *args, **options))[1]  # type: ignore[method-assign,func-returns-value]
-    for number in (1, 2):
-        save([Work(store, rank) for rank in range(2)], number=number, overwrite=True, rank_timeout=20.0)
-    assert sum(".roll.00" in key for key in puts) in (4, 8)  # by one rank, or two at a time
 
 
 def test_buckets_of_one_name_at_two_endpoints_are_asked_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -624,7 +611,7 @@ def test_claims_and_intents_survive_their_way_and_damage_is_seen() -> None:
     assert parse_claim(lockstep.to_json()) == lockstep
     for wrong in (
         {"nonce": "../evil"}, {"state": "other"}, {"save_id": "ab"}, {"roll": "f" * 20}, {"world_size": 0},
-        {"step": "1"}, {"number": (1, 2)}, {"began": float("nan")},
+        {"step": "x"}, {"number": (1, 2)}, {"began": "today"},
     ):  # fmt: skip
         assert parse_claim(dataclasses.replace(claim, **wrong).to_json()) is None, wrong
     data = bytearray(claim.to_json())

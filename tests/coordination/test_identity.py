@@ -6,14 +6,16 @@ import os
 import secrets
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from dcp_s3.coordination.identity import Attempt, make_attempt
-from dcp_s3.coordination.processes import count_save, current_attempt, end_era
+from dcp_s3.coordination import identity
+from dcp_s3.coordination.identity import Attempt, ask, current_attempt, make_attempt, tell
+from dcp_s3.coordination.processes import count_save, end_era
 from dcp_s3.errors import SaveProtocolError, SettingsError, StorageError
 from dcp_s3.launcher import Launch, read_launch
 from dcp_s3.settings import Settings
@@ -90,6 +92,7 @@ def test_nothing_unique_and_several_ranks_is_an_error_that_names_the_remedy() ->
     static = {**several, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}
     with pytest.raises(SaveProtocolError, match="DCP_S3_RUN_ID"):
         _attempt(static)
+    assert _attempt(_TORCHRUN, run_id="mine").run == "mine"
     assert _attempt(several, run_id="mine").id == _attempt({**several, "RANK": "1"}, run_id="mine").id
     assert _attempt(static, run_id="mine").restart == (1,), "restarts count with it"
 
@@ -97,11 +100,6 @@ def test_nothing_unique_and_several_ranks_is_an_error_that_names_the_remedy() ->
 def test_a_single_process_needs_no_launcher() -> None:
     assert _attempt({}).id != _attempt({}).id
     assert _attempt({}, run_id="mine").id != _attempt({}, run_id="mine").id, "even if the id is used again"
-
-
-def test_run_id_replaces_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DCP_S3_RUN_ID", "mine")
-    assert _attempt(_TORCHRUN).run == "mine"
 
 
 @pytest.fixture
@@ -119,12 +117,6 @@ def test_saves_are_counted_by_url_and_step_whatever_the_thread(two: Settings) ->
     assert sorted(numbers) == [(0, 7, count) for count in range(1, 401)]
     assert [count_save(_URL, two, step=step).number for step in (8, None, 8)] == [(0, 8, 1), (0, 0, 1), (0, 8, 2)]
     assert count_save(parse_url(f"{_URL}0"), two, step=7).number == (0, 7, 1)
-
-
-def test_an_attempt_that_is_back_goes_on_counting(two: Settings) -> None:
-    other = Settings(run_id="another")
-    counted = [count_save(_URL, each, step=3).number[2] for each in (two, other, two)]
-    assert counted[2] == counted[0] + 1
 
 
 def test_an_era_ends_with_each_call_of_restore_and_restarts_make_ranks_equal(two: Settings) -> None:
@@ -161,6 +153,44 @@ def test_a_store_that_does_not_answer_is_an_error_of_ours() -> None:
 
     with pytest.raises(StorageError, match="store of the process group"):
         make_attempt(Settings(), read_launch({}), rank=1, world_size=2, store=Gone())
+
+
+# --- what the first rank says, whatever earlier ones have left in the store ----------------------
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+
+
+def _other(store: dist.TCPStore) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=60))
+
+
+def test_each_attempt_hears_its_own_first_rank(store: dist.TCPStore) -> None:
+    """torchrun's agent keeps one store over all restarts."""
+    clients = [_other(store) for _ in range(3)]
+    for attempt in ("first", "second", "third"):
+        with ThreadPoolExecutor(3) as threads:
+            asked = [threads.submit(ask, client, 60.0) for client in clients[:2]]  # before it is there
+            tell(store, attempt, 3)
+            asked.append(threads.submit(ask, clients[2], 60.0))
+            assert [each.result(60) for each in asked] == [attempt] * 3
+
+
+def test_who_died_before_it_heard_is_not_counted(store: dist.TCPStore) -> None:
+    with pytest.raises(SaveProtocolError, match="rank 0 of the process group has not come to a save"):
+        ask(_other(store), 0.05)
+    store.add(identity._ASKS, 1)  # and one that died before it had said its word
+    tell(store, "second", 1)
+    assert ask(_other(store), 60.0) == "second"
+
+
+def test_a_store_that_is_gone_is_told(store: dist.TCPStore) -> None:
+    client = _other(store)
+    del store  # the one that holds it
+    with pytest.raises((StorageError, SaveProtocolError)):
+        ask(client, 0.5)
 
 
 # --- real ranks ----------------------------------------------------------------------------------

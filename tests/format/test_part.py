@@ -55,7 +55,6 @@ WRONG: dict[str, Any] = {
     "paths": ["1"],
     "properties": [],
     "shapes": [[4], [-2]],
-    "descriptors": 7,
     "items": 1,
 }
 
@@ -98,6 +97,9 @@ def test_what_a_part_cannot_hold_is_refused_where_it_is_made() -> None:
     attached = AttachmentEntry(PART.objects[0].path, 2000, None, "/etc/passwd")
     with pytest.raises(ValueError, match="attachment"):
         encode(dataclasses.replace(PART, objects=(attached,)))
+    transformed = dataclasses.replace(PART.written[0].storage, transform_descriptors=["zstd"])
+    with pytest.raises(ValueError, match="cannot hold: transform_descriptors"):
+        encode(dataclasses.replace(PART, written=(dataclasses.replace(PART.written[0], storage=transformed),)))
     with pytest.raises(ValueError, match="text and numbers"):
         encode(dataclasses.replace(PART, paths={"w": (1.5,)}))  # type: ignore[dict-item]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dcp_s3 import errors
-from dcp_s3.manager.agree import check_same_run
+from dcp_s3.manager.agree import check_same
 from dcp_s3.manager.select_checkpoint import ChosenCheckpoint
 from tests.manager.thread_ranks import MemoryKeys, ThreadRanks, on_threads, store_ranks
 
@@ -61,15 +61,6 @@ def test_what_user_code_raises_is_the_same_error_on_all() -> None:
     assert found[2].__cause__ is error
 
 
-def test_the_first_rank_alone_decides_what_it_is_asked() -> None:
-    assert on_threads(3, lambda ranks: ranks.from_first(lambda: ranks.rank or "zero")) == ["zero"] * 3
-
-    def fail() -> None:
-        raise ValueError("on the first")
-
-    assert [str(each) for each in on_threads(2, lambda ranks: ranks.from_first(fail))] == ["on the first"] * 2
-
-
 def test_a_step_is_decided_by_the_first_rank_and_sigterm_by_any() -> None:
     def work(ranks: ThreadRanks) -> Any:
         decide = (lambda seen: (True, 7)) if ranks.is_first else _never
@@ -80,7 +71,7 @@ def test_a_step_is_decided_by_the_first_rank_and_sigterm_by_any() -> None:
 
 def test_ranks_that_ask_about_different_steps_all_raise() -> None:
     found = on_threads(2, lambda ranks: ranks.decide(7 + ranks.rank, lambda _: (False, 1), False))
-    assert all("different steps: 7 to 8" in str(each) for each in found)
+    assert all("different steps on the ranks: 7 and 8" in str(each) for each in found)
 
 
 def test_a_policy_that_fails_on_the_first_rank_fails_on_all() -> None:
@@ -93,9 +84,9 @@ def test_a_policy_that_fails_on_the_first_rank_fails_on_all() -> None:
 
 
 def test_managers_for_different_runs_are_refused_by_what_differs() -> None:
-    check_same_run([{"root": "a", "overlap": "wait"}] * 2)
-    with pytest.raises(errors.CheckpointError, match=r"different overlap: \{0: 'wait', 1: 'queue'\}"):
-        check_same_run([{"root": "a", "overlap": "wait"}, {"root": "a", "overlap": "queue"}])
+    check_same("made", [{"root": "a", "overlap": "wait"}] * 2)
+    with pytest.raises(errors.CheckpointError, match=r"'overlap': 'wait'\} and \{.*'overlap': 'queue'\}. Remedy"):
+        check_same("made", [{"root": "a", "overlap": "wait"}, {"root": "a", "overlap": "queue"}])
 
 
 # --- ranks that settle it through a store ----------------------------------------------------------------
@@ -126,7 +117,7 @@ def test_an_answer_that_is_damaged_or_foreign_is_refused_rather_than_replaced_by
 def test_ranks_that_ask_for_different_checkpoints_are_told() -> None:
     first, second = store_ranks(2, MemoryKeys())
     first.choose(("latest", None, None), lambda: _at(5))
-    with pytest.raises(errors.CheckpointError, match="restore different steps"):
+    with pytest.raises(errors.CheckpointError, match="restore asks for different steps"):
         second.choose(("best", "loss", None), _never)
 
 
@@ -137,7 +128,7 @@ def test_the_first_decision_stands_and_sigterm_of_any_rank_is_in_the_next() -> N
     assert ranks[2].decide(10, _never, False) == (False, 3, False)
     assert ranks[2].decide(13, lambda seen: (seen, 1), False) == (True, 1, True)
     assert ranks[1].decide(13, _never, False) == (True, 1, True)
-    with pytest.raises(errors.SaveProtocolError, match="different steps: 13 to 14"):
+    with pytest.raises(errors.SaveProtocolError, match="different steps on the ranks: 13 and 14"):
         ranks[0].decide(14, _never, False)
 
 

@@ -139,7 +139,7 @@ def _of_rank(step: int) -> dict[str, Any]:
 def _fail_first(root: str, opens: str) -> tuple[list[int], list[int]]:
     saved, raised = [], []
     with CheckpointManager(root, overlap="queue") as manager:
-        for step in range(1, 8):
+        for step in range(1, 5):
             try:
                 manager.save(step, _of_rank(step))
                 saved.append(step)
@@ -158,5 +158,5 @@ def test_all_ranks_raise_a_failure_at_the_same_save(gate: Gate, tmp_path: Path) 
     saved, raised = first
     assert first == second
     assert raised == [1]
-    assert len(saved) == 6
+    assert saved == [1, 2, 4]
     assert committed() == saved[1:]

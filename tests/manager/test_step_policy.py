@@ -18,8 +18,6 @@ from dcp_s3.manager.agree import Ranks
 from dcp_s3.manager.step_policy import (
     SaveContinuously,
     SaveEvery,
-    SaveFirst,
-    SaveMoment,
     SaveOnPreemption,
     SigtermFlag,
     StepDecisions,
@@ -34,10 +32,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.seconds
-
-
-def moment(step: int, *, last: int | None = None, seconds: float = 0.0, saving: bool = False) -> SaveMoment:
-    return SaveMoment(step, last, seconds, preempted=False, saving=saving)
 
 
 def decisions(policy: Any, clock: Clock | None = None, **options: Any) -> StepDecisions:
@@ -77,9 +71,10 @@ def watched() -> Iterator[Callable[..., StepDecisions]]:
 
 
 def test_every_so_many_steps_wherever_the_run_began() -> None:
-    policy = SaveEvery(steps=100)
-    assert [step for step in range(301) if policy(moment(step))] == [100, 200, 300]
-    assert saved(decisions(policy), range(250, 501)) == [300, 400, 500]
+    assert saved(decisions(SaveEvery(steps=100)), range(301)) == [100, 200, 300]
+    resumed = decisions(SaveEvery(steps=100))
+    resumed.restored(300)
+    assert saved(resumed, range(300, 501)) == [400, 500]
 
 
 def test_every_so_many_seconds_since_the_last_save_of_whatever_reason() -> None:
@@ -90,20 +85,7 @@ def test_every_so_many_seconds_since_the_last_save_of_whatever_reason() -> None:
     assert saved(decisions(both, clock), range(1, 50), clock) == [10, 15, 25, 30, 40, 45]
 
 
-def test_the_first_step_unless_the_run_goes_on() -> None:
-    assert saved(decisions(SaveFirst() | SaveEvery(steps=100)), range(7, 201)) == [7, 100, 200]
-    resumed = decisions(SaveFirst() | SaveEvery(steps=100))
-    resumed.restored(100)
-    assert saved(resumed, range(100, 201)) == [200]  # 100 is there
-
-
-def test_as_soon_as_the_last_save_is_committed_but_no_sooner_than_asked() -> None:
-    policy = SaveContinuously(min_steps=10, min_seconds="1m")
-    assert policy(moment(1))
-    assert policy(moment(20, last=10, seconds=60))
-    assert not policy(moment(20, last=10, seconds=60, saving=True))
-    assert not policy(moment(19, last=10, seconds=60))
-    assert not policy(moment(20, last=10, seconds=59))
+def test_as_soon_as_the_last_save_is_committed() -> None:
     under_way, found = [False], list[int]()
     deciding = decisions(SaveContinuously(), is_saving=lambda: under_way[0])
     for step in range(1, 31):  # each save takes 9 steps
@@ -115,31 +97,26 @@ def test_as_soon_as_the_last_save_is_committed_but_no_sooner_than_asked() -> Non
 def test_functions_are_policies_and_are_joined() -> None:
     mixed = (lambda moment: moment.step == 3) | SaveEvery(steps=5)
     assert saved(decisions(mixed), range(1, 11)) == [3, 5, 10]
-    assert repr(SaveFirst() | SaveEvery(steps=5) | SaveOnPreemption()) == (
-        "SaveFirst() | SaveEvery(steps=5) | SaveOnPreemption()"
-    )
+    assert repr(SaveContinuously() | SaveEvery(steps=5)) == "SaveContinuously() | SaveEvery(steps=5)"
     assert SaveEvery(seconds=60) == SaveEvery(seconds="1m") != SaveEvery(steps=60)
     with pytest.raises(TypeError):
         SaveEvery(steps=5) | 5  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
-    ("policy", "arguments", "message"),
+    ("arguments", "message"),
     [
-        (SaveEvery, {}, "either steps or seconds"),
-        (SaveEvery, {"steps": 5, "seconds": 5}, "either steps or seconds"),
-        (SaveEvery, {"steps": 0}, "steps = 0, expected a whole number above 0"),
-        (SaveEvery, {"steps": 1.5}, r"steps = 1\.5"),
-        (SaveEvery, {"steps": True}, "steps = True"),
-        (SaveEvery, {"seconds": 0}, r"seconds = 0, .*steps=1"),
-        (SaveEvery, {"seconds": "often"}, "SaveEvery: seconds = 'often': expected a number and a unit"),
-        (SaveContinuously, {"min_steps": 0}, "SaveContinuously: min_steps = 0"),
-        (SaveContinuously, {"min_seconds": -1}, "SaveContinuously: min_seconds = -1: expected a duration"),
+        ({}, "either steps or seconds"),
+        ({"steps": 5, "seconds": 5}, "either steps or seconds"),
+        ({"steps": 0}, "steps = 0, expected a whole number above 0"),
+        ({"steps": True}, "steps = True"),
+        ({"seconds": 0}, r"seconds = 0, .*steps=1"),
+        ({"seconds": "often"}, "SaveEvery: seconds = 'often': expected a number and a unit"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(policy: Any, arguments: dict[str, Any], message: str) -> None:
+def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        policy(**arguments)
+        SaveEvery(**arguments)
 
 
 # --- when the ranks come together ------------------------------------------------------------------
@@ -162,7 +139,7 @@ def test_steps_alone_need_no_meeting_and_functions_are_asked_each_time() -> None
     def train(policy: Any) -> list[tuple[list[int], int]]:
         return on_threads(2, lambda ranks: (saved(StepDecisions(policy, ranks), range(1, 21)), ranks.meetings))
 
-    assert train(SaveFirst() | SaveEvery(steps=8)) == [([1, 8, 16], 0)] * 2
+    assert train(SaveEvery(steps=8)) == [([8, 16], 0)] * 2
     assert train(lambda moment: moment.step in (1, 15)) == [([1, 15], 20)] * 2
 
 
@@ -205,20 +182,15 @@ def test_preemption_saves_once_and_is_known_afterwards(watched: Any) -> None:
     deciding = watched(SaveOnPreemption() | SaveEvery(steps=10))
     assert saved(deciding, range(1, 6)) == []
     terminate()
-    assert not deciding.ends, "the training ends itself"
     assert saved(deciding, range(6, 21)) == [6, 10, 20]
     assert deciding.preempted
 
 
 def test_a_save_by_steps_is_also_the_one_for_the_signal(watched: Any) -> None:
-    deciding = watched(SaveOnPreemption(exit=True) | SaveEvery(steps=10))
+    deciding = watched(SaveOnPreemption() | SaveEvery(steps=10))
     assert saved(deciding, range(1, 10)) == []
     terminate()
-    assert deciding.should_save(10)
-    assert deciding.ends
-    deciding.saved(10)
-    assert saved(deciding, range(10, 20)) == []
-    assert not deciding.ends
+    assert saved(deciding, range(10, 20)) == [10]
 
 
 def test_a_signal_that_one_rank_has_seen_makes_all_save_the_same_step() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from dcp_s3.coordination.control_keys import ControlKeys, StoreKeys
+from dcp_s3.coordination.control_keys import ControlKeys
 from dcp_s3.coordination.identity import Attempt
 from dcp_s3.manager.agree import Ranks, StoreRanks
 from dcp_s3.settings import Settings
@@ -64,7 +64,7 @@ def on_threads(size: int, work: Callable[[ThreadRanks], Any]) -> list[Any]:
         return list(pool.map(run, range(size)))
 
 
-class MemoryKeys(StoreKeys):
+class MemoryKeys(ControlKeys):
     """Control keys below the root of a run in memory."""
 
     def __init__(self) -> None:

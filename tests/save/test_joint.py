@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from dcp_s3 import errors
 from dcp_s3.checkpoint.deletion import Deleter
 from dcp_s3.checkpoint.look import inspect
 from dcp_s3.coordination.identity import Attempt
@@ -18,8 +20,7 @@ from dcp_s3.coordination.processes import count_of, settle_saves
 from dcp_s3.coordination.values import OPEN
 from dcp_s3.retention.prune import prune
 from dcp_s3.save import joint, save
-from dcp_s3.save.begin import begin_joint_save
-from dcp_s3.save.joint import JointSave
+from dcp_s3.save.joint import JointSave, begin_joint_save
 from dcp_s3.save.save import SaveOptions
 from dcp_s3.settings import resolve_settings
 from dcp_s3.torch_private import WriterTransforms
@@ -50,7 +51,7 @@ def _attempt(rank: int, world_size: int = 2) -> Attempt:
 
 def _save(rank: int, upload: Callable[[JointSave], Any] = lambda _: None) -> JointSave:
     """One rank's save; ``upload`` is called before its data moves."""
-    made = JointSave(URL, OPTIONS, _attempt(rank), None, 1, ranks=(0, 1), replicas=None)
+    made = JointSave(URL, OPTIONS, _attempt(rank), None, 1, None)
     _upload = made._upload
 
     def upload_first(claim: Any, *args: Any, **options: Any) -> Any:
@@ -104,6 +105,13 @@ def test_an_interrupt_while_data_moves_ends_the_save_for_all_and_leaves_no_threa
         _save(1, interrupt)
     other.join(60)
     assert "rank 1: KeyboardInterrupt" in told[0]
+
+
+def test_stream_extensions_are_refused_before_a_byte_moves(store: MemoryStore) -> None:
+    options = dataclasses.replace(OPTIONS, transforms=WriterTransforms([object()]))  # type: ignore[list-item]
+    with pytest.raises(errors.SaveProtocolError, match=r"stream extensions need a save with collectives. Remedy: "):
+        begin_joint_save(URL, "ab", options, None, counted=count_of(_attempt(0), URL, 1))
+    assert store.list("").objects == ()
 
 
 def test_a_save_of_one_rank_is_not_remembered() -> None:

@@ -62,7 +62,7 @@ def train_for_ever(training: Training) -> None:
         manager = CheckpointManager(
             training.root,
             coordination=training.coordination,  # type: ignore[arg-type]
-            should_save=SaveEvery(steps=training.every) | SaveOnPreemption(exit=True),
+            should_save=SaveEvery(steps=training.every) | SaveOnPreemption(),
         )
         state = make_state(0, training.rank, training.world_size)
         first = manager.restore(state) or 0
@@ -78,11 +78,24 @@ def train_for_ever(training: Training) -> None:
             try:
                 if manager.save(step, make_state(step, training.rank, training.world_size)):
                     say(report, f"began {step}")
-            except SystemExit as ended:
-                say(report, f"ended {step} {ended.code}")
-                os._exit(ended.code)  # type: ignore[arg-type]
             except SaveFailedError as error:  # an earlier one; the training goes on
                 say(report, f"failed {step} {error!r}"[:2000].replace("\n", " "))
+                continue
+            if manager.preempted:
+                code = _close(manager)
+                say(report, f"ended {step} {code}")
+                os._exit(code)
+
+
+def _close(manager: Any) -> int:
+    """The exit status."""
+    from dcp_s3.errors import SaveFailedError
+
+    try:
+        manager.close(retention_timeout=5.0)
+    except SaveFailedError:
+        return 143
+    return 0
 
 
 def _lockstep(training: Training) -> Callable[[int], None]:

@@ -14,7 +14,6 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +21,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, latest, list_checkpoints
-from dcp_s3.offline.copy import copy as download
-from dcp_s3.offline.copy import copy as upload
 from dcp_s3.s3 import retry
 from dcp_s3.s3.client import close_clients
 from tests.end_to_end.states import assert_same, blank, random_tensor
@@ -232,26 +229,6 @@ def check_what_is_there(server: FaultyServer, training: Training) -> None:
             assert len([key for key in keys if key.endswith(".distcp")]) <= 2, keys
     for url in training.expected:
         training.check(url)
-
-
-@pytest.mark.usefixtures("_short_waits")
-def test_downloads_and_uploads_are_right_whatever_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whole files, with the requests of loads and saves."""
-    state = make_state(random.Random(1)) | {"large": random_tensor((12 * MIB // 4,), torch.float32)}
-    with serve(monkeypatch) as server:
-        dcp.save(state, storage_writer=S3StorageWriter(f"s3://{BUCKET}/run/a"))
-        chaos = Chaos(SEED)
-        server.rule = chaos
-        for number in range(3):
-            with context(f"seed {SEED}, copy {number}"):
-                download(f"s3://{BUCKET}/run/a", tmp_path / str(number))
-                upload(tmp_path / str(number), f"s3://{BUCKET}/run/copy-{number}")
-        server.rule = lambda _: None
-        for number in range(3):
-            loaded = blank(state)
-            dcp.load(loaded, storage_reader=S3StorageReader(f"s3://{BUCKET}/run/copy-{number}"))
-            assert_same(loaded, state)
-    assert chaos.injected.total() > 5
 
 
 @pytest.mark.soak
