@@ -203,37 +203,34 @@ class TrainingPart(Stateful):
         """Gathers from all ranks what differs between them."""
         accelerator, scaler = self.accelerator, self.accelerator.scaler
         state: dict[str, Any] = {}
-        registered: list[Any] = []
+        own: list[Any] = []
 
-        def collect() -> tuple[dict[str, Any], int, list[tuple[Any] | None]]:
+        def collect() -> tuple[dict[str, Any], list[Any]]:
             state["step"] = accelerator.step
             state["schedulers"] = as_item([scheduler.state_dict() for scheduler in self.schedulers])
             state["scaler"] = as_item(None if scaler is None else scaler.state_dict())
-            registered.extend(each.state_dict() for each in self.registered)
+            own.extend(as_item(each.state_dict()) for each in self.registered)
             mine = {
                 "rng": rng_state(accelerator.device),
                 "dataloaders": [_dataloader_state(loader, accelerator) for loader in self.dataloaders],
             }
             # Those with tensors may be large, and are not sent.
-            sent = [None if has(torch.Tensor, each) else (each,) for each in registered]
-            return mine, len(registered), sent if ranks.rank() == 0 else []
+            return mine, [None if ranks.rank() > 0 or has(torch.Tensor, each) else each for each in own]
 
         # Everything that may raise on one rank alone, so that the others do not wait for it.
         told = agree(collect, "the state of the training cannot be collected")
-        counts = {rank: count for rank, (_, count, _) in enumerate(told)}
-        if len(set(counts.values())) > 1:
+        counts = [len(registered) for _, registered in told]
+        if len(set(counts)) > 1:
             raise CheckpointError(
                 f"the ranks have registered different numbers of objects: {counts} (by rank). Remedy: "
                 "register_for_checkpointing the same ones on all"
             )
-        firsts = zip(registered, told[0][2], strict=True)
+        firsts = told[0][1]
         return {
             **state,
-            "ranks": as_item([mine for mine, _, _ in told]),
-            "registered": {
-                str(number): as_item(own if first is None else first[0]) for number, (own, first) in enumerate(firsts)
-            },
-            "number_of_registered": len(registered),
+            "ranks": as_item([mine for mine, _ in told]),
+            "registered": {str(at): own[at] if first is None else first for at, first in enumerate(firsts)},
+            "number_of_registered": len(own),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -269,9 +266,8 @@ def _pair(what: str, prepared: list[Any], saved: list[Any]) -> list[tuple[Any, A
 
 # --- dataloaders ----------------------------------------------------------------------------------------
 
-_YIELDED = ("_sampler_iter_yielded", "_num_yielded")
 _INNER = ("_index_sampler_state", "_sampler_iter_state", "fetcher_state", "dataset_state")
-"""Keys in the state of torchdata's StatefulDataLoader (0.11): counts of batches, and states of what is in it."""
+"""Keys in the state of torchdata's StatefulDataLoader (0.11) for the states of what is in it."""
 
 
 def _dataloader_state(loader: Any, accelerator: Accelerator) -> dict[str, Any]:
@@ -305,20 +301,14 @@ def _load_dataloader(loader: Any, state: dict[str, Any], accelerator: Accelerato
     if not loader.use_stateful_dataloader or "position" not in state:
         return
     position, shards, now = state["position"], state["shards"], _shards(loader)
-    if shards != now and any(position.get(key, "?") is not None for key in _INNER):
+    own = any(position.get(key, "?") is not None for key in _INNER)
+    if shards != now and (own or not accelerator.split_batches):
         logger.warning(
-            "the position of a dataloader was saved by %d ranks, each with workers or a dataset of its own, and cannot "
-            "be divided among %d: it begins its epoch again. Remedy: accelerator.skip_first_batches", shards, now,
+            "the position of a dataloader on %d ranks is no position on %d, without split_batches=True or with workers "
+            "or a dataset that have states: it begins its epoch again. Remedy: accelerator.skip_first_batches",
+            shards, now,
         )  # fmt: skip
         return
-    if shards != now and not accelerator.split_batches:
-        batches = position[_YIELDED[0]] * shards  # rank r of n takes every n-th batch
-        if batches % now:
-            logger.warning(
-                "%d ranks had taken %d batches of a dataloader, which %d ranks cannot have: the last %d come again",
-                shards, batches, now, batches % now,
-            )  # fmt: skip
-        position = {**position, **dict.fromkeys(_YIELDED, batches // now)}
     loader.load_state_dict(position)
     _draw_as_before(loader.base_dataloader, finished=bool(position["_iterator_finished"]))
 

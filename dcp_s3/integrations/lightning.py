@@ -20,7 +20,6 @@ require("lightning", "lightning", "2.6", "2.7")
 
 import contextlib
 import io
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
@@ -66,9 +65,7 @@ from dcp_s3.url import is_s3_url, parse_url
 # Private names of Lightning that are used here: `ModelCheckpoint._fs`, the filesystem in which it looks for its
 # checkpoints; `ModelParallelStrategy._save_distributed_checkpoint` and `FSDPStrategy._state_dict_type`, two arguments.
 
-__all__ = ["S3FSDPStrategy", "S3ModelParallelStrategy", "newest"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["S3FSDPStrategy", "S3ModelParallelStrategy"]
 
 _META = "meta.pt"  # the name that Lightning's own strategies give it
 
@@ -86,7 +83,6 @@ class _S3Checkpoints(Strategy):
         self._groups: tuple[Ranks, Ranks] | None = None  # what the ranks agree on, and the saves beside it
         self._world: Any = None
         self._saves: Saves | None = None
-        self._interrupted = False
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -95,7 +91,6 @@ class _S3Checkpoints(Strategy):
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        self._interrupted = False
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._saves = self._make_saves()
@@ -182,25 +177,18 @@ class _S3Checkpoints(Strategy):
             with self._working_saves() as saves:
                 saves.remove(url)
 
-    def on_exception(self, exception: BaseException) -> None:
-        self._interrupted = True
-        super().on_exception(exception)
-
     def teardown(self) -> None:
         """Wait for the saves under way.
 
         Raises:
-            SaveFailedError: one of them failed. While another exception ends the training it is only logged.
+            SaveFailedError: one of them failed.
         """
-        saves, self._saves = self._saves, None
-        if saves is not None:
-            try:
+        saves, self._saves = self._saves, None  # Lightning calls this once more after an error
+        try:
+            if saves is not None:
                 saves.close()
-            except errors.SaveFailedError as error:
-                if not self._interrupted:
-                    raise  # Lightning calls this once more then
-                logger.error("while an exception ended the training: %s", error)  # noqa: TRY400
-        super().teardown()
+        finally:
+            super().teardown()
 
     def _is_own(self, url: str) -> bool:
         """What ModelCheckpoint asks itself about local paths only."""
@@ -358,7 +346,8 @@ class CheckpointFiles(fsspec.AbstractFileSystem):
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
         """The committed checkpoints directly below ``path``."""
         # Lightning normalizes the names as paths, and s3:/... would be a local one. A chained URL stays what it is.
-        names = [_CHAINED + info.url.removeprefix("s3://") for info in _committed(_text(path))]
+        found = [info for info in list_checkpoints(_text(path)) if info.committed]
+        names = [_CHAINED + info.url.removeprefix("s3://") for info in found]
         return [{"name": name, **_TYPE} for name in names] if detail else names
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
@@ -402,24 +391,8 @@ def find_url(path: str | os.PathLike[str] | None) -> str | None:
     return None
 
 
-def newest(dirpath: str) -> str | None:
-    """URL of the checkpoint directly below ``dirpath`` that was committed last, whatever its name; None without one.
-
-    For ``Trainer.fit(ckpt_path=newest(dirpath))``. ``ckpt_path="last"`` knows only ``last.ckpt``.
-
-    Raises:
-        InvalidURLError, StorageError
-    """
-    found = _committed(dirpath)
-    return max(found, key=lambda info: info.created_at or 0.0).url if found else None
-
-
 def _text(path: str) -> str:
     return path if is_s3_url(path) else "s3://" + path.removeprefix(_CHAINED)
-
-
-def _committed(url: str) -> list[CheckpointInfo]:
-    return [info for info in list_checkpoints(url) if info.committed]
 
 
 def _inspect(path: str) -> CheckpointInfo | None:

@@ -130,8 +130,8 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 def set_rng_state(rank: int, saved: Sequence[Mapping[str, Any]], device: torch.device) -> None:
     """Restore what `rng_state` has returned on each rank; generators that were not saved are left alone. A rank that
     did not exist gets the state that all ranks had; if they had different ones, it keeps its own, for no rank may draw
-    another's numbers."""
-    if rank >= len(saved) and any(_plain(states) != _plain(saved[0]) for states in saved):
+    another's numbers. Which, torch's generator on the CPU tells: whoever seeds ranks differently seeds it, too."""
+    if rank >= len(saved) and not all(torch.equal(states["torch"], saved[0]["torch"]) for states in saved):
         logger.warning(
             "the checkpoint has the random number generators of %d ranks: rank %d keeps its own as it was seeded",
             len(saved), rank,
@@ -146,12 +146,3 @@ def set_rng_state(rank: int, saved: Sequence[Mapping[str, Any]], device: torch.d
         numpy.random.set_state(states["numpy"])
     if device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type])
-
-
-def _plain(state: Any) -> Any:
-    """The state of generators without arrays and tensors, which ``==`` does not compare as a whole."""
-    if isinstance(state, Mapping):
-        return {key: _plain(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return [_plain(value) for value in state]
-    return state.tolist() if hasattr(state, "tolist") else state

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcp_s3.errors import CheckpointError
 from dcp_s3.integrations import require
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.url import is_s3_url, parse_url
@@ -40,7 +39,6 @@ REPLACED = (
     (strategies, "FileSystemWriterAsync"),  # the writer of every save
     (strategies, "save_state_dict_async_finalize"),  # what ends a save
     (strategies.TorchDistSaveShardedStrategy, "async_save"),  # every save, synchronous ones too
-    (strategies.TorchDistLoadShardedStrategy, "remove_sharded_tensors"),
     (MultiStorageClientFeature, "is_enabled"),  # the switch in front of all other files ...
     (MultiStorageClientFeature, "import_package"),  # ... and what carries them
 )
@@ -81,7 +79,7 @@ def uninstall() -> None:
 
 
 def _replacements(settings: SettingsLike) -> tuple[Callable[..., Any], ...]:
-    stock_writer, stock_finalize, stock_save, stock_remove, is_enabled, import_package = (
+    stock_writer, stock_finalize, stock_save, is_enabled, import_package = (
         getattr(owner, name) for owner, name in REPLACED
     )
     small = SmallFiles(settings)
@@ -110,16 +108,7 @@ def _replacements(settings: SettingsLike) -> tuple[Callable[..., Any], ...]:
             small.hold(parse_url(checkpoint_dir), CONFIG_FNAME, json.dumps(asdict(config)).encode())
         return stock_save(strategy, sharded_state_dict, checkpoint_dir)
 
-    @functools.wraps(stock_remove)
-    def remove(strategy: Any, checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
-        if is_s3_url(checkpoint_dir):
-            raise CheckpointError(
-                f"remove_sharded_tensors cannot take {key_prefix!r} out of {parse_url(checkpoint_dir)}: what is "
-                "committed does not change. Remedy: load what is to stay, and save it to another URL"
-            )
-        stock_remove(strategy, checkpoint_dir, key_prefix)
-
-    return make_writer, end_save, async_save, remove, lambda: True, lambda: files
+    return make_writer, end_save, async_save, lambda: True, lambda: files
 
 
 def _replace(owner: Any, name: str, new: Any) -> Callable[[], None]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import builtins
 import functools
 import io
-import logging
 import os
 import pathlib
 import threading
@@ -32,8 +31,6 @@ from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.url import CheckpointURL, URLLike, is_s3_url, parse_url
-
-logger = logging.getLogger(__name__)
 
 _ATTACHED = frozenset({COMMON_STATE_FNAME, CONFIG_FNAME})
 
@@ -131,7 +128,7 @@ class SmallFiles:
         data = self.read(path) if kind == "r" or (kind == "a" and self.is_file(path)) else b""
         if kind == "r":
             return make(data)
-        return _Outgoing(str(path), functools.partial(self.write, path), make(data))  # type: ignore[return-value]
+        return _Outgoing(functools.partial(self.write, path), make(data))  # type: ignore[return-value]
 
     def _store(self, url: CheckpointURL) -> S3Store:
         return store_of(url, resolve_settings(self.settings))
@@ -197,8 +194,8 @@ class Files:
 class _Outgoing:
     """A file that is stored when it is closed, unless the block that writes it fails."""
 
-    def __init__(self, path: str, send: Callable[[bytes], None], buffer: io.BytesIO | io.StringIO) -> None:
-        self._path, self._buffer = path, buffer
+    def __init__(self, send: Callable[[bytes], None], buffer: io.BytesIO | io.StringIO) -> None:
+        self._buffer = buffer
         self._send: Callable[[bytes], None] | None = send
         buffer.seek(0, io.SEEK_END)
 
@@ -219,11 +216,6 @@ class _Outgoing:
         if kind is not None:
             self._send = None
         self.close()
-
-    def __del__(self) -> None:
-        # What nobody closed may be half a file, because its writer raised.
-        if self._send is not None:
-            logger.warning("%s was not closed, so it is not written. Remedy: open it in a with statement", self._path)
 
 
 class _S3Path(pathlib.PurePosixPath):
