@@ -183,6 +183,7 @@ class S3CheckpointManager(CheckpointManager):
         # torchtitan's looks for the folder and the initial path through fsspec, which needs s3fs for S3.
         catalog = CheckpointCatalog(self.folder, settings=self._settings)
         self._chosen = choose(catalog, self._ranks, latest_order if step == -1 else step_order(step))
+        url: str | None
         if self._chosen is not None:
             # A checkpoint of step 0 is a seed: it has nothing but the model.
             url, model_only, hf = self._chosen.url, self._chosen.step == 0, False

@@ -16,19 +16,16 @@ import dataclasses
 import json
 import logging
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcp_s3 import ranks
-from dcp_s3.checkpoint.info import CheckpointInfo
-from dcp_s3.errors import CheckpointError, CheckpointNotFoundError
-from dcp_s3.format.layout import step_of
+from dcp_s3.errors import CheckpointError
 from dcp_s3.integrations import require
 from dcp_s3.integrations.training_parts import agree
 from dcp_s3.manager.arguments import resolve_policy
 from dcp_s3.manager.manager import CheckpointManager
-from dcp_s3.retention.policy import AnyOf, KeepLatest, PolicyFunction, Reasons
+from dcp_s3.retention.policy import AnyOf, KeepBest, KeepLatest, Mode, PolicyFunction
 from dcp_s3.settings import resolve_settings
 from dcp_s3.url import URLLike, is_s3_url, parse_url
 
@@ -73,8 +70,8 @@ class S3Checkpoints(_AnyTrainer):
 
     Args:
         checkpoint_root: ``s3://bucket/run``. Checkpoints are ``{root}/step-00001000`` and so on.
-        retention: see `CheckpointManager`. None: ``save_total_limit`` of the TrainingArguments. The Trainer's
-            ``best_model_checkpoint`` is kept besides.
+        retention: see `CheckpointManager`. None: ``save_total_limit`` of the TrainingArguments. The best one by
+            ``metric_for_best_model`` is kept besides, the newest of equal ones.
         args, kwargs: as for the Trainer. Its ``output_dir`` remains, for what is no checkpoint.
 
     Raises:
@@ -95,6 +92,7 @@ class S3Checkpoints(_AnyTrainer):
         self._resumed: int | None = None  # the step with which this training goes on
         self._training: Any = None  # the part that was loaded, with the random number generators
         self._files: dict[str, bytes] | None = None
+        self._best: str | None = None  # the Trainer's best_model_checkpoint when this training goes on
 
     def train(self, resume_from_checkpoint: str | int | bool | None = None, **kwargs: Any) -> Any:
         """Train, as the Trainer does. Returns when the last checkpoint is committed.
@@ -115,7 +113,6 @@ class S3Checkpoints(_AnyTrainer):
                 f"resume_from_checkpoint = {wanted!r} is a URL. Remedy: the step, a number; to go on from another run, "
                 f"`dcp-s3 cp {wanted} {self.checkpoint_root}/NAME` first"
             )
-        self._best = _KeepBestModel()
         policies: list[PolicyFunction | None] = []
         agree(lambda: policies.append(self._policy()), f"the training under {self.checkpoint_root} does not begin")
         limit = self.args.save_total_limit
@@ -142,7 +139,14 @@ class S3Checkpoints(_AnyTrainer):
         if policy is None and limit > 0:
             policy = KeepLatest(limit)
         policy = resolve_policy(policy, resolve_settings(None))
-        return None if policy is None else AnyOf((policy, self._best))
+        if policy is None or self.args.metric_for_best_model is None:
+            return policy
+        return AnyOf((policy, KeepBest(1, *self._metric(), missing="drop")))
+
+    def _metric(self) -> tuple[str, Mode]:
+        """Name of the metric by which the Trainer finds the best model, and its mode."""
+        name = self.args.metric_for_best_model.removeprefix("eval_")
+        return f"eval_{name}", "max" if self.args.greater_is_better else "min"
 
     def _refuse_later(self, start: int) -> None:
         """Check that no checkpoint is later than the step at which the training begins."""
@@ -167,10 +171,8 @@ class S3Checkpoints(_AnyTrainer):
             logger.warning("nothing was saved under %s yet: training begins anew", self.checkpoint_root)
             return None
         trainer = json.loads(state["trainer"])
-        best = trainer["best_model_checkpoint"]
-        if is_s3_url(best):
-            trainer["best_model_checkpoint"] = None  # the Trainer looks for a directory
-            self._best.add(self._manager.url(step_of(best)))  # below this root, to which the run may have been copied
+        # The Trainer would look for a directory.
+        self._best, trainer["best_model_checkpoint"] = trainer["best_model_checkpoint"], None
         (folder / _STATE_FILE).write_text(json.dumps(trainer))
         return str(folder)
 
@@ -189,7 +191,6 @@ class S3Checkpoints(_AnyTrainer):
         state, step = self.state, self.state.global_step
         if state.best_global_step == step:
             state.best_model_checkpoint = self._manager.url(step)
-            self._best.add(state.best_model_checkpoint)
         callbacks = [
             each for each in [*self.callback_handler.callbacks, self.control] if isinstance(each, ExportableState)
         ]
@@ -244,8 +245,7 @@ class S3Checkpoints(_AnyTrainer):
         state = self._everything()
         self._manager.restore(state, self._resumed)
         self._training = state["training"]
-        if self._best.urls:
-            self.state.best_model_checkpoint = self._best.urls[-1]
+        self.state.best_model_checkpoint = self._best
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._resumed is None:
@@ -254,35 +254,13 @@ class S3Checkpoints(_AnyTrainer):
             self._training.set_rng()
 
     def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        if not is_s3_url(best):
+        if not is_s3_url(self.state.best_model_checkpoint):
             super()._load_best_model()
             return
-        self._manager.wait()
-        try:  # not best_global_step: that one may not have been saved
-            self._manager.restore({"model": model_part(self.model_wrapped)}, step_of(best))
-        except CheckpointNotFoundError as error:
-            logger.warning("the best checkpoint, %s, is not loaded: %s", best, error)
+        metric, mode = self._metric()
+        step = self._manager.restore({"model": model_part(self.model_wrapped)}, best=metric, mode=mode)
+        self.state.best_model_checkpoint = self._manager.url(step)
 
 
 class S3Trainer(S3Checkpoints, Trainer):
     """`transformers.Trainer` with its checkpoints on S3, see `S3Checkpoints`."""
-
-
-class _KeepBestModel:
-    """The policy that keeps the Trainer's ``best_model_checkpoint``. A metric would not do: which of equal values is
-    best, and whether a value counts that was not saved, is for the Trainer to say."""
-
-    __name__ = "best_model_checkpoint"
-
-    def __init__(self) -> None:
-        self.urls: tuple[str, ...] = ()
-
-    def add(self, url: str) -> None:
-        """Keep this one, and the one before until it is committed. Threads may meanwhile call the policy."""
-        self.urls = (*self.urls, url)
-
-    def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float) -> Reasons:
-        names = {info.url: info.name for info in checkpoints}
-        committed = [names[url] for url in self.urls if url in names]
-        return {name: [self.__name__] for name in committed[-1:]}

@@ -7,11 +7,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
@@ -32,7 +30,7 @@ from megatron.core.msc_utils import MultiStorageClientFeature  # noqa: E402
 from dcp_s3.integrations.megatron.files import Files, SmallFiles  # noqa: E402
 from dcp_s3.integrations.megatron.writer import MegatronS3Writer, finalize  # noqa: E402
 
-__all__ = ["MegatronS3Writer", "install", "uninstall"]
+__all__ = ["MegatronS3Writer", "install"]
 
 # All seen in megatron-core 0.16.1; tests/frameworks/megatron/test_beside.py fails when one moves.
 REPLACED = (
@@ -43,8 +41,8 @@ REPLACED = (
     (MultiStorageClientFeature, "import_package"),  # ... and what carries them
 )
 
-_lock = threading.Lock()
-_undo: contextlib.ExitStack | None = None
+_stock: dict[str, Any] = {}
+"""What was there before, by name."""
 
 
 def install(*, settings: SettingsLike = None) -> None:
@@ -60,28 +58,15 @@ def install(*, settings: SettingsLike = None) -> None:
     Raises:
         SettingsError: a setting, in the environment or given here, is not allowed.
     """
-    global _undo
     resolve_settings(settings)
-    uninstall()
-    with _lock:
-        _undo = contextlib.ExitStack()
-        for (owner, name), new in zip(REPLACED, _replacements(settings), strict=True):
-            _undo.callback(_replace(owner, name, new))
-
-
-def uninstall() -> None:
-    """Undo `install`, when no save is under way. Further calls change nothing."""
-    global _undo
-    with _lock:
-        if _undo is not None:
-            _undo.close()
-        _undo = None
+    for owner, name in REPLACED:
+        _stock.setdefault(name, getattr(owner, name))
+    for (owner, name), new in zip(REPLACED, _replacements(settings), strict=True):
+        setattr(owner, name, new)
 
 
 def _replacements(settings: SettingsLike) -> tuple[Callable[..., Any], ...]:
-    stock_writer, stock_finalize, stock_save, is_enabled, import_package = (
-        getattr(owner, name) for owner, name in REPLACED
-    )
+    stock_writer, stock_finalize, stock_save, is_enabled, import_package = _stock.values()
     small = SmallFiles(settings)
     files = Files(small, lambda: import_package() if is_enabled() else None)
     was_on_s3: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # by strategy, of its last save
@@ -109,12 +94,3 @@ def _replacements(settings: SettingsLike) -> tuple[Callable[..., Any], ...]:
         return stock_save(strategy, sharded_state_dict, checkpoint_dir)
 
     return make_writer, end_save, async_save, lambda: True, lambda: files
-
-
-def _replace(owner: Any, name: str, new: Any) -> Callable[[], None]:
-    """Set an attribute. Returns what sets it back."""
-    own = vars(owner)
-    is_own = name in own  # otherwise a method, on an instance
-    old = own.get(name)
-    setattr(owner, name, new)
-    return functools.partial(setattr, owner, name, old) if is_own else functools.partial(delattr, owner, name)

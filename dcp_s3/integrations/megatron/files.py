@@ -97,23 +97,18 @@ class SmallFiles:
 
     def is_dir(self, path: URLLike) -> bool:
         """Whether anything lies below ``path``."""
-        return next(self.names(path), None) is not None
+        return bool(self.names(path))
 
     def exists(self, path: URLLike) -> bool:
         """Whether there is a file, or anything below ``path``."""
         return self.is_file(path) or self.is_dir(path)
 
-    def names(self, path: URLLike) -> Iterator[str]:
+    def names(self, path: URLLike) -> list[str]:
         """Names of the files and directories right below ``path``."""
         url = parse_url(path)
-        prefix, store, token = url.key(""), self._store(url), None
-        while True:
-            page = store.page(prefix, "/", token=token)
-            yield from (each.key[len(prefix) :] for each in page.objects)
-            yield from (each[len(prefix) :].rstrip("/") for each in page.prefixes)
-            token = page.next_token
-            if token is None:
-                return
+        prefix = url.key("")
+        found = self._store(url).list(prefix, "/")
+        return [key[len(prefix) :].rstrip("/") for key in (*(each.key for each in found.objects), *found.prefixes)]
 
     def open(self, path: URLLike, mode: str = "rb", **_: Any) -> IO[Any]:
         """A file as `open` gives it. What is written is stored when it is closed.
