@@ -1,11 +1,13 @@
-"""Accelerate: everything that `Accelerator.save_state` saves, as one checkpoint that commits once.
+"""Accelerate: everything that `Accelerator.save_state` saves, as one state for `CheckpointManager`, so that it commits
+once.
 
->>> from dcp_s3.integrations.accelerate import load_state, save_state
->>> save_state(accelerator, "s3://bucket/run/step-1000")
->>> load_state(accelerator, "s3://bucket/run/step-1000")
+>>> from dcp_s3.integrations.accelerate import training_state
+>>> state = training_state(accelerator)
+>>> with CheckpointManager("s3://bucket/run") as manager:
+...     step = manager.restore(state) or 0
+...     manager.save(step + 1000, state)
 
-Accelerate itself makes two DCP checkpoints, of the model and of the optimizer, and files on each rank's disk. To save
-in the background, give `training_state` to a `CheckpointManager`.
+Accelerate itself makes two DCP checkpoints, of the model and of the optimizer, and files on each rank's disk.
 
 Saved are models, optimizers, schedulers, the gradient scaler, registered objects, dataloaders, the random number
 generators of every rank and the count of micro-batches. All of it loads on another number of ranks, and into a plain,
@@ -22,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -40,10 +41,6 @@ from dcp_s3.integrations.training_parts import (
     rng_state,
     set_rng_state,
 )
-from dcp_s3.load.reader import S3StorageReader
-from dcp_s3.save.writer import S3StorageWriter
-from dcp_s3.settings import SettingsLike
-from dcp_s3.url import URLLike
 
 require("accelerate", "accelerate", "1.15", "2")
 
@@ -59,46 +56,12 @@ PRIVATE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_obj
 _UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
-def save_state(accelerator: Accelerator, url: URLLike, **options: Any) -> None:
-    """Save all that an accelerator has prepared as one checkpoint. Every rank calls it. Returns when it is committed.
-
-    ``options`` are further arguments of `S3StorageWriter`: overwrite, metrics, separate, settings.
-
-    Raises:
-        CheckpointError: the accelerator uses what cannot be saved here.
-        CheckpointException: of torch; its ``failures`` has the causes by rank.
-    """
-    state_dict_saver.save(training_state(accelerator), storage_writer=S3StorageWriter(url, **options))
-
-
-def load_state(
-    accelerator: Accelerator, url: URLLike, *, weights_only: bool = True, settings: SettingsLike = None
-) -> None:
-    """Load a checkpoint of `save_state` into all that the accelerator has prepared. Every rank calls it.
-
-    It must have as many models, optimizers and so on as were saved, in the same order.
-
-    ``weights_only`` is that of `S3StorageReader`, and about objects that were registered.
-
-    Raises:
-        CheckpointError: the accelerator uses what cannot be loaded here, or the checkpoint has another number of
-            something, or a registered object raised on another rank.
-        CheckpointException: of torch; its ``failures`` has the causes by rank.
-    """
-
-    def load() -> None:
-        reader = S3StorageReader(url, weights_only=weights_only, settings=settings)
-        state_dict_loader.load(training_state(accelerator), storage_reader=reader)
-
-    # DCP does not tell the other ranks if a load_state_dict raises on one.
-    agree(load, f"{url} is not loaded")
-
-
 def training_state(accelerator: Accelerator) -> dict[str, Stateful]:
     """All that an accelerator has prepared, as a state for `CheckpointManager`, `dcp.save` and `dcp.load`.
 
     Entries are ``model``, ``optimizer`` (``model_1``, ``optimizer_1`` and so on for further ones) and ``training`` for
-    everything else. Make it when everything is prepared and registered; it can be used for any number of saves.
+    everything else. Make it when everything is prepared and registered; it can be used for any number of saves. To load
+    it, there must be as many models, optimizers and so on as were saved, in the same order.
 
     Raises:
         CheckpointError: the accelerator uses DeepSpeed, Megatron-LM, XLA, or hooks that write files.

@@ -13,7 +13,7 @@ import inspect
 import os
 import threading
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -30,13 +30,9 @@ _OURS: tuple[type, ...] = (*_WRITERS, FileSystemReader, FsspecReader)
 _LOCAL_ONLY = (HuggingFaceStorageWriter, HuggingFaceStorageReader)
 
 
-class _Registration(NamedTuple):
-    overwrite: bool
-    settings: SettingsLike
-
-
 _lock = threading.Lock()
-_registration: _Registration | None = None
+_registration: tuple[bool, SettingsLike] | None = None
+"""Whether to overwrite, and the settings."""
 _replaced: list[tuple[type, str, Any]] = []
 """What was changed: class, name, and what the class itself had there; None if it had nothing."""
 
@@ -66,7 +62,7 @@ def register(*, overwrite: bool = False, settings: SettingsLike = None) -> None:
     global _registration
     resolve_settings(settings)
     with _lock:
-        _registration = _Registration(overwrite, settings)
+        _registration = overwrite, settings
         if not _replaced:
             _change_torch()
 
@@ -96,7 +92,7 @@ def _s3_url(path: object) -> str | None:
 
 def _make(cls: type, url: str, given: Mapping[str, Any]) -> S3StorageWriter | S3StorageReader:
     """Ours for torch's ``cls``, which was ``given`` these arguments."""
-    overwrite, settings = _registration or _Registration(False, None)
+    overwrite, settings = _registration or (False, None)
     if cls not in _WRITERS:
         return S3StorageReader(url, settings=settings, _extension_registry=given.get("_extension_registry"))
     if given.get("serialization_format", SerializationFormat.TORCH_SAVE) != SerializationFormat.TORCH_SAVE:

@@ -24,33 +24,21 @@ require("otel", "opentelemetry-api", "1.25", "2")
 from opentelemetry import metrics, trace  # noqa: E402 - what is missing was named
 from opentelemetry.trace import Status, StatusCode  # noqa: E402
 
-_SPANS: Mapping[type[events.Event], str] = {
-    events.Staged: "stage",
-    events.Written: "write",
-    events.Committed: "save",
-    events.SaveFailed: "save",
-    events.Loaded: "load",
-    events.LoadFailed: "load",
-    events.Drained: "drain",
-    events.Pruned: "prune",
-    events.PruneFailed: "prune",
+_EVENTS: Mapping[type[events.Event], tuple[str, str, Mapping[str, str]]] = {
+    events.Staged: ("stage", "", {"stall.duration": "stall_seconds"}),
+    events.Written: ("write", "saves", {"save.bytes": "bytes"}),
+    events.Committed: ("save", "", {"commit.duration": "seconds", "last_step": "step"}),
+    events.SaveFailed: ("save", "saves", {}),
+    events.Loaded: ("load", "loads", {"load.bytes": "bytes", "load.duration": "seconds"}),
+    events.LoadFailed: ("load", "loads", {}),
+    events.Spilled: ("", "", {"spill.bytes": "bytes"}),
+    events.Drained: ("drain", "", {}),
+    events.Throttled: ("", "throttled", {}),
+    events.Pruned: ("prune", "", {"prune.bytes": "freed_bytes"}),
+    events.PruneFailed: ("prune", "", {}),
 }
-_COUNTED: Mapping[type[events.Event], tuple[str, dict[str, str]]] = {
-    events.Written: ("saves", {"outcome": "done"}),
-    events.SaveFailed: ("saves", {"outcome": "failed"}),
-    events.Loaded: ("loads", {"outcome": "done"}),
-    events.LoadFailed: ("loads", {"outcome": "failed"}),
-    events.Throttled: ("throttled", {}),
-}
-_VALUES: Mapping[type[events.Event], Mapping[str, str]] = {
-    events.Staged: {"stall.duration": "stall_seconds"},
-    events.Written: {"save.bytes": "bytes"},
-    events.Committed: {"commit.duration": "seconds", "last_step": "step"},
-    events.Loaded: {"load.bytes": "bytes", "load.duration": "seconds"},
-    events.Spilled: {"spill.bytes": "bytes"},
-    events.Pruned: {"prune.bytes": "freed_bytes"},
-}
-"""Metrics of an event, and the field that each takes: durations are histograms, bytes are added up."""
+"""Of an event: name of its span, name of the metric that counts it, and other metrics with the field that each takes.
+Durations are histograms, bytes are added up."""
 
 
 def instrument(
@@ -72,26 +60,26 @@ def instrument(
 class _Telemetry:
     def __init__(self, tracer: trace.Tracer, meter: metrics.Meter) -> None:
         self._tracer = tracer
-        self._counters = {name: meter.create_counter(f"dcp_s3.{name}") for name, _ in _COUNTED.values()}
-        self._record: dict[str, Callable[[float], None]] = {}
-        for name in (name for values in _VALUES.values() for name in values):
-            if name.endswith(".duration"):
-                self._record[name] = meter.create_histogram(f"dcp_s3.{name}", "s").record
-            elif name.endswith(".bytes"):
-                self._record[name] = meter.create_counter(f"dcp_s3.{name}", "By").add
-            else:
-                self._record[name] = meter.create_gauge(f"dcp_s3.{name}").set
+        self._record: dict[str, Callable[..., None]] = {}
+        for _, counted, values in _EVENTS.values():
+            for name in (counted, *values):
+                if name.endswith(".duration"):
+                    self._record[name] = meter.create_histogram(f"dcp_s3.{name}", "s").record
+                elif name == "last_step":
+                    self._record[name] = meter.create_gauge(f"dcp_s3.{name}").set
+                elif name:
+                    unit = "By" if name.endswith(".bytes") else ""
+                    self._record[name] = meter.create_counter(f"dcp_s3.{name}", unit).add
 
     def __call__(self, event: events.Event) -> None:
-        kind = type(event)
-        if kind in _COUNTED:
-            name, attributes = _COUNTED[kind]
-            self._counters[name].add(1, attributes)
-        for name, field in _VALUES.get(kind, {}).items():
+        span, counted, values = _EVENTS.get(type(event), ("", "", {}))
+        if counted:
+            self._record[counted](1, {"outcome": "failed" if hasattr(event, "error") else "done"})
+        for name, field in values.items():
             if (value := getattr(event, field)) is not None:
                 self._record[name](value)
-        if kind in _SPANS:
-            self._span(event, f"dcp_s3.{_SPANS[kind]}")
+        if span:
+            self._span(event, f"dcp_s3.{span}")
 
     def _span(self, event: Any, name: str) -> None:
         """A span that ended with the event."""

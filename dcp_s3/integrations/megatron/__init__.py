@@ -68,7 +68,7 @@ def install(*, settings: SettingsLike = None) -> None:
 def _replacements(settings: SettingsLike) -> tuple[Callable[..., Any], ...]:
     stock_writer, stock_finalize, stock_save, is_enabled, import_package = _stock.values()
     small = SmallFiles(settings)
-    files = Files(small, lambda: import_package() if is_enabled() else None)
+    files = Files(small, is_enabled, import_package)
     was_on_s3: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # by strategy, of its last save
 
     def make_writer(path: Any, *args: Any, use_msc: bool = False, **options: Any) -> Any:

@@ -133,11 +133,11 @@ class Files:
     """What Megatron takes for the package multistorageclient.
 
     Args:
-        find_package: gives the real package, which carries all other paths; None if it is missing or disabled.
+        is_enabled, import_package: whether the real package is there and enabled, and what imports it.
     """
 
-    def __init__(self, small: SmallFiles, find_package: Callable[[], Any]) -> None:
-        self._find_package = find_package
+    def __init__(self, small: SmallFiles, is_enabled: Callable[[], bool], import_package: Callable[[], Any]) -> None:
+        self._import_package = import_package
 
         def save(obj: object, path: URLLike, **options: Any) -> None:
             with small.open(path, "wb") as stream:
@@ -146,44 +146,43 @@ class Files:
         def load(path: URLLike, **options: Any) -> Any:
             return torch.load(io.BytesIO(small.read(path)), **options)
 
-        def either(on_s3: Callable[..., Any], name: str, at: int = 0) -> Callable[..., Any]:
-            """What is called ``name`` in the package, with ``on_s3`` in its place if argument ``at`` is on S3."""
+        def route(name: str, on_s3: Callable[..., Any], local: Callable[..., Any], at: int = 0) -> Callable[..., Any]:
+            """What is called ``name`` in the package: ``on_s3`` if argument ``at`` is there, else the package's own, or
+            ``local`` without it."""
 
             def call(*args: Any, **options: Any) -> Any:
                 if is_s3_url(args[at]):
                     return on_s3(*args, **options)
-                stock: Any = functools.reduce(getattr, name.split("."), find_package() or _LOCAL)
-                return stock(*args, **options)
+                if not is_enabled():
+                    return local(*args, **options)
+                return functools.reduce(getattr, name.split("."), import_package())(*args, **options)
 
             return call
 
-        self.open = either(small.open, "open")
-        self.Path = either(type("S3Path", (_S3Path,), {"small": small}), "Path")
+        self.open = route("open", small.open, builtins.open)
+        self.Path = route("Path", type("S3Path", (_S3Path,), {"small": small}), pathlib.Path)
         self.os = SimpleNamespace(
-            makedirs=either(lambda _, **__: None, "os.makedirs"),  # S3 has no directories
+            makedirs=route("os.makedirs", lambda _, **__: None, os.makedirs),  # S3 has no directories
             path=SimpleNamespace(
-                exists=either(small.exists, "os.path.exists"),
-                isdir=either(lambda path, **_: small.is_dir(path), "os.path.isdir"),
-                isfile=either(small.is_file, "os.path.isfile"),
+                exists=route("os.path.exists", small.exists, os.path.exists),
+                isdir=route(
+                    "os.path.isdir", lambda path, **_: small.is_dir(path), lambda path, **_: os.path.isdir(path)
+                ),
+                isfile=route("os.path.isfile", small.is_file, os.path.isfile),
             ),
         )
         self.torch = SimpleNamespace(
-            save=either(save, "torch.save", at=1),
-            load=either(load, "torch.load"),
-            MultiStorageFileSystemReader=either(
-                lambda path, **_: _Reader(path, settings=small.settings), "torch.MultiStorageFileSystemReader"
+            save=route("torch.save", save, torch.save, at=1),
+            load=route("torch.load", load, torch.load),
+            MultiStorageFileSystemReader=route(
+                "torch.MultiStorageFileSystemReader",
+                lambda path, **_: _Reader(path, settings=small.settings),
+                lambda path, **_: CachedMetadataFileSystemReader(path),
             ),
         )
 
     def __getattr__(self, name: str) -> Any:
-        package = self._find_package()
-        if package is None:
-            raise RuntimeError(
-                f"Megatron needs multistorageclient.{name}, and multistorageclient is not installed, or disabled with "
-                "--disable-msc. Remedy: pip install multi-storage-client; s3:// checkpoints and local paths work "
-                "without it"
-            )
-        return getattr(package, name)
+        return getattr(self._import_package(), name)  # an error of Megatron's if it is not there
 
 
 class _Outgoing:
@@ -236,24 +235,6 @@ class _Reader(S3StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata or super().read_metadata(*args, **kwargs)
-
-
-_LOCAL = SimpleNamespace(
-    open=builtins.open,
-    Path=pathlib.Path,
-    os=SimpleNamespace(
-        makedirs=os.makedirs,
-        path=SimpleNamespace(
-            exists=os.path.exists, isfile=os.path.isfile, isdir=lambda path, strict=True: os.path.isdir(path)
-        ),
-    ),
-    torch=SimpleNamespace(
-        save=torch.save,
-        load=torch.load,
-        MultiStorageFileSystemReader=lambda path, **_: CachedMetadataFileSystemReader(path),
-    ),
-)
-"""The local file system, as the package multistorageclient would present it."""
 
 
 def _text(data: bytes) -> io.StringIO:
