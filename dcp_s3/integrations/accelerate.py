@@ -50,7 +50,7 @@ from accelerate.utils import extract_model_from_parallel  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
-PRIVATE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "_save_model_state_pre_hook")
+PRIVATE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
 """The private attributes of Accelerator (1.15) that are read here: it has no public list of what it has prepared."""
 
 _UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
@@ -64,14 +64,9 @@ def training_state(accelerator: Accelerator) -> dict[str, Stateful]:
     it, there must be as many models, optimizers and so on as were saved, in the same order.
 
     Raises:
-        CheckpointError: the accelerator uses DeepSpeed, Megatron-LM, XLA, or hooks that write files.
+        CheckpointError: the accelerator uses DeepSpeed, Megatron-LM or XLA.
     """
     check_supported(accelerator)
-    if accelerator._save_model_state_pre_hook:
-        raise CheckpointError(
-            "register_save_state_pre_hook was called: such hooks write files into a local directory, and here is none. "
-            "Remedy: accelerator.register_for_checkpointing an object with state_dict and load_state_dict"
-        )
     models, optimizers = accelerator._models, accelerator._optimizers
     return {
         **{_numbered("model", number): model_part(model) for number, model in enumerate(models)},
@@ -273,26 +268,6 @@ def _load_dataloader(loader: Any, state: dict[str, Any], accelerator: Accelerato
         )  # fmt: skip
         return
     loader.load_state_dict(position)
-    _draw_as_before(loader.base_dataloader, finished=bool(position["_iterator_finished"]))
-
-
-def _draw_as_before(dataloader: Any, *, finished: bool) -> None:
-    """Let the next iterator draw as many random numbers as without a restart: one for an epoch that begins, none for
-    one that goes on. StatefulDataLoader draws one more, for the iterator that it restores."""
-    vars(dataloader).pop("__iter__", None)  # of a load before
-    iterate = dataloader.__iter__
-
-    def once() -> Any:
-        vars(dataloader).pop("__iter__", None)
-        generator = torch.default_generator if dataloader.generator is None else dataloader.generator
-        before = generator.get_state()
-        iterator = iterate()
-        generator.set_state(before)
-        if finished:
-            torch.empty((), dtype=torch.int64).random_(generator=generator)
-        return iterator
-
-    dataloader.__iter__ = once
 
 
 def _shards(loader: Any) -> int:

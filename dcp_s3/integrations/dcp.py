@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,12 +28,8 @@ _WRITERS: tuple[type, ...] = (FileSystemWriter, FsspecWriter)
 _OURS: tuple[type, ...] = (*_WRITERS, FileSystemReader, FsspecReader)
 _LOCAL_ONLY = (HuggingFaceStorageWriter, HuggingFaceStorageReader)
 
-
-_lock = threading.Lock()
 _registration: tuple[bool, SettingsLike] | None = None
-"""Whether to overwrite, and the settings."""
-_replaced: list[tuple[type, str, Any]] = []
-"""What was changed: class, name, and what the class itself had there; None if it had nothing."""
+"""Whether to overwrite, and the settings. None: what is replaced in torch does what it did before."""
 
 
 def register(*, overwrite: bool = False, settings: SettingsLike = None) -> None:
@@ -61,10 +56,8 @@ def register(*, overwrite: bool = False, settings: SettingsLike = None) -> None:
     """
     global _registration
     resolve_settings(settings)
-    with _lock:
-        _registration = overwrite, settings
-        if not _replaced:
-            _change_torch()
+    _registration = overwrite, settings
+    _change_torch()
 
 
 def unregister() -> None:
@@ -74,14 +67,7 @@ def unregister() -> None:
     >>> unregister()
     """
     global _registration
-    with _lock:
-        _registration = None
-        while _replaced:
-            cls, name, own = _replaced.pop()
-            if own is None:
-                delattr(cls, name)
-            else:
-                setattr(cls, name, own)
+    _registration = None
 
 
 def _s3_url(path: object) -> str | None:
@@ -124,14 +110,12 @@ def _new(base: type, cls: type, *args: Any, **kwargs: Any) -> Any:
 # --- what changes in torch ----------------------------------------------------------------------------
 
 
+@functools.cache
 def _change_torch() -> None:
-    """``__new__`` stays after `unregister`, and does what it did before: Python cannot take it away again from a class
-    whose ``__init__`` has arguments."""
     for base in (FileSystemWriter, FileSystemReader):
-        if "__new__" not in base.__dict__:
-            made = functools.partial(_new, base)
-            made.__signature__ = inspect.signature(base.__init__)  # type: ignore[attr-defined]
-            base.__new__ = staticmethod(made)  # type: ignore[method-assign]
+        made = functools.partial(_new, base)
+        made.__signature__ = inspect.signature(base.__init__)  # type: ignore[attr-defined]
+        base.__new__ = staticmethod(made)  # type: ignore[method-assign]
     for cls in _OURS:
         _wrap(cls, "validate_checkpoint_id", _validate_checkpoint_id)
     # An asynchronous save chooses its writer later, perhaps in another process, where nothing is registered.
@@ -141,7 +125,6 @@ def _change_torch() -> None:
 
 def _wrap(cls: type, name: str, by: Any) -> None:
     """Replace a method by ``by``, whose first argument is the method."""
-    _replaced.append((cls, name, cls.__dict__.get(name)))
     method = getattr(cls, name)
     stock = getattr(method, "__func__", method)
     new = functools.wraps(stock)(lambda *args, **kwargs: by(stock, *args, **kwargs))

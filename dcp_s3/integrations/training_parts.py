@@ -4,7 +4,6 @@ but torch."""
 from __future__ import annotations
 
 import logging
-import pickle
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from dcp_s3 import ranks
 from dcp_s3.errors import CheckpointError, SaveProtocolError
 from dcp_s3.failures import name_failed
 from dcp_s3.manager.agree import Ranks
+from dcp_s3.ranks import is_initialized
 
 logger = logging.getLogger(__name__)
 
@@ -101,13 +100,8 @@ def agree(work: Callable[[], T], failed: str) -> list[T]:
         CheckpointError: it raised on another rank; the message is ``failed`` with the cause. Where it raised, that
             error is raised.
     """
-    if ranks.world_size() == 1:
-        return [work()]
-    # Pickled within the work: what cannot be pickled must not leave the others waiting either.
-    told = Ranks(dist.group.WORLD).agree(
-        lambda: pickle.dumps(work()), lambda failures: CheckpointError(f"{failed}: {name_failed(failures)}")
-    )
-    return [pickle.loads(each) for each in told]  # noqa: S301 - from this job's ranks, like any of its collectives
+    ranks = Ranks(dist.group.WORLD if is_initialized() else None)
+    return ranks.agree(work, lambda failures: CheckpointError(f"{failed}: {name_failed(failures)}"))
 
 
 # --- random numbers -------------------------------------------------------------------------------------
