@@ -42,7 +42,6 @@ Config = S3CheckpointManager.Config
         ("dcp_save", "state_dict checkpoint_id async_mode enable_garbage_collection to_hf"),
         ("dcp_load", "state_dict checkpoint_id from_hf from_quantized"),
         ("_load", "step"),
-        ("_find_load_step", "folder"),
         ("_wait_for_saving", ""),
         ("_purge_stale_checkpoints", ""),
         ("_close", ""),
@@ -78,22 +77,17 @@ def test_what_cannot_be_done_is_refused(faulty: FaultyServer, tmp_path: Path) ->
 
 
 def refused(directory: Path) -> None:
-    with pytest.raises(errors.SettingsError, match=r"needs a folder on S3.*keep_latest_k"):
-        Trainer(config(folder="local", retention="latest:3"), steps=1)
+    with pytest.raises(errors.SettingsError, match=r"needs a folder on S3.*CheckpointManager.Config"):
+        Trainer(config(folder="local"), steps=1)
     os.environ["DCP_S3_RETENTION"] = "newest:3"
     with pytest.raises(errors.SettingsError, match="DCP_S3_RETENTION = 'newest:3' is not allowed"):
         Trainer(config(), steps=1)
     del os.environ["DCP_S3_RETENTION"]
     in_hf = config(folder="local", last_save_in_hf=True, last_save_model_only=True)
-    with pytest.raises(ValueError, match="last_save_in_hf is not supported with a folder on S3"):
+    with pytest.raises(ValueError, match="last_save_in_hf is not supported on S3"):
         Trainer(in_hf, steps=1, dump_folder=ROOT, sd_adapter=Adapter())
-    with pytest.raises(ValueError, match="no directory to load initially: /nowhere"):
-        train(directory, 0, initial_load_path="/nowhere")
-    from_hf = config(initial_load_in_hf=True)
-    with pytest.raises(ValueError, match="needs a model with a state_dict_adapter"):
-        Trainer(from_hf, steps=0).train()
-    with pytest.raises(ValueError, match="initial_load_in_hf is not supported on S3"):
-        Trainer(from_hf, steps=0, sd_adapter=Adapter(f"{ROOT}/model")).train()
+    with pytest.raises(ValueError, match="needs a state_dict_adapter"):
+        Trainer(config(initial_load_in_hf=True), steps=0).train()
 
 
 # --- save and retention ---------------------------------------------------------------------------------

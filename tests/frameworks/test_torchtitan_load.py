@@ -35,10 +35,6 @@ def go_back(directory: Path) -> tuple[Run, Run, Run]:
         train(directory, 6, load_step=3)
     with pytest.raises(errors.CheckpointNotFoundError, match=r"load_step = 3.*no checkpoint under"):
         train(directory, 6, load_step=3, folder=f"{ROOT}-other")
-    trainer = Trainer(config(load_only=True), steps=6)
-    assert trainer.checkpointer._find_load_step() == 6
-    assert trainer.checkpointer._find_load_step(f"{ROOT}-other") == -1
-    trainer.checkpointer.close()
     return first, back, train(directory, 6)
 
 
@@ -81,17 +77,8 @@ def start_from_another_run(directory: Path) -> dict[str, Any]:
     )
     with pytest.raises(errors.RestoreFailedError, match=r"step-5 failed on rank 0\s+Cause: CheckpointNotFound"):
         train(directory, 0, folder=f"{ROOT}-2", initial_load_path=f"{ROOT}/step-5")
-    with pytest.raises(errors.RestoreFailedError, match=r"step-4 has the model alone.* Remedy: .*checkpoint.load_step"):
+    with pytest.raises(errors.RestoreFailedError, match=r"step-4 failed .*(?s:.)*train_state"):
         train(directory, 6)
-    with pytest.raises(errors.RestoreFailedError, match=r"has the model alone"):
-        train(directory, 6, exclude_from_loading=["dataloader"])
-    missing = errors.MissingKeysError("", url="", missing=["dataloader.dp_rank_0"], unexpected=[])
-    partial = errors.RestoreFailedError("", url=f"{ROOT}/step-2", failures={0: missing})
-    found["partial"] = str(model.checkpointer._explain_missing(partial))
-    # A folder that is not on S3 is torchtitan's own.
-    local = {"folder": str(directory / "local"), "initial_load_path": f"{ROOT}/step-2", "keep_latest_k": 2}
-    found["local"] = train(directory, 4, initial_load_model_only=False, **local)
-    found["local again"] = train(directory, 4, **local)
     return found
 
 
@@ -105,12 +92,7 @@ def test_a_run_starts_from_another_one(faulty: FaultyServer, tmp_path: Path) -> 
     step, tokens, schedule, number, states = found["everything"]
     assert (step, tokens, schedule, number) == (2, 2 * 4 * 16, {"last_epoch": 0}, 0)
     assert states == len(exported)
-    assert found["partial"].endswith("no dataloader. Remedy: checkpoint.exclude_from_loading=['dataloader']")
     assert found["base"].local_files == ()
-    assert found["local"].loaded_step == 2
-    assert found["local"].digest == found["base"].digest
-    assert found["local again"].loaded_step == 4
-    assert {path.name for path in (tmp_path / "local").iterdir()} == {"step-4"}
 
 
 def exchange(directory: Path) -> list[str]:

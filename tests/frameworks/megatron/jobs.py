@@ -49,7 +49,6 @@ def trainer(mode: str = "sync", **options: Any) -> Iterator[Trainer]:
         yield rank
     finally:
         rank.queue.close()
-        megatron.uninstall()
 
 
 class Trainer:

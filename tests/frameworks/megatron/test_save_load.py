@@ -5,11 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from megatron.core import dist_checkpointing
 
 from dcp_s3 import S3StorageReader, latest, list_checkpoints, verify
-from dcp_s3.errors import CheckpointError
-from dcp_s3.integrations import megatron
 from dcp_s3.integrations.megatron import MegatronS3Writer
 from tests.frameworks.megatron import jobs, states
 from tests.frameworks.ranks import run_ranks
@@ -59,7 +56,7 @@ def test_fully_parallel_strategies_share_the_work(root: str) -> None:
     assert all(written)
 
 
-def test_a_separation_hint_is_plain_text_and_what_is_committed_does_not_change(root: str) -> None:
+def test_a_separation_hint_is_plain_text(root: str) -> None:
     url = f"{root}/iter_5"
     options = {"separation_hint": "optim", "thread_count": 4, "content_metadata": {"layout": "new"}}
     run_ranks(2, jobs.save_with_options, url, 5, options)
@@ -68,12 +65,6 @@ def test_a_separation_hint_is_plain_text_and_what_is_committed_does_not_change(r
     assert all(name.startswith("optim") for path in optimizer for name in objects[path])
     assert 0 < len(optimizer) < len(objects)
     run_ranks(1, jobs.look, url)
-    megatron.install()
-    try:
-        with pytest.raises(CheckpointError, match=r"cannot take 'optim' out of .*Remedy"):
-            dist_checkpointing.remove_sharded_tensors(url, "optim")
-    finally:
-        megatron.uninstall()
     assert verify(url).ok
 
 
