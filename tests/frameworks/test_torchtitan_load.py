@@ -14,14 +14,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torchtitan.components.checkpointer import CheckpointManager
 
-from dcp_s3 import errors, latest, read_tensors
+from dcp_s3 import errors, read_tensors
 from dcp_s3.offline.copy import copy as download
 from dcp_s3.offline.copy import copy as upload
-from dcp_s3.s3.store import S3Store
-from dcp_s3.settings import Settings
-from dcp_s3.store import DeleteTarget
 from examples.torchtitan import Trainer
-from tests.faulty import BUCKET, FaultyServer
+from tests.faulty import FaultyServer
 from tests.frameworks.ranks import run_ranks
 from tests.frameworks.titan import ROOT, Adapter, Run, config, steps_on_s3, train
 from tests.memory_s3 import Fault
@@ -128,17 +125,6 @@ def seed(directory: Path) -> None:
 def test_a_seed_checkpoint_has_the_model_only(faulty: FaultyServer, tmp_path: Path) -> None:
     run_ranks(1, seed, tmp_path)
     assert steps_on_s3() == [0, 2]
-
-
-def test_the_newest_checkpoint_is_passed_over_if_it_is_damaged(faulty: FaultyServer, tmp_path: Path) -> None:
-    run_ranks(1, train, tmp_path, 4)
-    data = [key for key in faulty.s3.objects(BUCKET) if "/step-4/" in key and key.endswith(".distcp")]
-    assert S3Store(BUCKET, Settings()).delete([DeleteTarget(key) for key in data]) == []
-    (run,) = run_ranks(1, train, tmp_path, 4)
-    assert run.loaded_step == 2
-    newest = latest(ROOT)
-    assert newest is not None
-    assert newest.step == 4
 
 
 class Dying(Trainer):

@@ -117,18 +117,6 @@ def test_a_checkpoint_stays_if_the_save_that_replaces_it_fails(
     assert f"{A} stays" in caplog.text
 
 
-def test_a_failed_save_is_raised_at_the_save_of_the_next_step_which_is_not_made(
-    faulty: FaultyServer, saves: Saves
-) -> None:
-    faulty.once("PutObject", REFUSED, key="step=4")
-    save(saves, A, 4)
-    with pytest.raises(SaveFailedError, match=r"(?s)step 4 .*AccessDenied"):
-        save(saves, B, 8)
-    save(saves, B, 8)
-    saves.close()
-    assert committed() == {B}
-
-
 def test_a_blocking_save_that_fails_raises(faulty: FaultyServer, saves: Saves) -> None:
     faulty.once("PutObject", REFUSED, key="step=4")
     with pytest.raises(SaveFailedError, match="AccessDenied"):

@@ -40,11 +40,6 @@ def test_plans_are_reused_from_save_to_save(root: str, mode: str) -> None:
     assert run_ranks(2, jobs.save_with_cached_structure, root, mode) == [[False, True, True, True]] * 2
 
 
-def test_metadata_of_before_a_restart_does_no_harm(root: str) -> None:
-    run_ranks(2, jobs.save_with_metadata_that_was_loaded, root)
-    assert all(verify(info.url).ok for info in list_checkpoints(root))
-
-
 def test_plans_are_reused_here_and_on_a_disk(root: str, tmp_path: Path) -> None:
     (tmp_path / "local").mkdir()
     run_ranks(2, jobs.save_cached_here_and_there, root, str(tmp_path / "local"))
