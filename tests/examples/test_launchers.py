@@ -250,15 +250,3 @@ def test_before_the_time_limit_a_slurm_job_saves_and_queues_itself_again(
     assert newest is not None
     assert stopped == [str(newest.step)]
     assert 10 < newest.step < 200
-
-
-def test_a_slurm_job_that_fails_again_and_again_is_not_queued_forever(
-    faulty: FaultyServer, tmp_path: Path, slurm: dict[str, str]
-) -> None:
-    _program(tmp_path / "slurm" / "torchrun", "exit 3\n")
-    script = tmp_path / "train.sbatch"
-    script.write_text(_with_free_port(SBATCH))
-    for restarts, asked in (("99", "requeue 17\n"), ("100", "requeue 17\n")):
-        with _Started(["bash", str(script)], tmp_path / "work", SLURM_RESTART_COUNT=restarts, **slurm) as job:
-            assert job.wait() == 3, job.output()
-        assert (tmp_path / "scontrol").read_text() == asked

@@ -115,18 +115,6 @@ def test_torchtitan_itself_reads_what_is_downloaded_and_writes_what_is_loaded_af
     assert ours == theirs == back
 
 
-def seed(directory: Path) -> None:
-    trainer = Trainer(config(last_save_model_only=True, create_seed_checkpoint=True), steps=1)
-    trainer.checkpointer.save(curr_step=0, last_step=True)
-    trainer.checkpointer.close()
-    assert train(directory, 2).loaded_step == 0
-
-
-def test_a_seed_checkpoint_has_the_model_only(faulty: FaultyServer, tmp_path: Path) -> None:
-    run_ranks(1, seed, tmp_path)
-    assert steps_on_s3() == [0, 2]
-
-
 class Dying(Trainer):
     """SIGKILL after the save of step 4, as soon as it is durable on every rank."""
 

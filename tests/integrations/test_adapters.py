@@ -82,18 +82,12 @@ def test_transformers_needs_accelerate_too(installed: dict[str, str]) -> None:
         importlib.import_module("dcp_s3.integrations.transformers")
 
 
-@pytest.mark.parametrize(
-    ("version", "is_known"),
-    [
-        *((version, True) for version in ("0.16", "0.16.0", "0.16.1", "0.16.1+cu128", "0.16.9.post1")),
-        *((version, False) for version in ("0.15.3", "0.17", "0.17.0rc0", "1.0", "unknown")),
-    ],
-)
-def test_which_versions_are_supported(installed: dict[str, str], version: str, is_known: bool) -> None:
-    installed["megatron-core"] = version
-    says = rf"supports megatron-core>=0\.16,<0\.17, and {re.escape(version)} is installed"
-    with contextlib.nullcontext() if is_known else pytest.raises(ImportError, match=says):
-        require("megatron", "megatron-core", "0.16", "0.17")
+def test_which_versions_are_supported(installed: dict[str, str]) -> None:
+    for version in ("0.16", "0.16.1+cu128", "0.15.3", "0.17.0rc0", "unknown"):
+        installed["megatron-core"] = version
+        says = rf"supports megatron-core>=0\.16,<0\.17, and {re.escape(version)} is installed"
+        with contextlib.nullcontext() if version.startswith("0.16") else pytest.raises(ImportError, match=says):
+            require("megatron", "megatron-core", "0.16", "0.17")
 
 
 # --- parts of a training state ---------------------------------------------------------------------------
