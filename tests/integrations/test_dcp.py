@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
-from tests.end_to_end.loads import failure, load
+from tests.end_to_end.loads import failure
 from tests.ranks import run_ranks
 
 pytestmark = [
@@ -245,20 +245,6 @@ def test_subclasses_of_the_registered_classes_work(tmp_path: Path, registered: N
 
 
 # --- writers and readers without a URL -------------------------------------------------------------------
-
-
-def test_a_writer_and_a_reader_that_get_their_url_with_each_call(root: str) -> None:
-    writer, reader = S3StorageWriter(), S3StorageReader()
-    assert writer.checkpoint_id is reader.checkpoint_id is None
-    for step in range(2):
-        dcp.save(_state(step), checkpoint_id=f"{root}/{step}", storage_writer=writer)
-        assert writer.checkpoint_id == f"{root}/{step}"
-    for step in (1, 0):
-        assert _load(checkpoint_id=f"{root}/{step}", storage_reader=reader) == step
-    # checkpoint_id goes before the URL of the writer.
-    dcp.save(_state(5.0), checkpoint_id=f"{root}/b", storage_writer=S3StorageWriter(f"{root}/a"))
-    assert _load(checkpoint_id=f"{root}/b", storage_reader=S3StorageReader(f"{root}/a")) == 5
-    failure(lambda: load(_state(0.0), f"{root}/a"), errors.CheckpointNotFoundError)
 
 
 def test_no_url_at_all_or_none_of_s3_is_an_error_that_says_what_to_pass(tmp_path: Path) -> None:
