@@ -1,11 +1,13 @@
-"""Accelerate: everything that `Accelerator.save_state` saves, as one checkpoint that commits once.
+"""Accelerate: everything that `Accelerator.save_state` saves, as one state for `CheckpointManager`, so that it commits
+once.
 
->>> from dcp_s3.integrations.accelerate import load_state, save_state
->>> save_state(accelerator, "s3://bucket/run/step-1000")
->>> load_state(accelerator, "s3://bucket/run/step-1000")
+>>> from dcp_s3.integrations.accelerate import training_state
+>>> state = training_state(accelerator)
+>>> with CheckpointManager("s3://bucket/run") as manager:
+...     step = manager.restore(state) or 0
+...     manager.save(step + 1000, state)
 
-Accelerate itself makes two DCP checkpoints, of the model and of the optimizer, and files on each rank's disk. To save
-in the background, give `training_state` to a `CheckpointManager`.
+Accelerate itself makes two DCP checkpoints, of the model and of the optimizer, and files on each rank's disk.
 
 Saved are models, optimizers, schedulers, the gradient scaler, registered objects, dataloaders, the random number
 generators of every rank and the count of micro-batches. All of it loads on another number of ranks, and into a plain,
@@ -22,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -40,10 +41,6 @@ from dcp_s3.integrations.training_parts import (
     rng_state,
     set_rng_state,
 )
-from dcp_s3.load.reader import S3StorageReader
-from dcp_s3.save.writer import S3StorageWriter
-from dcp_s3.settings import SettingsLike
-from dcp_s3.url import URLLike
 
 require("accelerate", "accelerate", "1.15", "2")
 
@@ -53,62 +50,23 @@ from accelerate.utils import extract_model_from_parallel  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
-PRIVATE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "_save_model_state_pre_hook")
+PRIVATE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
 """The private attributes of Accelerator (1.15) that are read here: it has no public list of what it has prepared."""
 
 _UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
-
-
-def save_state(accelerator: Accelerator, url: URLLike, **options: Any) -> None:
-    """Save all that an accelerator has prepared as one checkpoint. Every rank calls it. Returns when it is committed.
-
-    ``options`` are further arguments of `S3StorageWriter`: overwrite, metrics, separate, settings.
-
-    Raises:
-        CheckpointError: the accelerator uses what cannot be saved here.
-        CheckpointException: of torch; its ``failures`` has the causes by rank.
-    """
-    state_dict_saver.save(training_state(accelerator), storage_writer=S3StorageWriter(url, **options))
-
-
-def load_state(
-    accelerator: Accelerator, url: URLLike, *, weights_only: bool = True, settings: SettingsLike = None
-) -> None:
-    """Load a checkpoint of `save_state` into all that the accelerator has prepared. Every rank calls it.
-
-    It must have as many models, optimizers and so on as were saved, in the same order.
-
-    ``weights_only`` is that of `S3StorageReader`, and about objects that were registered.
-
-    Raises:
-        CheckpointError: the accelerator uses what cannot be loaded here, or the checkpoint has another number of
-            something, or a registered object raised on another rank.
-        CheckpointException: of torch; its ``failures`` has the causes by rank.
-    """
-
-    def load() -> None:
-        reader = S3StorageReader(url, weights_only=weights_only, settings=settings)
-        state_dict_loader.load(training_state(accelerator), storage_reader=reader)
-
-    # DCP does not tell the other ranks if a load_state_dict raises on one.
-    agree(load, f"{url} is not loaded")
 
 
 def training_state(accelerator: Accelerator) -> dict[str, Stateful]:
     """All that an accelerator has prepared, as a state for `CheckpointManager`, `dcp.save` and `dcp.load`.
 
     Entries are ``model``, ``optimizer`` (``model_1``, ``optimizer_1`` and so on for further ones) and ``training`` for
-    everything else. Make it when everything is prepared and registered; it can be used for any number of saves.
+    everything else. Make it when everything is prepared and registered; it can be used for any number of saves. To load
+    it, there must be as many models, optimizers and so on as were saved, in the same order.
 
     Raises:
-        CheckpointError: the accelerator uses DeepSpeed, Megatron-LM, XLA, or hooks that write files.
+        CheckpointError: the accelerator uses DeepSpeed, Megatron-LM or XLA.
     """
     check_supported(accelerator)
-    if accelerator._save_model_state_pre_hook:
-        raise CheckpointError(
-            "register_save_state_pre_hook was called: such hooks write files into a local directory, and here is none. "
-            "Remedy: accelerator.register_for_checkpointing an object with state_dict and load_state_dict"
-        )
     models, optimizers = accelerator._models, accelerator._optimizers
     return {
         **{_numbered("model", number): model_part(model) for number, model in enumerate(models)},
@@ -203,37 +161,34 @@ class TrainingPart(Stateful):
         """Gathers from all ranks what differs between them."""
         accelerator, scaler = self.accelerator, self.accelerator.scaler
         state: dict[str, Any] = {}
-        registered: list[Any] = []
+        own: list[Any] = []
 
-        def collect() -> tuple[dict[str, Any], int, list[tuple[Any] | None]]:
+        def collect() -> tuple[dict[str, Any], list[Any]]:
             state["step"] = accelerator.step
             state["schedulers"] = as_item([scheduler.state_dict() for scheduler in self.schedulers])
             state["scaler"] = as_item(None if scaler is None else scaler.state_dict())
-            registered.extend(each.state_dict() for each in self.registered)
+            own.extend(as_item(each.state_dict()) for each in self.registered)
             mine = {
                 "rng": rng_state(accelerator.device),
                 "dataloaders": [_dataloader_state(loader, accelerator) for loader in self.dataloaders],
             }
             # Those with tensors may be large, and are not sent.
-            sent = [None if has(torch.Tensor, each) else (each,) for each in registered]
-            return mine, len(registered), sent if ranks.rank() == 0 else []
+            return mine, [None if ranks.rank() > 0 or has(torch.Tensor, each) else each for each in own]
 
         # Everything that may raise on one rank alone, so that the others do not wait for it.
         told = agree(collect, "the state of the training cannot be collected")
-        counts = {rank: count for rank, (_, count, _) in enumerate(told)}
-        if len(set(counts.values())) > 1:
+        counts = [len(registered) for _, registered in told]
+        if len(set(counts)) > 1:
             raise CheckpointError(
                 f"the ranks have registered different numbers of objects: {counts} (by rank). Remedy: "
                 "register_for_checkpointing the same ones on all"
             )
-        firsts = zip(registered, told[0][2], strict=True)
+        firsts = told[0][1]
         return {
             **state,
-            "ranks": as_item([mine for mine, _, _ in told]),
-            "registered": {
-                str(number): as_item(own if first is None else first[0]) for number, (own, first) in enumerate(firsts)
-            },
-            "number_of_registered": len(registered),
+            "ranks": as_item([mine for mine, _ in told]),
+            "registered": {str(at): own[at] if first is None else first for at, first in enumerate(firsts)},
+            "number_of_registered": len(own),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -269,9 +224,8 @@ def _pair(what: str, prepared: list[Any], saved: list[Any]) -> list[tuple[Any, A
 
 # --- dataloaders ----------------------------------------------------------------------------------------
 
-_YIELDED = ("_sampler_iter_yielded", "_num_yielded")
 _INNER = ("_index_sampler_state", "_sampler_iter_state", "fetcher_state", "dataset_state")
-"""Keys in the state of torchdata's StatefulDataLoader (0.11): counts of batches, and states of what is in it."""
+"""Keys in the state of torchdata's StatefulDataLoader (0.11) for the states of what is in it."""
 
 
 def _dataloader_state(loader: Any, accelerator: Accelerator) -> dict[str, Any]:
@@ -305,41 +259,15 @@ def _load_dataloader(loader: Any, state: dict[str, Any], accelerator: Accelerato
     if not loader.use_stateful_dataloader or "position" not in state:
         return
     position, shards, now = state["position"], state["shards"], _shards(loader)
-    if shards != now and any(position.get(key, "?") is not None for key in _INNER):
+    own = any(position.get(key, "?") is not None for key in _INNER)
+    if shards != now and (own or not accelerator.split_batches):
         logger.warning(
-            "the position of a dataloader was saved by %d ranks, each with workers or a dataset of its own, and cannot "
-            "be divided among %d: it begins its epoch again. Remedy: accelerator.skip_first_batches", shards, now,
+            "the position of a dataloader on %d ranks is no position on %d, without split_batches=True or with workers "
+            "or a dataset that have states: it begins its epoch again. Remedy: accelerator.skip_first_batches",
+            shards, now,
         )  # fmt: skip
         return
-    if shards != now and not accelerator.split_batches:
-        batches = position[_YIELDED[0]] * shards  # rank r of n takes every n-th batch
-        if batches % now:
-            logger.warning(
-                "%d ranks had taken %d batches of a dataloader, which %d ranks cannot have: the last %d come again",
-                shards, batches, now, batches % now,
-            )  # fmt: skip
-        position = {**position, **dict.fromkeys(_YIELDED, batches // now)}
     loader.load_state_dict(position)
-    _draw_as_before(loader.base_dataloader, finished=bool(position["_iterator_finished"]))
-
-
-def _draw_as_before(dataloader: Any, *, finished: bool) -> None:
-    """Let the next iterator draw as many random numbers as without a restart: one for an epoch that begins, none for
-    one that goes on. StatefulDataLoader draws one more, for the iterator that it restores."""
-    vars(dataloader).pop("__iter__", None)  # of a load before
-    iterate = dataloader.__iter__
-
-    def once() -> Any:
-        vars(dataloader).pop("__iter__", None)
-        generator = torch.default_generator if dataloader.generator is None else dataloader.generator
-        before = generator.get_state()
-        iterator = iterate()
-        generator.set_state(before)
-        if finished:
-            torch.empty((), dtype=torch.int64).random_(generator=generator)
-        return iterator
-
-    dataloader.__iter__ = once
 
 
 def _shards(loader: Any) -> int:

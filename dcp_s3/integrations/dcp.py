@@ -10,40 +10,26 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import os
-import threading
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from dcp_s3.errors import SaveProtocolError, SettingsError
+from dcp_s3.errors import SettingsError
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.torch_private import AsyncCheckpointExecutor, FsspecReader, FsspecWriter
 from dcp_s3.url import is_s3_url, parse_url
 
-logger = logging.getLogger(__name__)
-
 _WRITERS: tuple[type, ...] = (FileSystemWriter, FsspecWriter)
 _OURS: tuple[type, ...] = (*_WRITERS, FileSystemReader, FsspecReader)
 _LOCAL_ONLY = (HuggingFaceStorageWriter, HuggingFaceStorageReader)
 
-
-class _Registration(NamedTuple):
-    overwrite: bool
-    settings: SettingsLike
-
-
-_lock = threading.Lock()
-_registration: _Registration | None = None
-_replaced: list[tuple[type, str, Any]] = []
-"""What was changed: class, name, and what the class itself had there; None if it had nothing."""
-_warned: set[type] = set()
-"""Subclasses that were warned of."""
+_registration: tuple[bool, SettingsLike] | None = None
+"""Whether to overwrite, and the settings. None: what is replaced in torch does what it did before."""
 
 
 def register(*, overwrite: bool = False, settings: SettingsLike = None) -> None:
@@ -70,10 +56,8 @@ def register(*, overwrite: bool = False, settings: SettingsLike = None) -> None:
     """
     global _registration
     resolve_settings(settings)
-    with _lock:
-        _registration = _Registration(overwrite, settings)
-        if not _replaced:
-            _change_torch()
+    _registration = overwrite, settings
+    _change_torch()
 
 
 def unregister() -> None:
@@ -83,14 +67,7 @@ def unregister() -> None:
     >>> unregister()
     """
     global _registration
-    with _lock:
-        _registration = None
-        while _replaced:
-            cls, name, own = _replaced.pop()
-            if own is None:
-                delattr(cls, name)
-            else:
-                setattr(cls, name, own)
+    _registration = None
 
 
 def _s3_url(path: object) -> str | None:
@@ -101,22 +78,21 @@ def _s3_url(path: object) -> str | None:
 
 def _make(cls: type, url: str, given: Mapping[str, Any]) -> S3StorageWriter | S3StorageReader:
     """Ours for torch's ``cls``, which was ``given`` these arguments."""
-    overwrite, settings = _registration or _Registration(False, None)
-    if options := given.get("kwargs"):  # fsspec's classes pass them to its file system: credentials, an endpoint
-        logger.warning(
-            "%s: the options %s are fsspec's and not used; dcp_s3 takes endpoint and credentials from its settings",
-            url, ", ".join(sorted(options)),
-        )  # fmt: skip
+    overwrite, settings = _registration or (False, None)
     if cls not in _WRITERS:
         return S3StorageReader(url, settings=settings, _extension_registry=given.get("_extension_registry"))
     if given.get("serialization_format", SerializationFormat.TORCH_SAVE) != SerializationFormat.TORCH_SAVE:
-        raise SaveProtocolError(
-            f"{url} cannot be saved as safetensors: dcp_s3 writes DCP's own format. Remedy: leave out "
-            "serialization_format"
-        )
+        raise _no_safetensors(cls, url)
     own = given.get("overwrite")
     overwrite = overwrite if own is None else bool(own)
     return S3StorageWriter(url, overwrite=overwrite, settings=settings, _extensions=given.get("_extensions"))
+
+
+def _no_safetensors(cls: type, url: str) -> SettingsError:
+    return SettingsError(
+        f"{cls.__name__} cannot have {url} as safetensors: dcp_s3 writes and reads DCP's own format. Remedy: save in "
+        "that, then `dcp-s3 export URL DEST`; load safetensors after `dcp-s3 import SRC URL`"
+    )
 
 
 def _new(base: type, cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -126,18 +102,7 @@ def _new(base: type, cls: type, *args: Any, **kwargs: Any) -> Any:
         # __init__ is not called: what is made is of another class.
         return _make(cls, url, inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments)  # type: ignore[misc]
     if url is not None and issubclass(cls, _LOCAL_ONLY):
-        raise SettingsError(
-            f"{cls.__name__} has no S3: it takes {url} for a local directory. Remedy: save with dcp_s3 and make "
-            "safetensors of it with `dcp-s3 export URL DEST`; load safetensors after `dcp-s3 import SRC URL`"
-        )
-    if url is not None and issubclass(cls, FileSystemWriter) and cls not in _warned:
-        _warned.add(cls)
-        logger.warning(
-            "%s of %s saves to %s by itself: register leaves subclasses of torch's writers alone, and nothing that "
-            "dcp_s3 promises holds for it. Remedy: S3StorageWriter; for Megatron "
-            "dcp_s3.integrations.megatron.install()",
-            cls.__name__, cls.__module__, url,
-        )  # fmt: skip
+        raise _no_safetensors(cls, url)
     plain: Any = super(base, cls).__new__  # type: ignore[arg-type]
     return plain(cls) if plain is object.__new__ else plain(cls, *args, **kwargs)
 
@@ -145,17 +110,14 @@ def _new(base: type, cls: type, *args: Any, **kwargs: Any) -> Any:
 # --- what changes in torch ----------------------------------------------------------------------------
 
 
+@functools.cache
 def _change_torch() -> None:
-    """``__new__`` stays after `unregister`, and does what it did before: Python cannot take it away again from a class
-    whose ``__init__`` has arguments."""
     for base in (FileSystemWriter, FileSystemReader):
-        if "__new__" not in base.__dict__:
-            made = functools.partial(_new, base)
-            made.__signature__ = inspect.signature(base.__init__)  # type: ignore[attr-defined]
-            base.__new__ = staticmethod(made)  # type: ignore[method-assign]
+        made = functools.partial(_new, base)
+        made.__signature__ = inspect.signature(base.__init__)  # type: ignore[attr-defined]
+        base.__new__ = staticmethod(made)  # type: ignore[method-assign]
     for cls in _OURS:
         _wrap(cls, "validate_checkpoint_id", _validate_checkpoint_id)
-        _wrap(cls, "reset", _reset)
     # An asynchronous save chooses its writer later, perhaps in another process, where nothing is registered.
     for executor in AsyncCheckpointExecutor.__subclasses__():
         _wrap(executor, "execute_save", _execute_save)
@@ -163,7 +125,6 @@ def _change_torch() -> None:
 
 def _wrap(cls: type, name: str, by: Any) -> None:
     """Replace a method by ``by``, whose first argument is the method."""
-    _replaced.append((cls, name, cls.__dict__.get(name)))
     method = getattr(cls, name)
     stock = getattr(method, "__func__", method)
     new = functools.wraps(stock)(lambda *args, **kwargs: by(stock, *args, **kwargs))
@@ -172,16 +133,6 @@ def _wrap(cls: type, name: str, by: Any) -> None:
 
 def _validate_checkpoint_id(stock: Any, cls: type, checkpoint_id: str | os.PathLike[str]) -> bool:
     return (cls in _OURS and _s3_url(checkpoint_id) is not None) or bool(stock(cls, checkpoint_id))
-
-
-def _reset(stock: Any, self: Any, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-    url = _s3_url(checkpoint_id) if type(self) in _OURS else None
-    if url is not None:
-        raise SettingsError(
-            f"this {type(self).__name__} was made for {self.path}, so that it cannot go to {url}, which "
-            f"checkpoint_id={str(checkpoint_id)!r} means. Remedy: make it for that URL, or give dcp none"
-        )
-    stock(self, checkpoint_id)
 
 
 def _execute_save(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,6 @@ require("lightning", "lightning", "2.6", "2.7")
 
 import contextlib
 import io
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
@@ -66,9 +65,7 @@ from dcp_s3.url import is_s3_url, parse_url
 # Private names of Lightning that are used here: `ModelCheckpoint._fs`, the filesystem in which it looks for its
 # checkpoints; `ModelParallelStrategy._save_distributed_checkpoint` and `FSDPStrategy._state_dict_type`, two arguments.
 
-__all__ = ["S3FSDPStrategy", "S3ModelParallelStrategy", "newest"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["S3FSDPStrategy", "S3ModelParallelStrategy"]
 
 _META = "meta.pt"  # the name that Lightning's own strategies give it
 
@@ -78,24 +75,21 @@ class _S3Checkpoints(Strategy):
 
     _model_key: str
     """Name of the model in a checkpoint, as in Lightning's own."""
+    _world: Any = None
 
-    def __init__(self, *args: Any, settings: SettingsLike = None, asynchronous: bool = True, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, settings: SettingsLike = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = resolve_settings(settings)
-        self.asynchronous = asynchronous
-        self._groups: tuple[Ranks, Ranks] | None = None  # what the ranks agree on, and the saves beside it
-        self._world: Any = None
         self._saves: Saves | None = None
-        self._interrupted = False
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        if self._groups is None or self._world is not dist.group.WORLD:
-            self._groups, self._world = (Ranks(None), Ranks(None)), dist.group.WORLD
+        if self._world is not dist.group.WORLD:
+            # What the ranks agree on, and the saves beside it.
+            self._ranks, self._background, self._world = Ranks(None), Ranks(None), dist.group.WORLD
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
-        self._interrupted = False
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._saves = self._make_saves()
@@ -120,7 +114,7 @@ class _S3Checkpoints(Strategy):
             return
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} has no storage_options. Remedy: pass settings={{...}} to it")
-        trainer, ranks = self.lightning_module.trainer, self._require_groups()[0]
+        trainer, ranks = self.lightning_module.trainer, self._ranks
         state = {self._model_key: checkpoint.pop("state_dict")}
         for number, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
             state[f"optimizer_{number}"] = optimizer
@@ -133,9 +127,8 @@ class _S3Checkpoints(Strategy):
                 torch.save(checkpoint, buffer)
             return metrics, {_META: buffer.getvalue()} if ranks.is_first else {}
 
-        fitting = self._saves is not None
+        blocking = self._saves is None
         with self._working_saves() as saves:
-            blocking = not (fitting and self.asynchronous)
             saves.save(url, trainer.global_step, state, describe, blocking=blocking)
 
     def load_checkpoint(
@@ -155,7 +148,7 @@ class _S3Checkpoints(Strategy):
         if url is None:
             loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
             return loaded
-        ranks, safe = self._require_groups()[0], weights_only is not False
+        ranks, safe = self._ranks, weights_only is not False
         if self._saves is not None:
             self._saves.wait()
 
@@ -182,25 +175,18 @@ class _S3Checkpoints(Strategy):
             with self._working_saves() as saves:
                 saves.remove(url)
 
-    def on_exception(self, exception: BaseException) -> None:
-        self._interrupted = True
-        super().on_exception(exception)
-
     def teardown(self) -> None:
         """Wait for the saves under way.
 
         Raises:
-            SaveFailedError: one of them failed. While another exception ends the training it is only logged.
+            SaveFailedError: one of them failed.
         """
-        saves, self._saves = self._saves, None
-        if saves is not None:
-            try:
+        saves, self._saves = self._saves, None  # Lightning calls this once more after an error
+        try:
+            if saves is not None:
                 saves.close()
-            except errors.SaveFailedError as error:
-                if not self._interrupted:
-                    raise  # Lightning calls this once more then
-                logger.error("while an exception ended the training: %s", error)  # noqa: TRY400
-        super().teardown()
+        finally:
+            super().teardown()
 
     def _is_own(self, url: str) -> bool:
         """What ModelCheckpoint asks itself about local paths only."""
@@ -231,17 +217,9 @@ class _S3Checkpoints(Strategy):
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         return {f"optimizer_{number}": each for number, each in enumerate(self.optimizers if fitting else [])}
 
-    def _require_groups(self) -> tuple[Ranks, Ranks]:
-        if self._groups is None:
-            raise errors.CheckpointError(
-                f"{type(self).__name__} has no process group yet. Remedy: call Trainer.fit, validate or test first"
-            )
-        return self._groups
-
     def _make_saves(self) -> Saves:
-        ranks, background = self._require_groups()
         # ModelCheckpoint saves a step twice: one of the best, and the last.
-        return Saves(ranks, self.settings, S3Stager(self.settings), background=background, queue=1)
+        return Saves(self._ranks, self.settings, S3Stager(self.settings), background=self._background, queue=1)
 
     @contextlib.contextmanager
     def _working_saves(self) -> Iterator[Saves]:
@@ -258,7 +236,6 @@ class S3ModelParallelStrategy(_S3Checkpoints, ModelParallelStrategy):
 
     Args:
         args, kwargs: of `ModelParallelStrategy`. Checkpoints are always sharded.
-        asynchronous: save in the background while `Trainer.fit` runs.
 
     Raises:
         ValueError: ``save_distributed_checkpoint`` is False.
@@ -267,8 +244,8 @@ class S3ModelParallelStrategy(_S3Checkpoints, ModelParallelStrategy):
 
     _model_key = "state_dict"
 
-    def __init__(self, *args: Any, settings: SettingsLike = None, asynchronous: bool = True, **kwargs: Any) -> None:
-        super().__init__(*args, settings=settings, asynchronous=asynchronous, **kwargs)
+    def __init__(self, *args: Any, settings: SettingsLike = None, **kwargs: Any) -> None:
+        super().__init__(*args, settings=settings, **kwargs)
         if not self._save_distributed_checkpoint:
             _refuse_full(self, "save_distributed_checkpoint=False")
 
@@ -278,7 +255,6 @@ class S3FSDPStrategy(_S3Checkpoints, FSDPStrategy):
 
     Args:
         args, kwargs: of `FSDPStrategy`. Checkpoints are always sharded, which is not its default.
-        asynchronous: save in the background while `Trainer.fit` runs.
 
     Raises:
         ValueError: ``state_dict_type`` is ``full``.
@@ -287,9 +263,9 @@ class S3FSDPStrategy(_S3Checkpoints, FSDPStrategy):
 
     _model_key = "model"
 
-    def __init__(self, *args: Any, settings: SettingsLike = None, asynchronous: bool = True, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, settings: SettingsLike = None, **kwargs: Any) -> None:
         kwargs.setdefault("state_dict_type", "sharded")
-        super().__init__(*args, settings=settings, asynchronous=asynchronous, **kwargs)
+        super().__init__(*args, settings=settings, **kwargs)
         if self._state_dict_type != "sharded":
             _refuse_full(self, f"state_dict_type={self._state_dict_type!r}")
 
@@ -358,7 +334,8 @@ class CheckpointFiles(fsspec.AbstractFileSystem):
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
         """The committed checkpoints directly below ``path``."""
         # Lightning normalizes the names as paths, and s3:/... would be a local one. A chained URL stays what it is.
-        names = [_CHAINED + info.url.removeprefix("s3://") for info in _committed(_text(path))]
+        found = [info for info in list_checkpoints(_text(path)) if info.committed]
+        names = [_CHAINED + info.url.removeprefix("s3://") for info in found]
         return [{"name": name, **_TYPE} for name in names] if detail else names
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
@@ -402,24 +379,8 @@ def find_url(path: str | os.PathLike[str] | None) -> str | None:
     return None
 
 
-def newest(dirpath: str) -> str | None:
-    """URL of the checkpoint directly below ``dirpath`` that was committed last, whatever its name; None without one.
-
-    For ``Trainer.fit(ckpt_path=newest(dirpath))``. ``ckpt_path="last"`` knows only ``last.ckpt``.
-
-    Raises:
-        InvalidURLError, StorageError
-    """
-    found = _committed(dirpath)
-    return max(found, key=lambda info: info.created_at or 0.0).url if found else None
-
-
 def _text(path: str) -> str:
     return path if is_s3_url(path) else "s3://" + path.removeprefix(_CHAINED)
-
-
-def _committed(url: str) -> list[CheckpointInfo]:
-    return [info for info in list_checkpoints(url) if info.committed]
 
 
 def _inspect(path: str) -> CheckpointInfo | None:

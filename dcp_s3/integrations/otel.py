@@ -6,11 +6,13 @@
 
 Spans, made when what they are about has ended: ``dcp_s3.stage``, ``dcp_s3.write`` (this rank's part of a save),
 ``dcp_s3.save`` (up to the commit, on the rank that commits), ``dcp_s3.load``, ``dcp_s3.drain`` and ``dcp_s3.prune``. A
-span of what failed has the status ERROR and the exception.
+span of what failed has the status ERROR and the exception. Attributes are the event's fields.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from dcp_s3 import events
@@ -22,18 +24,21 @@ require("otel", "opentelemetry-api", "1.25", "2")
 from opentelemetry import metrics, trace  # noqa: E402 - what is missing was named
 from opentelemetry.trace import Status, StatusCode  # noqa: E402
 
-_SPANS: dict[type[events.Event], tuple[str, str]] = {
-    events.Staged: ("stage", "bytes disk_bytes"),
-    events.Written: ("write", "bytes rank url step"),
-    events.Committed: ("save", "bytes ranks url step"),
-    events.SaveFailed: ("save", "url step"),
-    events.Loaded: ("load", "bytes rank url step"),
-    events.LoadFailed: ("load", "url step"),
-    events.Drained: ("drain", "bytes url"),
-    events.Pruned: ("prune", "root deleted"),
-    events.PruneFailed: ("prune", "root"),
+_EVENTS: Mapping[type[events.Event], tuple[str, str, Mapping[str, str]]] = {
+    events.Staged: ("stage", "", {"stall.duration": "stall_seconds"}),
+    events.Written: ("write", "saves", {"save.bytes": "bytes"}),
+    events.Committed: ("save", "", {"commit.duration": "seconds", "last_step": "step"}),
+    events.SaveFailed: ("save", "saves", {}),
+    events.Loaded: ("load", "loads", {"load.bytes": "bytes", "load.duration": "seconds"}),
+    events.LoadFailed: ("load", "loads", {}),
+    events.Spilled: ("", "", {"spill.bytes": "bytes"}),
+    events.Drained: ("drain", "", {}),
+    events.Throttled: ("", "throttled", {}),
+    events.Pruned: ("prune", "", {"prune.bytes": "freed_bytes"}),
+    events.PruneFailed: ("prune", "", {}),
 }
-"""Name of the span of an event, and the fields of it that are the span's attributes."""
+"""Of an event: name of its span, name of the metric that counts it, and other metrics with the field that each takes.
+Durations are histograms, bytes are added up."""
 
 
 def instrument(
@@ -55,58 +60,34 @@ def instrument(
 class _Telemetry:
     def __init__(self, tracer: trace.Tracer, meter: metrics.Meter) -> None:
         self._tracer = tracer
-        self._saves = meter.create_counter("dcp_s3.saves", "{save}", "Parts of saves that ended on this rank")
-        self._loads = meter.create_counter("dcp_s3.loads", "{load}", "Loads that ended on this rank")
-        self._written = meter.create_counter("dcp_s3.save.bytes", "By", "Bytes that this rank wrote")
-        self._read = meter.create_counter("dcp_s3.load.bytes", "By", "Bytes that this rank fetched")
-        self._spilled = meter.create_counter("dcp_s3.spill.bytes", "By", "Bytes that went to the spill directory")
-        self._freed = meter.create_counter("dcp_s3.prune.bytes", "By", "Bytes that prunes deleted")
-        self._throttled = meter.create_counter("dcp_s3.throttled", "{decrease}", "Times that S3 throttled a bucket")
-        self._committing = meter.create_histogram("dcp_s3.commit.duration", "s", "From the beginning to the commit")
-        self._stall = meter.create_histogram("dcp_s3.stall.duration", "s", "For which the training waited")
-        self._loading = meter.create_histogram("dcp_s3.load.duration", "s", "Seconds of loads")
-        self._last_step = meter.create_gauge("dcp_s3.last_step", "{step}", "Step of the last commit")
+        self._record: dict[str, Callable[..., None]] = {}
+        for _, counted, values in _EVENTS.values():
+            for name in (counted, *values):
+                if name.endswith(".duration"):
+                    self._record[name] = meter.create_histogram(f"dcp_s3.{name}", "s").record
+                elif name == "last_step":
+                    self._record[name] = meter.create_gauge(f"dcp_s3.{name}").set
+                elif name:
+                    unit = "By" if name.endswith(".bytes") else ""
+                    self._record[name] = meter.create_counter(f"dcp_s3.{name}", unit).add
 
     def __call__(self, event: events.Event) -> None:
-        match event:
-            case events.Staged():
-                self._stall.record(event.stall_seconds)
-            case events.Written():
-                self._saves.add(1, {"outcome": "done"})
-                self._written.add(event.bytes)
-            case events.Committed():
-                self._committing.record(event.seconds)
-                if event.step is not None:
-                    self._last_step.set(event.step)
-            case events.SaveFailed():
-                self._saves.add(1, {"outcome": "failed"})
-            case events.Loaded():
-                self._loads.add(1, {"outcome": "done"})
-                self._read.add(event.bytes)
-                self._loading.record(event.seconds)
-            case events.LoadFailed():
-                self._loads.add(1, {"outcome": "failed"})
-            case events.Spilled():
-                self._spilled.add(event.bytes, {"refused": not event.local})
-            case events.Throttled():
-                self._throttled.add(1, {"bucket": event.bucket})
-            case events.Pruned():
-                self._freed.add(event.freed_bytes)
-            case _:
-                pass
-        if type(event) in _SPANS:
-            self._span(event, *_SPANS[type(event)])
+        span, counted, values = _EVENTS.get(type(event), ("", "", {}))
+        if counted:
+            self._record[counted](1, {"outcome": "failed" if hasattr(event, "error") else "done"})
+        for name, field in values.items():
+            if (value := getattr(event, field)) is not None:
+                self._record[name](value)
+        if span:
+            self._span(event, f"dcp_s3.{span}")
 
-    def _span(self, event: Any, name: str, fields: str) -> None:
+    def _span(self, event: Any, name: str) -> None:
         """A span that ended with the event."""
         seconds, error = getattr(event, "seconds", 0.0), getattr(event, "error", None)
-        values = {f"dcp_s3.{field}": getattr(event, field) for field in fields.split()}
+        values = {f"dcp_s3.{each.name}": getattr(event, each.name) for each in fields(event)}
+        attributes = {key: value for key, value in values.items() if isinstance(value, (str, int, float))}
         end = int(event.time * 1e9)
-        span = self._tracer.start_span(
-            f"dcp_s3.{name}",
-            start_time=end - int(seconds * 1e9),
-            attributes={key: value for key, value in values.items() if value is not None},
-        )
+        span = self._tracer.start_span(name, start_time=end - int(seconds * 1e9), attributes=attributes)
         if error is not None:
             span.record_exception(error, timestamp=end)
             span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))

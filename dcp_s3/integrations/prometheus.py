@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 from dcp_s3.errors import SettingsError
@@ -22,12 +21,6 @@ from prometheus_client.registry import Collector as BaseCollector  # noqa: E402
 
 _GAUGES = {"last_step": "", "last_commit": "timestamp_seconds", "last_success": "timestamp_seconds"}
 """Unit of each field that is no counter."""
-_HELP = {
-    "saves": "Saves of this process",
-    "loads": "Loads of this process",
-    "spill": "Objects that went to the spill directory",
-    "prunes": "Prunes of this process",
-}
 
 
 class Collector(BaseCollector):
@@ -38,14 +31,13 @@ class Collector(BaseCollector):
     def collect(self) -> Iterator[Metric]:
         """The metrics now."""
         found = stats()
-        for group, help_text in _HELP.items():
-            counts = getattr(found, group)
-            for name in (each.name for each in fields(counts)):
-                value, metric = getattr(counts, name), f"dcp_s3_{group}_{name}"
+        for group in ("saves", "loads", "spill", "prunes"):
+            for name, value in vars(getattr(found, group)).items():
+                metric, help_text = f"dcp_s3_{group}_{name}", f"dcp_s3.stats().{group}.{name}"
                 if name not in _GAUGES:
-                    yield CounterMetricFamily(metric, f"{help_text}: {name}", value=value)
+                    yield CounterMetricFamily(metric, help_text, value=value)
                 elif value is not None:
-                    yield GaugeMetricFamily(metric, f"{help_text}: {name}", value=value, unit=_GAUGES[name])
+                    yield GaugeMetricFamily(metric, help_text, value=value, unit=_GAUGES[name])
         for kind, metric, help_text, states, field in (
             (CounterMetricFamily, "throttled_requests", "Requests that S3 throttled", found.throttle, "throttled"),
             (GaugeMetricFamily, "request_limit", "Data requests that may be in flight", found.throttle, "limit"),

@@ -1,13 +1,11 @@
 """torchtitan on S3: `S3CheckpointManager` takes the place of torchtitan's CheckpointManager in ``config.checkpoint``.
 
 torchtitan decides when to save and load which states, this decides how: with our writer, reader and stager, the newest
-checkpoint from our catalog, and our retention, which runs after commits. With a folder that is not on S3 it is
-torchtitan's. See docs/torchtitan.md.
+checkpoint from our catalog, and our retention, which runs after commits. See docs/torchtitan.md.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Mapping
@@ -19,7 +17,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import errors
-from dcp_s3.failures import name_failed, real_causes
+from dcp_s3.failures import name_failed
 from dcp_s3.format.layout import step_of
 from dcp_s3.integrations import require
 from dcp_s3.integrations.saves import Saves
@@ -34,7 +32,7 @@ from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.marks import annotate
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.policy import KeepLatest
-from dcp_s3.settings import Settings, resolve_settings
+from dcp_s3.settings import resolve_settings
 from dcp_s3.stage.stager import S3Stager
 from dcp_s3.url import is_s3_url
 
@@ -48,10 +46,9 @@ from torchtitan.components.checkpointer import (  # noqa: E402
 )
 from torchtitan.components.metrics import BaseLogger, LoggerContainer  # noqa: E402
 from torchtitan.observability import structured_logger  # noqa: E402
-from torchtitan.tools import filesystem  # noqa: E402
 from torchtitan.tools.utils import GarbageCollection  # noqa: E402
 
-# Of CheckpointManager it overrides _load, _find_load_step, _wait_for_saving, _purge_stale_checkpoints and _close, and
+# Of CheckpointManager it overrides _load, _wait_for_saving, _purge_stale_checkpoints and _close, and
 # calls _states_to_load. They are private, so the versions above are those that were looked at, and tests name them.
 
 logger = logging.getLogger(__name__)
@@ -72,8 +69,8 @@ class S3CheckpointManager(CheckpointManager):
 
     Raises:
         SettingsError: ``retention`` is not a policy, or the folder is not on S3.
-        InvalidURLError, SettingsError
-        ValueError: ``last_save_in_hf`` with a folder on S3.
+        InvalidURLError
+        ValueError: ``last_save_in_hf``.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -87,34 +84,24 @@ class S3CheckpointManager(CheckpointManager):
             parse_policy(self.retention)
 
     def __init__(self, config: Config, **components: Any) -> None:
-        self._on_s3 = False  # `close` is called even if something below raises
-        self._chosen: ChosenCheckpoint | None = None
         super().__init__(config, **components)
         if not self.enable:
             return
-        on_s3 = is_s3_url(self.folder)
-        if config.retention and not on_s3:
+        if not is_s3_url(self.folder):
             raise errors.SettingsError(
-                f"checkpoint.retention = {config.retention!r} needs a folder on S3, and the folder is {self.folder}. "
-                "Remedy: an s3:// URL, or keep_latest_k"
+                f"S3CheckpointManager needs a folder on S3, and the folder is {self.folder}. Remedy: set "
+                "checkpoint.folder to an s3:// URL, or use torchtitan's CheckpointManager.Config"
             )
-        if self.last_save_in_hf and on_s3:
-            raise ValueError(
-                f"last_save_in_hf is not supported with a folder on S3: {self.folder}. Remedy: last_save_in_hf=False, "
-                "then `dcp-s3 export`"
-            )
-        if on_s3 or is_s3_url(self.initial_load_path):
-            self._ranks = Ranks(self.pg)
-        if on_s3:
-            self._set_up(config)
-        self._on_s3 = on_s3
-
-    def _set_up(self, config: Config) -> None:
+        if self.last_save_in_hf:
+            raise ValueError("last_save_in_hf is not supported on S3. Remedy: leave it out, then `dcp-s3 export`")
+        self._ranks = Ranks(self.pg)
+        self._chosen: ChosenCheckpoint | None = None
         self._saved_url: str | None = None
         self._losses = _Losses()
         trainer = self.states.get(TRAIN_STATE)
 
         def configure() -> bool:
+            self._settings = resolve_settings(None)
             policy = parse_policy(config.retention) if config.retention else policy_from_settings(self._settings)
             if policy is None and config.keep_latest_k:
                 policy = KeepLatest(config.keep_latest_k)
@@ -140,10 +127,6 @@ class S3CheckpointManager(CheckpointManager):
             loggers.add_logger(self._losses)
             metrics_processor.logger = loggers
 
-    @functools.cached_property
-    def _settings(self) -> Settings:
-        return resolve_settings(None)
-
     # --- save ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -156,8 +139,6 @@ class S3CheckpointManager(CheckpointManager):
         to_hf: bool = False,
     ) -> Any:
         """Save to S3. Returns what torchtitan's does in each mode: None, a Future, or an AsyncSaveResponse."""
-        if not self._on_s3:
-            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         step = step_of(checkpoint_id) or 0
 
         def describe() -> tuple[Mapping[str, Any] | None, Mapping[str, bytes]]:
@@ -188,16 +169,11 @@ class S3CheckpointManager(CheckpointManager):
             logger.warning("%s stays without the metrics %s: %s", url, metrics, error)
 
     def _wait_for_saving(self) -> None:
-        if not self._on_s3:
-            super()._wait_for_saving()
-            return
         self.save_future = None
         self._saves.wait()
 
     def _purge_stale_checkpoints(self) -> None:
-        # It is called when a save has begun. Ours are pruned when it is committed.
-        if not self._on_s3:
-            super()._purge_stale_checkpoints()
+        pass  # it is called when a save has begun: ours are pruned when it is committed
 
     # --- load ----------------------------------------------------------------------------------------
 
@@ -205,21 +181,28 @@ class S3CheckpointManager(CheckpointManager):
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
         # torchtitan's looks for the folder and the initial path through fsspec, which needs s3fs for S3.
-        starts_on_s3 = is_s3_url(self.initial_load_path)
-        if not self._on_s3 and (step != -1 or not starts_on_s3 or self._find_load_step() != -1):
-            return bool(super()._load(step))
-        self._chosen = self._choose(self.folder, step) if self._on_s3 else None
+        catalog = CheckpointCatalog(self.folder, settings=self._settings)
+        self._chosen = choose(catalog, self._ranks, latest_order if step == -1 else step_order(step))
+        url: str | None
         if self._chosen is not None:
             # A checkpoint of step 0 is a seed: it has nothing but the model.
-            url, model_only, hf, quantized = self._chosen.url, self._chosen.step == 0, False, False
+            url, model_only, hf = self._chosen.url, self._chosen.step == 0, False
+        elif step != -1:
+            raise errors.CheckpointNotFoundError(
+                f"checkpoint.load_step = {step}, and there is no checkpoint under {self.folder}", url=self.folder
+            )
         else:
-            hf, quantized = self.initial_load_in_hf, self.initial_load_in_hf_quantized
-            url, model_only = self._initial_path(), self.initial_load_model_only
+            url, model_only, hf = self.initial_load_path, self.initial_load_model_only, self.initial_load_in_hf
+            if hf:
+                url = url or getattr(self.sd_adapter, "hf_assets_path", None)
+                if self.sd_adapter is None or not url:
+                    raise ValueError("initial_load_in_hf needs a state_dict_adapter, and a directory to load from")
             if not url:
                 logger.info("there is no checkpoint under %s: a fresh start", self.folder)
                 return False
         logger.info("Loading the checkpoint from %s.", url)
         began = time.monotonic()
+        quantized = hf and self.initial_load_in_hf_quantized
         self.dcp_load(self._states_to_load(model_only), url, from_hf=hf, from_quantized=quantized)
         GarbageCollection.collect("GC collection for checkpoint loading.")
         logger.info("Finished loading the checkpoint in %.2f seconds.", time.monotonic() - began)
@@ -229,79 +212,27 @@ class S3CheckpointManager(CheckpointManager):
         if from_hf or not is_s3_url(checkpoint_id):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        chosen = self._chosen
-        local = chosen is not None and chosen.local and chosen.url == checkpoint_id
+        chosen, group = self._chosen, self._ranks.group
+        local = chosen is not None and chosen.local
         reader = S3StorageReader(
             checkpoint_id,
             include_uncommitted=local,
-            process_group=self._ranks.group,
+            process_group=group,
             settings=impatient(self._settings) if local else self._settings,
         )
         try:
-            group = self._ranks.group
             state_dict_loader.load(state_dict, storage_reader=reader, planner=S3LoadPlanner(), process_group=group)
         except CheckpointException as error:
-            failed = load_error(error, checkpoint_id, step_of(checkpoint_id))
-            raise self._explain_missing(failed) or failed from None
+            raise load_error(error, checkpoint_id, step_of(checkpoint_id)) from error
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
         if chosen is not None:
             self._saves.last_good = chosen.step
 
-    def _explain_missing(self, failed: errors.RestoreFailedError) -> errors.RestoreFailedError | None:
-        """The error of a load for which whole states are missing, with torchtitan's options for it; None of another."""
-        causes = real_causes(failed.failures).values()
-        missing = {name for cause in causes if isinstance(cause, errors.MissingKeysError) for name in cause.missing}
-        lost = {name.partition(".")[0] for name in missing}
-        rest = self.states.keys() - {MODEL}
-        if not lost or not lost <= rest:
-            return None
-        if lost == rest - set(self.exclude_from_loading):
-            text = (
-                f"{failed.url} has the model alone, as the last checkpoint of a run with last_save_model_only=True. "
-                "Remedy: to go on with that run, an earlier one that is there (checkpoint.load_step; `dcp-s3 ls "
-                f"{self.folder}`), and last_save_model_only=False from now on; to start a new one from its model, "
-                f"another checkpoint.folder and checkpoint.initial_load_path={failed.url}"
-            )
-        else:
-            text = (
-                f"{failed.url} has no {', '.join(sorted(lost))}. Remedy: checkpoint.exclude_from_loading={sorted(lost)}"
-            )
-        return errors.RestoreFailedError(text, url=failed.url, step=failed.step, failures=failed.failures)
-
-    def _initial_path(self) -> str:
-        """What a run that has no checkpoint yet starts from; empty if from nothing."""
-        hf = self.initial_load_in_hf
-        path = self.initial_load_path or (hf and getattr(self.sd_adapter, "hf_assets_path", None)) or ""
-        if hf and (not path or self.sd_adapter is None):
-            raise ValueError("initial_load_in_hf needs a model with a state_dict_adapter, and a path to load from")
-        if hf and is_s3_url(path):
-            raise ValueError(f"initial_load_in_hf is not supported on S3: {path}. Remedy: download it")
-        if path and not is_s3_url(path) and not filesystem.isdir(path):
-            raise ValueError(f"there is no directory to load initially: {path}")
-        return str(path)
-
-    def _find_load_step(self, folder: str = "") -> int:
-        folder = folder or self.folder
-        if not is_s3_url(folder):
-            return int(super()._find_load_step(folder))
-        found = self._choose(folder)
-        return -1 if found is None else found.step
-
-    def _choose(self, folder: str, step: int = -1) -> ChosenCheckpoint | None:
-        """The checkpoint to resume from, the same on all ranks; None if there is none."""
-        catalog = CheckpointCatalog(folder, settings=self._settings)
-        found = choose(catalog, self._ranks, latest_order if step == -1 else step_order(step))
-        if found is None and step != -1:
-            raise errors.CheckpointNotFoundError(
-                f"checkpoint.load_step = {step}, and there is no checkpoint under {folder}", url=folder
-            )
-        return found
-
     # --- end -----------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        if not self._on_s3:
+        if not hasattr(self, "_saves"):  # it is called even if __init__ has raised
             super()._close()
             return
         self._saves.settle()

@@ -4,7 +4,6 @@ but torch."""
 from __future__ import annotations
 
 import logging
-import pickle
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from dcp_s3 import ranks
 from dcp_s3.errors import CheckpointError, SaveProtocolError
 from dcp_s3.failures import name_failed
 from dcp_s3.manager.agree import Ranks
+from dcp_s3.ranks import is_initialized
 
 logger = logging.getLogger(__name__)
 
@@ -101,13 +100,8 @@ def agree(work: Callable[[], T], failed: str) -> list[T]:
         CheckpointError: it raised on another rank; the message is ``failed`` with the cause. Where it raised, that
             error is raised.
     """
-    if ranks.world_size() == 1:
-        return [work()]
-    # Pickled within the work: what cannot be pickled must not leave the others waiting either.
-    told = Ranks(dist.group.WORLD).agree(
-        lambda: pickle.dumps(work()), lambda failures: CheckpointError(f"{failed}: {name_failed(failures)}")
-    )
-    return [pickle.loads(each) for each in told]  # noqa: S301 - from this job's ranks, like any of its collectives
+    ranks = Ranks(dist.group.WORLD if is_initialized() else None)
+    return ranks.agree(work, lambda failures: CheckpointError(f"{failed}: {name_failed(failures)}"))
 
 
 # --- random numbers -------------------------------------------------------------------------------------
@@ -130,8 +124,8 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 def set_rng_state(rank: int, saved: Sequence[Mapping[str, Any]], device: torch.device) -> None:
     """Restore what `rng_state` has returned on each rank; generators that were not saved are left alone. A rank that
     did not exist gets the state that all ranks had; if they had different ones, it keeps its own, for no rank may draw
-    another's numbers."""
-    if rank >= len(saved) and any(_plain(states) != _plain(saved[0]) for states in saved):
+    another's numbers. Which, torch's generator on the CPU tells: whoever seeds ranks differently seeds it, too."""
+    if rank >= len(saved) and not all(torch.equal(states["torch"], saved[0]["torch"]) for states in saved):
         logger.warning(
             "the checkpoint has the random number generators of %d ranks: rank %d keeps its own as it was seeded",
             len(saved), rank,
@@ -146,12 +140,3 @@ def set_rng_state(rank: int, saved: Sequence[Mapping[str, Any]], device: torch.d
         numpy.random.set_state(states["numpy"])
     if device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type])
-
-
-def _plain(state: Any) -> Any:
-    """The state of generators without arrays and tensors, which ``==`` does not compare as a whole."""
-    if isinstance(state, Mapping):
-        return {key: _plain(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return [_plain(value) for value in state]
-    return state.tolist() if hasattr(state, "tolist") else state

@@ -80,35 +80,6 @@ def test_the_commands_are_such_that_torchrun_and_the_script_understand() -> None
     assert (options.nnodes, options.nproc_per_node, options.node_rank, script.root) == ("4", "8", 3, ROOT)
 
 
-def test_the_numbers_of_the_jobset_fit_each_other() -> None:
-    spec = JOBSET["spec"]
-    (workers,) = spec["replicatedJobs"]
-    job, pod = workers["template"]["spec"], workers["template"]["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    options, _ = _torchrun([word.replace("$(JOB_COMPLETION_INDEX)", "0") for word in container["command"]])
-    assert job["completions"] == job["parallelism"] == int(options.nnodes)
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(options.nproc_per_node)
-    assert container["ports"] == [{"containerPort": options.master_port}]
-    name = JOBSET["metadata"]["name"]
-    assert options.master_addr == f"{name}-{workers['name']}-0-0.{name}"
-    # The first failure of a pod restarts all, and torchrun is done before Kubernetes kills it.
-    assert (job["backoffLimit"], workers["replicas"], pod["restartPolicy"]) == (0, 1, "Never")
-    assert options.shutdown_timeout < pod["terminationGracePeriodSeconds"]
-    # A rule for what podFailurePolicy finds.
-    assert job["podFailurePolicy"]["rules"][0]["action"] == "FailJob"
-    assert spec["failurePolicy"]["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
-
-
-def test_the_times_of_the_sbatch_script_fit_each_other() -> None:
-    """SLURM may send the signal 60 s early, never late."""
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", SBATCH, re.MULTILINE))
-    assert options["ntasks-per-node"] == "1"  # one torchrun
-    assert {"requeue", "open-mode"} <= set(options)
-    announced = re.fullmatch(r"USR1@(\d+)", options["signal"])
-    assert announced is not None
-    assert int(re.findall(r"--shutdown-timeout=(\d+)", SBATCH)[0]) < int(announced[1])
-
-
 # --- as it runs -------------------------------------------------------------------------------------------
 
 
@@ -279,38 +250,3 @@ def test_before_the_time_limit_a_slurm_job_saves_and_queues_itself_again(
     assert newest is not None
     assert stopped == [str(newest.step)]
     assert 10 < newest.step < 200
-
-
-def test_a_slurm_job_that_fails_again_and_again_is_not_queued_forever(
-    faulty: FaultyServer, tmp_path: Path, slurm: dict[str, str]
-) -> None:
-    _program(tmp_path / "slurm" / "torchrun", "exit 3\n")
-    script = tmp_path / "train.sbatch"
-    script.write_text(_with_free_port(SBATCH))
-    for restarts, asked in (("99", "requeue 17\n"), ("100", "requeue 17\n")):
-        with _Started(["bash", str(script)], tmp_path / "work", SLURM_RESTART_COUNT=restarts, **slurm) as job:
-            assert job.wait() == 3, job.output()
-        assert (tmp_path / "scontrol").read_text() == asked
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.soak
-def test_the_command_of_skypilot_goes_on_where_slurm_was(faulty: FaultyServer, tmp_path: Path) -> None:
-    """Any launcher, any number of ranks: what counts is the root."""
-    digests = tmp_path / "digests"
-    run_ranks(2, _on_two_ranks, digests)
-    nodes = {"NODE_IPS": "127.0.0.1\n10.0.0.2", "NUM_NODES": "1", "NUM_GPUS_PER_NODE": "1", "NODE_RANK": "0"}
-    sky = {f"SKYPILOT_{name}": value for name, value in nodes.items()}
-    run = _with_free_port(SKYPILOT["run"]).rstrip() + f" --steps 6 --digest-file {digests}\n"
-    with _Started(["bash", "-c", run], tmp_path / "work", **SKYPILOT["envs"], **sky) as job:
-        assert job.wait() == 0, job.output()
-    events = _events(digests)
-    assert [event[:3] for event in events] == [("begun", 0, 2), ("saved", 4, 2), ("begun", 4, 1), ("saved", 6, 1)]
-    assert events[2][3] == events[1][3]
-    run_ranks(2, _on_two_ranks, digests)  # it is beyond its last step: nothing is done
-    assert [event[:3] for event in _events(digests)[4:]] == [("begun", 6, 2)]
-
-
-def _on_two_ranks(digests: Path) -> None:
-    options = launchers_train.parse_arguments(["--root", ROOT, "--steps", "4", "--digest-file", str(digests)])
-    launchers_train.train(options, launchers_train.StopSignal())

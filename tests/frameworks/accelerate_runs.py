@@ -13,17 +13,16 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedType, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
+from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
-import dcp_s3
-from dcp_s3 import CheckpointManager
+from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter
 from dcp_s3.demo.train import state_digest
-from dcp_s3.integrations.accelerate import load_state, save_state, training_state
+from dcp_s3.integrations.accelerate import training_state
 from examples import accelerate as example
-from tests.frameworks.ranks import files_in
 from tests.preload import MODULES
 
 MODULES.append(__name__)  # imported once, by the process that ranks are forked from
@@ -32,10 +31,30 @@ SEQUENCES = 20
 BATCH = 4  # 5 batches an epoch
 
 
+def save_state(accelerator: Accelerator, url: str) -> None:
+    save(training_state(accelerator), storage_writer=S3StorageWriter(url))
+
+
+def load_state(accelerator: Accelerator, url: str) -> None:
+    load(training_state(accelerator), storage_reader=S3StorageReader(url))
+
+
 def pretend_devices() -> None:
     """Let Accelerate shard on CPUs, as it does on devices: it takes no notice of FSDP on ranks that have none."""
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def tiny_llama(**options: Any) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=16, **options,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def texts(sequences: int) -> torch.Tensor:
+    return torch.randint(37, (sequences, 8), generator=torch.Generator().manual_seed(1))
 
 
 @dataclass(frozen=True)
@@ -51,27 +70,25 @@ class Run:
     makes no difference to a single bit."""
     steps: int = 12
     """Train up to here."""
-    save_every: int = 2
-    """Steps."""
 
 
-class History:
-    """A registered object: other keys each time it is saved."""
+class Registered:
+    """A registered object."""
 
-    def __init__(self) -> None:
-        self.losses: dict[str, float] = {}
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
     def state_dict(self) -> dict[str, Any]:
-        return {"losses": dict(self.losses)}
+        return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.losses = dict(state["losses"])
+        self.value = state["value"]
 
 
 class Training:
     """All of a training, made anew in each process."""
 
-    def __init__(self, run: Run, *, dropout: float = 0.1) -> None:
+    def __init__(self, run: Run) -> None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         plugin = None
         if run.sharded:
@@ -87,21 +104,17 @@ class Training:
         self.accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, dataloader_config=data)
         torch.set_num_threads(1)
         set_seed(7)
-        config = LlamaConfig(
-            vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-            max_position_embeddings=16, tie_word_embeddings=True, attention_dropout=dropout,
-        )  # fmt: skip
-        model = LlamaForCausalLM(config)
+        model = tiny_llama(tie_word_embeddings=True, attention_dropout=0.1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         schedule = get_cosine_schedule_with_warmup(optimizer, 3, 100)
-        texts = torch.randint(37, (SEQUENCES, 8), generator=torch.Generator().manual_seed(1))
         size = BATCH if run.alike else BATCH // ranks
-        loader = DataLoader(TensorDataset(texts), batch_size=size, shuffle=True)
+        # With a generator of its own it takes no number of the model's, of which an iterator that resumes takes one.
+        loader = DataLoader(TensorDataset(texts(SEQUENCES)), batch_size=size, shuffle=True, generator=torch.Generator())
         self.model, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(
             model, optimizer, schedule, loader
         )
-        self.history = History()
-        self.accelerator.register_for_checkpointing(self.history)
+        self.losses = Registered({})  # other keys each time
+        self.accelerator.register_for_checkpointing(self.losses)
         self.model.train()
         assert run.sharded == isinstance(self.model, FSDPModule)
         set_seed(11, device_specific=not run.alike)
@@ -120,27 +133,27 @@ class Training:
     def train(self, steps: int) -> None:
         """Train up to ``steps``."""
         while self.step < steps:
-            for (texts,) in self.loader:
-                self.update(self.accelerator.gather(texts) if self.run.alike else texts)
+            for (batch,) in self.loader:
+                self.update(self.accelerator.gather(batch) if self.run.alike else batch)
                 self.after(self.step)
                 if self.step >= steps:
                     return
 
-    def update(self, texts: torch.Tensor) -> None:
-        loss = self.model(input_ids=texts, labels=texts).loss
+    def update(self, batch: torch.Tensor) -> None:
+        loss = self.model(input_ids=batch, labels=batch).loss
         self.accelerator.backward(loss)
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
         self.step += 1
-        self.history.losses[f"step-{self.step}"] = loss.item()
+        self.losses.value[f"step-{self.step}"] = loss.item()
 
     def after(self, step: int) -> None:
         """Called after each step."""
 
 
 class ManagedTraining(Training):
-    """Restores the latest checkpoint under the root, and saves every few steps in the background."""
+    """Restores the latest checkpoint under the root, and saves every second step in the background."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -150,7 +163,7 @@ class ManagedTraining(Training):
         self.step = self.restored or 0
 
     def after(self, step: int) -> None:
-        if step % self.run.save_every == 0:
+        if step % 2 == 0:
             self.manager.save(step, self.state)
 
 
@@ -158,7 +171,7 @@ def uninterrupted(run: Run) -> tuple[str, dict[str, float]]:
     """Train without a checkpoint. Returns the digest at the end and the losses."""
     training = Training(run)
     training.train(run.steps)
-    return training.digest(), training.history.losses
+    return training.digest(), training.losses.value
 
 
 def resumed(run: Run, directory: Path) -> tuple[int | None, str, dict[str, float]]:
@@ -167,7 +180,7 @@ def resumed(run: Run, directory: Path) -> tuple[int | None, str, dict[str, float
     training = ManagedTraining(run)
     training.train(run.steps)
     training.manager.close()
-    return training.restored, training.digest(), training.history.losses
+    return training.restored, training.digest(), training.losses.value
 
 
 def interrupted(run: Run, at: int) -> tuple[str, dict[str, float]]:
@@ -184,56 +197,17 @@ def interrupted(run: Run, at: int) -> tuple[str, dict[str, float]]:
     load_state(second.accelerator, url)
     second.step = at
     second.train(run.steps)
-    return second.digest(), second.history.losses
+    return second.digest(), second.losses.value
 
 
-class Average:
-    """A registered object with sharded tensors: the mean of the weights so far."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.weights = {name: tensor.detach().clone() for name, tensor in get_model_state_dict(model).items()}
-
-    def update(self, model: torch.nn.Module) -> None:
-        for name, tensor in get_model_state_dict(model).items():
-            self.weights[name].lerp_(tensor.detach(), 0.25)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"weights": self.weights, "note": "mean"}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert state["note"] == "mean"
-        for name, tensor in state["weights"].items():
-            self.weights[name].copy_(tensor)
-
-
-def with_average(run: Run, at: int, load: bool) -> str:
-    """Train some steps with a registered average, and save; or load. Returns the average's digest."""
+def with_weights(run: Run, loads: bool) -> str:
+    """Save sharded tensors of a registered object, or load them. Returns their digest."""
     training = Training(run)
-    average = Average(training.model)
-    training.accelerator.register_for_checkpointing(average)
-    url = f"{run.root}/step-{at}"
-    if load:
-        load_state(training.accelerator, url)
-    else:
-        training.train(at)
-        average.update(training.model)
-        save_state(training.accelerator, url)
-    return state_digest(average.state_dict())
-
-
-def stock(run: Run, directory: Path) -> tuple[str, str, list[str]]:
-    """Accelerate's own `save_state` and `load_state` with an S3 URL, after `dcp_s3.register`. Returns the digest when
-    it was saved, that when it is loaded, and the local files."""
-    os.chdir(directory)
-    dcp_s3.register()
-    training = Training(run)
-    training.train(3)
-    before = training.digest()
-    training.accelerator.save_state(f"{run.root}/step-3")
-    training.train(5)
-    training.accelerator.load_state(f"{run.root}/step-3")
-    training.step, training.loader.iteration = 3, 0
-    return before, training.digest(), files_in(directory)
+    weights = {name: tensor.detach() * 2 for name, tensor in get_model_state_dict(training.model).items()}
+    kept = Registered({name: torch.zeros_like(tensor) if loads else tensor for name, tensor in weights.items()})
+    training.accelerator.register_for_checkpointing(kept)
+    (load_state if loads else save_state)(training.accelerator, f"{run.root}/step-1")
+    return state_digest(kept.value)
 
 
 def run_example(arguments: list[str], directory: Path) -> str:
@@ -250,14 +224,11 @@ def train_for_ever(run: Run) -> None:
     ManagedTraining(run).train(10**6)
 
 
-class Failing:
-    """A registered object that fails on the second rank."""
-
-    def __init__(self, when: str) -> None:
-        self.when = when
+class Failing(Registered):
+    """Fails on the second rank."""
 
     def _fail(self, when: str) -> None:
-        if self.when == when and dist.get_rank() == 1:
+        if self.value == when and dist.get_rank() == 1:
             raise ZeroDivisionError(f"in the {when} of rank 1")
 
     def state_dict(self) -> dict[str, Any]:
@@ -268,15 +239,17 @@ class Failing:
         self._fail("load")
 
 
-def failing(url: str, when: str) -> tuple[str, str]:
+def failing(root: str, when: str) -> str:
     """Save and load with an object that fails on the second rank, or that only the first one has."""
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(torch.nn.Linear(2, 2))
     if when != "count" or dist.get_rank() == 0:
         accelerator.register_for_checkpointing(Failing(when))
+    state = training_state(accelerator)
     try:
-        save_state(accelerator, url)
-        load_state(accelerator, url)
+        with CheckpointManager(root) as manager:
+            manager.save(1, state, blocking=True)
+            manager.restore(state)
     except Exception as error:  # noqa: BLE001 - which one is the question
-        return type(error).__name__, str(error)
+        return f"{type(error).__name__}: {error}"
     raise AssertionError("it did not fail")

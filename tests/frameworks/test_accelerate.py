@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.data_loader import prepare_data_loader
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.utils.data import DataLoader, TensorDataset
 
-from dcp_s3 import list_checkpoints
+from dcp_s3 import list_checkpoints, read_tensor
+from dcp_s3.errors import CheckpointError
+from dcp_s3.integrations import accelerate as adapter
+from dcp_s3.integrations.accelerate import PRIVATE, training_state
 from tests.faulty import BUCKET, FaultyServer
 from tests.frameworks.accelerate_runs import (
+    Registered,
     Run,
     failing,
     interrupted,
+    load_state,
     resumed,
     run_example,
-    stock,
+    save_state,
     train_for_ever,
     uninterrupted,
-    with_average,
+    with_weights,
 )
 from tests.frameworks.ranks import AtWrite, files_in, kill_in_save, run_ranks
 
@@ -36,9 +49,7 @@ def test_killed_in_a_save_it_goes_on_to_the_same_bits_on_other_ranks(
 
     [alone] = run_ranks(1, resumed, Run(ROOT, sharded, steps=9), cwd)  # within an epoch: 5 batches each
     assert alone[0] == 4
-    both = run_ranks(2, resumed, run, cwd)
-
-    for began, digest, losses in both:
+    for began, digest, losses in run_ranks(2, resumed, run, cwd):
         assert began == 8
         assert (digest, losses) == expected
     assert files_in(cwd) == []
@@ -53,49 +64,25 @@ def test_ranks_with_their_own_data_and_random_numbers_go_on_to_the_same_bits(roo
     assert expected[0][0] != expected[1][0], "the ranks are alike: nothing of their own is tested"
     found = run_ranks(2, interrupted, run, at)
     assert [digest for digest, _ in found] == [digest for digest, _ in expected]
-    assert found[0][1] == expected[0][1]
     # A registered object is the first rank's, as with Accelerate itself.
     first, second = expected[0][1], expected[1][1]
+    assert found[0][1] == first
     assert found[1][1] == {step: (first if int(step[5:]) <= at else second)[step] for step in second}
 
 
 @pytest.mark.servers("memory")
-@pytest.mark.parametrize("when", ["save", "load"])
-def test_an_error_in_a_state_of_one_rank_is_an_error_of_all(root: str, when: str) -> None:
-    first, second = run_ranks(2, failing, f"{root}/step-1", when)
-    assert second == ("ZeroDivisionError", f"in the {when} of rank 1")
-    assert first[0] == "CheckpointError"
-    assert f"rank 1 cannot go on: ZeroDivisionError: in the {when} of rank 1" in first[1]
-
-
-@pytest.mark.servers("memory")
-def test_other_registered_objects_on_one_rank_are_an_error_of_all(root: str) -> None:
-    for error, message in run_ranks(2, failing, f"{root}/step-1", "count"):
-        assert error == "CheckpointError"
-        assert "{0: 1, 1: 0} (by rank)" in message
+@pytest.mark.parametrize("when", ["save", "load", "count"])
+def test_what_is_wrong_on_one_rank_is_an_error_of_all(root: str, when: str) -> None:
+    cause = "objects: [1, 0] (by rank)" if when == "count" else f"in the {when} of rank 1"
+    for error in run_ranks(2, failing, root, when):
+        assert cause in error
 
 
 @pytest.mark.servers("memory")
 def test_sharded_tensors_of_a_registered_object_load_on_another_number_of_ranks(root: str) -> None:
-    run = Run(root, sharded=True)
-    saved, other = run_ranks(2, with_average, run, 2, False)
+    saved, other = run_ranks(2, with_weights, Run(root, sharded=True), False)
     assert saved == other
-    assert run_ranks(1, with_average, run, 2, True) == [saved]
-
-
-@pytest.mark.servers("memory")
-def test_stock_save_state_of_a_sharded_model_goes_to_s3_where_registered(root: str, tmp_path: Path) -> None:
-    results = run_ranks(2, stock, Run(root, sharded=True), tmp_path)
-    for before, after, _ in results:
-        assert before == after
-    assert {info.name for info in list_checkpoints(f"{root}/step-3")} == {"optimizer_0", "pytorch_model_fsdp_0"}
-    # What docs/accelerate.md says is left on local disk: all but the model and the optimizer.
-    folder = f"{root.replace('s3://', 's3:/')}/step-3/"
-    assert {file.removeprefix(folder) for file in results[0][2] if file.startswith(folder)} == {
-        "custom_checkpoint_0.pkl", "dl_state_dict.bin", "optimizer_0", "pytorch_model_fsdp_0",
-        "random_states_0.pkl", "random_states_1.pkl", "scheduler.bin",
-    }  # fmt: skip
-    assert not list(tmp_path.glob("s3:/*/run/step-3/*_0/*"))  # directories that Accelerate makes
+    assert run_ranks(1, with_weights, Run(root, sharded=True), True) == [saved]
 
 
 @pytest.mark.servers("memory")
@@ -107,3 +94,103 @@ def test_the_example_trains_and_goes_on(root: str, tmp_path: Path) -> None:
     assert "step 4: restored on 1 processes" in output
     assert [info.step for info in list_checkpoints(root)] == [4, 6, 7]
     assert files_in(tmp_path) == []
+
+
+# --- one process, without torch.distributed ------------------------------------------------------------
+
+
+def make() -> Accelerator:
+    data = DataLoaderConfiguration(use_seedable_sampler=True, use_stateful_dataloader=True)
+    return Accelerator(cpu=True, dataloader_config=data)
+
+
+def two_models(seed: int) -> tuple[Accelerator, list[nn.Module], list[Any]]:
+    """A generator and a discriminator, whose optimizers are prepared in the other order."""
+    accelerator = make()
+    torch.manual_seed(seed)
+    models: list[nn.Module] = [nn.Linear(3, 5), nn.Linear(5, 2)]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in reversed(models)]
+    prepared = accelerator.prepare(*models, *optimizers)
+    for _ in range(2):
+        accelerator.backward(models[1](models[0](torch.randn(4, 3))).square().mean())
+        for optimizer in prepared[2:]:
+            optimizer.step()
+    return accelerator, models, list(prepared[2:])
+
+
+@pytest.mark.servers("memory")
+def test_several_models_and_optimizers_are_one_checkpoint(root: str) -> None:
+    accelerator, models, optimizers = two_models(1)
+    weights = [model.weight.detach().clone() for model in models]
+    moments = [optimizer.state_dict()["state"][0]["exp_avg"].clone() for optimizer in optimizers]
+    save_state(accelerator, f"{root}/step-2")
+    [info] = list_checkpoints(root)
+    assert torch.equal(read_tensor(info.url, "model_1.weight"), weights[1])
+
+    accelerator.free_memory()
+    accelerator, models, optimizers = two_models(2)
+    assert not torch.equal(models[0].weight, weights[0])
+    load_state(accelerator, f"{root}/step-2")
+    assert all(torch.equal(model.weight, weight) for model, weight in zip(models, weights, strict=True))
+    for optimizer, moment in zip(optimizers, moments, strict=True):
+        assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], moment)
+
+
+@pytest.mark.servers("memory")
+def test_the_scaler_the_step_and_registered_objects(root: str) -> None:
+    def prepare(scale: float, value: Any, schedulers: int = 1) -> tuple[Accelerator, Registered]:
+        accelerator = make()
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        accelerator.scaler.scale(torch.ones(()))  # makes its tensors
+        model, registered = nn.Linear(2, 2), Registered(value)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accelerator.prepare(
+            model, optimizer, *(torch.optim.lr_scheduler.StepLR(optimizer, 1) for _ in range(schedulers))
+        )
+        accelerator.register_for_checkpointing(registered)
+        return accelerator, registered
+
+    accelerator, _ = prepare(8.0, {"deep": [torch.arange(3), {"text": "a"}], "new": 1})
+    accelerator.step = 3
+    save_state(accelerator, f"{root}/step-1")
+    accelerator.free_memory()
+    accelerator, registered = prepare(2.0, None)
+    load_state(accelerator, f"{root}/step-1")
+    assert accelerator.step == 3
+    assert accelerator.scaler.get_scale() == 8.0
+    assert torch.equal(registered.value["deep"][0], torch.arange(3))
+    assert registered.value["deep"][1] == {"text": "a"}
+
+    accelerator.register_for_checkpointing(Registered(1))
+    with pytest.raises(CheckpointException, match="registered"):  # DCP misses the entry of the second one
+        load_state(accelerator, f"{root}/step-1")
+    accelerator.free_memory()
+    with pytest.raises(CheckpointError, match="has 1 schedulers, and the accelerator has 2"):
+        load_state(prepare(2.0, None, schedulers=2)[0], f"{root}/step-1")
+
+
+def test_what_keeps_its_state_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = make()
+    assert all(hasattr(accelerator, name) for name in PRIVATE)
+    monkeypatch.setattr(Accelerator, "distributed_type", "DEEPSPEED")
+    with pytest.raises(CheckpointError, match="DEEPSPEED"):
+        training_state(accelerator)
+
+
+def loader_of(rank: int, ranks: int) -> Any:
+    """Twelve batches of one number each, every ``ranks``-th of them for this rank."""
+    data = DataLoader(TensorDataset(torch.arange(12)), batch_size=1)
+    return prepare_data_loader(data, num_processes=ranks, process_index=rank, use_stateful_dataloader=True)
+
+
+def test_a_position_that_another_number_of_ranks_cannot_take_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator, loader = make(), loader_of(0, 2)
+    next(iter(loader))
+    state = adapter._dataloader_state(loader, accelerator)
+    assert {*adapter._INNER} <= set(state["position"])
+    with caplog.at_level(logging.WARNING, adapter.__name__):
+        for ranks, left in ((2, range(2, 12, 2)), (1, range(12))):
+            loader = loader_of(0, ranks)
+            adapter._load_dataloader(loader, state, accelerator)
+            assert [int(value) for (value,) in loader] == list(left)
+            assert ("accelerator.skip_first_batches" in caplog.text) == (ranks == 1)

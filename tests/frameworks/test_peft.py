@@ -12,13 +12,14 @@ from datasets import Dataset
 from peft import AdaLoraConfig, LoraConfig, PeftModel, PrefixTuningConfig, VeraConfig, get_peft_model
 from safetensors import safe_open
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from dcp_s3 import export, inspect, list_checkpoints, read_tensors
-from dcp_s3.integrations.accelerate import load_state, model_part, save_state
+from dcp_s3 import export, inspect, read_tensors
+from dcp_s3.integrations.accelerate import model_part
 from dcp_s3.integrations.transformers import S3Checkpoints
 from tests.faulty import BUCKET, FaultyServer
+from tests.frameworks.accelerate_runs import load_state, save_state, tiny_llama
 from tests.frameworks.ranks import run_ranks
 from tests.frameworks.transformers_runs import Run, tiny_tokenizer, train, trainer
 
@@ -36,19 +37,14 @@ def saved_names(url: str) -> set[str]:
     return {name.removeprefix("model.").replace(".default", "") for name in names}
 
 
-def test_it_saves_what_the_trainer_saves(tmp_path: Path) -> None:
+def test_it_saves_what_the_trainer_saves_and_exports_an_adapter() -> None:
     made = trainer(Run(ROOT, steps=2, adapter=True))
     made.train()
-    [info] = list_checkpoints(ROOT)
+    url = f"{ROOT}/step-00000002"
     made.save_model("stock")
     with safe_open("stock/adapter_model.safetensors", "pt") as file:
-        assert saved_names(info.url) == set(file.keys())
-
-
-def test_what_is_exported_is_an_adapter() -> None:
-    made = trainer(Run(ROOT, steps=2, adapter=True))
-    made.train()
-    export(f"{ROOT}/step-00000002", "exported", include="model.*", rename={"^model[.]": "", "[.]default[.]": "."})
+        assert saved_names(url) == set(file.keys())
+    export(url, "exported", include="model.*", rename={"^model[.]": "", "[.]default[.]": "."})
     base = trainer(Run(ROOT, adapter=True)).model.unload()
     found = PeftModel.from_pretrained(base, "exported").state_dict()
     expected = made.model.state_dict()
@@ -66,9 +62,7 @@ def test_it_goes_on_to_the_same_bits(tmp_path: Path, sharded: bool) -> None:
 
 def tiny() -> LlamaForCausalLM:
     torch.manual_seed(3)
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
-    )
+    return tiny_llama()
 
 
 def two_adapters() -> PeftModel:

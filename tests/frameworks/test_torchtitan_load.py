@@ -14,14 +14,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torchtitan.components.checkpointer import CheckpointManager
 
-from dcp_s3 import errors, latest, read_tensors
+from dcp_s3 import errors, read_tensors
 from dcp_s3.offline.copy import copy as download
 from dcp_s3.offline.copy import copy as upload
-from dcp_s3.s3.store import S3Store
-from dcp_s3.settings import Settings
-from dcp_s3.store import DeleteTarget
 from examples.torchtitan import Trainer
-from tests.faulty import BUCKET, FaultyServer
+from tests.faulty import FaultyServer
 from tests.frameworks.ranks import run_ranks
 from tests.frameworks.titan import ROOT, Adapter, Run, config, steps_on_s3, train
 from tests.memory_s3 import Fault
@@ -35,10 +32,6 @@ def go_back(directory: Path) -> tuple[Run, Run, Run]:
         train(directory, 6, load_step=3)
     with pytest.raises(errors.CheckpointNotFoundError, match=r"load_step = 3.*no checkpoint under"):
         train(directory, 6, load_step=3, folder=f"{ROOT}-other")
-    trainer = Trainer(config(load_only=True), steps=6)
-    assert trainer.checkpointer._find_load_step() == 6
-    assert trainer.checkpointer._find_load_step(f"{ROOT}-other") == -1
-    trainer.checkpointer.close()
     return first, back, train(directory, 6)
 
 
@@ -81,17 +74,8 @@ def start_from_another_run(directory: Path) -> dict[str, Any]:
     )
     with pytest.raises(errors.RestoreFailedError, match=r"step-5 failed on rank 0\s+Cause: CheckpointNotFound"):
         train(directory, 0, folder=f"{ROOT}-2", initial_load_path=f"{ROOT}/step-5")
-    with pytest.raises(errors.RestoreFailedError, match=r"step-4 has the model alone.* Remedy: .*checkpoint.load_step"):
+    with pytest.raises(errors.RestoreFailedError, match=r"(?s)step-4 failed .*Missing key.*optimizer"):
         train(directory, 6)
-    with pytest.raises(errors.RestoreFailedError, match=r"has the model alone"):
-        train(directory, 6, exclude_from_loading=["dataloader"])
-    missing = errors.MissingKeysError("", url="", missing=["dataloader.dp_rank_0"], unexpected=[])
-    partial = errors.RestoreFailedError("", url=f"{ROOT}/step-2", failures={0: missing})
-    found["partial"] = str(model.checkpointer._explain_missing(partial))
-    # A folder that is not on S3 is torchtitan's own.
-    local = {"folder": str(directory / "local"), "initial_load_path": f"{ROOT}/step-2", "keep_latest_k": 2}
-    found["local"] = train(directory, 4, initial_load_model_only=False, **local)
-    found["local again"] = train(directory, 4, **local)
     return found
 
 
@@ -105,12 +89,7 @@ def test_a_run_starts_from_another_one(faulty: FaultyServer, tmp_path: Path) -> 
     step, tokens, schedule, number, states = found["everything"]
     assert (step, tokens, schedule, number) == (2, 2 * 4 * 16, {"last_epoch": 0}, 0)
     assert states == len(exported)
-    assert found["partial"].endswith("no dataloader. Remedy: checkpoint.exclude_from_loading=['dataloader']")
     assert found["base"].local_files == ()
-    assert found["local"].loaded_step == 2
-    assert found["local"].digest == found["base"].digest
-    assert found["local again"].loaded_step == 4
-    assert {path.name for path in (tmp_path / "local").iterdir()} == {"step-4"}
 
 
 def exchange(directory: Path) -> list[str]:
@@ -134,29 +113,6 @@ def test_torchtitan_itself_reads_what_is_downloaded_and_writes_what_is_loaded_af
 ) -> None:
     ((ours, theirs, back),) = run_ranks(1, exchange, tmp_path)
     assert ours == theirs == back
-
-
-def seed(directory: Path) -> None:
-    trainer = Trainer(config(last_save_model_only=True, create_seed_checkpoint=True), steps=1)
-    trainer.checkpointer.save(curr_step=0, last_step=True)
-    trainer.checkpointer.close()
-    assert train(directory, 2).loaded_step == 0
-
-
-def test_a_seed_checkpoint_has_the_model_only(faulty: FaultyServer, tmp_path: Path) -> None:
-    run_ranks(1, seed, tmp_path)
-    assert steps_on_s3() == [0, 2]
-
-
-def test_the_newest_checkpoint_is_passed_over_if_it_is_damaged(faulty: FaultyServer, tmp_path: Path) -> None:
-    run_ranks(1, train, tmp_path, 4)
-    data = [key for key in faulty.s3.objects(BUCKET) if "/step-4/" in key and key.endswith(".distcp")]
-    assert S3Store(BUCKET, Settings()).delete([DeleteTarget(key) for key in data]) == []
-    (run,) = run_ranks(1, train, tmp_path, 4)
-    assert run.loaded_step == 2
-    newest = latest(ROOT)
-    assert newest is not None
-    assert newest.step == 4
 
 
 class Dying(Trainer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,13 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.fsdp import FSDPModule
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
+from transformers import PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 
 from dcp_s3.demo.train import state_digest
-from dcp_s3.errors import CheckpointError
 from dcp_s3.integrations.accelerate import model_part, optimizer_part
 from dcp_s3.integrations.transformers import S3Trainer
 from examples import transformers as example
-from tests.frameworks.accelerate_runs import pretend_devices
+from tests.frameworks.accelerate_runs import pretend_devices, texts, tiny_llama
 from tests.preload import MODULES
 
 MODULES.append(__name__)  # imported once, by the process that ranks are forked from
@@ -84,15 +82,10 @@ def trainer(run: Run, **options: Any) -> Trainer:
         pretend_devices()
     torch.set_num_threads(1)
     torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=16, tie_word_embeddings=True, attention_dropout=0.1,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model = tiny_llama(tie_word_embeddings=True, attention_dropout=0.1)
     if run.adapter:
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
-    texts = torch.randint(37, (SEQUENCES, 8), generator=torch.Generator().manual_seed(1))
-    data = [{"input_ids": text, "labels": text} for text in texts]
+    data = [{"input_ids": text, "labels": text} for text in texts(SEQUENCES)]
     made = Trainer(
         model=model, args=arguments, train_dataset=data, eval_dataset=data[:4],
         checkpoint_root=run.root, **options,
@@ -106,17 +99,6 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, "[EOS]")), eos_token="[EOS]", pad_token="[EOS]"
     )
-
-
-def evaluate_to(made: Trainer, metric: str, values: Mapping[int, float]) -> None:
-    """Let the evaluation after each step have this value."""
-
-    def evaluate(*args: Any, **kwargs: Any) -> dict[str, float]:
-        found = {f"eval_{metric}": values[made.state.global_step]}
-        made.log(dict(found))
-        return found
-
-    made.evaluate = evaluate
 
 
 class _StopAt(TrainerCallback):
@@ -155,16 +137,6 @@ def train(run: Run, directory: Path | None, resume: Any = True) -> tuple[int, st
     }
     losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
     return began.step, state_digest(state), losses
-
-
-def refused(run: Run, directory: Path, resume: Any) -> str:
-    """The error with which a training does not begin."""
-    os.chdir(directory)
-    try:
-        trainer(run).train(resume_from_checkpoint=resume)
-    except CheckpointError as error:
-        return str(error)
-    raise AssertionError("it was not refused")
 
 
 def run_example(arguments: list[str], directory: Path) -> None:

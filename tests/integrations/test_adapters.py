@@ -25,14 +25,13 @@ from opentelemetry.trace import StatusCode
 from prometheus_client.parser import text_string_to_metric_families
 from torch import nn
 from torch.distributed.checkpoint import load, save
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, events, integrations
-from dcp_s3.errors import CheckpointError, SaveProtocolError, SettingsError
+from dcp_s3.errors import SaveProtocolError, SettingsError
 from dcp_s3.integrations import otel, prometheus, require, training_parts
 from dcp_s3.integrations.training_parts import (
-    agree,
     as_item,
     from_item,
     owner,
@@ -83,18 +82,12 @@ def test_transformers_needs_accelerate_too(installed: dict[str, str]) -> None:
         importlib.import_module("dcp_s3.integrations.transformers")
 
 
-@pytest.mark.parametrize(
-    ("version", "is_known"),
-    [
-        *((version, True) for version in ("0.16", "0.16.0", "0.16.1", "0.16.1+cu128", "0.16.9.post1")),
-        *((version, False) for version in ("0.15.3", "0.17", "0.17.0rc0", "1.0", "unknown")),
-    ],
-)
-def test_which_versions_are_supported(installed: dict[str, str], version: str, is_known: bool) -> None:
-    installed["megatron-core"] = version
-    says = rf"supports megatron-core>=0\.16,<0\.17, and {re.escape(version)} is installed"
-    with contextlib.nullcontext() if is_known else pytest.raises(ImportError, match=says):
-        require("megatron", "megatron-core", "0.16", "0.17")
+def test_which_versions_are_supported(installed: dict[str, str]) -> None:
+    for version in ("0.16", "0.16.1+cu128", "0.15.3", "0.17.0rc0", "unknown"):
+        installed["megatron-core"] = version
+        says = rf"supports megatron-core>=0\.16,<0\.17, and {re.escape(version)} is installed"
+        with contextlib.nullcontext() if version.startswith("0.16") else pytest.raises(ImportError, match=says):
+            require("megatron", "megatron-core", "0.16", "0.17")
 
 
 # --- parts of a training state ---------------------------------------------------------------------------
@@ -107,7 +100,6 @@ def draw() -> list[float]:
     return [random.random(), float(numpy.random.rand()), torch.rand(()).item()]
 
 
-@pytest.mark.servers("memory")
 def test_random_numbers_go_on_after_a_checkpoint(root: str) -> None:
     saved = {"rng": as_item([rng_state(CPU)])}
     save(saved, storage_writer=S3StorageWriter(f"{root}/step-1"))
@@ -146,21 +138,6 @@ def test_ranks_get_their_own_random_numbers(
     assert bool(caplog.records) == warns
 
 
-@pytest.mark.parametrize("kind", ["python", "numpy", "torch", "cuda"])
-def test_a_new_rank_draws_no_other_ranks_numbers_if_any_generator_differs(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    cuda = {"cuda": torch.zeros(16, dtype=torch.uint8)}
-    first, other = ({**each, **cuda} for each in states(1, 2))
-    other["cuda"] = torch.ones(16, dtype=torch.uint8)
-    states(9)
-    expected = draw()
-    states(9)
-    set_rng_state(2, [first, {**first, kind: other[kind]}], CPU)
-    assert draw() == expected
-    assert "rank 2 keeps its own" in caplog.text
-
-
 def test_the_owner_of_an_optimizer() -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(second.parameters())
@@ -174,7 +151,6 @@ def test_the_owner_of_an_optimizer() -> None:
 def _items() -> tuple[Any, Any]:
     mesh = init_device_mesh("cpu", (2,))
     sharded = {"deep": [distribute_tensor(torch.arange(4), mesh, [Shard(0)])]}
-    assert isinstance(sharded["deep"][0], DTensor)
     return as_item(sharded) is sharded, as_item({"tensor": torch.ones(2)})
 
 
@@ -182,30 +158,6 @@ def test_only_states_with_sharded_tensors_are_several_items() -> None:
     for sharded, whole in run_ranks(2, _items):
         assert sharded
         assert isinstance(whole, tuple)
-
-
-def _agree() -> list[tuple[str, str]]:
-    def fail() -> Any:
-        if torch.distributed.get_rank() == 1:
-            raise ZeroDivisionError("of rank 1")
-        return 1
-
-    found = []
-    # A function cannot be pickled.
-    for work in (fail, lambda: (lambda: None) if torch.distributed.get_rank() == 1 else 1):
-        with pytest.raises(Exception) as caught:
-            agree(work, "it is not saved")
-        found.append((type(caught.value).__name__, str(caught.value)))
-    return found
-
-
-def test_an_error_of_one_rank_or_what_cannot_be_pickled_there_is_an_error_of_all() -> None:
-    (first, unpicklable), (second, own) = run_ranks(2, _agree, timeout=30)
-    message = "it is not saved: rank 1 cannot go on: ZeroDivisionError: of rank 1"
-    assert first == (CheckpointError.__name__, message)
-    assert second == ("ZeroDivisionError", "of rank 1")
-    assert unpicklable[0] == CheckpointError.__name__
-    assert own[1] in unpicklable[1]
 
 
 # --- OpenTelemetry ---------------------------------------------------------------------------------------
@@ -227,7 +179,8 @@ class Telemetry:
 
     def metrics(self) -> dict[str, list[Any]]:
         data = self.reader.get_metrics_data()
-        assert data is not None
+        if data is None:
+            return {}
         found = [metric for each in data.resource_metrics for scope in each.scope_metrics for metric in scope.metrics]
         return {metric.name: list(metric.data.data_points) for metric in found}
 
@@ -270,30 +223,26 @@ def test_a_failure_is_a_span_with_the_error() -> None:
     assert [(point.value, dict(point.attributes)) for point in points] == [(1, {"outcome": "failed"})]
 
 
-def test_nothing_more_after_close() -> None:
-    telemetry = Telemetry()
-    otel.instrument(**telemetry.providers).close()
-    events.emit(events.Pruned(root="s3://bucket/run", deleted=1, freed_bytes=1, seconds=1.0, ok=True))
-    assert not telemetry.spans.get_finished_spans()
+EVENTS: list[tuple[events.Event, str, str]] = [
+    (events.Spilled(url="s3://b/r", path="p", bytes=1, local=False, reason="r"), "", "spill.bytes"),
+    (events.Drained(url="s3://b/r", bytes=1, seconds=1.0), "drain", ""),
+    (events.Throttled(bucket="b", limit=1, decreases=1), "", "throttled"),
+    (events.Pruned(root="s3://b/r", deleted=1, freed_bytes=1, seconds=1.0, ok=True), "prune", "prune.bytes"),
+    (events.PruneFailed(root="s3://b/r", error=ValueError("x")), "prune", ""),
+    (events.LoadFailed(url=None, step=None, rank=0, error=ValueError("x")), "load", "loads"),
+]
 
 
-@pytest.mark.parametrize(
-    "event",
-    [
-        events.Spilled(url="s3://b/r", path="p", bytes=1, local=False, reason="r"),
-        events.Drained(url="s3://b/r", bytes=1, seconds=1.0),
-        events.Throttled(bucket="b", limit=1, decreases=1),
-        events.Pruned(root="s3://b/r", deleted=1, freed_bytes=1, seconds=1.0, ok=True),
-        events.PruneFailed(root="s3://b/r", error=ValueError("x")),
-        events.LoadFailed(url=None, step=None, rank=0, error=ValueError("x")),
-    ],
-    ids=lambda event: type(event).__name__,
-)
-def test_every_event_leaves_a_trace(event: events.Event) -> None:
+@pytest.mark.parametrize(("event", "span", "metric"), EVENTS, ids=[type(event).__name__ for event, *_ in EVENTS])
+def test_every_event_leaves_a_trace_until_the_subscription_ends(event: events.Event, span: str, metric: str) -> None:
     telemetry = Telemetry()
     with otel.instrument(**telemetry.providers):
         events.emit(event)
-    assert telemetry.spans.get_finished_spans() or telemetry.metrics()
+    events.emit(event)
+    assert [each.name for each in telemetry.spans.get_finished_spans()] == [f"dcp_s3.{span}"] * bool(span)
+    assert [(name, points[0].value) for name, points in telemetry.metrics().items()] == [
+        (f"dcp_s3.{name}", 1) for name in [metric] if name
+    ]
 
 
 # --- Prometheus -----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import S3StorageReader, list_checkpoints, pin, remove
-from dcp_s3.errors import SaveFailedError, StagingError
+from dcp_s3.errors import StagingError
 from dcp_s3.integrations.saves import Saves
 from dcp_s3.manager.agree import Ranks
 from dcp_s3.settings import Settings, resolve_settings
@@ -77,17 +77,6 @@ class Held:
 REFUSED = Fault.error(403, "AccessDenied")
 
 
-def test_saves_of_one_step_do_not_wait_for_each_other(faulty: FaultyServer, saves: Saves) -> None:
-    with Held(faulty, "step=4") as held:
-        save(saves, A, 4)
-        save(saves, LAST, 4)  # returns although the one before it is held
-        assert held.reached.wait(60)
-        assert A not in committed()
-    saves.close()
-    assert committed() == {A, LAST}
-    assert S3StorageReader(LAST).attachment("meta.pt") == b"4"
-
-
 def test_a_checkpoint_stays_until_the_one_that_replaces_it_is_committed(faulty: FaultyServer, saves: Saves) -> None:
     save(saves, A, 4)
     saves.wait()
@@ -100,42 +89,6 @@ def test_a_checkpoint_stays_until_the_one_that_replaces_it_is_committed(faulty: 
     saves.close()
     assert saves.will_hold(B) is None
     assert committed() == {B}
-
-
-def test_a_checkpoint_stays_if_the_save_that_replaces_it_fails(
-    faulty: FaultyServer, saves: Saves, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(saves, A, 4)
-    saves.wait()
-    faulty.once("PutObject", REFUSED, key="step=8")
-    save(saves, B, 8)
-    saves.remove(A)
-    save(saves, LAST, 8)
-    with pytest.raises(SaveFailedError, match=r"(?s)step 8 .*AccessDenied"):
-        saves.close()
-    assert committed() == {A, LAST}
-    assert f"{A} stays" in caplog.text
-
-
-def test_a_failed_save_is_raised_at_the_save_of_the_next_step_which_is_not_made(
-    faulty: FaultyServer, saves: Saves
-) -> None:
-    faulty.once("PutObject", REFUSED, key="step=4")
-    save(saves, A, 4)
-    with pytest.raises(SaveFailedError, match=r"(?s)step 4 .*AccessDenied"):
-        save(saves, B, 8)
-    save(saves, B, 8)
-    saves.close()
-    assert committed() == {B}
-
-
-def test_a_blocking_save_that_fails_raises(faulty: FaultyServer, saves: Saves) -> None:
-    faulty.once("PutObject", REFUSED, key="step=4")
-    with pytest.raises(SaveFailedError, match="AccessDenied"):
-        save(saves, A, 4, blocking=True)
-    save(saves, A, 4, blocking=True)
-    assert committed() == {A}
-    saves.close()
 
 
 def test_a_checkpoint_that_is_still_being_saved_goes_after_the_next_one(faulty: FaultyServer, saves: Saves) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -57,35 +56,12 @@ def as_torch_2_1_wrote(data: bytes) -> bytes:
     return pickle.dumps(metadata)
 
 
-def globals_of(data: bytes) -> set[str]:
-    """Qualified names of what a pickle names."""
-    found = set()
-
-    class Recorder(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            found.add(f"{module}.{name}")
-            return super().find_class(module, name)
-
-    Recorder(io.BytesIO(data)).load()
-    return found
-
-
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     dcp.save(state(), storage_writer=dcp.FileSystemWriter(tmp_path, sync_files=False))
     path = tmp_path / ".metadata"
     path.write_bytes(as_torch_2_1_wrote(path.read_bytes()))
     return tmp_path
-
-
-def test_the_fixture_is_what_torch_2_1_wrote(directory: Path) -> None:
-    data = (directory / ".metadata").read_bytes()
-    old = "torch.distributed._shard.sharded_tensor.metadata."
-    assert {f"{old}TensorProperties", f"{old}MEM_FORMAT_ENCODING"} <= globals_of(data)
-    assert not any(name.endswith(("StorageMeta", "metadata._MEM_FORMAT_ENCODING")) for name in globals_of(data))
-    found = blank(state())
-    dcp.load(found, storage_reader=dcp.FileSystemReader(directory))
-    assert_same(found, state())
 
 
 def test_it_is_loaded_verified_and_found(s3: Any, bucket: str, root: str, directory: Path) -> None:
@@ -101,17 +77,6 @@ def test_it_is_loaded_verified_and_found(s3: Any, bucket: str, root: str, direct
     assert_same(dcp_s3.read_tensors(f"{root}/step-1", ["w"]), {"w": state()["w"]})
     shown = {entry.fqn: entry.dtype for entry in describe(f"{root}/step-1").entries}
     assert shown == {"w": "bfloat16", "nested.x": "float32", "nested.step": None, "conv": "float32"}
-
-
-def test_its_properties_are_todays(directory: Path) -> None:
-    """What reads metadata need not know of two classes."""
-    data = (directory / ".metadata").read_bytes()
-    found = load_metadata(data, url="s3://bucket/step-1")
-    expected = pickle.loads(data)
-    for fqn, entry in found.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            assert type(entry.properties) is dcp.metadata.TensorProperties
-            assert vars(entry.properties) == vars(expected.state_dict_metadata[fqn].properties)
 
 
 def test_nothing_else_of_the_old_modules_is_taken() -> None:

@@ -7,11 +7,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,7 +17,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcp_s3.errors import CheckpointError
 from dcp_s3.integrations import require
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.url import is_s3_url, parse_url
@@ -33,20 +30,19 @@ from megatron.core.msc_utils import MultiStorageClientFeature  # noqa: E402
 from dcp_s3.integrations.megatron.files import Files, SmallFiles  # noqa: E402
 from dcp_s3.integrations.megatron.writer import MegatronS3Writer, finalize  # noqa: E402
 
-__all__ = ["MegatronS3Writer", "install", "uninstall"]
+__all__ = ["MegatronS3Writer", "install"]
 
 # All seen in megatron-core 0.16.1; tests/frameworks/megatron/test_beside.py fails when one moves.
 REPLACED = (
     (strategies, "FileSystemWriterAsync"),  # the writer of every save
     (strategies, "save_state_dict_async_finalize"),  # what ends a save
     (strategies.TorchDistSaveShardedStrategy, "async_save"),  # every save, synchronous ones too
-    (strategies.TorchDistLoadShardedStrategy, "remove_sharded_tensors"),
     (MultiStorageClientFeature, "is_enabled"),  # the switch in front of all other files ...
     (MultiStorageClientFeature, "import_package"),  # ... and what carries them
 )
 
-_lock = threading.Lock()
-_undo: contextlib.ExitStack | None = None
+_stock: dict[str, Any] = {}
+"""What was there before, by name."""
 
 
 def install(*, settings: SettingsLike = None) -> None:
@@ -62,30 +58,17 @@ def install(*, settings: SettingsLike = None) -> None:
     Raises:
         SettingsError: a setting, in the environment or given here, is not allowed.
     """
-    global _undo
     resolve_settings(settings)
-    uninstall()
-    with _lock:
-        _undo = contextlib.ExitStack()
-        for (owner, name), new in zip(REPLACED, _replacements(settings), strict=True):
-            _undo.callback(_replace(owner, name, new))
-
-
-def uninstall() -> None:
-    """Undo `install`, when no save is under way. Further calls change nothing."""
-    global _undo
-    with _lock:
-        if _undo is not None:
-            _undo.close()
-        _undo = None
+    for owner, name in REPLACED:
+        _stock.setdefault(name, getattr(owner, name))
+    for (owner, name), new in zip(REPLACED, _replacements(settings), strict=True):
+        setattr(owner, name, new)
 
 
 def _replacements(settings: SettingsLike) -> tuple[Callable[..., Any], ...]:
-    stock_writer, stock_finalize, stock_save, stock_remove, is_enabled, import_package = (
-        getattr(owner, name) for owner, name in REPLACED
-    )
+    stock_writer, stock_finalize, stock_save, is_enabled, import_package = _stock.values()
     small = SmallFiles(settings)
-    files = Files(small, lambda: import_package() if is_enabled() else None)
+    files = Files(small, is_enabled, import_package)
     was_on_s3: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # by strategy, of its last save
 
     def make_writer(path: Any, *args: Any, use_msc: bool = False, **options: Any) -> Any:
@@ -110,22 +93,4 @@ def _replacements(settings: SettingsLike) -> tuple[Callable[..., Any], ...]:
             small.hold(parse_url(checkpoint_dir), CONFIG_FNAME, json.dumps(asdict(config)).encode())
         return stock_save(strategy, sharded_state_dict, checkpoint_dir)
 
-    @functools.wraps(stock_remove)
-    def remove(strategy: Any, checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
-        if is_s3_url(checkpoint_dir):
-            raise CheckpointError(
-                f"remove_sharded_tensors cannot take {key_prefix!r} out of {parse_url(checkpoint_dir)}: what is "
-                "committed does not change. Remedy: load what is to stay, and save it to another URL"
-            )
-        stock_remove(strategy, checkpoint_dir, key_prefix)
-
-    return make_writer, end_save, async_save, remove, lambda: True, lambda: files
-
-
-def _replace(owner: Any, name: str, new: Any) -> Callable[[], None]:
-    """Set an attribute. Returns what sets it back."""
-    own = vars(owner)
-    is_own = name in own  # otherwise a method, on an instance
-    old = own.get(name)
-    setattr(owner, name, new)
-    return functools.partial(setattr, owner, name, old) if is_own else functools.partial(delattr, owner, name)
+    return make_writer, end_save, async_save, lambda: True, lambda: files

@@ -13,7 +13,6 @@ from __future__ import annotations
 import builtins
 import functools
 import io
-import logging
 import os
 import pathlib
 import threading
@@ -32,8 +31,6 @@ from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.url import CheckpointURL, URLLike, is_s3_url, parse_url
-
-logger = logging.getLogger(__name__)
 
 _ATTACHED = frozenset({COMMON_STATE_FNAME, CONFIG_FNAME})
 
@@ -100,23 +97,18 @@ class SmallFiles:
 
     def is_dir(self, path: URLLike) -> bool:
         """Whether anything lies below ``path``."""
-        return next(self.names(path), None) is not None
+        return bool(self.names(path))
 
     def exists(self, path: URLLike) -> bool:
         """Whether there is a file, or anything below ``path``."""
         return self.is_file(path) or self.is_dir(path)
 
-    def names(self, path: URLLike) -> Iterator[str]:
+    def names(self, path: URLLike) -> list[str]:
         """Names of the files and directories right below ``path``."""
         url = parse_url(path)
-        prefix, store, token = url.key(""), self._store(url), None
-        while True:
-            page = store.page(prefix, "/", token=token)
-            yield from (each.key[len(prefix) :] for each in page.objects)
-            yield from (each[len(prefix) :].rstrip("/") for each in page.prefixes)
-            token = page.next_token
-            if token is None:
-                return
+        prefix = url.key("")
+        found = self._store(url).list(prefix, "/")
+        return [key[len(prefix) :].rstrip("/") for key in (*(each.key for each in found.objects), *found.prefixes)]
 
     def open(self, path: URLLike, mode: str = "rb", **_: Any) -> IO[Any]:
         """A file as `open` gives it. What is written is stored when it is closed.
@@ -131,7 +123,7 @@ class SmallFiles:
         data = self.read(path) if kind == "r" or (kind == "a" and self.is_file(path)) else b""
         if kind == "r":
             return make(data)
-        return _Outgoing(str(path), functools.partial(self.write, path), make(data))  # type: ignore[return-value]
+        return _Outgoing(functools.partial(self.write, path), make(data))  # type: ignore[return-value]
 
     def _store(self, url: CheckpointURL) -> S3Store:
         return store_of(url, resolve_settings(self.settings))
@@ -141,11 +133,11 @@ class Files:
     """What Megatron takes for the package multistorageclient.
 
     Args:
-        find_package: gives the real package, which carries all other paths; None if it is missing or disabled.
+        is_enabled, import_package: whether the real package is there and enabled, and what imports it.
     """
 
-    def __init__(self, small: SmallFiles, find_package: Callable[[], Any]) -> None:
-        self._find_package = find_package
+    def __init__(self, small: SmallFiles, is_enabled: Callable[[], bool], import_package: Callable[[], Any]) -> None:
+        self._import_package = import_package
 
         def save(obj: object, path: URLLike, **options: Any) -> None:
             with small.open(path, "wb") as stream:
@@ -154,51 +146,50 @@ class Files:
         def load(path: URLLike, **options: Any) -> Any:
             return torch.load(io.BytesIO(small.read(path)), **options)
 
-        def either(on_s3: Callable[..., Any], name: str, at: int = 0) -> Callable[..., Any]:
-            """What is called ``name`` in the package, with ``on_s3`` in its place if argument ``at`` is on S3."""
+        def route(name: str, on_s3: Callable[..., Any], local: Callable[..., Any], at: int = 0) -> Callable[..., Any]:
+            """What is called ``name`` in the package: ``on_s3`` if argument ``at`` is there, else the package's own, or
+            ``local`` without it."""
 
             def call(*args: Any, **options: Any) -> Any:
                 if is_s3_url(args[at]):
                     return on_s3(*args, **options)
-                stock: Any = functools.reduce(getattr, name.split("."), find_package() or _LOCAL)
-                return stock(*args, **options)
+                if not is_enabled():
+                    return local(*args, **options)
+                return functools.reduce(getattr, name.split("."), import_package())(*args, **options)
 
             return call
 
-        self.open = either(small.open, "open")
-        self.Path = either(type("S3Path", (_S3Path,), {"small": small}), "Path")
+        self.open = route("open", small.open, builtins.open)
+        self.Path = route("Path", type("S3Path", (_S3Path,), {"small": small}), pathlib.Path)
         self.os = SimpleNamespace(
-            makedirs=either(lambda _, **__: None, "os.makedirs"),  # S3 has no directories
+            makedirs=route("os.makedirs", lambda _, **__: None, os.makedirs),  # S3 has no directories
             path=SimpleNamespace(
-                exists=either(small.exists, "os.path.exists"),
-                isdir=either(lambda path, **_: small.is_dir(path), "os.path.isdir"),
-                isfile=either(small.is_file, "os.path.isfile"),
+                exists=route("os.path.exists", small.exists, os.path.exists),
+                isdir=route(
+                    "os.path.isdir", lambda path, **_: small.is_dir(path), lambda path, **_: os.path.isdir(path)
+                ),
+                isfile=route("os.path.isfile", small.is_file, os.path.isfile),
             ),
         )
         self.torch = SimpleNamespace(
-            save=either(save, "torch.save", at=1),
-            load=either(load, "torch.load"),
-            MultiStorageFileSystemReader=either(
-                lambda path, **_: _Reader(path, settings=small.settings), "torch.MultiStorageFileSystemReader"
+            save=route("torch.save", save, torch.save, at=1),
+            load=route("torch.load", load, torch.load),
+            MultiStorageFileSystemReader=route(
+                "torch.MultiStorageFileSystemReader",
+                lambda path, **_: _Reader(path, settings=small.settings),
+                lambda path, **_: CachedMetadataFileSystemReader(path),
             ),
         )
 
     def __getattr__(self, name: str) -> Any:
-        package = self._find_package()
-        if package is None:
-            raise RuntimeError(
-                f"Megatron needs multistorageclient.{name}, and multistorageclient is not installed, or disabled with "
-                "--disable-msc. Remedy: pip install multi-storage-client; s3:// checkpoints and local paths work "
-                "without it"
-            )
-        return getattr(package, name)
+        return getattr(self._import_package(), name)  # an error of Megatron's if it is not there
 
 
 class _Outgoing:
     """A file that is stored when it is closed, unless the block that writes it fails."""
 
-    def __init__(self, path: str, send: Callable[[bytes], None], buffer: io.BytesIO | io.StringIO) -> None:
-        self._path, self._buffer = path, buffer
+    def __init__(self, send: Callable[[bytes], None], buffer: io.BytesIO | io.StringIO) -> None:
+        self._buffer = buffer
         self._send: Callable[[bytes], None] | None = send
         buffer.seek(0, io.SEEK_END)
 
@@ -219,11 +210,6 @@ class _Outgoing:
         if kind is not None:
             self._send = None
         self.close()
-
-    def __del__(self) -> None:
-        # What nobody closed may be half a file, because its writer raised.
-        if self._send is not None:
-            logger.warning("%s was not closed, so it is not written. Remedy: open it in a with statement", self._path)
 
 
 class _S3Path(pathlib.PurePosixPath):
@@ -249,24 +235,6 @@ class _Reader(S3StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata or super().read_metadata(*args, **kwargs)
-
-
-_LOCAL = SimpleNamespace(
-    open=builtins.open,
-    Path=pathlib.Path,
-    os=SimpleNamespace(
-        makedirs=os.makedirs,
-        path=SimpleNamespace(
-            exists=os.path.exists, isfile=os.path.isfile, isdir=lambda path, strict=True: os.path.isdir(path)
-        ),
-    ),
-    torch=SimpleNamespace(
-        save=torch.save,
-        load=torch.load,
-        MultiStorageFileSystemReader=lambda path, **_: CachedMetadataFileSystemReader(path),
-    ),
-)
-"""The local file system, as the package multistorageclient would present it."""
 
 
 def _text(data: bytes) -> io.StringIO:

@@ -49,7 +49,6 @@ def trainer(mode: str = "sync", **options: Any) -> Iterator[Trainer]:
         yield rank
     finally:
         rank.queue.close()
-        megatron.uninstall()
 
 
 class Trainer:
@@ -115,20 +114,6 @@ def save_with_cached_structure(root: str, mode: str) -> list[bool]:
         for step in range(1, 5):
             rank.load(f"{root}/iter_{step}", step, "rows")
     return validated
-
-
-def save_with_metadata_that_was_loaded(root: str) -> None:
-    """As Megatron-LM after a restart with a constant structure."""
-    with trainer(cached_metadata=True) as rank:
-        rank.save(f"{root}/iter_1", 1)
-    with trainer(cached_metadata=True) as rank:
-        strategy = get_default_load_sharded_strategy(f"{root}/iter_1")
-        dist_checkpointing.load(states.sharded(1, blank=True), f"{root}/iter_1", strategy)
-        rank.strategy.cached_global_metadata = strategy.cached_global_metadata
-        for step in (2, 3):
-            rank.save(f"{root}/iter_{step}", step)
-        for step in (1, 2, 3):
-            rank.load(f"{root}/iter_{step}", step, "columns")
 
 
 def save_and_load_fully_parallel(url: str, mode: str) -> int:

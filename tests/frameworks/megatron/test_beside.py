@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import io
@@ -17,7 +18,7 @@ from megatron.core.msc_utils import MultiStorageClientFeature, open_file
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from dcp_s3 import latest, register, unregister
+from dcp_s3 import latest
 from dcp_s3.integrations import megatron
 from dcp_s3.integrations.megatron import REPLACED, writer
 from tests.frameworks.megatron import jobs
@@ -27,10 +28,13 @@ pytestmark = pytest.mark.servers("memory")
 
 
 @pytest.fixture
-def installed() -> Any:
+def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for owner, name in REPLACED:  # they are as they were afterwards
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(megatron, "_stock", {})
     megatron.install()
-    yield MultiStorageClientFeature.import_package()
-    megatron.uninstall()
+    megatron.install(settings={"concurrency": 2})
+    return MultiStorageClientFeature.import_package()
 
 
 def keys(s3: Any, bucket: str) -> list[str]:
@@ -77,40 +81,12 @@ def test_other_paths_go_where_they_went(root: str, tmp_path: Path, enabled: bool
     assert latest(root).name == "iter_7"
 
 
-def test_everything_that_install_replaces_is_there_and_comes_back() -> None:
-    before = [inspect.getattr_static(owner, name) for owner, name in REPLACED]
-    was_enabled = MultiStorageClientFeature.is_enabled()
-    megatron.install()
-    megatron.install(settings={"concurrency": 2})
-    during = [inspect.getattr_static(owner, name) for owner, name in REPLACED]
-    megatron.uninstall()
-    megatron.uninstall()
-    assert [inspect.getattr_static(owner, name) for owner, name in REPLACED] == before
-    assert not any(one is other for one, other in zip(before, during, strict=True))
-    assert MultiStorageClientFeature.is_enabled() == was_enabled
-    assert not vars(MultiStorageClientFeature).keys() & {"is_enabled", "import_package"}
-
-
-def test_a_forgotten_install_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    register()
-    try:
-        for _ in range(2):
-            filesystem_async.FileSystemWriterAsync("s3://bucket/run/iter_7", use_msc=True)
-    finally:
-        unregister()
-    [record] = [each for each in caplog.records if each.name == "dcp_s3.integrations.dcp"]
-    assert "FileSystemWriterAsync of megatron.core" in record.getMessage()
-    assert "s3://bucket/run/iter_7 by itself" in record.getMessage()
-    assert "megatron.install()" in record.getMessage()
-
-
 def test_the_signatures_that_the_adapter_relies_on() -> None:
     parameters = [list(inspect.signature(getattr(owner, name)).parameters) for owner, name in REPLACED]
     assert parameters == [
         ["path", "args", "separation_hint", "use_msc", "kwargs"],
         ["storage_writer", "global_metadata", "dist_wrapper"],
         ["self", "sharded_state_dict", "checkpoint_dir"],
-        ["self", "checkpoint_dir", "key_prefix"],
         [],
         [],
     ]
@@ -153,34 +129,15 @@ def test_the_files_of_a_training_loop(root: str, bucket: str, s3: Any, installed
 
 
 def test_a_file_that_is_not_finished_is_not_written(root: str, installed: Any) -> None:
-    def write_half(mode: str, data: Any) -> None:
-        with open_file(f"{root}/half", mode) as stream:
+    for mode, data in (("w", "half"), ("wb", b"half")):
+        with contextlib.suppress(ZeroDivisionError), open_file(f"{root}/half", mode) as stream:
             stream.write(data)
             raise ZeroDivisionError
-
-    for mode, data in (("w", "half"), ("wb", b"half")):
-        with pytest.raises(ZeroDivisionError):
-            write_half(mode, data)
+        stream = open_file(f"{root}/half", mode)
+        stream.write(data)
+        del stream  # which nobody has closed
+        gc.collect()
     assert not installed.os.path.exists(f"{root}/half")
-
-
-@pytest.mark.parametrize(("mode", "data"), [("w", "half"), ("wb", b"half")])
-def test_a_file_that_nobody_closes_is_not_written(
-    root: str, installed: Any, caplog: pytest.LogCaptureFixture, mode: str, data: Any
-) -> None:
-    stream = open_file(f"{root}/half", mode)
-    stream.write(data)
-    del stream
-    gc.collect()
-    assert not installed.os.path.exists(f"{root}/half")
-    assert f"{root}/half was not closed" in caplog.text
-    stream = open_file(f"{root}/whole", mode)
-    stream.write(data)
-    stream.close()
-    assert installed.os.path.exists(f"{root}/whole")
-    del stream
-    gc.collect()
-    assert "whole" not in caplog.text
 
 
 def test_local_files_and_the_rest_of_the_package_are_as_before(tmp_path: Path, installed: Any) -> None:
@@ -194,8 +151,6 @@ def test_local_files_and_the_rest_of_the_package_are_as_before(tmp_path: Path, i
                 assert isinstance(stream, io.BufferedIOBase)
         assert installed.os.path.isfile(str(tmp_path / "a.bin"))
         assert [path.name for path in installed.Path(str(tmp_path)).iterdir()] == ["a.bin"]
-        with pytest.raises(RuntimeError, match="not installed, or disabled"):
-            installed.resolve_storage_client("msc://__filesystem__/a")
     finally:
         MultiStorageClientFeature.enable()
 
