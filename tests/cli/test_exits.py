@@ -13,7 +13,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import dcp_s3
-from dcp_s3.cli import group as exits
+from dcp_s3.cli import app as exits
 from dcp_s3.cli.main import app
 from tests.cli.looking import run
 from tests.memory_s3 import Fault

@@ -20,9 +20,9 @@ from typer.main import get_command
 
 import dcp_s3
 from dcp_s3.cli import app as shared
-from dcp_s3.cli import group as exits
+from dcp_s3.cli import app as exits
 from dcp_s3.cli import tables
-from dcp_s3.cli.group import LAYOUT, printable, show_log
+from dcp_s3.cli.app import LAYOUT, printable, show_log
 from dcp_s3.cli.main import app
 from dcp_s3.s3 import diagnosis
 from tests.cli.looking import run

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("bokeh", reason="the charts are drawn with bokeh: pip install 'dcp-s3[report]'")
 
 from dcp_s3 import KeepBest, KeepEvery, KeepLatest
 from dcp_s3.reporting.page import MOST_METRICS, STATES, render, state_of
