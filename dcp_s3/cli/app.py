@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -113,7 +114,8 @@ class Group(TyperGroup):
             note("dcp-s3: interrupted")
             raise typer.Exit(INTERRUPTED) from None
         except (errors.DcpS3Error, OSError) as error:
-            note(f"dcp-s3: {error}")
+            message = re.sub(r"\b(overwrite|force)=True", r"--\1", str(error))  # an argument of Python's
+            note(f"dcp-s3: {message}")
             raise typer.Exit(status_of(error)) from None
 
 
@@ -330,9 +332,14 @@ def ended_like_ctrl_c() -> contextlib.AbstractContextManager[None]:
     return _handling(interrupt, signal.SIGTERM, signal.SIGHUP)
 
 
+def someone_is_there() -> bool:
+    """Whether a question can be asked and answered."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
 def require_yes(yes: bool) -> None:
     """Require ``--yes`` if there is no terminal on which to ask: otherwise typer.BadParameter."""
-    if not yes and not (sys.stdin.isatty() and sys.stderr.isatty()):
+    if not yes and not someone_is_there():
         raise typer.BadParameter(
             "there is no terminal to ask on. Remedy: --yes deletes without a question, --dry-run only shows",
             param_hint="--yes",

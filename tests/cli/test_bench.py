@@ -57,9 +57,8 @@ def test_a_table_a_limit_and_an_empty_bucket(faulty: FaultyServer) -> None:
     lines = [line.split() for line in result.stdout.splitlines()]
     rows = [line for line in lines if line[1:2] in (["save"], ["load"])]
     assert [row[:2] for row in rows] == [["1", "save"], ["1", "load"], ["2", "save"], ["2", "load"]]
-    assert all(len(row) == 8 for row in rows)
-    assert "what limits it" in result.stdout
-    assert "suggested settings" in result.stdout
+    assert all(len(row) == 7 for row in rows)
+    assert "what limits a save: " in result.stdout
     assert faulty.s3.counters.requests["UploadPart"] >= 4
     assert_as_before(faulty)
 
@@ -71,19 +70,9 @@ def test_two_ranks_and_json(faulty: FaultyServer) -> None:
     assert (save["direction"], load["direction"]) == ("save", "load")
     for each in (save, load):
         assert each["bytes"] == 24 * 2**20
-        assert each["bytes_per_second"] == each["bytes"] / each["seconds"]
         assert each["cpu_seconds"] > 0
         assert each["connections"] >= 1
-    assert [limit["direction"] for limit in found["limits"]] == ["save", "load"]
-    assert found["removed"]
-    assert_as_before(faulty)
-
-
-def test_the_disk_is_left_aside(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("DCP_S3_SPILL_DIR", str(tmp_path / "spill"))
-    monkeypatch.setenv("DCP_S3_DURABILITY", "local")
-    assert "DCP_S3_SPILL_DIR" in run(URL, "--size", "1MiB", "--rounds", "1").stderr
-    assert not (tmp_path / "spill").exists()
+    assert found["limits"].keys() == {"save", "load"}
     assert_as_before(faulty)
 
 
@@ -97,16 +86,8 @@ def test_without_permission_to_delete_nothing_large_is_written_and_the_prefix_is
     result = run(URL, status=1)
     prefixes = {key.rpartition("/")[0] for key in faulty.s3.objects(BUCKET)} - {"run"}
     assert len(prefixes) == 1
-    assert f"s3://{BUCKET}/{prefixes.pop()}: " in result.stderr
+    assert f"removing s3://{BUCKET}/{prefixes.pop()}; if that fails" in result.stderr
     assert sum(faulty.s3.objects(BUCKET).values()) == len(b"kept")
-
-
-def test_without_permission_to_see_versions_it_says_that_they_stay(faulty: FaultyServer) -> None:
-    # The name by which the server knows ListObjectVersions.
-    faulty.rule = lambda request: _DENIED if request.operation == "NotImplemented" else None
-    result = run(URL, "--size", "1MiB", "--rounds", "1")
-    assert result.stderr.count("if the bucket keeps versions") == 1
-    assert_as_before(faulty)
 
 
 @pytest.mark.servers("moto")
@@ -165,42 +146,13 @@ def wait_for(condition: Callable[[], bool], process: Program) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_it_leaves_the_bucket_as_it_was(
-    faulty: FaultyServer, interpreter: Interpreter, number: signal.Signals
-) -> None:
+def test_interrupted_it_leaves_the_bucket_as_it_was(faulty: FaultyServer, interpreter: Interpreter) -> None:
     with in_the_middle_of_a_save(interpreter, faulty) as process:
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         output, messages = process.communicate(timeout=90)
         assert process.returncode != 0
         assert output == ""
-        assert "not removed" not in messages
         assert "Traceback" not in messages
-    assert_as_before(faulty)
-
-
-def test_interrupted_while_it_removes_a_round_it_removes_the_rest(
-    faulty: FaultyServer, interpreter: Interpreter
-) -> None:
-    interrupted = threading.Event()
-
-    def interrupt(request: Any) -> Fault | None:
-        if request.operation != "DeleteObjects" or interrupted.is_set():  # of one object: DeleteObject
-            return None
-        interrupted.set()
-        process.send_signal(signal.SIGINT)
-        return Fault.delay(0.5)
-
-    faulty.rule = interrupt
-    process = start(interpreter)
-    try:
-        output, messages = process.communicate(timeout=90)
-    finally:
-        process.kill()
-    assert interrupted.is_set()
-    assert process.returncode != 0
-    assert output == ""
-    assert "not removed" not in messages
     assert_as_before(faulty)
 
 
@@ -215,18 +167,6 @@ def test_a_rank_that_dies_ends_the_others(faulty: FaultyServer, interpreter: Int
         assert "its process ended with status -9" in messages
         assert not any(map(is_running, ranks))
     assert_as_before(faulty)
-
-
-@_ON_LINUX
-def test_no_rank_survives_the_command(faulty: FaultyServer, interpreter: Interpreter) -> None:
-    with in_the_middle_of_a_save(interpreter, faulty, "--ranks", "2") as process:
-        ranks = children_of(process)
-        assert len(ranks) == 2
-        process.kill()
-        deadline = time.monotonic() + 60
-        while any(map(is_running, ranks)):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
 
 
 def children_of(process: Program) -> list[int]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,12 +15,10 @@ import dcp_s3
 from dcp_s3.cli import app as shared
 from tests.cli.looking import run
 from tests.faulty import BUCKET, FaultyServer, serve
-from tests.interpreter import Interpreter
 from tests.memory_s3 import Fault, MemoryS3
 from tests.retention.making import delete, keys, put, save
 
 ROOT = f"s3://{BUCKET}/run"
-_COMMAND = [sys.executable, "-m", "dcp_s3.cli.main"]
 
 
 class Clock:
@@ -149,19 +144,6 @@ def test_leftovers_are_shown_and_collected(run_of_four: str, s3: Any, clock: Clo
     assert steps() == [1, 3, 4]
 
 
-def test_old_boards_are_shown_and_collected(run_of_four: str, s3: Any, clock: Clock) -> None:
-    before = keys(s3, ROOT)
-    put(s3, ROOT, ".dcp_s3/board-ab-queue")
-    assert "board" not in run("prune", ROOT, "--dry-run").stdout
-    clock.ahead = 2 * 86400
-    result = run("prune", ROOT, "--dry-run")
-    [row] = [line.split() for line in result.stdout.splitlines() if "board" in line]
-    assert row[:5] == ["1", "old", "board", "object", "delete"]
-    assert "to delete: 1 old board object" in result.stderr
-    assert json.loads(run("prune", ROOT, "--yes", "--json").stdout)["leftovers"][0]["objects"] == 1
-    assert keys(s3, ROOT) == before
-
-
 def test_json_is_the_report(run_of_four: str) -> None:
     report = json.loads(run("prune", ROOT, "latest:2", "--dry-run", "--json").stdout)
     assert report["dry_run"]
@@ -191,29 +173,6 @@ def test_the_status_says_what_happened(run_of_four: str, faulty: FaultyServer) -
     assert steps() == [1, 2, 3, 4]
 
 
-def test_a_real_terminal_is_asked(run_of_four: str, interpreter: Interpreter) -> None:
-    ours, theirs = pty.openpty()
-    process = interpreter.popen([*_COMMAND, "rm", f"{ROOT}/step-1"], stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    shown = ""
-    try:
-        answered = False
-        while True:
-            try:
-                shown += os.read(ours, 4096).decode(errors="replace")
-            except OSError:  # the other end is closed
-                break
-            if "Delete it? [y/N]" in shown and not answered:
-                os.write(ours, b"y\n")
-                answered = True
-        assert process.wait(60) == 0, shown
-    finally:
-        process.kill()
-        os.close(ours)
-    assert "step-1 is deleted" in shown
-    assert steps() == [2, 3, 4]
-
-
 # --- one checkpoint ------------------------------------------------------------------------------
 
 
@@ -223,8 +182,8 @@ def test_pin_protects_until_unpin(run_of_four: str) -> None:
     run("prune", ROOT, "latest:1", "--yes")
     assert steps() == [1, 4]
     assert "pinned" in run("rm", f"{ROOT}/step-1", "--yes", status=1).stderr
-    run("unpin", f"{ROOT}/step-1")
-    assert "is not pinned" in run("unpin", f"{ROOT}/step-1", status=3).stderr
+    run("pin", "--remove", f"{ROOT}/step-1")
+    assert "is not pinned" in run("pin", "--remove", f"{ROOT}/step-1", status=3).stderr
     run("prune", ROOT, "latest:1", "--yes")
     assert steps() == [4]
 
@@ -237,17 +196,6 @@ def test_rm_deletes_one(run_of_four: str, someone: None) -> None:
     result = run("rm", f"{ROOT}/step-2", "--yes", "--force")
     assert "is deleted: " in result.stderr
     assert steps() == [1, 4]
-
-
-def test_annotate_adds_metrics(run_of_four: str) -> None:
-    result = run("annotate", f"{ROOT}/step-1", "val_loss=1.25", "epoch=3", "good=true", "note=a=b", "bad=nan")
-    assert set(result.stdout.split()) == {"val_loss=1.25", "epoch=3", "good=True", "note=a=b", "bad=nan"}
-    [info] = [info for info in dcp_s3.list_checkpoints(ROOT) if info.step == 1]
-    assert info.metrics["loss"] == 1.0
-    assert info.metrics["val_loss"] == 1.25
-    assert info.metrics["good"] is True
-    for bad in ("val_loss", "=1", "val_loss=inf"):
-        run("annotate", f"{ROOT}/step-1", bad, status=2)
 
 
 def test_rm_shows_what_it_would_delete(s3: Any) -> None:

@@ -19,8 +19,8 @@ from rich.console import Console
 from typer.main import get_command
 
 import dcp_s3
-from dcp_s3.cli import app as shared
 from dcp_s3.cli import app as exits
+from dcp_s3.cli import app as shared
 from dcp_s3.cli import tables
 from dcp_s3.cli.app import LAYOUT, printable, show_log
 from dcp_s3.cli.main import app
@@ -44,6 +44,9 @@ def _nothing_told() -> Iterator[None]:
     diagnosis._told.clear()
 
 
+_SETTINGS = ("doctor", "--settings", "--json")
+
+
 def rows(*arguments: str) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in json.loads(run(*arguments).stdout)}
 
@@ -63,27 +66,11 @@ def test_options_stand_before_or_after_the_command_and_last_as_long_as_it(
     monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
     before = dict(os.environ)
     options = ["--endpoint-url", "http://typed:9000", "--profile=lab"]
-    found = rows(*(["config", "--json", *options] if after else [*options, "config", "--json"]))
-    assert (found["endpoint_url"]["value"], found["endpoint_url"]["source"]) == ("http://typed:9000", "--endpoint-url")
-    assert (found["profile"]["value"], found["profile"]["source"]) == ("lab", "--profile")
-    assert found["region"]["value"] == "eu-north-1"
-    assert rows("config", "--json", "--region", "us-west-2")["region"]["value"] == "us-west-2"
+    found = rows(*([*_SETTINGS, *options] if after else [*options, *_SETTINGS]))
+    assert found["endpoint_url"]["value"] == "http://typed:9000"
+    assert (found["profile"]["value"], found["region"]["value"]) == ("lab", "eu-north-1")
+    assert rows(*_SETTINGS, "--region", "us-west-2")["region"]["value"] == "us-west-2"
     assert dict(os.environ) == before
-
-
-def test_a_value_that_looks_like_an_option_stays_where_it_is(root: str) -> None:
-    url = save(f"{root}/step-1")
-    run("pin", url, "--reason", "-v")
-    [listed] = json.loads(run("ls", root, "--json").stdout)
-    assert listed["pin_reason"] == "-v"
-    assert "nothing of a checkpoint" in run("show", "--", f"{root}/none", status=3).stderr
-
-
-def test_a_wrong_option_is_named_as_it_was_typed() -> None:
-    text = run("ls", ROOT, "--endpoint-url", "minio:9000", status=exits.USAGE).stderr
-    assert "--endpoint-url = 'minio:9000'" in text
-    assert "DCP_S3" not in text
-    assert "no-such" in run("ls", ROOT, "--profile", "no-such", status=exits.FAILED).stderr
 
 
 def test_a_profile_goes_before_the_credentials_in_the_environment(
@@ -122,7 +109,7 @@ def test_verbose_logs_to_stderr(faulty: FaultyServer) -> None:
 
 
 def _config() -> dict[str, dict[str, Any]]:
-    return rows("doctor", "--settings", "--json")
+    return rows(*_SETTINGS)
 
 
 def test_settings_say_where_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +119,7 @@ def test_settings_say_where_they_come_from(monkeypatch: pytest.MonkeyPatch) -> N
     assert found["part_size"] == {"name": "part_size", "value": 16 * 2**20, "source": "DCP_S3_PART_SIZE"}
     assert found["concurrency"]["source"] == "default"
     assert found.keys() == dcp_s3.Settings.model_fields.keys()
-    text = run("config").stdout  # its old name
+    text = run("doctor", "--settings").stdout
     assert ["part_size", "16777216", "DCP_S3_PART_SIZE"] in [line.split() for line in text.splitlines()]
     assert "hunter2" not in text
     assert "only --settings" in " ".join(run("doctor", status=2).stderr.split())
@@ -174,21 +161,13 @@ def test_settings_that_are_wrong_are_named(variable: str, value: str, monkeypatc
     assert f"{variable} = {value!r}" in text
 
 
-@pytest.mark.parametrize("arguments", [["ls"], ["lss"], ["ls", "s3://b/r", "--jason"], ["upload", "only-one"]])
+@pytest.mark.parametrize("arguments", [["ls"], ["lss"], ["ls", "s3://b/r", "--jason"], ["cp", "only-one"]])
 def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
     run(*arguments, status=2)
 
 
 def test_version() -> None:
     assert run("--version").stdout == f"dcp-s3 {dcp_s3.__version__}\n"
-
-
-def test_completion(interpreter: Interpreter) -> None:
-    words = {"_DCP_S3_COMPLETE": "complete_bash", "COMP_WORDS": "dcp-s3 ver", "COMP_CWORD": "1"}
-    program = "import sys; sys.argv = ['dcp-s3']; from dcp_s3.cli.main import app; app()"
-    done = interpreter.run([sys.executable, "-c", program], env={**os.environ, **words}, capture_output=True)
-    assert done.stdout.split() == ["verify"]
-    assert "--show-completion" in run("--help").stdout
 
 
 # --- retries -----------------------------------------------------------------------------------------------
@@ -199,7 +178,7 @@ def test_a_dead_endpoint_is_named_at_the_first_retry_and_once(monkeypatch: pytes
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "3")
-    for command in (["ls", ROOT], ["unpin", f"{ROOT}/a"]):
+    for command in (["ls", ROOT], ["pin", "--remove", f"{ROOT}/a"]):
         diagnosis._told.clear()
         first, *rest = run(*command, "--endpoint-url", "http://127.0.0.1:9", status=1).stderr.splitlines()
         assert first.startswith("127.0.0.1:9 does not answer (connection refused): attempt 2 of 3, waiting ")
@@ -233,13 +212,13 @@ def test_tables_are_columns_for_awk(root: str) -> None:
         ["step 2\\n", "committed", "2", "1", "1"],
     ]
     assert [line[-1] for line in lines] == ["loss=0.25", "-"]
-    for command in (["show", f"{root}/step-1"], ["config"], ["prune", root, "latest:1", "--dry-run"]):
+    for command in (["show", f"{root}/step-1"], ["doctor", "--settings"], ["prune", root, "latest:1", "--dry-run"]):
         text = run(*command).stdout
         assert text.isascii(), text
         assert "\x1b" not in text
 
 
-@pytest.mark.parametrize("arguments", [["ls", ROOT], ["show", f"{ROOT}/step-0"], ["ls", ROOT, "--json"], ["config"]])
+@pytest.mark.parametrize("arguments", [["ls", ROOT], ["ls", ROOT, "--json"]])
 def test_a_reader_that_leaves_is_no_traceback(
     arguments: list[str], faulty: FaultyServer, interpreter: Interpreter
 ) -> None:
