@@ -23,12 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from dcp_s3 import errors
 from dcp_s3.rank_processes import RankProcesses
-from dcp_s3.s3 import listing
 from dcp_s3.s3.connections import cores
 from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import launch, resolve_settings
 from dcp_s3.stage.buffers import measure_available
-from dcp_s3.store import DeleteTarget
 from dcp_s3.units import format_size, plural
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
@@ -153,16 +151,13 @@ def bench(
 
 
 def _remove(store: S3Store, url: CheckpointURL) -> None:
-    """Remove objects, open uploads and, where the store lists them, old versions below a URL."""
+    """Remove objects and open uploads below a URL."""
     prefix = url.key("")
     try:
         for upload in store.uploads(prefix):
             store.abort(upload)
     finally:
         store.delete([each.key for each in store.list(prefix).objects])
-    with contextlib.suppress(errors.StorageError):
-        versions = store.run(listing.versions(store, prefix))
-        store.delete(DeleteTarget(each.key, version_id=each.version_id) for each in versions)
 
 
 def _run_ranks(order: dict[str, Any], progress: Callable[[int, int], None]) -> list[list[Transfer]]:

@@ -141,7 +141,7 @@ def test_the_policies_allow_what_is_called_and_every_request_carries_the_owner(
     check_owner(faulty)
     assert {permission_of(operation) for operation in writing | reading} == TRAINING
     assert {permission_of(operation) for operation in reading} == READING
-    pruning = {"DeleteObject", "ListObjectVersions"}
+    pruning = {"DeleteObject"}
     assert {name for name in OPERATIONS if name[0].isupper()} == writing | reading | pruning
 
 

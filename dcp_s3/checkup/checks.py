@@ -218,21 +218,6 @@ def do_delete_batch(exam: Examination) -> CheckResult | None:
     return None
 
 
-def do_list_versions(exam: Examination) -> CheckResult | None:
-    try:
-        status = exam.ask("GetBucketVersioning").get("Status")
-    except errors.StorageError as error:
-        return skip(f"not known; needs {CONFIGURATION['GetBucketVersioning']}: {from_error(error).found}")
-    if not status:
-        return skip("the bucket keeps no old versions: what is deleted is gone", cell="off")
-    exam.ask("ListObjectVersions", Prefix=exam.url.key(""), MaxKeys=1)
-    return warn(
-        f"versioning is {status.lower()}: deleted and overwritten checkpoints stay as old versions, and cost",
-        "dcp-s3 prune --all-versions, or a lifecycle rule for old versions (docs/security.md)",
-        cell="on" if status == "Enabled" else "suspended",
-    )
-
-
 # --- what the store does: conditions, checksums, copies, lifecycle rules ---------------------------------
 
 _REFUSED = (412, 409)  # 409: another conditional write is under way
@@ -351,6 +336,20 @@ def check_copies(exam: Examination) -> CheckResult:
         return ok("objects and parts of them are copied inside of the store", cell=cell)
     found = f"copied inside of the store: {cell}; the bytes of others pass through the host of `dcp-s3 cp`"
     return warn(found, "nothing; copies take longer", cell=cell)
+
+
+def check_versioning(exam: Examination) -> CheckResult:
+    try:
+        status = exam.ask("GetBucketVersioning").get("Status")
+    except errors.StorageError as error:
+        return skip(f"not known; needs {CONFIGURATION['GetBucketVersioning']}: {from_error(error).found}")
+    if not status:
+        return skip("the bucket keeps no old versions: what is deleted is gone", cell="off")
+    return warn(
+        f"versioning is {status.lower()}: deleted and overwritten checkpoints stay as old versions, and cost",
+        "a lifecycle rule for noncurrent versions (docs/deletion.md)",
+        cell="on" if status == "Enabled" else "suspended",
+    )
 
 
 def check_lifecycle(exam: Examination) -> CheckResult:

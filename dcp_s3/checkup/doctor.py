@@ -63,9 +63,6 @@ PERMISSIONS = (
         ("DeleteObjects", "DeleteObject"), "overwriting, a save that fails, drain, prune",
         "saves and loads work, prune does not: nothing is ever deleted, nor what failed or overwritten saves leave",
     ),
-    Permission(
-        ("ListObjectVersions",), "prune with all versions, bench", "prune --all-versions does not work", on_bucket=True
-    ),
 )  # fmt: skip
 
 
@@ -117,7 +114,7 @@ CHECKS = (
     Check("whole-object CRC-64", checks.check_whole_object, "multipart upload", writes=True, optional=True),
     Check("copies", checks.check_copies, "multipart upload", writes=True, optional=True),
     Check("lifecycle", checks.check_lifecycle, "ListObjectsV2", optional=True),
-    Check("ListObjectVersions", checks.do_list_versions, "ListObjectsV2", "ListObjectVersions"),
+    Check("versioning", checks.check_versioning, "ListObjectsV2", optional=True),
     Check("spill disk", checks.check_spill, "settings"),
 )
 
@@ -127,7 +124,7 @@ COLUMNS = (
     ("checksum on upload", ("checksums",)),
     ("whole-object CRC-64", ("whole-object CRC-64",)),
     ("lists uploads", ("ListMultipartUploads",)),
-    ("versions", ("ListObjectVersions",)),
+    ("versions", ("versioning",)),
     ("copies", ("copies",)),
     ("clock", ("clock",)),
 )

@@ -304,10 +304,10 @@ CONFIGURATIONS = {
         "rules expire or archive single objects below s3://bucket/run: tidy",
         "s3:GetLifecycleConfiguration",
     ),
-    "ListObjectVersions": (
+    "versioning": (
         "versioning",
         b"<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>",
-        "prune --all-versions does not work",
+        "stay as old versions",
         "s3:GetBucketVersioning",
     ),
 }

@@ -53,8 +53,8 @@ def test_what_is_found_and_nothing_is_left(s3: Any, bucket: str, root: str, serv
 def test_with_versions_none_of_the_probes_is_left(s3: Any, bucket: str, versioned: str, server: S3Server) -> None:
     report = doctor(versioned)
     assert report.ok, str(report)
-    assert report["ListObjectVersions"].status == "warning"
-    assert "stay as old versions" in report["ListObjectVersions"].found
+    assert report["versioning"].status == "warning"
+    assert "stay as old versions" in report["versioning"].found
     assert_found(report, f"{server.name} with versions")
     assert report["clean-up"].status == "ok"
     assert not versions(s3, bucket)

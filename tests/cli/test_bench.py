@@ -24,9 +24,6 @@ from tests.cli import looking
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.interpreter import Interpreter, Program
 from tests.memory_s3 import Fault
-from tests.s3.test_delete import versioned, versions
-
-__all__ = ["versioned"]
 
 URL = f"s3://{BUCKET}/run"
 _ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
@@ -88,17 +85,6 @@ def test_without_permission_to_delete_nothing_large_is_written_and_the_prefix_is
     assert len(prefixes) == 1
     assert f"removing s3://{BUCKET}/{prefixes.pop()}; if that fails" in result.stderr
     assert sum(faulty.s3.objects(BUCKET).values()) == len(b"kept")
-
-
-@pytest.mark.servers("moto")
-def test_old_versions_are_removed_as_well(s3: Any, bucket: str, versioned: str) -> None:
-    s3.put_object(Bucket=bucket, Key="run/before", Body=b"kept")
-    s3.delete_object(Bucket=bucket, Key="run/before")
-    before = versions(s3, bucket)
-    assert len(before) == 2
-    result = run(versioned, "--size", "1MiB", "--rounds", "1")
-    assert result.stderr == ""
-    assert versions(s3, bucket) == before
 
 
 def test_a_save_that_fails_is_the_message_of_its_rank(faulty: FaultyServer) -> None:
