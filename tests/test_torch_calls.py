@@ -85,22 +85,6 @@ def test_the_order_of_calls_in_a_save_and_a_load(tmp_path: Path) -> None:
     assert calls == _LOAD, moved("dcp.load calls in another order", "the order in which S3StorageReader is called")
 
 
-@pytest.mark.parametrize("use_collectives", [True, False])
-def test_the_writer_is_told_rank_and_collectives(tmp_path: Path, use_collectives: bool) -> None:
-    told: list[dict[str, Any]] = []
-
-    class Writer(FileSystemWriter):
-        def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-            told.append(kwargs)
-            super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-
-    # Without a process group only the arguments matter, not whether the save then succeeds.
-    dcp.save({"w": torch.ones(3)}, storage_writer=Writer(tmp_path), use_collectives=use_collectives)
-    assert told == [{"rank": 0, "use_collectives": use_collectives}], moved(
-        f"set_up_storage_writer is given {told}", "saves without collectives"
-    )
-
-
 def test_the_loader_asks_for_the_ranks_metadata_if_there_is_none_of_all() -> None:
     asked: list[dict[str, Any]] = []
 

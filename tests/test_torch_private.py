@@ -25,19 +25,17 @@ from torch.distributed.checkpoint import (
     FileSystemReader,
     _async_process_executor,
     default_planner,
-    state_dict_loader,
 )
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import dcp_s3
 import dcp_s3.checkpoint
 from dcp_s3 import shard, torch_private
-from dcp_s3.errors import TensorMismatchError
 from dcp_s3.format import blocks
 from dcp_s3.format.layout import DCP_VERSION
 from tests.relying import moved
@@ -133,26 +131,11 @@ def test_the_default_group_has_a_store_in_which_the_first_value_stands(tmp_path:
     assert torch_private.default_store() is None
 
 
-def test_a_planner_gives_nested_values_their_names() -> None:
-    """offline/weight_files.py: torch files of nested dicts."""
-    planner = default_planner.DefaultSavePlanner()
-    planner.set_up_planner({"a": {"b": 1, "c": [torch.zeros(1), 2]}, "d": 3}, is_coordinator=True)
-    assert planner.mappings == {"a.b": ("a", "b"), "a.c.0": ("a", "c", 0), "a.c.1": ("a", "c", 1), "d": ("d",)}
-    assert planner.state_dict["a.c.1"] == 2
-
-
 def test_the_metadata_of_torch_has_the_version_that_ours_has(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
     assert FileSystemReader(tmp_path).read_metadata().version == DCP_VERSION, moved(
         "Metadata.version", "layout.DCP_VERSION: see what the new format has"
     )
-
-
-def test_a_dtensor_is_a_traceable_wrapper_subclass_and_a_parameter_is_none() -> None:
-    assert all(hasattr(DTensor, name) for name in ("__tensor_flatten__", "__tensor_unflatten__")), moved(
-        "DTensor does not say what it is made of", "stage/snapshot.py"
-    )
-    assert not torch_private.is_traceable_wrapper_subclass(torch.nn.Parameter(torch.ones(3)))
 
 
 def test_the_properties_of_a_tensor_have_their_memory_format_in_the_fourth_place() -> None:
@@ -197,10 +180,6 @@ def test_the_signatures_are_what_they_were(function: Any, parameters: list[str],
     assert found == parameters, moved(f"{function.__qualname__} takes {found}, was {parameters}", relied_on)
 
 
-def test_there_is_an_executor_for_threads_and_one_for_processes() -> None:
-    assert len(torch_private.AsyncCheckpointExecutor.__subclasses__()) == 2, moved("dcp.async_save", "register()")
-
-
 @pytest.mark.parametrize("executor", torch_private.AsyncCheckpointExecutor.__subclasses__())
 def test_the_executors_take_what_register_looks_for_by_keyword(executor: Any) -> None:
     found = inspect.signature(executor.execute_save).parameters
@@ -216,20 +195,6 @@ def test_the_checkpoint_process_is_where_it_was() -> None:
     source = Path(inspect.getfile(_async_process_executor)).read_text()
     used = "_CHECKPOINT_PROCESS = _AsyncCheckpointProcess("
     assert used in source, moved(f"{used!r} is not there any more", relied_on)
-
-
-def test_the_writer_transforms_say_whether_there_are_any() -> None:
-    for none in (None, []):
-        assert not torch_private.WriterTransforms(none).extensions, moved(
-            "_StorageWriterTransforms.extensions is not empty without extensions",
-            "save/items.py, which writes tensors unserialised if there are none",
-        )
-
-
-def test_narrow_tensor_by_index_gives_a_view_of_the_box() -> None:
-    tensor = torch.arange(20.0).view(4, 5)
-    found = torch_private.narrow_tensor_by_index(tensor, (1, 2), (2, 3))
-    assert torch.equal(found, tensor[1:3, 2:5]), moved("narrow_tensor_by_index changed", "load/items.py")
 
 
 # --- _StorageInfo ----------------------------------------------------------------------------------------
@@ -283,19 +248,6 @@ def test_dcp_asks_a_tensor_for_its_chunks() -> None:
     )
 
 
-def test_a_wrapper_has_a_shape_and_no_memory() -> None:
-    class Wrapper(torch.Tensor):
-        @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            raise NotImplementedError
-
-    relied_on = "dcp_s3.shard: what is saved and loaded are its boxes, and stagers copy its attributes"
-    made = torch_private.make_wrapper(Wrapper, (2**40, 3), torch.empty(1, dtype=torch.bfloat16))
-    assert type(made) is Wrapper
-    assert (made.shape, made.dtype) == ((2**40, 3), torch.bfloat16)
-    assert made.data_ptr() == 0, moved("_make_wrapper_subclass gives memory", relied_on)
-
-
 def test_the_metadata_index_ignores_its_hint() -> None:
     # Loads look items up by name and offset; the hint differs between planners.
     assert MetadataIndex("w", torch.Size([0]), 1) == MetadataIndex("w", torch.Size([0]), 2), moved(
@@ -332,38 +284,6 @@ def test_checkpoint_exception_is_no_exception_and_has_failures() -> None:
     assert isinstance(error.failures[3][0], ValueError), moved("failures changed", "everyone who looks for causes")
     copy = pickle.loads(pickle.dumps(error))
     assert isinstance(copy.failures[3][0], ValueError)
-
-
-def test_causes_come_through_dcp_load_unchanged() -> None:
-    class Reader(FileSystemReader):
-        def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
-            raise TensorMismatchError("mine", url="s3://b/x", fqn="w")
-
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            return dcp.metadata.Metadata({})
-
-    with pytest.raises(CheckpointException) as caught:
-        state_dict_loader.load({}, storage_reader=Reader("/nowhere"))
-    (cause, _) = caught.value.failures[0]
-    assert isinstance(cause, TensorMismatchError)
-    assert (cause.fqn, cause.url) == ("w", "s3://b/x")
-
-
-def test_the_planners_caches_are_where_the_tests_clear_them() -> None:
-    for name in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
-        cache = getattr(SavePlanner, f"_cached_{name}", None)
-        assert isinstance(cache, dict), moved(f"SavePlanner._cached_{name} moved", "test_plan_caching.py")
-    assert SavePlan([], usable=False).usable is False, moved("SavePlan.usable moved", "test_plan_caching.py")
-
-
-def test_resolved_objects_are_bytes_io_at_their_end_or_start() -> None:
-    """The writer takes the whole buffer, wherever the planner left its position."""
-    planner = default_planner.DefaultSavePlanner()
-    planner.set_up_planner({"epoch": 3}, None, True)
-    (item,) = planner.create_local_plan().items
-    found = planner.resolve_data(item)
-    assert isinstance(found, io.BytesIO), moved("objects are not resolved to BytesIO", "save/items.py")
-    assert torch.load(io.BytesIO(found.getbuffer()), weights_only=False) == 3
 
 
 def test_the_ranks_of_a_save_tell_each_other_results_and_failures() -> None:

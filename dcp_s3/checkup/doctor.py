@@ -131,12 +131,18 @@ COLUMNS = (
 """Columns of the table of stores in docs/stores.md, and the checks that fill them."""
 
 
-def doctor(url: URLLike, settings: SettingsLike = None, read_only: bool = False) -> DoctorReport:
+def doctor(
+    url: URLLike,
+    settings: SettingsLike = None,
+    read_only: bool = False,
+    *,
+    on_result: Callable[[CheckResult], object] = lambda _: None,
+) -> DoctorReport:
     """Examine whether saves and loads below a URL will work, and what the store is able to do.
 
     Nothing is raised for what is found: the report has it, and ``print`` shows all of it. Small probe objects are
     written below the URL, under a name of their own, and removed again, also after a failure or Ctrl-C. ``read_only``
-    leaves out everything that writes, to the bucket and to the spill directory.
+    leaves out everything that writes, to the bucket and to the spill directory. ``on_result`` is called after each check.
 
     Raises:
         InvalidURLError: the URL is none of S3, or too long for names below it.
@@ -144,16 +150,6 @@ def doctor(url: URLLike, settings: SettingsLike = None, read_only: bool = False)
     >>> doctor("s3://bucket/run").ok
     True
     """
-    return examine(url, settings, read_only=read_only)
-
-
-def examine(
-    url: URLLike,
-    settings: SettingsLike,
-    *,
-    read_only: bool,
-    on_result: Callable[[CheckResult], object] = lambda _: None,
-) -> DoctorReport:
     exam = Examination(parse_url(url), read_only, settings)
     parse_url(str(exam.probes))  # its names are not too long
     began = time.monotonic()

@@ -61,7 +61,7 @@ def doctor(
         return
     if url is None:
         raise typer.BadParameter("s3://bucket/prefix is missing; only --settings needs none", param_hint="URL")
-    from dcp_s3.checkup.doctor import conclude, examine, format_result
+    from dcp_s3.checkup import doctor as checkup
     from dcp_s3.checkup.probes import CheckResult
     from dcp_s3.cli import tables
 
@@ -69,15 +69,15 @@ def doctor(
 
     def show(result: CheckResult) -> None:
         if not as_json:
-            text = cli.printable(format_result(result), keep=cli.LAYOUT)
+            text = cli.printable(checkup.format_result(result), keep=cli.LAYOUT)
             console.print(text, style=_STYLES[result.status], soft_wrap=True)
 
     with cli.ended_like_ctrl_c():
-        report = examine(url, None, read_only=read_only, on_result=show)
+        report = checkup.doctor(url, read_only=read_only, on_result=show)
     if as_json:
         cli.print_json(report.to_dict())
     else:
-        cli.print_line(conclude(report))
+        cli.print_line(checkup.conclude(report))
     if not report.ok:
         raise typer.Exit(cli.FAILED)
 

@@ -13,7 +13,7 @@ import pytest
 from dcp_s3 import errors
 from dcp_s3.checkup import probes
 from dcp_s3.checkup.checks import does_harm
-from dcp_s3.checkup.doctor import CHECKS, COLUMNS, WORDS, doctor, examine
+from dcp_s3.checkup.doctor import CHECKS, COLUMNS, WORDS, doctor
 from dcp_s3.s3.client import close_clients
 from dcp_s3.s3.diagnosis import permission_of
 from dcp_s3.s3.store import S3Store
@@ -67,7 +67,7 @@ def test_the_row_takes_at_most_25_requests(faulty: FaultyServer) -> None:
         before, asked = asked, sum(faulty.s3.counters.requests.values())
         taken[result.name] = asked - before
 
-    report = examine(URL, None, read_only=False, on_result=count)
+    report = doctor(URL, on_result=count)
     names = {name for _, names in COLUMNS for name in names} | {"endpoint"}  # which asks for the clock
     assert 15 < sum(taken[name] for name in names) <= 25
     assert report.row == f"| MemoryS3 | {FOUND['memory']} |"
@@ -229,20 +229,14 @@ def ignore(server: FaultyServer, monkeypatch: pytest.MonkeyPatch, *headers: str)
     monkeypatch.setattr(operations, "handle", without)
 
 
-def test_a_store_that_ignores_conditions(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    ignore(faulty, monkeypatch, "if-none-match", "if-match")
+def test_a_store_that_ignores_conditions_and_ranges(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    ignore(faulty, monkeypatch, "if-none-match", "if-match", "range")
     report = doctor(URL)
-    assert report.ok
+    assert [each.name for each in report.failed] == ["GetObject"]
+    assert "ranges" in report["GetObject"].remedy
     assert [each.name for each in report.warnings] == ["If-None-Match", "If-Match", "conditional delete"]
     assert "| ignored, ignored, ignored |" in report.row
     assert "one job only" in report["If-None-Match"].remedy
-
-
-def test_ranges_that_are_ignored_fail(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    ignore(faulty, monkeypatch, "range")
-    report = doctor(URL)
-    assert report["GetObject"].status == "failed"
-    assert "ranges" in report["GetObject"].remedy
 
 
 def test_a_store_that_ignores_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,4 +413,4 @@ def test_interrupted_after_any_check_nothing_is_left(faulty: FaultyServer, check
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        examine(URL, None, read_only=False, on_result=interrupt)
+        doctor(URL, on_result=interrupt)

@@ -104,14 +104,6 @@ def test_lasting_ones_are_good_and_nothing_that_could_be_used_is_shown(credentia
     assert "short" not in short
 
 
-def test_those_of_a_profile_are_named_by_it(credentials: Any, monkeypatch: Any, tmp_path: Path) -> None:
-    file = tmp_path / "credentials"
-    file.write_text(f"[trainer]\naws_access_key_id = {KEY}\naws_secret_access_key = b\n")
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
-    found = credentials(AWS_SHARED_CREDENTIALS_FILE=str(file), AWS_PROFILE="trainer")
-    assert "shared-credentials-file, profile 'trainer'" in found.found
-
-
 def test_temporary_ones_that_nobody_renews_are_a_warning(credentials: Any) -> None:
     found = credentials(AWS_ACCESS_KEY_ID=KEY, AWS_SESSION_TOKEN=TOKEN)
     assert (found.status, "temporary" in found.found, TOKEN in str(found)) == ("warning", True, False)

@@ -54,15 +54,6 @@ def test_ls_shows_a_line_for_each_committed_checkpoint(root: str, s3: Any) -> No
     assert [info["state"] for info in loads("ls", root, "--all")] == ["committed", "committed", "in_progress"]
 
 
-def test_output_into_a_pipe_is_not_cut_off(root: str) -> None:
-    name = "long-" * 60 + "[bold]:smile:1"
-    save(f"{root}/{name}", metrics={f"metric-number-{i}": i for i in range(20)})
-    line = next(line for line in run("ls", root).stdout.splitlines() if "committed" in line)
-    assert line.startswith(f"{name}\t")
-    assert {f"metric-number-{i}={i}" for i in range(20)} <= set(line.split())
-    assert f"{root}/{name}" in run("show", f"{root}/{name}").stdout
-
-
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(-5, "0s"), (59.9, "59s"), (60, "1m"), (3599, "59m"), (3660, "1h 1m"), (90000, "1d 1h"), (86400 * 400, "400d 0h")],
@@ -159,16 +150,6 @@ def test_diff_says_by_its_status_whether_they_are_the_same(root: str) -> None:
     found = loads("diff", one, other, status=5)
     assert (found["status"], len(found["entries"])) == ("changed", 13)
     assert len(loads("diff", one, other, "--all", status=5)["entries"]) == 15
-
-
-def test_diff_of_what_is_not_known_asks_for_full(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DCP_S3_CHECKSUM", "none")
-    one, two = save(f"{root}/1"), save(f"{root}/2")
-    result = run("diff", one, two, status=5)
-    assert result.stdout.splitlines()[0] == "0 of 3 entries differ, 3 unknown"
-    assert "--full reads and compares it" in result.stderr
-    full = run("diff", one, two, "--full")
-    assert (full.stdout.splitlines(), full.stderr) == (["0 of 3 entries differ, 3 same"], "")
 
 
 def test_diff_prints_a_bounded_table(root: str) -> None:

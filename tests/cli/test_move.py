@@ -19,7 +19,6 @@ import torch.distributed.checkpoint as dcp
 import dcp_s3
 from dcp_s3.format.layout import deletion_object, lease_object
 from dcp_s3.offline.copy_source import CopySource
-from dcp_s3.s3.store import S3Store
 from dcp_s3.spill.background import stop_draining
 from dcp_s3.spill.store import SpillStore
 from dcp_s3.stores.directory import HIDDEN
@@ -149,24 +148,6 @@ def test_an_upload_does_not_replace_what_another_committed_meanwhile(
     assert get(s3, url, ".metadata") == b"theirs"
 
 
-def test_a_replacement_that_is_cut_off_leaves_the_old_checkpoint_or_none(
-    root: str, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory, other_names = save_locally(tmp_path / "1"), save(f"{root}/1")
-    run("cp", save_locally(tmp_path / "2"), f"{root}/2")
-    put(s3, f"{root}/2", "__0_0.distcp", b"of another save")
-
-    def cut_off(*_: Any, **__: Any) -> None:
-        raise dcp_s3.errors.TransferError("cut off")
-
-    monkeypatch.setattr(S3Store, "put_stream", cut_off)
-    before = keys(s3, other_names)
-    run("cp", directory, other_names, "--overwrite", status=1)
-    assert keys(s3, other_names) == before
-    run("cp", directory, f"{root}/2", "--overwrite", status=1)  # its objects were about to be replaced
-    assert ".metadata" not in keys(s3, f"{root}/2")
-
-
 def test_keys_that_are_no_file_names_stay_where_they_are(root: str, s3: Any, tmp_path: Path) -> None:
     url = save(f"{root}/1")
     expected = keys(s3, url).keys()
@@ -199,17 +180,6 @@ def test_export_and_import(root: str, tmp_path: Path) -> None:
     run("export", f"{root}/x", tmp_path, "--overwrite")
     run("export", f"{root}/none", tmp_path / "none", status=3)
     assert "has no weights" in run("import", f"{root}/none", f"{root}/y", status=1).stderr
-
-
-def test_what_is_left_out_is_counted(root: str, tmp_path: Path) -> None:
-    weights.save(WEIGHTS, f"{root}/x")
-    result = run("export", f"{root}/x", tmp_path / "a", "--max-shard-size", "28B")
-    assert "left out: 1 entry without a tensor" in result.stderr
-    assert len(list((tmp_path / "a").glob("model-0000?-of-00002.safetensors"))) == 2
-    (tmp_path / "b").mkdir()
-    torch.save(dcp_s3.read_tensors(f"{root}/x"), tmp_path / "b" / "pytorch_model.bin")
-    assert "3 tensors, 1 other entries" in run("import", tmp_path / "b", f"{root}/y").stderr
-    assert dcp_s3.read_tensors(f"{root}/y", "step") == {"step": 7}
 
 
 @pytest.mark.parametrize(("option", "value"), [("--rename", "x"), ("--dtype", "int8"), ("--max-shard-size", "big")])

@@ -1,19 +1,124 @@
-"""The page itself."""
+"""What a report finds wrong, and the page itself."""
 
 from __future__ import annotations
 
 import math
+import shlex
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 
 from dcp_s3 import KeepBest, KeepEvery, KeepLatest
+from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject
 from dcp_s3.reporting.page import MOST_METRICS, render, state_of
-from dcp_s3.reporting.report import ReportData
+from dcp_s3.reporting.report import Problem, ReportData, gather
+from dcp_s3.retention.catalog import CatalogSnapshot
 from dcp_s3.retention.plan import OpenUpload
-from tests.reporting.making import data_of, hourly, saved
-from tests.retention.histories import DAY, NOW
+from tests.retention.histories import DAY, NOW, info
+
+HOUR = 3600.0
+ROOT = "s3://bucket/run"
+
+
+def saved(step: int | None, hours_ago: float, **fields: Any) -> CheckpointInfo:
+    """A committed checkpoint; other names by ``name``."""
+    at = NOW - hours_ago * HOUR
+    name = fields.pop("name", f"step-{step}")
+    usual = {
+        "created_at": at,
+        "modified_at": at,
+        "started_at": at - 60,
+        "size": 2**30,
+        "metrics": {"loss": 1 / (1 + (step or 0))},
+    }
+    return info(name, **({"step": step} | usual | fields))
+
+
+def hourly(count: int, **fields: Any) -> list[CheckpointInfo]:
+    """One each hour until an hour ago, 100 steps apart."""
+    return [saved(100 * number, count + 1 - number, **fields) for number in range(1, count + 1)]
+
+
+def data_of(
+    infos: list[CheckpointInfo],
+    policy: Any = None,
+    *,
+    uploads: tuple[OpenUpload, ...] = (),
+    leftovers: tuple[LeftoverObject, ...] = (),
+) -> ReportData:
+    """What a report of these checkpoints shows."""
+    snapshot = CatalogSnapshot(ROOT, NOW, tuple(infos), uploads, leftovers, deep=True)
+    return gather(snapshot, policy, grace=DAY)
+
+
+# --- problems ---------------------------------------------------------------------------------------------
+
+
+def problems(*infos: Any, **arguments: Any) -> dict[str, Problem]:
+    found = data_of(list(infos), **arguments).problems
+    assert len({each.kind for each in found}) == len(found)
+    return {each.kind: each for each in found}
+
+
+def test_a_healthy_run_has_none() -> None:
+    assert problems(*hourly(30)) == {}
+
+
+def test_a_silence_after_the_newest_is_bad_and_names_it() -> None:
+    found = problems(*(saved(100 * number, 40 - number) for number in range(20)))["no new checkpoint"]
+    assert found.severity == "bad"
+    assert "step-1900" in found.text
+    assert "21.0 h" in found.text
+    assert "usual interval is 60.0 min" in found.text
+    assert found.remedy == f"dcp-s3 ls {ROOT} --all"
+
+
+@pytest.mark.parametrize(("hours", "silent"), [(2.9, False), (3.1, True)])
+def test_a_silence_is_three_times_the_usual_interval(hours: float, silent: bool) -> None:
+    infos = [saved(100 * number, hours + 10 - number) for number in range(11)]
+    assert ("no new checkpoint" in problems(*infos)) == silent
+
+
+def test_a_pause_in_the_past_does_not_make_a_silence() -> None:
+    before = [saved(100 * number, 60 - number) for number in range(10)]
+    assert problems(*before, *(saved(1000 + 100 * number, 31 - number) for number in range(31))) == {}
+    assert problems(saved(100, 90), saved(200, 89), saved(300, 88)) == {}  # too few to tell what is usual
+
+
+def test_every_kind_of_leftover_names_its_command() -> None:
+    upload = OpenUpload("run/step-100/__0_0-abcdef012345.distcp", "1", NOW - 3 * DAY, "step-100")
+    leftover = LeftoverObject("run/step-200/__0_0-abcdef012345.distcp", 2**20, NOW - 3 * DAY, "step-200")
+    lost = saved(50, 80, state="incomplete", objects=1, size=2**30, name="step-50")
+    deleted = saved(60, 90, state="incomplete", deletions=("ab",), modified_at=None, objects=2, pinned=True)
+    found = problems(*hourly(30), lost, deleted, uploads=(upload,), leftovers=(leftover,))
+    assert set(found) == {"incomplete save", "open uploads", "leftover objects", "unfinished deletion"}
+    assert all(each.severity == "warning" for each in found.values())
+    assert found["incomplete save"].text == "step-50 was never committed: 1 object, 1.0 GiB of a save that failed"
+    assert found["incomplete save"].remedy == f"dcp-s3 prune {ROOT} --dry-run"
+    assert found["open uploads"].text.startswith("step-100: 1 multipart upload that nobody finishes")
+    assert "step-60" in found["unfinished deletion"].text
+
+
+def test_what_cannot_be_loaded_from_s3_is_bad() -> None:
+    infos = hourly(30)
+    infos[3] = saved(400, 27, damage="its object x is not there")
+    infos[-1] = saved(3000, 1, waiting=True)
+    found = problems(*infos)
+    assert [each.severity for each in found.values()] == ["bad", "bad"]
+    assert found["damaged"].remedy == f"dcp-s3 verify {ROOT}/step-400"
+    assert found["waits on disk"].remedy == "dcp-s3 drain"
+
+
+def test_a_remedy_can_be_pasted_into_a_shell_whatever_the_name_is() -> None:
+    name = "step-1; rm -rf $HOME '`x`"
+    infos = [*hourly(5), saved(9, 1, name=name, damage="gone")]
+    remedy = problems(*infos)["damaged"].remedy
+    assert shlex.split(remedy) == ["dcp-s3", "verify", f"{ROOT}/{name}"]
+
+
+# --- the page ---------------------------------------------------------------------------------------------
+
 
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>'\"&{{7*7}}\u2028$&"
 POLICY = KeepLatest(3) | KeepEvery(1000) | KeepBest(2, "loss", "min")
