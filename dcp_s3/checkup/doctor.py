@@ -142,7 +142,8 @@ def doctor(
 
     Nothing is raised for what is found: the report has it, and ``print`` shows all of it. Small probe objects are
     written below the URL, under a name of their own, and removed again, also after a failure or Ctrl-C. ``read_only``
-    leaves out everything that writes, to the bucket and to the spill directory. ``on_result`` is called after each check.
+    leaves out everything that writes, to the bucket and to the spill directory. ``on_result`` is called after each
+    check.
 
     Raises:
         InvalidURLError: the URL is none of S3, or too long for names below it.
