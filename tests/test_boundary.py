@@ -293,10 +293,3 @@ def test_the_frames_are_in_the_log_at_level_debug(faulty: FaultyServer, caplog: 
     assert record.exc_info[1] is caught.value
     assert len(_our_frames(caplog.text)) > 1
     assert str(caught.value) in caplog.text
-
-
-def test_what_dcp_s3_does_not_raise_on_purpose_keeps_its_frames(faulty: FaultyServer) -> None:
-    planner = _BrokenPlanner("resolve_data")
-    with pytest.raises(CheckpointException) as caught:
-        dcp.save({"w": torch.ones(3)}, storage_writer=S3StorageWriter(_URL), planner=planner)
-    assert "in _fail" in str(caught.value)

@@ -104,26 +104,6 @@ def test_the_loader_asks_for_the_ranks_metadata_if_there_is_none_of_all() -> Non
     )
 
 
-def test_the_loader_asks_for_the_checkpoint_id_before_the_metadata(tmp_path: Path) -> None:
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
-    asked: list[str] = []
-
-    class Reader(FileSystemReader):
-        @property
-        def checkpoint_id(self) -> Any:
-            asked.append("checkpoint_id")
-            return super().checkpoint_id
-
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            asked.append("read_metadata")
-            return super().read_metadata(*args, **kwargs)
-
-    dcp.load({"w": torch.zeros(3)}, storage_reader=Reader(tmp_path))
-    assert "checkpoint_id" in asked[: asked.index("read_metadata")], moved(
-        f"dcp.load asks for {asked}", "S3StorageReader.read_metadata, which raises at once except to dcp.load"
-    )
-
-
 # --- the plans of a load ---------------------------------------------------------------------------------
 
 

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import ssl
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import trustme
 
 from dcp_s3 import versions
 from dcp_s3.checkup import checks
 from dcp_s3.checkup.doctor import doctor
 from dcp_s3.checkup.probes import CheckResult, Examination
-from dcp_s3.s3.client import close_clients
 from dcp_s3.settings import Settings
 from dcp_s3.url import parse_url
 from tests.servers.process import free_port
@@ -111,58 +104,6 @@ def test_temporary_ones_that_nobody_renews_are_a_warning(credentials: Any) -> No
 
 
 # --- the endpoint ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Checks an endpoint, reached without a proxy."""
-    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
-    yield lambda url, **more: checks.check_endpoint(examination(endpoint_url=url, region="us-east-1", **more))
-    close_clients()
-
-
-@contextlib.contextmanager
-def tls(context: ssl.SSLContext) -> Iterator[int]:
-    """A port on 127.0.0.1 that does TLS handshakes."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                with contextlib.suppress(OSError), context.wrap_socket(connection, server_side=True) as wrapped:
-                    wrapped.recv(1)
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield listener.getsockname()[1]
-        listener.shutdown(socket.SHUT_RDWR)
-    thread.join(30)
-
-
-def test_a_name_that_is_not_known(endpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*_: object, **__: object) -> None:
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    found = endpoint("http://s3.example.org")
-    assert (found.status, "s3.example.org" in found.found, "DNS" in found.remedy) == ("failed", True, True)
-    virtual = endpoint("http://s3.example.org", addressing_style="virtual")
-    assert "bucket.s3.example.org" in virtual.found
-    assert "DCP_S3_ADDRESSING_STYLE=path" in virtual.remedy
-
-
-def test_a_certificate_that_is_not_trusted(endpoint: Any) -> None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
-    with tls(context) as port:
-        found = endpoint(f"https://127.0.0.1:{port}")
-    assert (found.status, "AWS_CA_BUNDLE" in found.remedy) == ("failed", True)
 
 
 @pytest.mark.parametrize(

@@ -129,14 +129,6 @@ def test_the_table_is_in_the_help_and_in_the_documentation() -> None:
     assert set(exits.MEANINGS) == {*range(6), 130}
 
 
-@pytest.mark.parametrize("word", ["best:2:val_loss", "best:2:val_loss:keep", "best:2:min", "best:2::max"])
-def test_a_best_without_a_mode_or_a_metric_says_so(root: str, word: str) -> None:
-    text = " ".join(run("prune", root, word, "--dry-run", status=exits.USAGE).stderr.split())
-    assert ("min or max is missing" if "loss" in word else "metric is missing") in text
-    assert "metric =" not in text
-    assert str(dcp_s3.parse_policy("best:2:a:b:min")) == "best:2:a:b:min"
-
-
 def test_json_has_no_numbers_that_json_has_not(root: str) -> None:
     def refuse(text: str) -> None:
         pytest.fail(f"{text} is no JSON")
