@@ -275,21 +275,20 @@ def test_each_rank_is_told_of_all_without_frames(faulty: FaultyServer) -> None:
         assert text.count("Traceback (most recent call last): (RANK ") == 4
 
 
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("prepare_local_plan", lambda: S3StorageWriter(_URL).prepare_local_plan(dcp.SavePlan([]))),
-        ("read_metadata", lambda: S3StorageReader(_URL).read_metadata()),
-    ],
-)
-def test_the_frames_are_in_the_log_at_level_debug(faulty: FaultyServer, caplog: Any, name: str, call: Any) -> None:
+def test_the_frames_are_in_the_log_at_level_debug(faulty: FaultyServer, caplog: Any) -> None:
     _deny(faulty, "GetObject", ".metadata")
     with caplog.at_level(logging.DEBUG, "dcp_s3.failures"), pytest.raises(errors.DcpS3Error) as caught:
-        call()
+        S3StorageReader(_URL).read_metadata()
     assert caught.value.__cause__ is caught.value.__context__ is None
     assert [Path(entry.path).name for entry in caught.traceback][-1] == "failures.py"
     (record,) = caplog.records
-    assert name in record.getMessage()
+    assert "read_metadata" in record.getMessage()
     assert record.exc_info[1] is caught.value
     assert len(_our_frames(caplog.text)) > 1
-    assert str(caught.value) in caplog.text
+
+
+def test_what_dcp_s3_does_not_raise_on_purpose_keeps_its_frames(faulty: FaultyServer) -> None:
+    planner = _BrokenPlanner("resolve_data")
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"w": torch.ones(3)}, storage_writer=S3StorageWriter(_URL), planner=planner)
+    assert "in _fail" in str(caught.value)

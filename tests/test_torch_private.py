@@ -7,10 +7,8 @@ what of ours relied on it. `test_torch_calls` has what torch calls, and from whe
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib
 import inspect
-import io
 import pickle
 import weakref
 from pathlib import Path
@@ -27,7 +25,6 @@ from torch.distributed.checkpoint import (
     default_planner,
 )
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.tensor import Shard
@@ -54,7 +51,6 @@ _FILES = _DCP + "filesystem"
     ("module", "name", "remedy"),
     [
         ("torch._C", "PyTorchFileReader", "read archives with zipfile in format/safe_items.py"),
-        ("torch._subclasses.fake_tensor", "FakeTensorMode", "torch 2.11 needs it no more: drop torch 2.10"),
         ("torch.Tensor", "_make_wrapper_subclass", "LocalShards becomes a class of its own without memory"),
         ("torch.distributed._functional_collectives", "AsyncCollectiveTensor.trigger_wait", "stage/snapshot.py waits"),
         ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor", "drop it: torch deprecates it"),
@@ -92,20 +88,6 @@ def test_private_torch_is_imported_in_one_module_only() -> None:
             parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
             elsewhere += [f"{path.name}:{node.lineno}: {part}" for part in parts if part.startswith("_")]
     assert not elsewhere, "import it in torch_private.py, and add a test here"
-
-
-def test_a_load_on_the_meta_device_says_where_the_bytes_are() -> None:
-    """dcp_s3.import_weights reads torch files in pieces."""
-    stream, tensor = io.BytesIO(), torch.arange(100, dtype=torch.int32)
-    torch.save({"a": torch.zeros(3), "b": tensor[10:]}, stream)
-    stream.seek(0)
-    with torch_private.without_data():
-        loaded = torch.load(stream, map_location="meta", weights_only=True)["b"]
-    start = torch_private.offset_in_archive(loaded)
-    message = moved("UntypedStorage._checkpoint_offset is not set by torch.load", "offset_in_archive")
-    assert start is not None, message
-    assert stream.getvalue()[start : start + tensor.nbytes] == tensor.numpy().tobytes(), message
-    assert torch_private.offset_in_archive(torch.empty(3, device="meta")) is None
 
 
 def test_the_default_group_has_a_store_in_which_the_first_value_stands(tmp_path: Path) -> None:
@@ -217,17 +199,6 @@ def test_storage_info_keeps_what_it_does_not_know_and_drops_none() -> None:
     assert copy.transform_descriptors is None
 
 
-def test_storage_info_is_a_plain_dataclass() -> None:
-    names = [field.name for field in dataclasses.fields(_StorageInfo)]
-    assert names == ["relative_path", "offset", "length", "transform_descriptors"], moved(
-        f"_StorageInfo has fields {names}", "make_storage_info"
-    )
-    assert not set(names) & {"raw_offset", "crc64nvme"}, moved("torch uses one of our names", "format/blocks.py")
-    bare = _StorageInfo("x", 0, 1)
-    assert hasattr(bare, "__dict__"), moved("_StorageInfo has slots", "make_storage_info")
-    assert (blocks.get_raw_offset(bare), blocks.get_crc(bare)) == (None, None)
-
-
 # --- tensors that know their shards ----------------------------------------------------------------------
 
 
@@ -284,13 +255,3 @@ def test_checkpoint_exception_is_no_exception_and_has_failures() -> None:
     assert isinstance(error.failures[3][0], ValueError), moved("failures changed", "everyone who looks for causes")
     copy = pickle.loads(pickle.dumps(error))
     assert isinstance(copy.failures[3][0], ValueError)
-
-
-def test_the_ranks_of_a_save_tell_each_other_results_and_failures() -> None:
-    from torch.distributed.checkpoint.utils import _DistWrapper
-
-    ranks = _DistWrapper(None, False, 0)
-    assert ranks.is_coordinator, moved("_DistWrapper", "the end of a save of Megatron")
-    assert ranks.all_reduce("write", lambda: 1, lambda found: found) == [1]
-    with pytest.raises(CheckpointException, match="write"):
-        ranks.all_reduce("write", lambda: 1 // 0, lambda found: found)

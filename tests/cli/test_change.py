@@ -91,7 +91,7 @@ def test_a_dry_run_shows_everything_with_reasons_and_deletes_nothing(run_of_four
     assert steps() == [1, 2, 3, 4]
 
 
-def test_without_a_terminal_yes_is_required(run_of_four: str, faulty: FaultyServer) -> None:
+def test_without_a_terminal_yes_is_required(run_of_four: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for command in (["prune", ROOT, "latest:2"], ["rm", f"{ROOT}/step-1"]):
         message = run(*command, status=2).stderr
         assert "no terminal" in message
@@ -103,6 +103,10 @@ def test_without_a_terminal_yes_is_required(run_of_four: str, faulty: FaultyServ
     assert "no policy keeps it" in result.stdout
     assert steps() == [3, 4]
     assert run("prune", ROOT, "latest:2", "--yes").stdout == ""
+    assert "no policy" in run("prune", ROOT, "--yes").stderr
+    monkeypatch.setenv("DCP_S3_RETENTION", "latest:1")
+    assert "no policy" not in run("prune", ROOT, "--yes").stderr
+    assert steps() == [4]
 
 
 def test_on_a_terminal_there_is_a_question(run_of_four: str, someone: None) -> None:
@@ -113,20 +117,6 @@ def test_on_a_terminal_there_is_a_question(run_of_four: str, someone: None) -> N
     run("prune", ROOT, "latest:2", input="y\n")
     assert steps() == [3, 4]
     run("prune", ROOT, "latest:2", input="")  # nothing to do, so nothing to ask
-
-
-def test_policies_come_from_the_environment_and_none_deletes_no_checkpoint(
-    run_of_four: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "no policy" in run("prune", ROOT, "--yes").stderr
-    assert steps() == [1, 2, 3, 4]
-    monkeypatch.setenv("DCP_S3_RETENTION", "latest:3")
-    assert "no policy" not in run("prune", ROOT, "--yes").stderr
-    assert steps() == [2, 3, 4]
-    run("prune", ROOT, "latest:1", "--yes")
-    assert steps() == [4]
-    monkeypatch.setenv("DCP_S3_RETENTION", "latest:x")
-    assert "DCP_S3_RETENTION" in run("prune", ROOT, "--yes", status=2).stderr
 
 
 def test_leftovers_are_shown_and_collected(run_of_four: str, s3: Any, clock: Clock) -> None:

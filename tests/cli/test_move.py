@@ -88,18 +88,6 @@ def test_torch_reads_what_was_downloaded_and_we_what_was_uploaded_again(root: st
     assert (copied["foreign"], copied["metrics"], copied["world_size"]) == (False, {"loss": 0.25}, 1)
 
 
-def test_a_directory_must_be_empty_or_replaced(root: str, tmp_path: Path) -> None:
-    url = save(f"{root}/1")
-    (tmp_path / "notes").write_text("mine")
-    stale = save_locally(tmp_path / "old")
-    (stale / "__0_0.distcp").unlink()
-    assert "not empty" in run("cp", url, tmp_path, status=1).stderr
-    assert not (tmp_path / ".metadata").exists()
-    run("cp", url, stale, "--overwrite")
-    assert_loads(stale)
-    assert "not empty" in run("cp", url, stale, status=1).stderr
-
-
 def test_a_download_that_was_cut_off_is_no_checkpoint_and_goes_on(root: str, s3: Any, tmp_path: Path) -> None:
     url = save(f"{root}/1", separate=["weight", "half"])
     first, second, *_ = sorted(path for path in keys(s3, url) if path.endswith(".distcp"))
