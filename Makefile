@@ -36,7 +36,7 @@ test test-docs: JOBS = 3
 test: $(DEV) ## pytest in JOBS processes (3), without what takes long; ARGS=... is passed on
 	@$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not soak and not docs" $(ARGS)
 
-test-docs: $(DEV) ## pages as pasted, examples, demo, benchmarks, the package, charts in a browser; ARGS=... is passed on
+test-docs: $(DEV) ## pages as pasted, examples, demo, benchmarks, the package; ARGS=... is passed on
 	@$(PY) -m pytest -n $(JOBS) --dist worksteal -m "docs and not soak" $(ARGS)
 
 test-integrations: $(FRAMEWORKS) ## the adapters, with the real frameworks in an environment of their own; ARGS=... is passed on

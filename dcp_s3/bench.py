@@ -23,12 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from dcp_s3 import errors
 from dcp_s3.rank_processes import RankProcesses
-from dcp_s3.s3 import listing
 from dcp_s3.s3.pressure import cores
 from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import launch, resolve_settings
 from dcp_s3.stage.buffers import measure_available
-from dcp_s3.store import DeleteTarget
 from dcp_s3.units import format_size, plural
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
@@ -38,9 +36,7 @@ if TYPE_CHECKING:
 _NOT_SPILLING = {"spill_dir": None, "durability": "s3"}  # a drain would upload after the prefix was removed
 _TENSOR_BYTES = 64 * 2**20
 _SHARE_OF_MEMORY = 4
-_OTHERS_SECONDS = 5.0  # for which the other ranks go on after one has failed: they may know better why
 _LATE_SECONDS = 2.0  # after ranks were killed, until requests that they had sent have been carried out
-_PASSES = 6
 _SHORT_SECONDS = 1.0  # below that, connections have not been compared: a few windows of 0.2 s
 _BUSY = 0.8  # share of the host's CPU time from which on it is what limits
 
@@ -61,30 +57,13 @@ class Transfer:
     """Connections in the end, of the rank with the most of them: what its next transfer begins with."""
     throttled: int
     """Requests that S3 refused with SlowDown or a like error."""
-    hedged: int
-    """Second GETs of ranges that straggled."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON, with what follows from it."""
-        rates = (self.bytes / self.seconds, self.cpu_seconds * 2**30 / self.bytes)
-        return asdict(self) | dict(zip(("bytes_per_second", "cpu_seconds_per_gib"), rates, strict=True))
 
 
 def join(ranks: Sequence[Transfer]) -> Transfer:
     """The same transfer of all ranks as one."""
-    sums = {name: sum(getattr(one, name) for one in ranks) for name in ("bytes", "cpu_seconds", "throttled", "hedged")}
+    sums = {name: sum(getattr(one, name) for one in ranks) for name in ("bytes", "cpu_seconds", "throttled")}
     most = {name: max(getattr(one, name) for one in ranks) for name in ("seconds", "connections")}
     return replace(ranks[0], **sums, **most)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What limits saves, or loads; and what to change, if something is known to help."""
-
-    direction: str
-    cause: str
-    text: str
-    suggestion: str | None = None
 
 
 @dataclass(frozen=True)
@@ -99,54 +78,34 @@ class BenchReport:
     """Most connections of a rank in each direction, by the settings."""
     transfers: tuple[Transfer, ...]
     """A save and a load for each round, in order."""
-    removed: bool
-    """Whether nothing of it is left in the bucket."""
 
     @property
-    def limits(self) -> tuple[Finding, ...]:
-        """What limits saves, and loads, of a process that has found its number of connections."""
-        return tuple(map(self._find_limit, self.transfers[-2:]))
+    def limits(self) -> dict[str, str]:
+        """What limits saves, and loads, of a process that has found its number of connections, and what may help."""
+        return {last.direction: self._find_limit(last) for last in self.transfers[-2:]}
 
-    def _find_limit(self, last: Transfer) -> Finding:
+    def _find_limit(self, last: Transfer) -> str:
         each = f"{format_size(last.bytes / last.seconds / (self.ranks * max(1, last.connections)))}/s"
         share = last.cpu_seconds / last.seconds / self.cores
-        advice = None
         if last.throttled:
-            cause, advice = "throttling", "DCP_S3_PART_SIZE=64MiB: fewer requests for the same bytes"
-            text = f"S3 throttles: it refused {last.throttled} requests. It adapts to a lasting load within minutes"
-        elif last.seconds < _SHORT_SECONDS:
-            cause, advice = "too_short", "a larger --size: this one is too small to measure"
-            text = f"it took {last.seconds:.2f} s, too short to tell"
-        elif share >= _BUSY:
-            cause = "cpu"
-            text = f"the CPU of this host: the ranks use {share:.0%} of its {plural(self.cores, 'core')}"
-            if self.ranks > self.cores:
-                advice = f"at most {plural(self.cores, 'rank')} on this host: there are more ranks than cores"
-        elif last.connections >= self.most_connections:
-            cause, advice = "ceiling", "a higher DCP_S3_CONCURRENCY: see whether more connections move more bytes"
-            text = (
-                f"the settings: a rank uses all {plural(self.most_connections, 'connection')} that "
-                f"DCP_S3_CONCURRENCY allows, and each carries {each}"
+            return f"S3 throttles: it refused {last.throttled} requests; DCP_S3_PART_SIZE=64MiB sends fewer"
+        if last.seconds < _SHORT_SECONDS:
+            return f"it took {last.seconds:.2f} s, too short to tell: give a larger --size"
+        if share >= _BUSY:
+            return f"the CPU: {plural(self.ranks, 'rank')} use {share:.0%} of {plural(self.cores, 'core')}"
+        if last.connections >= self.most_connections:
+            return (
+                f"the settings: a rank uses all {plural(self.most_connections, 'connection')} of DCP_S3_CONCURRENCY, "
+                f"and each carries {each}; try a higher one"
             )
-        else:
-            cause = "network"
-            text = (
-                f"the network or the server: {plural(last.connections, 'connection')} of a rank carry {each} each "
-                "(S3 gives one about 85 MiB/s), and neither the CPU nor the settings are at their limit"
-            )
-            if 2 * self.ranks <= self.cores:
-                advice = f"--ranks {2 * self.ranks}: ranks have connections of their own"
-        return Finding(last.direction, cause, text, advice)
+        return (
+            f"the network or the server: {plural(last.connections, 'connection')} of a rank carry {each} each (S3 "
+            "gives one about 85 MiB/s), and neither CPU nor settings are at their limit; more --ranks have more"
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: with what limits it, and what to change, each thing once; empty if nothing would help."""
-        found = self.limits
-        return asdict(self) | {
-            "bytes_per_rank": self.transfers[0].bytes // self.ranks,
-            "transfers": [each.to_dict() for each in self.transfers],
-            "limits": [asdict(each) for each in found],
-            "suggestions": list(dict.fromkeys(each.suggestion for each in found if each.suggestion is not None)),
-        }
+        """For JSON."""
+        return asdict(self) | {"bytes_per_rank": self.transfers[0].bytes // self.ranks, "limits": self.limits}
 
 
 def bench(
@@ -167,8 +126,6 @@ def bench(
         DcpS3Error: a setting, a request or a rank failed, or what was loaded is not what was saved.
     """
     where = parse_url(url)
-    if resolve_settings(None).spill_dir is not None:
-        note("DCP_S3_SPILL_DIR and DCP_S3_DURABILITY are left aside: S3 is measured, not a disk")
     settings = resolve_settings(_NOT_SPILLING)
     with contextlib.suppress(OSError):  # not known on every system
         most = measure_available() // _SHARE_OF_MEMORY // ranks
@@ -177,77 +134,41 @@ def bench(
             size = most
     scratch = where.child(f"dcp-s3-bench-{uuid.uuid4().hex[:12]}")
     parse_url(str(scratch.child("round-999999")))  # its names are not too long
-    store, probe = store_of(scratch, settings), scratch.key("probe")
-    store.page(probe)
+    store = store_of(scratch, settings)
     try:
-        store.put(probe, b"")
+        store.put(scratch.key("probe"), b"")
         _remove(store, scratch)  # that this may be done is seen before anything large is written
         found = _run_ranks({"url": str(scratch), "size": size, "ranks": ranks, "rounds": rounds}, progress)
-        removed = _clean_up(store, scratch, note)
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            note(f"interrupted: removing {scratch}")
-        try:
-            _clean_up(store, scratch, note, late=_LATE_SECONDS)
-        except KeyboardInterrupt:
-            note(f"not removed: {scratch}: interrupted. Remedy: delete what is below it")
+        _remove(store, scratch)
+    except BaseException:
+        note(f"removing {scratch}; if that fails, delete what is below it")
+        time.sleep(_LATE_SECONDS)
+        with contextlib.suppress(errors.StorageError):
+            _remove(store, scratch)
         raise
     transfers = tuple(map(join, zip(*found, strict=True)))
-    return BenchReport(str(where), ranks, cores(), settings.max_connections, transfers, removed)
+    return BenchReport(str(where), ranks, cores(), settings.max_connections, transfers)
 
 
-def _remove(store: S3Store, url: CheckpointURL, *, late: float = 0.0) -> errors.AccessDeniedError | None:
-    """Remove objects, open uploads and old versions below a URL, until a listing, ``late`` seconds later, shows none.
-
-    Returns why old versions may be left, if a permission is missing. Raises StorageError if something is still there.
-    """
+def _remove(store: S3Store, url: CheckpointURL) -> None:
+    """Remove objects and open uploads below a URL."""
     prefix = url.key("")
-    for _ in range(_PASSES):
-        time.sleep(late)
-        objects = [each.key for each in store.list(prefix).objects]
-        try:
-            uploads = store.uploads(prefix)
-            for upload in uploads:
-                store.abort(upload)
-        finally:
-            store.delete(objects)
-        if not objects and not uploads:
-            break
-    else:
-        raise errors.StorageError(f"objects were still written to {url} while they were deleted", bucket=url.bucket)
     try:
-        versions = listing.versions(store, prefix)
-        store.delete(DeleteTarget(each.key, version_id=each.version_id) for each in versions)
-    except errors.AccessDeniedError as error:
-        return error
-    except errors.StorageError:
-        pass  # this store has none
-    return None
-
-
-def _clean_up(store: S3Store, url: CheckpointURL, note: Callable[[str], None], *, late: float = 0.0) -> bool:
-    """Remove all that was written. Returns whether nothing is left."""
-    try:
-        denied = _remove(store, url, late=late)
-    except (errors.DcpS3Error, OSError) as error:
-        note(f"not removed, or not all of it: {url}: {error}. Remedy: delete what is below it")
-        return False
-    if denied is not None:
-        note(f"if the bucket keeps versions, those below {url} are still there: {denied}")
-    return True
+        for upload in store.uploads(prefix):
+            store.abort(upload)
+    finally:
+        store.delete([each.key for each in store.list(prefix).objects])
 
 
 def _run_ranks(order: dict[str, Any], progress: Callable[[int, int], None]) -> list[list[Transfer]]:
     """Run a process for each rank; none is left in the end. Returns the transfers of each."""
-    failed_at, numbers = float("inf"), range(order["ranks"])
     with tempfile.TemporaryDirectory(prefix="dcp_s3-bench-") as directory:
         with RankProcesses("dcp_s3.bench", [json.dumps(order)], order["ranks"], Path(directory)) as ranks:
-            while None in (statuses := ranks.statuses()) and time.monotonic() < failed_at + _OTHERS_SECONDS:
-                if any(statuses):
-                    failed_at = min(failed_at, time.monotonic())
+            # If one has failed, the others wait for it: what it said is the cause.
+            while None in (statuses := ranks.statuses()) and not any(statuses):
                 progress(len(ranks.lines(0)), 2 * order["rounds"])
                 time.sleep(0.1)
-        answers = [[json.loads(line) for line in ranks.lines(number)] for number in numbers]
+        answers = [[json.loads(line) for line in ranks.lines(number)] for number in range(order["ranks"])]
         failed = []
         for number, (found, status) in enumerate(zip(answers, statuses, strict=True)):
             last = found[-1] if found and "error" in found[-1] else {}
@@ -327,7 +248,6 @@ def _measure(direction: str, number: int, state: Mapping[str, Tensor], action: C
             "seconds": time.perf_counter(),
             "cpu_seconds": time.process_time(),
             "throttled": sum(each.throttled for each in found.throttle.values()),
-            "hedged": sum(each.started for each in found.hedges.values()),
         }
 
     before = count()

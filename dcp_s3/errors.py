@@ -264,21 +264,3 @@ class TensorMismatchError(CheckpointError, ValueError):
 
 class WeightsError(CheckpointError, ValueError):
     """Weights cannot be exported or imported: a dtype, names, an argument, the files, or what is at the destination."""
-
-
-# --- names of earlier versions, for one release --------------------------------------------------
-
-AttachmentNotFoundError = EntryNotFoundError
-CorruptMetadataError = CorruptCheckpointError
-DtypeMismatchError = TensorMismatchError
-ExportError = WeightsError
-ImportSourceError = WeightsError
-JournalError = SpillError
-MetricsError = SettingsError
-MissingExtensionError = CheckpointError
-MissingURLError = InvalidURLError
-PolicyError = SettingsError
-SaveSupersededError = SaveFailedError
-ShapeMismatchError = TensorMismatchError
-StagingLimitError = StagingError
-TensorIndexError = EntryNotFoundError

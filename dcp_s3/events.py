@@ -13,11 +13,11 @@ In an asynchronous save by ``AsyncCheckpointerType.PROCESS`` the other process d
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from dcp_s3 import totals
 from dcp_s3.units import format_seconds, format_size
@@ -266,42 +266,32 @@ class PruneFailed(Event):
 Listener = Callable[[Event], object]
 
 
-class Subscription:
-    """Ends with `close`, or at the end of a ``with`` block."""
+Subscription = contextlib.ExitStack
+"""Ends with `close`, or at the end of a ``with`` block."""
 
-    def __init__(self, listener: Listener) -> None:
-        self._listener = listener
-
-    def close(self) -> None:
-        """No more events. May be called again."""
-        global _subscriptions
-        _subscriptions = tuple(each for each in _subscriptions if each is not self)
-
-    def __enter__(self) -> Subscription:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-_subscriptions: tuple[Subscription, ...] = ()  # replaced as a whole: no lock, and none that a fork could leave locked
+_listeners: tuple[tuple[Listener], ...] = ()  # replaced as a whole: no lock, and none that a fork could leave locked
 _complained: set[int] = set()  # ids of the listeners that have raised
 
 
 def subscribe(listener: Listener) -> Subscription:
-    """Call ``listener`` with every `Event` of this process, from now on, until `Subscription.close`."""
-    global _subscriptions
-    subscription = Subscription(listener)
-    _subscriptions = (*_subscriptions, subscription)
+    """Call ``listener`` with every `Event` of this process, from now on, until `close` of what is returned."""
+    global _listeners
+    entry = (listener,)  # one listener may subscribe twice
+    _listeners = (*_listeners, entry)
+
+    def end() -> None:
+        global _listeners
+        _listeners = tuple(each for each in _listeners if each is not entry)
+
+    subscription = Subscription()
+    subscription.callback(end)
     return subscription
 
 
 def emit(event: Event, listener: Listener | None = None) -> None:
     """Count an event, and tell ``listener`` and all subscribers. Raises nothing."""
     event.count()
-    listeners = [each._listener for each in _subscriptions]
+    listeners = [each for (each,) in _listeners]
     for each in listeners if listener is None else [listener, *listeners]:
         try:
             each(event)

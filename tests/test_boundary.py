@@ -124,21 +124,6 @@ dcp.async_save(state, storage_writer=S3StorageWriter(url + "/staging"), async_st
     assert "DCP_S3_STAGING_LIMIT" in staging
 
 
-@pytest.mark.soak
-def test_a_failure_in_the_checkpoint_process_is_one_line_there(faulty: FaultyServer, run: Callable[[str], Any]) -> None:
-    _deny(faulty, "PutObject", ".distcp")
-    done = run(
-        """
-dist.init_process_group("gloo", init_method="file://" + rendezvous, rank=0, world_size=1)
-dcp.async_save(state, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
-""",
-    )
-    assert done.returncode == 0, done.stderr
-    said = "the asynchronous save of step 1 to s3://bucket/run/step-1 failed on rank 0: AccessDeniedError: PutObject on"
-    assert done.stderr.count(said) == 1, done.stderr
-    assert _our_frames(done.stderr) == []
-
-
 def _collected() -> list[str]:
     """What is logged from now on in this process."""
     lines: list[str] = []
@@ -180,13 +165,6 @@ def test_the_rank_that_failed_logs_why_and_the_first_one_that_it_is_not_committe
     assert "failed on rank 0: CheckpointError: it was not committed: another rank failed" in first
 
 
-def test_each_rank_logs_its_own_failure_once(faulty: FaultyServer) -> None:
-    _deny(faulty, "PutObject", ".distcp")
-    for rank, (line,) in enumerate(run_ranks(3, _fail_on_rank_1, _URL, "passes")):
-        assert line.startswith(f"the asynchronous save of step 1 to {_URL} failed on rank {rank}: AccessDeniedError: ")
-        assert line.count("AccessDeniedError") == 1
-
-
 class _BrokenPlanner(DefaultSavePlanner):
     def __init__(self, breaks: str) -> None:
         super().__init__()
@@ -211,23 +189,6 @@ def test_what_fails_outside_of_dcp_s3_is_logged_as_well(
     (message,) = _wait_for_one(lambda: _logged(caplog, logging.ERROR))
     assert f"to {_URL} failed on rank 0: CheckpointError: it was not committed: " in message
     assert "the future of dcp.async_save has the error" in message
-
-
-def test_a_state_that_torchs_writer_cannot_get_is_logged(tmp_path: Path) -> None:
-    assert run_ranks(2, _stage_for_torchs_writer, str(tmp_path)) == [0, 1]
-
-
-def _stage_for_torchs_writer(path: str) -> int:
-    lines = _collected()
-    stager = S3Stager({"staging_limit": "1MiB"} if dist.get_rank() == 1 else {})
-    future: Any = dcp.async_save(
-        {f"of rank {dist.get_rank()}": torch.ones(1_000_000)},
-        storage_writer=dcp.FileSystemWriter(path),
-        async_stager=stager,
-    )
-    assert isinstance(future.exception(_PATIENCE_SECONDS), CheckpointException)
-    assert all(line.startswith("a state could not be staged: StagingError: ") for line in lines)
-    return len(lines)
 
 
 def test_saves_that_succeed_and_saves_that_raise_to_their_caller_log_nothing(
@@ -268,14 +229,12 @@ def _load(size: int = 3, **planner: Any) -> None:
     ("saved", "operation", "name", "act"),
     [
         (False, "PutObject", ".metadata", _save),
-        (False, "GetObject", ".metadata", _save),
         (True, "", "", _save),
-        (True, "GetObject", ".metadata", _load),
         (True, "GetObject", ".distcp", _load),
         (False, "", "", _load),
         (True, "", "", lambda: _load(4, planner=S3LoadPlanner())),
     ],
-    ids=["commit", "plan", "save again", "load metadata", "load data", "load nothing", "load another shape"],
+    ids=["commit", "save again", "load data", "load nothing", "load another shape"],
 )
 def test_errors_show_none_of_our_frames(
     faulty: FaultyServer,
@@ -316,34 +275,16 @@ def test_each_rank_is_told_of_all_without_frames(faulty: FaultyServer) -> None:
         assert text.count("Traceback (most recent call last): (RANK ") == 4
 
 
-def _plan_another_shape() -> None:
-    planner, size = S3LoadPlanner(), torch.Size([3])
-    chunk = dcp.metadata.ChunkStorageMetadata(size, size)
-    saved = dcp.metadata.TensorStorageMetadata(dcp.metadata.TensorProperties(), size, [chunk])
-    planner.set_up_planner({"w": torch.ones(4)}, dcp.metadata.Metadata({"w": saved}))
-    planner.create_local_plan()
-
-
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("reset", lambda: S3StorageWriter().reset("nonsense")),
-        ("prepare_local_plan", lambda: S3StorageWriter(_URL).prepare_local_plan(dcp.SavePlan([]))),
-        ("read_metadata", lambda: S3StorageReader(_URL).read_metadata()),
-        ("create_local_plan", lambda: _plan_another_shape()),
-    ],
-)
-def test_the_frames_are_in_the_log_at_level_debug(faulty: FaultyServer, caplog: Any, name: str, call: Any) -> None:
+def test_the_frames_are_in_the_log_at_level_debug(faulty: FaultyServer, caplog: Any) -> None:
     _deny(faulty, "GetObject", ".metadata")
     with caplog.at_level(logging.DEBUG, "dcp_s3.failures"), pytest.raises(errors.DcpS3Error) as caught:
-        call()
+        S3StorageReader(_URL).read_metadata()
     assert caught.value.__cause__ is caught.value.__context__ is None
     assert [Path(entry.path).name for entry in caught.traceback][-1] == "failures.py"
     (record,) = caplog.records
-    assert name in record.getMessage()
+    assert "read_metadata" in record.getMessage()
     assert record.exc_info[1] is caught.value
     assert len(_our_frames(caplog.text)) > 1
-    assert str(caught.value) in caplog.text
 
 
 def test_what_dcp_s3_does_not_raise_on_purpose_keeps_its_frames(faulty: FaultyServer) -> None:

@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import os
 import pickle
-import pydoc
 import re
 import subprocess
 import sys
@@ -35,20 +34,6 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     program = "import dcp_s3; dcp_s3.S3StorageWritr"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.stderr.rstrip().endswith("Did you mean: 'S3StorageWriter'?")
-
-
-# --- help -----------------------------------------------------------------------------------------------
-
-
-def test_the_page_of_help_has_every_public_name_once() -> None:
-    page = (dcp_s3.__doc__ or "").partition("``s3://bucket/run``.\n")[2]
-    assert sorted(re.findall(r"\w+", "".join(re.findall(r"^    .*\n", page, re.MULTILINE)))) == sorted(dcp_s3.__all__)
-
-
-def test_help_begins_with_the_page_and_ends() -> None:
-    text = pydoc.plain(pydoc.render_doc(dcp_s3))
-    assert text.index("A training loop needs five lines") < text.index("Looking into checkpoints") < 10_000
-    assert "class CheckpointManager" in text
 
 
 def test_names_are_the_same_to_type_checkers_and_at_run_time() -> None:

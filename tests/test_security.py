@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest, list_checkpoints, prune, remove
 from dcp_s3.offline.copy import copy as download
 from dcp_s3.offline.copy import copy as upload
-from dcp_s3.s3 import operations
 from dcp_s3.s3.diagnosis import permission_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -141,7 +140,7 @@ def test_the_policies_allow_what_is_called_and_every_request_carries_the_owner(
     check_owner(faulty)
     assert {permission_of(operation) for operation in writing | reading} == TRAINING
     assert {permission_of(operation) for operation in reading} == READING
-    pruning = {"DeleteObject", "ListObjectVersions"}
+    pruning = {"DeleteObject"}
     assert {name for name in OPERATIONS if name[0].isupper()} == writing | reading | pruning
 
 
@@ -170,23 +169,6 @@ def test_a_save_that_is_refused_names_the_permission(faulty: FaultyServer, permi
     assert faulty.s3.open_uploads(BUCKET) == []
 
 
-def test_without_s3_listbucket_a_missing_checkpoint_reads_as_forbidden(faulty: FaultyServer) -> None:
-    faulty.rule = lambda request: Fault.error(403, "AccessDenied") if request.key.endswith(".metadata") else None
-    for attempt in (save, load):
-        with pytest.raises(CheckpointException) as failure:
-            attempt(f"{ROOT}/a")
-        ((error, _),) = failure.value.failures.values()
-        assert isinstance(error, errors.AccessDeniedError)
-        assert "without s3:ListBucket a missing object reads as forbidden" in str(error)
-
-
-def test_listings_that_are_refused_name_the_permission(faulty: FaultyServer) -> None:
-    deny(faulty, "s3:ListBucket")
-    for look in (latest, list_checkpoints):
-        with pytest.raises(errors.AccessDeniedError, match="s3:ListBucket"):
-            look(ROOT)
-
-
 def test_without_deletes_and_aborts_saves_work_and_say_what_stays(
     faulty: FaultyServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -201,21 +183,6 @@ def test_without_deletes_and_aborts_saves_work_and_say_what_stays(
     with pytest.raises(CheckpointException):
         save(f"{ROOT}/b")
     assert "s3:AbortMultipartUpload" in caplog.text
-
-
-@pytest.mark.parametrize("permission", ["s3:ListBucketMultipartUploads", "s3:ListMultipartUploadParts"])
-def test_a_drain_that_may_not_look_for_uploads_names_the_permission_and_goes_on(
-    faulty: FaultyServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    permission: str,
-) -> None:
-    operations.forget()
-    deny(faulty, permission)
-    report = drain(tmp_path, f"{ROOT}/a")
-    assert (report.committed, report.waiting) == ([f"{ROOT}/a"], {})
-    assert permission in caplog.text
 
 
 def test_rules_in_the_document_never_expire_objects() -> None:

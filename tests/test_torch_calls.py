@@ -85,22 +85,6 @@ def test_the_order_of_calls_in_a_save_and_a_load(tmp_path: Path) -> None:
     assert calls == _LOAD, moved("dcp.load calls in another order", "the order in which S3StorageReader is called")
 
 
-@pytest.mark.parametrize("use_collectives", [True, False])
-def test_the_writer_is_told_rank_and_collectives(tmp_path: Path, use_collectives: bool) -> None:
-    told: list[dict[str, Any]] = []
-
-    class Writer(FileSystemWriter):
-        def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-            told.append(kwargs)
-            super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-
-    # Without a process group only the arguments matter, not whether the save then succeeds.
-    dcp.save({"w": torch.ones(3)}, storage_writer=Writer(tmp_path), use_collectives=use_collectives)
-    assert told == [{"rank": 0, "use_collectives": use_collectives}], moved(
-        f"set_up_storage_writer is given {told}", "saves without collectives"
-    )
-
-
 def test_the_loader_asks_for_the_ranks_metadata_if_there_is_none_of_all() -> None:
     asked: list[dict[str, Any]] = []
 
@@ -117,26 +101,6 @@ def test_the_loader_asks_for_the_ranks_metadata_if_there_is_none_of_all() -> Non
     assert isinstance(caught.value.failures[0][0], AssertionError), moved(
         "dcp.load no longer replaces the error of read_metadata",
         "UnreadableMetadata in load/metadata.py, which is then not needed",
-    )
-
-
-def test_the_loader_asks_for_the_checkpoint_id_before_the_metadata(tmp_path: Path) -> None:
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
-    asked: list[str] = []
-
-    class Reader(FileSystemReader):
-        @property
-        def checkpoint_id(self) -> Any:
-            asked.append("checkpoint_id")
-            return super().checkpoint_id
-
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            asked.append("read_metadata")
-            return super().read_metadata(*args, **kwargs)
-
-    dcp.load({"w": torch.zeros(3)}, storage_reader=Reader(tmp_path))
-    assert "checkpoint_id" in asked[: asked.index("read_metadata")], moved(
-        f"dcp.load asks for {asked}", "S3StorageReader.read_metadata, which raises at once except to dcp.load"
     )
 
 

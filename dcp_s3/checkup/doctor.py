@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -10,8 +11,8 @@ from typing import Any, NamedTuple
 import botocore.exceptions as boto
 
 from dcp_s3 import errors
-from dcp_s3.checkup import bucket, host
-from dcp_s3.checkup.probes import DATA, PROBE, CheckResult, Examination, Status, from_error, ok, skip
+from dcp_s3.checkup import checks
+from dcp_s3.checkup.probes import CheckResult, Examination, Status, from_error, ok, skip
 from dcp_s3.s3.diagnosis import permission_of
 from dcp_s3.settings import SettingsLike
 from dcp_s3.url import URLLike, parse_url
@@ -62,7 +63,6 @@ PERMISSIONS = (
         ("DeleteObjects", "DeleteObject"), "overwriting, a save that fails, drain, prune",
         "saves and loads work, prune does not: nothing is ever deleted, nor what failed or overwritten saves leave",
     ),
-    Permission(("ListObjectVersions",), "bench", "bench leaves old versions of its objects", on_bucket=True),
 )  # fmt: skip
 
 
@@ -83,8 +83,8 @@ class Check(NamedTuple):
     """The operation that it tries to be allowed. What it returns is another fault than a refusal."""
     writes: bool = False
     """Whether it writes to the bucket."""
-    deletes: bool = False
-    """Whether what it writes must be deleted again."""
+    optional: bool = False
+    """Whether saves and loads work without what it tries."""
 
     @property
     def online(self) -> bool:
@@ -93,32 +93,29 @@ class Check(NamedTuple):
 
 
 CHECKS = (
-    Check("settings", host.check_settings),
-    Check("versions", host.check_versions),
-    Check("credentials", host.check_credentials, "settings"),
-    Check("endpoint", host.check_endpoint, "credentials"),
-    Check("clock", host.check_clock, "endpoint"),
-    Check("identity", host.check_identity, "endpoint"),
-    Check("bucket", bucket.check_bucket, "endpoint"),
-    Check("ListObjectsV2", bucket.do_list, "bucket", "ListObjectsV2"),
-    Check("PutObject", lambda exam: exam.put(PROBE, DATA), "bucket", "PutObject", writes=True),
-    Check("GetObject", bucket.do_get, "PutObject", "GetObject", writes=True),
-    Check("DeleteObject", lambda exam: exam.do("DeleteObject", PROBE), "PutObject", "DeleteObject", writes=True),
-    Check("DeleteObjects", bucket.do_delete_batch, "PutObject", "DeleteObjects", writes=True, deletes=True),
-    Check("multipart upload", bucket.do_multipart, "PutObject", "UploadPart", writes=True),
-    Check("ListMultipartUploads", bucket.do_list_uploads, "multipart upload", "ListMultipartUploads", writes=True),
-    Check("ListParts", bucket.do_list_parts, "multipart upload", "ListParts", writes=True),
-    Check("AbortMultipartUpload", bucket.do_abort, "multipart upload", "AbortMultipartUpload", writes=True),
-    Check("If-None-Match", bucket.check_if_none_match, "PutObject", writes=True),
-    Check("If-Match", bucket.check_if_match, "PutObject", writes=True),
-    Check("conditional delete", bucket.check_conditional_delete, "PutObject", writes=True, deletes=True),
-    Check("commit", bucket.check_commit, "PutObject", writes=True, deletes=True),
-    Check("checksums", bucket.check_checksums, "PutObject", writes=True),
-    Check("whole-object CRC-64", bucket.check_whole_object, "multipart upload", writes=True),
-    Check("copies", bucket.check_copies, "multipart upload", writes=True, deletes=True),
-    Check("lifecycle", bucket.check_lifecycle, "bucket"),
-    Check("ListObjectVersions", bucket.do_list_versions, "bucket", "ListObjectVersions"),
-    Check("spill disk", host.check_spill, "settings"),
+    Check("settings", checks.check_settings),
+    Check("versions", checks.check_versions),
+    Check("credentials", checks.check_credentials, "settings"),
+    Check("endpoint", checks.check_endpoint, "credentials"),
+    Check("clock", checks.check_clock, "endpoint"),
+    Check("ListObjectsV2", checks.do_list, "endpoint", "ListObjectsV2"),
+    Check("PutObject", checks.do_put, "ListObjectsV2", "PutObject", writes=True),
+    Check("GetObject", checks.do_get, "PutObject", "GetObject", writes=True),
+    Check("DeleteObject", checks.do_delete, "PutObject", "DeleteObject", writes=True),
+    Check("DeleteObjects", checks.do_delete_batch, "PutObject", "DeleteObjects", writes=True),
+    Check("multipart upload", checks.do_multipart, "PutObject", "UploadPart", writes=True),
+    Check("ListMultipartUploads", checks.do_list_uploads, "multipart upload", "ListMultipartUploads", writes=True),
+    Check("ListParts", checks.do_list_parts, "multipart upload", "ListParts", writes=True),
+    Check("AbortMultipartUpload", checks.do_abort, "multipart upload", "AbortMultipartUpload", writes=True),
+    Check("If-None-Match", checks.check_if_none_match, "PutObject", writes=True, optional=True),
+    Check("If-Match", checks.check_if_match, "PutObject", writes=True, optional=True),
+    Check("conditional delete", checks.check_conditional_delete, "PutObject", writes=True, optional=True),
+    Check("checksums", checks.check_checksums, "PutObject", writes=True, optional=True),
+    Check("whole-object CRC-64", checks.check_whole_object, "multipart upload", writes=True, optional=True),
+    Check("copies", checks.check_copies, "multipart upload", writes=True, optional=True),
+    Check("lifecycle", checks.check_lifecycle, "ListObjectsV2", optional=True),
+    Check("versioning", checks.check_versioning, "ListObjectsV2", optional=True),
+    Check("spill disk", checks.check_spill, "settings"),
 )
 
 
@@ -127,19 +124,26 @@ COLUMNS = (
     ("checksum on upload", ("checksums",)),
     ("whole-object CRC-64", ("whole-object CRC-64",)),
     ("lists uploads", ("ListMultipartUploads",)),
-    ("versions", ("ListObjectVersions",)),
+    ("versions", ("versioning",)),
     ("copies", ("copies",)),
     ("clock", ("clock",)),
 )
 """Columns of the table of stores in docs/stores.md, and the checks that fill them."""
 
 
-def doctor(url: URLLike, settings: SettingsLike = None, read_only: bool = False) -> DoctorReport:
+def doctor(
+    url: URLLike,
+    settings: SettingsLike = None,
+    read_only: bool = False,
+    *,
+    on_result: Callable[[CheckResult], object] = lambda _: None,
+) -> DoctorReport:
     """Examine whether saves and loads below a URL will work, and what the store is able to do.
 
     Nothing is raised for what is found: the report has it, and ``print`` shows all of it. Small probe objects are
     written below the URL, under a name of their own, and removed again, also after a failure or Ctrl-C. ``read_only``
-    leaves out everything that writes, to the bucket and to the spill directory.
+    leaves out everything that writes, to the bucket and to the spill directory. ``on_result`` is called after each
+    check.
 
     Raises:
         InvalidURLError: the URL is none of S3, or too long for names below it.
@@ -147,34 +151,22 @@ def doctor(url: URLLike, settings: SettingsLike = None, read_only: bool = False)
     >>> doctor("s3://bucket/run").ok
     True
     """
-    return examine(url, settings, read_only=read_only)
-
-
-def examine(
-    url: URLLike,
-    settings: SettingsLike,
-    *,
-    read_only: bool,
-    on_result: Callable[[CheckResult], object] = lambda _: None,
-) -> DoctorReport:
     exam = Examination(parse_url(url), read_only, settings)
-    parse_url(str(exam.probes))
+    parse_url(str(exam.probes))  # its names are not too long
     began = time.monotonic()
     results: dict[str, CheckResult] = {}
 
     def make(check: Check) -> None:
-        started = time.monotonic()
         found = _find_reason_to_skip(check, exam, results) or _make(check, exam)
-        results[check.name] = replace(found, name=check.name, seconds=time.monotonic() - started)
-        if on_result is not None:
-            on_result(results[check.name])
+        results[check.name] = replace(found, name=check.name)
+        on_result(results[check.name])
 
     with exam.removing():
         for check in CHECKS:
             if not (check.writes and read_only):
                 make(check)
         if exam.keys or exam.uploads:
-            make(Check("clean-up", bucket.clean_up))
+            make(Check("clean-up", checks.clean_up, optional=True))
     store = exam.server or str(exam.url.bucket)
     return DoctorReport(str(exam.url), read_only, tuple(results.values()), time.monotonic() - began, store)
 
@@ -182,12 +174,12 @@ def examine(
 def _make(check: Check, exam: Examination) -> CheckResult:
     needed = permission_for(check.operation) if check.operation else None
     try:
-        found = check.make(exam)
+        found = check.make(exam) or ok("")
     except (errors.DcpS3Error, boto.BotoCoreError, boto.ClientError, OSError, ValueError) as error:
-        if needed is None or not isinstance(error, errors.StorageError):
-            return from_error(error)
-        return from_error(error, status="failed" if needed.required else "warning", consequence=needed.without)
-    found = found or ok("")
+        is_optional = check.optional or (needed is not None and not needed.required)
+        return from_error(
+            error, status="warning" if is_optional else "failed", consequence=needed.without if needed else ""
+        )
     if found.found or needed is None:
         return found
     return replace(found, found=f"allowed; needed for {needed.used_by.replace('`', '')} ({needed.action})")
@@ -197,11 +189,7 @@ def _find_reason_to_skip(check: Check, exam: Examination, results: Mapping[str, 
     needed = results.get(check.needs)
     if needed is not None and not needed.passed:
         return needed if needed.status == "skipped" else skip(f"not checked: see {check.needs}")
-    if exam.dead and check.online:
-        return skip(f"not checked: {exam.dead}")
-    if check.deletes and results["DeleteObject"].status != "ok":
-        return skip("the probe object could not be deleted again: see DeleteObject")
-    return None
+    return skip(f"not checked: {exam.dead}") if exam.dead and check.online else None
 
 
 # --- the report ----------------------------------------------------------------------------------------
@@ -242,16 +230,12 @@ class DoctorReport:
     @property
     def failed(self) -> tuple[CheckResult, ...]:
         """The checks that failed."""
-        return self.having("failed")
+        return tuple(each for each in self.checks if each.status == "failed")
 
     @property
     def warnings(self) -> tuple[CheckResult, ...]:
         """The checks that found something to be known."""
-        return self.having("warning")
-
-    def having(self, status: Status) -> tuple[CheckResult, ...]:
-        """The checks of one status."""
-        return tuple(each for each in self.checks if each.status == status)
+        return tuple(each for each in self.checks if each.status == "warning")
 
     def __getitem__(self, name: str) -> CheckResult:
         """The check of that name, or KeyError if it was not made."""
@@ -284,9 +268,8 @@ def format_result(result: CheckResult) -> str:
 
 def conclude(report: DoctorReport) -> str:
     """What follows the checks: the summary, and what failed once more."""
-    warnings = "warnings" if len(report.warnings) > 1 else "warning"
-    counts: dict[Status, str] = {"ok": "ok", "warning": warnings, "failed": "failed", "skipped": "skipped"}
-    told = ", ".join(f"{len(found)} {word}" for status, word in counts.items() if (found := report.having(status)))
+    counts = Counter(each.status for each in report.checks)
+    told = ", ".join(f"{counts[status]} {word}" for status, word in WORDS.items() if counts[status])
     verdict = "saves and loads will work" if report.ok else "saves or loads will not work"
     if report.ok and report.read_only:
         verdict = "nothing failed; whether saves work was not tried (read-only)"

@@ -60,8 +60,6 @@ class CheckResult:
     """What was found: a clause for people."""
     remedy: str = ""
     """What to do about it; empty if nothing."""
-    seconds: float = 0.0
-    """Seconds that the check took."""
     cell: str = ""
     """What the store's row in docs/stores.md says of it, in a few words; empty: nothing."""
 
@@ -74,7 +72,7 @@ class CheckResult:
         return self.status in ("ok", "warning")
 
 
-# Whoever makes a check adds its name and its seconds.
+# Whoever makes a check adds its name.
 ok, skip = partial(CheckResult, "", "ok"), partial(CheckResult, "", "skipped")
 warn, fail = partial(CheckResult, "", "warning"), partial(CheckResult, "", "failed")
 
@@ -82,8 +80,6 @@ warn, fail = partial(CheckResult, "", "warning"), partial(CheckResult, "", "fail
 def from_error(error: Exception, *, status: Status = "failed", consequence: str = "") -> CheckResult:
     """The result for an error, whose message ends with the remedy; ``consequence`` is what it means."""
     found, _, remedy = str(error).partition(". Remedy: ")
-    if isinstance(error, errors.SettingsError) and not remedy:
-        remedy = "correct it, or unset it"
     return CheckResult("", status, f"{found}: {consequence}" if consequence else found, remedy)
 
 
@@ -103,11 +99,9 @@ class Examination:
     """Seconds by which this host's clock is ahead of the endpoint's, to within one; None if that is not known."""
     dead: str = ""
     """Why requests make no sense any more."""
-    knows_if_none_match: bool = True
-    is_versioned: bool = False
-    keys: list[str] = field(default_factory=list)
+    keys: set[str] = field(default_factory=set)
     """Keys that may have been written."""
-    uploads: list[tuple[str, str]] = field(default_factory=list)
+    uploads: set[tuple[str, str]] = field(default_factory=set)
     """Key and id of multipart uploads that may be open."""
 
     def __post_init__(self) -> None:
@@ -140,33 +134,28 @@ class Examination:
                 self.dead = f"the endpoint stopped answering at {operation}"
             raise
 
-    def do(self, operation: str, name: str, **arguments: Any) -> None:
-        self.ask(operation, name, **arguments)
-
     def put(self, name: str, data: bytes, **arguments: Any) -> None:
-        is_new = self.key(name) not in self.keys
-        if is_new:
-            self.keys.append(self.key(name))
+        written = set(self.keys)
+        self.keys.add(self.key(name))
         try:
             self.ask("PutObject", name, Body=data, **creation_arguments(self.settings, data=True), **arguments)
         except errors.AccessDeniedError:
-            if is_new:
-                self.keys.remove(self.key(name))  # it is certain that nothing was written
+            self.keys = written  # it is certain that nothing was written
             raise
 
     def begin_upload(self, **arguments: Any) -> str:
         arguments |= creation_arguments(self.settings, data=True)
-        answer = self.ask("CreateMultipartUpload", PROBE, **arguments)
-        self.uploads.append((self.key(PROBE), str(answer["UploadId"])))
-        return str(answer["UploadId"])
+        upload = str(self.ask("CreateMultipartUpload", PROBE, **arguments)["UploadId"])
+        self.uploads.add((self.key(PROBE), upload))
+        return upload
 
-    def complete_upload(self, key: str, upload: str, **arguments: Any) -> None:
-        """Make an object of an upload, by one part; ``arguments`` are of the completion."""
-        where: dict[str, Any] = {"Key": key, "UploadId": upload}
-        part = {"ETag": self.ask("UploadPart", Body=DATA, PartNumber=1, **where)["ETag"], "PartNumber": 1}
-        self.keys.append(key)
-        self.ask("CompleteMultipartUpload", MultipartUpload={"Parts": [part]}, **where, **arguments)
-        self.uploads = [each for each in self.uploads if each != (key, upload)]
+    def complete_upload(self, upload: str, **arguments: Any) -> None:
+        """Make the probe object of an upload, by one part; ``arguments`` are of the completion."""
+        part = self.ask("UploadPart", PROBE, UploadId=upload, Body=DATA, PartNumber=1)
+        parts = {"Parts": [{"ETag": part["ETag"], "PartNumber": 1}]}
+        self.keys.add(self.key(PROBE))
+        self.ask("CompleteMultipartUpload", PROBE, UploadId=upload, MultipartUpload=parts, **arguments)
+        self.uploads.discard((self.key(PROBE), upload))
 
     def greet(self) -> float:
         """Send a HeadBucket, and return the seconds until the answer. A refusal is an answer, too."""
@@ -200,45 +189,35 @@ class Examination:
 
     def remove(self) -> list[str]:
         """Remove all that was written (open uploads, objects, their versions), and say what is left, and why."""
-        if self.dead:
-            try:
-                self.greet()  # it may be back
-            except errors.StorageError:
-                written = {*self.keys, *(key for key, _ in self.uploads)}
-                return [f"s3://{self.url.bucket}/{key}: {self.dead}" for key in sorted(written)]
         left: list[str] = []
-        for key, upload in {*self.uploads, *(self._list("ListMultipartUploads", "UploadId", "Uploads") or ())}:
+        for key, upload in self.uploads | self._list("ListMultipartUploads", "UploadId", "Uploads"):
             refused = self._refused("AbortMultipartUpload", key, UploadId=upload)
-            if refused:
+            if refused and not self.dead:
                 try:  # whoever may not abort it can still make an object of it, and delete that
-                    self.complete_upload(key, upload)
+                    self.complete_upload(upload)
+                    refused = []
                 except errors.StorageError:
-                    left += refused
-        for key in {*self.keys, *(key for key, _ in self._list("ListObjectsV2", "Key", "Contents") or ())}:
+                    pass
+            left += refused
+        for key in self.keys | {key for key, _ in self._list("ListObjectsV2", "Key", "Contents")}:
             left += self._refused("DeleteObject", key)
-        if left:
-            return left
-        versions = self._list("ListObjectVersions", "VersionId", "Versions", "DeleteMarkers")
-        for key, version in versions or ():
+        for key, version in self._list("ListObjectVersions", "VersionId", "Versions", "DeleteMarkers"):
             left += self._refused("DeleteObject", key, VersionId=version)
-        if versions is None and self.is_versioned:
-            left.append(f"old versions of a few bytes below {self.probes}: s3:ListBucketVersions is not allowed")
-        self.keys, self.uploads = [], []
         return left
 
     def _refused(self, operation: str, key: str, **arguments: Any) -> list[str]:
         """Why it was not removed; nothing if it was, or is gone."""
         try:
-            self.ask(operation, Key=key, **arguments)
+            self.ask(operation, Key=key, attempts=1 if self.dead else None, **arguments)
         except errors.StorageError as error:
             if answered_status(error) != 404:
                 return [f"s3://{self.url.bucket}/{key}: {error}"]
         return []
 
-    def _list(self, operation: str, identity: str, *entries: str) -> list[tuple[str, str]] | None:
-        """Key and id of what is below the probes' prefix, less than a page; None where it cannot be listed."""
+    def _list(self, operation: str, identity: str, *entries: str) -> set[tuple[str, str]]:
+        """Key and id of what is below the probes' prefix, less than a page; nothing where it cannot be listed."""
         try:
-            answer = self.ask(operation, Prefix=self.probes.key(""))
+            answer = self.ask(operation, Prefix=self.probes.key(""), attempts=1 if self.dead else None)
         except errors.StorageError:
-            return None
-        return [(each["Key"], str(each[identity])) for name in entries for each in answer.get(name, ())]
+            return set()
+        return {(each["Key"], str(each[identity])) for name in entries for each in answer.get(name, ())}

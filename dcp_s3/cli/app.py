@@ -1,19 +1,24 @@
-"""The app of ``dcp-s3``, and what its commands share: options, output, progress and questions."""
+"""The app of ``dcp-s3``: exit statuses, errors, the log, and what the commands share."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
+import re
 import signal
 import sys
 import threading
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
-from dcp_s3.cli.group import FAILED, GIVEN, LAYOUT, Group, printable, show_log, statuses
+from dcp_s3 import errors
 from dcp_s3.format.control_files import number_to_json
 from dcp_s3.url import is_s3_url
 from dcp_s3.versions import __version__
@@ -21,12 +26,104 @@ from dcp_s3.versions import __version__
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+DONE = 0
+FAILED = 1
+USAGE = 2
+NOTHING_THERE = 3
+DAMAGED = 4
+DIFFERENT = 5
+INTERRUPTED = 130
+NOBODY_READS = 141
+"""The reader of the output has gone: what a shell makes of SIGPIPE. No mistake, so the table leaves it out."""
+
+MEANINGS = {
+    DONE: "done; of verify: good",
+    FAILED: "failed: S3 or the disk refused, or something is protected, exists already, or waits",
+    USAGE: "wrong usage: an argument, an option, a URL or a setting",
+    NOTHING_THERE: "nothing is there",
+    DAMAGED: "damaged: a checkpoint is not what was saved",
+    DIFFERENT: "different: of diff, or not known to be the same",
+    INTERRUPTED: "ended by Ctrl-C",
+}
+
+_STATUSES: dict[int, tuple[type[Exception], ...]] = {
+    USAGE: (errors.SettingsError, errors.InvalidURLError),
+    NOTHING_THERE: (errors.CheckpointNotFoundError,),
+    DAMAGED: (errors.CorruptCheckpointError, errors.UnsafeMetadataError),
+}
+
+ORDER = (
+    "ls", "show", "diff", "verify", "report", "cp", "export", "import", "drain", "prune", "pin", "rm", "doctor",
+    "bench", "demo",
+)  # fmt: skip
+"""The order in which ``--help`` shows the commands."""
+
+LAYOUT = "\n\t"
+"""Characters that messages and lines for people keep."""
+
+# Control and formatting characters (also those that turn the direction of the text), lone surrogates, line ends.
+_OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+_ANYWHERE = {"--endpoint-url": 2, "--profile": 2, "--region": 2, "--verbose": 1, "-v": 1, "-vv": 1}
+"""Options of all commands, and the words that they take."""
+
+_RETRIES = "dcp_s3.s3.diagnosis"
+"""Logs at INFO why a request is tried again; shown in any case, lest a command sits silent."""
+
+
+def status_of(error: Exception) -> int:
+    """The exit status for an error."""
+    return next((status for status, kinds in _STATUSES.items() if isinstance(error, kinds)), FAILED)
+
+
+class Group(TyperGroup):
+    """The commands. Turns errors into a message and an exit status."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(self.commands, key=ORDER.index)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command: Any = super().get_command(ctx, cmd_name)
+        if command is not None and not command.epilog:
+            command.epilog = "Options of all commands: -v, --endpoint-url, --profile, --region (see dcp-s3 --help)."
+        return command
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Move options of all commands, which may stand anywhere before ``--``, before the command."""
+        first: list[str] = []
+        rest: list[str] = []
+        words = list(args)
+        while words and words[0] != "--":
+            name, equals, _ = words[0].partition("=")
+            count = 1 if equals else _ANYWHERE.get(name, 1)
+            (first if name in _ANYWHERE else rest).extend(words[:count])
+            del words[:count]
+        return super().parse_args(ctx, first + rest + words)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()  # rather than at exit, where a reader that has gone would be a traceback
+        except BrokenPipeError:
+            # What could not be written would be tried again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(NOBODY_READS) from None
+        except KeyboardInterrupt:
+            note("dcp-s3: interrupted")
+            raise typer.Exit(INTERRUPTED) from None
+        except (errors.DcpS3Error, OSError) as error:
+            message = re.sub(r"\b(overwrite|force)=True", r"--\1", str(error))  # an argument of Python's
+            note(f"dcp-s3: {message}")
+            raise typer.Exit(status_of(error)) from None
+
 
 app = typer.Typer(
     name="dcp-s3",
     cls=Group,
     help="PyTorch distributed checkpoints on S3: list, copy, verify and prune them.",
-    epilog="\b\n" + statuses(),
+    epilog="\b\n" + "\n".join(["Exit status:", *(f"  {status:3} {meaning}" for status, meaning in MEANINGS.items())]),
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -34,15 +131,7 @@ app = typer.Typer(
 )
 
 
-def _note_json(value: bool) -> bool:
-    Group.owes_json = value
-    return value
-
-
-AsJSON = Annotated[
-    bool,
-    typer.Option("--json", help="Print JSON, also of an error; NaN and infinities become text.", callback=_note_json),
-]
+AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON; NaN and infinities become text.")]
 URL = Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix of the checkpoint.")]
 ROOT = Annotated[str, typer.Argument(metavar="ROOT", help="s3://bucket/prefix above the checkpoints.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done, and why.")]
@@ -62,16 +151,6 @@ Rename = Annotated[
         help="Replace what REGEX matches in the names by NEW, which may have \\1 for a group; the last = divides. "
         "May be repeated: the rules apply one after the other.",
     ),
-]
-MetricsPort = Annotated[
-    int | None,
-    typer.Option(
-        "--metrics-port", metavar="PORT", min=0, max=65535,
-        help="Serve metrics for Prometheus at this TCP port; 0: one that is free.",
-    ),
-]  # fmt: skip
-MetricsAddress = Annotated[
-    str, typer.Option("--metrics-address", metavar="ADDRESS", help="Address of --metrics-port; 0.0.0.0: all.")
 ]
 
 
@@ -94,28 +173,28 @@ def _main(
         ),
     ] = 0,
     endpoint_url: Annotated[
-        str | None, typer.Option(metavar="URL", help="S3 endpoint, instead of DCP_S3_ENDPOINT_URL.")
+        str | None, typer.Option(metavar="URL", help="S3 endpoint, as DCP_S3_ENDPOINT_URL.")
     ] = None,
     profile: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Profile of AWS's configuration, instead of DCP_S3_PROFILE.")
+        str | None, typer.Option(metavar="NAME", help="Profile of AWS's configuration, as DCP_S3_PROFILE.")
     ] = None,
-    region: Annotated[str | None, typer.Option(metavar="NAME", help="Region, instead of DCP_S3_REGION.")] = None,
+    region: Annotated[str | None, typer.Option(metavar="NAME", help="Region, as DCP_S3_REGION.")] = None,
 ) -> None:
     """PyTorch distributed checkpoints on S3: list, copy, verify and prune them."""
-    given = {"endpoint_url": endpoint_url, "profile": profile, "region": region}
     stack = contextlib.ExitStack()
     ctx.call_on_close(stack.close)
-    ctx.meta[GIVEN] = {name: f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None}
-    if ctx.meta[GIVEN]:
+    if endpoint_url or profile or region:
         from dcp_s3.settings import environment
 
-        stack.enter_context(environment(**given))
+        stack.enter_context(environment(endpoint_url=endpoint_url, profile=profile, region=region))
     stack.enter_context(show_log(verbose))
+
+
+# --- output ------------------------------------------------------------------------------------------------
 
 
 def print_json(value: Any) -> None:
     """Print JSON, for programs."""
-    Group.owes_json = False
     # Strict JSON: NaN and infinities become text, as in the manifests.
     sys.stdout.write(json.dumps(_strict(value), indent=1, allow_nan=False) + "\n")
 
@@ -128,6 +207,15 @@ def _strict(value: Any) -> Any:
     return number_to_json(value)
 
 
+def printable(text: str, keep: str = "") -> str:
+    """A text whose control characters, which a terminal would obey, are escapes: names come from a bucket."""
+    if text.isprintable():
+        return text
+    return "".join(
+        ascii(each)[1:-1] if unicodedata.category(each) in _OBEYED and each not in keep else each for each in text
+    )
+
+
 def print_line(text: str) -> None:
     """Print a line for people, above the progress bar if there is one."""
     sys.stdout.write(printable(text, keep=LAYOUT) + "\n")
@@ -136,6 +224,35 @@ def print_line(text: str) -> None:
 def note(text: str) -> None:
     """Print for people on stderr, beside the output for programs."""
     sys.stderr.write(printable(text, keep=LAYOUT) + "\n")
+
+
+class _Lines(logging.Handler):
+    """Writes to what ``sys.stderr`` is at the time: a progress bar puts something else there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            note(self.format(record))
+        except (OSError, ValueError):
+            self.handleError(record)
+
+
+@contextlib.contextmanager
+def show_log(verbose: int) -> Iterator[None]:
+    """Show the log while this lasts: warnings, and with ``verbose`` 1 what is done, with 2 also every request."""
+    level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
+    handler = _Lines()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s" if verbose else None))
+    package, retries = logging.getLogger("dcp_s3"), logging.getLogger(_RETRIES)
+    before = package.level, retries.level
+    package.addHandler(handler)
+    package.setLevel(level)
+    retries.setLevel(min(level, logging.INFO))
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
+        package.setLevel(before[0])
+        retries.setLevel(before[1])
 
 
 @contextlib.contextmanager
@@ -152,7 +269,7 @@ def progress(label: str) -> Iterator[dict[str, Any]]:
 @contextlib.contextmanager
 def progress_of_steps(label: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar for steps, on a terminal only. Yields a function that takes the steps done and their total."""
-    with _bar("TextColumn", "BarColumn", "MofNCompleteColumn", "TimeElapsedColumn") as bar:
+    with _bar("BarColumn", "MofNCompleteColumn", "TimeElapsedColumn") as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
@@ -164,7 +281,7 @@ def _bar(*columns: str) -> Progress:
 
     console = tables.make_console(stderr=True)
     return progress.Progress(
-        *(getattr(progress, name)(*(["{task.description}"] if name == "TextColumn" else [])) for name in columns),
+        *(getattr(progress, name)() for name in columns),
         console=console,
         disable=not console.is_terminal,
         transient=True,
@@ -172,8 +289,11 @@ def _bar(*columns: str) -> Progress:
     )
 
 
+# --- signals and questions ---------------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
-def handling(handler: Callable[..., object], *numbers: signal.Signals) -> Iterator[None]:
+def _handling(handler: Callable[..., object], *numbers: signal.Signals) -> Iterator[None]:
     """Handle signals during the body, in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -190,7 +310,7 @@ def handling(handler: Callable[..., object], *numbers: signal.Signals) -> Iterat
 def stop_on_signals() -> Iterator[threading.Event]:
     """An event that SIGTERM and Ctrl-C set during the body, for commands that then end by themselves."""
     stop = threading.Event()
-    with handling(lambda *_: stop.set(), signal.SIGTERM, signal.SIGINT):
+    with _handling(lambda *_: stop.set(), signal.SIGTERM, signal.SIGINT):
         try:
             yield stop
         finally:
@@ -203,29 +323,7 @@ def ended_like_ctrl_c() -> contextlib.AbstractContextManager[None]:
     def interrupt(*_: Any) -> NoReturn:
         raise KeyboardInterrupt
 
-    return handling(interrupt, signal.SIGTERM, signal.SIGHUP)
-
-
-@contextlib.contextmanager
-def serving(port: int | None, address: str, *, needs: str) -> Iterator[None]:
-    """Serve metrics during the body, if there is a port. ``needs``: the option without which it makes no sense, if that
-    is not given; otherwise empty."""
-    if port is None:
-        yield
-        return
-    if needs:
-        raise typer.BadParameter(f"it is for a process that goes on. Remedy: {needs}", param_hint="--metrics-port")
-    try:
-        from dcp_s3.integrations.prometheus import serve
-    except ImportError as error:
-        raise typer.BadParameter(str(error), param_hint="--metrics-port") from None
-    server = serve(port, address)
-    note(f"metrics: http://{address}:{server.server_port}/metrics")
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
+    return _handling(interrupt, signal.SIGTERM, signal.SIGHUP)
 
 
 def someone_is_there() -> bool:

@@ -1,6 +1,6 @@
 """The commands that move, delete and mark checkpoints.
 
-``cp``, ``export``, ``import`` and ``drain``; ``prune``, ``rm``, ``pin`` and ``annotate``.
+``cp``, ``export``, ``import`` and ``drain``; ``prune``, ``rm`` and ``pin``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dcp_s3.cli import app as cli
-from dcp_s3.cli import group
 from dcp_s3.errors import CorruptCheckpointError, SettingsError, UnsafeMetadataError
 from dcp_s3.units import format_size, plural
 from dcp_s3.url import parse_url
@@ -122,8 +121,6 @@ def drain(
     watch: Annotated[bool, typer.Option("--watch", help="Keep draining until SIGTERM or Ctrl-C.")] = False,
     status: Annotated[bool, typer.Option("--status", help="Only show what is there.")] = False,
     as_json: cli.AsJSON = False,
-    metrics_port: cli.MetricsPort = None,
-    metrics_address: cli.MetricsAddress = "127.0.0.1",
 ) -> None:
     """Upload what a crash or an outage of S3 left in a spill directory, and commit what is then complete.
 
@@ -144,11 +141,7 @@ def drain(
         cli.print_json(found) if as_json else _print_saves(found)
         return
     total = DrainReport()
-    with (
-        cli.serving(metrics_port, metrics_address, needs="" if watch else "--watch"),
-        cli.stop_on_signals() as stop,
-        cli.progress("drain") as callbacks,
-    ):
+    with cli.stop_on_signals() as stop, cli.progress("drain") as callbacks:
         callbacks["on_total"](None if watch else sum(save["size"] for save in found["saves"]))
         drainer = Drainer(store, stop=stop, on_progress=callbacks["on_progress"], patience=settings.spill_after)
         while True:
@@ -165,7 +158,7 @@ def drain(
     if as_json:
         cli.print_json(dataclasses.asdict(total))
     if not _say_drained(store, total):
-        raise typer.Exit(group.FAILED)
+        raise typer.Exit(cli.FAILED)
 
 
 def _find_saves(store: SpillStore) -> dict[str, Any]:
@@ -279,9 +272,9 @@ def prune(
         _say_pruned(report)
     if nothing:
         cli.note(f"no checkpoints under {root}")
-        raise typer.Exit(group.NOTHING_THERE)
+        raise typer.Exit(cli.NOTHING_THERE)
     if not report.ok:
-        raise typer.Exit(group.FAILED)
+        raise typer.Exit(cli.FAILED)
 
 
 def _say_pruned(report: PruneReport) -> None:
@@ -351,38 +344,4 @@ def pin(
         cli.note(f"{url} is no longer pinned")
     else:
         cli.note(f"{url} is not pinned")
-        raise typer.Exit(group.NOTHING_THERE)
-
-
-@cli.app.command()
-def annotate(
-    url: cli.URL,
-    metrics: Annotated[
-        list[str],
-        typer.Argument(metavar="NAME=VALUE...", help="Numbers, true, false or text; for example val_loss=1.23."),
-    ],
-) -> None:
-    """Add metrics to a checkpoint, or replace some."""
-    from dcp_s3.cli import tables
-    from dcp_s3.format.control_files import check_added
-    from dcp_s3.retention import marks
-
-    with cli.wrong_usage(ValueError, hint="NAME=VALUE"):
-        given = dict(_metric(text) for text in metrics)
-    with cli.wrong_usage(SettingsError, hint="NAME=VALUE"):
-        check_added(given, url=url)
-    cli.print_line(tables.format_metrics(marks.annotate(url, given)))
-
-
-def _metric(text: str) -> tuple[str, float | int | bool | str]:
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise ValueError(f"{text!r} is not NAME=VALUE")
-    if value in ("true", "false"):
-        return name, value == "true"
-    for number in (int, float):
-        try:
-            return name, number(value)
-        except ValueError:
-            pass
-    return name, value
+        raise typer.Exit(cli.NOTHING_THERE)

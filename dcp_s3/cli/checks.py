@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dcp_s3.cli import app as cli
-from dcp_s3.cli import group
 from dcp_s3.errors import CheckpointNotFoundError, DcpS3Error
 from dcp_s3.units import format_size, parse_size, plural
 
@@ -18,7 +15,7 @@ if TYPE_CHECKING:
     from dcp_s3.offline.verify import VerifyReport
 
 
-def _show_settings(ctx: typer.Context, as_json: bool) -> None:
+def _show_settings(as_json: bool) -> None:
     from dcp_s3.cli import tables
     from dcp_s3.retention.parse import policy_from_settings
     from dcp_s3.s3.client import find_chain
@@ -26,14 +23,14 @@ def _show_settings(ctx: typer.Context, as_json: bool) -> None:
 
     settings = resolve_settings(None)
     policy_from_settings(settings)  # raises if it is not a valid policy
-    chain, given, rows = find_chain(settings), ctx.meta.get(group.GIVEN, {}), []
+    chain, rows = find_chain(settings), []
     for name in type(settings).model_fields:  # no secret is among them
         value, source = getattr(settings, name), "default"
         if name in settings.model_fields_set:
             source = f"{ENV_PREFIX}{name.upper()}"
         elif name in chain:
             value, source = chain[name].value, chain[name].source
-        rows.append({"name": name, "value": value, "source": given.get(name, source)})
+        rows.append({"name": name, "value": value, "source": source})
     if as_json:
         cli.print_json(rows)
     else:
@@ -45,7 +42,6 @@ _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": 
 
 @cli.app.command()
 def doctor(
-    ctx: typer.Context,
     url: Annotated[
         str | None, typer.Argument(metavar="URL", help="s3://bucket/prefix below which checkpoints are to lie.")
     ] = None,
@@ -61,11 +57,11 @@ def doctor(
     Small probe objects are written below URL and removed again. The last line is the store's row in docs/stores.md.
     """
     if settings:
-        _show_settings(ctx, as_json)
+        _show_settings(as_json)
         return
     if url is None:
         raise typer.BadParameter("s3://bucket/prefix is missing; only --settings needs none", param_hint="URL")
-    from dcp_s3.checkup.doctor import conclude, examine, format_result
+    from dcp_s3.checkup import doctor as checkup
     from dcp_s3.checkup.probes import CheckResult
     from dcp_s3.cli import tables
 
@@ -73,17 +69,17 @@ def doctor(
 
     def show(result: CheckResult) -> None:
         if not as_json:
-            text = group.printable(format_result(result), keep=group.LAYOUT)
+            text = cli.printable(checkup.format_result(result), keep=cli.LAYOUT)
             console.print(text, style=_STYLES[result.status], soft_wrap=True)
 
     with cli.ended_like_ctrl_c():
-        report = examine(url, None, read_only=read_only, on_result=show)
+        report = checkup.doctor(url, read_only=read_only, on_result=show)
     if as_json:
         cli.print_json(report.to_dict())
     else:
-        cli.print_line(conclude(report))
+        cli.print_line(checkup.conclude(report))
     if not report.ok:
-        raise typer.Exit(group.FAILED)
+        raise typer.Exit(cli.FAILED)
 
 
 @cli.app.command()
@@ -118,11 +114,11 @@ def verify(
                 if isinstance(error, CheckpointNotFoundError):
                     continue  # deleted meanwhile
                 documents.append({"url": each, "ok": None, "error": str(error)})
-                statuses.append(group.status_of(error))
+                statuses.append(cli.status_of(error))
                 lines = [f"{each}: could not be verified: {error}"]
             else:
                 documents.append(report.to_dict())
-                statuses.append(group.DONE if report.ok else group.DAMAGED)
+                statuses.append(cli.DONE if report.ok else cli.DAMAGED)
                 lines = _lines(report, one_line=root)
             for line in () if as_json else lines:
                 cli.print_line(line)
@@ -130,7 +126,7 @@ def verify(
         cli.print_json(documents if root else documents[0])
     if not documents:
         cli.note(f"no committed checkpoints under {url}")
-    status = max(statuses, default=group.NOTHING_THERE)  # damage counts most
+    status = max(statuses, default=cli.NOTHING_THERE)  # damage counts most
     if status:
         raise typer.Exit(status)
 
@@ -178,29 +174,21 @@ def bench(
         cli.print_json(report.to_dict())
     else:
         _print_report(report)
-    if not report.removed:
-        raise typer.Exit(group.FAILED)
 
 
 def _print_report(report: BenchReport) -> None:
     from dcp_s3.cli import tables
 
-    found = report.to_dict()
-    ranks, size = plural(report.ranks, "rank"), format_size(found["bytes_per_rank"])
-    cli.print_line(f"{ranks} with {size} each; what was loaded is what was saved, bit by bit")
+    cli.print_line(f"{plural(report.ranks, 'rank')}; what was loaded is what was saved, bit by bit")
     titles = (">round", "direction", ">seconds", ">GiB/s", ">CPU s/GiB", ">connections per rank", ">throttled")
-    table = tables.make_table((*titles, ">hedged"))
-    for each in found["transfers"]:
-        rates = (each["seconds"], each["bytes_per_second"] / 2**30, each["cpu_seconds_per_gib"])
-        counts = (each[name] for name in ("connections", "throttled", "hedged"))
-        tables.add_row(table, (each["round"], each["direction"], *(f"{rate:.2f}" for rate in rates), *counts))
+    table = tables.make_table(titles)
+    for each in report.transfers:
+        gib = each.bytes / 2**30
+        rates = (f"{rate:.2f}" for rate in (each.seconds, gib / each.seconds, each.cpu_seconds / gib))
+        tables.add_row(table, (each.round, each.direction, *rates, each.connections, each.throttled))
     tables.make_console().print(table)
-    cli.print_line("what limits it")
-    for limit in report.limits:
-        cli.print_line(f"  {limit.direction}: {limit.text}")
-    cli.print_line("suggested settings")
-    for text in found["suggestions"] or ["none: the settings fit"]:
-        cli.print_line(f"  {text}")
+    for direction, text in report.limits.items():
+        cli.print_line(f"what limits a {direction}: {text}")
 
 
 @cli.app.command()
@@ -211,13 +199,12 @@ def demo(
             "--url", metavar="URL", help="s3://bucket/prefix to run below; without it, on an S3 server of the demo's."
         ),
     ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the training's logs and digests.")] = False,
 ) -> None:
     """Kill a training run in the middle of a save, restart it on another number of ranks, and check every bit."""
-    from dcp_s3.cli import tables
     from dcp_s3.demo.run import run_demo
 
-    # As with Ctrl-C, the training processes must not be left behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    if not run_demo(url, keep=keep, plan_table=tables.plan):
-        raise typer.Exit(group.FAILED)
+    # The training processes must not be left behind.
+    with cli.ended_like_ctrl_c():
+        holds = run_demo(url)
+    if not holds:
+        raise typer.Exit(cli.FAILED)

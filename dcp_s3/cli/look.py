@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from dcp_s3.cli import app as cli
-from dcp_s3.cli import group
 from dcp_s3.units import format_size, plural
 
 
@@ -24,45 +23,40 @@ def ls(
             "--latest", help="Print only the URL of the newest that can be loaded: $(dcp-s3 ls --latest ROOT)."
         ),
     ] = False,
-    include_uncommitted: Annotated[
-        bool, typer.Option("--include-uncommitted", help="Of --latest: those too that wait in DCP_S3_SPILL_DIR here.")
-    ] = False,
 ) -> None:
     """List the checkpoints under ROOT, oldest first."""
     from dcp_s3.cli import tables
     from dcp_s3.retention.catalog import CheckpointCatalog
 
-    if latest or include_uncommitted:
-        _print_latest(root, as_json, include_uncommitted)
+    if latest:
+        _print_latest(root, as_json)
         return
     found = CheckpointCatalog(root).checkpoints()
     shown = [info for info in found if everything or info.committed]
     if as_json:
         cli.print_json([info.to_dict() for info in shown])
     elif shown:
-        console = tables.make_console()
-        width = console.width if console.is_terminal else None
-        console.print(tables.checkpoints(shown, now=time.time(), width=width))
+        tables.make_console().print(tables.checkpoints(shown, now=time.time()))
     hidden = len(found) - len(shown)
     if hidden:
         cli.note(f"{plural(hidden, 'incomplete checkpoint')} not shown: see --all")
     elif not shown:
         cli.note(f"no checkpoints right under {root}; one checkpoint by its own URL: dcp-s3 show")
     if not shown:
-        raise typer.Exit(group.NOTHING_THERE)
+        raise typer.Exit(cli.NOTHING_THERE)
 
 
-def _print_latest(root: str, as_json: bool, include_uncommitted: bool) -> None:
+def _print_latest(root: str, as_json: bool) -> None:
     from dcp_s3.retention.catalog import latest as find_latest
 
-    found = find_latest(root, include_uncommitted=include_uncommitted)
+    found = find_latest(root)
     if as_json:
         cli.print_json(None if found is None else found.to_dict())
     elif found is not None:
         cli.print_line(found.url)
     if found is None:
         cli.note(f"no complete checkpoint under {root}: dcp-s3 ls --all shows what is there")
-        raise typer.Exit(group.NOTHING_THERE)
+        raise typer.Exit(cli.NOTHING_THERE)
 
 
 Filter = Annotated[
@@ -75,7 +69,6 @@ Filter = Annotated[
 def show(
     url: cli.URL,
     filter: Filter = None,
-    top: Annotated[int | None, typer.Option("--top", min=1, metavar="N", help="Only the N largest entries.")] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="A line for each entry, also for those alike, and for each object.")
     ] = False,
@@ -83,7 +76,7 @@ def show(
 ) -> None:
     """Show one checkpoint: its properties, and what it holds. Reads no data.
 
-    With --filter or --top only the entries. Objects are listed with --all, and if one is missing or not used.
+    With --filter only the entries. Objects are listed with --all, and if one is missing or not used.
     """
     from dcp_s3.cli import tables
     from dcp_s3.offline.names import matches, no_match_error
@@ -93,17 +86,15 @@ def show(
     entries = [entry for entry in details.entries if not filter or matches(entry.fqn, filter)]
     if filter and not entries:
         raise no_match_error(f"{url} has no", filter, [entry.fqn for entry in details.entries], url)
-    if top is not None:
-        entries = sorted(entries, key=lambda entry: -entry.size)[:top]
     if as_json:
         cli.print_json(details.to_dict() | {"entries": [vars(entry) for entry in entries]})
         return
-    console, chosen = tables.make_console(), filter or top is not None
-    if not chosen:
+    console = tables.make_console()
+    if not filter:
         console.print(tables.facts(details))
     if entries:
-        console.print(tables.entries(entries, alone=everything or top is not None))
-    if not chosen and (everything or any(each.size is None or not each.used for each in details.objects)):
+        console.print(tables.entries(entries, alone=everything))
+    if not filter and (everything or any(each.size is None or not each.used for each in details.objects)):
         console.print(tables.objects(details.objects))
 
 
@@ -145,7 +136,7 @@ def diff(
         if not full and any(each.status == "unknown" for each in found.entries):
             cli.note("what is unknown: --full reads and compares it")
     if not found.same:
-        raise typer.Exit(group.DIFFERENT)
+        raise typer.Exit(cli.DIFFERENT)
 
 
 @cli.app.command()
@@ -163,7 +154,7 @@ def report(
 ) -> None:
     """Write an HTML page about the checkpoints under ROOT: sizes, seconds, metrics, retention, problems.
 
-    The page needs no network. Nothing in the bucket is changed. It needs bokeh (3.9 or later); --json does not.
+    The page needs neither a network nor JavaScript. Nothing in the bucket is changed.
     """
     from dcp_s3.errors import SettingsError
     from dcp_s3.reporting import report as reporting
@@ -174,14 +165,8 @@ def report(
         keep: Any = None if policy is None else parse_policy(policy) or ""
     with cli.wrong_usage(ValueError, hint="--grace"):
         seconds = None if grace is None else parse_duration(grace)
-    try:
-        with cli.progress_of_steps("report"):
-            found = reporting.report(root, None if as_json else out, keep, grace=seconds)
-    except ImportError as error:
-        if error.name != "bokeh":
-            raise
-        cli.note(f"dcp-s3: {error}")
-        raise typer.Exit(group.FAILED) from None
+    with cli.progress_of_steps("report"):
+        found = reporting.report(root, None if as_json else out, keep, grace=seconds)
     if as_json:
         cli.print_json(found.to_dict())
         return

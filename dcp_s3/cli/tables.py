@@ -14,7 +14,7 @@ from rich.text import Text
 
 from dcp_s3.checkpoint.directory import LEASE_MARGIN
 from dcp_s3.checkpoint.info import CheckpointInfo
-from dcp_s3.cli.group import printable
+from dcp_s3.cli.app import printable
 from dcp_s3.format.saved_entries import SavedEntry
 from dcp_s3.offline.names import group_alike
 from dcp_s3.retention.plan import Plan
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 _PIPED_WIDTH = 100_000
 _DIFFERENCES = 40  # lines of `diff`
-_OTHER_COLUMNS = 75
-"""Characters of all columns of checkpoints but their names and metrics, with what divides them."""
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -69,22 +67,15 @@ def format_age(seconds: float) -> str:
     return f"{minutes}m" if minutes else f"{whole}s"
 
 
-def checkpoints(infos: Sequence[CheckpointInfo], *, now: float, width: int | None = None) -> Table:
-    """One line per checkpoint; incomplete ones dimmed. In a narrow terminal without what `show` tells, too."""
-    titles = ("name", "state", ">step", ">ranks", ">objects", ">size", ">age", "metrics")
-    words = [word for info in infos for word in format_metrics(info.metrics).split()]
-    wide = sum(max(map(len, column), default=0) for column in (words, [info.name for info in infos])) + _OTHER_COLUMNS
-    left_out = (">ranks", ">objects", ">age") if width is not None and wide > width else ()
-    table = make_table([title for title in titles if title not in left_out])
-    table.columns[0].no_wrap = bool(left_out)
-    table.columns[-1].min_width = max(map(len, words), default=0) if left_out else None
+def checkpoints(infos: Sequence[CheckpointInfo], *, now: float) -> Table:
+    """One line per checkpoint; incomplete ones dimmed."""
+    table = make_table(("name", "state", ">step", ">ranks", ">objects", ">size", ">age", "metrics"))
     for info in infos:
         age = "" if info.created_at is None else format_age(now - info.created_at)
+        size, metrics = _size(info.size), format_metrics(info.metrics)
         state = format_state(info, now=now)
-        cells: tuple[Any, ...] = (info.name, state, info.step, info.world_size, info.objects, _size(info.size), age,
-                 format_metrics(info.metrics))  # fmt: skip
-        shown = tuple(cell for title, cell in zip(titles, cells, strict=True) if title not in left_out)
-        add_row(table, shown, style="" if info.committed else "dim")
+        cells = (info.name, state, info.step, info.world_size, info.objects, size, age, metrics)
+        add_row(table, cells, style="" if info.committed else "dim")
     return table
 
 

@@ -1,26 +1,18 @@
-"""The HTML page of a report: one file that needs no network, with charts that bokeh draws."""
+"""The HTML page of a report: one file that needs neither a network nor JavaScript."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from typing import Any
 
 import jinja2
-import numpy as np
-from bokeh.embed import file_html
-from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter
-from bokeh.plotting import figure
-from bokeh.resources import Resources
-from bokeh.transform import factor_cmap, factor_mark
 
 from dcp_s3.checkpoint.directory import LEASE_MARGIN
 from dcp_s3.checkpoint.info import CheckpointInfo, in_grace
 from dcp_s3.reporting.report import ReportData
+from dcp_s3.retention.plan import Decision
 from dcp_s3.retention.policy import metric_value
 from dcp_s3.units import format_seconds, format_size, plural
 from dcp_s3.versions import __version__
@@ -28,35 +20,27 @@ from dcp_s3.versions import __version__
 MOST_METRICS = 8
 _MOST_TEXT = 300  # characters of all metrics of a checkpoint
 _LONGEST_SAVE = 30 * 86400.0  # seconds; what took longer, a clock was set
-
-STATES: Mapping[str, tuple[str, str, str]] = {
-    "committed": ("circle", "#0b66b0", "●"),
-    "pinned": ("diamond", "#8a3d86", "◆"),
-    "foreign": ("square", "#2f8fc4", "■"),
-    "damaged": ("x", "#b3261e", "✕"),
-    "in progress": ("triangle", "#00755a", "▲"),
-    "waits on disk": ("inverted_triangle", "#b85c00", "▼"),
-    "incomplete": ("cross", "#b85c00", "+"),
-    "being deleted": ("asterisk", "#6b7480", "*"),
-}
-"""How a checkpoint is shown: what matters most about it, with marker, colour and sign."""
+_WIDTH, _HEIGHT, _MARGIN = 640, 200, 12  # of a chart
 
 _PAGE = """\
 <!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="SECURITY">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ title }}</title>
+<title>Checkpoints under {{ data.root }}</title>
 <style>
-* { box-sizing: border-box; }
 body { max-width: 1360px; margin: 0 auto; padding: 24px; color: #1b1f24; font: 15px/1.5 system-ui, sans-serif; }
 h1, li, .wide { overflow-wrap: anywhere; }
 .muted { color: #59636e; }
-.charts { display: grid; gap: 12px; grid-template-columns: minmax(0, 1fr); }
-@media (min-width: 900px) { .charts { grid-template-columns: repeat(2, minmax(0, 1fr)); } }
-.charts div { overflow: hidden; }
+.charts { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
+figure { margin: 0; }
+svg { width: 100%; font-size: 12px; fill: #59636e; }
+polyline { fill: none; stroke: #8b95a1; }
+circle { stroke: #0b66b0; fill: #0b66b0; }
+circle.delete { fill: #fff; }
+circle.broken { stroke: #b3261e; fill: #b3261e; }
 .bad { color: #b3261e; }
 .table { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 0.88rem; font-variant-numeric: tabular-nums; }
@@ -80,14 +64,18 @@ th, td { text-align: left; vertical-align: top; white-space: nowrap; padding: 7p
 </ul>
 
 <h2>Over the steps</h2>
-<p class="muted">Filled: stays. Hollow: would be deleted. Point at one for its name and reasons.<br>
-{% for state, colour, sign in legend %}
-<span style="color: {{ colour }}">{{ sign }}</span> {{ state }}&emsp;
-{% endfor %}</p>
-<noscript><p>The charts need JavaScript, which is part of this page. The rest does not.</p></noscript>
+<p class="muted">Filled: stays. Hollow: would be deleted. Red: damaged or not complete. Point at one for its name.</p>
 <div class="charts">
-{% for root in roots %}
-<div><div id="{{ root.elementid }}" data-root-id="{{ root.id }}"></div></div>
+{% for chart in charts %}
+<figure><figcaption>{{ chart.title }}, {{ chart.lowest }} to {{ chart.highest }}</figcaption>
+<svg viewBox="0 0 {{ width }} {{ height + 16 }}" role="img">
+<polyline points="{% for x, y, _, _ in chart.dots %}{{ x }},{{ y }} {% endfor %}"/>
+{% for x, y, kind, name in chart.dots %}
+<circle cx="{{ x }}" cy="{{ y }}" r="4" class="{{ kind }}"><title>{{ name }}</title></circle>
+{% endfor %}
+<text x="0" y="{{ height + 14 }}">step {{ chart.first }}</text>
+<text x="{{ width }}" y="{{ height + 14 }}" text-anchor="end">{{ chart.last }}</text>
+</svg></figure>
 {% else %}
 <p>Nothing to draw: no checkpoint has a step.</p>
 {% endfor %}
@@ -107,8 +95,6 @@ th, td { text-align: left; vertical-align: top; white-space: nowrap; padding: 7p
 </table>
 </div>
 <p class="muted">Sizes are of data objects. Times are UTC, by the clocks of the saving jobs and of S3.</p>
-{{ bokeh_js | safe }}
-{{ plot_script | safe }}
 </body>
 </html>
 """
@@ -117,8 +103,6 @@ th, td { text-align: left; vertical-align: top; white-space: nowrap; padding: 7p
 def render(data: ReportData) -> str:
     """The page."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    charts = _charts(data)
-    states = {state_of(data, each.checkpoint) for each in data.plan.decisions}
     policy = (
         f"With {data.policy}: {len(data.plan.kept)} stay, {len(data.plan.deleted)} would be deleted "
         f"({format_size(data.plan.freed)}). The newest, pinned ones and those in use always stay."
@@ -126,33 +110,22 @@ def render(data: ReportData) -> str:
         else "No policy (none was given, DCP_S3_RETENTION is not set): everything that is committed stays. "
         "--policy 'latest:3 daily:7' shows what one would keep."
     )
-    variables: dict[str, Any] = {
-        "data": data,
-        "legend": [(state, *look) for state, (_, *look) in STATES.items() if state in states],
-        "now": _time(data.plan.now) + " UTC",
-        "policy": policy,
-        "rows": list(_rows(data)),
-        "roots": [],
-        "summary": _summary(data),
-        "titles": ("checkpoint", "state", "step", "size", "committed", "saved in", "ranks", "metrics", "retention"),
-        "version": __version__,
-    }
-    template, title = environment.from_string(_PAGE), f"Checkpoints under {data.root}"
-    if charts:
-        resources = Resources(mode="inline", log_level="warn")
-        page: str = file_html(charts, resources, title, template=template, template_variables=variables)
-    else:
-        page = template.render(**variables, title=title, bokeh_js="", plot_script="")
-    scripts = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
-    digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in scripts]
-    hashes = " ".join(f"'sha256-{each}'" for each in digests) or "'none'"
-    # Styles are inline: bokeh makes style elements and attributes.
-    security = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
-    return page.replace("SECURITY", security, 1)
+    return environment.from_string(_PAGE).render(
+        data=data,
+        charts=_charts(data),
+        width=_WIDTH,
+        height=_HEIGHT,
+        now=_time(data.plan.now) + " UTC",
+        policy=policy,
+        rows=list(_rows(data)),
+        summary=_summary(data),
+        titles=("checkpoint", "state", "step", "size", "committed", "saved in", "ranks", "metrics", "retention"),
+        version=__version__,
+    )
 
 
 def state_of(data: ReportData, info: CheckpointInfo) -> str:
-    """What matters most about a checkpoint: one of `STATES`."""
+    """What matters most about a checkpoint, in a word or two."""
     info = in_grace(info, now=data.plan.now, grace=data.plan.grace)
     if info.damage is not None:
         return "damaged"
@@ -216,56 +189,37 @@ def _time(seconds: float | None) -> str:
 # --- charts ------------------------------------------------------------------------------------------------
 
 
-def _charts(data: ReportData) -> list[Any]:
-    """Charts over the step: size, seconds, and each metric."""
-    drawn = [each for each in data.plan.decisions if each.checkpoint.step is not None]
-    infos = [each.checkpoint for each in drawn]
-    names = sorted({name for info in infos for name in info.metrics if metric_value(info, name) is not None})
-    titles = {"size": "Size", "seconds": "Seconds from the beginning of a save to its commit"}
-    titles |= {f"metric{number}": name for number, name in enumerate(names[:MOST_METRICS])}
-    values: dict[str, list[float | None]] = {
-        "size": [info.size for info in infos],
-        "seconds": [_took(info) for info in infos],
-    }
-    values |= {name: [metric_value(info, titles[name]) for info in infos] for name in titles if name not in values}
-    numbers = {
-        name: np.array([math.nan if each is None else float(each) for each in found]) for name, found in values.items()
-    }
-    source = ColumnDataSource(
-        {
-            **numbers,
-            "step": np.array([float(info.step or 0) for info in infos]),
-            "name": [info.name for info in infos],
-            "state": [state_of(data, info) for info in infos],
-            "committed": [_time(info.created_at) for info in infos],
-            "bytes": ["" if info.size is None else format_size(info.size) for info in infos],
-            "retention": [f"{each.action}: {'; '.join(each.reasons)}" for each in drawn],
-            "alpha": [0.85 if each.action == "keep" else 0.0 for each in drawn],
-        }
-    )
-    charts = [_chart(title, name, source) for name, title in titles.items() if np.isfinite(numbers[name]).any()]
-    for chart in charts[1:]:
-        chart.x_range = charts[0].x_range
-    return charts
+def _charts(data: ReportData) -> list[dict[str, Any]]:
+    """Charts over the step, as the template draws them: size, seconds, and the first of the metrics."""
+    found = [each for each in data.plan.decisions if each.checkpoint.step is not None]
+    found.sort(key=lambda each: each.checkpoint.step or 0)
+    infos = [each.checkpoint for each in found]
+    values: list[tuple[str, Callable[[float], str], list[float | None]]] = [
+        ("Size", format_size, [info.size for info in infos]),
+        ("Seconds from the beginning of a save to its commit", format_seconds, [_took(info) for info in infos]),
+    ]
+    metrics = [
+        (name, "{:.6g}".format, [metric_value(info, name) for info in infos])
+        for name in sorted({name for info in infos for name in info.metrics})
+    ]
+    values += [each for each in metrics if any(value is not None for value in each[2])][:MOST_METRICS]
+    charts = [_chart(title, show, list(zip(found, numbers, strict=True))) for title, show, numbers in values]
+    return [each for each in charts if each]
 
 
-def _chart(title: str, column: str, source: ColumnDataSource) -> Any:
-    plot = figure(title=title, height=260, sizing_mode="stretch_width", tools="xbox_zoom,xwheel_pan,reset",
-                  active_drag="xbox_zoom", active_scroll=None, toolbar_location="above")  # fmt: skip
-    markers, colours, _ = zip(*STATES.values(), strict=True)
-    colour = factor_cmap("state", colours, [*STATES])
-    plot.line("step", column, source=source, line_color="#8b95a1", line_alpha=0.6)
-    dots = plot.scatter("step", column, source=source, size=9, line_width=1.5, line_color=colour, fill_color=colour,
-                        fill_alpha="alpha", marker=factor_mark("state", markers, [*STATES]))  # fmt: skip
-    # Values are put in as text, never as HTML: bokeh does so for all but `{safe}` and templates of HTML.
-    shown = ("name", "state", "committed", "bytes", "retention")
-    facts = [(name, f"@{{{name}}}") for name in shown] + [("value", f"@{column}{{0.[000000]}}")]
-    plot.add_tools(HoverTool(renderers=[dots], tooltips=facts, limit=3))
-    plot.toolbar.logo = None
-    plot.xaxis.axis_label = "step"
-    plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
-    if column == "size":
-        plot.yaxis.formatter = NumeralTickFormatter(format="0.[0] ib")
-    if column in ("size", "seconds"):
-        plot.y_range.start = 0
-    return plot
+def _chart(title: str, show: Callable[[float], str], found: list[tuple[Decision, float | None]]) -> dict[str, Any]:
+    """A chart of the checkpoints that have the value; empty if none has."""
+    drawn = [(each, float(value)) for each, value in found if value is not None and math.isfinite(value)]
+    if not drawn:
+        return {}
+    steps, values = [each.checkpoint.step or 0 for each, _ in drawn], [value for _, value in drawn]
+    across, up = (steps[-1] - steps[0]) or 1, (max(values) - min(values)) or 1.0
+    dots = []
+    for step, (each, value) in zip(steps, drawn, strict=True):
+        x = _MARGIN + (step - steps[0]) / across * (_WIDTH - 2 * _MARGIN)
+        y = _HEIGHT - _MARGIN - (value - min(values)) / up * (_HEIGHT - 2 * _MARGIN)
+        is_broken = each.checkpoint.damage is not None or not each.checkpoint.committed
+        name = f"{each.checkpoint.name}: {show(value)}"
+        dots.append((round(x, 1), round(y, 1), "broken" if is_broken else each.action, name))
+    limits = {"lowest": show(min(values)), "highest": show(max(values)), "first": steps[0], "last": steps[-1]}
+    return {"title": title, "dots": dots, **limits}

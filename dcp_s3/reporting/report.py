@@ -8,7 +8,6 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from importlib import util
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -87,8 +86,8 @@ def report(
 ) -> ReportData:
     """Write one HTML page about the checkpoints under ``root``: sizes, seconds, metrics, retention and problems.
 
-    The page needs no network. Nothing in the bucket is changed. It takes as many requests as a dry run of `prune`: two
-    listings, and about five small requests for each checkpoint.
+    The page needs neither a network nor JavaScript. Nothing in the bucket is changed. It takes as many requests as a
+    dry run of `prune`: two listings, and about five small requests for each checkpoint.
 
     >>> report("s3://bucket/run", None).policy is None
     True
@@ -97,7 +96,6 @@ def report(
     object, or one line for `parse_policy`) and ``grace`` are those of `prune`, whose decisions are shown.
 
     Raises:
-        ImportError: bokeh is missing; the message says what to install.
         CheckpointNotFoundError: there is nothing under the root. No file was written.
         SettingsError, InvalidURLError
         StorageError: the root could not be looked at.
@@ -106,10 +104,6 @@ def report(
     resolved = resolve_settings(settings)
     keep = parse_policy(policy) if isinstance(policy, str) else policy
     keep = policy_from_settings(resolved) if policy is None else keep
-    if path is not None and util.find_spec("bokeh") is None:
-        raise ImportError(
-            "a report is drawn with bokeh, which is missing. Remedy: pip install 'bokeh>=3.9,<4'", name="bokeh"
-        )
     snapshot = CheckpointCatalog(root, settings=resolved).scan()
     if not snapshot.checkpoints and not snapshot.uploads:
         raise CheckpointNotFoundError(
@@ -119,7 +113,7 @@ def report(
         )
     found = gather(snapshot, keep, grace=resolved.retention_grace if grace is None else parse_duration(grace))
     if path is not None:
-        from dcp_s3.reporting.page import render  # not before: it imports bokeh
+        from dcp_s3.reporting.page import render  # imports this module
 
         Path(path).write_text(render(found), encoding="utf-8")
     return found

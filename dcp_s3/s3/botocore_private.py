@@ -288,15 +288,3 @@ def look_once(client: Any) -> None:
         request_dict["context"].setdefault("s3_redirect", {})["redirected"] = True
 
     client.meta.events.register_first("needs-retry.s3.HeadBucket", leave_alone)
-
-
-# --- credentials ----------------------------------------------------------------------------------------
-
-
-def expiry_of(credentials: Any) -> float | None:
-    """When credentials end, in seconds since the epoch; None for those that do not, or do not say.
-
-    botocore's RefreshableCredentials keep it in ``_expiry_time``, a datetime with a zone (botocore 1.36 to 1.43).
-    """
-    expires = getattr(credentials, "_expiry_time", None)
-    return None if expires is None else float(expires.timestamp())

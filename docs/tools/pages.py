@@ -17,7 +17,7 @@ from typing import Any
 import typer.main
 
 from dcp_s3 import settings
-from dcp_s3.cli import group as exits
+from dcp_s3.cli import app as exits
 from dcp_s3.cli.main import app
 from dcp_s3.settings import ENV_PREFIX, Settings
 from dcp_s3.units import format_size
@@ -59,7 +59,7 @@ _CLI = """# Command line
 
 `pip install dcp-s3` brings `dcp-s3`. Data goes to stdout, notes and progress to stderr; `--json` prints one JSON
 document. `dcp-s3 COMMAND --help` says what stands here. Examples: [start](start.md),
-[retention](retention.md#command-line), [export](export.md). Names of earlier versions work for one release: {aliases}.
+[retention](retention.md#command-line), [export](export.md).
 
 ## Exit status
 
@@ -135,7 +135,6 @@ def cli_page() -> str:
         options = _parameters(root, context)
         order = root.list_commands(context)  # type: ignore[attr-defined]
     return _CLI.format(
-        aliases=", ".join(f"`{old}` is `{' '.join(new)}`" for old, new in exits.ALIASES.items()),
         exits=_table("status | meaning", statuses),
         options=_table("option | meaning", iter(options)),
         commands="\n\n".join(_commands(root, "dcp-s3", order)),

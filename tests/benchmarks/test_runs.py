@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks import coordinator, decentralized, export, foreign, lost_work, planning, reshard, small_tensors, stall
+from benchmarks import coordinator, decentralized, export, foreign, planning, reshard
 from benchmarks import ranks as of_ranks
 from benchmarks import tls as of_tls
 from benchmarks.cases import CASES, Target, reason_to_skip
@@ -87,16 +86,6 @@ def test_foreign(target: Target) -> None:
     assert {name: len(found) for name, found in samples.items()} == dict.fromkeys(foreign.WRITERS, 2)
 
 
-def test_lost_work(memory_server: Any, root: str) -> None:
-    options = lost_work.parse(
-        ["--kills", "2", "--life", "0.1", "--size", "64KiB", "--step-seconds", "0.01", "--every", "1"]
-    )
-    options.endpoint_url = None
-    lost = lost_work.run(root, options, lost_work.Case("every 1 steps", "queue"))
-    assert len(lost.steps) == len(lost.seconds) == 2
-    assert lost.pace > 0
-
-
 def _plan() -> list[planning.Figures]:
     return [planning.run(case, 2, 1) for case in planning.CASES if case.share == 1]
 
@@ -132,35 +121,6 @@ def test_reshard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert sum(load.fetched_bytes) == load.total_bytes >= load.unique_bytes
         assert load.ratio(case.of) <= case.limit
     assert status == (1 if find_misses(loads) else 0)
-
-
-@pytest.mark.soak
-def test_small_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "small.json"
-    arguments = ["--tensors", "40", "--few", "40", "--tensor-size", "256", "--rounds", "2", "--out", str(file)]
-    monkeypatch.setattr("sys.argv", ["small_tensors", *arguments])
-    monkeypatch.setattr(small_tensors, "TARGET_MICROSECONDS", float("inf"))
-    small_tensors.main()
-    samples = json.loads(file.read_text())["samples"]
-    assert {"dcp_s3"} < {sample["reader"] for sample in samples}
-    for sample in samples:
-        assert sum(sample["phases"].values()) == pytest.approx(sample["seconds"])
-
-
-@pytest.mark.soak
-def test_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "stall.json"
-    arguments = ["--quick", "--size", "4MiB", "--json", str(file), "--png", str(tmp_path / "stall.png")]
-    monkeypatch.setattr("sys.argv", ["stall", *arguments])
-    stall.main()
-    results = json.loads(file.read_text())
-    names = [name for name, way in WAYS.items() if not reason_to_skip(way.backend)]
-    assert results["failures"] == {}
-    assert list(results["stalls"]) == names
-    assert list(results["training"]) == [name for name in names if WAYS[name].trained]
-    for samples in results["stalls"].values():
-        for sample in samples:
-            assert 0 < sample["return_seconds"] <= sample["staged_seconds"] < sample["saved_seconds"]
 
 
 # --- a wrong result is noticed, and a failure does not stop the others ------------------------------------

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,12 +15,10 @@ import dcp_s3
 from dcp_s3.cli import app as shared
 from tests.cli.looking import run
 from tests.faulty import BUCKET, FaultyServer, serve
-from tests.interpreter import Interpreter
 from tests.memory_s3 import Fault, MemoryS3
 from tests.retention.making import delete, keys, put, save
 
 ROOT = f"s3://{BUCKET}/run"
-_COMMAND = [sys.executable, "-m", "dcp_s3.cli.main"]
 
 
 class Clock:
@@ -96,7 +91,7 @@ def test_a_dry_run_shows_everything_with_reasons_and_deletes_nothing(run_of_four
     assert steps() == [1, 2, 3, 4]
 
 
-def test_without_a_terminal_yes_is_required(run_of_four: str, faulty: FaultyServer) -> None:
+def test_without_a_terminal_yes_is_required(run_of_four: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for command in (["prune", ROOT, "latest:2"], ["rm", f"{ROOT}/step-1"]):
         message = run(*command, status=2).stderr
         assert "no terminal" in message
@@ -108,6 +103,10 @@ def test_without_a_terminal_yes_is_required(run_of_four: str, faulty: FaultyServ
     assert "no policy keeps it" in result.stdout
     assert steps() == [3, 4]
     assert run("prune", ROOT, "latest:2", "--yes").stdout == ""
+    assert "no policy" in run("prune", ROOT, "--yes").stderr
+    monkeypatch.setenv("DCP_S3_RETENTION", "latest:1")
+    assert "no policy" not in run("prune", ROOT, "--yes").stderr
+    assert steps() == [4]
 
 
 def test_on_a_terminal_there_is_a_question(run_of_four: str, someone: None) -> None:
@@ -118,20 +117,6 @@ def test_on_a_terminal_there_is_a_question(run_of_four: str, someone: None) -> N
     run("prune", ROOT, "latest:2", input="y\n")
     assert steps() == [3, 4]
     run("prune", ROOT, "latest:2", input="")  # nothing to do, so nothing to ask
-
-
-def test_policies_come_from_the_environment_and_none_deletes_no_checkpoint(
-    run_of_four: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "no policy" in run("prune", ROOT, "--yes").stderr
-    assert steps() == [1, 2, 3, 4]
-    monkeypatch.setenv("DCP_S3_RETENTION", "latest:3")
-    assert "no policy" not in run("prune", ROOT, "--yes").stderr
-    assert steps() == [2, 3, 4]
-    run("prune", ROOT, "latest:1", "--yes")
-    assert steps() == [4]
-    monkeypatch.setenv("DCP_S3_RETENTION", "latest:x")
-    assert "DCP_S3_RETENTION" in run("prune", ROOT, "--yes", status=2).stderr
 
 
 def test_leftovers_are_shown_and_collected(run_of_four: str, s3: Any, clock: Clock) -> None:
@@ -147,29 +132,6 @@ def test_leftovers_are_shown_and_collected(run_of_four: str, s3: Any, clock: Clo
     assert f"deleted 1 leftover object of {ROOT}/step-3" in result.stdout
     assert keys(s3, f"{ROOT}/step-2") == {}
     assert steps() == [1, 3, 4]
-
-
-def test_old_boards_are_shown_and_collected(run_of_four: str, s3: Any, clock: Clock) -> None:
-    before = keys(s3, ROOT)
-    put(s3, ROOT, ".dcp_s3/board-ab-queue")
-    assert "board" not in run("prune", ROOT, "--dry-run").stdout
-    clock.ahead = 2 * 86400
-    result = run("prune", ROOT, "--dry-run")
-    [row] = [line.split() for line in result.stdout.splitlines() if "board" in line]
-    assert row[:5] == ["1", "old", "board", "object", "delete"]
-    assert "to delete: 1 old board object" in result.stderr
-    assert json.loads(run("prune", ROOT, "--yes", "--json").stdout)["leftovers"][0]["objects"] == 1
-    assert keys(s3, ROOT) == before
-
-
-def test_json_is_the_report(run_of_four: str) -> None:
-    report = json.loads(run("prune", ROOT, "latest:2", "--dry-run", "--json").stdout)
-    assert report["dry_run"]
-    assert [each["action"] for each in report["plan"]["decisions"]] == ["delete", "delete", "keep", "keep"]
-    report = json.loads(run("prune", ROOT, "latest:2", "--yes", "--json").stdout)
-    assert report["ok"]
-    assert [each["name"] for each in report["deleted"]] == ["step-1", "step-2"]
-    assert report["size"] > 0
 
 
 def test_the_status_says_what_happened(run_of_four: str, faulty: FaultyServer) -> None:
@@ -191,40 +153,20 @@ def test_the_status_says_what_happened(run_of_four: str, faulty: FaultyServer) -
     assert steps() == [1, 2, 3, 4]
 
 
-def test_a_real_terminal_is_asked(run_of_four: str, interpreter: Interpreter) -> None:
-    ours, theirs = pty.openpty()
-    process = interpreter.popen([*_COMMAND, "rm", f"{ROOT}/step-1"], stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    shown = ""
-    try:
-        answered = False
-        while True:
-            try:
-                shown += os.read(ours, 4096).decode(errors="replace")
-            except OSError:  # the other end is closed
-                break
-            if "Delete it? [y/N]" in shown and not answered:
-                os.write(ours, b"y\n")
-                answered = True
-        assert process.wait(60) == 0, shown
-    finally:
-        process.kill()
-        os.close(ours)
-    assert "step-1 is deleted" in shown
-    assert steps() == [2, 3, 4]
-
-
 # --- one checkpoint ------------------------------------------------------------------------------
 
 
 def test_pin_protects_until_unpin(run_of_four: str) -> None:
-    assert "is pinned" in run("pin", f"{ROOT}/step-1", "--reason", "the paper's").stderr
+    assert "is pinned" in run("pin", f"{ROOT}/step-1", "--reason", "the paper's [bold] baseline").stderr
+    [listed] = [each for each in json.loads(run("ls", ROOT, "--json").stdout) if each["pinned"]]
+    assert listed["pin_reason"] == "the paper's [bold] baseline"
+    assert "pinned (the paper's [bold] baseline)" in run("prune", ROOT, "latest:1", "--dry-run").stdout
     assert rows(run("ls", ROOT).stdout)["step-1"][:2] == ["committed", "(pinned)"]
     run("prune", ROOT, "latest:1", "--yes")
     assert steps() == [1, 4]
     assert "pinned" in run("rm", f"{ROOT}/step-1", "--yes", status=1).stderr
-    run("unpin", f"{ROOT}/step-1")
-    assert "is not pinned" in run("unpin", f"{ROOT}/step-1", status=3).stderr
+    run("pin", "--remove", f"{ROOT}/step-1")
+    assert "is not pinned" in run("pin", "--remove", f"{ROOT}/step-1", status=3).stderr
     run("prune", ROOT, "latest:1", "--yes")
     assert steps() == [4]
 
@@ -237,17 +179,6 @@ def test_rm_deletes_one(run_of_four: str, someone: None) -> None:
     result = run("rm", f"{ROOT}/step-2", "--yes", "--force")
     assert "is deleted: " in result.stderr
     assert steps() == [1, 4]
-
-
-def test_annotate_adds_metrics(run_of_four: str) -> None:
-    result = run("annotate", f"{ROOT}/step-1", "val_loss=1.25", "epoch=3", "good=true", "note=a=b", "bad=nan")
-    assert set(result.stdout.split()) == {"val_loss=1.25", "epoch=3", "good=True", "note=a=b", "bad=nan"}
-    [info] = [info for info in dcp_s3.list_checkpoints(ROOT) if info.step == 1]
-    assert info.metrics["loss"] == 1.0
-    assert info.metrics["val_loss"] == 1.25
-    assert info.metrics["good"] is True
-    for bad in ("val_loss", "=1", "val_loss=inf"):
-        run("annotate", f"{ROOT}/step-1", bad, status=2)
 
 
 def test_rm_shows_what_it_would_delete(s3: Any) -> None:
@@ -271,20 +202,6 @@ def test_rm_shows_what_it_would_delete(s3: Any) -> None:
     pinned = save(f"{ROOT}/step-3")
     dcp_s3.pin(pinned, "mine")
     assert "it is pinned (mine)" in run("rm", pinned, "--dry-run", status=1).stderr
-
-
-def test_the_reason_of_a_pin_can_be_read(s3: Any) -> None:
-    url = save(f"{ROOT}/step-1")
-    run("pin", url, "--reason", "the paper's [bold] baseline")
-    [listed] = json.loads(run("ls", ROOT, "--json").stdout)
-    assert (listed["pinned"], listed["pin_reason"]) == (True, "the paper's [bold] baseline")
-    assert json.loads(run("show", url, "--json").stdout)["info"]["pin_reason"] == "the paper's [bold] baseline"
-    assert "the paper's [bold] baseline" in run("show", url).stdout
-    save(f"{ROOT}/step-2")
-    assert "pinned (the paper's [bold] baseline)" in run("prune", ROOT, "latest:1", "--dry-run").stdout
-    assert dcp_s3.list_checkpoints(ROOT)[0].pin_reason == "the paper's [bold] baseline"
-    run("pin", url)
-    assert dcp_s3.list_checkpoints(ROOT)[0].pin_reason is None
 
 
 def test_a_pins_reason_is_one_line(faulty: FaultyServer) -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,13 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from prometheus_client.parser import text_string_to_metric_families
 
 import dcp_s3
 from dcp_s3.format.layout import deletion_object, lease_object
 from dcp_s3.offline.copy_source import CopySource
-from dcp_s3.s3.store import S3Store
-from dcp_s3.settings import MIN_PART_SIZE
 from dcp_s3.spill.background import stop_draining
 from dcp_s3.spill.store import SpillStore
 from dcp_s3.stores.directory import HIDDEN
@@ -84,35 +78,14 @@ def test_torch_reads_what_was_downloaded_and_we_what_was_uploaded_again(root: st
     others = [".dcp_s3/pin", lease_object("ab", 3600), deletion_object("ab"), "500/.metadata", "500/__0_0.distcp"]
     for path in others:
         put(s3, url, path)
-    run("download", url, tmp_path / "a" / "b")  # old names
+    run("cp", url, tmp_path / "a" / "b")
     assert_loads(tmp_path / "a" / "b")
-    run("upload", tmp_path / "a" / "b", f"{root}/copy")
+    run("cp", tmp_path / "a" / "b", f"{root}/copy")
     assert_loads(f"{root}/copy")
     expected = {path: size for path, size in keys(s3, url).items() if "_9-" not in path and path not in others}
     assert keys(s3, f"{root}/copy") == expected
     copied = {info["name"]: info for info in json.loads(run("ls", root, "--json").stdout)}["copy"]
     assert (copied["foreign"], copied["metrics"], copied["world_size"]) == (False, {"loss": 0.25}, 1)
-
-
-def test_large_files_move_in_parts(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DCP_S3_PART_SIZE", str(MIN_PART_SIZE))
-    tensor = torch.randint(0, 255, (2 * MIN_PART_SIZE + 1000,), dtype=torch.uint8)
-    dcp.save({"t": tensor}, storage_writer=dcp_s3.S3StorageWriter(f"{root}/1"), no_dist=True)
-    run("cp", f"{root}/1", tmp_path / "d")
-    run("cp", tmp_path / "d", f"{root}/2")
-    assert torch.equal(dcp_s3.read_tensor(f"{root}/2", "t"), tensor)
-
-
-def test_a_directory_must_be_empty_or_replaced(root: str, tmp_path: Path) -> None:
-    url = save(f"{root}/1")
-    (tmp_path / "notes").write_text("mine")
-    stale = save_locally(tmp_path / "old")
-    (stale / "__0_0.distcp").unlink()
-    assert "not empty" in run("cp", url, tmp_path, status=1).stderr
-    assert not (tmp_path / ".metadata").exists()
-    run("cp", url, stale, "--overwrite")
-    assert_loads(stale)
-    assert "not empty" in run("cp", url, stale, status=1).stderr
 
 
 def test_a_download_that_was_cut_off_is_no_checkpoint_and_goes_on(root: str, s3: Any, tmp_path: Path) -> None:
@@ -163,24 +136,6 @@ def test_an_upload_does_not_replace_what_another_committed_meanwhile(
     assert get(s3, url, ".metadata") == b"theirs"
 
 
-def test_a_replacement_that_is_cut_off_leaves_the_old_checkpoint_or_none(
-    root: str, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory, other_names = save_locally(tmp_path / "1"), save(f"{root}/1")
-    run("cp", save_locally(tmp_path / "2"), f"{root}/2")
-    put(s3, f"{root}/2", "__0_0.distcp", b"of another save")
-
-    def cut_off(*_: Any, **__: Any) -> None:
-        raise dcp_s3.errors.TransferError("cut off")
-
-    monkeypatch.setattr(S3Store, "put_stream", cut_off)
-    before = keys(s3, other_names)
-    run("cp", directory, other_names, "--overwrite", status=1)
-    assert keys(s3, other_names) == before
-    run("cp", directory, f"{root}/2", "--overwrite", status=1)  # its objects were about to be replaced
-    assert ".metadata" not in keys(s3, f"{root}/2")
-
-
 def test_keys_that_are_no_file_names_stay_where_they_are(root: str, s3: Any, tmp_path: Path) -> None:
     url = save(f"{root}/1")
     expected = keys(s3, url).keys()
@@ -213,13 +168,6 @@ def test_export_and_import(root: str, tmp_path: Path) -> None:
     run("export", f"{root}/x", tmp_path, "--overwrite")
     run("export", f"{root}/none", tmp_path / "none", status=3)
     assert "has no weights" in run("import", f"{root}/none", f"{root}/y", status=1).stderr
-
-
-def test_what_is_left_out_is_counted(root: str, tmp_path: Path) -> None:
-    weights.save(WEIGHTS, f"{root}/x")
-    result = run("export", f"{root}/x", tmp_path / "a", "--max-shard-size", "28B")
-    assert "left out: 1 entry without a tensor" in result.stderr
-    assert len(list((tmp_path / "a").glob("model-0000?-of-00002.safetensors"))) == 2
 
 
 @pytest.mark.parametrize(("option", "value"), [("--rename", "x"), ("--dtype", "int8"), ("--max-shard-size", "big")])
@@ -309,23 +257,14 @@ def wait_for(condition: Any, process: Program) -> None:
         time.sleep(0.05)
 
 
-def test_watch_waits_for_s3_serves_metrics_and_ends_with_sigterm(
+def test_watch_waits_for_s3_and_ends_with_sigterm(
     directory: Path, faulty: FaultyServer, tmp_path: Path, interpreter: Interpreter
 ) -> None:
-    assert "Remedy: --watch" in drain(directory, "--metrics-port", "0", status=2).stderr
     faulty.rule = refuse_all
     output = tmp_path / "output.json"
-    command = [*_COMMAND, str(directory), "--watch", "--json", "--metrics-port", "0"]
     with output.open("w") as out:
-        process = interpreter.popen(command, stdout=out, stderr=subprocess.PIPE)
+        process = interpreter.popen([*_COMMAND, str(directory), "--watch", "--json"], stdout=out)
         try:
-            assert process.stderr is not None
-            found = re.search(r"http://127\.0\.0\.1:\d+/metrics", process.stderr.readline())
-            assert found
-            with urllib.request.urlopen(found[0], timeout=30) as answer:
-                families = list(text_string_to_metric_families(answer.read().decode()))
-            served = {sample.name: sample.value for family in families for sample in family.samples}
-            assert (served["dcp_s3_saves_done_total"], served["dcp_s3_spill_drained_bytes_total"]) == (0, 0)
             wait_for(lambda: faulty.s3.counters.requests.get("HeadObject", 0) > 2, process)
             faulty.rule = allow_all
             wait_for(lambda: any(key.endswith("/.metadata") for key in faulty.s3.objects(BUCKET)), process)

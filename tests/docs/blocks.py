@@ -148,7 +148,7 @@ def _dcp_s3(arguments: list[str], where: str) -> None:
     from typer.testing import CliRunner
 
     from dcp_s3.cli import app as cli
-    from dcp_s3.cli import group as exits
+    from dcp_s3.cli import app as exits
     from dcp_s3.cli.main import app
 
     if arguments[0] == "demo":

@@ -89,19 +89,6 @@ def test_the_sizing_page_shows_what_the_script_says() -> None:
     assert f"requests for ${found.save_dollars:.2f}" in page
 
 
-def test_sizes_follow_from_the_assumptions() -> None:
-    found = size(
-        Training(parameters=1e9, bytes_each=14.0, hosts=1, ranks_per_host=1, rank_rate=1e9, kept=1, saves_a_day=0)
-    )
-    assert found.checkpoint == found.rank == 14e9
-    assert found.part == 64 * 2**20
-    assert found.objects == 4
-    parts = 4 * -(-3_500_000_000 // (64 * 2**20))
-    assert (found.puts, found.gets) == (parts + 2 * 4 + 2, parts + 1)
-    assert found.seconds == 14.0
-    assert found.month_dollars == pytest.approx(14 * 0.023)
-
-
 # --- packages --------------------------------------------------------------------------------------------
 
 
@@ -149,15 +136,6 @@ def test_the_metadata_says_the_licence_the_pythons_and_what_is_needed(dist: Path
     assert found["Description-Content-Type"] == "text/markdown"
 
 
-def test_the_page_on_pypi_has_no_link_that_leads_nowhere(dist: Path) -> None:
-    with zipfile.ZipFile(_wheel(dist)) as wheel:
-        (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-        text = str(email.message_from_bytes(wheel.read(name)).get_payload())
-    assert "# dcp_s3" in text
-    assert "](https://pytorch.org/" in text
-    assert not [part for part in text.split("](")[1:] if not part.startswith("https://")]
-
-
 def test_the_sdist_has_what_the_wheel_and_the_tests_need(dist: Path) -> None:
     (path,) = dist.glob("*.tar.gz")
     with tarfile.open(path) as archive:
@@ -196,5 +174,5 @@ def test_the_wheel_runs_the_demo_in_an_empty_environment(dist: Path, tmp_path: P
     run(*uv, "pip", "install", "--python", python, "-c", "constraints.txt", f"{_wheel(dist)}[demo]")
     assert "demo" in run(tmp_path / "empty" / "bin" / "dcp-s3", "--help")
     output = run(tmp_path / "empty" / "bin" / "dcp-s3", "demo")
-    assert output.count("PASS") == 6
+    assert output.count("PASS") == 5
     assert str(tmp_path) in run(python, "-c", "import dcp_s3; print(dcp_s3.__file__)")

@@ -1,17 +1,140 @@
-"""Checks of the bucket: each permission by a request, what the store does with conditions and checksums."""
+"""The checks: this host, the way to S3, each permission by a request, what the store does with what it is sent."""
 
 from __future__ import annotations
 
-import contextlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import botocore.exceptions as boto
+import botocore.session
 
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, encode_crc
 from dcp_s3.checkup.probes import CONFIGURATION, DATA, PROBE, CheckResult, Examination, fail, from_error, ok, skip, warn
-from dcp_s3.format.layout import METADATA, deletion_object, manifest_object
-from dcp_s3.s3.diagnosis import answered_code, answered_status
+from dcp_s3.retention.parse import policy_from_settings
+from dcp_s3.s3.client import find_chain
+from dcp_s3.s3.diagnosis import answered_code, answered_status, to_storage_error
 from dcp_s3.s3.operations import checksum_arguments
+from dcp_s3.settings import ENV_PREFIX, resolve_settings, unknown_variables
+from dcp_s3.spill.store import as_spill_error
+from dcp_s3.units import format_size
+from dcp_s3.versions import TESTED, __version__, is_newer_than_tested
+
+# --- this host -----------------------------------------------------------------------------------------
+
+
+def check_settings(exam: Examination) -> CheckResult:
+    settings = exam.settings = resolve_settings(exam.given)
+    policy_from_settings(settings)
+    chain, unknown = find_chain(settings), unknown_variables()
+    if unknown:
+        remedies = "; ".join(f"{variable}: {remedy}" for variable, remedy in unknown.items())
+        return warn(f"not a setting of dcp_s3, so without effect: {', '.join(unknown)}", remedies)
+    shown = [f"{ENV_PREFIX}{each.upper()}={getattr(settings, each)}" for each in sorted(settings.model_fields_set)]
+    shown += [f"{each} {value.value} ({value.source})" for each, value in chain.items()]
+    return ok(f"valid; set are {', '.join(shown)}" if shown else "valid; none is set")
+
+
+def check_versions(exam: Examination) -> CheckResult:
+    versions = {package: importlib.metadata.version(package) for package in ("torch", "awscrt", "boto3")}
+    found = f"dcp_s3 {__version__}, Python {platform.python_version()}, "
+    found += ", ".join(f"{package} {version}" for package, version in versions.items())
+    if is_newer_than_tested(versions["torch"]):
+        return warn(
+            f"{found}: dcp_s3 was never run with this torch, the newest was {TESTED[-1]}",
+            "save and load a small state first; pip install --upgrade dcp-s3, or an earlier torch",
+        )
+    return ok(found)
+
+
+def check_spill(exam: Examination) -> CheckResult:
+    if exam.settings.spill_dir is None:
+        return skip("DCP_S3_SPILL_DIR is unset: while S3 is away, saves fail")
+    path = Path(exam.settings.spill_dir)
+    there = [each for each in (path, *path.parents) if each.exists()]
+    if not exam.read_only:
+        with as_spill_error(path, "write"), tempfile.TemporaryFile(dir=there[0]) as file:
+            file.write(b"doctor")
+            file.flush()
+            os.fsync(file.fileno())
+    free = shutil.disk_usage(there[0]).free
+    found = f"{path}, {format_size(free)} free"
+    return ok(found) if free >= 2**30 else warn(f"{found}: hardly room for a checkpoint", "use a larger disk")
+
+
+# --- the way to S3 -------------------------------------------------------------------------------------
+
+# A round trip between regions; in one region it takes a few milliseconds, and S3 answers within tens.
+_FAR_SECONDS = 0.15
+# https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html: RequestTimeTooSkewed
+_SKEW_WARNS, _SKEW_FAILS = 60.0, 900.0
+_RENEWED = ("assume-role", "assume-role-with-web-identity", "container-role", "iam-role", "custom-process")
+
+
+def check_credentials(exam: Examination) -> CheckResult:
+    session = botocore.session.get_session()
+    try:
+        credentials: Any = session.get_credentials()
+        frozen = credentials and credentials.get_frozen_credentials()
+        if not (frozen and frozen.access_key and frozen.secret_key):
+            raise boto.NoCredentialsError
+    except boto.BotoCoreError as error:
+        return from_error(to_storage_error(error, "HeadBucket", exam.url.bucket, "", 1))
+    key, method = str(frozen.access_key), str(credentials.method)
+    source = "the environment (AWS_ACCESS_KEY_ID)" if method == "env" else method
+    if method in ("shared-credentials-file", "config-file"):
+        source += f", profile {session.profile or 'default'!r}"
+    # An id that can be recognised, but not used.
+    found = f"{key[:4]}...{key[-4:]} from {source}" if len(key) >= 12 else f"an access key from {source}"
+    if not frozen.token:
+        return ok(f"{found}; they do not expire")
+    if method in _RENEWED:
+        return ok(f"{found}; they are renewed")
+    return warn(
+        f"{found}; they are temporary (a session token), and not renewed",
+        "for long runs an instance or pod role, or credential_process in the profile: those are renewed",
+    )
+
+
+def check_endpoint(exam: Examination) -> CheckResult:
+    where = str(exam.client.meta.endpoint_url)
+    try:
+        exam.greet()  # connects
+        seconds = exam.greet()
+    except errors.StorageError as error:
+        exam.dead = "the endpoint is not reachable"
+        remedy = (
+            "check DCP_S3_ENDPOINT_URL (or AWS_ENDPOINT_URL_S3, or the profile), DNS, firewall and proxy; "
+            "AWS_CA_BUNDLE names the file of a certificate's authority; DCP_S3_ADDRESSING_STYLE=path keeps the bucket "
+            "out of the host's name"
+        )
+        return replace(from_error(error), remedy=remedy)
+    found = f"{where} answers in {seconds * 1000:.1f} ms"
+    if seconds > _FAR_SECONDS:
+        return warn(f"{found}: S3 is far away", "train in the region of the bucket; does a proxy lead elsewhere?")
+    return ok(found)
+
+
+def check_clock(exam: Examination) -> CheckResult:
+    if exam.skew is None:
+        return skip("the endpoint's answers have no Date", cell="not told")
+    seconds = abs(exam.skew)
+    if seconds < 2:
+        return ok("this host's clock agrees with the endpoint's", cell="agrees")
+    cell = f"{seconds:.0f} s {'behind' if exam.skew > 0 else 'ahead'}"  # the endpoint's clock, seen from this host
+    found = f"this host's clock is {seconds:.0f} s {'ahead of' if exam.skew > 0 else 'behind'} the endpoint's"
+    if seconds > _SKEW_WARNS:
+        remedy = "synchronise it (NTP, chrony); S3 refuses requests from 15 minutes on"
+        return (fail if seconds > _SKEW_FAILS else warn)(found, remedy, cell=cell)
+    return ok(found, cell=cell)
+
 
 # --- permissions: None says that it is allowed ---------------------------------------------------------
 
@@ -19,22 +142,17 @@ _OTHER = bytes(256)
 _COPY = "__0_1-probe.distcp"
 
 
-def check_bucket(exam: Examination) -> CheckResult:
-    try:
-        answer = exam.ask("ListObjectsV2", Prefix=exam.url.key(""), MaxKeys=1)
-    except errors.AccessDeniedError:
-        return warn(f"{exam.url.bucket!r} is there, or hidden: it may not be listed", "see the check ListObjectsV2")
-    there = "there are objects" if answer.get("Contents") else "there is nothing yet"
-    return ok(f"{exam.url.bucket!r} is there; {there} below {exam.url}")
-
-
 def do_list(exam: Examination) -> CheckResult | None:
     exam.ask("ListObjectsV2", Prefix=exam.url.key(""), MaxKeys=1)
     try:  # whether an object that is not there reads as missing, rather than as forbidden
-        exam.ask("GetObject", METADATA, Range="bytes=0-0")
+        exam.ask("GetObject", "missing", Range="bytes=0-0")
     except errors.ObjectNotFoundError:
         return None
-    return fail(f"{exam.probes}/{METADATA} was never written, but is there", "is the endpoint an S3?")
+    return fail("an object that was never written is there", "is the endpoint an S3?")
+
+
+def do_put(exam: Examination) -> None:
+    exam.put(PROBE, DATA)
 
 
 def do_get(exam: Examination) -> CheckResult | None:
@@ -48,8 +166,12 @@ def do_get(exam: Examination) -> CheckResult | None:
     )
 
 
+def do_delete(exam: Examination) -> None:
+    exam.ask("DeleteObject", PROBE)
+
+
 def do_multipart(exam: Examination) -> CheckResult | None:
-    exam.complete_upload(exam.key(PROBE), exam.begin_upload())
+    exam.complete_upload(exam.begin_upload())
     size = exam.ask("HeadObject", PROBE)["ContentLength"]
     return None if size == len(DATA) else fail(f"of {len(DATA)} bytes {size} are there", "is the endpoint an S3?")
 
@@ -70,7 +192,7 @@ def do_list_uploads(exam: Examination) -> CheckResult | None:
 
 
 def do_list_parts(exam: Examination) -> CheckResult | None:
-    _, upload = exam.uploads[-1]
+    ((_, upload),) = exam.uploads
     exam.ask("UploadPart", PROBE, UploadId=upload, PartNumber=1, Body=DATA)
     answer = exam.ask("ListParts", PROBE, UploadId=upload)
     if [each.get("PartNumber") for each in answer.get("Parts", ())] == [1]:
@@ -79,16 +201,15 @@ def do_list_parts(exam: Examination) -> CheckResult | None:
 
 
 def do_abort(exam: Examination) -> None:
-    exam.ask("AbortMultipartUpload", PROBE, UploadId=exam.uploads[-1][1])
-    exam.uploads.pop()
+    ((_, upload),) = exam.uploads
+    exam.ask("AbortMultipartUpload", PROBE, UploadId=upload)
+    exam.uploads.clear()
 
 
 def do_delete_batch(exam: Examination) -> CheckResult | None:
-    names = (PROBE, _COPY)
-    for name in names:
-        exam.put(name, DATA)
+    exam.put(PROBE, DATA)
     try:
-        answer = exam.ask("DeleteObjects", Delete={"Objects": [{"Key": exam.key(name)} for name in names]})
+        answer = exam.ask("DeleteObjects", Delete={"Objects": [{"Key": exam.key(PROBE)}]})
     except errors.StorageError as error:
         found = f"the store has none ({_code_if(error, 400, 405, 411, 501)}): objects are deleted one by one"
         return warn(found, "nothing; prune takes a request for each object instead of one for a thousand")
@@ -97,39 +218,7 @@ def do_delete_batch(exam: Examination) -> CheckResult | None:
     return None
 
 
-def do_list_versions(exam: Examination) -> CheckResult | None:
-    try:
-        status = exam.ask("GetBucketVersioning").get("Status")
-    except errors.StorageError as error:
-        return skip(f"not known; needs {CONFIGURATION['GetBucketVersioning']}: {from_error(error).found}")
-    if not status:
-        return skip("the bucket keeps no old versions: what is deleted is gone", cell="off")
-    exam.is_versioned = True
-    exam.ask("ListObjectVersions", Prefix=exam.url.key(""), MaxKeys=1)
-    return warn(
-        f"versioning is {status.lower()}: deleted and overwritten checkpoints stay as old versions, and cost",
-        "a lifecycle rule for noncurrent versions (docs/deletion.md)",
-        cell="on" if status == "Enabled" else "suspended",
-    )
-
-
-def check_commit(exam: Examination) -> CheckResult:
-    """Write and delete what a commit and prune do: a policy may decide by the key, or by the condition."""
-    deletion = deletion_object("0" * 16)
-    for path in (METADATA, manifest_object("0" * 16), deletion):
-        condition = {"IfNoneMatch": "*"} if path == METADATA and exam.knows_if_none_match else {}
-        try:
-            with contextlib.suppress(errors.PreconditionFailedError):  # an earlier attempt wrote it: nobody else knows
-                exam.put(path, b"", **condition)
-            exam.ask("DeleteObject", path)
-        except errors.StorageError as error:
-            if path == deletion:
-                return from_error(error, status="warning", consequence="prune cannot delete checkpoints")
-            return from_error(error, consequence="saves write all data and then fail to commit")
-    return ok(f"{METADATA} and objects in .dcp_s3/ were written and deleted")
-
-
-# --- what the store does: conditions, checksums, lifecycle rules ---------------------------------------
+# --- what the store does: conditions, checksums, copies, lifecycle rules ---------------------------------
 
 _REFUSED = (412, 409)  # 409: another conditional write is under way
 _OTHER_ETAG = '"00000000000000000000000000000000"'
@@ -161,9 +250,7 @@ def _try_condition(exam: Examination, operation: str, consequence: str, remedy: 
 
 def check_if_none_match(exam: Examination) -> CheckResult:
     consequence = "of two jobs that save to one URL at one time, neither is told"
-    found = _try_condition(exam, "PutObject", consequence, _ONE_WRITER, Body=b"second", IfNoneMatch="*")
-    exam.knows_if_none_match = found.status == "ok"
-    return found
+    return _try_condition(exam, "PutObject", consequence, _ONE_WRITER, Body=b"second", IfNoneMatch="*")
 
 
 def check_if_match(exam: Examination) -> CheckResult:
@@ -216,16 +303,14 @@ def check_checksums(exam: Examination) -> CheckResult:
 def check_whole_object(exam: Examination) -> CheckResult:
     """Whether the store compares and keeps the CRC-64 of an object of several parts, by an upload of one."""
     whole, wrong = {"ChecksumType": "FULL_OBJECT"}, {"ChecksumCRC64NVME": encode_crc(crc64nvme(_OTHER))}
-    refused: tuple[int, ...] = (400, 501)
+    before = set(exam.uploads)
     try:
-        upload = exam.begin_upload(ChecksumAlgorithm="CRC64NVME", **whole)
-        exam.complete_upload(exam.key(PROBE), upload, **whole, **wrong)
+        exam.complete_upload(exam.begin_upload(ChecksumAlgorithm="CRC64NVME", **whole), **whole, **wrong)
     except errors.StorageError as error:
-        if not exam.uploads:
-            found = f"no upload with it can be begun ({_code_if(error, *refused)}): one of several parts goes without"
-            return skip(found, cell="refused")
-        found = f"a wrong CRC-64 of a whole object is refused ({_code_if(error, *refused)})"
-        return ok(f"{found}: so is an object whose parts are not in order", cell="compared")
+        code = _code_if(error, 400, 501)
+        if exam.uploads == before:
+            return skip(f"no upload with it can be begun ({code}): one of several parts goes without", cell="refused")
+        return ok(f"a wrong CRC-64 of a whole object is refused ({code})", cell="compared")
     kept = exam.ask("HeadObject", PROBE, ChecksumMode="ENABLED").get("ChecksumCRC64NVME")
     found = "the CRC-64 of a whole object is accepted, and not compared"
     return skip(f"{found}; the parts' own are seen to by the check before", cell="kept" if kept else "not kept")
@@ -235,7 +320,7 @@ def check_copies(exam: Examination) -> CheckResult:
     """Whether objects, and parts of them, are copied inside of the store."""
     exam.put(PROBE, DATA)
     source: dict[str, Any] = {"CopySource": {"Bucket": exam.url.bucket, "Key": exam.key(PROBE)}}
-    exam.keys.append(exam.key(_COPY))
+    exam.keys.add(exam.key(_COPY))
     done: list[str] = []
     try:
         if exam.ask("CopyObject", _COPY, **source).get("CopyObjectResult"):
@@ -252,6 +337,20 @@ def check_copies(exam: Examination) -> CheckResult:
     return warn(found, "nothing; copies take longer", cell=cell)
 
 
+def check_versioning(exam: Examination) -> CheckResult:
+    try:
+        status = exam.ask("GetBucketVersioning").get("Status")
+    except errors.StorageError as error:
+        return skip(f"not known; needs {CONFIGURATION['GetBucketVersioning']}: {from_error(error).found}")
+    if not status:
+        return skip("the bucket keeps no old versions: what is deleted is gone", cell="off")
+    return warn(
+        f"versioning is {status.lower()}: deleted and overwritten checkpoints stay as old versions, and cost",
+        "a lifecycle rule for noncurrent versions (docs/deletion.md)",
+        cell="on" if status == "Enabled" else "suspended",
+    )
+
+
 def check_lifecycle(exam: Examination) -> CheckResult:
     try:
         rules = exam.ask("GetBucketLifecycleConfiguration").get("Rules", ())
@@ -260,35 +359,31 @@ def check_lifecycle(exam: Examination) -> CheckResult:
         if answered_code(error) != "NoSuchLifecycleConfiguration":
             needed = CONFIGURATION["GetBucketLifecycleConfiguration"]
             return skip(f"not known; needs {needed}: {from_error(error).found}")
-    harm = [text for rule in rules if (text := find_harm(rule, exam.url.key("")))]
+    harm = [str(rule.get("ID", "without an ID")) for rule in rules if does_harm(rule, exam.url.key(""))]
     if harm:
         return warn(
-            f"below {exam.url}: {'; '.join(harm)}: checkpoints would lose single objects, or not be readable",
-            "narrow the rule to another prefix, or remove it; dcp-s3 prune deletes whole checkpoints",
+            f"rules expire or archive single objects below {exam.url}: {', '.join(harm)}",
+            "narrow them to another prefix, or remove them; dcp-s3 prune deletes whole checkpoints",
         )
     return ok("no rule expires or archives checkpoints")
 
 
-def find_harm(rule: Mapping[str, Any], prefix: str) -> str:
-    """What a lifecycle rule would do to checkpoints below a prefix (``run/``, or empty), or nothing."""
+def does_harm(rule: Mapping[str, Any], prefix: str) -> bool:
+    """Whether a lifecycle rule expires or archives objects of checkpoints below a prefix (``run/``, or empty)."""
     found = rule.get("Filter") or {}
     both = found.get("And") or {}
     filtered = str(found.get("Prefix") or both.get("Prefix") or rule.get("Prefix") or "")
     if str(rule.get("Status")) != "Enabled" or found.get("Tag") or both.get("Tags"):  # dcp_s3's objects have no tags
-        return ""
+        return False
     if not (prefix.startswith(filtered) or filtered.startswith(prefix)):
-        return ""
-    when, expiration = {"Days": "deletes objects after {} days", "Date": "deletes objects from {} on"}, "Expiration"
-    harm = [text.format(rule[expiration][key]) for key, text in when.items() if key in rule.get(expiration, ())]
-    # https://docs.aws.amazon.com/AmazonS3/latest/userguide/storage-class-intro.html
-    moves = [each.get("StorageClass") for each in rule.get("Transitions", ())]
-    archives = [name for name in moves if name in ("GLACIER", "DEEP_ARCHIVE")]
-    harm += [f"moves objects to {name}, to be restored before they can be read" for name in archives]
-    return f"rule {rule.get('ID', 'without an ID')!r} {' and '.join(harm)}" if harm else ""
+        return False
+    # https://docs.aws.amazon.com/AmazonS3/latest/userguide/storage-class-intro.html: to be restored before a read
+    archives = {each.get("StorageClass") for each in rule.get("Transitions", ())} & {"GLACIER", "DEEP_ARCHIVE"}
+    return bool(archives or {"Days", "Date"} & set(rule.get("Expiration", ())))
 
 
 def clean_up(exam: Examination) -> CheckResult:
     left = exam.remove()
     if left:
-        return warn(f"not removed: {'; '.join(left)}", f"have somebody delete what is below {exam.probes}")
+        return warn(f"not removed: {'; '.join(left)}", f"delete what is below {exam.probes}")
     return ok(f"nothing is left below {exam.probes}")
