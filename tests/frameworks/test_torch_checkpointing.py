@@ -134,7 +134,7 @@ def test_a_committed_checkpoint_is_neither_overwritten_nor_damaged_unseen(faulty
     s3 = client()
     data = s3.get_object(Bucket=BUCKET, Key="run/step-1/model_0.pt")["Body"].read()
     s3.put_object(Bucket=BUCKET, Key="run/step-1/model_0.pt", Body=data[:-3] + b"???")
-    with pytest.raises(errors.CorruptCheckpointError, match="model_0.pt"):
+    with pytest.raises(errors.CorruptCheckpointError, match="model_0"):
         load("step-1")
 
 
