@@ -66,6 +66,7 @@ def make_commit(
     metrics: Mapping[str, Any],
     extra: Mapping[str, Any] | None = None,
     started_at: float | None = None,
+    coordination: Mapping[str, Any] | None = None,
 ) -> Commit:
     """The commit of a save whose ranks have all written.
 
@@ -87,6 +88,7 @@ def make_commit(
         extra=dict(extra or {}),
         writer=versions(),
         started_at=started_at,
+        coordination=dict(coordination or {}),
     )
     data = dump_metadata(metadata)
     check_readable(data, identity.url, of_rank=identity.rank is not None)

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from dcp_s3.format.control_files import DeletionList, Manifest
-from dcp_s3.format.layout import CLAIM, Kind, What, classify, is_inside, manifest_object
+from dcp_s3.format.layout import CLAIM, FILES_PREFIX, Kind, What, classify, is_inside, manifest_object
 from dcp_s3.process import reset_in_child
 from dcp_s3.store import ListedObject, Page, Store
 from dcp_s3.url import CheckpointURL
@@ -300,6 +300,8 @@ class Directory:
         removal = self.removal((), since=since)
         young = (path for path, found in removal.commits.items() if found.modified_at > since)
         goes = _CONTROL - {What.PIN, What.LEASE, What.DELETION}
+        if any(path.startswith(FILES_PREFIX) for path in self.objects):
+            goes |= {What.OTHER}
         control = {path: found for path, found in self.objects.items() if found.kind.what in goes}
         return Removal(removal.commits, {**removal.objects, **control}, removal.being_saved or next(young, None))
 

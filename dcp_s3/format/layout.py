@@ -26,6 +26,8 @@ BOARD_PREFIX = CONTROL_PREFIX + "board-"
 """Below the URL above the checkpoints: what ranks of a run tell each other through S3."""
 LEASE_PREFIX = CONTROL_PREFIX + "lease-"
 DELETION_PREFIX = CONTROL_PREFIX + "deletion-"
+FILES_PREFIX = CONTROL_PREFIX + "files-"
+"""Records of files with names of their own, as torch-checkpointing writes them: where one is, all files are ours."""
 
 SAVE_ID_KEY = "dcp-s3-save-id"
 """User metadata of ``.metadata`` that says which manifest belongs to it."""

@@ -1,0 +1,114 @@
+"""How the files that ranks have written become a checkpoint.
+
+Each rank writes a record before its first file, ``.dcp_s3/files-{rank}.json``, over one that an earlier attempt left.
+After a barrier each completes its record, and rank 0 commits what the records name. Other files are no part of it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from dcp_s3 import errors
+from dcp_s3.checkpoint.commit import make_commit, publish
+from dcp_s3.checkpoint.commit_state import Beginning, Previous, SaveIdentity
+from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.format.control_files import Manifest, ObjectEntry
+from dcp_s3.format.layout import FILES_PREFIX, METADATA, SAVE_ID_KEY, new_save_id, step_of
+from dcp_s3.store import Store
+from dcp_s3.url import CheckpointURL
+
+_NAME = "torch_checkpointing"
+_PAUSES = (0.05, 2.0)
+"""Seconds between two looks, the first and the longest."""
+
+
+def put_record(
+    store: Store, url: CheckpointURL, rank: int, nonce: str, files: Iterable[ObjectEntry] | None = None
+) -> None:
+    """Write what a rank has written in this save, whose random id is ``nonce``; None: it is still writing."""
+    entries = None if files is None else [[each.path, each.size, each.crc64nvme] for each in files]
+    data = json.dumps({"format_version": 1, "nonce": nonce, "files": entries}).encode()
+    store.put(url.key(_record(rank)), data, content_type="application/json")
+
+
+def publish_files(
+    store: Store, url: CheckpointURL, rank: int, world_size: int, nonce: str, beginning: Beginning, wait: float
+) -> None:
+    """Return when the checkpoint is committed with this rank's record. Rank 0 commits once all records are complete.
+
+    Raises:
+        CheckpointExistsError: another save has committed to this URL.
+        TransferError: there is no commit after ``wait`` seconds.
+        StorageError
+    """
+    began, pause = time.monotonic(), _PAUSES[0]
+    records: dict[int, bytes] = {}
+    while (manifest := _find_manifest(store, url)) is None:
+        missing = [each for each in range(world_size) if each not in records] if rank == 0 else [0]
+        if rank == 0:
+            found = store.map(lambda store, each: _read_complete(store, url, each), missing)
+            records |= {each: data for each, data in zip(missing, found, strict=True) if data is not None}
+        if len(records) == world_size:
+            _commit(store, url, [records[each] for each in range(world_size)], beginning)
+        elif time.monotonic() - began > wait:
+            raise errors.TransferError(
+                f"{url} was not committed: for {wait:g} s nothing came from ranks {missing}. Remedy: see their logs; "
+                "commit must be the finalize_callback of every rank",
+                bucket=url.bucket, key=url.key(METADATA), operation="PutObject",
+            )  # fmt: skip
+        else:
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSES[1])
+    if manifest.coordination.get(_NAME, {}).get(str(rank)) != nonce:
+        raise errors.CheckpointExistsError(
+            f"{url} was committed by another save, without what rank {rank} of this one has written. Remedy: end what "
+            "else writes there, and save to another URL",
+            url=str(url),
+        )
+
+
+def find_files(store: Store, url: CheckpointURL) -> Mapping[str, ObjectEntry] | None:
+    """The files of a committed checkpoint by relative path; None if there is none."""
+    manifest = _find_manifest(store, url)
+    if manifest is None:
+        return None
+    return {each.path: each for each in manifest.objects if not each.path.startswith(FILES_PREFIX)}
+
+
+def _record(rank: int) -> str:
+    return f"{FILES_PREFIX}{rank}.json"
+
+
+def _find_manifest(store: Store, url: CheckpointURL) -> Manifest | None:
+    try:
+        save_id = store.head(url.key(METADATA)).metadata.get(SAVE_ID_KEY, "")
+        return Manifest.from_json(store.get(SaveIdentity(url, save_id).manifest_key).data)
+    except errors.ObjectNotFoundError:
+        return None
+
+
+def _read_complete(store: Store, url: CheckpointURL, rank: int) -> bytes | None:
+    try:
+        data = store.get(url.key(_record(rank))).data
+    except errors.ObjectNotFoundError:
+        return None
+    return data if json.loads(data)["files"] is not None else None
+
+
+def _commit(store: Store, url: CheckpointURL, records: list[bytes], beginning: Beginning) -> None:
+    identity, nonces, objects = SaveIdentity(url, new_save_id()), {}, []
+    for rank, data in enumerate(records):
+        fields = json.loads(data)
+        nonces[str(rank)] = fields["nonce"]
+        objects += [ObjectEntry(_record(rank), len(data), crc_hex(crc64nvme(data)))]
+        objects += [ObjectEntry(*each) for each in fields["files"]]
+    metadata = Metadata({}, {}, {}, StorageMeta(checkpoint_id=str(url), save_id=identity.save_id))
+    commit = make_commit(
+        identity, metadata, objects, step=step_of(url.name), world_size=len(records), metrics={},
+        coordination={_NAME: nonces},
+    )  # fmt: skip
+    publish(store, commit, Previous(), keep_objects=True, is_late=beginning.is_late)

@@ -1,0 +1,285 @@
+"""torch-checkpointing on S3: give its CheckpointManager an `S3StorageConfig`, and `commit` as ``finalize_callback``.
+
+A directory right below the root is a checkpoint. Once its ``.metadata`` is there, it exists, and is
+listed, pruned and verified like any other. See docs/torch-checkpointing.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+from typing_extensions import Buffer
+
+from dcp_s3 import errors
+from dcp_s3.checkpoint.commit_state import Beginning
+from dcp_s3.checksum import crc_hex
+from dcp_s3.format.control_files import ObjectEntry
+from dcp_s3.format.layout import FILES_PREFIX, METADATA, is_attachment_name, new_save_id
+from dcp_s3.integrations import require
+from dcp_s3.integrations.file_records import find_files, publish_files, put_record
+from dcp_s3.integrations.file_streams import OpenFile, ReadStream, WriteStream, damaged_error
+from dcp_s3.retention.prune import remove
+from dcp_s3.s3.store import store_of
+from dcp_s3.settings import SettingsLike, launch, resolve_settings
+from dcp_s3.store import StreamedObject
+from dcp_s3.url import is_s3_url, parse_url
+
+require("torch_checkpointing", "torch-checkpointing", "0.1.1", "0.2")
+
+from torch_checkpointing.checkpoint_writer import DEFAULT_TEMP_DIR_PREFIX, CallbackArgs  # noqa: E402
+from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig  # noqa: E402
+
+
+@dataclass
+class S3StorageConfig(StorageConfig):
+    """Checkpoints right below an S3 URL. Picklable: savers with a process of their own send it there.
+
+    Args:
+        root: URL above the checkpoints, ``s3://bucket/run``. They are named relative to it, or by their URLs.
+        settings: see `dcp_s3.Settings`; None: from the environment.
+        rank, world_size: of this process; None: from torch.distributed if it is initialised where this is made, else
+            from the launcher's environment.
+
+    Raises:
+        InvalidURLError, SettingsError
+    """
+
+    root: str
+    settings: SettingsLike = None
+    rank: int | None = None
+    world_size: int | None = None
+
+    def __post_init__(self) -> None:
+        parse_url(self.root)
+        self.settings = resolve_settings(self.settings)
+        if self.rank is None or self.world_size is None:
+            in_group = dist.is_available() and dist.is_initialized()
+            found = launch()
+            self.rank = dist.get_rank() if in_group else found.rank
+            self.world_size = dist.get_world_size() if in_group else found.world_size
+
+    def create_storage(self) -> S3Storage:
+        return S3Storage(self)
+
+
+def commit(args: CallbackArgs) -> None:
+    """The ``finalize_callback`` of every rank: what all ranks have written to ``args.path`` becomes a checkpoint.
+
+    Raises:
+        CheckpointExistsError, TransferError, StorageError: it is not committed with what this rank has written.
+    """
+    if not isinstance(args.storage, S3Storage):
+        raise errors.SaveProtocolError(
+            f"commit needs S3Storage, and the storage is {type(args.storage).__name__}. Remedy: give the "
+            "CheckpointManager storage_config=S3StorageConfig(...)"
+        )
+    args.storage.commit(Path(args.path))
+
+
+@dataclass
+class _Writing:
+    """A checkpoint that this process writes."""
+
+    nonce: str = field(default_factory=new_save_id)
+    beginning: Beginning = field(default_factory=Beginning)
+    files: dict[str, ObjectEntry] = field(default_factory=dict)
+    """By relative path."""
+
+
+class S3Storage(Storage):
+    """torch-checkpointing's storage on S3, for any number of threads.
+
+    A directory right below the root is a checkpoint, which exists for others once it is committed. Files that were not
+    written through this class, for example safetensors, are read as they are.
+    """
+
+    def __init__(self, config: S3StorageConfig) -> None:
+        self._root, self._settings = parse_url(config.root), resolve_settings(config.settings)
+        self._store = store_of(self._root, self._settings)
+        self._rank, self._world_size = config.rank or 0, config.world_size or 1
+        self._writing: dict[str, _Writing] = {}
+        self._open: dict[Path, OpenFile] = {}
+        self._lock = threading.Lock()
+
+    # --- writing ----------------------------------------------------------------------------------------
+
+    def get_write_stream(self, path: Path, data: object) -> WriteStream:
+        """The stream for ``data``; the memory of its tensors is sent without copies."""
+        name, rest = self._split(path)
+        if not is_attachment_name(rest):
+            raise OSError(errno.EINVAL, "no file of a checkpoint can have this name", str(path))
+        writing = self._begin(name)
+
+        def done(stored: StreamedObject) -> None:
+            crc = None if stored.crc64nvme is None else crc_hex(stored.crc64nvme)
+            writing.files[rest] = ObjectEntry(rest, stored.size, crc)
+
+        return WriteStream(self._store, self._key(path), data, done)
+
+    def stream_write(self, path: Path) -> WriteStream:
+        return self.get_write_stream(path, None)
+
+    def write(self, path: Path, data: Buffer) -> None:
+        with self.stream_write(path) as stream:
+            stream.write(data)
+
+    def mkdir(self, path: Path, recursive: bool = True) -> None:
+        """Begin to write a checkpoint. Nobody else sees it before it is committed."""
+        if name := self._split(path)[0]:
+            self._begin(name)
+
+    def _begin(self, name: str) -> _Writing:
+        if name.startswith(DEFAULT_TEMP_DIR_PREFIX):
+            raise errors.SaveProtocolError(
+                f"{name} would have to be renamed, and S3 has no rename. Remedy: write_to_temp_dir=False in the "
+                "CheckpointWriterConfig, and finalize_callback=commit"
+            )
+        with self._lock:
+            if name not in self._writing:
+                url, writing = self._root.child(name), _Writing()
+                if self._store.exists(url.key(METADATA)):
+                    raise FileExistsError(errno.EEXIST, "it is committed: delete it first", str(url))
+                put_record(self._store, url, self._rank, writing.nonce)
+                self._writing[name] = writing
+            return self._writing[name]
+
+    def commit(self, path: Path) -> None:
+        """See `commit`, the function."""
+        name, rest = self._split(path)
+        if not name or rest:
+            raise errors.SaveProtocolError(f"{path} is not right below {self._root}, where checkpoints are")
+        url, writing = self._root.child(name), self._begin(name)
+        wait = self._settings.stall_timeout or float("inf")
+        try:
+            put_record(self._store, url, self._rank, writing.nonce, writing.files.values())
+            publish_files(self._store, url, self._rank, self._world_size, writing.nonce, writing.beginning, wait)
+        finally:
+            self._writing.pop(name)
+
+    # --- changing ---------------------------------------------------------------------------------------
+
+    def rename(
+        self, src_path: Path, dst_path: Path, is_directory: bool = False, background_cleanup: bool = False
+    ) -> None:
+        raise OSError(errno.ENOTSUP, "S3 has no rename: write in place, with finalize_callback=commit", str(src_path))
+
+    def delete(self, path: Path) -> None:
+        entry, name = self._require(path), self._split(path)[0]
+        if self._store.exists(self._root.child(name).key(METADATA)):
+            raise PermissionError(errno.EPERM, "files of a checkpoint are deleted with it, by rmdir", str(path))
+        self._store.delete([self._key(path)])
+        if name in self._writing:
+            self._writing[name].files.pop(entry.path, None)
+
+    def rmdir(self, path: Path) -> None:
+        """Delete a checkpoint, or what this process has written of one. A commit goes first.
+
+        Raises:
+            CheckpointProtectedError: it is pinned, or somebody reads it.
+            OSError: it is part of one.
+        """
+        name, rest = self._split(path)
+        if not name or rest:
+            raise PermissionError(errno.EPERM, "only whole checkpoints are deleted", str(path))
+        url, writing = self._root.child(name), self._writing.pop(name, None)
+        if self._store.exists(url.key(METADATA)):
+            remove(str(url), settings=self._settings)
+        elif writing is not None:
+            self._store.delete(url.key(each) for each in (*writing.files, f"{FILES_PREFIX}{self._rank}.json"))
+
+    # --- reading ----------------------------------------------------------------------------------------
+
+    def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
+        """The file, in the version that was there when it was last looked for (`exists`, `getsize`)."""
+        stream = ReadStream(self._open.get(path) or self._look(path))
+        if read_args is None or read_args.pre_read_full_file:
+            return io.BytesIO(stream.read_whole(self._store))  # type: ignore[return-value]
+        return stream
+
+    def _look(self, path: Path) -> OpenFile:
+        """Open a file. What was committed is compared with what is there."""
+        entry, key = self._require(path), self._key(path)
+        head = self._store.head(key, checksum=entry.crc64nvme is not None)
+        if head.size != entry.size or (head.crc64nvme and entry.crc64nvme not in (None, head.crc64nvme)):
+            raise damaged_error(self._root.bucket, key)
+        self._open[path] = OpenFile(self._store, key, head.size, head.etag, entry.crc64nvme)
+        return self._open[path]
+
+    def getsize(self, path: Path) -> int:
+        return self._look(path).size
+
+    @property
+    def mmap_fill_workers(self) -> int:
+        return max(8, self._store.read_width())
+
+    # --- what there is ----------------------------------------------------------------------------------
+
+    def exists(self, path: Path) -> bool:
+        self._open.pop(path, None)
+        name, rest = self._split(path)
+        entries = self._entries(name) if name else {}
+        below = [each for each in entries or () if not rest or f"{each}/".startswith(f"{rest}/")]
+        return bool(below) or (not rest and entries is not None)
+
+    def isdir(self, path: Path) -> bool:
+        name, rest = self._split(path)
+        return self.exists(path) and (not rest or rest not in (self._entries(name) or {}))
+
+    def ls(self, path: Path) -> list[str]:
+        if not self.isdir(path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        name, rest = self._split(path)
+        if name:
+            below = f"{rest}/" if rest else ""
+            inside = (each for each in self._entries(name) or {} if each.startswith(below))
+            return sorted({each[len(below) :].partition("/")[0] for each in inside})
+        prefix = self._root.key("")
+        names = [each[len(prefix) : -1] for each in self._store.list(prefix, "/").prefixes]
+        exists = self._store.map(lambda _, each: self._entries(each) is not None, names)
+        return [each for each, found in zip(names, exists, strict=True) if found]
+
+    def remap_path(self, path: Path) -> str:
+        name = self._split(path)[0]
+        return f"s3://{self._root.bucket}/{self._key(path)}" if name else str(self._root)
+
+    def _require(self, path: Path) -> ObjectEntry:
+        name, rest = self._split(path)
+        entry = (self._entries(name) or {}).get(rest)
+        if entry is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return entry
+
+    def _entries(self, name: str) -> Mapping[str, ObjectEntry] | None:
+        """The files of a directory by relative path; None if it does not exist, or is not committed."""
+        if name in self._writing:
+            return self._writing[name].files
+        url = self._root.child(name)
+        if (committed := find_files(self._store, url)) is not None:
+            return committed
+        skip = len(url.key(""))
+        found = {each.key[skip:]: each.size for each in self._store.list(url.key("")).objects}
+        if not found or any(path.startswith(FILES_PREFIX) for path in found):
+            return None
+        return {path: ObjectEntry(path, size) for path, size in found.items()}
+
+    def _key(self, path: Path) -> str:
+        return self._root.child(self._split(path)[0]).key(self._split(path)[1]).rstrip("/")
+
+    def _split(self, path: Path) -> tuple[str, str]:
+        """The name of a checkpoint, empty for the root, and the path below it."""
+        text = str(self._root) if path == Path() else os.fspath(path)
+        url = parse_url(text) if is_s3_url(text) else self._root.child(text)
+        inside = url.key("").startswith(self._root.key("")) and url.bucket == self._root.bucket
+        if text.startswith("/") or ".." in text.split("/") or not inside:
+            raise errors.InvalidURLError(
+                f"{text!r} is not below {self._root}. Remedy: a name relative to the root, or a URL below it"
+            )
+        name, _, rest = url.key("")[len(self._root.key("")) :].rstrip("/").partition("/")
+        return name, rest

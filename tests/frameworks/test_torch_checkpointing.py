@@ -1,0 +1,268 @@
+"""torch-checkpointing with S3Storage: its manager, its savers and its own tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch_checkpointing.checkpoint_manager import CheckpointManager
+from torch_checkpointing.checkpoint_writer import CheckpointWriterConfig
+from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
+from torch_checkpointing.default_resharder import DefaultResharder
+from torch_checkpointing.metadata_manager import DefaultMetadataManager
+from torch_checkpointing.schema import ItemSpec
+from torch_checkpointing.staging import CheckpointStagerConfig
+from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+from dcp_s3 import errors, latest, list_checkpoints, pin, prune, remove, unpin, verify
+from dcp_s3.integrations.torch_checkpointing import S3StorageConfig, commit
+from dcp_s3.retention.policy import KeepLatest
+from dcp_s3.s3.client import close_clients
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.frameworks.ranks import run_ranks
+from tests.killing import Shooting, Shot, access_key, begin, new_process, running, wait_until_quiet
+
+ROOT = f"s3://{BUCKET}/run"
+_HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    with serve(monkeypatch) as found:
+        yield found
+
+
+def client() -> Any:
+    return boto3.client("s3", endpoint_url=os.environ["DCP_S3_ENDPOINT_URL"])
+
+
+def manager(*, asynchronous: bool = False, in_place: bool = True, **options: Any) -> CheckpointManager:
+    writer = CheckpointWriterConfig(write_to_temp_dir=not in_place)
+    staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
+    save: Any = SyncCheckpointSaverConfig(writer_config=writer)
+    if asynchronous:
+        save = AsyncCheckpointSaverConfig(writer_config=writer, staging_config=staging)
+    options = {"storage_config": S3StorageConfig(ROOT), "finalize_callback": commit, **options}
+    return CheckpointManager.Config(save=save, **options).build()
+
+
+def state(step: int) -> dict[str, Any]:
+    model = {f"layer{n}.weight": torch.full((200, 500), float(100 * step + n)) for n in range(3)}
+    return {"model": model, "step": step}
+
+
+def load(name: str, made: CheckpointManager | None = None) -> dict[str, Any]:
+    made = made or manager()
+    empty = {key: torch.zeros_like(value) for key, value in state(0)["model"].items()}
+    return dict(made.load(name, into={"model": empty, "step": None}))
+
+
+def assert_equal(found: dict[str, Any], step: int) -> None:
+    expected = state(step)
+    assert found["step"] == step
+    assert all(torch.equal(found["model"][key], value) for key, value in expected["model"].items())
+
+
+def test_saved_checkpoints_load_and_are_listed_verified_and_pruned(faulty: FaultyServer) -> None:
+    made = manager()
+    for step in (1, 2, 3):
+        made.save(f"step-{step}", state(step))
+    made.close()
+    for step in (1, 2, 3):
+        assert_equal(load(f"step-{step}"), step)
+    assert [(each.name, each.step, each.committed) for each in list_checkpoints(ROOT)] == [
+        (f"step-{step}", step, True) for step in (1, 2, 3)
+    ]
+    assert latest(ROOT).name == "step-3"
+    report = verify(f"{ROOT}/step-2", full=True)
+    assert report.ok
+    pin(f"{ROOT}/step-1")
+    assert [each.name for each in prune(ROOT, KeepLatest(1)).deleted] == ["step-2"]
+    assert_equal(load("step-1"), 1)
+    with pytest.raises(FileNotFoundError):
+        load("step-2")
+    left = [each["Key"] for each in client().list_objects_v2(Bucket=BUCKET)["Contents"]]
+    assert not [key for key in left if "step-2" in key]
+
+
+def test_the_files_are_those_that_local_storage_writes(faulty: FaultyServer, tmp_path: Path) -> None:
+    manager().save("step-1", state(1))
+    s3 = client()
+    for each in s3.list_objects_v2(Bucket=BUCKET, Prefix="run/step-1/")["Contents"]:
+        path = tmp_path / each["Key"].removeprefix("run/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        s3.download_file(BUCKET, each["Key"], str(path))
+    local = manager(storage_config=LocalFileSystemStorageConfig(use_direct_io=False), finalize_callback=None)
+    assert_equal(load(str(tmp_path / "step-1"), local), 1)
+
+
+def test_names_are_relative_to_the_root_or_urls_below_it(faulty: FaultyServer) -> None:
+    made = manager()
+    made.save(f"{ROOT}/step-1", state(1))
+    assert_equal(load("step-1"), 1)
+    for name in ("/step-2", f"s3://{BUCKET}/other/step-2", "../step-2"):
+        with pytest.raises(errors.InvalidURLError, match="not below"):
+            made.save(name, state(2))
+
+
+def test_without_a_commit_there_is_no_checkpoint(faulty: FaultyServer) -> None:
+    manager(finalize_callback=None).save("step-1", state(1))
+    storage = S3StorageConfig(ROOT).create_storage()
+    assert not storage.exists(Path("step-1"))
+    assert storage.ls(Path()) == []
+    with pytest.raises(FileNotFoundError):
+        load("step-1")
+
+
+def test_a_committed_checkpoint_is_neither_overwritten_nor_damaged_unseen(faulty: FaultyServer) -> None:
+    manager().save("step-1", state(1))
+    with pytest.raises(FileExistsError, match="committed"):
+        manager().save("step-1", state(2))
+    assert_equal(load("step-1"), 1)
+    s3 = client()
+    data = s3.get_object(Bucket=BUCKET, Key="run/step-1/model_0.pt")["Body"].read()
+    s3.put_object(Bucket=BUCKET, Key="run/step-1/model_0.pt", Body=data[:-3] + b"???")
+    with pytest.raises(errors.CorruptCheckpointError, match="model_0"):
+        load("step-1")
+
+
+def test_a_writer_that_renames_is_told_before_it_writes(faulty: FaultyServer) -> None:
+    with pytest.raises(errors.SaveProtocolError, match="write_to_temp_dir=False"):
+        manager(in_place=False).save("step-1", state(1))
+
+
+def test_rmdir_deletes_a_checkpoint_and_respects_pins(faulty: FaultyServer) -> None:
+    made, storage = manager(), S3StorageConfig(ROOT).create_storage()
+    made.save("step-1", state(1))
+    pin(f"{ROOT}/step-1")
+    with pytest.raises(errors.CheckpointProtectedError):
+        storage.rmdir(Path("step-1"))
+    unpin(f"{ROOT}/step-1")
+    storage.rmdir(Path("step-1"))
+    assert "Contents" not in client().list_objects_v2(Bucket=BUCKET)
+
+
+# --- ranks ----------------------------------------------------------------------------------------------
+
+
+def _weights() -> torch.Tensor:
+    return torch.arange(12 * 18, dtype=torch.float32).reshape(12, 18)
+
+
+def _gather(_: object, data: object, group: dist.ProcessGroup | None) -> dict[int, Any]:
+    """As in its DefaultMetadataManager, which only knows CUDA."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, data, group=group)
+    return dict(enumerate(found))
+
+
+def _save_on_ranks(dim: int) -> None:
+    DefaultMetadataManager._all_gather_pickled_data = _gather
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    value = {"weight": distribute_tensor(_weights(), mesh, [Shard(dim)])}
+    made = manager(asynchronous=True, items={"model": ItemSpec(resharder=DefaultResharder())})
+    future = made.save("step-5", {"model": value, "step": 5})
+    assert isinstance(future, Future)
+    future.result(timeout=240)
+    made.close()
+
+
+def _load_on_ranks(dim: int) -> torch.Tensor:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    value = {"weight": distribute_tensor(torch.zeros(12, 18), mesh, [Shard(dim)])}
+    made = manager(items={"model": ItemSpec(resharder=DefaultResharder())})
+    found = made.load("step-5", into={"model": value})["model"]["weight"]
+    assert isinstance(found, DTensor)
+    return found.full_tensor()
+
+
+def test_an_asynchronous_save_of_two_ranks_loads_on_three_in_another_dimension(faulty: FaultyServer) -> None:
+    run_ranks(2, _save_on_ranks, 0)
+    [info] = list_checkpoints(ROOT)
+    assert (info.step, info.world_size) == (5, 2)
+    for found in run_ranks(3, _load_on_ranks, 1):
+        assert torch.equal(found, _weights())
+
+
+# --- kills ----------------------------------------------------------------------------------------------
+
+
+def _save_step_2(environment: dict[str, str], output: Path) -> None:
+    begin(environment, output)
+    manager().save("step-2", state(2))
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_killed_at_any_request_the_old_one_loads_and_the_new_one_is_whole_or_not_there(
+    faulty: FaultyServer, tmp_path: Path, applied: bool
+) -> None:
+    manager().save("step-1", state(1))
+    environment = {**os.environ, "AWS_ACCESS_KEY_ID": access_key(0)}
+    count, outcomes = 0, []
+    while not outcomes or outcomes[-1] != "not hit":
+        count += 1
+        close_clients()  # only the process that is killed is connected
+        with running([new_process(_save_step_2, environment, tmp_path / f"{count}.log")]) as processes:
+            shooting = Shooting(processes, [Shot(0, count, applied)])
+            with shooting.on(faulty):
+                processes[0].join()
+                wait_until_quiet(faulty)
+        assert_equal(load("step-1"), 1)
+        if S3StorageConfig(ROOT).create_storage().exists(Path("step-2")):
+            assert_equal(load("step-2"), 2)
+            outcomes.append("committed" if shooting.hit else "not hit")
+            remove(f"{ROOT}/step-2", force=True)
+        else:
+            outcomes.append("not there")
+            assert [each.name for each in list_checkpoints(ROOT) if each.committed] == ["step-1"]
+    assert outcomes.count("not there") > 5, outcomes
+
+
+# --- its own tests --------------------------------------------------------------------------------------
+
+# What S3 is not: a file system whose directories are renamed, exist while they are empty, and are opened with O_DIRECT.
+_OTHER_THAN_LOCAL = {
+    "test_rename_directory_across_filesystems_copies_into_empty_destination",
+    "test_rename_directory_onto_absent_destination",
+    "test_rename_directory_replaces_empty_destination",
+    "test_rename_file_across_filesystems_replaces_existing_file",
+    "test_rename_file_replaces_existing_file",
+    "test_local_filesystem",
+    "test_callback_context_and_order_around_atomic_rename",
+    "test_write_fails_if_parent_dir_not_created",
+    "test_resharding_requires_source_metadata",
+    "test_default_get_write_stream_delegates_to_stream_write",
+    "test_direct_io_stream_falls_back_to_buffered_reads_on_einval",
+    "test_direct_io_refusal_is_remembered_by_the_storage",
+    "test_direct_io_fallback_resumes_from_where_the_failed_read_started",
+}
+
+
+def test_its_own_tests_of_storage_writer_and_reader(tmp_path: Path) -> None:
+    version = "0.1.1"
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", "--dest", "."]
+    subprocess.run([*pip, f"torch-checkpointing=={version}"], cwd=tmp_path, check=True)
+    [archive] = tmp_path.glob("*.tar.gz")
+    subprocess.run(["tar", "xzf", archive.name, "--strip-components", "1"], cwd=tmp_path, check=True)
+    names = ["local_filesystem", "checkpoint_writer", "checkpoint_reader", "checkpoint_reader_mmap"]
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "tests.frameworks.local_mirror", "-q", "-rA", "--rootdir", tmp_path,
+         "-c", os.devnull, *(f"tests/test_{name}.py" for name in names)],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(_HERE.parents[1]), os.environ.get("PYTHONPATH", "")])},
+    )  # fmt: skip
+    ends = re.findall(r"^(PASSED|FAILED|ERROR) \S*::(\w+)", found.stdout, re.MULTILINE)
+    assert {name for end, name in ends if end != "PASSED"} == _OTHER_THAN_LOCAL, found.stdout[-20_000:]
+    assert sum(end == "PASSED" for end, _ in ends) > 55

@@ -1,0 +1,228 @@
+"""Files that frameworks write by themselves: streams to and from a store, and how ranks commit what they wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from dcp_s3 import errors
+from dcp_s3.checkpoint.commit_state import Beginning
+from dcp_s3.checkpoint.directory import list_directory
+from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.format.control_files import ObjectEntry
+from dcp_s3.integrations.file_records import find_files, publish_files, put_record
+from dcp_s3.integrations.file_streams import OpenFile, ReadStream, TensorMemory, WriteStream
+from dcp_s3.limit import Limit
+from dcp_s3.memory import Piece
+from dcp_s3.store import StreamedObject
+from dcp_s3.url import parse_url
+from tests.memory_store import MemoryStore
+
+URL = parse_url("s3://bucket/run/step-7")
+LARGE = 300_000  # elements; more than what is copied without a look
+
+
+class OneBatch(MemoryStore):
+    """Its batches use `put_stream` of this very store."""
+
+    def within(self, limit: Limit) -> MemoryStore:
+        return self
+
+
+class Recorder(OneBatch):
+    """Keeps the addresses of the long pieces that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[int] = []
+
+    def put_stream(self, key: str, size: int, pieces: Iterable[Piece], **options: Any) -> StreamedObject:
+        def seen() -> Iterable[Piece]:
+            for piece in pieces:
+                if piece.view is not None and piece.size > 2**20:
+                    self.addresses.append(torch.frombuffer(piece.view, dtype=torch.uint8).data_ptr())
+                yield piece
+
+        return super().put_stream(key, size, seen(), **options)
+
+
+def save(store: MemoryStore, value: object) -> StreamedObject:
+    done: list[StreamedObject] = []
+    with WriteStream(store, "file", value, done.append) as stream:
+        torch.save(value, stream)  # type: ignore[arg-type]
+    return done[0]
+
+
+def test_what_is_written_is_what_torch_saves_from_the_tensors_memory() -> None:
+    whole = torch.arange(2 * LARGE, dtype=torch.float64)
+    value = {"a": [torch.arange(LARGE)], "b": (whole[LARGE:], {"c": "text"}), "small": torch.ones(3), "n": 5}
+    store = Recorder()
+    stored = save(store, value)
+    expected = io.BytesIO()
+    torch.save(value, expected)
+    assert store.get("file").data == expected.getvalue()
+    assert (stored.size, stored.crc64nvme) == (len(expected.getvalue()), crc64nvme(expected.getvalue()))
+    assert store.addresses == [value["a"][0].data_ptr(), whole.data_ptr()]
+
+
+def test_memory_of_others_and_beyond_a_tensor_is_copied() -> None:
+    tensor = torch.arange(LARGE, dtype=torch.uint8)
+    memory, view = TensorMemory({"a": tensor}), memoryview(tensor.numpy())
+    assert memory.size == LARGE
+    assert memory.find(view[5:]).nbytes == LARGE - 5  # type: ignore[union-attr]
+    assert memory.find(memoryview(bytearray(LARGE))) is None
+    other = TensorMemory([tensor[: LARGE // 2].clone()])
+    assert other.find(view) is None
+
+
+@pytest.mark.parametrize("how", ["an error in the block", "forgotten"])
+def test_a_stream_that_is_given_up_leaves_nothing(how: str) -> None:
+    store, done = MemoryStore(), list[StreamedObject]()
+    if how == "forgotten":
+        stream = WriteStream(store, "file", None, done.append)
+        stream.write(b"half")
+        stream.__del__()
+    else:
+        with contextlib.suppress(KeyError), WriteStream(store, "file", None, done.append) as stream:
+            stream.write(b"half")
+            raise KeyError
+    assert not store.exists("file")
+    assert not done
+
+
+def test_a_store_that_fails_stops_the_writer() -> None:
+    class Full(OneBatch):
+        def put_stream(self, key: str, size: int, pieces: Iterable[Piece], **options: Any) -> StreamedObject:
+            next(iter(pieces))
+            raise errors.TransferError("the store is full", bucket="b", key=key, operation="PutObject")
+
+    def write_all() -> None:
+        with WriteStream(Full(), "f", None, lambda _: None) as stream:
+            for _ in range(100):
+                stream.write(bytes(2**22))
+
+    with pytest.raises(errors.TransferError, match="full"):
+        write_all()
+
+
+def opened(data: bytes, *, committed: bytes | None = None) -> ReadStream:
+    store = MemoryStore()
+    store.put("file", data)
+    crc = crc_hex(crc64nvme(data if committed is None else committed))
+    return ReadStream(OpenFile(store, "file", len(data), store.head("file").etag, crc))
+
+
+@pytest.mark.parametrize("size", [0, 1, 2**20, 3 * 2**20 + 17])
+def test_reads_anywhere_are_those_of_a_file(size: int) -> None:
+    dice = random.Random(size)
+    data = dice.randbytes(size)
+    stream, expected = opened(data), io.BytesIO(data)
+    for _ in range(60):
+        offset, whence = dice.choice([(dice.randrange(size + 10), 0), (dice.randrange(50), 1), (-min(size, 22), 2)])
+        assert stream.seek(offset, whence) == expected.seek(offset, whence)
+        count = dice.choice([1, 30, 5000, 2**20, 2**21])
+        mine, theirs = bytearray(count), bytearray(count)
+        assert stream.readinto(mine) == expected.readinto(theirs)
+        assert mine == theirs
+        assert stream.tell() == expected.tell()
+    stream.seek(0)
+    assert stream.read() == data
+    with pytest.raises(ValueError, match="before the start"):
+        stream.seek(-1)
+
+
+def test_bytes_that_were_not_committed_are_found_once_all_are_read() -> None:
+    data = random.Random(1).randbytes(2**22)
+    stream = opened(data, committed=data[:-1] + b"x")
+    half = memoryview(bytearray(2**21))
+    stream.seek(2**21)
+    assert stream.readinto(half) == 2**21
+    stream.seek(0)
+    with pytest.raises(errors.CorruptCheckpointError, match="file"):
+        stream.readinto(half)
+
+
+# --- records --------------------------------------------------------------------------------------------
+
+
+def write(store: MemoryStore, rank: int, nonce: str, names: Iterable[str]) -> list[ObjectEntry]:
+    """What a rank does before the barrier."""
+    put_record(store, URL, rank, nonce)
+    entries = []
+    for name in names:
+        data = f"{name} {nonce}".encode()
+        store.put(URL.key(name), data)
+        entries.append(ObjectEntry(name, len(data), crc_hex(crc64nvme(data))))
+    return entries
+
+
+def commit(store: MemoryStore, rank: int, nonce: str, entries: list[ObjectEntry], world: int, wait: float = 30) -> None:
+    put_record(store, URL, rank, nonce, entries)
+    publish_files(store, URL, rank, world, nonce, Beginning(), wait)
+
+
+def test_ranks_commit_what_all_have_written_and_nothing_of_an_earlier_attempt() -> None:
+    store = MemoryStore()
+    for rank in range(3):  # of which none commits
+        put_record(store, URL, rank, "old", write(store, rank, "old", [f"model_{rank}.pt", f"old_{rank}.pt"]))
+    written = [write(store, rank, f"new{rank}", [f"model_{rank}.pt", "sub/data.json"][: 2 - rank]) for rank in range(2)]
+    assert find_files(store, URL) is None
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda rank: commit(store, rank, f"new{rank}", written[rank], 2), [1, 0]))
+    files = find_files(store, URL)
+    assert files is not None
+    assert sorted(files) == ["model_0.pt", "model_1.pt", "sub/data.json"]
+    assert all(crc_hex(crc64nvme(store.get(URL.key(path)).data)) == entry.crc64nvme for path, entry in files.items())
+
+
+def test_an_uncommitted_directory_goes_with_all_files() -> None:
+    store = MemoryStore()
+    write(store, 0, "nonce", ["model_0.pt", "sub/data.json"])
+    removal = list_directory(store, URL).removal_of_uncommitted(since=float("inf"))
+    assert sorted(removal.objects) == [".dcp_s3/files-0.json", "model_0.pt", "sub/data.json"]
+    assert removal.being_saved is None
+
+
+def test_a_rank_that_does_not_come_is_named_and_nothing_is_committed() -> None:
+    store = MemoryStore()
+    entries = [write(store, rank, f"n{rank}", [f"model_{rank}.pt"]) for rank in range(3)]
+    put_record(store, URL, 1, "n1", entries[1])
+    with pytest.raises(errors.TransferError, match=r"ranks \[2\]"):
+        commit(store, 0, "n0", entries[0], 3, wait=0.2)
+    with pytest.raises(errors.TransferError, match=r"ranks \[0\]"):
+        commit(store, 1, "n1", entries[1], 3, wait=0.2)
+    assert find_files(store, URL) is None
+
+
+def test_a_rank_whose_files_were_not_committed_hears_of_it() -> None:
+    store = MemoryStore()
+    commit(store, 0, "first", write(store, 0, "first", ["model_0.pt"]), 1)
+    before = store.get(URL.key(".metadata"))
+    with pytest.raises(errors.CheckpointExistsError, match="another save"):
+        commit(store, 0, "second", write(store, 0, "second", ["model_0.pt"]), 1)
+    assert store.get(URL.key(".metadata")) == before
+
+
+def test_of_two_that_commit_at_once_one_wins() -> None:
+    store, verdicts, barrier = MemoryStore(), list[str](), threading.Barrier(2)
+
+    def run(nonce: str) -> None:
+        entries = write(store, 0, nonce, [f"{nonce}.pt"])
+        barrier.wait()
+        try:
+            commit(store, 0, nonce, entries, 1)
+            verdicts.append(nonce)
+        except errors.CheckpointExistsError:
+            pass
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, ["a", "b"]))
+    assert [f"{each}.pt" for each in verdicts] == list(find_files(store, URL) or [])
