@@ -33,9 +33,9 @@ _Boxes = tuple[AnyBox, ...]
 class S3LoadPlanner(DefaultLoadPlanner):
     """Makes the plan that torch's DefaultLoadPlanner makes, sooner; pass it to `dcp.load` as ``planner``.
 
-    torch compares all pairs of saved and local chunks that overlap in the longest dimension of a tensor, for each tensor.
-    Here they are compared once for all tensors that are cut alike. Takes the same arguments; subclasses may override the
-    same methods.
+    torch compares all pairs of saved and local chunks that overlap in the longest dimension, for each tensor. Here they
+    are compared once for all tensors that are cut alike. Takes the same arguments; subclasses may override the same
+    methods.
 
     Python's garbage collector is off while the items are made.
 
