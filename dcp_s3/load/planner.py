@@ -1,4 +1,4 @@
-"""S3LoadPlanner: torch's DefaultLoadPlanner, quick for tensors of many chunks."""
+"""S3LoadPlanner: torch's DefaultLoadPlanner, quick for many tensors of many chunks."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _Boxes = tuple[AnyBox, ...]
 class S3LoadPlanner(DefaultLoadPlanner):
     """Makes the plan that torch's DefaultLoadPlanner makes, sooner; pass it to `dcp.load` as ``planner``.
 
-    torch compares all pairs of saved and local chunks that overlap in the longest dimension of a tensor: with chunks
-    along another dimension, all pairs there are. Here an index over all dimensions finds the overlaps, once for all
-    tensors that are cut alike. Takes the same arguments; subclasses may override the same methods.
+    torch compares all pairs of saved and local chunks that overlap in the longest dimension, for each tensor. Here they
+    are compared once for all tensors that are cut alike. Takes the same arguments; subclasses may override the same
+    methods.
 
     Python's garbage collector is off while the items are made.
 
