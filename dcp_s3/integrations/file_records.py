@@ -32,7 +32,7 @@ def put_record(
     """Write what a rank has written in this save, whose random id is ``nonce``; None: it is still writing."""
     entries = None if files is None else [[each.path, each.size, each.crc64nvme] for each in files]
     data = json.dumps({"format_version": 1, "nonce": nonce, "files": entries}).encode()
-    store.put(url.key(_record(rank)), data, content_type="application/json")
+    store.put(url.key(_record(rank)), data)
 
 
 def publish_files(
