@@ -189,8 +189,6 @@ METADATA_BOMBS: dict[str, bytes] = {
     "a slow encoding": call("_codecs", "encode", text("a" * 100_000), text("idna")),
 }
 """Name -> opcodes of a planner_data."""
-NEEDS_MEMORY = {"a huge memo"}
-"""Of these, what takes as much memory as it can get."""
 
 
 # --- items ----------------------------------------------------------------------------------------------

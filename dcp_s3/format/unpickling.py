@@ -153,6 +153,8 @@ def unpickle(
     reader = io.BufferedReader(stream)
     try:
         _check_extensions(stream)
+        if load_persistent is not None:  # an item: of metadata only some needs it, and it is large
+            check_memo(stream.getvalue(), stream.tell())
         value = _RestrictedUnpickler(reader, find_global, load_persistent).load()
         end = reader.tell()
     except (MalformedPickleError, UnsafeGlobalError):
@@ -195,12 +197,12 @@ def _check_extensions(stream: io.BytesIO) -> None:
     stream.seek(start)
 
 
-def check_memo(data: bytes) -> None:
+def check_memo(data: bytes, position: int = 0) -> None:
     """Refuse a damaged pickle that numbers what it remembers beyond its size: Python would make room for all of them.
 
     Reads it without running it: about 60 ns for each opcode.
     """
-    position, end = 0, len(data)
+    end = len(data)
     while position < end and (opcode := data[position]) != _STOP:
         position += 1
         length = _ARGUMENTS[opcode]

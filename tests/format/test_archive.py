@@ -143,9 +143,7 @@ def test_the_rest_is_refused_with_a_reason(label: str) -> None:
     assert not was_tripped()
 
 
-@pytest.mark.parametrize(
-    "label", [label for label in hostile.ITEM_BOMBS if label.removesuffix(", item") not in hostile.NEEDS_MEMORY]
-)
+@pytest.mark.parametrize("label", hostile.ITEM_BOMBS)
 def test_bombs(label: str) -> None:
     assert reason(hostile.ITEM_BOMBS[label])
 
