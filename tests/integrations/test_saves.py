@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import S3StorageReader, list_checkpoints, pin, remove
-from dcp_s3.errors import StagingError
+from dcp_s3.errors import SaveFailedError, StagingError
 from dcp_s3.integrations.saves import Saves
 from dcp_s3.manager.agree import Ranks
 from dcp_s3.settings import Settings, resolve_settings
@@ -89,6 +89,21 @@ def test_a_checkpoint_stays_until_the_one_that_replaces_it_is_committed(faulty: 
     saves.close()
     assert saves.will_hold(B) is None
     assert committed() == {B}
+
+
+def test_a_checkpoint_stays_if_the_save_that_replaces_it_fails(
+    faulty: FaultyServer, saves: Saves, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(saves, A, 4)
+    saves.wait()
+    faulty.once("PutObject", REFUSED, key="step=8")
+    save(saves, B, 8)
+    saves.remove(A)
+    save(saves, LAST, 8)
+    with pytest.raises(SaveFailedError, match=r"(?s)step 8 .*AccessDenied"):
+        saves.close()
+    assert committed() == {A, LAST}
+    assert f"{A} stays" in caplog.text
 
 
 def test_a_checkpoint_that_is_still_being_saved_goes_after_the_next_one(faulty: FaultyServer, saves: Saves) -> None:
