@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 import dcp_s3
-from dcp_s3 import CheckpointInfo, Decision, KeepBest, KeepLatest, Plan, Problem, PruneReport, SaveEvery, SaveFirst
+from dcp_s3 import (
+    CheckpointInfo,
+    Decision,
+    KeepBest,
+    KeepLatest,
+    Plan,
+    Problem,
+    PruneReport,
+    SaveEvery,
+)
 from dcp_s3.units import one_line
 
 URL = "s3://bucket/run/step-00000100"
@@ -32,9 +41,9 @@ SHOWN: list[tuple[Callable[[], Any], str | None]] = [
     (lambda: PLAN, "Plan(1 kept, 1 to delete (3.0 GiB))"),
     (lambda: PruneReport("s3://bkt/r", PLAN, dry_run=True), "PruneReport('s3://bkt/r', dry run: 1 to delete)"),
     (lambda: PROBLEM, "Problem('__0_0-ab.distcp', has other bytes than were saved, fqn='model.weight')"),
-    (lambda: dcp_s3.VerifyReport(URL, "fast", 8, 200, 4096, 0, 0, 0, ()), None),
+    (lambda: dcp_s3.VerifyReport(URL, "fast", 8, 200, 4096, 0, 0, ()), None),
     (lambda: dcp_s3.ExportResult(("a", "b"), 10, 2**20, 0), "ExportResult(2 files, 10 tensors, 1.0 MiB)"),
-    (lambda: dcp_s3.ImportResult(10, 0, 2**20), None),
+    (lambda: dcp_s3.ImportResult(10, 2**20), None),
     (lambda: dcp_s3.CheckResult("region", "ok", "eu-west-1"), "CheckResult('region', ok, eu-west-1)"),
     (lambda: dcp_s3.DoctorReport(URL, False, ()), None),
     (lambda: dcp_s3.stats(), None),
@@ -46,7 +55,7 @@ SHOWN: list[tuple[Callable[[], Any], str | None]] = [
     (lambda: dcp_s3.Fused(0, (4, 2, 2)), None),
     (lambda: dcp_s3.Settings(part_size="64MiB"), "Settings(part_size=67108864)"),
     (lambda: KeepLatest(3) | KeepBest(1, "loss", "min"), None),
-    (lambda: SaveFirst() | SaveEvery(seconds="10m"), None),
+    (lambda: dcp_s3.SaveContinuously() | SaveEvery(seconds="10m"), None),
     (lambda: dcp_s3.SaveMoment(5, None, 1.5, False), None),
 ]
 

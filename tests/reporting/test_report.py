@@ -48,7 +48,7 @@ def data_of(
     leftovers: tuple[LeftoverObject, ...] = (),
 ) -> ReportData:
     """What a report of these checkpoints shows."""
-    snapshot = CatalogSnapshot(ROOT, NOW, tuple(infos), uploads, leftovers, deep=True)
+    snapshot = CatalogSnapshot(ROOT, NOW, tuple(infos), uploads, leftovers)
     return gather(snapshot, policy, grace=DAY)
 
 

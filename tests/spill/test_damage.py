@@ -80,7 +80,6 @@ def test_a_damaged_or_lost_file_of_ours_is_set_aside_and_the_rest_drains(
     ("change", "reason"),
     [
         ({"settings": {"part_size": "1"}}, "part_size"),
-        ({"settings": {"no_such_setting": 1}}, "no_such_setting"),
         ({"settings": {"endpoint_url": "nonsense"}}, "endpoint_url"),
         ({"url": "/not/s3"}, "/not/s3"),
     ],

@@ -179,7 +179,7 @@ def test_the_torch_that_wrote_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         data = seal(metadata_with(name("torch", "float1")))
     with pytest.raises(UnsafeMetadataError, match=r"written by torch 2\.99\.1 and dcp_s3 ") as caught:
         load_metadata(data, url="s3://bucket/step-1")
-    assert f"which torch {torch.__version__}" in str(caught.value)
+    assert "the versions that wrote it" in str(caught.value)
 
 
 @pytest.mark.parametrize(("module", "attribute"), [("torch", "load"), ("torch.nn.modules.linear", "Linear")])
