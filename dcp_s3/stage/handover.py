@@ -148,11 +148,14 @@ def current_save() -> AsyncSave | None:
 
 
 def wait_for_saves() -> None:
-    """Wait until the asynchronous saves of this process have ended, except that of this thread, which may begin the
-    next one when its future is done."""
-    running = getattr(_thread, "running", None)
+    """Wait until the asynchronous saves of this process have ended. In the thread of one of them: those before it.
+    Otherwise two whose states were staged by two threads at once would wait for each other. A save may begin the next
+    one when its future is done."""
+    running, saves = getattr(_thread, "running", None), list(_saves)
+    if running is not None and running.save in saves:
+        saves = saves[: saves.index(running.save)]
     started = reported = time.monotonic()
-    for save in [each for each in list(_saves) if running is None or each is not running.save]:
+    for save in saves:
         while not save.ended.wait(_LOOK_SECONDS):
             if save.is_lost:
                 save.end()

@@ -154,7 +154,7 @@ _PHRASES = [
     "Missing key in checkpoint state_dict: ",
     "spilled saves are left in %s: `dcp-s3 drain` or the next training process uploads them",
     "raise DCP_S3_PART_SIZE, or lower DCP_S3_CONCURRENCY: fewer, larger requests; ",
-    "an object goes straight to S3: ",
+    "an object goes to S3, however long that takes: ",
     "Checkpoint already exists: a committed checkpoint is at ",
     "holds a checkpoint that is newer than this one, which was not put in its place",
     "was not deleted: {why}. Remedy: `unpin` it, wait, or pass ",

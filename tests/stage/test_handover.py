@@ -221,6 +221,24 @@ def test_a_save_that_was_never_begun_does_not_hold_the_others_up(monkeypatch: py
     assert staged.save not in handover._saves
 
 
+def test_two_saves_that_were_staged_at_once_do_not_wait_for_each_other() -> None:
+    """Two threads that wait in `stage` for one save go on together when it ends."""
+    staged = [_staged(), _staged()]
+
+    def run(state: StagedDict) -> None:
+        assert dict(state.items()) == {"w": 1}
+        wait_for_saves()
+
+    threads = [
+        threading.Thread(target=run, args=(state,), name="AsyncCheckpointExecutor_0", daemon=True) for state in staged
+    ]
+    for thread in reversed(threads):
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not any(thread.is_alive() for thread in threads)
+
+
 @pytest.mark.parametrize("ours", [False, True], ids=["a thread of torch's", "its own thread"])
 def test_a_save_ends_with_its_thread(ours: bool) -> None:
     """Even if its error, and with it its state, is kept. Who looks at the state in another thread does not save it
