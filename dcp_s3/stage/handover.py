@@ -42,7 +42,7 @@ from dcp_s3.stage.pool import BufferPool
 logger = logging.getLogger(__name__)
 
 MARK = "__dcp_s3_staging_failed__"
-_LOOK_SECONDS = 0.05
+_LOOK_SECONDS = 0.02
 _REPORT_SECONDS = 30.0
 _LOST_SECONDS = 120.0
 """In which a save whose state is staged begins, even if it has to start the checkpoint process first. Otherwise
@@ -66,7 +66,8 @@ class AsyncSave:
     another process."""
 
     def __init__(self, *, sent: bool = False) -> None:
-        self.ended = threading.Event()
+        self.has_ended = False
+        """Set without a lock: by the garbage collector, too, in any thread at any place, even one that waits for it."""
         self.stall_seconds: float | None = None
         """Seconds for which the training waited in `stage`; None: not known."""
         self.told = False
@@ -103,7 +104,7 @@ class AsyncSave:
 
     def end(self) -> None:
         """Let the next save go on. May be called again."""
-        self.ended.set()
+        self.has_ended = True
         with contextlib.suppress(ValueError):
             _saves.remove(self)
 
@@ -156,7 +157,8 @@ def wait_for_saves() -> None:
         saves = saves[: saves.index(running.save)]
     started = reported = time.monotonic()
     for save in saves:
-        while not save.ended.wait(_LOOK_SECONDS):
+        while not save.has_ended:
+            time.sleep(_LOOK_SECONDS)
             if save.is_lost:
                 save.end()
             if time.monotonic() - reported > _REPORT_SECONDS:
