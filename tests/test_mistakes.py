@@ -152,7 +152,7 @@ _MISTAKES = {
         "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))\n"
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "state[f'large-{RANK}'] = torch.ones(1_000_000)\n" + _SAVED,
-        ("cannot reserve .* in the spill directory", "set DCP_S3_SPILL_DIR to a larger"),
+        ("an object goes to S3, .*; cannot reserve .* in the spill directory", "set DCP_S3_SPILL_DIR to a larger"),
         "Remedy: ", {"DCP_S3_SPILL_DIR": "SPILL", "DCP_S3_DURABILITY": "local"}, ends=0, each_rank=True,
     ),
 }  # fmt: skip

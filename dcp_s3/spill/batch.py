@@ -134,6 +134,7 @@ class SpillingBatch(Batch):
                 return self._spill(key, size, pieces, reason)
             except SpillError as error:
                 logger.warning("an object goes to S3, however long that takes: %s; %s", reason, error)
+                without_tracebacks(error)
                 refusal = error
         # However slow S3 is; what an upload that failed has sent is not sent again.
         try:

@@ -42,7 +42,7 @@ from dcp_s3.stage.pool import BufferPool
 logger = logging.getLogger(__name__)
 
 MARK = "__dcp_s3_staging_failed__"
-_LOOK_SECONDS = 0.05
+_LOOK_SECONDS = 0.02
 _REPORT_SECONDS = 30.0
 _LOST_SECONDS = 120.0
 """In which a save whose state is staged begins, even if it has to start the checkpoint process first. Otherwise
@@ -66,7 +66,8 @@ class AsyncSave:
     another process."""
 
     def __init__(self, *, sent: bool = False) -> None:
-        self.ended = threading.Event()
+        self.has_ended = False
+        """Set without a lock: by the garbage collector, too, in any thread at any place, even one that waits for it."""
         self.stall_seconds: float | None = None
         """Seconds for which the training waited in `stage`; None: not known."""
         self.told = False
@@ -103,7 +104,7 @@ class AsyncSave:
 
     def end(self) -> None:
         """Let the next save go on. May be called again."""
-        self.ended.set()
+        self.has_ended = True
         with contextlib.suppress(ValueError):
             _saves.remove(self)
 
@@ -148,12 +149,16 @@ def current_save() -> AsyncSave | None:
 
 
 def wait_for_saves() -> None:
-    """Wait until the asynchronous saves of this process have ended, except that of this thread, which may begin the
-    next one when its future is done."""
-    running = getattr(_thread, "running", None)
+    """Wait until the asynchronous saves of this process have ended. In the thread of one of them: those before it.
+    Otherwise two whose states were staged by two threads at once would wait for each other. A save may begin the next
+    one when its future is done."""
+    running, saves = getattr(_thread, "running", None), list(_saves)
+    if running is not None and running.save in saves:
+        saves = saves[: saves.index(running.save)]
     started = reported = time.monotonic()
-    for save in [each for each in list(_saves) if running is None or each is not running.save]:
-        while not save.ended.wait(_LOOK_SECONDS):
+    for save in saves:
+        while not save.has_ended:
+            time.sleep(_LOOK_SECONDS)
             if save.is_lost:
                 save.end()
             if time.monotonic() - reported > _REPORT_SECONDS:

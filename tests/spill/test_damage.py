@@ -144,11 +144,22 @@ def test_a_journal_that_can_not_be_read_now_waits(spill: Spill) -> None:
     spill.drained(url, small_state(1))
 
 
+def test_another_programs_cache_in_the_directory_is_left_alone(spill: Spill) -> None:
+    theirs = [spill.path / "cache" / name for name in ("model/weights", "5a" * 16 + ".json", "5a" * 16)]
+    theirs[0].parent.mkdir(parents=True)
+    for path in theirs:
+        path.touch()
+    spill.drain()
+    assert all(path.exists() for path in theirs)
+
+
 def test_only_the_owner_reads_what_waits_and_what_is_set_aside(spill: Spill) -> None:
     spill.path.mkdir(mode=0o755)  # its owner's choice
     for name in ("saves", "new", "refused", "cache"):  # as an earlier version made them
         (spill.path / name).mkdir(mode=0o755)
-    (spill.path / "cache" / "kept").touch()  # what had been uploaded
+    kept = spill.path / "cache" / ("5a" * 16)  # what had been uploaded
+    kept.touch()
+    kept.with_suffix(".json").write_text('{"url": "s3://bucket/run", "crc64nvme": "0"}')
     previous = os.umask(0)
     try:
         spill.save(spill.url("step-1"), small_state(1))

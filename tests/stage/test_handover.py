@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -58,7 +59,7 @@ class _Process:
 
     def close(self) -> None:
         self._connection.send(None)
-        self._process.join(PATIENCE)
+        self._process.join(3)
         code = self._process.exitcode
         self._process.kill()
         self._connection.close()
@@ -210,7 +211,7 @@ def test_a_save_waits_and_says_so_until_the_state_of_the_one_before_is_dropped(
         del staged
         gc.collect()
         until(waiting.done)
-    assert save.ended.is_set()
+    assert save.has_ended
 
 
 def test_a_save_that_was_never_begun_does_not_hold_the_others_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,6 +220,52 @@ def test_a_save_that_was_never_begun_does_not_hold_the_others_up(monkeypatch: py
     staged = _staged()
     wait_for_saves()
     assert staged.save not in handover._saves
+
+
+def test_the_collector_may_end_a_save_in_the_thread_that_waits_for_it() -> None:
+    """It may run at any call, even one that holds a lock of whatever the thread waits on."""
+    gc.disable()
+    state = StagedDict(w=1)
+    state["itself"] = state
+    AsyncSave().go_with(state)
+    del state
+    collected: list[int] = []
+
+    def collect(frame: Any, _: str, called: Any) -> None:
+        holds_lock = frame.f_code is threading.Condition.wait.__code__
+        if (called is time.sleep or holds_lock) and not collected:
+            collected.append(gc.collect())
+
+    def wait() -> None:
+        sys.setprofile(collect)
+        wait_for_saves()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    try:
+        thread.start()
+        thread.join(PATIENCE)
+    finally:
+        gc.enable()
+    assert collected
+    assert not thread.is_alive()
+
+
+def test_two_saves_that_were_staged_at_once_do_not_wait_for_each_other() -> None:
+    """Two threads that wait in `stage` for one save go on together when it ends."""
+    staged = [_staged(), _staged()]
+
+    def run(state: StagedDict) -> None:
+        assert dict(state.items()) == {"w": 1}
+        wait_for_saves()
+
+    threads = [
+        threading.Thread(target=run, args=(state,), name="AsyncCheckpointExecutor_0", daemon=True) for state in staged
+    ]
+    for thread in reversed(threads):
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 @pytest.mark.parametrize("ours", [False, True], ids=["a thread of torch's", "its own thread"])
@@ -232,7 +279,7 @@ def test_a_save_ends_with_its_thread(ours: bool) -> None:
     def run() -> None:
         assert dict(staged.items()) == {"w": 1}
         wait_for_saves()
-        seen.append(current_save() is save and not save.ended.is_set())
+        seen.append(current_save() is save and not save.has_ended)
 
     if ours:
         run()
@@ -241,7 +288,7 @@ def test_a_save_ends_with_its_thread(ours: bool) -> None:
         thread.start()
         thread.join()
     assert seen == [not ours]
-    assert save.ended.is_set()
+    assert save.has_ended
     assert current_save() is None
 
 
@@ -251,7 +298,7 @@ def _save_in_a_pool_of_the_users(url: str) -> None:
 
     staged: Any = S3Stager().stage(state(1.0))
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(dcp.save, staged, storage_writer=S3StorageWriter(f"{url}/1")).result(PATIENCE)
+        pool.submit(dcp.save, staged, storage_writer=S3StorageWriter(f"{url}/1")).result(3)
         dcp.save(state(2.0), storage_writer=S3StorageWriter(f"{url}/2"))  # with that thread idle, and the state kept
         dcp.async_save(state(3.0), storage_writer=S3StorageWriter(f"{url}/3")).result(PATIENCE)  # type: ignore[union-attr]
         assert len(staged) == 1
@@ -260,7 +307,7 @@ def _save_in_a_pool_of_the_users(url: str) -> None:
 def test_a_save_of_a_staged_state_in_a_thread_of_the_users_holds_no_other_up(
     root: str, memory_server: S3Server
 ) -> None:
-    run_ranks(2, _save_in_a_pool_of_the_users, root, timeout=PATIENCE)
+    run_ranks(2, _save_in_a_pool_of_the_users, root, timeout=3)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -289,9 +336,9 @@ def _fail_to_start_then_save(url: str) -> None:
     options: dict[str, Any] = {"storage_writer": S3StorageWriter(url), "async_checkpointer_type": PROCESS}
     kept: Any = dcp.async_save({"w": torch.zeros(3)}, **options)
     with pytest.raises(RuntimeError, match="no process can be started") as error:
-        kept.result(PATIENCE)
+        kept.result(3)
     again: Any = dcp.async_save({"w": torch.ones(3)}, **options)
-    again.result(PATIENCE)
+    again.result(3)
     assert error.value is not None
     found = {"w": torch.zeros(3)}
     dcp.load(found, storage_reader=S3StorageReader(url))
