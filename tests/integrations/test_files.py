@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+import dcp_s3
 from dcp_s3 import errors
+from dcp_s3.checkpoint.commit_state import SaveIdentity, find_previous
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import DeletionList, ObjectEntry
@@ -25,6 +27,8 @@ from dcp_s3.limit import Limit
 from dcp_s3.memory import Piece
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.prune import apply_plan, remove
+from dcp_s3.s3.store import store_of
+from dcp_s3.settings import Settings
 from dcp_s3.store import StreamedObject
 from dcp_s3.url import parse_url
 from tests.memory_store import MemoryStore
@@ -268,6 +272,33 @@ def test_what_earlier_attempts_left_goes_with_the_checkpoint() -> None:
     assert sorted(each.key for each in store.list(URL.key("")).objects) == [
         nested.key(".dcp_s3/files-0.json"), nested.key("model_0.pt"),
     ]  # fmt: skip
+
+
+def test_what_replaces_a_checkpoint_knows_its_files() -> None:
+    store = MemoryStore()
+    commit(store, 0, "n", write(store, 0, "n", ["model_0.pt"]), 1)
+    replaced = find_previous(store, SaveIdentity(URL, "")).keys
+    assert {URL.key("model_0.pt"), URL.key(".dcp_s3/files-0.json")} <= replaced
+
+
+@pytest.mark.servers("memory")
+def test_copies_and_comparisons_look_at_files(root: str) -> None:
+    store = store_of(parse_url(root), Settings())
+    urls = [parse_url(f"{root}/step-{number}") for number in range(3)]
+    for url, nonce in zip(urls, ["a", "a", "b"], strict=True):
+        put_record(store, url, 0, nonce)
+        data = nonce.encode()
+        store.put(url.key("model_0.pt"), data)
+        entry = ObjectEntry("model_0.pt", len(data), crc_hex(crc64nvme(data)))
+        publish_files(store, url, 0, 1, nonce, [entry], 30)
+    assert [dcp_s3.diff(str(urls[0]), str(each)).same for each in urls] == [True, True, False]
+    dcp_s3.copy(str(urls[0]), str(urls[2]), overwrite=True)
+    assert store.get(urls[2].key("model_0.pt")).data == b"a"
+    assert dcp_s3.verify(str(urls[2]), full=True).ok
+    store.delete([urls[1].key("model_0.pt")])
+    with pytest.raises(errors.CorruptCheckpointError, match=r"model_0\.pt is not there"):
+        dcp_s3.copy(str(urls[1]), f"{root}/copy")
+    assert dcp_s3.latest(root).name == "step-2"  # type: ignore[union-attr]
 
 
 def test_a_commit_without_user_metadata_is_found() -> None:
