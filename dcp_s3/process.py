@@ -1,4 +1,4 @@
-"""This process: what a forked child resets, and pauses of the cyclic garbage collector."""
+"""This process: what a forked child resets, imports of torch, and pauses of the cyclic garbage collector."""
 
 from __future__ import annotations
 
@@ -22,6 +22,23 @@ def reset_in_child(reset: Callable[[], object]) -> Callable[[], object]:
 
 
 os.register_at_fork(after_in_child=lambda: [reset() for reset in _resets])
+
+_importing = threading.RLock()
+
+
+@contextlib.contextmanager
+def torch_imported_alone() -> Iterator[None]:
+    """For an import of torch in the body, on any thread: two that import different parts of it at once abort the
+    process."""
+    with _importing:
+        yield
+
+
+@reset_in_child
+def _forget_imports() -> None:
+    global _importing
+    _importing = threading.RLock()
+
 
 _lock = threading.Lock()
 _pauses = 0

@@ -142,3 +142,31 @@ def test_ci_runs_the_lowest_and_the_newest_beside_the_pinned_one() -> None:
     assert [".".join(version.split(".")[:2]) for version in run.split()] == [TESTED[-1], TESTED[0]]
     (pinned,) = re.findall(r"^torch==(\d+\.\d+)", (_ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned in TESTED
+
+
+def test_torch_is_imported_by_one_thread_at_a_time() -> None:
+    program = """
+import threading
+from dcp_s3.checkpoint.deletion import end_joint_save
+from dcp_s3.checkpoint.stored_metadata import check_metadata
+from dcp_s3.errors import CorruptCheckpointError
+from dcp_s3.url import parse_url
+from tests.memory_store import MemoryStore
+
+store, url = MemoryStore(), parse_url("s3://bucket/step-1")
+store.put(url.key(".metadata"), b"no metadata")
+
+def check():
+    try:
+        check_metadata(store.get(url.key(".metadata")), url)
+    except CorruptCheckpointError:
+        print("checked")
+
+threads = [threading.Thread(target=each) for each in (check, lambda: print(end_joint_save(store, url)), check)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, sorted(done.stdout.split())) == (0, ["None", "checked", "checked"]), done.stderr

@@ -137,18 +137,19 @@ def find_previous(store: Store, identity: SaveIdentity) -> Previous:
         save_id = getattr(metadata.storage_meta, "save_id", None)
         if save_id:
             keys.add(url.key(manifest_object(save_id, rank)))
-            keys.update(map(url.key, _attachment_paths(store, url.key(manifest_object(save_id, rank)))))
+            keys.update(map(url.key, _paths_in_manifest(store, url.key(manifest_object(save_id, rank)))))
     return Previous(frozenset(keys), etag)
 
 
-def _attachment_paths(store: Store, manifest_key: str) -> set[str]:
-    """Relative paths of a save's attachments and their plain copies; none if its manifest cannot be read."""
+def _paths_in_manifest(store: Store, manifest_key: str) -> set[str]:
+    """Relative paths of all of a save's objects, also files that its metadata does not name, and of the plain copies of
+    attachments; none if its manifest cannot be read."""
     try:
         objects = Manifest.from_json(store.get(manifest_key).data).objects
     except (errors.ObjectNotFoundError, ValueError):
         return set()
-    attached = [entry for entry in objects if isinstance(entry, AttachmentEntry)]
-    return {entry.path for entry in attached} | {entry.attachment for entry in attached}
+    attached = {entry.attachment for entry in objects if isinstance(entry, AttachmentEntry)}
+    return {entry.path for entry in objects} | attached
 
 
 def check_newest(store: Store, identity: SaveIdentity, previous: Previous, started_at: float) -> None:

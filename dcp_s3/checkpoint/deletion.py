@@ -39,6 +39,7 @@ from dcp_s3.format.layout import (
 )
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.limit import UNLIMITED, Deadline, Limit
+from dcp_s3.process import torch_imported_alone
 from dcp_s3.store import DeleteTarget, Store, batches, same_etag
 from dcp_s3.url import CheckpointURL
 
@@ -64,7 +65,8 @@ class LeftAloneError(errors.DcpS3Error):
 
 def end_joint_save(store: Store, url: CheckpointURL) -> str | None:
     """Commit what a joint save has decided, and abort what it has not. Returns the claim's ETag, None without one."""
-    from dcp_s3.coordination.processes import settle_saves  # imports torch, which most prunes do without
+    with torch_imported_alone():
+        from dcp_s3.coordination.processes import settle_saves  # imports torch, which most prunes do without
 
     return settle_saves(store, url, why="nothing was written for longer than the grace period of a prune")
 

@@ -199,7 +199,8 @@ class Directory:
     def other_saves(self, seen: Mapping[str, str]) -> list[DirectoryEntry]:
         """What saves in progress wrote into our own directory since a listing with these ETags by relative path."""
         manifests = (found for by_id in self.manifests.values() for found in by_id.values())
-        return [found for found in (*manifests, *self.coordination) if not found.has_etag(seen.get(found.path))]
+        records = (found for path, found in self.objects.items() if path.startswith(FILES_PREFIX))
+        return [each for each in (*manifests, *self.coordination, *records) if not each.has_etag(seen.get(each.path))]
 
     def save_id_by_time(self, rank: int | None) -> str | None:
         """The save that made a commit, if that is clear: there is one manifest, and it is not newer.
@@ -274,7 +275,7 @@ class Directory:
             elif what is What.LEASE:
                 if self._has_ended(found):
                     objects[path] = found
-            elif what in (What.DATA, What.MANIFEST, What.COORDINATION):
+            elif what in (What.DATA, What.MANIFEST, What.COORDINATION) or path in self._files:
                 # What the ranks of this very save told each other late, or nobody removed: it is decided.
                 nonce = found.kind.save_id if what is What.COORDINATION else ""
                 is_decided = bool(nonce) and any(each.startswith(nonce) for each in save_ids)
@@ -288,6 +289,15 @@ class Directory:
             being_saved = being_saved or next(late, None)
         return Removal({found.path: found for found in self.commits.values()}, objects, being_saved)
 
+    @cached_property
+    def _files(self) -> frozenset[str]:
+        """Paths of files with names of their own, and of their records. Without a record, none is ours."""
+        records = {path for path in self.objects if path.startswith(FILES_PREFIX)}
+        if not records:
+            return frozenset()
+        others = (path for path, found in self.objects.items() if found.kind.what is What.OTHER and is_inside(path))
+        return frozenset(records | {path for path in others if path.partition("/")[0] not in self.nested})
+
     @property
     def _own_claim(self) -> tuple[str, ...]:
         """The claim, if it is of the save that made the checkpoint, and stays with it: a newer one is of another."""
@@ -300,8 +310,6 @@ class Directory:
         removal = self.removal((), since=since)
         young = (path for path, found in removal.commits.items() if found.modified_at > since)
         goes = _CONTROL - {What.PIN, What.LEASE, What.DELETION}
-        if any(path.startswith(FILES_PREFIX) for path in self.objects):
-            goes |= {What.OTHER}
         control = {path: found for path, found in self.objects.items() if found.kind.what in goes}
         return Removal(removal.commits, {**removal.objects, **control}, removal.being_saved or next(young, None))
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import METADATA_CRC_KEY, metadata_object
+from dcp_s3.process import torch_imported_alone
 from dcp_s3.store import Store, StoredObject
 from dcp_s3.url import CheckpointURL
 
@@ -43,7 +44,8 @@ def find_crc_mismatch(stored: StoredObject) -> str | None:
 
 def check_metadata(stored: StoredObject, url: CheckpointURL, rank: int | None = None) -> Metadata:
     """The metadata in a fetched object: ``.metadata``, or the one of ``rank``. See `load_metadata`."""
-    from dcp_s3.format.metadata import load_metadata  # here, for the import of torch takes seconds
+    with torch_imported_alone():
+        from dcp_s3.format.metadata import load_metadata  # here, for the import of torch takes seconds
 
     crc = stored.metadata.get(METADATA_CRC_KEY)
     return load_metadata(stored.data, url=str(url), crc=crc, of_rank=rank is not None)

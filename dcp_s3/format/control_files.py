@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dcp_s3.errors import SettingsError
-from dcp_s3.format.layout import classify, is_attachment_name, is_inside, manifest_object
+from dcp_s3.format.layout import What, classify, is_attachment_name, is_inside, manifest_object
 
 FORMAT_VERSION = 1
 """Of each of these files."""
@@ -110,6 +110,11 @@ class Manifest:
     def attachments(self) -> dict[str, AttachmentEntry]:
         """Attachments by name."""
         return attachments_of(self.objects)
+
+    @property
+    def files(self) -> dict[str, ObjectEntry]:
+        """Files with names of their own, which no metadata names, by relative path."""
+        return {each.path: each for each in self.objects if classify(each.path).what is What.OTHER}
 
     @property
     def paths(self) -> set[str]:

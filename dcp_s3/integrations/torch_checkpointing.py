@@ -18,7 +18,6 @@ import torch.distributed as dist
 from typing_extensions import Buffer
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.commit_state import Beginning
 from dcp_s3.checksum import crc_hex
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import FILES_PREFIX, METADATA, is_attachment_name, new_save_id
@@ -88,7 +87,6 @@ class _Writing:
     """A checkpoint that this process writes."""
 
     nonce: str = field(default_factory=new_save_id)
-    beginning: Beginning = field(default_factory=Beginning)
     files: dict[str, ObjectEntry] = field(default_factory=dict)
     """By relative path."""
 
@@ -158,8 +156,7 @@ class S3Storage(Storage):
         url, writing = self._root.child(name), self._begin(name)
         wait = self._settings.stall_timeout or float("inf")
         try:
-            put_record(self._store, url, self._rank, writing.nonce, writing.files.values())
-            publish_files(self._store, url, self._rank, self._world_size, writing.nonce, writing.beginning, wait)
+            publish_files(self._store, url, self._rank, self._world_size, writing.nonce, writing.files.values(), wait)
         finally:
             self._writing.pop(name)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import IO, NamedTuple, cast
 
 import torch
@@ -34,6 +34,7 @@ class TransferFactory:
 
     Attributes:
         narrowed: prepared tensors, by name, that are converted to a dtype that does not hold all values.
+        late: targets that another entry fills in part, each with what is to be copied into it, in order, at the end.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class TransferFactory:
         self._unproven = is_unproven(metadata)
         self._heads = ArchiveHeads()
         self.narrowed: dict[str, Conversion] = {}
+        self.late: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def prepare_all(
         self, items: Sequence[ReadItem], planner: LoadPlanner, shared: Collection[int] = ()
@@ -57,10 +59,12 @@ class TransferFactory:
         transfers = [
             self._make(item, *self._find(item, planner), number in shared) for number, item in enumerate(items)
         ]
-        for number in find_overwritten(transfers):
-            instead = torch.empty(
-                items[number].lengths, dtype=cast(torch.Tensor, transfers[number].target).dtype, device="cpu"
-            )
+        overwritten, late = find_overwritten(transfers)
+        for place, number in enumerate((*late, *overwritten)):
+            target = cast(torch.Tensor, transfers[number].target)
+            instead = torch.empty(items[number].lengths, dtype=target.dtype, device="cpu")
+            if place < len(late):
+                self.late.append((target, instead))
             transfers[number] = self._make(items[number], transfers[number].stored, instead, number in shared)
         warn_of_narrowing(self.narrowed, self._url)
         return transfers
@@ -203,8 +207,9 @@ def _kind_of(stored: StoredChunk) -> ItemKind | None:
 # --- entries that share memory ------------------------------------------------------------------------
 
 
-def find_overwritten(transfers: Sequence[ItemTransfer]) -> list[int]:
-    """Numbers of the items whose memory a later entry fills with something else.
+def find_overwritten(transfers: Sequence[ItemTransfer]) -> tuple[list[int], list[int]]:
+    """Numbers of the items whose memory a later entry fills with something else; and of those that fill a part of what
+    an earlier one fills, or more than that.
 
     Entries that share memory (tied parameters) are received at the same time, and what was saved for them is usually
     the same. Where it is not, or nobody knows, the last one in the plan wins, as with torch's readers.
@@ -218,16 +223,30 @@ def find_overwritten(transfers: Sequence[ItemTransfer]) -> list[int]:
             low, high = spans.get(name, span)
             spans[name] = min(low, span[0]), max(high, span[1])
             numbers.setdefault(name, []).append(number)
-    by_span: dict[tuple[int, int], list[str]] = {}
-    for name, span in spans.items():
-        by_span.setdefault(span, []).append(name)
-    found: list[int] = []
-    for names in by_span.values():
-        if len(names) > 1:
-            contents = {tuple([_content_of(transfers[number]) for number in numbers[name]]) for name in names}
-            if len(contents) > 1 or any(transfers[number].stored.crc is None for number in numbers[names[0]]):
-                found += [number for name in names[:-1] for number in numbers[name]]
-    return found
+    overwritten: list[int] = []
+    late: list[int] = []
+    order = {name: place for place, name in enumerate(spans)}
+    for together in _overlapping(spans):
+        names = sorted(together, key=order.__getitem__)
+        if len({spans[name] for name in names}) > 1:
+            late += [number for name in names[1:] for number in numbers[name]]
+            continue
+        contents = {tuple([_content_of(transfers[number]) for number in numbers[name]]) for name in names}
+        if len(contents) > 1 or any(transfers[number].stored.crc is None for number in numbers[names[0]]):
+            overwritten += [number for name in names[:-1] for number in numbers[name]]
+    return overwritten, late
+
+
+def _overlapping(spans: Mapping[str, tuple[int, int]]) -> list[list[str]]:
+    """Names whose spans overlap, directly or through others; only where there are several."""
+    found: list[list[str]] = []
+    end = -1
+    for name, (start, stop) in sorted(spans.items(), key=lambda each: each[1]):
+        if start >= end:
+            found.append([])
+        found[-1].append(name)
+        end = max(end, stop)
+    return [names for names in found if len(names) > 1]
 
 
 def _content_of(transfer: ItemTransfer) -> object:

@@ -77,6 +77,8 @@ class LoadExecutor:
                 if exchange is not None:
                     for transfer in exchange.arrivals():
                         self._commit(transfer, planner)
+                for target, received in self._factory.late:
+                    target.copy_(received)
         synchronize_accelerator(devices.values())
 
     def _read(self, transfers: Sequence[ItemTransfer], planner: LoadPlanner, threads: int | None = None) -> None:

@@ -119,6 +119,7 @@ def find_source(place: Place) -> CopySource:
             )
     entries = [entry for manifest in found for entry in manifest.objects]
     needed |= {entry.path: entry.size for entry in entries if isinstance(entry, AttachmentEntry)}
+    needed |= {path: entry.size for manifest in found for path, entry in manifest.files.items()}
     damage = directory.describe_damage(needed)
     if damage is not None:
         raise errors.CorruptCheckpointError(

@@ -75,7 +75,8 @@ class CheckpointDiff:
     entries: tuple[EntryDiff, ...]
     """All entries that were compared, the same ones too: in the order of A, then those that only B has."""
     attachments: Mapping[str, Status]
-    """How each attachment compares, by name; ``unknown`` without a checksum. Empty if ``filter`` was given."""
+    """How each attachment, or file with a name of its own, compares, by name; ``unknown`` without a checksum. Empty if
+    ``filter`` was given."""
     metrics: Mapping[str, tuple[Any, Any]]
     """Metrics that differ: their values in A and B, None where there is none. They do not count as a difference of the
     checkpoints: nothing loads them."""
@@ -188,8 +189,9 @@ def diff(
 
 def _compare_attachments(a: SavedCheckpoint, b: SavedCheckpoint) -> dict[str, Status]:
     found: dict[str, Status] = {}
-    for name in sorted({*a.attachments, *b.attachments}):
-        one, two = a.attachments.get(name), b.attachments.get(name)
+    in_a, in_b = ({**each.files, **each.attachments} for each in (a, b))
+    for name in sorted({*in_a, *in_b}):
+        one, two = in_a.get(name), in_b.get(name)
         if one is None or two is None:
             found[name] = "only in B" if one is None else "only in A"
         elif one.size == two.size and None in (one.crc64nvme, two.crc64nvme):

@@ -13,7 +13,7 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint import look
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.stored_metadata import check_metadata, not_found_error
-from dcp_s3.format.control_files import AttachmentEntry, Manifest
+from dcp_s3.format.control_files import AttachmentEntry, Manifest, ObjectEntry
 from dcp_s3.format.layout import metadata_object
 from dcp_s3.format.metadata import is_unproven, mark_unproven
 from dcp_s3.format.saved_entries import SavedEntry, saved_entries
@@ -127,6 +127,11 @@ class SavedCheckpoint:
     def attachments(self) -> Mapping[str, AttachmentEntry]:
         """Its attachments, by name."""
         return {name: entry for each in reversed(self.manifests) for name, entry in each.attachments.items()}
+
+    @property
+    def files(self) -> Mapping[str, ObjectEntry]:
+        """Its files with names of their own, by name: torch-checkpointing's."""
+        return {name: entry for each in self.manifests for name, entry in each.files.items()}
 
 
 def fetch_saved(*urls: URLLike, settings: SettingsLike = None) -> list[SavedCheckpoint]:

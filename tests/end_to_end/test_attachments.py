@@ -23,6 +23,7 @@ from dcp_s3.s3.store import S3Store
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
+from tests.retention import making
 
 STATE = {"model": torch.arange(1000.0)}
 URL = f"s3://{BUCKET}/run/step-1"
@@ -274,3 +275,16 @@ def _ranks(root: str) -> None:
 @pytest.mark.servers("memory")
 def test_several_ranks(root: str) -> None:
     run_ranks(2, _ranks, root)
+
+
+def test_attachments_are_those_of_the_commit(root: str, s3: Any, tmp_path: Path) -> None:
+    making.save_on_ranks(f"{root}/ranks", 1)
+    manifest = next(path for path in making.keys(s3, f"{root}/ranks") if making.is_manifest(path))
+    making.put(s3, f"{root}/ranks", manifest, b"{broken")
+    with pytest.raises(errors.CorruptCheckpointError, match="what is attached"):
+        S3StorageReader(f"{root}/ranks").attachments()
+    writer = S3StorageWriter(f"{root}/replaced")
+    writer.attach("vocab.json", b"{}")
+    dcp.save(making.state(), storage_writer=writer, no_dist=True)
+    making.save_foreign(s3, f"{root}/replaced", tmp_path)
+    assert S3StorageReader(f"{root}/replaced").attachments() == []

@@ -6,6 +6,7 @@ import contextlib
 import io
 import random
 import threading
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,15 +14,21 @@ from typing import Any
 import pytest
 import torch
 
+import dcp_s3
 from dcp_s3 import errors
-from dcp_s3.checkpoint.commit_state import Beginning
+from dcp_s3.checkpoint.commit_state import SaveIdentity, find_previous
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checksum import crc64nvme, crc_hex
-from dcp_s3.format.control_files import ObjectEntry
+from dcp_s3.format.control_files import DeletionList, ObjectEntry
+from dcp_s3.format.layout import deletion_object
 from dcp_s3.integrations.file_records import find_files, publish_files, put_record
 from dcp_s3.integrations.file_streams import OpenFile, ReadStream, TensorMemory, WriteStream
 from dcp_s3.limit import Limit
 from dcp_s3.memory import Piece
+from dcp_s3.retention.catalog import CheckpointCatalog
+from dcp_s3.retention.prune import apply_plan, remove
+from dcp_s3.s3.store import store_of
+from dcp_s3.settings import Settings
 from dcp_s3.store import StreamedObject
 from dcp_s3.url import parse_url
 from tests.memory_store import MemoryStore
@@ -165,14 +172,13 @@ def write(store: MemoryStore, rank: int, nonce: str, names: Iterable[str]) -> li
 
 
 def commit(store: MemoryStore, rank: int, nonce: str, entries: list[ObjectEntry], world: int, wait: float = 30) -> None:
-    put_record(store, URL, rank, nonce, entries)
-    publish_files(store, URL, rank, world, nonce, Beginning(), wait)
+    publish_files(store, URL, rank, world, nonce, entries, wait)
 
 
 def test_ranks_commit_what_all_have_written_and_nothing_of_an_earlier_attempt() -> None:
     store = MemoryStore()
     for rank in range(3):  # of which none commits
-        put_record(store, URL, rank, "old", write(store, rank, "old", [f"model_{rank}.pt", f"old_{rank}.pt"]))
+        put_record(store, URL, rank, "old", write(store, rank, "old", [f"model_{rank}.pt", f"old_{rank}.pt"]), of="old")
     written = [write(store, rank, f"new{rank}", [f"model_{rank}.pt", "sub/data.json"][: 2 - rank]) for rank in range(2)]
     assert find_files(store, URL) is None
     with ThreadPoolExecutor(2) as pool:
@@ -191,10 +197,120 @@ def test_an_uncommitted_directory_goes_with_all_files() -> None:
     assert removal.being_saved is None
 
 
+def test_the_complete_record_of_an_earlier_attempt_is_not_taken() -> None:
+    store = MemoryStore()
+    for rank in range(2):  # of which rank 0 has died before it committed
+        put_record(store, URL, rank, f"old{rank}", write(store, rank, f"old{rank}", [f"model_{rank}.pt"]), of="old0")
+    entries = write(store, 0, "new0", ["model_0.pt"])
+    with pytest.raises(errors.TransferError, match=r"ranks \[1\]"):
+        commit(store, 0, "new0", entries, 2, wait=0.2)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(commit, store, 0, "new0", entries, 2)
+        pool.submit(commit, store, 1, "new1", write(store, 1, "new1", []), 2).result()
+        first.result()
+    assert sorted(find_files(store, URL) or {}) == ["model_0.pt"]
+
+
+def test_a_rank_that_waits_in_an_earlier_attempt_does_not_join_the_next() -> None:
+    store = MemoryStore()
+    write(store, 0, "old0", [])
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(commit, store, 1, "old1", write(store, 1, "old1", ["model_1.pt"]), 2)
+        while b'"of": "old0"' not in store.get(URL.key(".dcp_s3/files-1.json")).data:
+            pass
+        entries = [write(store, rank, f"new{rank}", [f"model_{rank}.pt"]) for rank in (1, 0)]
+        with pytest.raises(errors.TransferError, match=r"ranks \[1\]"):
+            commit(store, 0, "new0", entries[1], 2, wait=0.5)
+        put_record(store, URL, 1, "new1", entries[0], of="new0")
+        commit(store, 0, "new0", entries[1], 2)
+        with pytest.raises(errors.CheckpointExistsError, match="rank 1"):
+            waiting.result()
+
+
+@pytest.mark.parametrize("begins", ["after the plan", "during the deletion"])
+def test_a_prune_leaves_the_files_of_an_attempt_that_begins_meanwhile(begins: str) -> None:
+    now, entries = [time.time()], list[ObjectEntry]()
+
+    class Root(OneBatch):
+        def put(self, key: str, data: bytes | memoryview, **options: Any) -> None:
+            super().put(key, data, **options)
+            if "/deletion-" in key and begins == "during the deletion":
+                entries.extend(write(self, 0, "new", ["model_0.pt"]))
+
+    store = Root(clock=lambda: now[0])
+    write(store, 0, "old", ["model_0.pt", "old.pt"])
+    now[0] += 2 * 86400
+    plan = CheckpointCatalog("s3://bucket/run", store=store).scan().plan(None, grace=86400)
+    assert [info.name for info in plan.deleted] == ["step-7"]
+    if begins == "after the plan":
+        entries += write(store, 0, "new", ["model_0.pt"])
+    report = apply_plan("s3://bucket/run", plan, store=store)
+    assert [each.reason.partition(":")[0] for each in report.left_alone] == ["a save is in progress"]
+    commit(store, 0, "new", entries, 1)
+    assert store.get(URL.key("model_0.pt")).data == b"model_0.pt new"
+
+
+def test_files_that_a_prune_is_about_to_delete_are_not_committed() -> None:
+    store = MemoryStore()
+    entries = write(store, 0, "new", ["model_0.pt"])
+    listed = DeletionList(None, {}, {"model_0.pt": store.head(URL.key("model_0.pt")).etag})
+    store.put(URL.key(deletion_object("aa")), listed.to_json())
+    with pytest.raises(errors.CheckpointDeletedError, match=r"model_0\.pt"):
+        commit(store, 0, "new", entries, 1)
+    assert find_files(store, URL) is None
+
+
+def test_what_earlier_attempts_left_goes_with_the_checkpoint() -> None:
+    store = MemoryStore()
+    write(store, 2, "old", ["old_2.pt"])
+    commit(store, 0, "new", write(store, 0, "new", ["model_0.pt"]), 1)
+    nested = URL.child("other")
+    put_record(store, nested, 0, "n")
+    store.put(nested.key("model_0.pt"), b"another's")
+    remove(str(URL), store=store, force=True)
+    assert sorted(each.key for each in store.list(URL.key("")).objects) == [
+        nested.key(".dcp_s3/files-0.json"), nested.key("model_0.pt"),
+    ]  # fmt: skip
+
+
+def test_what_replaces_a_checkpoint_knows_its_files() -> None:
+    store = MemoryStore()
+    commit(store, 0, "n", write(store, 0, "n", ["model_0.pt"]), 1)
+    replaced = find_previous(store, SaveIdentity(URL, "")).keys
+    assert {URL.key("model_0.pt"), URL.key(".dcp_s3/files-0.json")} <= replaced
+
+
+@pytest.mark.servers("memory")
+def test_copies_and_comparisons_look_at_files(root: str) -> None:
+    store = store_of(parse_url(root), Settings())
+    urls = [parse_url(f"{root}/step-{number}") for number in range(3)]
+    for url, nonce in zip(urls, ["a", "a", "b"], strict=True):
+        put_record(store, url, 0, nonce)
+        data = nonce.encode()
+        store.put(url.key("model_0.pt"), data)
+        entry = ObjectEntry("model_0.pt", len(data), crc_hex(crc64nvme(data)))
+        publish_files(store, url, 0, 1, nonce, [entry], 30)
+    assert [dcp_s3.diff(str(urls[0]), str(each)).same for each in urls] == [True, True, False]
+    dcp_s3.copy(str(urls[0]), str(urls[2]), overwrite=True)
+    assert store.get(urls[2].key("model_0.pt")).data == b"a"
+    assert dcp_s3.verify(str(urls[2]), full=True).ok
+    store.delete([urls[1].key("model_0.pt")])
+    with pytest.raises(errors.CorruptCheckpointError, match=r"model_0\.pt is not there"):
+        dcp_s3.copy(str(urls[1]), f"{root}/copy")
+    assert dcp_s3.latest(root).name == "step-2"  # type: ignore[union-attr]
+
+
+def test_a_commit_without_user_metadata_is_found() -> None:
+    store = MemoryStore()
+    commit(store, 0, "n", write(store, 0, "n", ["model_0.pt"]), 1)
+    store.put(URL.key(".metadata"), store.get(URL.key(".metadata")).data)
+    assert list(find_files(store, URL) or {}) == ["model_0.pt"]
+
+
 def test_a_rank_that_does_not_come_is_named_and_nothing_is_committed() -> None:
     store = MemoryStore()
     entries = [write(store, rank, f"n{rank}", [f"model_{rank}.pt"]) for rank in range(3)]
-    put_record(store, URL, 1, "n1", entries[1])
+    put_record(store, URL, 1, "n1", entries[1], of="n0")
     with pytest.raises(errors.TransferError, match=r"ranks \[2\]"):
         commit(store, 0, "n0", entries[0], 3, wait=0.2)
     with pytest.raises(errors.TransferError, match=r"ranks \[0\]"):

@@ -84,6 +84,19 @@ def test_a_tensor_without_memory_of_its_own_is_loaded(memory_server: S3Server, r
 
 
 @pytest.mark.servers("memory")
+def test_of_entries_that_share_a_part_the_last_one_in_the_plan_stays_there(root: str) -> None:
+    size = 3 * 2**20
+    saved = {"a": torch.full((size,), 1.0), "b": torch.full((2**20,), 2.0)}
+    save(f"{root}/apart", saved)
+    for _ in range(6):
+        shared = torch.zeros(size)
+        load(f"{root}/apart", {"a": shared, "b": shared[2**20 : 2**21]})
+        expected = saved["a"].clone()
+        expected[2**20 : 2**21] = 2.0
+        assert torch.equal(shared, expected)
+
+
+@pytest.mark.servers("memory")
 def test_a_name_that_is_not_saved_is_found_by_the_one_that_it_is_tied_to(root: str) -> None:
     save(f"{root}/one", {"in": torch.arange(6.0)})
     tied = torch.zeros(6)
