@@ -62,9 +62,10 @@ def test_after_sigterm_the_newest_step_is_there_or_nothing_new(faulty: FaultySer
             Training(ROOT, directory, environment, coordination, group, every, step_seconds, rank, ranks)
             for rank in range(ranks)
         ]
-        before = latest(ROOT)
+        with CheckpointManager(ROOT) as manager:  # commits what was decided, though S3 refused its `.metadata`
+            before = manager.restore(make_state(0, None, ranks)) or 0
         codes, told, kept = _preempt(faulty, trainings, rng, down=down)
-        _check(trainings, codes, told, 0 if before is None else before.step or 0, kept, down=down)
+        _check(trainings, codes, told, before, kept, down=down)
 
 
 def _preempt(
@@ -107,7 +108,8 @@ def _check(
     lines = [[line.split() for line in read_lines(training.report)] for training in trainings]
     told = [f"rank {rank}: {' '.join(found[-1])}, exit status {codes[rank]}" for rank, found in enumerate(lines)]
     assert {int(found[0][1]) for found in lines} == {before}, told
-    assert {codes[rank] for rank in preempted} <= ({0, 143, -signal.SIGKILL} if down else {0}), told
+    # With S3 down, a rank that cannot tell the others may end with that error.
+    assert {codes[rank] for rank in preempted} <= ({0, 1, -signal.SIGKILL} if down else {0}), told
     last = [max(int(words[1]) for words in found if words[0] == "step") for found in lines]
     begun = [int(words[1]) for words in lines[0] if words[0] == "began"]
     newest = latest(ROOT)
