@@ -8,7 +8,7 @@ copy of the checkpoint on a disk has it under its own name, too.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,7 +138,10 @@ def missing_error(url: CheckpointURL, name: str, known: Collection[str]) -> erro
 def _find_manifests(store: Store, url: CheckpointURL) -> list[Manifest]:
     """The manifest of the checkpoint at ``url``, or those of its ranks; empty if another library wrote it."""
     found = []
-    for rank in [None] if store.exists(url.key(METADATA)) else list_directory(store, url, "__").ranks or [None]:
+    ranks: Sequence[int | None] = [None]
+    if not store.exists(url.key(METADATA)):
+        ranks = list_directory(store, url, "__").ranks or ranks
+    for rank in ranks:
         try:
             identity = SaveIdentity(url, "", rank)
             path = manifest_object(find_save_id(store, identity) or "", rank)

@@ -131,6 +131,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self.metrics = dict(metrics or {})
         check_metrics(self.metrics)  # fail now, not at the end of a save
         self.extra = check_extra(extra)
+        if isinstance(separate, str) or not all(isinstance(each, str) for each in separate or ()):
+            raise SettingsError(f"separate = {separate!r}: expected a list of beginnings of FQNs, such as ['model.']")
         self.separate = list(separate or ())
         self.max_objects = OBJECTS_PER_RANK if max_objects is None else max_objects
         if not isinstance(self.max_objects, int) or self.max_objects < 1:

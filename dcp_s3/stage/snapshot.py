@@ -254,7 +254,7 @@ def _region(tensor: torch.Tensor) -> tuple[Region, int]:
         return Region([], start, nbytes), start + nbytes
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     reach = size * (1 + sum(int(length - 1) * int(stride) for length, stride in steps))
-    is_sparse = 2 * nbytes < reach
+    is_sparse = 8 * nbytes < 7 * reach  # such as columns of a tensor whose others are saved, too
     return Region([], start, nbytes if is_sparse else reach, gathered=is_sparse), start + reach
 
 

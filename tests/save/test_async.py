@@ -105,3 +105,9 @@ def _save_and_fork(url: str) -> None:
 
 def test_a_writer_survives_fork(root: str) -> None:
     run_ranks(1, _save_and_fork, root, timeout=60)
+
+
+@pytest.mark.parametrize("separate", ["model.", [["model."]]])
+def test_separate_is_a_list_of_beginnings(separate: Any) -> None:
+    with pytest.raises(errors.SettingsError, match=r"separate = .*beginnings of FQNs"):
+        S3StorageWriter("s3://bucket/x", separate=separate)
