@@ -258,7 +258,7 @@ class S3Checkpoints(_AnyTrainer):
             super()._load_best_model()
             return
         metric, mode = self._metric()
-        step = self._manager.restore({"model": model_part(self.model_wrapped)}, best=metric, mode=mode)
+        step = self._manager.restore({"model": model_part(self.model_wrapped)}, "best", metric=metric, mode=mode)
         self.state.best_model_checkpoint = self._manager.url(step)
 
 
