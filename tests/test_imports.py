@@ -160,13 +160,16 @@ def check():
     try:
         check_metadata(store.get(url.key(".metadata")), url)
     except CorruptCheckpointError:
-        print("checked")
+        done.append("checked")
 
-threads = [threading.Thread(target=each) for each in (check, lambda: print(end_joint_save(store, url)), check)]
+done = []
+end = lambda: done.append(str(end_joint_save(store, url)))
+threads = [threading.Thread(target=each) for each in (check, end, check)]
 for each in threads:
     each.start()
 for each in threads:
     each.join()
+print(*done)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, sorted(done.stdout.split())) == (0, ["None", "checked", "checked"]), done.stderr

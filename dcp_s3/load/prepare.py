@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import IO, NamedTuple, cast
 
 import torch
@@ -216,17 +216,19 @@ def find_overwritten(transfers: Sequence[ItemTransfer]) -> tuple[list[int], list
     """
     spans: dict[str, tuple[int, int]] = {}
     numbers: dict[str, list[int]] = {}
+    filled: list[tuple[int, int, str]] = []
     for number, transfer in enumerate(transfers):
         span = _span(transfer.target)
         if span is not None:
             name = transfer.item.dest_index.fqn
+            filled.append((*span, name))
             low, high = spans.get(name, span)
             spans[name] = min(low, span[0]), max(high, span[1])
             numbers.setdefault(name, []).append(number)
     overwritten: list[int] = []
     late: list[int] = []
     order = {name: place for place, name in enumerate(spans)}
-    for together in _overlapping(spans):
+    for together in _overlapping(filled):
         names = sorted(together, key=order.__getitem__)
         if len({spans[name] for name in names}) > 1:
             late += [number for name in names[1:] for number in numbers[name]]
@@ -237,16 +239,21 @@ def find_overwritten(transfers: Sequence[ItemTransfer]) -> tuple[list[int], list
     return overwritten, late
 
 
-def _overlapping(spans: Mapping[str, tuple[int, int]]) -> list[list[str]]:
-    """Names whose spans overlap, directly or through others; only where there are several."""
-    found: list[list[str]] = []
-    end = -1
-    for name, (start, stop) in sorted(spans.items(), key=lambda each: each[1]):
-        if start >= end:
-            found.append([])
-        found[-1].append(name)
-        end = max(end, stop)
-    return [names for names in found if len(names) > 1]
+def _overlapping(filled: Iterable[tuple[int, int, str]]) -> list[set[str]]:
+    """Names of which spans overlap, directly or through others; only where there are several.
+
+    Not what lies between the spans of one name: its shards may be anywhere in memory, with other tensors between them.
+    """
+    groups: dict[str, set[str]] = {}
+    end, last = -1, ""
+    for start, stop, name in sorted(filled):
+        mine = groups.setdefault(name, {name})
+        if start < end and groups[last] is not mine:
+            groups[last] |= mine
+            groups.update(dict.fromkeys(mine, groups[last]))
+        if stop > end:
+            end, last = stop, name
+    return [group for group in {id(each): each for each in groups.values()}.values() if len(group) > 1]
 
 
 def _content_of(transfer: ItemTransfer) -> object:

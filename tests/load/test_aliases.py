@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter
 from dcp_s3.errors import MissingKeysError
+from dcp_s3.load.prepare import find_overwritten
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
@@ -121,3 +123,19 @@ def _load_tied(url: str) -> list[Any]:
     with pytest.raises(CheckpointException):
         load(url, {"out": other, "in": tied}, planner=S3LoadPlanner())
     return tied.to_local().tolist()
+
+
+def test_what_lies_between_the_shards_of_a_name_shares_nothing_with_it() -> None:
+    memory = torch.zeros(40)
+
+    def transfer(name: str, start: int, stop: int) -> Any:
+        stored = SimpleNamespace(crc=1, sizes=(stop - start,))
+        item = SimpleNamespace(
+            dest_index=SimpleNamespace(fqn=name), dest_offsets=(0,), lengths=(1,), storage_offsets=(0,)
+        )
+        return SimpleNamespace(target=memory[start:stop], item=item, stored=stored)
+
+    apart = [transfer("a", 0, 10), transfer("b", 10, 20), transfer("a", 20, 30)]
+    assert find_overwritten(apart) == ([], [])
+    assert find_overwritten([*apart, transfer("c", 25, 35)]) == ([], [3])
+    assert find_overwritten([transfer("b", 5, 12), *apart]) == ([], [1, 3])

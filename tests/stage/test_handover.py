@@ -59,7 +59,7 @@ class _Process:
 
     def close(self) -> None:
         self._connection.send(None)
-        self._process.join(3)
+        self._process.join(PATIENCE)
         code = self._process.exitcode
         self._process.kill()
         self._connection.close()
