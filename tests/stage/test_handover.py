@@ -298,7 +298,7 @@ def _save_in_a_pool_of_the_users(url: str) -> None:
 
     staged: Any = S3Stager().stage(state(1.0))
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(dcp.save, staged, storage_writer=S3StorageWriter(f"{url}/1")).result(3)
+        pool.submit(dcp.save, staged, storage_writer=S3StorageWriter(f"{url}/1")).result(PATIENCE)
         dcp.save(state(2.0), storage_writer=S3StorageWriter(f"{url}/2"))  # with that thread idle, and the state kept
         dcp.async_save(state(3.0), storage_writer=S3StorageWriter(f"{url}/3")).result(PATIENCE)  # type: ignore[union-attr]
         assert len(staged) == 1
@@ -307,7 +307,7 @@ def _save_in_a_pool_of_the_users(url: str) -> None:
 def test_a_save_of_a_staged_state_in_a_thread_of_the_users_holds_no_other_up(
     root: str, memory_server: S3Server
 ) -> None:
-    run_ranks(2, _save_in_a_pool_of_the_users, root, timeout=3)
+    run_ranks(2, _save_in_a_pool_of_the_users, root, timeout=2 * PATIENCE)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -336,9 +336,9 @@ def _fail_to_start_then_save(url: str) -> None:
     options: dict[str, Any] = {"storage_writer": S3StorageWriter(url), "async_checkpointer_type": PROCESS}
     kept: Any = dcp.async_save({"w": torch.zeros(3)}, **options)
     with pytest.raises(RuntimeError, match="no process can be started") as error:
-        kept.result(3)
+        kept.result(PATIENCE)
     again: Any = dcp.async_save({"w": torch.ones(3)}, **options)
-    again.result(3)
+    again.result(PATIENCE)
     assert error.value is not None
     found = {"w": torch.zeros(3)}
     dcp.load(found, storage_reader=S3StorageReader(url))
