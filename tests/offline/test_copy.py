@@ -61,6 +61,7 @@ def test_a_copy_is_the_checkpoint_without_pin_leases_and_leftovers(root: str, s3
     assert keys(s3, f"{root}/copy-7") == belongs
 
 
+@pytest.mark.servers("memory", "moto", "rgw")  # not rclone, which does not copy parts
 def test_large_objects_are_copied_in_parts(root: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multipart, "COPY_PART_SIZE", MIN_PART_SIZE)
     tensor = save_large(f"{root}/1")
