@@ -138,8 +138,11 @@ def _expect(bucket: Bucket, operation: str, key: str, value: object) -> str:
     if not isinstance(value, str) or not value:
         raise errors.StorageError(
             f"{operation} on s3://{bucket.name}/{key} answered without an upload id or ETag. Remedy: check that the "
-            "endpoint is an S3 server; what does not copy parts needs a copy by way of a directory", bucket=bucket.name, key=key, operation=operation,
-        )  # fmt: skip
+            "endpoint is an S3 server; copy by way of a directory where the store does not copy parts",
+            bucket=bucket.name,
+            key=key,
+            operation=operation,
+        )
     return value
 
 
