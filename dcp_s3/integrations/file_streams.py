@@ -76,8 +76,8 @@ class WriteStream(io.RawIOBase):
         thread.shutdown(wait=False)
 
     def __enter__(self) -> WriteStream:
-        # Of this thread. CRC-64 guards the bytes; the archive's CRC-32, which no torch.load compares, takes half as much
-        # CPU as all the rest.
+        # Of this thread. CRC-64 guards the bytes; the archive's CRC-32, which no torch.load compares, costs half of the
+        # rest's CPU.
         self._computes_crc32 = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)
         return self
