@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.commit_state import SaveIdentity, find_save_id
+from dcp_s3.checkpoint.commit_state import SaveIdentity, find_save_id, read_manifest
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.stored_metadata import not_found_error
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import AttachmentEntry, Manifest, ObjectEntry
-from dcp_s3.format.layout import METADATA, is_attachment_name, manifest_object
+from dcp_s3.format.layout import METADATA, is_attachment_name
 from dcp_s3.store import Store
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
@@ -143,18 +143,9 @@ def _find_manifests(store: Store, url: CheckpointURL) -> list[Manifest]:
         ranks = list_directory(store, url, "__").ranks or ranks
     for rank in ranks:
         try:
-            identity = SaveIdentity(url, "", rank)
-            path = manifest_object(find_save_id(store, identity) or "", rank)
+            save_id = find_save_id(store, SaveIdentity(url, "", rank))
         except errors.ObjectNotFoundError:
             raise not_found_error(url) from None
-        try:
-            found.append(Manifest.from_json(store.get(url.key(path)).data))
-        except errors.ObjectNotFoundError:
-            continue
-        except ValueError as error:
-            raise errors.CorruptCheckpointError(
-                f"what is attached to {url} is unknown: its manifest {path} cannot be read ({error}). Remedy: use a "
-                "newer dcp_s3 if a newer one wrote it, else restore the object from a backup",
-                url=str(url),
-            ) from error
+        if (manifest := read_manifest(store, SaveIdentity(url, save_id or "", rank))) is not None:
+            found.append(manifest)
     return found

@@ -172,6 +172,26 @@ def check_newest(store: Store, identity: SaveIdentity, previous: Previous, start
         )
 
 
+def read_manifest(store: Store, identity: SaveIdentity) -> Manifest | None:
+    """The manifest of a save, None if it is not there.
+
+    Raises:
+        CorruptCheckpointError: it cannot be read.
+        StorageError
+    """
+    try:
+        return Manifest.from_json(store.get(identity.manifest_key).data)
+    except errors.ObjectNotFoundError:
+        return None
+    except ValueError as error:
+        raise errors.CorruptCheckpointError(
+            f"what is attached to {identity.url} is unknown: its manifest {identity.manifest_key} cannot "
+            f"be read ({error}). Remedy: use a newer dcp_s3 if a newer one wrote it, else restore the object "
+            "from a backup",
+            url=str(identity.url),
+        ) from error
+
+
 def find_save_id(store: Store, identity: SaveIdentity, head: ObjectHead | None = None) -> str | None:
     """Save id of the checkpoint at the URL, which the HEAD of its commit mostly tells: the object may be large. None if
     it is not ours.

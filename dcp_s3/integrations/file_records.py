@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit import make_commit, publish
-from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, find_save_id
+from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, find_save_id, read_manifest
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import FILES_PREFIX, METADATA, new_save_id, step_of
@@ -110,16 +110,10 @@ def _record(rank: int) -> str:
 
 def _find_manifest(store: Store, url: CheckpointURL) -> Manifest | None:
     try:
-        save_id = find_save_id(store, SaveIdentity(url, "")) or ""
-        return Manifest.from_json(store.get(SaveIdentity(url, save_id).manifest_key).data)
+        save_id = find_save_id(store, SaveIdentity(url, ""))
     except errors.ObjectNotFoundError:
         return None
-    except ValueError as error:
-        raise errors.CorruptCheckpointError(
-            f"which files {url} has is unknown: its manifest cannot be read ({error}). Remedy: load an earlier "
-            "checkpoint, or use a newer dcp_s3 if a newer one wrote it",
-            url=str(url),
-        ) from error
+    return read_manifest(store, SaveIdentity(url, save_id or ""))
 
 
 def _read(store: Store, url: CheckpointURL, rank: int) -> tuple[bytes, dict[str, Any]]:
