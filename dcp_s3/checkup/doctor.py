@@ -55,8 +55,8 @@ PERMISSIONS = (
         "saves work; one that fails leaves its multipart upload open, which costs until a lifecycle rule aborts it",
     ),
     Permission(
-        ("ListMultipartUploads",), "a save after a lost answer, drain, prune",
-        "saves work; after a lost answer a multipart upload may stay open; prune does not work", on_bucket=True,
+        ("ListMultipartUploads",), "drain, prune",
+        "saves work; prune does not work, so uploads that broke stay open, and cost", on_bucket=True,
     ),
     Permission(("ListParts",), "drain", "saves work; a drain sends objects whose upload was begun anew"),
     Permission(

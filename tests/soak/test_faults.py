@@ -8,10 +8,12 @@ failure.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -214,9 +216,16 @@ def check_catalog(training: Training) -> None:
     root, _, name = url.rpartition("/")
     assert name in {info.name for info in list_checkpoints(root) if info.committed}
     assert latest(root) is not None
+    remove_lost_uploads(root)
+
+
+def remove_lost_uploads(root: str) -> None:
+    """An upload whose id was lost with the answer is left to a prune."""
+    assert prune(root, "latest:999", grace=0, force=True).ok
 
 
 def check_what_is_there(server: FaultyServer, training: Training) -> None:
+    time.sleep(1.1)  # what was begun in the second that S3's clock shows counts as new
     for bucket in (BUCKET, OTHER_BUCKET):
         names = {key.split("/")[1] for key in server.s3.objects(bucket)}
         committed = {info.name for info in list_checkpoints(f"s3://{bucket}/run") if info.committed}
@@ -226,8 +235,7 @@ def check_what_is_there(server: FaultyServer, training: Training) -> None:
             keys = [key for key in server.s3.objects(bucket) if key.startswith(f"run/{name}/")]
             assert len([key for key in keys if "manifest" in key]) == 1, keys
             assert len([key for key in keys if key.endswith(".distcp")]) <= 2, keys
-        # An upload whose id was lost with the answer is left to a prune.
-        assert prune(f"s3://{bucket}/run", "latest:999", grace=0, force=True).ok
+        remove_lost_uploads(f"s3://{bucket}/run")
         assert server.s3.open_uploads(bucket) == []
     for url in training.expected:
         training.check(url)
@@ -238,7 +246,7 @@ def check_what_is_there(server: FaultyServer, training: Training) -> None:
 @pytest.mark.timeout(300 + 2 * CYCLES)
 @pytest.mark.usefixtures("_short_waits")
 def test_saves_and_loads_are_right_through_a_network_that_breaks(
-    server: Any, s3: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
+    server: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cycles = max(3, CYCLES // 10)
     # moto takes a request whose head was cut off for a whole one without a body, which S3's signature rules out.
@@ -246,11 +254,14 @@ def test_saves_and_loads_are_right_through_a_network_that_breaks(
     with FaultyProxy(server.endpoint_url, seed=SEED, directions=directions) as proxy:
         monkeypatch.setenv("DCP_S3_ENDPOINT_URL", proxy.url)
         training = Training(SEED, [bucket])
-        for number in range(cycles):
+        for number in itertools.count():
+            if number >= cycles and set(proxy.cuts) == set(directions):
+                break
             with context(f"seed {SEED}, cycle {number}, {proxy.cuts}"):
                 training.cycle(number)
         for url in training.expected:
             training.check(url)
     close_clients()
-    assert set(proxy.cuts) == set(directions)
-    assert not s3.list_multipart_uploads(Bucket=bucket).get("Uploads") if server.name == "moto" else True
+    monkeypatch.setenv("DCP_S3_ENDPOINT_URL", server.endpoint_url)
+    time.sleep(1.1)
+    remove_lost_uploads(f"s3://{bucket}/run")  # the bucket's fixture fails if any is left
