@@ -259,6 +259,7 @@ def test_saves_and_loads_are_right_through_a_network_that_breaks(
                 break
             with context(f"seed {SEED}, cycle {number}, {proxy.cuts}"):
                 training.cycle(number)
+            close_clients()  # what is cut is drawn for each connection
         for url in training.expected:
             training.check(url)
     close_clients()
