@@ -6,6 +6,8 @@ the same checks. All of it works on columns: thousands of ranks have millions of
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,16 +16,22 @@ import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
-from dcp_s3.coordination.merge_checks import check_chunks, check_wholes
+from dcp_s3.errors import SaveProtocolError, ShardingError
+from dcp_s3.failures import name_ranks
 from dcp_s3.format.control_files import ObjectEntry
+from dcp_s3.format.cover import Shape, box_text, find_flaw
 from dcp_s3.format.metadata_columns import Ints, StoredItems, dump_items, group_starts, stable_order
 from dcp_s3.format.part import (
     BLOCK,
     CRCS,
+    FLAGS,
+    IS_SHARD,
     NAME,
     OBJECT,
+    OFFSETS,
     PLACE,
     PROPERTIES,
+    SIZES,
     WHOLE,
     Table,
     make_properties,
@@ -150,10 +158,10 @@ class Merging:
         crc_starts = np.cumsum(numbers[CRCS] // 8, dtype=np.int64) - numbers[CRCS] // 8
         names, shapes = list(self._names), list(self._shapes)
         kept = _first_of_each(numbers[NAME].astype(np.int64) * (len(shapes) + 1) + numbers[PLACE])
-        check_wholes(numbers, kept, ranks, names, shapes, self._made)
+        _check_wholes(numbers, kept, ranks, names, shapes, self._made)
         if not kept.all():
             numbers, ranges, ranks, crc_starts = numbers[:, kept], ranges[:, kept], ranks[kept], crc_starts[kept]
-        check_chunks(numbers, ranks, names, shapes, filled=filled)
+        _check_chunks(numbers, ranks, names, shapes, filled=filled)
         order = _first_seen(numbers[NAME], len(names))
         numbers[NAME] = _inverse(order, len(names))[numbers[NAME]]
         made = dict(zip(self._properties, self._made, strict=True))
@@ -221,6 +229,74 @@ def _inverse(order: Ints, count: int) -> npt.NDArray[np.int32]:
     found = np.zeros(count, np.int32)
     found[order] = np.arange(len(order))
     return found
+
+
+# --- whether the items of all parts fit together: what DCP's `_validate_global_plan` checks ---------------
+
+
+def _check_wholes(
+    numbers: Ints,
+    kept: npt.NDArray[np.bool_],
+    ranks: Ints,
+    names: Sequence[str],
+    shapes: Sequence[Shape],
+    properties: Sequence[TensorProperties],
+) -> None:
+    """A name is the same on all ranks: a tensor of one shape and dtype, or something else. Duplicates of a whole tensor
+    may differ, as in DCP (the first one counts), but not those of shards."""
+    dtypes = [each.dtype for each in properties]
+    kinds = np.array([0, *(1 + dtypes.index(each) for each in dtypes)], np.int32)[numbers[PROPERTIES]]
+    wholes = numbers[WHOLE]
+    first = np.full(len(names), len(ranks), np.int64)
+    np.minimum.at(first, numbers[NAME], np.arange(len(ranks)))
+    firsts = first[numbers[NAME]]
+    counts = kept | (numbers[FLAGS] & IS_SHARD > 0)
+    wrong = np.flatnonzero(counts & ((kinds != kinds[firsts]) | (wholes != wholes[firsts])))
+    if not len(wrong):
+        return
+    pair = (int(firsts[wrong[0]]), int(wrong[0]))
+    name = names[numbers[NAME][pair[0]]]
+    one, other = (
+        f"{dtypes[kinds[each] - 1]} of shape {shapes[wholes[each] - 1]}" if kinds[each] else "no tensor"
+        for each in pair
+    )
+    text = f"{name!r} is {one} on rank {ranks[pair[0]]}, but {other} on rank {ranks[pair[1]]}. Remedy: "
+    if kinds[pair[0]] and kinds[pair[1]]:
+        raise ShardingError(f"{text}give it one shape and dtype on all ranks", fqn=name)
+    raise SaveProtocolError(f"{text}give them different names")
+
+
+def _check_chunks(numbers: Ints, ranks: Ints, names: Sequence[str], shapes: Sequence[Shape], *, filled: bool) -> None:
+    """The chunks of each tensor, no offsets twice, are inside of it and do not overlap; and fill it, if ``filled``.
+    Tensors that are cut alike are checked once."""
+    tensors = np.flatnonzero(numbers[PROPERTIES] > 0)
+    tensors = tensors[stable_order(numbers[NAME][tensors])]
+    name_of, ranks = numbers[NAME][tensors], ranks[tensors]
+    columns = numbers[[WHOLE, OFFSETS, SIZES]][:, tensors] - 1
+    right: set[bytes] = set()
+    for start, stop in itertools.pairwise([*group_starts(name_of).tolist(), len(tensors)]):
+        layout = columns[:, start:stop].tobytes()
+        if layout not in right:
+            (whole, *_), offsets, sizes = columns[:, start:stop].tolist()
+            boxes = [(shapes[a], shapes[b]) for a, b in zip(offsets, sizes, strict=True)]
+            _check_boxes(names[name_of[start]], shapes[whole], boxes, ranks[start:stop], filled)
+            right.add(layout)
+
+
+def _check_boxes(
+    fqn: str, whole: Shape, boxes: Sequence[tuple[Shape, Shape]], ranks: npt.NDArray[np.int64], filled: bool
+) -> None:
+    for box, rank in zip(boxes, ranks.tolist(), strict=True):
+        ends = [start + size for start, size in zip(*box, strict=False)]
+        if {len(ends), *map(len, box)} != {len(whole)} or any(map(operator.gt, ends, whole)):
+            what = f"but a chunk outside of it: {box_text(*box)} of rank {rank}"
+            raise ShardingError(f"{fqn!r} has shape {whole}, {what}", fqn=fqn)
+    if flaw := find_flaw(whole, boxes, filled=filled):
+        found = name_ranks(set(ranks.tolist()))
+        raise ShardingError(f"{fqn!r} {flaw}. Remedy: see that {found}, who wrote them, save the same state", fqn=fqn)
+
+
+# --- what no rank would write -----------------------------------------------------------------------------
 
 
 def assign(leaves: Sequence[npt.NDArray[np.uint64]], writes: Sequence[npt.NDArray[np.uint64]]) -> dict[int, list[int]]:

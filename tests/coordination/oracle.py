@@ -79,6 +79,8 @@ def _check_chunks(fqn: str, size: torch.Size, chunks: Sequence[ChunkStorageMetad
         if any(a + b > c for a, b, c in zip(chunk.offsets, chunk.sizes, size, strict=True)):
             raise ShardingError("outside", fqn=fqn)
         for other in chunks[:number]:
+            if 0 in (*chunk.sizes, *other.sizes):
+                continue
             boxes = zip(chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True)
             if all(a < c + d and c < a + b for a, b, c, d in boxes):
                 raise ShardingError("overlap", fqn=fqn)

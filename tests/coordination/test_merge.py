@@ -252,11 +252,15 @@ WRONG: dict[str, tuple[list[list[WriteItem]], str]] = {
     "dimensions": ([[tensor(W, [4], [0], [2])], [tensor(W, [4], [2, 0], [2, 1])]], "outside of it: .* of rank 1"),
     "overlap": (
         [[tensor(W, [4], [0], [3])], [tensor(W, [4], [2], [2])]],
-        r"overlap: .*\(3,\) at \(0,\) of rank 0, and .*\(2,\) at \(2,\) of rank 1",
+        "4 elements, its chunks have 5. Remedy: see that ranks 0 to 1",
+    ),
+    "overlap beside a hole": (
+        [[tensor(W, [5], [0], [3])], [tensor(W, [5], [2], [2])]],
+        r"overlap: .*\(3,\) at \(0,\) and .*\(2,\) at \(2,\)",
     ),
     "hole": (
         [[tensor(W, [4], [0], [1])], [tensor(W, [4], [2], [2])]],
-        "4 elements, but the chunks of ranks 0, 1 have 3",
+        "4 elements, its chunks have 3. Remedy: see that ranks 0 to 1",
     ),
 }
 

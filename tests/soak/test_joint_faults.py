@@ -1,4 +1,4 @@
-"""Joint saves each of whose PUTs goes wrong, and whose retry may go wrong, too: all ranks hear the same, and it is true.
+"""Joint saves each of whose PUTs goes wrong, and perhaps its retry: all ranks hear the same, and it is true.
 
 The ranks are threads. DCP_S3_TEST_CYCLES says how many saves there are (10).
 """
