@@ -1,11 +1,11 @@
-"""The work that is lost when a training is killed, by when it saves and what a save does while another one uploads.
+"""The work that is lost when a training is killed, by when it saves.
 
     python -m benchmarks.lost_work --kills 20
 
 A process trains on a state of ``--size`` and saves to the in-memory server, over a link of ``--link`` bytes/s. It is
 killed (SIGKILL) at random moments, restarted, and goes on from the newest checkpoint. What it had done beyond that is
 lost: at the least what it did while the last committed state was uploaded. Saves by count and by the clock come more
-often than they can be uploaded: that is where the overlaps differ.
+often than they can be uploaded.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ import boto3
 
 from benchmarks.units import parse_size
 from dcp_s3 import CheckpointManager, SaveContinuously, SaveEvery, SavePolicy
-from dcp_s3.manager.inflight import Overlap
 from tests.memory_s3 import Link, MemoryS3Process
 
 _BUCKET = "benchmark"
 _SETTINGS: dict[str, Any] = {"part_size": "64MiB", "concurrency": 1}  # its rate is the link's
-_OVERLAPS: tuple[Overlap, ...] = ("wait", "queue")
 _LEAST_SECONDS = 0.3  # that a process trains before it may be killed
 
 
@@ -42,7 +40,6 @@ class Case:
     """How a training saves."""
 
     when: str
-    overlap: Overlap
 
     def policy(self, every: int, seconds: float) -> SavePolicy:
         """The policy of which steps to save."""
@@ -65,9 +62,8 @@ class Lost:
 
 
 def cases(every: int, seconds: float) -> list[Case]:
-    """All of them. What saves as soon as the last save is committed never overlaps."""
-    timed = [Case(when, overlap) for when in (f"every {every} steps", f"every {seconds:g} s") for overlap in _OVERLAPS]
-    return [*timed, Case("continuously", "wait")]
+    """All of them."""
+    return [Case(when) for when in (f"every {every} steps", f"every {seconds:g} s", "continuously")]
 
 
 def train(root: str, options: argparse.Namespace, case: Case, log: str, environment: dict[str, str]) -> None:
@@ -80,7 +76,7 @@ def train(root: str, options: argparse.Namespace, case: Case, log: str, environm
     policy = case.policy(options.every, options.seconds)
     settings = {**_SETTINGS, **({} if options.endpoint_url is None else {"endpoint_url": options.endpoint_url})}
     with (
-        CheckpointManager(root, overlap=case.overlap, should_save=policy, settings=settings) as manager,
+        CheckpointManager(root, should_save=policy, settings=settings) as manager,
         open(log, "a", buffering=1) as report,
     ):
         step = manager.restore({"weight": weight}) or 0
@@ -141,9 +137,9 @@ def _steps(log: Path) -> dict[int, float]:
 
 def show(results: Sequence[tuple[Case, Lost]]) -> str:
     """A table in Markdown."""
-    lines = ["| saves | overlap | steps lost per kill, median (worst) | seconds lost | steps/s |", "| --- " * 5 + "|"]
+    lines = ["| saves | steps lost per kill, median (worst) | seconds lost | steps/s |", "| --- " * 4 + "|"]
     lines += [
-        f"| {case.when} | `{case.overlap}` | {statistics.median(lost.steps):g} ({max(lost.steps)}) "
+        f"| {case.when} | {statistics.median(lost.steps):g} ({max(lost.steps)}) "
         f"| {statistics.median(lost.seconds):.2f} ({max(lost.seconds):.2f}) | {lost.pace:.1f} |"
         for case, lost in results
     ]

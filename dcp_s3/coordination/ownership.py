@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from dcp_s3.errors import SaveProtocolError
+from dcp_s3.failures import name_ranks
 
 Replicas: TypeAlias = Sequence[int] | Callable[[str], Sequence[int]] | None
 """Ranks that hold the plain tensors and objects that this rank holds: by default (None), these, or by FQN.
@@ -190,12 +191,12 @@ class Holders:
         found = self._same(answer)
         if self._rank not in found:
             raise SaveProtocolError(
-                f"rank {self._rank} holds {fqn!r}, but replicas says that it is held by {_show(found)}. Remedy: let "
-                "replicas return all ranks that hold the same, this one among them, or nothing if no other does"
+                f"rank {self._rank} holds {fqn!r}, but replicas says that it is held by {name_ranks(found)}. Remedy: "
+                "let replicas return all ranks that hold the same, this one among them, or nothing if no other does"
             )
         if not 0 <= found[0] <= found[-1] < len(self._world):
             raise SaveProtocolError(
-                f"replicas says that {fqn!r} is held by {_show(found)}, and the job has {len(self._world)} ranks. "
+                f"replicas says that {fqn!r} is held by {name_ranks(found)}, and the job has {len(self._world)} ranks. "
                 "Remedy: let replicas return ranks of the job"
             )
         return found
@@ -250,8 +251,3 @@ def _dims_of_slice(grid: torch.Tensor, part: set[int], rank: int) -> list[bool] 
     lines = [grid[_at(place, [each == dim for each in range(grid.ndim)])] for dim in range(grid.ndim)]
     dims = [set(line.tolist()) <= part for line in lines]
     return dims if set(grid[_at(place, dims)].flatten().tolist()) == part else None
-
-
-def _show(ranks: Sequence[int], most: int = 8) -> str:
-    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:most]))}{more}"

@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE = 20.0
 """Seconds for which the store may refuse what is no part of a save."""
-_RESTART = 2**20
-"""Restores in the same process between two calls of `end_era` with ``restart``."""
 
 
 @dataclass
@@ -117,9 +115,9 @@ def withdraw(counted: CountedSave, settings: Settings, error: BaseException) -> 
 _telling = InTurn("dcp_s3-withdraw")
 
 
-def end_era(root: CheckpointURL, settings: Settings, *, restart: bool = False) -> None:
-    """What is saved below ``root`` from here on has nothing to do with what was saved before: a checkpoint is restored,
-    or, with ``restart``, this process begins anew, however often it has restored. Every rank calls it equally often.
+def end_era(root: CheckpointURL, settings: Settings) -> None:
+    """What is saved below ``root`` from here on has nothing to do with what was saved before: a checkpoint is restored.
+    Every rank calls it equally often.
 
     Aborts what this process has counted before and what is not decided.
 
@@ -127,8 +125,7 @@ def end_era(root: CheckpointURL, settings: Settings, *, restart: bool = False) -
         StorageError: that is not certain.
     """
     with _memory.lock:
-        era = _memory.eras.get(str(root), 0)
-        _memory.eras[str(root)] = (era // _RESTART + 1) * _RESTART if restart else era + 1
+        _memory.eras[str(root)] = _memory.eras.get(str(root), 0) + 1
         before = [each for each in _memory.undecided if str(_root_of(each.url)) == str(root)]
     failure = None
     for counted in before:

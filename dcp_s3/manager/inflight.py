@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import itertools
 import logging
@@ -10,30 +11,28 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from dcp_s3.errors import SaveFailedError, SaveProtocolError, SettingsError
+from dcp_s3.coordination.processes import withdraw
+from dcp_s3.errors import SaveFailedError, SaveProtocolError
 from dcp_s3.failures import Failed, first_cause, frames_of_others, left_by_save, panel, without_tracebacks
 from dcp_s3.manager.agree import Ranks, for_others
-from dcp_s3.save.separately import begin_separately, stage_separately
 from dcp_s3.save.writer import S3StorageWriter
-from dcp_s3.stage.handover import FailedStaging
-from dcp_s3.stage.pool import GENERATIONS
+from dcp_s3.stage.handover import FailedStaging, forget
 from dcp_s3.stage.stager import S3Stager, StagedBefore
+from dcp_s3.workers import InTurn
 
 logger = logging.getLogger(__name__)
-
-Overlap = Literal["wait", "queue"]
-"""What `CheckpointManager.save` does while an earlier save uploads."""
 
 BeginUpload = Callable[[], object]
 """Begins an upload: returns its future, or what `dcp.async_save` does. Else it is done."""
@@ -41,33 +40,13 @@ BeginUpload = Callable[[], object]
 _open: weakref.WeakSet[SavesInFlight] = weakref.WeakSet()
 
 
-def queue_length(overlap: object) -> int:
-    """How many staged saves may wait for their upload, beside the one that uploads. A SettingsError if ``overlap`` is
-    not an `Overlap`."""
-    if overlap not in get_args(Overlap):
-        raise SettingsError(f"overlap = {overlap!r}, expected one of {', '.join(map(repr, get_args(Overlap)))}")
-    return 0 if overlap == "wait" else GENERATIONS - 1
-
-
 def save_in_background(
     state: dict[str, Any], writer: S3StorageWriter, ranks: Ranks, stager: AsyncStager, planner: SavePlanner | None
 ) -> Future[None] | AsyncSaveResponse:
-    """Copy the state and save it in the background; what `dcp.async_save` returns. All ranks call this. If the save
-    could not begin on this rank, it fails on all ranks: a CheckpointException, with the reason as its cause."""
-    try:
-        return state_dict_saver.async_save(
-            state, storage_writer=writer, process_group=ranks.group, async_stager=stager, planner=planner
-        )
-    except Exception as error:
-        if ranks.size == 1:
-            raise
-        # For example, no thread could start. The other ranks' saves wait for this rank, so it takes part and makes
-        # them fail.
-        try:
-            state_dict_saver.save(FailedStaging(error), storage_writer=writer, process_group=ranks.group)
-        except CheckpointException as failed:
-            raise failed from error
-        raise
+    """Copy the state and save it in the background; what `dcp.async_save` returns. All ranks call this."""
+    return state_dict_saver.async_save(
+        state, storage_writer=writer, process_group=ranks.group, async_stager=stager, planner=planner
+    )
 
 
 def stage_save(
@@ -75,13 +54,60 @@ def stage_save(
 ) -> BeginUpload:
     """Copy a state. Returns what begins its upload, on all ranks. A StagingError if the state cannot be copied, and
     there are no other ranks, or they are not `collective`."""
-    if not ranks.collective:
-        staged = stage_separately(state, writer, stager)
-        return functools.partial(begin_separately, staged, writer, rank=ranks.rank, planner=planner)
     began = time.monotonic()
-    copied = stager.stage_now(state)
-    before = StagedBefore(copied, time.monotonic() - began)
-    return functools.partial(save_in_background, {}, writer, ranks, before, planner)
+    if ranks.collective:
+        copied = stager.stage_now(state)
+        before = StagedBefore(copied, time.monotonic() - began)
+        return functools.partial(save_in_background, {}, writer, ranks, before, planner)
+    with _telling(writer):
+        staged = stager.stage_now(state)
+        if isinstance(staged, FailedStaging):  # for the other ranks, which a save with collectives fails on all
+            forget(staged)
+            raise staged.error
+    stalled = time.monotonic() - began
+    writer.stall_since = lambda _: stalled
+    return functools.partial(InTurn("dcp_s3-save").submit, save_separately, staged, writer, ranks.rank, planner)
+
+
+def save_separately(
+    state: dict[str, Any], writer: S3StorageWriter, rank: int, planner: SavePlanner | None = None
+) -> None:
+    """Save this rank's part (its rank in the job) of a state that does not change meanwhile, without collectives, and
+    wait until the whole is committed.
+
+    As torch's ``_save_state_dict(use_collectives=False)`` does; but that ends with a barrier, and `dcp.async_save`
+    needs a process group with a CPU backend.
+    """
+    planner, is_first, counted = planner or DefaultSavePlanner(), rank == 0, writer.counted
+    try:
+        writer.reset()
+        with _telling(writer):
+            planner.set_up_planner(state, writer.storage_meta(), is_first)
+        writer.set_up_storage_writer(is_first, rank=rank, use_collectives=False)
+        with _telling(writer):
+            plan = planner.create_local_plan()
+        plan = writer.prepare_local_plan(plan)
+        with _telling(writer):
+            plans, metadata = planner.create_global_plan([plan])
+        [plan] = writer.prepare_global_plan(plans)
+        with _telling(writer):
+            plan = planner.finish_plan(plan)
+        written = writer.write_data(plan, planner)
+        writer.finish(metadata, [written.wait()])
+    except BaseException as error:
+        if counted is not None:
+            withdraw(counted, writer.settings, error)
+        raise
+
+
+@contextlib.contextmanager
+def _telling(writer: S3StorageWriter) -> Iterator[None]:
+    """If the body fails, the writer tells subscribers to events, as it does of its own failures."""
+    try:
+        yield
+    except Exception as error:
+        writer._tell_failed(error)
+        raise
 
 
 @dataclass(eq=False)

@@ -21,9 +21,9 @@ from dcp_s3.events import Listener
 from dcp_s3.failures import name_failed
 from dcp_s3.manager import arguments
 from dcp_s3.manager.agree import Failures, Ranks, check_same, find_store_ranks
-from dcp_s3.manager.arguments import DEFAULT_FORMAT, check_step
+from dcp_s3.manager.arguments import check_step
 from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
-from dcp_s3.manager.inflight import BeginUpload, Overlap, SavesInFlight, queue_length, stage_save
+from dcp_s3.manager.inflight import BeginUpload, SavesInFlight, stage_save
 from dcp_s3.manager.restore import RunReader
 from dcp_s3.manager.select_checkpoint import look_at_disk
 from dcp_s3.manager.step_policy import SavePolicyFunction, StepDecisions, asks_ranks, check_policy
@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 class CheckpointManager(RunReader):
     """Saves and restores the checkpoints of a run, ``{root}/step-00001000`` and so on, and applies a retention policy.
 
-    With torch.distributed, every rank makes one and calls `save`, `should_save`, `restore` and `restart`, on which the
-    ranks agree: an error on one rank is an error on all, and the others name it. The other methods are local.
+    With torch.distributed, every rank makes one and calls `save`, `should_save` and `restore`, on which the ranks
+    agree: an error on one rank is an error on all, and the others name it. The other methods are local.
 
     Use it in a ``with``. Saves run in the background, one upload at a time. One that fails is logged at once, by the
     first rank, and raised once by the next `save`, `wait` or `close` of each rank, as `SaveFailedError`. After each
@@ -64,8 +64,6 @@ class CheckpointManager(RunReader):
             nothing is deleted.
         should_save: a policy of which steps to save (``SaveEvery(steps=1000) | SaveOnPreemption()``), or a function of
             a `SaveMoment`: `save` does nothing for the others. None: `save` always saves. See `should_save`.
-        step_format: how a step is named below the root: text with ``{step}`` in it. The step is found in a name that is
-            a number, or has one after a word like ``step``; in others ``DCP_S3_STEP_PATTERN`` has to find it.
         read_only: only read: nothing is saved, annotated, pruned or drained, and what waits on disks does not count.
             Needs permission to read only, and may be of another run's root. Only ``DCP_S3_READER_LEASE`` writes.
         process_group: a group with a CPU backend, for these saves and loads alone. None: a new gloo group of all ranks.
@@ -76,8 +74,6 @@ class CheckpointManager(RunReader):
         replicas: with ``coordination="s3"``: which ranks hold the same plain tensors, objects and shards made by hand,
             see `S3StorageWriter`.
         overwrite: replace a committed checkpoint of the same step. Otherwise the save fails with CheckpointExistsError.
-        overlap: what `save` does while an earlier save uploads. ``wait``: it waits for it. ``queue``: it stages the
-            state, which is uploaded afterwards; while one waits, the next `save` waits.
         separate: FQN prefixes that get their own objects, see `S3StorageWriter`.
         weights_only: see `S3StorageReader`.
         on_event: called with each event of its saves, loads and prunes on this rank, see `dcp_s3.events`.
@@ -95,14 +91,12 @@ class CheckpointManager(RunReader):
         *,
         retention: PolicyFunction | str | None = None,
         should_save: SavePolicyFunction | None = None,
-        step_format: str = DEFAULT_FORMAT,
         read_only: bool = False,
         settings: SettingsLike = None,
         process_group: dist.ProcessGroup | None = None,
         coordination: Literal["collectives", "s3"] = "collectives",
         replicas: Replicas = None,
         overwrite: bool = False,
-        overlap: Overlap = "wait",
         separate: Separate | None = None,
         weights_only: bool = True,
         on_event: Listener | None = None,
@@ -110,7 +104,6 @@ class CheckpointManager(RunReader):
         self.on_event, self.read_only, self.overwrite = on_event, read_only, overwrite
         self.separate, self.replicas, self.weights_only = separate, replicas, weights_only
         self._should_save = None if read_only else should_save
-        self._step_format = step_format
         arguments.check_coordination(coordination, process_group)
 
         def configure() -> tuple[dict[str, object], dict[str, int | None]]:
@@ -119,15 +112,12 @@ class CheckpointManager(RunReader):
             self.retention = arguments.resolve_policy(retention, self.settings)
             arguments.check_separate(separate)
             check_policy(self._should_save)
-            queue_length(overlap)
-            arguments.check_settings(self.settings, self.retention is not None, step_format)
+            arguments.check_settings(self.settings, prunes=self.retention is not None)
             self._catalog = CheckpointCatalog(self.root_url, settings=self.settings)
             self._stager = None if read_only else S3Stager(self.settings, on_event=on_event)
             run = {
                 "root": self.root_url,
-                "step_format": step_format,
                 "read_only": read_only,
-                "overlap": overlap,
                 "should_save (whether it needs more than the step)": asks_ranks(self._should_save),
             }
             waiting = look_at_disk(self._catalog).commits if disks else ()
@@ -143,10 +133,10 @@ class CheckpointManager(RunReader):
             found = [configure()]
             self._ranks = find_store_ranks(self.root, self.settings, read_only=read_only)
         self._left = {url: step for _, waiting in found for url, step in waiting.items()}
-        self._in_flight = SavesInFlight(self._ranks.rank, queue=queue_length(overlap))
+        self._in_flight = SavesInFlight(self._ranks.rank)
         # Beside a save under way, whose collectives must not mix with these.
-        apart = overlap != "wait" or asks_ranks(self._should_save)
-        self._beside = self._ranks.apart() if apart and not read_only else self._ranks
+        asks = asks_ranks(self._should_save) and not read_only
+        self._beside = self._ranks.apart() if asks else self._ranks
         self._decisions = StepDecisions(self._should_save, self._beside, is_saving=lambda: self._in_flight.is_under_way)
         self._retention: BackgroundRetention | None = None
         if self.retention is not None and self._ranks.is_first and not read_only:
@@ -166,7 +156,7 @@ class CheckpointManager(RunReader):
     ) -> bool:
         """Save the state of a step, if `should_save` says so. Every rank calls it.
 
-        Waits for the previous save (or not, see ``overlap``), copies the state, and uploads it in the background.
+        Waits for the previous save, copies the state, and uploads it in the background.
 
         >>> with CheckpointManager("s3://bucket/run") as manager:
         ...     manager.save(3000, state, {"val_loss": 1.75}, extra={"tokens": 12_000_000})
@@ -208,7 +198,7 @@ class CheckpointManager(RunReader):
 
         def begin() -> tuple[int, bool, int]:
             nonlocal counted
-            (saves.settle if blocking else saves.make_room)()
+            saves.settle()
             self._check_open()
             check_step(step)
             arguments.check_state(state)
@@ -357,7 +347,6 @@ class CheckpointManager(RunReader):
         shown = {
             "retention": None if self.retention is None else policy_name(self.retention),
             "should_save": self._should_save,
-            "step_format": None if self._step_format == DEFAULT_FORMAT else self._step_format,
             "read_only": self.read_only or None,
         }
         return one_line("CheckpointManager", repr(self.root_url), **shown)

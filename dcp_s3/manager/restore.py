@@ -23,7 +23,7 @@ from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager import arguments
 from dcp_s3.manager import select_checkpoint as select
 from dcp_s3.manager.agree import Failures, Ranks, check_same, for_others
-from dcp_s3.manager.arguments import check_step
+from dcp_s3.manager.arguments import check_step, step_name
 from dcp_s3.manager.inflight import SavesInFlight
 from dcp_s3.manager.step_policy import StepDecisions
 from dcp_s3.retention.catalog import CheckpointCatalog
@@ -71,7 +71,6 @@ class RunReader(ABC):
     settings: Settings
     retention: PolicyFunction | None
     read_only: bool
-    _step_format: str
     weights_only: bool
     on_event: Listener | None
     _catalog: CheckpointCatalog
@@ -98,7 +97,7 @@ class RunReader(ABC):
         >>> CheckpointManager("s3://bucket/run", read_only=True).url(2000)
         's3://bucket/run/step-00002000'
         """
-        return str(self.root.child(self._step_format.format(step=check_step(step))))
+        return str(self.root.child(step_name(check_step(step))))
 
     def restore(
         self,
@@ -112,7 +111,7 @@ class RunReader(ABC):
     ) -> int | None:
         """Load a checkpoint into ``state``, in place. Every rank calls it; the first rank chooses for all.
 
-        Waits for the saves under way first. Those that have failed are never merged with later ones (`restart`).
+        Waits for the saves under way first. Those that have failed are never merged with later ones.
 
         >>> with CheckpointManager("s3://bucket/run", read_only=True) as manager:
         ...     manager.restore(state), manager.restore(state, 1000), manager.restore(state, "best", metric="val_loss")
@@ -209,34 +208,6 @@ class RunReader(ABC):
         found = select.find(self._catalog, order, disks=(disk,))
         return None if found is None else found.step
 
-    def restart(self, step: int | None) -> None:
-        """Go back to the state of a step (None: of the beginning) that is still in memory, instead of `restore`. Every
-        rank calls it, before it saves a later step again.
-
-        Waits for the saves under way. What has failed on any rank until now is never merged with later saves, and with
-        ``coordination="s3"`` ranks of which some have failed alone are together again. Checkpoints of later steps stay:
-        only with ``overwrite`` they are saved again.
-
-        >>> with CheckpointManager("s3://bucket/run", overwrite=True) as manager:
-        ...     manager.restart(1000)
-        ...     manager.save(2000, state)
-        True
-
-        Raises:
-            StorageError: with ``coordination="s3"``: it is not certain what became of an earlier save.
-            CheckpointError: the manager is read_only or closed, or ``step`` is not a step.
-        """
-
-        def begin() -> int | None:
-            if self.read_only:
-                raise self._read_only_error("nothing is saved again")
-            self._settle(restart=True)
-            return None if step is None else check_step(step)
-
-        steps = self._ranks.agree(begin, self._refuse("the run does not go back"))
-        check_same("restart goes back to different steps", steps)
-        self._decisions.restored(step)
-
     def latest_step(self) -> int | None:
         """The step that `restore` would load, as this rank sees it; None if there is none.
 
@@ -326,11 +297,11 @@ class RunReader(ABC):
     def close(self) -> None:
         """End the work of the manager."""
 
-    def _settle(self, *, restart: bool = False) -> None:
+    def _settle(self) -> None:
         self._in_flight.settle()
         self._check_open()
         if not self._ranks.collective and not self.read_only:
-            end_era(self.root, self.settings, restart=restart)
+            end_era(self.root, self.settings)
 
     def _restored(self, step: int) -> None:
         # Up to this step, what an earlier run left is this run's own past.

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_s3 import errors
 from dcp_s3.checkpoint.attachments import check_distinct
 from dcp_s3.checkpoint.commit import Commit, delete_quietly, versions
-from dcp_s3.checkpoint.commit_state import SaveIdentity, find_previous, find_save_id
+from dcp_s3.checkpoint.commit_state import SaveIdentity, exists_error, find_previous, find_save_id
 from dcp_s3.checkpoint.info import find_step
 from dcp_s3.checkpoint.readback import check_readable
 from dcp_s3.coordination import protocol, values
@@ -35,7 +35,6 @@ from dcp_s3.process import collector_paused
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, write_buckets
 from dcp_s3.save.plan import WriteBucket, plan_buckets
 from dcp_s3.save.save import Save, SaveOptions
-from dcp_s3.save.verdicts import verdict_error
 from dcp_s3.store import Batch
 from dcp_s3.url import CheckpointURL
 
@@ -115,7 +114,11 @@ class JointSave(Save):
         if self._was_committed:
             return  # without this rank, whose own writing failed: others have made up for it
         with self._withdrawing():
-            self._paths = _paths_in(metadata)
+            self._paths = metadata.planner_data
+            if not isinstance(self._paths, dict | None):
+                kind = type(self._paths).__name__
+                why = f"the planner's data are a {kind}, which cannot be merged without collectives"
+                raise errors.SaveProtocolError(f"{why}. Remedy: DefaultSavePlanner, or a save with collectives")
         self._go_on(b"")
 
     # --- after the save -----------------------------------------------------------------------------
@@ -335,12 +338,6 @@ def begin_joint_save(
     attempt = current_attempt(url, options.settings) if counted is None else counted.attempt
     if attempt.world_size == 1:
         return Save(url, save_id, options, rank=0, is_coordinator=True)
-    if options.transforms.extensions:
-        raise errors.SaveProtocolError(
-            f"{url} is not saved: stream extensions need a save with collectives. Remedy: use_collectives=True, or no "
-            "_extensions",
-            url=str(url),
-        )
     if options.settings.spill_dir is not None:
         _warn_of_spilling(str(options.settings.spill_dir))
     step = find_step(url.name, options.settings) if step is None else step
@@ -361,17 +358,36 @@ def _warn_of_spilling(directory: str) -> None:
     logger.warning("saves without collectives do not spill to DCP_S3_SPILL_DIR=%s: they fail if S3 refuses", directory)
 
 
-def _paths_in(metadata: Metadata) -> Mapping[str, tuple[str | int, ...]] | None:
-    """Where each name is in the nested state, as DCP's planner says."""
-    paths = metadata.planner_data
-    if paths is None:
-        return None
-    if not isinstance(paths, dict) or not all(
-        isinstance(name, str) and isinstance(path, tuple) and all(isinstance(step, str | int) for step in path)
-        for name, path in paths.items()
-    ):
-        raise errors.SaveProtocolError(
-            f"the planner's data are a {type(paths).__name__} that cannot be merged without collectives. Remedy: use "
-            "DefaultSavePlanner, or save with collectives"
-        )
-    return paths
+def verdict_error(
+    url: CheckpointURL, verdict: str, claim: Claim | None, nonce: str | None, error: Exception | None
+) -> Exception:
+    """What a rank raises if a save was not committed, or may not have been.
+
+    Args:
+        claim: as the rank has seen it last.
+        nonce: of the save; None if the rank has not joined it.
+        error: what failed on this rank, if anything did.
+    """
+    if verdict == values.EXISTS:
+        return exists_error(url)
+    if error is not None and verdict in (values.ABORTED, values.UNKNOWN):
+        return error
+    # Without a nonce another rank has ended it before this one came to it.
+    aborted = claim.why if claim is not None and nonce in (None, claim.nonce) else ""
+    why = _WHY.get(verdict) or aborted or _WHY[values.SUPERSEDED]
+    return errors.SaveProtocolError(
+        f"{url} is not committed by this save: {why}; what was there before is untouched", url=str(url)
+    )
+
+
+_NEW_ID = "give each start of the job a DCP_S3_RUN_ID (with torchrun: an --rdzv-id) of its own"
+_WHY = {
+    values.UNKNOWN: "the store could not be reached, and it may have been committed all the same",
+    values.BEHIND: "other ranks of this run are at a later save to it, or have restored a checkpoint more often. "
+    "Remedy: restart all processes together, and call save and restore equally often on all ranks",
+    values.REFUSED: "another process is, or was, in the place of this rank, or the ranks disagree on WORLD_SIZE. "
+    f"Remedy: {_NEW_ID}, or call torch.distributed.init_process_group; and restart all ranks together",
+    values.SUPERSEDED: "a newer attempt of the training, or a later save, has begun to save there, or the checkpoint "
+    "was deleted since. Remedy: end this process, if another one has taken its place; two trainings at a time need two "
+    f"URLs; if the job was started anew, with restarts counted from 0 again, {_NEW_ID}",
+}

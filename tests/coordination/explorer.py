@@ -815,38 +815,3 @@ def brief(body: Any) -> str:
     if isinstance(body, Checkpoint):
         return f"of {body.nonce}: {[part.items for part in body.parts]}"
     return f"of {body.items}" if isinstance(body, Part) else ""
-
-
-class Play:
-    """Steps processes by hand."""
-
-    def __init__(self, config: Config) -> None:
-        self.world = World(config)
-        self.state = self.world.beginning()
-        self.names = {f"{start.name}{rank}": at for at, (start, rank, _) in enumerate(self.world.specs)}
-
-    def until(self, who: str, what: str = "", *, fault: str = "", over: bool = False) -> Play:
-        """Step a process until it is about to do what begins so; then, if given, a fault."""
-        spec, world = self.names[who], self.world
-        for _ in range(100):
-            node = self.state[1][spec]
-            if world.is_gone(node) or isinstance(world.nodes[node].pending, Gate):
-                break
-            label = world.label(self.state, spec, "").partition(" ")[2]
-            if what and label.startswith(what):
-                if fault:
-                    self.state = world.answer(self.state, spec, fault)
-                break
-            is_wait = isinstance(world.nodes[node].pending, Wait)
-            self.state = world.answer(self.state, spec, "suspect" if is_wait and over else "")
-        return self
-
-    def end(self) -> tuple[dict[str, dict[int, str]], Any]:
-        """All go on, without faults. Verdicts by start and moment, then by rank; and what ``.metadata`` holds."""
-        state = self.world.settle(self.state)
-        there = state[0].get(METADATA)
-        held = None if there is None else {part.items for part in self.world.bodies[there].parts}
-        told: dict[str, dict[int, str]] = {}
-        for name, moment, rank, verdict, _ in sorted(state[4], key=str):
-            told.setdefault(f"{name}{moment}", {})[rank] = verdict
-        return told, held

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import random
 import re
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,21 +25,16 @@ from dcp_s3.coordination.values import (
     CLAIM,
     COMMITTED,
     COMMITTING,
-    DONE,
     EXISTS,
     FULL,
     OPEN,
     SUPERSEDED,
-    CallRoll,
     Claim,
-    Found,
     Intent,
     Join,
     Key,
     Member,
     Merged,
-    Present,
-    Wait,
     is_newer,
     open_claim,
     parse_claim,
@@ -48,10 +43,8 @@ from dcp_s3.coordination.values import (
 from dcp_s3.coordination.watch import Watch
 from dcp_s3.format.layout import METADATA, data_object
 from dcp_s3.retention.prune import prune
-from dcp_s3.s3.store import S3Store
-from dcp_s3.save.verdicts import verdict_error
-from dcp_s3.settings import resolve_settings
-from dcp_s3.store import Expect, ListedObject, StoredObject
+from dcp_s3.save.joint import verdict_error
+from dcp_s3.store import Expect
 from dcp_s3.url import CheckpointURL, parse_url
 from tests.memory_store import MemoryStore
 
@@ -189,37 +182,6 @@ def test_a_failure_of_one_rank_is_told_to_all() -> None:
     assert claim_of(works[0].store).why == "rank 1: AccessDeniedError: no right"
 
 
-def test_d5_a_rank_whose_write_hangs_is_given_up_however_alive_its_thread() -> None:
-    others_ended = threading.Event()
-    works = works_of(2)
-    works[1].before = lambda _: others_ended.wait(30)
-    told: dict[int, str] = {}
-
-    def run() -> None:
-        told.update(save(works))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    while not works[0].store.exists(URL.key(CLAIM.path)) or claim_of(works[0].store).state != ABORTED:
-        assert thread.is_alive()
-        time.sleep(0.01)
-    others_ended.set()
-    thread.join()
-    assert told == {0: ABORTED, 1: ABORTED}
-    assert "rank 1 " in claim_of(works[0].store).why
-
-
-def test_a_rank_that_moves_bytes_is_waited_for() -> None:
-    def slowly(work: Work) -> None:
-        for _ in range(20):
-            time.sleep(0.1)
-            work.moved += 1
-
-    works = works_of(2)
-    works[0].before = slowly
-    assert save(works, rank_timeout=0.6) == {0: COMMITTED, 1: COMMITTED}
-
-
 @pytest.mark.parametrize("count", [2, 4])
 def test_who_holds_the_same_writes_for_a_rank_that_is_gone(count: int) -> None:
     works = works_of(count, digest="same")
@@ -277,20 +239,6 @@ def test_what_all_leave_to_others_is_written_before_the_parts() -> None:
     assert [work.asked for work in works] == [[2], [], [3]]
 
 
-def test_one_of_many_ranks_reads_all_intents() -> None:
-    size, callers = 4096, list[int]()
-    everybody = Present(frozenset(range(size)), frozenset())
-    claim = open_claim(dataclasses.replace(ATTEMPT, world_size=size), "0" * 15 + "5", None, 1, "", "")
-    for rank in range(size):
-        steps = protocol.take_part(Member(rank, ATTEMPT, "process"), claim)
-        asked = next(steps)
-        for answer in (Intent("", 0, ""), DONE, b"", Found(claim, ""), everybody):
-            asked = steps.send(answer)
-        callers += [rank] if isinstance(asked, CallRoll) else []
-        assert isinstance(asked, (CallRoll, Wait))
-    assert callers == [5]
-
-
 def test_a_merger_that_dies_is_given_up_however_often_the_claim_is_read() -> None:
     now = [0.0]
     watch, claim = Watch(lambda: now[0], 10.0), open_claim(ATTEMPT, "0" * 16, None, 1, "", "")
@@ -317,52 +265,6 @@ def test_who_slept_looks_before_it_gives_others_up() -> None:
     assert watch.find_silent(frozenset({1}), 1.0) == 1
     watch.see([(["intent", str(rank)], "second") for rank in range(2)], 2)
     assert watch.find_silent(frozenset({1}), 1.0) is None  # now it is waited for something else: the roll
-
-
-@pytest.mark.parametrize(("kind", "rank"), [("intent", 0), ("intent", 1), ("part", 0), ("part", 1)])
-def test_what_is_removed_by_hand_ends_the_save_and_nobody_asks_without_pause(kind: str, rank: int) -> None:
-    asked = Counter[str]()
-
-    class Removing(MemoryStore):
-        def put(self, key: str, data: Any, **options: Any) -> None:
-            if f".{kind}.{rank}" not in key:
-                super().put(key, data, **options)
-
-        def get(self, key: str) -> Any:
-            asked[key] += 1
-            return super().get(key)
-
-        def within(self, limit: Any) -> Any:
-            return self
-
-        def list(self, prefix: str) -> Any:
-            listed = super().list(prefix)
-            there = ListedObject(f"{prefix}{kind}.{rank}", 1, 0.0, '"gone"')
-            return dataclasses.replace(listed, objects=(*listed.objects, there))
-
-    removing = Removing()
-    works = [Work(removing, each) for each in range(2)]
-    assert set(save(works, rank_timeout=0.4).values()) == {ABORTED}
-    assert "removed" in claim_of(removing).why
-    assert max(asked.values()) < 100
-
-
-def test_a_merger_whose_answer_is_lost_cleans_up() -> None:
-    store, lost = MemoryStore(), list[str]()
-    put = store.put
-
-    def lose(key: str, data: Any, **options: Any) -> None:
-        put(key, data, **options)
-        claim = parse_claim(data) if key == URL.key(CLAIM.path) else None
-        if claim is not None and claim.state == COMMITTING and not lost:
-            lost.append(key)
-            raise errors.TransferError("lost on the way back")
-
-    store.put = lose  # type: ignore[method-assign]
-    works = [Work(store, rank) for rank in range(2)]
-    assert set(save(works, rank_timeout=20.0).values()) == {COMMITTED}
-    assert lost
-    assert sum(work.cleaned for work in works) == 1
 
 
 def test_others_are_waited_for_while_they_move() -> None:
@@ -477,24 +379,6 @@ def test_a_store_without_conditional_writes_is_refused_before_a_byte_moves(lacks
     assert store.list("").objects == ()
 
 
-def test_buckets_of_one_name_at_two_endpoints_are_asked_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def refuses(store: S3Store, key: str, expect: Expect) -> bool:
-        asked.append(store.settings.endpoint_url)
-        return expect.etag != '"etag"'
-
-    monkeypatch.setattr(driving, "_refuses", refuses)
-    for name in ("put", "delete"):
-        monkeypatch.setattr(S3Store, name, lambda *_, **__: None)
-    monkeypatch.setattr(S3Store, "get", lambda *_: StoredObject(b"", {}, '"etag"'))
-    claim = open_claim(ATTEMPT, "0" * 16, None, 1, "", "")
-    for port in (1, 2, 1):
-        store = S3Store("same-name", resolve_settings({"endpoint_url": f"http://localhost:{port}"}))
-        driving.check_conditions(store, URL, claim)
-    assert asked == ["http://localhost:1"] * 3 + ["http://localhost:2"] * 3
-
-
 def test_a_store_that_does_not_answer_for_a_rank_timeout_ends_the_save_of_this_rank() -> None:
     class Away(MemoryStore):
         def get(self, key: str) -> Any:
@@ -509,22 +393,32 @@ def test_a_store_that_does_not_answer_for_a_rank_timeout_ends_the_save_of_this_r
 
 
 class _Lossy(MemoryStore):
-    """Loses requests or their answers, or answers late that a condition did not hold which does."""
+    """Loses requests or their answers, carries requests out that it has refused before, or says that a condition did
+    not hold which did."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._draw = random.Random(seed)
+        self.late: list[threading.Timer] = []
 
     def put(self, key: str, data: bytes | memoryview, **options: Any) -> None:
         fate = self._draw.random()
+        if fate < 0.05:
+            raise errors.TransferError("409 again and again, or lost on the way there")
         if fate < 0.1:
-            raise errors.TransferError("lost on the way there")
+            self.late.append(threading.Timer(2 * self._draw.random(), self._arrive, (key, data, options)))
+            self.late[-1].start()
+            raise errors.TransferError("late")
         time.sleep(0.02 * self._draw.random())
         super().put(key, data, **options)
         if fate > 0.9:
             raise errors.TransferError("lost on the way back")
         if fate > 0.87 and options.get("expect") is not None:
             raise errors.PreconditionFailedError("it was sent twice on the way")
+
+    def _arrive(self, key: str, data: bytes | memoryview, options: Any) -> None:
+        with contextlib.suppress(errors.StorageError):
+            super().put(key, data, **options)
 
     def get(self, key: str) -> Any:
         if self._draw.random() < 0.05:
@@ -541,6 +435,8 @@ def test_whatever_answers_are_lost_all_hear_the_same_and_it_is_true(seed: int) -
         works[draw.randrange(3)].before = die
     told = save(works, rank_timeout=1.0, number=None if seed % 2 else 1)
     assert len(set(told.values())) == 1, told
+    for each in store.late:
+        each.join()
     store._draw = random.Random(-1)
     found = super(_Lossy, store).get(URL.key(METADATA)) if store.exists(URL.key(METADATA)) else None
     assert (found is not None) == (set(told.values()) == {COMMITTED}), told

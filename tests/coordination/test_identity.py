@@ -119,28 +119,14 @@ def test_saves_are_counted_by_url_and_step_whatever_the_thread(two: Settings) ->
     assert count_save(parse_url(f"{_URL}0"), two, step=7).number == (0, 7, 1)
 
 
-def test_an_era_ends_with_each_call_of_restore_and_restarts_make_ranks_equal(two: Settings) -> None:
+def test_an_era_ends_with_each_call_of_restore(two: Settings) -> None:
     root = parse_url(f"s3://bucket/{two.run_id}")
-    url = root.child("step-1")
-    calls = (
-        lambda: None,
-        lambda: end_era(root, two),
-        lambda: end_era(root, two),
-        lambda: end_era(root, two, restart=True),
-    )
-    eras = []
-    for call in calls:
-        call()
-        counted = count_save(url, two, step=1)
-        eras.append(counted.number[0])
-        assert counted.number[2] == 1, "counts begin again"
+    for era in range(3):
+        counted = count_save(root.child("step-1"), two, step=1)
+        assert counted.number == (era, 1, 1), "counts begin again"
         counted.decided("aborted")
         assert counted.is_decided
-    assert eras[:3] == [0, 1, 2]
-    end_era(root, two)
-    end_era(root, two, restart=True)
-    assert eras[3] < count_save(url, two, step=1).number[0]
-    assert count_save(url, two, step=1).number[0] % eras[3] == 0, "whatever came between"
+        end_era(root, two)
     assert count_save(_URL, two, step=1).number[0] == 0, "of another root"
 
 
@@ -184,13 +170,6 @@ def test_who_died_before_it_heard_is_not_counted(store: dist.TCPStore) -> None:
     store.add(identity._ASKS, 1)  # and one that died before it had said its word
     tell(store, "second", 1)
     assert ask(_other(store), 60.0) == "second"
-
-
-def test_a_store_that_is_gone_is_told(store: dist.TCPStore) -> None:
-    client = _other(store)
-    del store  # the one that holds it
-    with pytest.raises((StorageError, SaveProtocolError)):
-        ask(client, 0.5)
 
 
 # --- real ranks ----------------------------------------------------------------------------------

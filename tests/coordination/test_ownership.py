@@ -253,38 +253,6 @@ def _check(ours: list[list[WriteItem]], theirs: list[list[WriteItem]]) -> None:
 # --- holders ---------------------------------------------------------------------------------------------
 
 
-def _holders(make: Callable[[int, int], State], world_size: int, fqn: str, **options: Any) -> list[tuple[int, ...]]:
-    found = []
-    for rank in range(world_size):
-        with _as_rank(rank, world_size):
-            planner, plan = _plan(make(rank, world_size))
-            item = next(item for item in plan.items if item.index.fqn == fqn)
-            value = planner.state_dict[fqn]
-            found.append(holders_of(item, value, world_size=world_size, rank=rank, **options))
-    return found
-
-
-def test_free_dimensions_of_the_mesh_are_holders() -> None:
-    def make(rank: int, _: int) -> State:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        return {
-            "hsdp": _place(mesh, [Replicate(), Shard(0)], 8, 2),
-            "columns": _place(mesh, [Shard(1), Replicate()], 8, 2),
-            "sharded": _place(mesh, [Shard(0), Shard(1)], 8, 2),
-            "whole": _place(mesh, [Replicate(), Replicate()], 8, 2),
-            "slice": _place(mesh["shard"], [Replicate()], 8, 2),
-            "plain": _meta(3),
-            "object": "text",
-        }
-
-    assert _holders(make, 4, "hsdp") == [(0, 2), (1, 3), (0, 2), (1, 3)]
-    assert _holders(make, 4, "columns") == [(0, 1), (0, 1), (2, 3), (2, 3)]
-    assert _holders(make, 4, "sharded") == [(0,), (1,), (2,), (3,)]
-    assert _holders(make, 4, "slice") == [(0, 1), (0, 1), (2, 3), (2, 3)], "no other mesh is known"
-    for name in ("whole", "plain", "object"):
-        assert _holders(make, 4, name) == [(0, 1, 2, 3)] * 4
-
-
 def test_a_slice_of_a_mesh_of_the_state_is_held_on_the_other_slices() -> None:
     def make(rank: int, _: int) -> State:
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "fsdp", "tp"))

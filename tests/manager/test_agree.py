@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from dcp_s3 import errors
-from dcp_s3.manager.agree import check_same
 from dcp_s3.manager.select_checkpoint import ChosenCheckpoint
 from tests.manager.thread_ranks import MemoryKeys, ThreadRanks, on_threads, store_ranks
 
@@ -37,13 +36,6 @@ def _on_last(error: BaseException) -> Callable[[ThreadRanks], Any]:
 # --- ranks that meet -------------------------------------------------------------------------------------
 
 
-def test_what_all_did_is_known_to_all_in_one_meeting() -> None:
-    def work(ranks: ThreadRanks) -> tuple[list[int], int]:
-        return ranks.agree(lambda: ranks.rank * 10, _refuse), ranks.meetings
-
-    assert on_threads(3, work) == [([0, 10, 20], 1)] * 3
-
-
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
 def test_what_fails_on_one_rank_is_raised_there_and_refused_elsewhere(error: BaseException) -> None:
     work = _on_last(error)
@@ -61,14 +53,6 @@ def test_what_user_code_raises_is_the_same_error_on_all() -> None:
     assert found[2].__cause__ is error
 
 
-def test_a_step_is_decided_by_the_first_rank_and_sigterm_by_any() -> None:
-    def work(ranks: ThreadRanks) -> Any:
-        decide = (lambda seen: (True, 7)) if ranks.is_first else _never
-        return ranks.decide(5, decide, ranks.rank == 2), ranks.meetings
-
-    assert on_threads(3, work) == [((True, 7, True), 1)] * 3
-
-
 def test_ranks_that_ask_about_different_steps_all_raise() -> None:
     found = on_threads(2, lambda ranks: ranks.decide(7 + ranks.rank, lambda _: (False, 1), False))
     assert all("different steps on the ranks: 7 and 8" in str(each) for each in found)
@@ -81,12 +65,6 @@ def test_a_policy_that_fails_on_the_first_rank_fails_on_all() -> None:
     first, second = on_threads(2, lambda ranks: ranks.decide(2, broken, False))
     assert type(first) is ZeroDivisionError
     assert "step 2 is not known: the policy has failed on rank 0" in str(second)
-
-
-def test_managers_for_different_runs_are_refused_by_what_differs() -> None:
-    check_same("made", [{"root": "a", "overlap": "wait"}] * 2)
-    with pytest.raises(errors.CheckpointError, match=r"'overlap': 'wait'\} and \{.*'overlap': 'queue'\}. Remedy"):
-        check_same("made", [{"root": "a", "overlap": "wait"}, {"root": "a", "overlap": "queue"}])
 
 
 # --- ranks that settle it through a store ----------------------------------------------------------------
@@ -130,15 +108,6 @@ def test_the_first_decision_stands_and_sigterm_of_any_rank_is_in_the_next() -> N
     assert ranks[1].decide(13, _never, False) == (True, 1, True)
     with pytest.raises(errors.SaveProtocolError, match="different steps on the ranks: 13 and 14"):
         ranks[0].decide(14, _never, False)
-
-
-def test_managers_of_a_process_have_answers_of_their_own() -> None:
-    keys = MemoryKeys()
-    [first] = store_ranks(1, keys)
-    second = type(first)(first._root, first._settings, 0, 1, keys, "run", first._numbers)
-    for each in (first, second):
-        assert each.choose("latest", lambda: _at(1)) == _at(1)
-    assert len(keys.keys) == 2
 
 
 def test_the_answers_that_all_have_read_are_removed_by_one_rank_two_saves_later() -> None:

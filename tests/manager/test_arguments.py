@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from dcp_s3 import CheckpointManager, errors
-from dcp_s3.manager.arguments import DEFAULT_FORMAT, check_settings
-from dcp_s3.settings import Settings
 
 ROOT = "s3://bucket/run"
 LARGE: Any = {"weight": torch.arange(10_000), "secret": "in the state"}
@@ -21,10 +19,9 @@ LARGE: Any = {"weight": torch.arange(10_000), "secret": "in the state"}
     [
         ({"retention": "latest:x"}, "latest:x"),
         ({"retention": LARGE}, "retention = a dict"),
-        ({"settings": {"step_pattern": r"iter-(\d+)"}}, r"step-00000012.*, in which it is not found.*iter-"),
+        ({"settings": {"step_pattern": r"iter-(\d+)"}}, r"iter-.* does not find step 12 in 'step-00000012'.*Remedy"),
         ({"retention": "latest:1", "settings": {"retention_grace": "1m"}}, "under 1 h"),
         ({"separate": "model"}, "separate is text"),
-        ({"overlap": "supersede"}, "overlap = 'supersede', expected one of 'wait', 'queue'"),
     ],
 )
 def test_arguments_that_are_none(arguments: dict[str, Any], message: str) -> None:
@@ -70,30 +67,3 @@ def test_arguments_of_calls_are_told_by_their_types() -> None:
             with pytest.raises(errors.CheckpointError, match=words) as caught:
                 call()
             assert "in the state" not in str(caught.value)
-
-
-@pytest.mark.parametrize("step_format", [DEFAULT_FORMAT, "{step}", "step_{step:06d}", "checkpoint-{step}({step})"])
-def test_a_step_is_found_in_its_name(step_format: str) -> None:
-    check_settings(Settings(), prunes=False, step_format=step_format)
-
-
-@pytest.mark.parametrize(
-    ("step_format", "message"),
-    [
-        ("step-{step:x}", "'step-{step:x}' names step 12 'step-c', in which it is not found"),
-        ("{step:,}", r"names step 12345 '12,345', in which it is not found"),
-        ("run2-{step}", "names step 12 'run2-12', in which it is not found.*DCP_S3_STEP_PATTERN"),
-        ("run/{step}", "'run/12', which cannot be the name of a checkpoint"),
-        (".dcp_s3", "cannot be the name"),
-        ("{step:0100d}", "at most 90 bytes"),
-        ("{epoch}-{step}", r"cannot name step 12 \(KeyError: 'epoch'\)"),
-        (5, "step_format = 5 cannot name"),
-    ],
-)
-def test_what_does_not_round_trip_is_refused(step_format: Any, message: str) -> None:
-    with pytest.raises(errors.SettingsError, match=message):
-        check_settings(Settings(), prunes=False, step_format=step_format)
-
-
-def test_a_pattern_that_is_set_must_find_the_steps() -> None:
-    check_settings(Settings(step_pattern=r"^run2-(\d+)$"), prunes=False, step_format="run2-{step}")

@@ -53,17 +53,6 @@ def test_one_uploads_at_a_time_whether_or_not_the_one_before_succeeded() -> None
     assert uploads.saves.is_under_way
 
 
-def test_one_that_has_ended_when_it_begins_holds_nobody_up() -> None:
-    uploads = Uploads()
-    uploads.start(1)
-    for step in (2, 3):
-        uploads.futures[step] = Future()
-        uploads.fail(step)
-    uploads.start(2, 3, 4)
-    uploads.futures[1].set_result(None)
-    assert uploads.begun == [1, 2, 3, 4]
-
-
 def test_a_save_that_cannot_begin_is_raised_at_once_and_one_that_is_done_is_over() -> None:
     saves = SavesInFlight(0)
 
@@ -76,21 +65,6 @@ def test_a_save_that_cannot_begin_is_raised_at_once_and_one_that_is_done_is_over
     saves.start(2, f"{ROOT}/2", lambda: None, lambda: None)
     assert not saves.is_under_way
     assert saves.last_good == 2
-
-
-def test_an_interrupt_while_one_begins_stops_neither_the_queue_nor_is_it_raised_again() -> None:
-    uploads = Uploads()
-
-    def interrupted() -> Any:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        uploads.saves.start(1, f"{ROOT}/1", interrupted, lambda: None)
-    uploads.start(2)
-    uploads.futures[2].set_result(None)
-    uploads.saves.settle()
-    uploads.saves.raise_failure()
-    assert uploads.good == [2]
 
 
 def test_each_failure_is_raised_once_the_last_one_with_the_others_as_its_context() -> None:
@@ -117,18 +91,6 @@ def test_who_waits_for_a_step_does_not_wait_for_newer_ones() -> None:
     thread.join(_PATIENCE_SECONDS)
     assert not thread.is_alive()
     assert uploads.saves.is_under_way
-
-
-def test_a_full_queue_makes_the_next_save_wait() -> None:
-    uploads = Uploads(queue=1)
-    uploads.start(1, 2)
-    thread = threading.Thread(target=uploads.saves.make_room, daemon=True)
-    thread.start()
-    thread.join(0.05)
-    assert thread.is_alive()
-    uploads.futures[1].set_result(None)
-    thread.join(_PATIENCE_SECONDS)
-    assert not thread.is_alive()
 
 
 # --- retention -----------------------------------------------------------------------------------
@@ -198,22 +160,6 @@ def test_nothing_is_pruned_before_the_commit() -> None:
         assert waited.acquire(timeout=60)
     assert prune.calls == 0
     commit.set()
-    assert retention.close(60)
-    assert prune.calls == 1
-
-
-def test_a_later_save_takes_the_place_of_one_that_waits() -> None:
-    prune = StandInPrune()
-    waited = threading.Semaphore(0)
-
-    def never(_: float) -> None:
-        waited.release()
-        raise TimeoutError
-
-    retention = BackgroundRetention(prune, ROOT)
-    retention.saved(never)
-    assert waited.acquire(timeout=60)
-    retention.saved(committed)
     assert retention.close(60)
     assert prune.calls == 1
 

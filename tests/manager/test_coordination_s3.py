@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -18,7 +21,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import dcp_s3
 from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter, SaveEvery, SaveOnPreemption, errors
 from dcp_s3.offline.copy import copy as download
-from tests.manager.counting import counted
 from tests.ranks import run_ranks
 
 _SHAPE = (7, 3)  # does not divide evenly
@@ -87,6 +89,25 @@ def _values(root: str) -> dict[int, list[float]]:
 # --- no collectives --------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """The collectives of this process meanwhile, also those that do not go through Python, and new groups."""
+    found: dict[str, int] = {}
+    groups, collectives = _groups(), _collectives()
+    yield found
+    found["collectives"] = _collectives() - collectives
+    found["groups"] = _groups() - groups
+
+
+def _groups() -> int:
+    return distributed_c10d.get_pg_count() if dist.is_initialized() else 0
+
+
+def _collectives() -> int:
+    groups: list[Any] = list(distributed_c10d._world.pg_map)
+    return sum(group._get_sequence_number_for_group() for group in groups)
+
+
 def _train_counting(root: str, coordination: Any) -> tuple[dict[str, int], dict[str, int], int]:
     states = {step: _sharded(step) for step in (1, 2, 3)}
     blank = _sharded(0, dim=1)
@@ -141,10 +162,10 @@ def _plain(step: int, rank: int) -> dict[str, Any]:
     return {"model": {"w": _whole(step)}, "step": step, f"rank-{rank}": torch.full((5,), float(10 * step + rank))}
 
 
-def _train_plainly(root: str, overlap: Any) -> int | None:
+def _train_plainly(root: str) -> int | None:
     assert not dist.is_initialized()
     rank = int(os.environ["RANK"])
-    with CheckpointManager(root, coordination="s3", overlap=overlap) as manager:
+    with CheckpointManager(root, coordination="s3") as manager:
         begun = manager.restore(_plain(0, rank)) or 0
         for step in (begun + 1, begun + 2):
             manager.save(step, _plain(step, rank))
@@ -158,8 +179,8 @@ def _train_plainly(root: str, overlap: Any) -> int | None:
 
 
 def test_the_environment_says_who_the_ranks_are(memory_server: Any, root: str, tmp_path: Path) -> None:
-    assert run_ranks(3, _train_plainly, root, "wait", group=False, env={"DCP_S3_RUN_ID": "first"}) == [3, 3, 3]
-    assert run_ranks(2, _train_plainly, root, "queue", group=False, env={"DCP_S3_RUN_ID": "second"}) == [6, 6]
+    assert run_ranks(3, _train_plainly, root, group=False, env={"DCP_S3_RUN_ID": "first"}) == [3, 3, 3]
+    assert run_ranks(2, _train_plainly, root, group=False, env={"DCP_S3_RUN_ID": "second"}) == [6, 6]
     found = _committed(root)
     assert [(info.step, info.world_size) for info in found] == [(1, 3), (2, 3), (3, 3), (4, 2), (5, 2), (6, 2)]
     # torch's own reader takes it.
@@ -181,22 +202,6 @@ def _make_one(root: str) -> str:
 def test_without_a_name_of_the_run_nothing_is_saved(memory_server: Any, root: str) -> None:
     for text in run_ranks(2, _make_one, root, group=False):
         assert "DCP_S3_RUN_ID" in text
-
-
-def test_one_process_saves_and_restores_and_an_earlier_failure_does_not_make_its_save_fail(
-    memory_server: Any, root: str
-) -> None:
-    state = {"own-0": torch.full((4,), 1.0)}
-    with CheckpointManager(root, coordination="s3", should_save=SaveEvery(steps=10)) as manager:
-        dcp.save(state, storage_writer=S3StorageWriter(manager.url(40)), no_dist=True)
-        assert manager.save(40, state)
-        with pytest.raises(errors.SaveFailedError, match="step 40") as caught:
-            manager.save(50, state, blocking=True)
-        assert caught.value.step == 40
-        assert not manager.should_save(50)
-        loaded = {"own-0": torch.zeros(4)}
-        assert manager.restore(loaded) == 50
-        assert loaded["own-0"].tolist() == [1.0] * 4
 
 
 # --- one rank alone --------------------------------------------------------------------------------
@@ -228,7 +233,7 @@ class _Uncopyable:
         raise RuntimeError("not this one")
 
 
-def _fail_alone(root: str, overlap: Any) -> list[str]:
+def _fail_alone(root: str) -> list[str]:
     """What each save is on this rank: the second one does something wrong in every other."""
     wrong: list[dict[str, Any]] = [
         {"metrics": {"loss": torch.ones(3)}},
@@ -239,7 +244,7 @@ def _fail_alone(root: str, overlap: Any) -> list[str]:
     ]
     seen = []
     settings = {"rank_timeout": 5.0}
-    with CheckpointManager(root, coordination="s3", overlap=overlap, settings=settings) as manager:
+    with CheckpointManager(root, coordination="s3", settings=settings) as manager:
         for number, options in enumerate(wrong):
             seen.append(_save(manager, 2 * number, 0.0, **(options if dist.get_rank() == 1 else {})))
             dist.barrier()
@@ -247,11 +252,10 @@ def _fail_alone(root: str, overlap: Any) -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize("overlap", ["wait", "queue"])
 def test_a_rank_that_fails_alone_fails_that_save_for_all_and_the_next_one_is_whole(
-    memory_server: Any, root: str, overlap: str
+    memory_server: Any, root: str
 ) -> None:
-    first, second = run_ranks(2, _fail_alone, root, overlap)
+    first, second = run_ranks(2, _fail_alone, root)
     causes = ["metric 'loss' is a Tensor", "out of memory", "not this one", "no plan", "interrupted"]
     for number, cause in enumerate(causes):
         assert cause in second[2 * number]
@@ -260,21 +264,18 @@ def test_a_rank_that_fails_alone_fails_that_save_for_all_and_the_next_one_is_who
     assert _values(root) == {step: [1.0, 1.0] for step in (1, 3, 5, 7, 9)}
 
 
-def _restore_and_repeat(root: str, overwrite: bool, called: bool, how: str) -> list[str]:
+def _restore_and_repeat(root: str, called: bool) -> list[str]:
     """Rank 1 fails before step 1 is saved, or does not come to it; then both go back, and rank 1 is first to come to
     step 1 again."""
     rank = dist.get_rank()
     settings = {"rank_timeout": 10.0}
-    with CheckpointManager(root, coordination="s3", overwrite=overwrite, settings=settings) as manager:
+    with CheckpointManager(root, coordination="s3", overwrite=True, settings=settings) as manager:
         told = [_save(manager, 0, 100.0)]
         if rank == 0:
             manager.save(1, _own(101.0))
         elif called:
             told.append(_save(manager, 1, 101.0, bad={"bad": _Stateless(RuntimeError("out of memory"))}))
-        if how == "restore":
-            assert manager.restore(_own(-1.0)) == 0
-        else:
-            manager.restart(0)
+        assert manager.restore(_own(-1.0)) == 0
         dist.barrier()  # as the collectives of a training do
         if rank == 0:
             with pytest.raises(errors.SaveFailedError, match="step 1"):
@@ -284,20 +285,20 @@ def _restore_and_repeat(root: str, overwrite: bool, called: bool, how: str) -> l
     return told
 
 
-@pytest.mark.parametrize(("overwrite", "called", "how"), [(True, False, "restore"), (True, True, "restart")])
+@pytest.mark.parametrize("called", [False, True])
 def test_what_a_rank_saved_before_it_went_back_is_not_merged_with_what_it_saves_after(
-    memory_server: Any, root: str, overwrite: bool, called: bool, how: str
+    memory_server: Any, root: str, called: bool
 ) -> None:
-    first, second = run_ranks(2, _restore_and_repeat, root, overwrite, called, how)
+    first, second = run_ranks(2, _restore_and_repeat, root, called)
     assert first == ["saved"] * 3
     assert [each == "saved" for each in second] == [True, *([False] if called else []), True, True]
     assert _values(root) == {0: [100.0, 100.0], 1: [201.0, 201.0], 2: [202.0, 202.0]}
 
 
-def _end_the_group_early(root: str, overlap: Any) -> str:
+def _end_the_group_early(root: str) -> str:
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
-    with CheckpointManager(root, coordination="s3", overlap=overlap) as manager:
+    with CheckpointManager(root, coordination="s3") as manager:
         for step in (1, 2):
             manager.save(step, _own(float(step)))
         state = _own(3.0)
@@ -309,11 +310,8 @@ def _end_the_group_early(root: str, overlap: Any) -> str:
     return "saved"
 
 
-@pytest.mark.parametrize("overlap", ["wait", "queue"])
-def test_what_was_called_with_a_group_is_saved_by_all_of_it_and_nothing_after_it(
-    memory_server: Any, root: str, overlap: str
-) -> None:
-    for rank, told in enumerate(run_ranks(2, _end_the_group_early, root, overlap)):
+def test_what_was_called_with_a_group_is_saved_by_all_of_it_and_nothing_after_it(memory_server: Any, root: str) -> None:
+    for rank, told in enumerate(run_ranks(2, _end_the_group_early, root)):
         assert f"was made on rank {rank} of 2, which is rank 0 of 1 now" in told
     assert _values(root) == {1: [1.0, 1.0], 2: [2.0, 2.0]}
 

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import dcp_s3
-from dcp_s3 import CheckpointManager, KeepBest, KeepLatest, S3StorageReader, S3StorageWriter, SaveEvery, errors
+from dcp_s3 import (
+    CheckpointManager,
+    KeepBest,
+    KeepLatest,
+    S3StorageReader,
+    SaveContinuously,
+    SaveEvery,
+    errors,
+)
 from dcp_s3.events import Event, LoadStarted
 from tests.faulty import BUCKET, FaultyServer
+from tests.interpreter import Interpreter
 from tests.manager.making import blank, is_of, state
 from tests.memory_s3 import Fault
 from tests.retention.making import delete, keys, put
@@ -234,68 +246,6 @@ def test_what_is_saved_with_a_step_is_read_back(root: str, coordination: Any) ->
     assert S3StorageReader(first.url).extra() == EXTRA
 
 
-@pytest.mark.servers("memory")
-def test_it_spills_and_drains_with_its_checkpoint(
-    memory_server: Any, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DCP_S3_SPILL_DIR", str(tmp_path))
-    monkeypatch.setenv("DCP_S3_DURABILITY", "local")
-    with CheckpointManager(root) as manager:
-        manager.save(1, state(1), extra=EXTRA)
-        manager.wait()
-        assert manager.extra(1) == EXTRA  # on S3 or not yet
-    writer = S3StorageWriter(f"{root}/step-00000001")
-    writer.wait_committed(60)
-    assert S3StorageReader(f"{root}/step-00000001", settings={"durability": "s3"}).extra() == EXTRA
-
-
-# --- best ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.servers("memory")
-def test_best_names_a_metric_and_takes_its_direction_from_retention(root: str) -> None:
-    with CheckpointManager(root) as manager:
-        for step, loss, accuracy in ((1, 0.5, 0.9), (2, 0.25, 0.5), (3, 0.75, 0.1)):
-            manager.save(step, state(step), {"loss": loss, "accuracy": accuracy})
-        loaded = blank()
-        assert manager.restore(loaded, "best", metric="loss") == 2
-        assert is_of(loaded, 2)
-        assert manager.restore(loaded, "best", metric="accuracy") == 3  # nobody said otherwise
-        assert manager.restore(loaded, "best", metric="accuracy", mode="max") == 1
-        with pytest.raises(errors.CheckpointNotFoundError, match="none of the 3"):
-            manager.restore(loaded, "best", metric="perplexity")
-    retention = KeepLatest(9) | KeepBest(1, "accuracy", "max")
-    with CheckpointManager(root, retention=retention, read_only=True) as manager:
-        assert manager.restore(loaded, "best") == 1
-        assert manager.best_step("accuracy") == 1
-        assert manager.best_step("accuracy", "min") == 3
-        assert manager.best_step("loss") == 2
-
-
-# --- names -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.servers("memory")
-@pytest.mark.parametrize("step_format", ["{step}", "step_{step:06d}"])
-def test_steps_are_found_by_their_names(root: str, step_format: str) -> None:
-    with CheckpointManager(root, step_format=step_format) as manager:
-        assert manager.restore(blank()) is None
-        for step in (1, 9, 10):
-            manager.save(step, state(step), {"loss": float(step)})
-        manager.wait()
-        assert manager.latest_step() == 10
-        assert manager.restore(blank(), 9) == 9
-        assert manager.best_step("loss") == 1
-
-    def keep_some(infos: Any, now: float) -> dict[str, list[str]]:
-        return {info.name: ["asked for"] for info in infos if info.step in (1, 9)}
-
-    with CheckpointManager(root, retention=keep_some, step_format=step_format) as manager:
-        manager.save(100, state(100))  # after which 10 goes
-        kept = {url.rpartition("/")[2] for url in map(manager.url, (1, 9, 100))}
-    assert set(names(root)) == kept
-
-
 # --- read_only ---------------------------------------------------------------------------------------
 
 
@@ -377,3 +327,40 @@ def test_save_asks_the_policy_and_can_be_forced(root: str) -> None:
         assert not manager.preempted
     with pytest.raises(errors.CheckpointError, match="was closed"):
         manager.save(3, state(3))
+
+
+def test_continuous_saves_begin_when_the_last_one_is_committed(faulty: FaultyServer) -> None:
+    opened = threading.Event()
+    faulty.rule = lambda request: Fault.delay(0.0) if request.method != "PUT" or opened.wait(60) else None
+    with CheckpointManager(ROOT, should_save=SaveContinuously()) as manager:
+        assert [step for step in range(1, 50) if manager.save(step, state(step))] == [1]
+        opened.set()
+        manager.wait()
+        assert manager.save(50, state(50))
+    assert names(ROOT) == ["step-00000001", "step-00000050"]
+
+
+_NOT_CLOSED = """
+import sys, torch
+from dcp_s3 import CheckpointManager
+manager = CheckpointManager(sys.argv[1], retention="latest:1")
+manager.save(1, {"weight": torch.full((1000,), 1.0)})
+open(sys.argv[2], "w").close()
+"""
+
+
+def test_a_process_that_does_not_close_its_manager_completes_its_save(
+    faulty: FaultyServer, tmp_path: Path, interpreter: Interpreter
+) -> None:
+    ended = tmp_path / "ended"
+
+    def wait(request: Any) -> None:
+        while request.method == "PUT" and not ended.exists():
+            time.sleep(0.02)
+
+    faulty.rule = wait
+    command = [sys.executable, "-W", "ignore", "-c", _NOT_CLOSED, ROOT, str(ended)]
+    done = interpreter.run(command, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "Fatal" not in done.stderr
+    assert names(ROOT) == ["step-00000001"]

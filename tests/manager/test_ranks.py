@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -103,21 +102,19 @@ def _fail(root: str) -> list[tuple[str, str, list[int]]]:
         lambda: manager.save(5 + rank, _state(5)),
         lambda: manager.restore(state, rank),
         lambda: manager.restore(state, "best", metric=None if alone else "loss"),
-        lambda: manager.restart(rank),
         lambda: manager.save(6, module.failing("state_dict", full)),
         lambda: manager.save(6, module.failing("state_dict", full), blocking=True),
         lambda: manager.restore(module.failing("state_dict", full)),
         lambda: manager.restore(module.failing("load_state_dict", full)),
         lambda: manager.save(6, module.failing("state_dict", KeyboardInterrupt())),
         lambda: CheckpointManager(root, retention="latest:many" if alone else None),
-        lambda: CheckpointManager(root, overlap="queue" if alone else "wait"),
+        lambda: CheckpointManager(root, should_save=SaveEvery(seconds=5) if alone else None),
     ]
     seen = [_caught(call) for call in calls]
     module.fails = {}
     loaded = {**state, "module": module}
     assert manager.restore(loaded) == 1
     assert _is_of(loaded, 1)
-    manager.restart(1)
     manager.save(6, _state(6))
     manager.close()
     assert manager.latest_step() == 6
@@ -132,21 +129,21 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_the_next_call_works(memory_s
     assert "cannot be pickled here" in first[0][1]
     for number, kind, other in (
         (1, "SaveProtocolError", "SaveFailedError"), (4, "SettingsError", "CheckpointError"),
-        (10, "KeyboardInterrupt", "SaveFailedError"), (11, "SettingsError", "CheckpointError"),
+        (9, "KeyboardInterrupt", "SaveFailedError"), (10, "SettingsError", "CheckpointError"),
     ):  # fmt: skip
         assert (first[number][0], second[number][0]) == (other, kind)
         assert "rank 1 cannot go on" in first[number][1]
-    for number, what in ((2, "save is called with"), (3, "restore asks for"), (5, "restart goes back to")):
+    for number, what in ((2, "save is called with"), (3, "restore asks for")):
         assert f"{what} different steps" in first[number][1] == second[number][1]
     for number, kind in (
+        (5, "SaveFailedError"),
         (6, "SaveFailedError"),
-        (7, "SaveFailedError"),
+        (7, "RestoreFailedError"),
         (8, "RestoreFailedError"),
-        (9, "RestoreFailedError"),
     ):
         assert first[number] == second[number] == (kind, first[number][1], [1])
         assert "RuntimeError: out of memory" in first[number][1]
-    assert "'overlap': 'queue'" in first[12][1] == second[12][1]
+    assert "whether it needs more than the step)': True" in first[11][1] == second[11][1]
 
 
 def _vanish(root: str) -> int | None:
@@ -193,7 +190,7 @@ def _threads() -> int:
 
 def _make_and_close(root: str) -> list[int]:
     counts = [_threads()]
-    manager = CheckpointManager(root, overlap="queue", should_save=SaveEvery(steps=1) | SaveOnPreemption())
+    manager = CheckpointManager(root, should_save=SaveEvery(steps=1) | SaveOnPreemption())
     counts.append(_threads())
     manager.save(1, {"a": torch.ones(2)})
     manager.close()
@@ -209,34 +206,6 @@ def test_no_thread_of_its_groups_outlives_a_closed_manager(memory_server: Any, r
     for before, made, closed in run_ranks(2, _make_and_close, root):
         assert made > before
         assert closed <= before
-
-
-def _no_thread(root: str) -> list[Any]:
-    seen = []
-    state = {f"of-{dist.get_rank()}": torch.ones(10)}
-    submit = ThreadPoolExecutor.submit
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("can't start new thread")
-
-    with CheckpointManager(root) as manager:
-        if dist.get_rank() == 1:
-            ThreadPoolExecutor.submit = refuse  # type: ignore[method-assign]
-        seen.append(_caught(lambda: manager.save(1, state)))
-        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
-        if dist.get_rank() == 0:
-            seen[0] = _caught(manager.wait)
-        manager.save(2, state)
-        manager.wait()
-        assert manager.restore(state) == 2
-    return seen
-
-
-def test_a_save_that_can_not_be_begun_on_one_rank_fails_on_all(memory_server: Any, root: str) -> None:
-    for kind, text, ranks in (seen for (seen,) in run_ranks(2, _no_thread, root)):
-        assert (kind, ranks) == ("SaveFailedError", [1])
-        assert "the save of step 1" in text
-        assert "failed on rank 1\n  Cause: RuntimeError: can't start new thread" in text
 
 
 # --- what the log says -----------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from dcp_s3 import CheckpointManager, errors, list_checkpoints
-from dcp_s3.spill.background import stop_draining
 from dcp_s3.spill.drain import Drainer
 from dcp_s3.spill.store import SpillStore
 from tests.faulty import BUCKET, FaultyServer
@@ -219,32 +218,3 @@ def test_a_run_that_goes_back_replaces_the_steps_that_waited(faulty: FaultyServe
     faulty.rule = back
     _drained(tmp_path, expected={1, 2, 3, 4})
     assert run_ranks(2, _second_attempt, then) == [True, True]
-
-
-def test_a_step_that_was_restored_is_there_and_not_replaced(faulty: FaultyServer, tmp_path: Path) -> None:
-    faulty.rule = away
-    _live(1, str(tmp_path), True, 1, 2)
-    with pytest.raises(RankFailed, match="CheckpointExistsError"):
-        run_ranks(1, _resume, str(tmp_path), True, None, 2)
-
-
-def test_without_a_process_group(
-    faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name, value in (("DURABILITY", "local"), ("SPILL_DIR", str(tmp_path)), ("SPILL_AFTER", "5s")):
-        monkeypatch.setenv(f"DCP_S3_{name}", value)
-    faulty.rule = away
-    with CheckpointManager(ROOT) as manager:
-        manager.save(1, {"w": torch.ones(3)}, {"loss": 1.0})
-        manager.save(2, {"w": torch.full((3,), 2.0)}, {"loss": 2.0})
-    stop_draining()
-    with CheckpointManager(ROOT) as manager:
-        assert manager.latest_step() == 2
-        assert manager.best_step("loss") == 1
-        loaded = {"w": torch.zeros(3)}
-        assert manager.restore(loaded) == 2
-        assert loaded["w"].tolist() == [2.0] * 3
-        assert manager.restore(loaded, "best", metric="loss") == 1
-        assert loaded["w"].tolist() == [1.0] * 3
-    assert "S3 does not answer" in caplog.text
-    stop_draining()

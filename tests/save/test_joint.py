@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from dcp_s3 import errors
 from dcp_s3.checkpoint.deletion import Deleter
 from dcp_s3.checkpoint.look import inspect
 from dcp_s3.coordination.identity import Attempt
@@ -105,13 +103,6 @@ def test_an_interrupt_while_data_moves_ends_the_save_for_all_and_leaves_no_threa
         _save(1, interrupt)
     other.join(60)
     assert "rank 1: KeyboardInterrupt" in told[0]
-
-
-def test_stream_extensions_are_refused_before_a_byte_moves(store: MemoryStore) -> None:
-    options = dataclasses.replace(OPTIONS, transforms=WriterTransforms([object()]))  # type: ignore[list-item]
-    with pytest.raises(errors.SaveProtocolError, match=r"stream extensions need a save with collectives. Remedy: "):
-        begin_joint_save(URL, "ab", options, None, counted=count_of(_attempt(0), URL, 1))
-    assert store.list("").objects == ()
 
 
 def test_a_save_of_one_rank_is_not_remembered() -> None:

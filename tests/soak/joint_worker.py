@@ -164,7 +164,7 @@ def _driver(job: Job) -> Any:
     import torch.distributed.checkpoint as dcp
 
     from dcp_s3 import CheckpointManager, S3StorageWriter
-    from dcp_s3.save.separately import save_separately
+    from dcp_s3.manager.inflight import save_separately
 
     if job.by == "manager":
         manager = CheckpointManager(job.root, coordination="s3")

@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest, list_checkpoints, pin, prune
+from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest, pin, prune
 from dcp_s3.format.layout import lease_object
 from dcp_s3.s3 import retry
 from dcp_s3.s3.client import close_clients
@@ -286,20 +286,6 @@ def test_a_load(world: World) -> None:
         assert not world.lacks("step-1")
 
     meet_every_fault(world, lambda: load(URL, state), check)
-
-
-@pytest.mark.soak
-def test_a_search_for_the_newest(world: World) -> None:
-    for step in (1, 2, 3):
-        save(f"{ROOT}/step-{step}", state_of(step))
-
-    def act() -> None:
-        found = latest(ROOT)
-        assert found is not None
-        assert found.step == 3
-        assert [info.step for info in list_checkpoints(ROOT)] == [1, 2, 3]
-
-    meet_every_fault(world, act, lambda _: None)
 
 
 @pytest.mark.soak
