@@ -319,41 +319,6 @@ def test_what_was_called_with_a_group_is_saved_by_all_of_it_and_nothing_after_it
 # --- what all restore -------------------------------------------------------------------------------
 
 
-def _restore_beside_a_commit(root: str) -> list[int | None]:
-    """Rank 1 restores when there is a newer step than rank 0 has seen."""
-    found = []
-    rank = int(os.environ["RANK"])
-    state = {"w": torch.zeros(3)}
-
-    def meet(name: str) -> None:
-        Path(os.environ["MEETING"], f"{name}-{rank}").touch()
-        while len(list(Path(os.environ["MEETING"]).glob(f"{name}-*"))) < 2:
-            time.sleep(0.01)
-
-    with CheckpointManager(root, coordination="s3") as manager:
-        for number in (2, 3):
-            if rank == 0:
-                found.append(manager.restore(state))
-                _save_alone(root, number)
-            meet(f"saved-{number}")
-            if rank == 1:
-                found.append(manager.restore(state))
-            meet(f"restored-{number}")
-    return found
-
-
-def _save_alone(root: str, step: int) -> None:
-    planned = {"w": torch.full((3,), float(step))}
-    dcp.save(planned, storage_writer=S3StorageWriter(f"{root}/step-{step:08d}"), no_dist=True)
-
-
-@pytest.mark.parametrize("group", [True, False])
-def test_all_ranks_restore_what_the_first_one_chose(memory_server: Any, root: str, tmp_path: Path, group: bool) -> None:
-    _save_alone(root, 1)
-    env = {"DCP_S3_RUN_ID": "run", "MEETING": str(tmp_path)}
-    assert run_ranks(2, _restore_beside_a_commit, root, group=group, env=env) == [[1, 2], [1, 2]]
-
-
 def _restore_apart(root: str) -> tuple[str, list[int | None]]:
     name = "a" if dist.get_rank() == 0 else "b"
     said, found = "", []
