@@ -6,6 +6,7 @@ import dataclasses
 import io
 import itertools
 import pickle
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -179,10 +180,11 @@ def test_what_is_read_back_before_the_commit_has_the_names_of_all_parts() -> Non
 
 
 def test_of_many_items_fewer_checksums_of_blocks_are_kept_and_these_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    nbytes, crcs = 10 * 64 + 1, [crc64nvme(bytes(64 * n)) for n in range(1, 11)]
+    data = random.Random(0).randbytes(10 * 64 + 1)
+    nbytes, crcs = len(data), [crc64nvme(data[: 64 * n]) for n in range(1, 11)]
     part = part_of(0, 4, [tensor("w", [nbytes], [0], [nbytes]), plain("b", [3]), tensor("v", [nbytes], [0], [nbytes])])
     for item in (part.written[0], part.written[2]):
-        vars(item.storage).update(crc64nvme=crc64nvme(bytes(nbytes)), crc64nvme_blocks=pack_crcs(crcs))
+        vars(item.storage).update(crc64nvme=crc64nvme(data), crc64nvme_blocks=pack_crcs(crcs))
     for every, left in ((1, 10), (2, 5), (4, 2), (672, 0)):
         monkeypatch.setattr(merge_module, "_MAX_CRC_BYTES", 672 // every)  # of four such parts
         merging = Merging(SAVE, 4)
@@ -193,9 +195,10 @@ def test_of_many_items_fewer_checksums_of_blocks_are_kept_and_these_are_right(mo
             blocks = get_blocks(infos[name], nbytes)
             assert blocks is not None
             assert (blocks.size, len(blocks.crcs) // 8) == (64 * every, left)
-            assert blocks.crc_between(0, nbytes, nbytes) == crc64nvme(bytes(nbytes))
+            assert blocks.crc_between(0, nbytes, nbytes) == crc64nvme(data)
             if left:
-                assert blocks.crc_between(blocks.size, 2 * blocks.size, nbytes) == crc64nvme(bytes(blocks.size))
+                second = data[blocks.size : 2 * blocks.size]
+                assert blocks.crc_between(blocks.size, 2 * blocks.size, nbytes) == crc64nvme(second)
 
 
 def test_a_save_of_nothing_has_metadata() -> None:
