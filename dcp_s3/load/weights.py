@@ -32,7 +32,7 @@ from dcp_s3.url import CheckpointURL
 
 SUFFIX = ".safetensors"
 _ETAGS = "dcp_s3_etags"
-_FIRST = 256 * 2**10  # bytes of a file that are read first: with most headers
+_FIRST = 32 * 2**10  # bytes of a file that are read first: most headers are not much longer
 _OURS = (".dcp_s3/", ".distcp", ".metadata")
 
 
