@@ -41,8 +41,8 @@ def load_safetensors(
     dtypes are converted. Safetensors files have no checksums: what S3 has is what is loaded.
 
     >>> exported = export("s3://bucket/run/step-00002000", "s3://bucket/hf-model")
-    >>> model = {"model": {"weight": torch.zeros(3, 2)}}
-    >>> load_safetensors("s3://bucket/hf-model", model, prefix="model.")
+    >>> model = {"model": {"weight": torch.zeros(4, 2)}}
+    >>> load_safetensors("s3://bucket/hf-model", model)
 
     Args:
         url: ``s3://bucket/prefix`` with ``*.safetensors``, with an index or without.
