@@ -42,7 +42,7 @@ def load_safetensors(
 
     >>> exported = export("s3://bucket/run/step-00002000", "s3://bucket/hf-model")
     >>> model = {"model": {"weight": torch.zeros(4, 2)}}
-    >>> load_safetensors("s3://bucket/hf-model", model)
+    >>> load_safetensors("s3://bucket/hf-model", model, prefix="model.")
 
     Args:
         url: ``s3://bucket/prefix`` with ``*.safetensors``, with an index or without.
