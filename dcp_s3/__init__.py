@@ -51,6 +51,7 @@ if _TYPE_CHECKING:  # the table below again, for type checkers
     from dcp_s3.offline.export import ExportResult as ExportResult, export as export
     from dcp_s3.offline.import_weights import ImportResult as ImportResult, import_weights as import_weights
     from dcp_s3.offline.inspect import CheckpointEntries as CheckpointEntries, inspect as inspect
+    from dcp_s3.offline.load_weights import load_safetensors as load_safetensors
     from dcp_s3.offline.read import read_tensor as read_tensor, read_tensors as read_tensors
     from dcp_s3.offline.verify import VerifyReport as VerifyReport, verify as verify
     from dcp_s3.offline.verify_plan import Problem as Problem
@@ -83,6 +84,7 @@ _NAMES = {
         "load.reader": "S3StorageReader",
         "load.planner": "S3LoadPlanner",
         "offline.read": "read_tensor read_tensors",
+        "offline.load_weights": "load_safetensors",
     },
     "A run of checkpoints": {
         "manager.manager": "CheckpointManager",

@@ -14,7 +14,7 @@ import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +56,7 @@ class Fetcher:
         buffers: bytes of memory for what cannot be received in place; None: `LOAD_BUFFERS`.
 
     Attributes:
+        etags: of the objects that must be the ones that the metadata was made of, by path.
         pin: whether buffers are page-locked, for copies to a device.
         fetched: bytes of each request that was carried out.
     """
@@ -81,6 +82,7 @@ class Fetcher:
         self._local = threading.local()
         self._count = itertools.count(1)
         self.fetched: list[int] = []
+        self.etags: Mapping[str, str] = {}
         self.pin = False
 
     def cancel(self) -> None:
@@ -212,7 +214,7 @@ class Fetcher:
             Cancelled: `cancel` was called.
         """
         try:
-            self.store.read(self.url.key(path), start, targets, moved=moved)
+            self.store.read(self.url.key(path), start, targets, self.etags.get(path), moved=moved)
         except errors.StorageError as error:
             stop = start + sum(target.view.nbytes for target in targets)
             if isinstance(error, errors.ObjectNotFoundError):

@@ -19,6 +19,7 @@ from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import SAVE_ID_KEY, deletion_id
 from dcp_s3.format.metadata import load_metadata
+from dcp_s3.load.weights import fetch_weights, version_of
 from dcp_s3.settings import Settings
 from dcp_s3.spill.local import WaitingCommit, find_commits, with_copies
 from dcp_s3.spill.store import open_store
@@ -39,10 +40,11 @@ class FetchedMetadata(NamedTuple):
 def fetch(
     store: Store, url: CheckpointURL, settings: Settings, rank: int | None, *, include_uncommitted: bool
 ) -> FetchedMetadata:
-    """Fetch the global metadata, or that of one rank of a save without collectives.
+    """Fetch the global metadata, or that of one rank of a save without collectives; or make it of safetensors files.
 
     Raises:
-        CheckpointNotFoundError, CheckpointDeletedError, CorruptCheckpointError, UnsafeMetadataError, StorageError
+        CheckpointNotFoundError, CheckpointDeletedError, CorruptCheckpointError, UnsafeMetadataError, WeightsError,
+        StorageError
     """
     waiting = find_uncommitted(store, settings, url, rank) if include_uncommitted else None
     if waiting is not None:
@@ -51,7 +53,14 @@ def fetch(
     lease = ReaderLease(store, url, settings.reader_lease)
     lease.take()
     try:
-        stored = fetch_metadata(store, url, rank)
+        try:
+            stored = fetch_metadata(store, url, rank)
+        except errors.CheckpointNotFoundError:
+            weights = fetch_weights(store, url) if rank is None else None
+            if weights is None:
+                raise
+            lease.release()
+            return FetchedMetadata(weights, version_of(weights), None)
         metadata = check_metadata(stored, url, rank)
         save_ids = stored.metadata.get(SAVE_ID_KEY), getattr(metadata.storage_meta, "save_id", None), None
         deletions = {deletion_id(each, stored.etag) for each in save_ids} if rank is None else None

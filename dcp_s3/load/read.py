@@ -20,6 +20,7 @@ from dcp_s3.load.items import ItemTransfer
 from dcp_s3.load.peers.exchange import Exchange
 from dcp_s3.load.plan import SMALL_HALF, plan_requests
 from dcp_s3.load.prepare import TransferFactory, find_exclusive
+from dcp_s3.load.weights import get_etags
 from dcp_s3.process import collector_paused
 from dcp_s3.ranks import world_size
 from dcp_s3.s3.parts import GETS_PER_SECOND, plan_part_size
@@ -40,6 +41,7 @@ class LoadExecutor:
         allow_dtype_cast: bool = True,
     ) -> None:
         self.fetcher = fetcher
+        fetcher.etags = get_etags(metadata)
         self._url, self._weights_only = str(fetcher.url), weights_only
         self._factory = TransferFactory(self._url, metadata, transforms, allow_dtype_cast=allow_dtype_cast)
         self._waiting: deque[ItemTransfer] = deque()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
@@ -16,11 +16,12 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from dcp_s3.errors import WeightsError
 from dcp_s3.load.boxes import row_major_strides
+from dcp_s3.load.weights import SUFFIX, FoundTensor, find_weights
 from dcp_s3.offline.boxes import cut
 from dcp_s3.offline.names import new_names
-from dcp_s3.offline.weight_files import FoundTensor, find_weights
+from dcp_s3.offline.place import Place
 from dcp_s3.save.writer import S3StorageWriter
-from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.tensor_memory import view_bytes
 from dcp_s3.units import format_size, one_line, plural
 
@@ -83,13 +84,14 @@ def import_weights(
         InvalidURLError, SettingsError, StorageError, OSError
     """
     given = resolve_settings(settings)
-    found = find_weights(source, given)
+    place, files = _locate(source, given)
+    found = find_weights(place.store, place.prefix, files, str(source))
     names = _names(list(found), source, prefix, rename or {})
     few = min(given.max_connections, _CONNECTIONS)
     writes = given.model_copy(update={"part_size": PIECE, "concurrency": few})
     writer = S3StorageWriter(url, overwrite=overwrite, max_objects=_OBJECTS, settings=writes)
-    planner = _Planner({names[old]: tensor for old, tensor in found.items()}, on_progress or (lambda _: None))
-    size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in found.values())
+    planner = _Planner(place, {names[old]: tensor for old, tensor in found.items()}, on_progress or (lambda _: None))
+    size = sum(tensor.nbytes for tensor in found.values())
     if on_total is not None:
         on_total(size)
     writer.set_up_storage_writer(True, rank=0, use_collectives=True)
@@ -100,6 +102,18 @@ def import_weights(
     (plan,) = writer.prepare_global_plan(plans)
     writer.finish(metadata, [writer.write_data(plan, planner).wait()])
     return ImportResult(len(found), size)
+
+
+def _locate(source: str | os.PathLike[str], settings: Settings) -> tuple[Place, list[str]]:
+    """Where the files are, and the names there: of one file, or of all."""
+    place = Place.of(source, settings)
+    if place.url is not None:
+        name = place.url.name
+        if name.endswith(SUFFIX) and place.store.exists(place.url.prefix):
+            return replace(place, prefix=place.url.prefix.removesuffix(name)), [name]
+    elif Path(source).is_file():
+        return Place.of(Path(source).parent, settings), [Path(source).name]
+    return place, place.names()
 
 
 def _names(
@@ -116,9 +130,9 @@ def _names(
 class _Planner(DefaultSavePlanner):
     """Reads pieces of tensors from their files when they are about to be written. Thread-safe."""
 
-    def __init__(self, tensors: Mapping[str, FoundTensor], moved: Callable[[int], None]) -> None:
+    def __init__(self, place: Place, tensors: Mapping[str, FoundTensor], moved: Callable[[int], None]) -> None:
         super().__init__()
-        self._tensors, self._moved = tensors, moved
+        self._place, self._tensors, self._moved = place, tensors, moved
 
     def items(self) -> list[WriteItem]:
         items = []
@@ -144,6 +158,7 @@ class _Planner(DefaultSavePlanner):
             memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
         first = sum(map(operator.mul, offsets, row_major_strides(tensor.shape)))
         if size:
-            tensor.file.read(tensor.start + itemsize * first, view_bytes(memory))
+            key = self._place.key(tensor.file)
+            self._place.store.read(key, tensor.start + itemsize * first, view_bytes(memory), tensor.etag)
         self._moved(size)
         return memory.view(tensor.dtype).view(lengths)

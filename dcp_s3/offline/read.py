@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.lease import ReaderLease
-from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.format.cover import find_flaw
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.load.boxes import find_overlaps
 from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import allocate
 from dcp_s3.load.read import LoadExecutor
+from dcp_s3.load.weights import open_metadata
 from dcp_s3.offline.boxes import Index, Piece, Selection, select
 from dcp_s3.offline.names import closest, matches
 from dcp_s3.s3.store import store_of
@@ -63,41 +63,31 @@ def read_tensor(
         InvalidURLError, SettingsError, StorageError, DeadlineExceededError
     """
     checkpoint = OpenCheckpoint(url, settings)
-    saved = checkpoint.find(fqn)
-    if not isinstance(saved, TensorStorageMetadata):
-        raise errors.EntryNotFoundError(
-            f"{fqn!r} in {checkpoint.url} is no tensor. Remedy: read_tensors(url, [{fqn!r}]) reads objects, too",
-            url=str(checkpoint.url),
-            fqn=fqn,
-        )
-    try:
-        selection = select(slice, saved.size)
-    except IndexError as error:
-        raise errors.EntryNotFoundError(
-            f"{fqn!r} in {checkpoint.url}, of shape {tuple(saved.size)}, cannot be read at {slice!r}: {error}",
-            url=str(checkpoint.url),
-            fqn=fqn,
-        ) from None
+    selection = checkpoint.select(fqn, slice)
     return checkpoint.read({fqn: selection})[fqn].reshape(selection.shape)  # type: ignore[no-any-return]
 
 
 def read_tensors(
     url: str | os.PathLike[str],
-    fqns: str | Iterable[str] | None = None,
+    fqns: str | Iterable[str] | Mapping[str, Index] | None = None,
     *,
     weights_only: bool = True,
     settings: SettingsLike = None,
 ) -> dict[str, Any]:
     """Read entries of a committed checkpoint: tensors into host memory, and objects.
 
-    Works like `read_tensor`, but fetches all entries together and the metadata once.
+    Works like `read_tensor`, but fetches all entries together and the metadata once. So a server reads its slice of a
+    training checkpoint, without a process group.
 
     >>> read_tensors("s3://bucket/run/step-00002000")["step"]
     2000
+    >>> read_tensors("s3://bucket/run/step-00002000", {"weight": (slice(None), slice(0, 1))})["weight"].shape
+    torch.Size([4, 1])
 
     Args:
         fqns: names, or patterns such as ``model.*`` (``*`` any text, ``?`` any character, ``[ab]`` one of them); None:
-            everything. An entry with exactly that name takes precedence over a pattern.
+            everything. An entry with exactly that name takes precedence over a pattern. Or the part of each tensor to
+            read, by names: see `read_tensor`.
         weights_only: whether to unpickle only objects that cannot run code, as `S3StorageReader` does.
             False: whoever can write to the bucket can run code here.
 
@@ -105,14 +95,17 @@ def read_tensors(
         Entries by name, in the order of ``fqns``; the matches of a pattern in the order of the checkpoint.
 
     Raises:
-        EntryNotFoundError: a name is not in the checkpoint, or a pattern matches nothing.
+        EntryNotFoundError: a name is not in the checkpoint, a pattern matches nothing, or a part is not in its tensor.
         UnsafeItemError: an object needs what ``weights_only`` refuses.
         CheckpointNotFoundError, CorruptCheckpointError
         InvalidURLError, SettingsError, StorageError, DeadlineExceededError
     """
     checkpoint = OpenCheckpoint(url, settings)
-    wanted: dict[str, Selection | None] = dict.fromkeys(checkpoint.match(fqns))
-    return checkpoint.read(wanted, weights_only=weights_only)
+    if not isinstance(fqns, Mapping):
+        return checkpoint.read(dict.fromkeys(checkpoint.match(fqns)), weights_only=weights_only)
+    parts = {fqn: None if index is None else checkpoint.select(fqn, index) for fqn, index in fqns.items()}
+    found = checkpoint.read(parts, weights_only=weights_only)
+    return {fqn: found[fqn].reshape(part.shape) if part else found[fqn] for fqn, part in parts.items()}
 
 
 # --- the checkpoint ----------------------------------------------------------------------------------
@@ -148,7 +141,7 @@ class OpenCheckpoint:
         seconds = self.settings.load_timeout if bounded else None
         limit = Limit(deadline=Deadline.start("DCP_S3_LOAD_TIMEOUT", seconds), hang=seconds)
         self.store = store_of(self.url, self.settings, limit)
-        self._metadata: Metadata = metadata or check_metadata(fetch_metadata(self.store, self.url), self.url)
+        self._metadata: Metadata = metadata or open_metadata(self.store, self.url)
         if not isinstance(self._metadata.storage_data, dict):
             raise errors.CorruptCheckpointError(
                 f"the metadata of {self.url} does not say where its items lie", url=str(self.url)
@@ -159,6 +152,24 @@ class OpenCheckpoint:
         if saved is None:
             raise self._not_found(fqn, f"has no entry {fqn!r}")
         return saved
+
+    def select(self, fqn: str, index: Index) -> Selection:
+        """The part of a tensor at an index, or EntryNotFoundError."""
+        saved = self.find(fqn)
+        if not isinstance(saved, TensorStorageMetadata):
+            raise errors.EntryNotFoundError(
+                f"{fqn!r} in {self.url} is no tensor. Remedy: read_tensors(url, [{fqn!r}]) reads objects, too",
+                url=str(self.url),
+                fqn=fqn,
+            )
+        try:
+            return select(index, saved.size)
+        except IndexError as error:
+            raise errors.EntryNotFoundError(
+                f"{fqn!r} in {self.url}, of shape {tuple(saved.size)}, cannot be read at {index!r}: {error}",
+                url=str(self.url),
+                fqn=fqn,
+            ) from None
 
     def match(self, fqns: str | Iterable[str] | None) -> list[str]:
         """The names that names and patterns stand for, each once, or EntryNotFoundError. None: all of them."""

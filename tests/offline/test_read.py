@@ -204,7 +204,7 @@ def test_chunks_that_do_not_cover_the_tensor(
 ) -> None:
     """Nothing of uninitialised memory comes out."""
     save({"x": torch.ones(4)}, root)
-    check = dcp_s3.offline.read.check_metadata
+    check = dcp_s3.load.weights.check_metadata
 
     def cut(*arguments: Any) -> Any:
         metadata = check(*arguments)
@@ -213,7 +213,7 @@ def test_chunks_that_do_not_cover_the_tensor(
         saved.chunks = [ChunkStorageMetadata(torch.Size([start]), torch.Size([n])) for start, n in chunks]
         return metadata
 
-    monkeypatch.setattr(dcp_s3.offline.read, "check_metadata", cut)
+    monkeypatch.setattr(dcp_s3.load.weights, "check_metadata", cut)
     with pytest.raises(errors.CorruptCheckpointError, match="'x': its chunks do not cover it"):
         dcp_s3.read_tensor(root, "x")
     if len(chunks) == 1:

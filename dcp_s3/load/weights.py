@@ -1,0 +1,187 @@
+"""Safetensors files as a checkpoint: what their headers say becomes DCP's metadata.
+
+A tensor in a file is row-major bytes, as is a chunk in an object of a checkpoint. So a load of weights is a load of a
+checkpoint with one chunk for each tensor, which has no checksums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)  # fmt: skip
+
+from dcp_s3 import errors
+from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
+from dcp_s3.checksum import crc64nvme
+from dcp_s3.format import safetensors
+from dcp_s3.format.blocks import make_storage_info
+from dcp_s3.format.safetensors import SafetensorsError
+from dcp_s3.store import Store
+from dcp_s3.url import CheckpointURL
+
+SUFFIX = ".safetensors"
+_ETAGS = "dcp_s3_etags"
+_FIRST = 32 * 2**10  # bytes of a file that are read first: most headers are not much longer
+_OURS = (".dcp_s3/", ".distcp", ".metadata")
+
+
+@dataclass(frozen=True)
+class FoundTensor:
+    """A tensor, row-major, in a file."""
+
+    file: str
+    """Name of the file."""
+    etag: str
+    """ETag of the file whose header was read."""
+    start: int
+    """Byte of the file at which its elements begin."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def find_weights(store: Store, prefix: str, names: Iterable[str], where: str) -> dict[str, FoundTensor]:
+    """The tensors in the files ``names`` below ``prefix``, by name: those of a model with an index, or of
+    ``model.safetensors``, or of all ``*.safetensors``. Reads the headers, of many files at once.
+
+    Raises:
+        WeightsError: there are no weights at ``where``, or they are damaged.
+    """
+    names = [name for name in names if name.endswith(SUFFIX) or name == safetensors.INDEX]
+    places: Mapping[str, str] | None = None
+    if safetensors.INDEX in names:
+        try:
+            places = safetensors.parse_index(store.get(prefix + safetensors.INDEX).data)
+        except SafetensorsError as error:
+            raise errors.WeightsError(f"{safetensors.INDEX} of {where} cannot be used: {error}") from None
+        names = list(dict.fromkeys(places.values()))
+    elif safetensors.SINGLE_FILE in names:
+        names = [safetensors.SINGLE_FILE]
+    if not names:
+        raise errors.WeightsError(
+            f"{where} has no weights: no *{SUFFIX}. Remedy: check the path; what a torch file holds is saved with "
+            "dcp.save(torch.load(file), ...)"
+        )
+    found: dict[str, FoundTensor] = {}
+    for name, tensors in zip(names, store.map(partial(_read_header, prefix=prefix, where=where), names), strict=True):
+        for fqn, tensor in tensors.items():
+            if places is not None and places.get(fqn) != name:
+                raise errors.WeightsError(f"{fqn!r} is in {name} of {where}, but its index says {places.get(fqn)!r}")
+            if fqn in found:
+                raise errors.WeightsError(f"{fqn!r} is in two of the files of {where}")
+            found[fqn] = tensor
+    missing = [fqn for fqn in places or () if fqn not in found]
+    if missing:
+        raise errors.WeightsError(f"{missing[0]!r} is in no file of {where}, but in its index ({len(missing)} in all)")
+    return found
+
+
+def _read_header(store: Store, name: str, *, prefix: str, where: str) -> dict[str, FoundTensor]:
+    try:
+        head = store.head(prefix + name)
+    except errors.ObjectNotFoundError:
+        raise errors.WeightsError(f"{where} has no file {name}, which its index names") from None
+    data = bytearray(min(_FIRST, head.size))
+    store.read(prefix + name, 0, memoryview(data), head.etag)
+    try:
+        stop = safetensors.PREFIX + safetensors.header_length(bytes(data[: safetensors.PREFIX]), head.size)
+        if stop > len(data):
+            rest = bytearray(stop - len(data))
+            store.read(prefix + name, len(data), memoryview(rest), head.etag)
+            data += rest
+        placed = safetensors.parse_header(bytes(data[safetensors.PREFIX : stop]), head.size)
+    except SafetensorsError as error:
+        raise errors.WeightsError(f"{store.name}/{prefix}{name} cannot be read: {error}") from None
+    return {
+        each.entry.name: FoundTensor(name, head.etag, each.start, each.entry.dtype, each.entry.shape) for each in placed
+    }
+
+
+def make_metadata(found: Mapping[str, FoundTensor]) -> Metadata:
+    """DCP's metadata of tensors in files: one chunk for each."""
+    saved, stored = {}, {}
+    for fqn, tensor in found.items():
+        start, shape = torch.Size([0] * len(tensor.shape)), torch.Size(tensor.shape)
+        properties = TensorProperties(dtype=tensor.dtype)
+        saved[fqn] = TensorStorageMetadata(properties, shape, [ChunkStorageMetadata(start, shape)])
+        info = make_storage_info(tensor.file, tensor.start, tensor.nbytes, raw_offset=0)
+        stored[MetadataIndex(fqn, start)] = info
+    names = {fqn: (fqn,) for fqn in found}
+    metadata = Metadata(saved, planner_data=names, storage_data=stored, storage_meta=StorageMeta())  # type: ignore[arg-type]
+    setattr(metadata, _ETAGS, {tensor.file: tensor.etag for tensor in found.values()})
+    return metadata
+
+
+def is_weights(metadata: Metadata) -> bool:
+    """Whether the metadata was made of safetensors files."""
+    return hasattr(metadata, _ETAGS)
+
+
+def rename_entries(metadata: Metadata, names: Mapping[str, str]) -> Metadata:
+    """The metadata of the same files with new names for tensors, given with the old ones. Several may be of one."""
+    saved: dict[str, Any] = {}
+    stored = {}
+    for new, old in names.items():
+        entry = saved[new] = metadata.state_dict_metadata[old]
+        start = entry.chunks[0].offsets  # type: ignore[union-attr]
+        stored[MetadataIndex(new, start)] = metadata.storage_data[MetadataIndex(old, start)]
+    planner_data = {new: (new,) for new in names}
+    other = Metadata(saved, planner_data=planner_data, storage_data=stored, storage_meta=metadata.storage_meta)
+    setattr(other, _ETAGS, get_etags(metadata))
+    return other
+
+
+def get_etags(metadata: Metadata) -> Mapping[str, str]:
+    """ETags of the objects that the metadata describes, by their paths; none if their names are random."""
+    etags: Mapping[str, str] = getattr(metadata, _ETAGS, {})
+    return etags
+
+
+def version_of(metadata: Metadata) -> int:
+    """A number that differs if any file is another one."""
+    return crc64nvme(repr(sorted(get_etags(metadata).items())).encode())
+
+
+def fetch_weights(store: Store, url: CheckpointURL) -> Metadata | None:
+    """The metadata of safetensors files right at ``url``; None if there are none, or files of a save.
+
+    Raises:
+        WeightsError: they are damaged.
+        StorageError
+    """
+    prefix = url.key("") if url.prefix else ""
+    found = store.list(prefix, "/")
+    names = [key.removeprefix(prefix) for key in (*(each.key for each in found.objects), *found.prefixes)]
+    # A save that was cut off may have such a file attached.
+    if not any(name.endswith(SUFFIX) for name in names) or any(name.endswith(_OURS) for name in names):
+        return None
+    return make_metadata(find_weights(store, prefix, names, str(url)))
+
+
+def open_metadata(store: Store, url: CheckpointURL) -> Metadata:
+    """The metadata of the committed checkpoint at ``url``, or of safetensors files there.
+
+    Raises:
+        CheckpointNotFoundError, CorruptCheckpointError, UnsafeMetadataError, WeightsError, StorageError
+    """
+    try:
+        return check_metadata(fetch_metadata(store, url), url)
+    except errors.CheckpointNotFoundError:
+        weights = fetch_weights(store, url)
+        if weights is None:
+            raise
+        return weights
