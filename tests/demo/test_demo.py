@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from dcp_s3.bench import RankProcesses
 from dcp_s3.demo.run import Demo, DemoError
 from dcp_s3.demo.train import BATCH, ModelConfig, Transformer, batch, state_digest
-from dcp_s3.rank_processes import RankProcesses
 
 
 def _demo(*arguments: str) -> tuple[int, str]:
