@@ -45,7 +45,7 @@ class Program:
 
     def __init__(self, arguments: Sequence[str], pid: int, end: int, ours: Mapping[str, IO[Any]]) -> None:
         self.args, self.pid, self._end = arguments, pid, end
-        self.stdin, self.stdout, self.stderr = (ours.get(name) for name in ("stdin", "stdout", "stderr"))
+        self.stdout, self.stderr = ours.get("stdout"), ours.get("stderr")
         self.returncode: int | None = None
         self._lock = threading.Lock()
 
@@ -72,8 +72,6 @@ class Program:
 
     def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
         until = None if timeout is None else time.monotonic() + timeout
-        if self.stdin is not None:
-            self.stdin.close()
         read: dict[IO[Any], Any] = {}
         files = [file for file in (self.stdout, self.stderr) if file is not None and not file.closed]
         threads = [
@@ -114,13 +112,10 @@ class Interpreter:
         self,
         command: Sequence[str],
         *,
-        stdin: Any = None,
         stdout: Any = None,
         stderr: Any = None,
-        text: bool = True,
         env: Mapping[str, str] | None = None,
         cwd: Path | str | None = None,
-        start_new_session: bool = False,
     ) -> Program:
         """A process that does what one of ``sys.executable`` with these arguments would."""
         assert command[0] == sys.executable
@@ -129,24 +124,21 @@ class Interpreter:
             "arguments": command[1:],
             "directory": str(cwd or Path.cwd()),
             "environment": dict(os.environ if env is None else env),
-            "session": start_new_session,
+            "session": False,
         }
         ours: dict[str, IO[Any]] = {}
         with contextlib.ExitStack() as stack:
-            files = []
-            for name, given in (("stdin", stdin), ("stdout", stdout), ("stderr", stderr)):
+            files = [0]
+            for name, given in (("stdout", stdout), ("stderr", stderr)):
                 if given == subprocess.PIPE:
                     reading, writing = os.pipe()
-                    mine, theirs = (writing, reading) if name == "stdin" else (reading, writing)
-                    stack.callback(os.close, theirs)
-                    ours[name] = os.fdopen(mine, ("w" if name == "stdin" else "r") + ("" if text else "b"))
-                elif given == subprocess.STDOUT:
-                    theirs = files[1]
+                    stack.callback(os.close, writing)
+                    ours[name] = os.fdopen(reading, "r")
+                    files.append(writing)
                 elif given is None:
-                    theirs = len(files)
+                    files.append(len(files))
                 else:
-                    theirs = given if isinstance(given, int) else given.fileno()
-                files.append(theirs)
+                    files.append(given if isinstance(given, int) else given.fileno())
             return self._start(request, files, ours)
 
     def run(

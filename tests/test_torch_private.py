@@ -1,7 +1,7 @@
 """The private parts of torch that dcp_s3's torch_private.py uses are still what we take them for.
 
 Nothing here tests dcp_s3 alone. When one of these fails after an update of torch, its message says what moved and
-what of ours relied on it. `test_torch_calls` has what torch calls, and from where.
+what of ours relied on it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ast
 import importlib
 import inspect
 import pickle
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -21,18 +22,22 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed._checkpointable import _Checkpointable
 from torch.distributed.checkpoint import (
     FileSystemReader,
+    FileSystemWriter,
     _async_process_executor,
     default_planner,
 )
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.staging import AsyncStager
 
 import dcp_s3
 import dcp_s3.checkpoint
 from dcp_s3 import shard, torch_private
 from dcp_s3.format import blocks
 from dcp_s3.format.layout import DCP_VERSION
+from dcp_s3.stage import handover
 from tests.relying import moved
 
 _DCP = "torch.distributed.checkpoint."
@@ -243,3 +248,109 @@ def test_checkpoint_exception_is_no_exception_and_has_failures() -> None:
     assert isinstance(error.failures[3][0], ValueError), moved("failures changed", "everyone who looks for causes")
     copy = pickle.loads(pickle.dumps(error))
     assert isinstance(copy.failures[3][0], ValueError)
+
+
+# --- what torch's DCP calls, in which order and where ------------------------------------------------------
+
+_CALLED = """
+reset set_up_storage_writer prepare_local_plan prepare_global_plan write_data finish
+read_metadata set_up_storage_reader prepare_local_plan prepare_global_plan read_data
+"""
+
+
+def test_the_order_of_calls_in_a_save_and_a_load(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    def recording(cls: type) -> type:
+        def wrap(name: str) -> Any:
+            def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+                calls.append(name)
+                return getattr(super(recorder, self), name)(*args, **kwargs)
+
+            # torch looks for "kwargs" in the signature.
+            method.__signature__ = inspect.signature(getattr(cls, name))  # type: ignore[attr-defined]
+            return method
+
+        recorder = type(cls.__name__, (cls,), {name: wrap(name) for name in _CALLED.split() if hasattr(cls, name)})
+        return recorder
+
+    writer, reader = recording(FileSystemWriter)(tmp_path), recording(FileSystemReader)(tmp_path)
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer, checkpoint_id=tmp_path)
+    dcp.load({"w": torch.zeros(3)}, storage_reader=reader)
+    assert calls == _CALLED.split(), moved("dcp calls in another order", "S3StorageWriter and S3StorageReader")
+
+
+def test_the_loader_asks_for_the_ranks_metadata_if_there_is_none_of_all() -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            asked.append(kwargs)
+            raise FileNotFoundError
+
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"w": torch.zeros(3)}, storage_reader=Reader("/nowhere"))
+    assert asked == [{}, {"rank": 0}], moved(
+        f"dcp.load asks for metadata with {asked}", "S3StorageReader.read_metadata(rank=...)"
+    )
+    assert isinstance(caught.value.failures[0][0], AssertionError), moved(
+        "dcp.load no longer replaces the error of read_metadata",
+        "UnreadableMetadata in load/metadata.py, which is then not needed",
+    )
+
+
+class _Noting(FileSystemWriter):
+    """Notes in which thread it is used, and holds the save up until it may go on."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.thread: Any = None
+
+    def storage_meta(self) -> Any:
+        self.thread = threading.current_thread()
+        return super().storage_meta()
+
+
+class _State(dict[str, Any]):
+    """Notes who asks for its items."""
+
+    thread: Any = None
+
+    def items(self) -> Any:
+        self.thread = threading.current_thread()
+        return super().items()
+
+
+class _Stager(AsyncStager):
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any]) -> _State:
+        self.staged = _State(state_dict)
+        return self.staged
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_asynchronous_save_takes_its_state_up_in_a_thread_that_ends_with_it(tmp_path: Path, fails: bool) -> None:
+    relied_on = "stage/handover.py, by which saves wait for each other, and failed ones are logged and let go of memory"
+    stager, writer = _Stager(), _Noting(tmp_path)
+    future: Any = dcp.async_save(
+        {"w": torch.ones(3)},
+        storage_writer=writer,
+        async_stager=stager,
+        planner=_Failing() if fails else None,
+        use_collectives=False,
+    )
+    assert (future.exception(60) is not None) == fails
+    assert stager.staged.thread is not threading.current_thread(), moved("the state is not asked for items", relied_on)
+    assert stager.staged.thread is writer.thread, moved("the state is taken up elsewhere", relied_on)
+    assert writer.thread.name.startswith(handover._EXECUTOR), moved("torch names its threads otherwise", relied_on)
+    writer.thread.join(60)
+    assert not writer.thread.is_alive(), moved("the thread of a save does not end with it", relied_on)
+
+
+class _Failing(DefaultSavePlanner):
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        raise ZeroDivisionError

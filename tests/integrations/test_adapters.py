@@ -30,6 +30,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, events, integrations
 from dcp_s3.errors import SaveProtocolError, SettingsError
+from dcp_s3.events import Totals
 from dcp_s3.integrations import otel, prometheus, require, training_parts
 from dcp_s3.integrations.training_parts import (
     as_item,
@@ -38,7 +39,6 @@ from dcp_s3.integrations.training_parts import (
     rng_state,
     set_rng_state,
 )
-from dcp_s3.events import Totals
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.servers("memory")
