@@ -222,9 +222,9 @@ def faulty(monkeypatch: pytest.MonkeyPatch, _own_environment: None) -> Iterator[
 
 
 @pytest.fixture(scope="session")
-def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreter]:
+def interpreter() -> Iterator[Interpreter]:
     """For programs, which would each import torch for seconds otherwise."""
-    interpreter = Interpreter(tmp_path_factory.mktemp("script"))
+    interpreter = Interpreter()
     yield interpreter
     interpreter.close()
 

@@ -57,34 +57,15 @@ def test_loopback(tls: bool) -> None:
     assert min(save.wall_seconds, load.wall_seconds) > 0
 
 
-def test_coordinator(tmp_path: Path, target: Target) -> None:
-    file = tmp_path / "coordinator.json"
-    coordinator.main(["--ranks", "8,16", "--items", "20", "--json", str(file)])
-    ranks = json.loads(file.read_text())["ranks"]
-    assert list(ranks) == ["8", "16"]
-    for count, steps in ranks.items():
-        assert {"prepare_global_plan", "finish", "read_metadata", "load plan of a rank"} <= set(steps)
-        assert steps["finish"]["items"] == coordinator.State.of(20).stored(int(count))
-        assert steps["share a load: replicated"]["items"] == 20 * int(count)
-
-
-def test_decentralized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "decentralized.json"
-    decentralized.main(["--ranks", "4,8", "--items", "20", "--latency", "0", "--json", str(file)])
-    for ranks, run in json.loads(file.read_text())["ranks"].items():
-        assert run["requests"] == {"LIST": 1, "GET": 2 * int(ranks), "PUT": 3}
-        assert list(run["steps"]) == ["list", "roll call", "get and add", "merge", "commit"]
-    assert "8 ranks" in capsys.readouterr().out
-
-
-def test_export(target: Target) -> None:
-    samples = export.run(export.make_state(MIB), 2)
-    assert {len(found) for found in samples.values()} == {2}
-
-
-def test_foreign(target: Target) -> None:
-    samples = foreign.run(foreign.large_state(MIB) | foreign.small_state(3), str(target.endpoint_url), 2)
-    assert {name: len(found) for name, found in samples.items()} == dict.fromkeys(foreign.WRITERS, 2)
+def test_without_ranks(tmp_path: Path, target: Target) -> None:
+    file = tmp_path / "figures.json"
+    coordinator.main(["--ranks", "8", "--items", "20", "--json", str(file)])
+    assert json.loads(file.read_text())["ranks"]["8"]["finish"]["items"] == coordinator.State.of(20).stored(8)
+    decentralized.main(["--ranks", "8", "--items", "20", "--latency", "0", "--json", str(file)])
+    assert json.loads(file.read_text())["ranks"]["8"]["requests"] == {"LIST": 1, "GET": 16, "PUT": 3}
+    assert {len(found) for found in export.run(export.make_state(MIB), 2).values()} == {2}
+    state = foreign.large_state(MIB) | foreign.small_state(3)
+    assert foreign.run(state, str(target.endpoint_url), 2).keys() == set(foreign.WRITERS)
 
 
 def _plan() -> list[bool]:

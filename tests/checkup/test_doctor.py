@@ -308,32 +308,11 @@ def test_a_store_that_lacks_an_operation(
     assert report.ok
 
 
-XML = {"Content-Type": "application/xml"}
-CONFIGURATIONS = {
-    "lifecycle": (
-        "lifecycle",
-        b"<LifecycleConfiguration><Rule><ID>tidy</ID><Status>Enabled</Status><Filter><Prefix>ru</Prefix></Filter>"
-        b"<Expiration><Days>30</Days></Expiration></Rule></LifecycleConfiguration>",
-        "rules expire or archive single objects below s3://bucket/run: tidy",
-        "s3:GetLifecycleConfiguration",
-    ),
-    "versioning": (
-        "versioning",
-        b"<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>",
-        "stay as old versions",
-        "s3:GetBucketVersioning",
-    ),
-}
-
-
-@pytest.mark.parametrize("check", CONFIGURATIONS)
-def test_the_configuration_of_the_bucket(faulty: FaultyServer, check: str) -> None:
-    query, body, text, action = CONFIGURATIONS[check]
-    faulty.rule = lambda request: Fault.forge(200, body, XML) if query in request.query else None
-    report = doctor(URL)
-    assert report[check].status == "warning"
-    assert text in report[check].found
-    faulty.rule = lambda request: DENIED if query in request.query else None
+@pytest.mark.parametrize(
+    ("check", "action"), [("lifecycle", "s3:GetLifecycleConfiguration"), ("versioning", "s3:GetBucketVersioning")]
+)
+def test_a_configuration_that_may_not_be_looked_at(faulty: FaultyServer, check: str, action: str) -> None:
+    faulty.rule = lambda request: DENIED if check in request.query else None
     report = doctor(URL)
     assert report.ok
     assert not report.warnings

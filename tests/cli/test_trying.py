@@ -172,12 +172,6 @@ GIB = 2**30
 SAVE = Transfer("save", 2, 4 * GIB, 4.0, cpu_seconds=2.0, connections=32, throttled=0)
 
 
-def test_the_slowest_rank_counts_and_all_bytes() -> None:
-    one = Transfer("load", 1, 4 * GIB, 2.0, cpu_seconds=1.0, connections=8, throttled=0)
-    other = Transfer("load", 1, 4 * GIB, 4.0, cpu_seconds=0.5, connections=16, throttled=3)
-    assert join([one, other]) == Transfer("load", 1, 8 * GIB, 4.0, cpu_seconds=1.5, connections=16, throttled=3)
-
-
 @pytest.mark.parametrize(
     ("changes", "host", "text"),
     [
@@ -196,6 +190,11 @@ def test_what_limits_it(changes: dict[str, Any], host: dict[str, Any], text: str
         "s3://bucket/run", transfers=(replace(SAVE, direction="load"), replace(SAVE, **changes)), **known
     )
     assert text in report.limits["save"]
+
+
+def test_the_slowest_rank_counts_and_all_bytes() -> None:
+    slow = replace(SAVE, seconds=8.0, connections=8, throttled=3)
+    assert join([SAVE, slow]) == replace(slow, bytes=8 * GIB, cpu_seconds=4.0, connections=32)
 
 
 def test_one_bit_that_differs_is_found_and_so_is_another_round_or_rank(monkeypatch: pytest.MonkeyPatch) -> None:
