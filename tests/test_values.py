@@ -126,6 +126,7 @@ def test_errors_are_one_hierarchy_and_travel_by_pickle() -> None:
         assert issubclass(kind, errors.DcpS3Error)
         declared = {name: type(getattr(kind, name)).__name__ for name in dir(kind) if not name.startswith("_")}
         given = {name: values[found] for name, found in declared.items() if found in values}
+        given = {} if kind is errors.MissingKeysError else given  # which has arguments of its own
         error = kind("text", **given)
         copy = pickle.loads(pickle.dumps(error))
         assert (type(copy), str(copy), vars(copy)) == (kind, "text", vars(error))

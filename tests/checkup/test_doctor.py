@@ -147,7 +147,10 @@ def test_what_saves_can_do_without_is_a_warning(faulty: FaultyServer, operation:
     assert report[operation].status == "warning"
     assert consequence in report[operation].found
     assert permission_of(operation) in report[operation].remedy
-    assert report["clean-up"].status == "ok"
+    assert report["clean-up"].status == ("warning" if operation == "AbortMultipartUpload" else "ok")
+    faulty.rule, store = lambda _: None, S3Store(BUCKET, Settings())
+    for upload in store.uploads("run/doctor-probe-"):
+        store.abort(upload)
 
 
 def test_without_listings_missing_checkpoints_read_as_forbidden(faulty: FaultyServer) -> None:
@@ -376,15 +379,3 @@ def test_lost_answers_leave_nothing(faulty: FaultyServer, operation: str) -> Non
     faulty.rule = rule
     doctor(URL)
     assert seen
-
-
-@pytest.mark.parametrize("check", ["PutObject", "ListMultipartUploads", "copies"])
-def test_interrupted_after_any_check_nothing_is_left(faulty: FaultyServer, check: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(probes, "_LATE_SECONDS", 0.0)
-
-    def interrupt(result: Any) -> None:
-        if result.name == check:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        doctor(URL, on_result=interrupt)
