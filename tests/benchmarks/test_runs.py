@@ -64,6 +64,9 @@ def test_without_ranks(tmp_path: Path, target: Target) -> None:
     decentralized.main(["--ranks", "8", "--items", "20", "--latency", "0", "--json", str(file)])
     assert json.loads(file.read_text())["ranks"]["8"]["requests"] == {"LIST": 1, "GET": 16, "PUT": 3}
     assert {len(found) for found in export.run(export.make_state(MIB), 2).values()} == {2}
+
+
+def test_foreign(target: Target) -> None:
     state = foreign.large_state(MIB) | foreign.small_state(3)
     assert foreign.run(state, str(target.endpoint_url), 2).keys() == set(foreign.WRITERS)
 
