@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -170,16 +169,6 @@ def test_without_listings_missing_checkpoints_read_as_forbidden(faulty: FaultySe
 
 
 # --- the way to it -----------------------------------------------------------------------------------------
-
-
-def test_a_clock_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = FaultyServer()
-    server.s3 = MemoryS3(clock=lambda: time.time() + 120)
-    with serve(monkeypatch, server):
-        found = doctor(URL, read_only=True)["clock"]
-    assert found.status == "warning"
-    assert "behind" in found.found
-    assert "ahead" in found.cell
 
 
 def _elsewhere(request: Any) -> Fault:
