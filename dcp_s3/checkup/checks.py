@@ -89,7 +89,8 @@ def check_credentials(exam: Examination) -> CheckResult:
         return from_error(to_storage_error(error, "HeadBucket", exam.url.bucket, "", 1))
     key, method = str(frozen.access_key), str(credentials.method)
     # An id that can be recognised, but not used.
-    found = f"{key[:4]}... from {method}, profile {session.profile or 'default'!r}"
+    found = f"{key[:4]}... from {method}"
+    found += "" if method == "env" else f", profile {session.profile or 'default'!r}"
     if not frozen.token or method in _RENEWED:
         return ok(f"{found}; they {'are renewed' if frozen.token else 'do not expire'}")
     return warn(
