@@ -55,7 +55,6 @@ if _TYPE_CHECKING:  # the table below again, for type checkers
     from dcp_s3.offline.read import read_tensor as read_tensor, read_tensors as read_tensors
     from dcp_s3.offline.verify import VerifyReport as VerifyReport, verify as verify
     from dcp_s3.offline.verify_plan import Problem as Problem
-    from dcp_s3.reporting.report import ReportData as ReportData, report as report
     from dcp_s3.retention.catalog import (
         CheckpointCatalog as CheckpointCatalog, latest as latest,
         list_checkpoints as list_checkpoints,
@@ -78,63 +77,46 @@ if _TYPE_CHECKING:  # the table below again, for type checkers
     # fmt: on
     # isort: on
 
-_NAMES = {
-    "Saving": {"save.writer": "S3StorageWriter", "stage.stager": "S3Stager", "sharding": "shard shard_state Fused"},
-    "Loading": {
-        "load.reader": "S3StorageReader",
-        "load.planner": "S3LoadPlanner",
-        "offline.read": "read_tensor read_tensors",
-        "offline.load_weights": "load_safetensors",
-    },
-    "A run of checkpoints": {
-        "manager.manager": "CheckpointManager",
-        "manager.step_policy": "SaveEvery SaveContinuously SaveOnPreemption SavePolicy SaveMoment",
-    },
-    "Retention": {
-        "retention.prune": "prune remove apply_plan PruneReport",
-        "retention.policy": "KeepLatest KeepBest KeepEvery KeepWithin KeepHourly KeepDaily Policy",
-        "retention.parse": "parse_policy",
-        "retention.marks": "pin unpin annotate",
-        "retention.plan": "CatalogSnapshot Plan Decision",
-    },
-    "Looking into checkpoints, and moving them": {
-        "retention.catalog": "latest list_checkpoints CheckpointCatalog",
-        "checkpoint.info": "CheckpointInfo",
-        "offline.verify": "verify VerifyReport",
-        "offline.verify_plan": "Problem",
-        "offline.inspect": "inspect CheckpointEntries",
-        "offline.diff": "diff CheckpointDiff EntryDiff",
-        "offline.copy": "copy CopyResult",
-        "offline.export": "export ExportResult",
-        "offline.import_weights": "import_weights ImportResult",
-        "reporting.report": "report ReportData",
-        "checkup.doctor": "doctor DoctorReport",
-        "checkup.probes": "CheckResult",
-    },
-    "Frameworks": {"integrations.dcp": "register unregister"},
-    "Settings, errors and counters": {
-        "settings": "Settings",
-        "errors": "errors",
-        "events": "events",
-        "monitoring": "stats Stats",
-        "versions": "__version__",
-    },
-}
-"""The public names, as the page of ``help(dcp_s3)`` shows them, and the module where each is."""
-
 _MODULES = {
     name: f"dcp_s3.{module}"
-    for modules in _NAMES.values()
-    for module, names in modules.items()
+    for module, names in {
+        "checkpoint.info": "CheckpointInfo",
+        "checkup.doctor": "doctor DoctorReport",
+        "checkup.probes": "CheckResult",
+        "errors": "errors",
+        "events": "events",
+        "integrations.dcp": "register unregister",
+        "load.planner": "S3LoadPlanner",
+        "load.reader": "S3StorageReader",
+        "manager.manager": "CheckpointManager",
+        "manager.step_policy": "SaveEvery SaveContinuously SaveOnPreemption SavePolicy SaveMoment",
+        "monitoring": "stats Stats",
+        "offline.copy": "copy CopyResult",
+        "offline.diff": "diff CheckpointDiff EntryDiff",
+        "offline.export": "export ExportResult",
+        "offline.import_weights": "import_weights ImportResult",
+        "offline.inspect": "inspect CheckpointEntries",
+        "offline.read": "read_tensor read_tensors",
+        "offline.load_weights": "load_safetensors",
+        "offline.verify": "verify VerifyReport",
+        "offline.verify_plan": "Problem",
+        "retention.catalog": "latest list_checkpoints CheckpointCatalog",
+        "retention.marks": "pin unpin annotate",
+        "retention.parse": "parse_policy",
+        "retention.plan": "CatalogSnapshot Plan Decision",
+        "retention.policy": "KeepLatest KeepBest KeepEvery KeepWithin KeepHourly KeepDaily Policy",
+        "retention.prune": "prune remove apply_plan PruneReport",
+        "save.writer": "S3StorageWriter",
+        "settings": "Settings",
+        "sharding": "shard shard_state Fused",
+        "stage.stager": "S3Stager",
+        "versions": "__version__",
+    }.items()
     for name in names.split()
 }
-"""Imported when a name is first used: ``dcp-s3 --help`` needs no torch."""
+"""The public names and their modules, imported when a name is first used: ``dcp-s3 --help`` needs no torch."""
 
 __all__ = sorted(_MODULES)
-
-if __doc__:  # not with -OO
-    for _heading, _part in _NAMES.items():
-        __doc__ += f"\n{_heading}\n" + "".join(f"    {names}\n" for names in _part.values())
 
 
 def __getattr__(name: str) -> _Any:

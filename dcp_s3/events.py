@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
-from dcp_s3 import totals
+from dcp_s3.process import reset_in_child
 from dcp_s3.units import format_seconds, format_size
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class Staged(Event):
     """Seconds for which the training waited in `stage`."""
 
     def count(self) -> None:
-        totals.add("saves", staged_bytes=self.bytes, staging_seconds=self.seconds, stall_seconds=self.stall_seconds)
+        _add("saves", staged_bytes=self.bytes, staging_seconds=self.seconds, stall_seconds=self.stall_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,7 @@ class Written(Event):
     """Seconds since it began to write."""
 
     def count(self) -> None:
-        totals.add("saves", done=1, bytes=self.bytes, seconds=self.seconds)
+        _add("saves", done=1, bytes=self.bytes, seconds=self.seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,7 @@ class Committed(Event):
     """Bytes of all ranks that took the way over a spill directory. None if the commit took it: then it is not known."""
 
     def count(self) -> None:
-        totals.add("saves", {"last_step": self.step, "last_commit": self.time}, committed=1)
+        _add("saves", {"last_step": self.step, "last_commit": self.time}, committed=1)
 
     def __str__(self) -> str:
         """One line: ``step 1000 committed: 840.0 GiB, 512 ranks, stall 0.14 s, upload 47 s (17.9 GiB/s), ...``."""
@@ -136,7 +137,7 @@ class SaveFailed(Event):
     """What was, or will be, raised: an error of `dcp_s3.errors`, or torch's CheckpointException."""
 
     def count(self) -> None:
-        totals.add("saves", failed=1)
+        _add("saves", failed=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +153,7 @@ class Spilled(Event):
     reason: str
 
     def count(self) -> None:
-        totals.add("spill", objects=1, bytes=self.bytes, refused_bytes=0 if self.local else self.bytes)
+        _add("spill", objects=1, bytes=self.bytes, refused_bytes=0 if self.local else self.bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +165,7 @@ class Drained(Event):
     seconds: float
 
     def count(self) -> None:
-        totals.add("spill", drained_bytes=self.bytes)
+        _add("spill", drained_bytes=self.bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +198,7 @@ class Loaded(Event):
     """Requests that S3 throttled meanwhile."""
 
     def count(self) -> None:
-        totals.add("loads", done=1, bytes=self.bytes, seconds=self.seconds)
+        _add("loads", done=1, bytes=self.bytes, seconds=self.seconds)
 
     def __str__(self) -> str:
         """One line: ``step 1000 loaded: 1.6 GiB on rank 0 of 512 in 2.1 s (780 MiB/s), 3 hedged, 0 throttled``."""
@@ -220,7 +221,7 @@ class LoadFailed(Event):
     """What was, or will be, raised."""
 
     def count(self) -> None:
-        totals.add("loads", failed=1)
+        _add("loads", failed=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +250,7 @@ class Pruned(Event):
 
     def count(self) -> None:
         latest = {"last_success": self.time} if self.ok else None
-        totals.add("prunes", latest, failed=not self.ok, deleted=self.deleted, freed_bytes=self.freed_bytes)
+        _add("prunes", latest, runs=1, failed=not self.ok, deleted=self.deleted, freed_bytes=self.freed_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +261,7 @@ class PruneFailed(Event):
     error: BaseException
 
     def count(self) -> None:
-        totals.add("prunes", failed=1)
+        _add("prunes", runs=1, failed=1)
 
 
 Listener = Callable[[Event], object]
@@ -307,3 +308,107 @@ def _name(event: Committed | Loaded) -> str:
 
 def _rate(size: int, seconds: float) -> str:
     return f"{format_size(size / seconds)}/s" if seconds > 0 else "at once"
+
+
+# --- totals ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SaveTotals:
+    """Saves of this process, since it began."""
+
+    done: int = 0
+    """Saves of which this rank's part is written."""
+    failed: int = 0
+    """Saves that failed on this rank, or on another one as far as this rank was told."""
+    committed: int = 0
+    """Commits that this process made: as the coordinator, or of its spilled saves."""
+    bytes: int = 0
+    """Bytes that this rank wrote, to S3 or to its spill directory."""
+    seconds: float = 0.0
+    """Seconds in which it wrote them."""
+    stall_seconds: float = 0.0
+    """Seconds for which stagers held the training up."""
+    staged_bytes: int = 0
+    """Bytes that were copied for asynchronous saves."""
+    staging_seconds: float = 0.0
+    """Seconds that these copies took."""
+    last_step: int | None = None
+    """Step of the last commit that this process knows of; None before the first, or if it has no number."""
+    last_commit: float = 0.0
+    """Seconds since the epoch of that commit; 0 before the first."""
+
+
+@dataclass(frozen=True)
+class LoadTotals:
+    """Loads of this process, since it began."""
+
+    done: int = 0
+    """Loads that ended well."""
+    failed: int = 0
+    """Loads that failed on this rank."""
+    bytes: int = 0
+    """Bytes that this rank fetched for them, from S3 or its spill directory."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class SpillTotals:
+    """The spill tier of this process, since it began."""
+
+    objects: int = 0
+    """Objects that went to the spill directory."""
+    bytes: int = 0
+    refused_bytes: int = 0
+    """Those of them that went there because S3 did not take them, not because of ``DCP_S3_DURABILITY=local``."""
+    drained_bytes: int = 0
+    """Bytes that this process uploaded from there."""
+
+
+@dataclass(frozen=True)
+class PruneTotals:
+    """Prunes of this process, since it began."""
+
+    runs: int = 0
+    """Prunes that ended, well or not."""
+    failed: int = 0
+    """Prunes that raised, were stopped, or could not delete everything that they should."""
+    deleted: int = 0
+    """Checkpoints that were deleted."""
+    freed_bytes: int = 0
+    last_success: float = 0.0
+    """Seconds since the epoch when a prune last succeeded; 0 before the first."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Everything that is counted in this process."""
+
+    saves: SaveTotals = SaveTotals()
+    loads: LoadTotals = LoadTotals()
+    spill: SpillTotals = SpillTotals()
+    prunes: PruneTotals = PruneTotals()
+
+
+def _add(to: str, latest: Mapping[str, float | None] | None = None, **amounts: float) -> None:
+    """Add to the counts of one group of `Totals`, and set its ``latest`` values. Thread safe."""
+    global _totals
+    with _lock:
+        group = getattr(_totals, to)
+        sums = {name: getattr(group, name) + amount for name, amount in amounts.items()}
+        _totals = replace(_totals, **{to: replace(group, **sums, **(latest or {}))})
+
+
+def totals() -> Totals:
+    """What this process has counted so far."""
+    return _totals
+
+
+_totals = Totals()
+_lock = threading.Lock()
+
+
+@reset_in_child
+def _begin_anew() -> None:
+    global _totals, _lock
+    _totals, _lock = Totals(), threading.Lock()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dcp_s3.events import Totals, totals
 from dcp_s3.s3 import hedge, pressure
 from dcp_s3.s3.hedge import HedgeState
 from dcp_s3.s3.pressure import GateState
-from dcp_s3.totals import Totals, totals
 
 
 @dataclass(frozen=True)

@@ -50,16 +50,13 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 # ListMultipartUploads: NoSuchUpload is rclone's answer for a bucket that has had no upload yet.
 _NO_UPLOADS = {"NoSuchUpload", "NotImplemented", "MethodNotAllowed"}
 
-# ``--use1-az4--x-s3``: all that uses `bucket` on S3 Express One Zone, as far as the in-memory server is it.
-_BUCKET_SUFFIX = os.environ.get("DCP_S3_TEST_BUCKET_SUFFIX", "")
-
 _END = "DCP_S3_TEST_END"  # in the environment of all processes that share the tests: seconds since the epoch
 _NOT_RUN = "not run: DCP_S3_TEST_MINUTES are over"
 _end = float("inf")
 
 _TESTS = Path(__file__).parent
 # `make test-docs` runs these, and what is marked so elsewhere.
-_DOCS = ("docs/", "examples/", "demo/", "benchmarks/", "cli/test_bench.py")
+_DOCS = ("docs/", "examples/", "test_demo.py", "test_benchmarks.py")
 # What differs between servers: requests and their answers, conditional writes.
 _ON_EVERY_SERVER = ("s3/", "servers/", "checkpoint/", "test_store_contract.py")
 _ON_RGW = (*_ON_EVERY_SERVER, "end_to_end/test_roundtrip.py", "coordination/", "checkup/")
@@ -222,9 +219,9 @@ def faulty(monkeypatch: pytest.MonkeyPatch, _own_environment: None) -> Iterator[
 
 
 @pytest.fixture(scope="session")
-def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreter]:
+def interpreter() -> Iterator[Interpreter]:
     """For programs, which would each import torch for seconds otherwise."""
-    interpreter = Interpreter(tmp_path_factory.mktemp("script"))
+    interpreter = Interpreter()
     yield interpreter
     interpreter.close()
 
@@ -284,7 +281,7 @@ def s3(s3_env: S3Server, _clients: dict[str, Any]) -> Any:
 def bucket(s3: Any, server: S3Server) -> Iterator[str]:
     """The name of an empty bucket. A test that leaves a multipart upload open in it fails."""
     shared = "" if server.is_local else EXTERNAL_BUCKET
-    name = shared or f"dcp-s3-test-{uuid.uuid4().hex[:16]}{_BUCKET_SUFFIX}"
+    name = shared or f"dcp-s3-test-{uuid.uuid4().hex[:16]}"
     if shared:
         # It is emptied afterwards: never anything that was there before.
         if s3.list_objects_v2(Bucket=name, MaxKeys=1)["KeyCount"] or _open_uploads(s3, name):

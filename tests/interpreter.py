@@ -1,4 +1,4 @@
-"""Runs scripts and programs as processes of their own, in none of which torch is imported for seconds.
+"""Runs programs as processes of their own, in none of which torch is imported for seconds.
 
 An `Interpreter` has imported it. What it starts is forked from it, and then is as ``python script.py`` or
 ``python -m module`` would be: `Interpreter.popen` and `Interpreter.run` take the place of those of `subprocess`.
@@ -14,30 +14,14 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 _ROOT = Path(__file__).resolve().parents[1]
 _SITE = Path(__file__).parent / "site"
-_PROGRAM = (_SITE / "program.py").read_text()
-_TIMEOUT_SECONDS = 240
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a job printed, standard error and output of all ranks in one, and the exit status of each rank."""
-
-    text: str
-    codes: list[int]
-
-    @property
-    def lines(self) -> list[str]:
-        return self.text.splitlines()
 
 
 class Program:
@@ -45,7 +29,7 @@ class Program:
 
     def __init__(self, arguments: Sequence[str], pid: int, end: int, ours: Mapping[str, IO[Any]]) -> None:
         self.args, self.pid, self._end = arguments, pid, end
-        self.stdin, self.stdout, self.stderr = (ours.get(name) for name in ("stdin", "stdout", "stderr"))
+        self.stdout, self.stderr = ours.get("stdout"), ours.get("stderr")
         self.returncode: int | None = None
         self._lock = threading.Lock()
 
@@ -72,8 +56,6 @@ class Program:
 
     def communicate(self, timeout: float | None = None) -> tuple[Any, Any]:
         until = None if timeout is None else time.monotonic() + timeout
-        if self.stdin is not None:
-            self.stdin.close()
         read: dict[IO[Any], Any] = {}
         files = [file for file in (self.stdout, self.stderr) if file is not None and not file.closed]
         threads = [
@@ -92,61 +74,46 @@ class Program:
 
 
 class Interpreter:
-    """Starts processes; see ``site/sitecustomize.py``. What it has started opens its script only then: one at a time.
+    """Starts processes; see ``site/sitecustomize.py``."""
 
-    Args:
-        home: directory for the script.
-    """
-
-    def __init__(self, home: Path) -> None:
-        self._script = home / "script.py"
+    def __init__(self) -> None:
         path = os.pathsep.join(map(str, (_SITE, _ROOT)))
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
         self._channel, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen([sys.executable, str(self._script)], stdin=theirs, env=environment)
+            self._process = subprocess.Popen([sys.executable, str(_SITE / "program.py")], stdin=theirs, env=environment)
         self._answers = self._channel.makefile()
         assert self._answers.readline() == "ready\n"
-
-    # --- as subprocess ------------------------------------------------------------------------------------
 
     def popen(
         self,
         command: Sequence[str],
         *,
-        stdin: Any = None,
         stdout: Any = None,
         stderr: Any = None,
-        text: bool = True,
         env: Mapping[str, str] | None = None,
         cwd: Path | str | None = None,
-        start_new_session: bool = False,
     ) -> Program:
         """A process that does what one of ``sys.executable`` with these arguments would."""
         assert command[0] == sys.executable
-        self._write(_PROGRAM)
         request = {
             "arguments": command[1:],
             "directory": str(cwd or Path.cwd()),
             "environment": dict(os.environ if env is None else env),
-            "session": start_new_session,
         }
         ours: dict[str, IO[Any]] = {}
         with contextlib.ExitStack() as stack:
-            files = []
-            for name, given in (("stdin", stdin), ("stdout", stdout), ("stderr", stderr)):
+            files = [0]
+            for name, given in (("stdout", stdout), ("stderr", stderr)):
                 if given == subprocess.PIPE:
                     reading, writing = os.pipe()
-                    mine, theirs = (writing, reading) if name == "stdin" else (reading, writing)
-                    stack.callback(os.close, theirs)
-                    ours[name] = os.fdopen(mine, ("w" if name == "stdin" else "r") + ("" if text else "b"))
-                elif given == subprocess.STDOUT:
-                    theirs = files[1]
+                    stack.callback(os.close, writing)
+                    ours[name] = os.fdopen(reading, "r")
+                    files.append(writing)
                 elif given is None:
-                    theirs = len(files)
+                    files.append(len(files))
                 else:
-                    theirs = given if isinstance(given, int) else given.fileno()
-                files.append(theirs)
+                    files.append(given if isinstance(given, int) else given.fileno())
             return self._start(request, files, ours)
 
     def run(
@@ -166,42 +133,11 @@ class Interpreter:
             done.check_returncode()
         return done
 
-    # --- scripts ------------------------------------------------------------------------------------------
-
-    def run_script(self, directory: Path, script: str, ranks: int = 1) -> Outcome:
-        """Run a script on ``ranks`` processes, with the environment as it is now."""
-        self._write(textwrap.dedent(script).lstrip())
-        environment = {
-            **os.environ,
-            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "RENDEZVOUS": f"file://{directory}/rendezvous",
-        }
-        programs = []
-        with (directory / "out").open("a") as out, open(os.devnull) as nothing:
-            for rank in range(ranks):
-                environment.update(RANK=str(rank), LOCAL_RANK=str(rank))
-                request = {"arguments": [], "directory": str(directory), "environment": environment, "session": True}
-                programs.append(self._start(request, [nothing.fileno(), out.fileno(), out.fileno()], {}))
-        timer = threading.Timer(_TIMEOUT_SECONDS, _end, [programs])
-        timer.start()
-        try:
-            codes = [program.wait() for program in programs]
-        finally:
-            timer.cancel()
-        return Outcome((directory / "out").read_text(), codes)
-
     def close(self) -> None:
         """End the interpreter."""
         self._answers.close()
         self._channel.close()
         self._process.wait()
-
-    def _write(self, script: str) -> None:
-        new = self._script.with_suffix(".new")
-        new.write_text(script)
-        new.replace(self._script)
 
     def _start(self, request: dict[str, Any], files: list[int], ours: Mapping[str, IO[Any]]) -> Program:
         end, telling = os.pipe()
@@ -212,9 +148,3 @@ class Interpreter:
         finally:
             os.close(telling)
         return Program(request["arguments"], int(self._answers.readline()), end, ours)
-
-
-def _end(programs: list[Program]) -> None:
-    for program in programs:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(program.pid, signal.SIGKILL)

@@ -25,6 +25,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -92,7 +93,9 @@ def run_ranks(
         ranks: list[_Rank] = []
         try:
             for rank in range(world_size):
-                call = _Call(rank, world_size, work, environment, rendezvous if group else "", timeout, forget)
+                backoff = (retry.BACKOFF_BASE, retry.BACKOFF_CAP)
+                meeting = rendezvous if group else ""
+                call = _Call(rank, world_size, work, environment, meeting, timeout, forget, backoff)
                 ranks.append(_Rank(context, call))
             return _collect(ranks, deadline, timeout, grace)
         finally:
@@ -100,27 +103,18 @@ def run_ranks(
                 each.end()
 
 
+@dataclass
 class _Call:
     """What a rank needs to know; pickled."""
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        work: bytes,
-        environment: dict[str, str],
-        rendezvous: str,
-        timeout: float,
-        forget: str,
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.work = work
-        self.environment = environment
-        self.rendezvous = rendezvous
-        self.timeout = timeout
-        self.forget = forget
-        self.backoff = (retry.BACKOFF_BASE, retry.BACKOFF_CAP)
+    rank: int
+    world_size: int
+    work: bytes
+    environment: dict[str, str]
+    rendezvous: str
+    timeout: float
+    forget: str
+    backoff: tuple[float, float]
 
 
 class _Rank:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -41,21 +42,13 @@ def test_parse(text: str, bucket: str, prefix: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "bucket/x",
-        "/tmp/x",
-        "gs://bucket/x",
-        "s3://",
-        "s3:///x",
-        "s3://b_/../x",
-        "s3://bucket//x",
-        "s3://bucket/a/./b",
-        "s3://bucket/../b",
-        "s3://bucket/" + "k" * 1000,
+        "", "bucket/x", "/tmp/x", "gs://bucket/x", "s3://", "s3:///x", "s3://b_/../x", "s3://bucket//x",
+        "s3://bucket/a/./b", "s3://bucket/../b", "s3://bucket/" + "k" * 1000, {"the": "state"},
     ],
-)
-def test_bad_urls_name_what_is_expected(text: str) -> None:
-    with pytest.raises(InvalidURLError, match=r"s3|bytes|segment"):
+    ids=repr,
+)  # fmt: skip
+def test_bad_urls_name_what_is_expected(text: Any) -> None:
+    with pytest.raises(InvalidURLError, match=r"s3://|bytes|segment"):
         parse_url(text)
 
 
@@ -117,44 +110,27 @@ def test_what_is_none_is_refused(text: object) -> None:
             parse(text)
 
 
-def test_sizes_for_people() -> None:
+def test_sizes_and_counts_for_people() -> None:
     assert [format_size(n) for n in (5, 1536, 3 * 2**20, 2**40)] == ["5 B", "1.5 KiB", "3.0 MiB", "1.0 TiB"]
-
-
-def test_counts_are_in_the_right_number() -> None:
     assert [plural(count, "object") for count in (0, 1, 2)] == ["0 objects", "1 object", "2 objects"]
-    assert [plural(count, "entry") for count in (1, 2)] == ["1 entry", "2 entries"]
+    assert plural(2, "entry") == "2 entries"
 
 
 # --- errors ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        errors.TransferError("text", bucket="b", key="k", operation="PutObject", attempts=3),
-        errors.DeadlineExceededError("text", setting="DCP_S3_SAVE_TIMEOUT", seconds=5, key="k"),
-        errors.CheckpointExistsError("text", url="s3://b/x"),
-        errors.TensorMismatchError("text", url="s3://b/x", fqn="model.w"),
-        errors.EntryNotFoundError("text", url="s3://b/x", fqn="model.w"),
-        errors.SettingsError("text"),
-        errors.ShardingError("text", fqn="model.w"),
-    ],
-    ids=lambda e: type(e).__name__,
-)
-def test_pickle_round_trip(error: errors.DcpS3Error) -> None:
-    copy = pickle.loads(pickle.dumps(error))
-    assert type(copy) is type(error)
-    assert str(copy) == str(error) == "text"
-    assert vars(copy) == vars(error)
-
-
-def test_one_hierarchy() -> None:
+def test_errors_are_one_hierarchy_and_travel_by_pickle() -> None:
     public = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
-    assert all(issubclass(value, errors.DcpS3Error) for value in public)
-
-
-def test_an_attribute_that_the_class_has_not_is_a_mistake() -> None:
+    values: dict[Any, Any] = {"int": 3, "str": "b", "float": 0.5}
+    for kind in public:
+        assert issubclass(kind, errors.DcpS3Error)
+        declared = {name: type(getattr(kind, name)).__name__ for name in dir(kind) if not name.startswith("_")}
+        given = {name: values[found] for name, found in declared.items() if found in values}
+        given = {} if kind is errors.MissingKeysError else given  # which has arguments of its own
+        error = kind("text", **given)
+        copy = pickle.loads(pickle.dumps(error))
+        assert (type(copy), str(copy), vars(copy)) == (kind, "text", error._sent())
+        assert set(given) <= set(vars(copy))
     with pytest.raises(TypeError, match="SettingsError has no attribute 'url'"):
         errors.SettingsError("text", url="s3://b/x")
 
@@ -202,9 +178,6 @@ def test_different_causes_name_their_ranks() -> None:
 def test_a_rank_that_failed_because_of_another_one_is_left_out() -> None:
     failures: dict[int, BaseException] = {0: errors.PeerReadError("rank 1 failed", rank=1), 1: _denied(1)}
     assert panel(Failed("the load", failures)).startswith("the load failed on rank 1\n  Cause: AccessDeniedError")
-
-
-def test_a_failure_without_ranks() -> None:
     assert panel(Failed("the save", {}, ValueError("x"))) == "the save failed\n  Cause: ValueError: x"
 
 

@@ -88,15 +88,11 @@ def check_credentials(exam: Examination) -> CheckResult:
     except boto.BotoCoreError as error:
         return from_error(to_storage_error(error, "HeadBucket", exam.url.bucket, "", 1))
     key, method = str(frozen.access_key), str(credentials.method)
-    source = "the environment (AWS_ACCESS_KEY_ID)" if method == "env" else method
-    if method in ("shared-credentials-file", "config-file"):
-        source += f", profile {session.profile or 'default'!r}"
     # An id that can be recognised, but not used.
-    found = f"{key[:4]}...{key[-4:]} from {source}" if len(key) >= 12 else f"an access key from {source}"
-    if not frozen.token:
-        return ok(f"{found}; they do not expire")
-    if method in _RENEWED:
-        return ok(f"{found}; they are renewed")
+    found = f"{key[:4]}... from {method}"
+    found += "" if method == "env" else f", profile {session.profile or 'default'!r}"
+    if not frozen.token or method in _RENEWED:
+        return ok(f"{found}; they {'are renewed' if frozen.token else 'do not expire'}")
     return warn(
         f"{found}; they are temporary (a session token), and not renewed",
         "for long runs an instance or pod role, or credential_process in the profile: those are renewed",
@@ -109,7 +105,6 @@ def check_endpoint(exam: Examination) -> CheckResult:
         exam.greet()  # connects
         seconds = exam.greet()
     except errors.StorageError as error:
-        exam.dead = "the endpoint is not reachable"
         remedy = (
             "check DCP_S3_ENDPOINT_URL (or AWS_ENDPOINT_URL_S3, or the profile), DNS, firewall and proxy; "
             "AWS_CA_BUNDLE names the file of a certificate's authority; DCP_S3_ADDRESSING_STYLE=path keeps the bucket "

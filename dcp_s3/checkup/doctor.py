@@ -86,11 +86,6 @@ class Check(NamedTuple):
     optional: bool = False
     """Whether saves and loads work without what it tries."""
 
-    @property
-    def online(self) -> bool:
-        """Whether it needs the endpoint."""
-        return self.needs not in ("", "settings")
-
 
 CHECKS = (
     Check("settings", checks.check_settings),
@@ -157,7 +152,7 @@ def doctor(
     results: dict[str, CheckResult] = {}
 
     def make(check: Check) -> None:
-        found = _find_reason_to_skip(check, exam, results) or _make(check, exam)
+        found = _find_reason_to_skip(check, results) or _make(check, exam)
         results[check.name] = replace(found, name=check.name)
         on_result(results[check.name])
 
@@ -185,11 +180,11 @@ def _make(check: Check, exam: Examination) -> CheckResult:
     return replace(found, found=f"allowed; needed for {needed.used_by.replace('`', '')} ({needed.action})")
 
 
-def _find_reason_to_skip(check: Check, exam: Examination, results: Mapping[str, CheckResult]) -> CheckResult | None:
+def _find_reason_to_skip(check: Check, results: Mapping[str, CheckResult]) -> CheckResult | None:
     needed = results.get(check.needs)
-    if needed is not None and not needed.passed:
-        return needed if needed.status == "skipped" else skip(f"not checked: see {check.needs}")
-    return skip(f"not checked: {exam.dead}") if exam.dead and check.online else None
+    if needed is None or needed.passed:
+        return None
+    return needed if needed.status == "skipped" else skip(f"not checked: see {check.needs}")
 
 
 # --- the report ----------------------------------------------------------------------------------------
@@ -238,11 +233,8 @@ class DoctorReport:
         return tuple(each for each in self.checks if each.status == "warning")
 
     def __getitem__(self, name: str) -> CheckResult:
-        """The check of that name, or KeyError if it was not made."""
-        for check in self.checks:
-            if check.name == name:
-                return check
-        raise KeyError(f"no check {name!r} was made; there are: {', '.join(each.name for each in self.checks)}")
+        """The check of that name; KeyError if it was not made."""
+        return {each.name: each for each in self.checks}[name]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

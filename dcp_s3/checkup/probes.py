@@ -97,8 +97,6 @@ class Examination:
     """What the endpoint calls itself; empty if it does not say."""
     skew: float | None = None
     """Seconds by which this host's clock is ahead of the endpoint's, to within one; None if that is not known."""
-    dead: str = ""
-    """Why requests make no sense any more."""
     keys: set[str] = field(default_factory=set)
     """Keys that may have been written."""
     uploads: set[tuple[str, str]] = field(default_factory=set)
@@ -127,12 +125,7 @@ class Examination:
             answer = store.send(operation, arguments)
             return {**answer, "Body": answer["Body"].read()} if "Body" in answer else answer
 
-        try:
-            return store.call(operation, key, send, attempts=attempts)
-        except errors.TransferError as error:
-            if not answered_status(error) and attempts is None:
-                self.dead = f"the endpoint stopped answering at {operation}"
-            raise
+        return store.call(operation, key, send, attempts=attempts)
 
     def put(self, name: str, data: bytes, **arguments: Any) -> None:
         written = set(self.keys)
@@ -191,14 +184,7 @@ class Examination:
         """Remove all that was written (open uploads, objects, their versions), and say what is left, and why."""
         left: list[str] = []
         for key, upload in self.uploads | self._list("ListMultipartUploads", "UploadId", "Uploads"):
-            refused = self._refused("AbortMultipartUpload", key, UploadId=upload)
-            if refused and not self.dead:
-                try:  # whoever may not abort it can still make an object of it, and delete that
-                    self.complete_upload(upload)
-                    refused = []
-                except errors.StorageError:
-                    pass
-            left += refused
+            left += self._refused("AbortMultipartUpload", key, UploadId=upload)
         for key in self.keys | {key for key, _ in self._list("ListObjectsV2", "Key", "Contents")}:
             left += self._refused("DeleteObject", key)
         for key, version in self._list("ListObjectVersions", "VersionId", "Versions", "DeleteMarkers"):
@@ -208,7 +194,7 @@ class Examination:
     def _refused(self, operation: str, key: str, **arguments: Any) -> list[str]:
         """Why it was not removed; nothing if it was, or is gone."""
         try:
-            self.ask(operation, Key=key, attempts=1 if self.dead else None, **arguments)
+            self.ask(operation, Key=key, **arguments)
         except errors.StorageError as error:
             if answered_status(error) != 404:
                 return [f"s3://{self.url.bucket}/{key}: {error}"]
@@ -217,7 +203,7 @@ class Examination:
     def _list(self, operation: str, identity: str, *entries: str) -> set[tuple[str, str]]:
         """Key and id of what is below the probes' prefix, less than a page; nothing where it cannot be listed."""
         try:
-            answer = self.ask(operation, Prefix=self.probes.key(""), attempts=1 if self.dead else None)
+            answer = self.ask(operation, Prefix=self.probes.key(""))
         except errors.StorageError:
             return set()
         return {(each["Key"], str(each[identity])) for name in entries for each in answer.get(name, ())}

@@ -12,7 +12,6 @@ import sys
 import threading
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -20,7 +19,6 @@ from typer.core import TyperGroup
 
 from dcp_s3 import errors
 from dcp_s3.format.control_files import number_to_json
-from dcp_s3.url import is_s3_url
 from dcp_s3.versions import __version__
 
 if TYPE_CHECKING:
@@ -53,7 +51,7 @@ _STATUSES: dict[int, tuple[type[Exception], ...]] = {
 }
 
 ORDER = (
-    "ls", "show", "diff", "verify", "report", "cp", "export", "import", "drain", "prune", "pin", "rm", "doctor",
+    "ls", "show", "diff", "verify", "cp", "export", "import", "drain", "prune", "pin", "rm", "doctor",
     "bench", "demo",
 )  # fmt: skip
 """The order in which ``--help`` shows the commands."""
@@ -345,13 +343,6 @@ def ask(question: str) -> None:
     if not typer.confirm(question, err=True):
         note("nothing was deleted")
         raise typer.Exit(FAILED)
-
-
-def local_directory(path: Path | None) -> Path | None:
-    """Check, as an argument's callback, that the argument is not a URL: the two are easily swapped."""
-    if path is not None and is_s3_url(path):
-        raise typer.BadParameter(f"{str(path)!r} is an S3 URL, but this must be a local directory")
-    return path
 
 
 @contextlib.contextmanager

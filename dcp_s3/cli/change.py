@@ -114,9 +114,7 @@ _PAUSE = 5.0  # seconds between passes of --watch
 def drain(
     directory: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="[DIR]", help="Spill directory; the default is DCP_S3_SPILL_DIR.", callback=cli.local_directory
-        ),
+        typer.Argument(metavar="[DIR]", help="Spill directory; the default is DCP_S3_SPILL_DIR."),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Keep draining until SIGTERM or Ctrl-C.")] = False,
     status: Annotated[bool, typer.Option("--status", help="Only show what is there.")] = False,
@@ -186,7 +184,7 @@ def _print_saves(found: dict[str, Any]) -> None:
         age = tables.format_age(time.time() - save["created_at"])
         tables.add_row(table, (save["url"], save["what"], save["state"], format_size(save["size"]), age))
     if found["saves"]:
-        tables.make_console().print(table)
+        tables.show(table)
     for kind, name in (("damaged", "damaged"), ("refused", "set aside")):
         for each in found[kind]:
             cli.print_line(f"{name}: {each['path']}: {each['reason']}")
@@ -257,7 +255,7 @@ def prune(
     plan = report.plan
     nothing = not (plan.decisions or plan.uploads or plan.leftovers or plan.unfinished or plan.boards)
     if not as_json and not nothing and (dry_run or not yes or tables.make_console().is_terminal):
-        tables.make_console().print(tables.plan(plan))
+        tables.show(tables.plan(plan))
         cli.note(tables.plan_summary(plan))
     if dry_run or plan.empty:
         report = dataclasses.replace(report, dry_run=dry_run)
@@ -318,7 +316,7 @@ def rm(
         cli.require_yes(yes)
     if dry_run or not yes:
         try:
-            tables.make_console().print(tables.facts(describe(url)))
+            tables.show(tables.facts(describe(url)))
         except (CorruptCheckpointError, UnsafeMetadataError) as error:
             cli.note(str(error))
     if not dry_run and not yes:

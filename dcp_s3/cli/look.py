@@ -1,15 +1,21 @@
-"""The commands that look at checkpoints: ``ls``, ``show``, ``diff`` and ``report``."""
+"""The commands that change no checkpoint.
+
+``ls``, ``show``, ``diff`` and ``verify`` look at checkpoints; ``doctor``, ``bench`` and ``demo`` try a store.
+"""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dcp_s3.cli import app as cli
-from dcp_s3.units import format_size, plural
+from dcp_s3.errors import CheckpointNotFoundError, DcpS3Error
+from dcp_s3.units import format_size, parse_size, plural
+
+if TYPE_CHECKING:
+    from dcp_s3.offline.verify import VerifyReport
 
 
 @cli.app.command()
@@ -36,7 +42,7 @@ def ls(
     if as_json:
         cli.print_json([info.to_dict() for info in shown])
     elif shown:
-        tables.make_console().print(tables.checkpoints(shown, now=time.time()))
+        tables.show(tables.checkpoints(shown, now=time.time()))
     hidden = len(found) - len(shown)
     if hidden:
         cli.note(f"{plural(hidden, 'incomplete checkpoint')} not shown: see --all")
@@ -89,13 +95,12 @@ def show(
     if as_json:
         cli.print_json(details.to_dict() | {"entries": [vars(entry) for entry in entries]})
         return
-    console = tables.make_console()
     if not filter:
-        console.print(tables.facts(details))
+        tables.show(tables.facts(details))
     if entries:
-        console.print(tables.entries(entries, alone=everything))
+        tables.show(tables.entries(entries, alone=everything))
     if not filter and (everything or any(each.size is None or not each.used for each in details.objects)):
-        console.print(tables.objects(details.objects))
+        tables.show(tables.objects(details.objects))
 
 
 @cli.app.command()
@@ -128,7 +133,7 @@ def diff(
         cli.print_line(found.summary)
         table, left_out = tables.differences(found, everything=everything)
         if table.row_count:
-            tables.make_console().print(table)
+            tables.show(table)
         if left_out:
             cli.note(f"{left_out} more lines: see --all, or choose with --filter")
         for name, (before, after) in found.metrics.items():
@@ -139,40 +144,185 @@ def diff(
         raise typer.Exit(cli.DIFFERENT)
 
 
+def _show_settings(as_json: bool) -> None:
+    from dcp_s3.cli import tables
+    from dcp_s3.retention.parse import policy_from_settings
+    from dcp_s3.s3.client import find_chain
+    from dcp_s3.settings import ENV_PREFIX, resolve_settings
+
+    settings = resolve_settings(None)
+    policy_from_settings(settings)  # raises if it is not a valid policy
+    chain, rows = find_chain(settings), []
+    for name in type(settings).model_fields:  # no secret is among them
+        value, source = getattr(settings, name), "default"
+        if name in settings.model_fields_set:
+            source = f"{ENV_PREFIX}{name.upper()}"
+        elif name in chain:
+            value, source = chain[name].value, chain[name].source
+        rows.append({"name": name, "value": value, "source": source})
+    if as_json:
+        cli.print_json(rows)
+    else:
+        tables.show(tables.settings(rows))
+
+
+_STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
+
+
 @cli.app.command()
-def report(
-    root: cli.ROOT,
-    out: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE", help="The page to write.", callback=cli.local_directory)
-    ] = Path("report.html"),
-    policy: Annotated[
-        str | None,
-        typer.Option(metavar="POLICY", help="Show what this policy keeps, as in `prune`; default: DCP_S3_RETENTION."),
+def doctor(
+    url: Annotated[
+        str | None, typer.Argument(metavar="URL", help="s3://bucket/prefix below which checkpoints are to lie.")
     ] = None,
-    grace: cli.Grace = None,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Leave out everything that writes.")] = False,
+    settings: Annotated[
+        bool,
+        typer.Option("--settings", help="Only show each setting, and the variable or AWS profile that it comes from."),
+    ] = False,
     as_json: cli.AsJSON = False,
 ) -> None:
-    """Write an HTML page about the checkpoints under ROOT: sizes, seconds, metrics, retention, problems.
+    """Check settings, credentials, endpoint, permissions and what the store can do, before a run starts.
 
-    The page needs neither a network nor JavaScript. Nothing in the bucket is changed.
+    Small probe objects are written below URL and removed again. The last line is the store's row in docs/stores.md.
     """
-    from dcp_s3.errors import SettingsError
-    from dcp_s3.reporting import report as reporting
-    from dcp_s3.retention.parse import parse_policy
-    from dcp_s3.units import parse_duration
-
-    with cli.wrong_usage(SettingsError, hint="--policy"):
-        keep: Any = None if policy is None else parse_policy(policy) or ""
-    with cli.wrong_usage(ValueError, hint="--grace"):
-        seconds = None if grace is None else parse_duration(grace)
-    with cli.progress_of_steps("report"):
-        found = reporting.report(root, None if as_json else out, keep, grace=seconds)
-    if as_json:
-        cli.print_json(found.to_dict())
+    if settings:
+        _show_settings(as_json)
         return
-    bad = sum(problem.severity == "bad" for problem in found.problems)
-    worth = f"{plural(len(found.problems), 'thing')} to look at, {bad} of them urgent"
-    cli.note(
-        f"{out}: {plural(len(found.plan.decisions), 'checkpoint')}, {worth if found.problems else 'nothing is wrong'}, "
-        f"{format_size(found.stored)}"
-    )
+    if url is None:
+        raise typer.BadParameter("s3://bucket/prefix is missing; only --settings needs none", param_hint="URL")
+    from dcp_s3.checkup import doctor as checkup
+    from dcp_s3.checkup.probes import CheckResult
+    from dcp_s3.cli import tables
+
+    console = tables.make_console()
+
+    def show(result: CheckResult) -> None:
+        if not as_json:
+            text = cli.printable(checkup.format_result(result), keep=cli.LAYOUT)
+            console.print(text, style=_STYLES[result.status], soft_wrap=True)
+
+    with cli.ended_like_ctrl_c():
+        report = checkup.doctor(url, read_only=read_only, on_result=show)
+    if as_json:
+        cli.print_json(report.to_dict())
+    else:
+        cli.print_line(checkup.conclude(report))
+    if not report.ok:
+        raise typer.Exit(cli.FAILED)
+
+
+@cli.app.command()
+def verify(
+    url: cli.URL,
+    full: Annotated[bool, typer.Option("--full", help="Read all data and compare checksums.")] = False,
+    root: Annotated[bool, typer.Option("--root", help="Verify every committed checkpoint under URL.")] = False,
+    as_json: cli.AsJSON = False,
+) -> None:
+    """Check whether a checkpoint is still what was saved.
+
+    Without --full: metadata, manifest, and that every object is there with its size. With --full also every byte.
+    """
+    from dcp_s3.offline import verify as verifying
+    from dcp_s3.retention.catalog import list_checkpoints
+
+    documents: list[Any] = []
+    statuses: list[int] = []
+    totals: list[int] = []
+    with cli.progress("verify") as callbacks:
+
+        def add(total: int) -> None:
+            totals.append(total)
+            callbacks["on_total"](sum(totals))
+
+        for each in [info.url for info in list_checkpoints(url) if info.committed] if root else [url]:
+            try:
+                report = verifying.verify(each, full=full, on_total=add, on_progress=callbacks["on_progress"])
+            except (DcpS3Error, OSError) as error:
+                if not root:
+                    raise
+                if isinstance(error, CheckpointNotFoundError):
+                    continue  # deleted meanwhile
+                documents.append({"url": each, "ok": None, "error": str(error)})
+                statuses.append(cli.status_of(error))
+                lines = [f"{each}: could not be verified: {error}"]
+            else:
+                documents.append(report.to_dict())
+                statuses.append(cli.DONE if report.ok else cli.DAMAGED)
+                lines = _lines(report)
+            for line in () if as_json else lines:
+                cli.print_line(line)
+    if as_json:
+        cli.print_json(documents if root else documents[0])
+    if not documents:
+        cli.note(f"no committed checkpoints under {url}")
+    status = max(statuses, default=cli.NOTHING_THERE)  # damage counts most
+    if status:
+        raise typer.Exit(status)
+
+
+def _lines(report: VerifyReport) -> list[str]:
+    text = f"{report.mode}: {plural(report.objects, 'object')}, {plural(report.items, 'item')}, "
+    text += f"{format_size(report.bytes_read)} read"
+    if report.objects_without_checksum or report.items_without_checksum:
+        text += f"; without checksum: {plural(report.objects_without_checksum, 'object')}"
+        text += f", {plural(report.items_without_checksum, 'item')}"
+    verdict = "good" if report.ok else "damaged"
+    return [f"{report.url}: {verdict} ({text})", *(f"  {problem}" for problem in report.problems)]
+
+
+@cli.app.command()
+def bench(
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="s3://bucket/prefix to write below; what is there is not touched.")
+    ],
+    size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes per rank; at most a quarter of the free memory.")
+    ] = "4GiB",
+    ranks: Annotated[int, typer.Option(min=1, max=1024, help="Ranks on this host, each its own process.")] = 1,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=1000, help="Saves and loads; the first has connections to find.")
+    ] = 2,
+    as_json: cli.AsJSON = False,
+) -> None:
+    """Measure saves and loads below URL with these settings, say what limits them, and remove everything again."""
+    from dcp_s3.bench import bench as run_bench
+    from dcp_s3.cli import tables
+
+    with cli.wrong_usage(ValueError, hint="--size"):
+        count = parse_size(size)
+        if not count:
+            raise ValueError("expected at least one byte")
+    with cli.progress_of_steps("bench") as step, cli.ended_like_ctrl_c():
+        report = run_bench(url, size=count, ranks=ranks, rounds=rounds, note=cli.note, progress=step)
+    if as_json:
+        cli.print_json(report.to_dict())
+        return
+    cli.print_line(f"{plural(report.ranks, 'rank')}; what was loaded is what was saved, bit by bit")
+    titles = (">round", "direction", ">seconds", ">GiB/s", ">CPU s/GiB", ">connections per rank", ">throttled")
+    table = tables.make_table(titles)
+    for each in report.transfers:
+        gib = each.bytes / 2**30
+        rates = (f"{rate:.2f}" for rate in (each.seconds, gib / each.seconds, each.cpu_seconds / gib))
+        tables.add_row(table, (each.round, each.direction, *rates, each.connections, each.throttled))
+    tables.show(table)
+    for direction, text in report.limits.items():
+        cli.print_line(f"what limits a {direction}: {text}")
+
+
+@cli.app.command()
+def demo(
+    url: Annotated[
+        str | None,
+        typer.Option(
+            "--url", metavar="URL", help="s3://bucket/prefix to run below; without it, on an S3 server of the demo's."
+        ),
+    ] = None,
+) -> None:
+    """Kill a training run in the middle of a save, restart it on another number of ranks, and check every bit."""
+    from dcp_s3.demo.run import run_demo
+
+    # The training processes must not be left behind.
+    with cli.ended_like_ctrl_c():
+        holds = run_demo(url)
+    if not holds:
+        raise typer.Exit(cli.FAILED)

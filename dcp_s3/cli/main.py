@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dcp_s3.cli.change
-import dcp_s3.cli.checks
 import dcp_s3.cli.look  # noqa: F401
 from dcp_s3.cli.app import app
 

@@ -24,30 +24,21 @@ from dcp_s3.units import format_count, format_size, plural
 if TYPE_CHECKING:
     from dcp_s3.offline.diff import CheckpointDiff
 
-_PIPED_WIDTH = 100_000
 _DIFFERENCES = 40  # lines of `diff`
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console for people on a terminal; into a pipe or file it writes plain text, whole lines, and no colours."""
-    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-    return console if console.is_terminal else _PlainConsole(stderr=stderr)
+    """A console for people; into a pipe or file it writes no colours."""
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 
-class _PlainConsole(Console):
-    """Writes tables as lines of columns that tabs divide, for awk, cut and sort."""
-
-    def __init__(self, *, stderr: bool) -> None:
-        super().__init__(
-            stderr=stderr, highlight=False, markup=False, emoji=False, width=_PIPED_WIDTH, force_terminal=False,
-            color_system=None,
-        )  # fmt: skip
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        if len(objects) == 1 and isinstance(objects[0], Table):
-            self.file.write("".join(f"{line}\n" for line in plain_lines(objects[0])))
-        else:
-            super().print(*objects, **options)
+def show(table: Table) -> None:
+    """Print a table; into a pipe or file as lines of columns that tabs divide, for awk, cut and sort."""
+    console = make_console()
+    if console.is_terminal:
+        console.print(table)
+    else:
+        console.file.write("".join(f"{line}\n" for line in plain_lines(table)))
 
 
 def plain_lines(table: Table) -> list[str]:

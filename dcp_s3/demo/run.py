@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import dcp_s3
+from dcp_s3.bench import RankProcesses
 from dcp_s3.errors import CheckpointNotFoundError, DcpS3Error
-from dcp_s3.rank_processes import RankProcesses
 from dcp_s3.s3.client import get_client
 from dcp_s3.settings import Settings
 from dcp_s3.units import format_size, plural
@@ -43,23 +43,18 @@ def run_demo(url: str | None) -> bool:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dcp-s3-demo-")))
         try:
+            root, limit = "s3://demo/run", 150.0
             if url is None:
-                root, limit = "s3://demo/run", 150.0
                 stack.enter_context(embedded_server("demo"))
             else:
                 root, limit = f"{url.rstrip('/')}/demo-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}", 1800.0
             os.environ.update({name: value for name, value in _SLOW_UPLOADS.items() if name not in os.environ})
             dcp_s3.latest(root)  # fails here, with a clear message, if the bucket cannot be reached
-            demo = Demo(root, folder, limit)
-            holds = demo.run()
+            return Demo(root, folder, limit).run()
         except ModuleNotFoundError as error:
             _print(f"{error}. Remedy: pip install 'moto[server]>=5.1'")
         except (DemoError, DcpS3Error) as error:
             _print(f"The demo has failed: {error}")
-        else:
-            if url is not None:
-                _print(f"To remove it: `dcp-s3 rm --force` of each checkpoint that `dcp-s3 ls --all {root}` shows")
-            return holds
     return False
 
 
@@ -74,7 +69,6 @@ class Demo:
         self.root, self.folder, self.limit = root, folder, limit
         self.checks: list[tuple[bool, str]] = []
         self.acts = self.runs = self.shown = 0
-        self.began = time.monotonic()
 
     def run(self) -> bool:
         """All acts in their order, then what held."""
@@ -83,7 +77,7 @@ class Demo:
         self.restart(newest, killed)
         self.compare(newest)
         self.retain(killed)
-        _print(f"\nWhat you saw ({time.monotonic() - self.began:.0f} s)")
+        _print("\nWhat you saw")
         for holds, text in self.checks:
             _print(f"   {'PASS' if holds else 'FAIL'} {text}")
         return all(holds for holds, _ in self.checks)
@@ -93,17 +87,14 @@ class Demo:
         self.act(
             f"Training on {BEFORE} ranks",
             "A transformer sharded with FSDP2 learns Python's standard library and saves to "
-            f"{self.root}. Every {SAVE_EVERY} steps, async_save: the steps go on while the checkpoint is on its way.",
+            f"{self.root} every {SAVE_EVERY} steps. The steps go on while the checkpoint is on its way.",
         )
         for _ in range(MAX_KILLS):
             with self.train(BEFORE, steps=100 * SAVE_EVERY, save_every=SAVE_EVERY) as workers:
                 for _ in self.watch(workers, interval=0.02):
                     if self.interrupted() and len(self.complete()) >= COMPLETE_BEFORE_KILL:
                         break
-                else:
-                    raise DemoError("the training ended before a save could be interrupted")
                 workers.kill()
-                self.show_training(workers)
             time.sleep(SETTLE)
             if left := self.interrupted():
                 return left[-1]
@@ -119,16 +110,16 @@ class Demo:
             "no .metadata, which is written last and makes a checkpoint.",
         )
         self.check(not killed.committed, f"the kill interrupted a save: {killed.name} has {left}")
+        newest = dcp_s3.latest(self.root)
+        if newest is None:
+            raise DemoError(f"dcp_s3.latest found no complete checkpoint at {self.root}")
         try:
             dcp_s3.S3StorageReader(killed.url).read_metadata()
             refused = False
         except CheckpointNotFoundError:
             refused = True
-        newest = dcp_s3.latest(self.root)
-        if newest is None:
-            raise DemoError(f"dcp_s3.latest found no complete checkpoint at {self.root}")
         self.check(
-            refused and newest.name == self.complete()[-1] and newest.name != killed.name,
+            refused and newest.name == self.complete()[-1] != killed.name,
             f"it is invisible: latest() is {newest.name}, loading {killed.name} is refused",
         )
         return newest
@@ -144,10 +135,10 @@ class Demo:
         with self.train(AFTER, steps=(killed.step or 0) - 1, save_every=SAVE_EVERY // 2) as workers:
             for _ in self.watch(workers, interval=0.5):
                 pass
-        complete = [name for name in self.complete() if name > newest.name]
+        new = [name for name in self.complete() if name > newest.name]
         self.check(
-            len(complete) > 0 and self.complete()[-1] == complete[-1] and killed.name not in complete,
-            f"training went on: {', '.join(complete) or 'nothing'} saved by {AFTER} ranks",
+            bool(new) and killed.name not in new,
+            f"training went on: {', '.join(new) or 'nothing'} saved by {AFTER} ranks",
         )
 
     def compare(self, newest: dcp_s3.CheckpointInfo) -> None:
@@ -157,16 +148,14 @@ class Demo:
             "SHA-256 over the whole state, gathered from the ranks (weights, AdamW's moments, step): before the "
             "save, and again after the restore.",
         )
-        events = [json.loads(line) for line in (self.folder / "digests.jsonl").read_text().splitlines()]
-        digests = []
-        for event, ranks in (("saved", BEFORE), ("restored", AFTER)):
-            wanted = {"event": event, "step": newest.step, "ranks": ranks}
-            found = [each["sha256"] for each in events if wanted.items() <= each.items()]
-            if not found:
-                raise DemoError(f"the training has not recorded that it {event} step {newest.step}")
-            digests.append(found[-1])
-            _print(f"   {event:8}  step {newest.step}  on {ranks} ranks  {found[-1]}")
-        same = digests[0] == digests[1]
+        digests = {}
+        for line in (self.folder / "digests.jsonl").read_text().splitlines():
+            found = json.loads(line)
+            digests[found["event"], found["step"], found["ranks"]] = found["sha256"]
+        saved = digests.get(("saved", newest.step, BEFORE))
+        restored = digests.get(("restored", newest.step, AFTER))
+        _print(f"   saved on {BEFORE} ranks     {saved}\n   restored on {AFTER} ranks  {restored}")
+        same = saved is not None and saved == restored
         self.check(
             same,
             f"the state restored on {AFTER} ranks is {'' if same else 'NOT '}bit-identical to "
@@ -193,6 +182,10 @@ class Demo:
             f"{killed.name} are gone ({format_size(report.size)})",
         )
 
+    def act(self, title: str, why: str) -> None:
+        self.acts += 1
+        _print(f"\n{self.acts}  {title}\n{textwrap.indent(textwrap.fill(why, 100), '   ')}")
+
     def check(self, holds: bool, text: str) -> None:
         self.checks.append((holds, text))
 
@@ -203,8 +196,7 @@ class Demo:
         return [each for each in dcp_s3.list_checkpoints(self.root) if not each.committed and each.objects]
 
     def train(self, ranks: int, *, steps: int, save_every: int) -> RankProcesses:
-        self.runs += 1
-        self.shown = 0
+        self.runs, self.shown = self.runs + 1, 0
         arguments = ["--url", self.root, "--steps", str(steps), "--save-every", str(save_every)]
         arguments += ["--digest-file", str(self.folder / "digests.jsonl")]
         # One thread: the ranks share few cores.
@@ -220,21 +212,13 @@ class Demo:
             for rank, status in enumerate(statuses):
                 if status:
                     raise DemoError(f"rank {rank} ended with exit status {status}:\n{workers.last_words(rank)}")
-            self.show_training(workers)
+            for line in workers.lines(0)[self.shown :]:
+                _print(f"     {workers.ranks} ranks | {line}")
+                self.shown += 1
             if time.monotonic() > deadline:
                 raise DemoError(f"the training on {workers.ranks} ranks took over {self.limit:.0f} s")
             yield
             time.sleep(interval)
-
-    def act(self, title: str, why: str) -> None:
-        self.acts += 1
-        _print(f"\n{self.acts}  {title}\n{textwrap.indent(textwrap.fill(why, 100), '   ')}")
-
-    def show_training(self, workers: RankProcesses) -> None:
-        lines = workers.lines(0)
-        for line in lines[self.shown :]:
-            _print(f"     {workers.ranks} ranks | {line}")
-        self.shown = len(lines)
 
 
 @contextlib.contextmanager

@@ -14,14 +14,12 @@ import json
 import sysconfig
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
@@ -57,12 +55,14 @@ class TrainState(Stateful):
 
 def main() -> None:
     """Train with the options of the command line."""
-    options = parse_arguments()
+    parser = argparse.ArgumentParser(prog="dcp_s3.demo.train", description=__doc__.partition("\n")[0])
+    parser.add_argument("--url", required=True, help="s3://bucket/prefix of this run")
+    parser.add_argument("--steps", type=int, default=200, help="train to here; default: %(default)s")
+    parser.add_argument("--save-every", type=int, default=10, help="steps; default: %(default)s")
+    parser.add_argument("--digest-file", type=Path, help="append a hash of what is saved and restored")
+    options = parser.parse_args()
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    # The upload runs in a thread of its own beside the training. Its collectives need a group of
-    # their own too, or they would mix with those of FSDP.
-    checkpoint_group = dist.new_group(backend="gloo")
 
     torch.manual_seed(0)
     config = ModelConfig()
@@ -72,56 +72,34 @@ def main() -> None:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     state = TrainState(model, optimizer := torch.optim.AdamW(model.parameters(), lr=1e-3))
-
-    if newest := find_newest(options.url):
-        dcp.load({"train": state}, storage_reader=dcp_s3.S3StorageReader(newest))
-        say(f"restored {newest} on {ranks} ranks")
-        record("restored", state, options.digest_file)
-    else:
-        say(f"no checkpoint at {options.url} yet: starting from scratch on {ranks} ranks")
-
     text = standard_library_text()
-    upload: Future[None] | None = None
-    while state.step < options.steps:
-        inputs, targets = batch(text, step=state.step, sequences=BATCH, length=config.context, rank=rank, ranks=ranks)
-        loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        state.step += 1
-        say(f"step {state.step:3}  loss {mean(loss):.3f}")
 
-        if state.step % options.save_every == 0 or state.step == options.steps:
-            if upload is not None:
-                upload.result()  # one save at a time; if it failed, on any rank, this raises
-            record("saved", state, options.digest_file)
-            started = time.perf_counter()
-            # Returns as soon as the state has been copied; the upload goes on in the background. Leftovers of
-            # a killed save at this URL are not a checkpoint, and do no harm.
-            upload = dcp.async_save(
-                {"train": state},
-                # overwrite: this step may exist, but damaged, so that `latest` passed over it.
-                storage_writer=dcp_s3.S3StorageWriter(f"{options.url}/step-{state.step:08d}", overwrite=True),
-                process_group=checkpoint_group,
-            )
-            stall = time.perf_counter() - started
-            say(f"step {state.step:3}  copied in {stall:.2f} s, on its way to S3 in the background")
-    if upload is not None:
-        upload.result()
+    with dcp_s3.CheckpointManager(options.url) as manager:
+        if manager.restore({"train": state}) is None:
+            say(f"no checkpoint at {options.url} yet: starting from scratch on {ranks} ranks")
+        else:
+            say(f"restored step {state.step} on {ranks} ranks")
+            record("restored", state, options.digest_file)
+        while state.step < options.steps:
+            step, length = state.step, config.context
+            inputs, targets = batch(text, step=step, sequences=BATCH, length=length, rank=rank, ranks=ranks)
+            loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state.step += 1
+            say(f"step {state.step:3}  loss {mean(loss):.3f}")
+
+            if state.step % options.save_every == 0 or state.step == options.steps:
+                manager.wait()  # for the save before this one; if that failed, on any rank, this raises
+                record("saved", state, options.digest_file)
+                started = time.perf_counter()
+                # Returns as soon as the state has been copied; the upload goes on in the background. Leftovers of
+                # a killed save of this step are not a checkpoint, and do no harm.
+                manager.save(state.step, {"train": state})
+                stall = time.perf_counter() - started
+                say(f"step {state.step:3}  copied in {stall:.2f} s, on its way to S3 in the background")
     dist.destroy_process_group()
-
-
-def find_newest(url: str) -> str | None:
-    """URL of the newest complete checkpoint below ``url``.
-
-    Rank 0 looks and tells the others. If each rank looked for itself, a save that commits at that moment could make
-    them load different checkpoints.
-    """
-    found: list[str | None] = [None]
-    if dist.get_rank() == 0 and (newest := dcp_s3.latest(url)):
-        found = [str(newest.url)]
-    dist.broadcast_object_list(found)
-    return found[0]
 
 
 def record(event: str, state: TrainState, path: Path | None) -> None:
@@ -146,16 +124,6 @@ def say(message: str) -> None:
     """Print on rank 0 only."""
     if dist.get_rank() == 0:
         print(message, flush=True)
-
-
-def parse_arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="dcp_s3.demo.train", description=__doc__.partition("\n")[0])
-    parser.add_argument("--url", required=True, help="s3://bucket/prefix of this run")
-    parser.add_argument("--steps", type=int, default=200, help="train to here; default: %(default)s")
-    parser.add_argument("--save-every", type=int, default=10, help="steps; default: %(default)s")
-    parser.add_argument("--digest-file", type=Path, help="append a hash of what is saved and restored")
-    return parser.parse_args()
 
 
 # --- the model, its text, and a hash of a training state; nothing here knows of checkpoints ---------------

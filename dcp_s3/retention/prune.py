@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from dcp_s3 import errors, totals
+from dcp_s3 import errors
 from dcp_s3.checkpoint.deletion import Deleter, LeftAloneError
 from dcp_s3.checkpoint.directory import Deletion, list_directory
 from dcp_s3.checkpoint.info import LeftoverObject, age_order
@@ -223,7 +223,6 @@ def _apply(
     on_event: Listener | None,
 ) -> PruneReport:
     """Make a plan and carry it out, some checkpoints at a time. Counted in `dcp_s3.stats`; emits its outcome."""
-    totals.add("prunes", runs=1)
     began = time.monotonic()
     try:
         plan = make()

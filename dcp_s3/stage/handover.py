@@ -48,7 +48,7 @@ _LOST_SECONDS = 120.0
 """In which a save whose state is staged begins, even if it has to start the checkpoint process first. Otherwise
 `async_save` raised after it had staged, or the state was staged for something else."""
 _EXECUTOR = "AsyncCheckpointExecutor"
-"""How the names of torch's threads for asynchronous saves begin (torch 2.9 to 2.15; tests/test_torch_calls.py)."""
+"""How the names of torch's threads for asynchronous saves begin (torch 2.9 to 2.15; tests/test_torch_private.py)."""
 
 _saves: list[AsyncSave] = []
 """The asynchronous saves under way, in order. Changed only by single operations, without a lock that a fork could leave

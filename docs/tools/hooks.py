@@ -24,7 +24,7 @@ _FENCE = re.compile(r"(^ *```.*?^ *```)", re.MULTILINE | re.DOTALL)
 API = {
     "Saving and loading": ("save", "load", "stage", "integrations"),
     "A run of checkpoints": ("manager", "checkpoint"),
-    "Catalog and retention": ("retention", "reporting"),
+    "Catalog and retention": ("retention",),
     "Without a process group": ("offline",),
     "Local shards": ("sharding",),
     "Settings and counters": ("settings", "monitoring", "checkup", "versions"),

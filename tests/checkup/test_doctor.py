@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,36 @@ from dcp_s3.s3.client import close_clients
 from dcp_s3.s3.diagnosis import permission_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
-from tests.checkup.examining import BEFORE, DENIED, URL, deny, statuses
 from tests.checkup.test_servers import FOUND
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault, MemoryS3
 from tests.servers.process import free_port
 
 PAGE = (Path(__file__).parents[2] / "docs" / "stores.md").read_text()
+URL = f"s3://{BUCKET}/run"
+BEFORE = {"run/before": len(b"kept"), "run/step-1/.metadata": 0}
+OPEN = "run/step-1/__0_0-ab.distcp"
+DENIED = Fault.error(403, "AccessDenied")
+
+
+def deny(server: FaultyServer, *operations: str, key: str = "") -> None:
+    """Let the server refuse these operations, on keys that end with ``key``."""
+    server.rule = lambda request: DENIED if request.operation in operations and request.key.endswith(key) else None
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    """With two objects and an open upload, which are there afterwards, and nothing else."""
+    with serve(monkeypatch) as server:
+        store = S3Store(BUCKET, Settings())
+        store.put("run/before", b"kept")
+        store.put("run/step-1/.metadata", b"")
+        store.client.create_multipart_upload(Bucket=BUCKET, Key=OPEN)
+        server.s3.reset_counters()
+        yield server
+        server.rule = lambda _: None
+        assert server.s3.objects(BUCKET) == BEFORE
+        assert server.s3.open_uploads(BUCKET) == [OPEN]
 
 
 def test_a_good_store_has_nothing_that_failed(faulty: FaultyServer) -> None:
@@ -43,15 +66,10 @@ def test_a_good_store_has_nothing_that_failed(faulty: FaultyServer) -> None:
 def test_read_only_writes_nothing(faulty: FaultyServer, tmp_path: Path) -> None:
     report = doctor(URL, {"spill_dir": str(tmp_path / "spill")}, read_only=True)
     assert report.ok
-    written = ("PutObject", "DeleteObject", "DeleteObjects", "CreateMultipartUpload")
-    assert not set(written) & set(faulty.s3.counters.requests)
-    assert not {check.name for check in CHECKS if check.writes} & set(statuses(report))
+    assert not {name for name in faulty.s3.counters.requests if name.startswith(("Put", "Delete", "Create"))}
+    assert not {check.name for check in CHECKS if check.writes} & {each.name for each in report.checks}
     assert not (tmp_path / "spill").exists()
-    assert repr(report).startswith(f"DoctorReport('{URL}', ")
-    assert "ok       settings" in str(report)
     assert "docs/stores.md" not in str(report)
-    with pytest.raises(KeyError, match="no check 'nothing' was made; there are: settings"):
-        report["nothing"]
     with pytest.raises(errors.InvalidURLError):
         doctor("file:///tmp")
 
@@ -128,7 +146,10 @@ def test_what_saves_can_do_without_is_a_warning(faulty: FaultyServer, operation:
     assert report[operation].status == "warning"
     assert consequence in report[operation].found
     assert permission_of(operation) in report[operation].remedy
-    assert report["clean-up"].status == "ok"
+    assert report["clean-up"].status == ("warning" if operation == "AbortMultipartUpload" else "ok")
+    faulty.rule, store = lambda _: None, S3Store(BUCKET, Settings())
+    for upload in store.uploads("run/doctor-probe-"):
+        store.abort(upload)
 
 
 def test_without_listings_missing_checkpoints_read_as_forbidden(faulty: FaultyServer) -> None:
@@ -150,16 +171,6 @@ def test_without_listings_missing_checkpoints_read_as_forbidden(faulty: FaultySe
 # --- the way to it -----------------------------------------------------------------------------------------
 
 
-def test_a_clock_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = FaultyServer()
-    server.s3 = MemoryS3(clock=lambda: time.time() + 120)
-    with serve(monkeypatch, server):
-        found = doctor(URL, read_only=True)["clock"]
-    assert found.status == "warning"
-    assert "behind" in found.found
-    assert "ahead" in found.cell
-
-
 def _elsewhere(request: Any) -> Fault:
     body = b"<Error><Code>PermanentRedirect</Code><Message>m</Message><Region>eu-central-1</Region></Error>"
     headers = {"x-amz-bucket-region": "eu-central-1", "Content-Type": "application/xml"}
@@ -172,18 +183,14 @@ def _elsewhere(request: Any) -> Fault:
         (URL, _elsewhere, {}, "ListObjectsV2", "", "set DCP_S3_REGION=eu-central-1"),
         (f"s3://{BUCKET}-not/run", None, {}, "ListObjectsV2", f"{BUCKET}-not", "create the bucket"),
         (
-            URL,
-            lambda _: Fault.error(403, "InvalidAccessKeyId"),
-            {},
-            "ListObjectsV2",
-            "InvalidAccessKeyId",
+            URL, lambda _: Fault.error(403, "InvalidAccessKeyId"), {}, "ListObjectsV2", "InvalidAccessKeyId",
             "credentials",
         ),
         (URL, None, {"DCP_S3_PART_SIZE": "1MiB"}, "settings", "DCP_S3_PART_SIZE = '1MiB'", ""),
         (URL, None, {"DCP_S3_ENDPOINT_URL": "http://127.0.0.1:PORT"}, "endpoint", "", "DCP_S3_ENDPOINT_URL"),
     ],
     ids=["region", "bucket", "credentials", "settings", "endpoint"],
-)
+)  # fmt: skip
 def test_what_stands_in_the_way_fails_alone_and_the_rest_is_skipped(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, url: str, rule: Any, environment: dict[str, str],
     failed: str, found: str, remedy: str,
@@ -197,7 +204,7 @@ def test_what_stands_in_the_way_fails_alone_and_the_rest_is_skipped(
     assert remedy in report[failed].remedy
     assert report["PutObject"].status == "skipped"
     assert report["versions"].status == "ok"
-    assert "clean-up" not in statuses(report)
+    assert "clean-up" not in {each.name for each in report.checks}
     dependent = {"settings": "endpoint", "endpoint": "clock"}.get(failed, "PutObject")
     assert report[dependent].found == f"not checked: see {failed}"
 
@@ -209,8 +216,7 @@ def test_an_endpoint_that_connects_and_says_nothing(monkeypatch: pytest.MonkeyPa
         report = doctor(URL)
     assert [each.name for each in report.failed] == ["endpoint"]
     assert "read timeout" in report["endpoint"].found.lower()
-    online = [check.name for check in CHECKS if check.online and check.name != "endpoint"]
-    assert {report[name].status for name in online} == {"skipped"}
+    assert {each.status for each in report.checks[4:-1]} == {"skipped"}  # all but what this host alone tells
 
 
 # --- stores that lack something ----------------------------------------------------------------------------
@@ -294,32 +300,11 @@ def test_a_store_that_lacks_an_operation(
     assert report.ok
 
 
-XML = {"Content-Type": "application/xml"}
-CONFIGURATIONS = {
-    "lifecycle": (
-        "lifecycle",
-        b"<LifecycleConfiguration><Rule><ID>tidy</ID><Status>Enabled</Status><Filter><Prefix>ru</Prefix></Filter>"
-        b"<Expiration><Days>30</Days></Expiration></Rule></LifecycleConfiguration>",
-        "rules expire or archive single objects below s3://bucket/run: tidy",
-        "s3:GetLifecycleConfiguration",
-    ),
-    "versioning": (
-        "versioning",
-        b"<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>",
-        "stay as old versions",
-        "s3:GetBucketVersioning",
-    ),
-}
-
-
-@pytest.mark.parametrize("check", CONFIGURATIONS)
-def test_the_configuration_of_the_bucket(faulty: FaultyServer, check: str) -> None:
-    query, body, text, action = CONFIGURATIONS[check]
-    faulty.rule = lambda request: Fault.forge(200, body, XML) if query in request.query else None
-    report = doctor(URL)
-    assert report[check].status == "warning"
-    assert text in report[check].found
-    faulty.rule = lambda request: DENIED if query in request.query else None
+@pytest.mark.parametrize(
+    ("check", "action"), [("lifecycle", "s3:GetLifecycleConfiguration"), ("versioning", "s3:GetBucketVersioning")]
+)
+def test_a_configuration_that_may_not_be_looked_at(faulty: FaultyServer, check: str, action: str) -> None:
+    faulty.rule = lambda request: DENIED if check in request.query else None
     report = doctor(URL)
     assert report.ok
     assert not report.warnings
@@ -369,30 +354,6 @@ def test_without_deletes_the_probe_objects_stay_and_are_named(faulty: FaultyServ
     S3Store(BUCKET, Settings()).delete(left)
 
 
-def test_an_endpoint_that_goes_down_in_the_middle(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "_LIMIT", probes.Limit(hang=0.2, attempts=2))
-    down = []
-
-    def rule(request: Any) -> Fault | None:
-        if request.operation == "ListParts":
-            down.append(request)
-        return Fault.reset() if down else None
-
-    faulty.rule = rule
-    report = doctor(URL)
-    names = [each.name for each in report.checks]
-    after = report.checks[names.index("ListParts") + 1 :]
-    assert "stopped answering at ListParts" in report["AbortMultipartUpload"].found
-    assert all(each.status == "skipped" for each in after if not each.passed and each.name != "clean-up")
-    assert report["clean-up"].status == "warning"
-    assert "doctor-probe" in report["clean-up"].found
-    faulty.rule = lambda _: None
-    store = S3Store(BUCKET, Settings())
-    for upload in store.uploads("run/doctor-probe-"):
-        store.abort(upload)
-    store.delete([each.key for each in store.list("run/doctor-probe-").objects])
-
-
 @pytest.mark.parametrize("operation", ["PutObject", "CreateMultipartUpload", "CompleteMultipartUpload"])
 def test_lost_answers_leave_nothing(faulty: FaultyServer, operation: str) -> None:
     """Every second time: the request was carried out, nobody knows."""
@@ -407,15 +368,3 @@ def test_lost_answers_leave_nothing(faulty: FaultyServer, operation: str) -> Non
     faulty.rule = rule
     doctor(URL)
     assert seen
-
-
-@pytest.mark.parametrize("check", ["PutObject", "ListMultipartUploads", "copies"])
-def test_interrupted_after_any_check_nothing_is_left(faulty: FaultyServer, check: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(probes, "_LATE_SECONDS", 0.0)
-
-    def interrupt(result: Any) -> None:
-        if result.name == check:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        doctor(URL, on_result=interrupt)

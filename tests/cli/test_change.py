@@ -136,11 +136,7 @@ def test_leftovers_are_shown_and_collected(run_of_four: str, s3: Any, clock: Clo
 
 def test_the_status_says_what_happened(run_of_four: str, faulty: FaultyServer) -> None:
     assert "no checkpoints under" in run("prune", f"{ROOT}-other", "latest:1", "--yes", status=3).stderr
-    for bad in (
-        ["latest"],
-        ["latest:1", "--grace", "soon"],
-        ["--nothing"],
-    ):
+    for bad in (["latest"], ["latest:1", "--grace", "soon"], ["--nothing"]):
         run("prune", ROOT, *bad, "--yes", status=2)
     run("prune", "http://example.com", "latest:1", "--yes", status=2)
     faulty.rule = lambda request: Fault.error(403, "AccessDenied") if "Delete" in request.operation else None
@@ -171,37 +167,29 @@ def test_pin_protects_until_unpin(run_of_four: str) -> None:
     assert steps() == [4]
 
 
-def test_rm_deletes_one(run_of_four: str, someone: None) -> None:
-    dcp_s3.pin(f"{ROOT}/step-2")
-    result = run("rm", f"{ROOT}/step-3", input="n\n", status=1)
-    assert "loss=0.333333" in result.stdout
-    run("rm", f"{ROOT}/step-3", input="y\n")
-    result = run("rm", f"{ROOT}/step-2", "--yes", "--force")
-    assert "is deleted: " in result.stderr
-    assert steps() == [1, 4]
-
-
-def test_rm_shows_what_it_would_delete(s3: Any) -> None:
-    url = save(f"{ROOT}/step-1", metrics={"loss": 0.5})
-    before = keys(s3, url)
-    result = run("rm", url, "--dry-run")
-    assert "loss=0.5" in result.stdout
-    shown = re.search(r"would be deleted: (\d+) objects, (.*)", result.stderr)
-    assert shown is not None
-    assert keys(s3, url) == before
-    deleted = run("rm", url, "--yes").stderr
-    assert f"is deleted: {shown[1]} objects, {shown[2]}" in deleted
-    torn = save(f"{ROOT}/step-2")
+def test_rm_shows_what_it_would_delete_asks_and_deletes_it(run_of_four: str, s3: Any, someone: None) -> None:
+    url = f"{ROOT}/step-3"
+    torn = f"{ROOT}/step-2"
     delete(s3, torn, ".metadata")
-    before = keys(s3, torn)
-    assert "in progress" in run("rm", torn, "--dry-run", status=1).stderr
-    shown = re.search(r"would be deleted: (\d+) objects, (.*)", run("rm", torn, "--dry-run", "--force").stderr)
-    assert shown is not None
-    assert keys(s3, torn) == before
-    assert f"is deleted: {shown[1]} objects, {shown[2]}" in run("rm", torn, "--yes", "--force").stderr
-    pinned = save(f"{ROOT}/step-3")
-    dcp_s3.pin(pinned, "mine")
-    assert "it is pinned (mine)" in run("rm", pinned, "--dry-run", status=1).stderr
+    for each, options in ((url, ()), (torn, ("--force",))):
+        before = keys(s3, each)
+        dry = run("rm", each, "--dry-run", *options)
+        assert each in dry.stdout
+        assert keys(s3, each) == before
+        assert "nothing was deleted" in run("rm", each, *options, input="n\n", status=1).stderr
+        deleted = run("rm", each, *options, input="y\n").stderr
+        what = re.search(r"would be deleted: (\d+ objects, .*)", dry.stderr)
+        assert what is not None
+        assert f"is deleted: {what[1]}" in deleted
+    dcp_s3.pin(f"{ROOT}/step-1", "mine")
+    assert "it is pinned (mine)" in run("rm", f"{ROOT}/step-1", "--dry-run", status=1).stderr
+    run("rm", f"{ROOT}/step-1", "--yes", "--force")
+    assert steps() == [4]
+
+
+def test_a_save_in_progress_is_not_deleted(run_of_four: str, s3: Any) -> None:
+    delete(s3, f"{ROOT}/step-2", ".metadata")
+    assert "in progress" in run("rm", f"{ROOT}/step-2", "--yes", status=1).stderr
 
 
 def test_a_pins_reason_is_one_line(faulty: FaultyServer) -> None:

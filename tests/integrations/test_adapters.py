@@ -30,6 +30,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, events, integrations
 from dcp_s3.errors import SaveProtocolError, SettingsError
+from dcp_s3.events import Totals
 from dcp_s3.integrations import otel, prometheus, require, training_parts
 from dcp_s3.integrations.training_parts import (
     as_item,
@@ -38,7 +39,6 @@ from dcp_s3.integrations.training_parts import (
     rng_state,
     set_rng_state,
 )
-from dcp_s3.totals import Totals
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.servers("memory")
@@ -279,7 +279,7 @@ def test_it_serves_what_stats_says(serving: Any, root: str) -> None:
 
 
 def test_a_process_that_has_done_nothing(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcp_s3.totals._totals", Totals())
+    monkeypatch.setattr("dcp_s3.events._totals", Totals())
     found = scrape(serving)
     assert "dcp_s3_saves_last_step" not in found  # there is none: 0 would be a lie
     assert [sample.value for sample in found["dcp_s3_saves_done_total"]] == [0]

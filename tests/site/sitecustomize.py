@@ -1,7 +1,7 @@
 """Runs programs as `python ...` does, without importing torch for each: on the path of one interpreter only.
 
 The interpreter imports this module before it opens its script. Here it imports torch, and then forks for each program
-that it is asked for. The child has an environment and output of its own, and goes on to run the script as it is then:
+that it is asked for. The child has an environment and output of its own, and goes on to run `program.py`:
 its tracebacks, warnings, exit handlers and exit status are those of any process. See `tests.interpreter`.
 """
 
@@ -27,8 +27,6 @@ def _prepare() -> None:
 
 def _become(request: dict[str, Any], files: list[int]) -> None:
     """Be the process that is asked for."""
-    if request["session"]:
-        os.setsid()
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
@@ -36,11 +34,10 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
         os.dup2(file, number)
     for file in files:
         os.close(file)
-    if request["arguments"]:
-        sys.argv[:] = request["arguments"]
-        sys.stdin = sys.__stdin__ = _open(0, "r")
-        sys.stdout = sys.__stdout__ = _open(1, "w")
-        sys.stderr = sys.__stderr__ = _open(2, "w", buffering=1, errors="backslashreplace")
+    sys.argv[:] = request["arguments"]
+    sys.stdin = sys.__stdin__ = _open(0, "r")
+    sys.stdout = sys.__stdout__ = _open(1, "w")
+    sys.stderr = sys.__stderr__ = _open(2, "w", buffering=1, errors="backslashreplace")
 
 
 def _open(number: int, mode: str, **options: Any) -> Any:

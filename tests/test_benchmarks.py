@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from benchmarks import tls as of_tls
 from benchmarks.cases import CASES, Target, reason_to_skip
 from benchmarks.llama import llama_bytes
 from benchmarks.loopback import measure_loopback
-from benchmarks.reshard_report import Load, find_misses
+from benchmarks.reshard_report import Load
 from benchmarks.stall_worker import WAYS, Save, change, make_state
 from benchmarks.units import MIB
 from benchmarks.worker import run_case
@@ -56,45 +57,27 @@ def test_loopback(tls: bool) -> None:
     assert min(save.wall_seconds, load.wall_seconds) > 0
 
 
-def test_coordinator(tmp_path: Path, target: Target) -> None:
-    file = tmp_path / "coordinator.json"
-    coordinator.main(["--ranks", "8,16", "--items", "20", "--json", str(file)])
-    ranks = json.loads(file.read_text())["ranks"]
-    assert list(ranks) == ["8", "16"]
-    for count, steps in ranks.items():
-        assert {"prepare_global_plan", "finish", "read_metadata", "load plan of a rank"} <= set(steps)
-        assert steps["finish"]["items"] == coordinator.State.of(20).stored(int(count))
-        assert steps["share a load: replicated"]["items"] == 20 * int(count)
-
-
-def test_decentralized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "decentralized.json"
-    decentralized.main(["--ranks", "4,8", "--items", "20", "--latency", "0", "--json", str(file)])
-    for ranks, run in json.loads(file.read_text())["ranks"].items():
-        assert run["requests"] == {"LIST": 1, "GET": 2 * int(ranks), "PUT": 3}
-        assert list(run["steps"]) == ["list", "roll call", "get and add", "merge", "commit"]
-    assert "8 ranks" in capsys.readouterr().out
-
-
-def test_export(target: Target) -> None:
-    samples = export.run(export.make_state(MIB), 2)
-    assert {len(found) for found in samples.values()} == {2}
+def test_without_ranks(tmp_path: Path, target: Target) -> None:
+    file = tmp_path / "figures.json"
+    coordinator.main(["--ranks", "8", "--items", "20", "--json", str(file)])
+    assert json.loads(file.read_text())["ranks"]["8"]["finish"]["items"] == coordinator.State.of(20).stored(8)
+    decentralized.main(["--ranks", "8", "--items", "20", "--latency", "0", "--json", str(file)])
+    assert json.loads(file.read_text())["ranks"]["8"]["requests"] == {"LIST": 1, "GET": 16, "PUT": 3}
+    assert {len(found) for found in export.run(export.make_state(MIB), 2).values()} == {2}
 
 
 def test_foreign(target: Target) -> None:
-    samples = foreign.run(foreign.large_state(MIB) | foreign.small_state(3), str(target.endpoint_url), 2)
-    assert {name: len(found) for name, found in samples.items()} == dict.fromkeys(foreign.WRITERS, 2)
+    state = foreign.large_state(MIB) | foreign.small_state(3)
+    assert foreign.run(state, str(target.endpoint_url), 2).keys() == set(foreign.WRITERS)
 
 
-def _plan() -> list[planning.Figures]:
-    return [planning.run(case, 2, 1) for case in planning.CASES if case.share == 1]
+def _plan() -> list[bool]:
+    return [planning.run(case, 2, 1).same for case in planning.CASES if case.share == 1]
 
 
 @pytest.mark.soak
 def test_planning() -> None:
-    (figures,) = run_ranks(1, _plan)
-    assert all(each.same for each in figures)
-    assert [each.read_items for each in figures] == [160, 298, 160, 160, 512, 160]
+    assert all(run_ranks(1, _plan)[0])
 
 
 def test_ranks(target: Target) -> None:
@@ -105,22 +88,16 @@ def test_ranks(target: Target) -> None:
 
 @pytest.mark.soak
 def test_reshard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, status = tmp_path / "reshard.json", 0
+    file = tmp_path / "reshard.json"
     monkeypatch.setattr("sys.argv", ["reshard", "--quick", "--backends", "dcp_s3", "--out", str(file)])
-    try:
+    with contextlib.suppress(SystemExit):
         reshard.main()
-    except SystemExit as error:
-        status = int(error.code or 0)
     found = json.loads(file.read_text())
-    loads = [Load(**fields) for fields in found["loads"]]
     assert found["failures"] == {}
-    assert sorted(load.case for load in loads) == sorted(reshard.CASES)
-    for load in loads:
-        case = reshard.CASES[load.case]
-        assert len(load.needed_bytes) == len(load.fetched_bytes) == case.target.ranks
-        assert sum(load.fetched_bytes) == load.total_bytes >= load.unique_bytes
-        assert load.ratio(case.of) <= case.limit
-    assert status == (1 if find_misses(loads) else 0)
+    assert sorted(load["case"] for load in found["loads"]) == sorted(reshard.CASES)
+    for fields in found["loads"]:
+        load = Load(**fields)
+        assert load.ratio(reshard.CASES[load.case].of) <= reshard.CASES[load.case].limit
 
 
 # --- a wrong result is noticed, and a failure does not stop the others ------------------------------------

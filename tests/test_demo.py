@@ -5,14 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from dcp_s3.bench import RankProcesses
 from dcp_s3.demo.run import Demo, DemoError
-from dcp_s3.demo.train import BATCH, ModelConfig, Transformer, batch, state_digest
-from dcp_s3.rank_processes import RankProcesses
+from dcp_s3.demo.train import BATCH, batch, state_digest
 
 
 def _demo(*arguments: str) -> tuple[int, str]:
@@ -65,37 +64,14 @@ def test_the_batch_of_a_step_is_the_same_text_on_any_number_of_ranks() -> None:
     text = torch.randint(256, (1000,), dtype=torch.uint8)
     whole, targets = batch(text, step=5, sequences=BATCH, length=8)
     assert torch.equal(whole[:, 1:], targets[:, :-1])
-    for ranks in (2, 3):
-        shares = [batch(text, step=5, sequences=BATCH, length=8, rank=rank, ranks=ranks)[0] for rank in range(ranks)]
-        assert {len(share) for share in shares} == {BATCH // ranks}
-        assert sorted(torch.cat(shares).tolist()) == sorted(whole.tolist())
+    shares = [batch(text, step=5, sequences=BATCH, length=8, rank=rank, ranks=3)[0] for rank in range(3)]
+    assert {len(share) for share in shares} == {BATCH // 3}
+    assert sorted(torch.cat(shares).tolist()) == sorted(whole.tolist())
 
 
-def test_the_model_does_not_look_ahead() -> None:
-    torch.manual_seed(0)
-    model = Transformer(ModelConfig(width=32, layers=2, heads=2, hidden=48, context=16))
-    tokens = torch.randint(256, (1, 16))
-    changed = tokens.clone()
-    changed[0, 10] = (changed[0, 10] + 1) % 256
-    before, after = model(tokens), model(changed)
-    assert torch.equal(before[:, :10], after[:, :10])
-    assert not torch.equal(before[:, 10:], after[:, 10:])
-
-
-@pytest.mark.parametrize(
-    ("weight", "same"),
-    [
-        (torch.arange(6.0).reshape(2, 3).t().contiguous().t(), True),
-        (torch.arange(6.0).reshape(3, 2), False),
-        (torch.arange(6.0, dtype=torch.float64).reshape(2, 3), False),
-        (torch.tensor([[-0.0, 1, 2], [3, 4, 5]]), False),
-        (torch.tensor([[0.0, 1, 2], [3, 4, 5.0000005]]), False),
-    ],
-    ids=["layout", "shape", "precision", "sign of zero", "last bit"],
-)
-def test_a_digest_is_of_every_bit_of_a_tensor_and_not_of_its_layout(weight: torch.Tensor, same: bool) -> None:
-    def state(value: Any) -> dict[str, Any]:
-        return {"model": {"weight": value}, "groups": [{"lr": 1e-3}], "step": 7}
-
-    before = state_digest(state(torch.arange(6.0).reshape(2, 3)))
-    assert (state_digest(dict(reversed(state(weight).items()))) == before) == same
+def test_a_digest_is_of_every_bit_of_a_tensor_and_not_of_its_layout() -> None:
+    weight = torch.arange(6.0).reshape(2, 3)
+    before = state_digest({"model": {"weight": weight}, "step": 7})
+    assert state_digest({"step": 7, "model": {"weight": weight.t().contiguous().t()}}) == before
+    for other in (weight.reshape(3, 2), weight.double(), weight * torch.tensor([-1.0, 1, 1]), weight + 5e-7):
+        assert state_digest({"model": {"weight": other}, "step": 7}) != before

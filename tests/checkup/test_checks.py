@@ -1,7 +1,9 @@
-"""Checks of this host and of the way to the endpoint: settings, versions, spill disk, credentials, names, clocks."""
+"""Single checks: settings, versions, spill disk, credentials, clocks; and what docs/security.md says of permissions."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,14 @@ import pytest
 
 from dcp_s3 import versions
 from dcp_s3.checkup import checks
-from dcp_s3.checkup.doctor import doctor
-from dcp_s3.checkup.probes import CheckResult, Examination
+from dcp_s3.checkup.doctor import PERMISSIONS, doctor, permission_for
+from dcp_s3.checkup.probes import CONFIGURATION, CheckResult, Examination
 from dcp_s3.settings import Settings
 from dcp_s3.url import parse_url
 from tests.servers.process import free_port
 
-KEY, TOKEN = "AKIAIOSFODNN7EXAMPLE", "a-session-token-EXAMPLE"
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+BLOCKS = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", DOCUMENT, re.DOTALL)]
 
 
 def examination(read_only: bool = False, **settings: Any) -> Examination:
@@ -76,31 +79,16 @@ def test_a_torch_newer_than_all_that_was_run_is_a_warning(monkeypatch: pytest.Mo
 # --- credentials: where they come from and how long they hold, never what they are -----------------------
 
 
-@pytest.fixture
-def credentials(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Checks the credentials of an environment with these variables."""
-
-    def check(**environment: str) -> CheckResult:
-        for name, value in {"AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI", **environment}.items():
-            monkeypatch.setenv(name, value)
-        return checks.check_credentials(examination(endpoint_url=f"http://127.0.0.1:{free_port()}"))
-
-    return check
-
-
-def test_lasting_ones_are_good_and_nothing_that_could_be_used_is_shown(credentials: Any) -> None:
-    found = credentials(AWS_ACCESS_KEY_ID=KEY)
-    assert found.status == "ok"
-    assert found.found == "AKIA...MPLE from the environment (AWS_ACCESS_KEY_ID); they do not expire"
-    short = credentials(AWS_ACCESS_KEY_ID="short").found
-    assert short.startswith("an access key from")
-    assert "short" not in short
-
-
-def test_temporary_ones_that_nobody_renews_are_a_warning(credentials: Any) -> None:
-    found = credentials(AWS_ACCESS_KEY_ID=KEY, AWS_SESSION_TOKEN=TOKEN)
-    assert (found.status, "temporary" in found.found, TOKEN in str(found)) == ("warning", True, False)
-    assert "instance or pod role" in found.remedy
+@pytest.mark.parametrize("token", [None, "a-session-token-EXAMPLE"])
+def test_credentials_show_nothing_that_could_be_used(token: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = {"AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI"} | ({"AWS_SESSION_TOKEN": token} if token else {})
+    for name, value in {"AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE", **secret}.items():
+        monkeypatch.setenv(name, value)
+    found = checks.check_credentials(examination(endpoint_url=f"http://127.0.0.1:{free_port()}"))
+    assert found.found.startswith("AKIA... from env")
+    assert not any(value in str(found) for value in (*secret.values(), "AKIAIOSFODNN7EXAMPLE"))
+    assert (found.status, "temporary" in found.found) == (("warning", True) if token else ("ok", False))
+    assert ("instance or pod role" in found.remedy) == bool(token)
 
 
 # --- the endpoint ----------------------------------------------------------------------------------------
@@ -123,3 +111,29 @@ def test_clocks(skew: float | None, status: str, cell: str) -> None:
     found = checks.check_clock(exam)
     assert (found.status, found.cell) == (status, cell)
     assert ("NTP" in found.remedy) == (status in ("warning", "failed"))
+
+
+# --- permissions: docs/security.md and the code say the same ----------------------------------------------
+
+
+def test_the_table_in_the_docs_has_these_permissions() -> None:
+    table = DOCUMENT.partition("and no others:")[2].partition("`s3:ListBucket` is needed")[0].strip().splitlines()
+    rows = [
+        f"| {', '.join(f'`{name}`' for name in each.operations)} | `{each.action}`"
+        f"{' (on the bucket)' if each.on_bucket else ''} | {each.used_by} |"
+        for each in PERMISSIONS
+    ]
+    assert table[2:] == rows
+    assert permission_for("HeadObject").action == "s3:GetObject"
+    for operation, action in CONFIGURATION.items():
+        assert f"| `{operation}` | `{action}` |" in DOCUMENT
+
+
+def test_the_policies_in_the_docs_allow_every_permission_where_it_is_granted() -> None:
+    statements = {each["Sid"]: each for block in BLOCKS for each in block.get("Statement", ())}
+    names = ("TrainingObjects", "TrainingBucket")
+    granted = {(action, statements[name]["Resource"]) for name in names for action in statements[name]["Action"]}
+    bucket, objects = "arn:aws:s3:::BUCKET", "arn:aws:s3:::BUCKET/PREFIX/*"
+    needed = {(each.action, bucket if each.on_bucket else objects) for each in PERMISSIONS}
+    assert granted == needed
+    assert set(statements["TrainingKey"]["Action"]) == {"kms:GenerateDataKey", "kms:Decrypt"}

@@ -1,1 +1,0 @@
-"""`dcp-s3 report`: a page about the checkpoints under a root."""
