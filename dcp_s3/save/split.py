@@ -33,7 +33,7 @@ LargeChunk: TypeAlias = tuple[MetadataIndex, torch.Size, torch.dtype]
 
 @dataclass(frozen=True)
 class Rows(WriteItem):
-    """Some rows of a chunk. ``index`` is the whole chunk's, by which a planner finds it; ``tensor_data`` is the rows'."""
+    """Some rows of a chunk. ``index`` is that of the chunk, by which a planner finds it; ``tensor_data`` is of the rows."""
 
     @property
     def stored_index(self) -> MetadataIndex:
