@@ -33,7 +33,7 @@ LargeChunk: TypeAlias = tuple[MetadataIndex, torch.Size, torch.dtype]
 
 @dataclass(frozen=True)
 class Rows(WriteItem):
-    """Some rows of a chunk. ``index`` is that of the chunk, by which a planner finds it; ``tensor_data`` is of the rows."""
+    """Some rows of a chunk. ``index`` is that of the chunk, by which a planner finds it."""
 
     @property
     def stored_index(self) -> MetadataIndex:
