@@ -9,9 +9,7 @@ import io
 import multiprocessing
 import os
 import pickle
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -29,7 +27,6 @@ from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter
 from dcp_s3.stage import handover
 from dcp_s3.stage.handover import AsyncSave, StagedDict, StagedState, current_save, wait_for_saves
 from tests.end_to_end.states import DTYPES, assert_same, random_tensor
-from tests.interpreter import Interpreter
 from tests.ranks import run_ranks
 from tests.s3.waiting import until
 from tests.servers import S3Server
@@ -222,34 +219,6 @@ def test_a_save_that_was_never_begun_does_not_hold_the_others_up(monkeypatch: py
     assert staged.save not in handover._saves
 
 
-def test_the_collector_may_end_a_save_in_the_thread_that_waits_for_it() -> None:
-    """It may run at any call, even one that holds a lock of whatever the thread waits on."""
-    gc.disable()
-    state = StagedDict(w=1)
-    state["itself"] = state
-    AsyncSave().go_with(state)
-    del state
-    collected: list[int] = []
-
-    def collect(frame: Any, _: str, called: Any) -> None:
-        holds_lock = frame.f_code is threading.Condition.wait.__code__
-        if (called is time.sleep or holds_lock) and not collected:
-            collected.append(gc.collect())
-
-    def wait() -> None:
-        sys.setprofile(collect)
-        wait_for_saves()
-
-    thread = threading.Thread(target=wait, daemon=True)
-    try:
-        thread.start()
-        thread.join(PATIENCE)
-    finally:
-        gc.enable()
-    assert collected
-    assert not thread.is_alive()
-
-
 def test_two_saves_that_were_staged_at_once_do_not_wait_for_each_other() -> None:
     """Two threads that wait in `stage` for one save go on together when it ends."""
     staged = [_staged(), _staged()]
@@ -350,23 +319,3 @@ def test_a_checkpoint_process_that_could_not_be_started_does_not_hold_up_the_nex
 ) -> None:
     """The error of the first save is kept, and with it its state, which was never taken up."""
     run_ranks(1, _fail_to_start_then_save, root)
-
-
-_AT_EXIT = """
-import os, sys
-from dcp_s3.stage.handover import AsyncSave, _Running
-
-def finish(save, finish=AsyncSave.finish, write=os.write):
-    try:
-        finish(save)
-    except BaseException as error:
-        write(1, repr(error).encode())
-
-AsyncSave.finish = finish
-sys.kept = _Running(AsyncSave())  # it goes after the modules
-"""
-
-
-def test_a_save_that_outlasts_the_interpreter_ends_in_silence(interpreter: Interpreter) -> None:
-    ended = interpreter.run([sys.executable, "-c", _AT_EXIT], capture_output=True, timeout=120, check=True)
-    assert (ended.stdout, ended.stderr) == ("", "")
