@@ -198,21 +198,6 @@ def test_two_saves_that_meet_are_refused(
         assert left == []  # refused before a byte moved
 
 
-def _save_without_naming_the_rank(url: str) -> list[str]:
-    """What a framework does that calls the writer itself: it passes no rank."""
-    planner, writer = DefaultSavePlanner(), S3StorageWriter(url)
-    planner.set_up_planner({f"of-{dist.get_rank()}": torch.ones(3)}, is_coordinator=dist.get_rank() == 0)
-    writer.set_up_storage_writer(dist.get_rank() == 0)
-    plan = writer.prepare_local_plan(planner.create_local_plan())
-    results = writer.write_data(planner.finish_plan(plan), planner).wait()
-    return [result.storage_data.relative_path for result in results]
-
-
-def test_the_rank_is_that_of_torch_distributed(root: str) -> None:
-    for rank, paths in enumerate(run_ranks(2, _save_without_naming_the_rank, root)):
-        assert [path.split("_")[2] for path in paths] == [str(rank)]
-
-
 def test_a_save_that_has_begun_may_be_pickled(root: str) -> None:
     heard: list[Any] = []
     url, state = f"{root}/step-1", {"w": torch.arange(8.0)}

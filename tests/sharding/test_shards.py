@@ -189,19 +189,6 @@ def test_a_copy_is_the_same_and_apart(make_copy: Callable[[Any], Any]) -> None:
     assert torch.equal(torch.cat(found.boxes), expected)
 
 
-def test_torchs_own_storage_takes_it(tmp_path: Any) -> None:
-    """By FileSystemWriter, which makes whole tensors if it stages: that is refused."""
-    value = in_boxes(FULL, grid(SHAPE, (4, 3)))
-    with pytest.raises(errors.ShardingError, match="compute with the tensor that it was made of"):
-        dcp.async_save({"w": value}, storage_writer=dcp.FileSystemWriter(tmp_path))
-    with S3Stager() as stager:
-        saving: Any = dcp.async_save({"w": value}, storage_writer=dcp.FileSystemWriter(tmp_path), async_stager=stager)
-        getattr(saving, "upload_completion", saving).result(120)
-    target: Any = in_boxes(torch.zeros(SHAPE), grid(SHAPE, (1, 2)))
-    dcp.load({"w": target}, storage_reader=dcp.FileSystemReader(tmp_path))
-    assert torch.equal(torch.cat(target.boxes, 1), FULL)
-
-
 # --- whole states: what a plan makes of one, without ranks ------------------------------------------------
 
 
