@@ -62,7 +62,7 @@ def _make_state(mebibytes: int = 4, value: float = 1.0) -> dict[str, Any]:
 
 
 @contextmanager
-def _full_disk(_: Path) -> Iterator[None]:
+def _full_disk() -> Iterator[None]:
     """Each file that is to get room on disk finds none."""
 
     def no_space(*_: int) -> None:
@@ -73,42 +73,25 @@ def _full_disk(_: Path) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _unwritable(directory: Path) -> Iterator[None]:
-    """A file stands where the directory should (no permissions: root may do anything)."""
-    directory.rmdir()
-    directory.write_text("")
-    try:
-        yield
-    finally:
-        directory.unlink()
-        directory.mkdir()
-
-
 class _Case:
-    """Settings of the rank that fails, what makes it fail, and the states that fail and pass there."""
+    """Settings of the rank that fails, and the states that fail and pass there."""
 
-    def __init__(self, name: str, directory: Path) -> None:
-        directory.mkdir()
-        self._directory, self._broken = directory, {"full disk": _full_disk, "unwritable": _unwritable}.get(name)
+    def __init__(self, name: str, directory: str) -> None:
         self.rank = 0 if name == "uncopyable" else 1
         self.settings: dict[str, Any] = {}
         self.bad, self.good = _make_state(), _make_state(value=5.0)
-        if self._broken is not None:
-            self.settings = {"staging_limit": "1MiB", "spill_dir": str(directory)}
+        self.breaks: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if name == "full disk":
+            self.settings, self.breaks = {"staging_limit": "1MiB", "spill_dir": directory}, _full_disk
         elif name == "over budget":
             self.settings, self.good = {"staging_limit": "3MiB"}, _make_state(2, value=5.0)
         else:
             self.bad = {**self.bad, "extra": {"lock": _CannotBeCopied()}}
         self.words = CASES[name]
 
-    def broken(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._broken is None else self._broken(self._directory)
-
 
 CASES = {
-    "full disk": "No space left on device", "unwritable": "in the spill directory",
-    "over budget": "DCP_S3_STAGING_LIMIT", "uncopyable": "'extra.lock'",
+    "full disk": "No space left on device", "over budget": "DCP_S3_STAGING_LIMIT", "uncopyable": "'extra.lock'",
 }  # fmt: skip
 
 
@@ -116,7 +99,7 @@ def _fail_on_one_rank(directory: str, staging: str, kind: AsyncCheckpointerType)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     kept = []
     for name in CASES:
-        case = _Case(name, Path(directory, f"{name}-{rank}"))
+        case = _Case(name, directory)
         failing = case.rank % ranks
         fails_here = rank == failing
         saver = Saver(staging, kind, case.settings if fails_here else {})
@@ -124,7 +107,7 @@ def _fail_on_one_rank(directory: str, staging: str, kind: AsyncCheckpointerType)
         kept.append(weakref.ref(next(own for key, own in state.items() if key.startswith("of rank"))["parts"][0]))
         # One rank hears of it from async_save, or from the upload's future what failed in the background.
         later = ranks > 1 or (staging == "asynchronous" and name != "uncopyable")
-        with case.broken() if fails_here else nullcontext():
+        with case.breaks() if fails_here else nullcontext():
             try:
                 error = saver.save(f"{ROOT}/{name}-bad", state).exception(PATIENCE)
                 assert later, name
