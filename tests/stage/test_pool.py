@@ -8,6 +8,8 @@ import os
 import random
 import re
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from dcp_s3.stage import pool as pool_module
 from dcp_s3.stage.buffers import HostBuffer, measure_available, resolve_limit
 from dcp_s3.stage.pool import ALIGNMENT, BufferPool, Slot, place, split
 from tests.s3.waiting import until
-from tests.stage.making import MIB, Waiter, make_pool, no_collector
+from tests.stage.making import MIB, PATIENCE, make_pool, no_collector
 
 
 @pytest.fixture(autouse=True)
@@ -79,20 +81,30 @@ def test_a_request_that_has_to_wait_says_why_and_is_woken(
     monkeypatch.setattr(pool_module, "_REPORT_SECONDS", 0.0)
     pool = make_pool(**options)
     kept = [pool.acquire([MIB]) for _ in range(held)]
-    waiter = Waiter(pool, [asked], caplog)
-    waiter.waits()
-    until(lambda: caplog.text.count("staging has waited for") >= 2)  # and again every now and then
-    assert re.search(words, caplog.text)
-    assert not waiter.done
-    kept.pop()  # in another thread than the one that waits
-    if asked > options.get("limit", asked):
-        with pytest.raises(StagingError):
-            waiter.result()
-        assert len(pool.acquire([2 * MIB])) == 1
-        return
-    assert waiter.result()[0].buffer.size == asked
-    assert size_of(pool) == options.get("limit", 2 * MIB), "what is free has made room"
-    assert {record.levelname for record in caplog.records} == {"INFO", "WARNING"}
+    with ThreadPoolExecutor(1) as threads, closing(pool):
+        waiter = threads.submit(pool.acquire, [asked])
+        until(lambda: caplog.text.count("staging has waited for") >= 2)  # and again every now and then
+        assert re.search(words, caplog.text)
+        assert not waiter.done()
+        kept.pop()  # in another thread than the one that waits
+        if asked > options.get("limit", asked):
+            with pytest.raises(StagingError):
+                waiter.result(PATIENCE)
+            assert len(pool.acquire([2 * MIB])) == 1
+            return
+        assert waiter.result(PATIENCE)[0].buffer.size == asked
+        assert size_of(pool) == options.get("limit", 2 * MIB), "what is free has made room"
+
+
+def test_close_ends_a_wait() -> None:
+    pool = make_pool(generations=1)
+    held = pool.acquire([100])
+    with ThreadPoolExecutor(1) as threads:
+        waiter = threads.submit(pool.acquire, [100])
+        pool.close()
+        with pytest.raises(StagingError, match="closed"):
+            waiter.result(PATIENCE)
+    del held
 
 
 def test_a_lease_in_a_cycle_is_found_before_waiting(caplog: pytest.LogCaptureFixture) -> None:

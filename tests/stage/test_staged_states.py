@@ -5,15 +5,12 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from hypothesis import given
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -21,7 +18,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 from dcp_s3 import S3Stager
 from dcp_s3.errors import StagingError
 from tests.end_to_end.states import DTYPES, assert_same, random_tensor
-from tests.relying import moved
 from tests.stage.making import Holder, stage_once
 
 
@@ -55,18 +51,6 @@ def test_every_dtype(dtype: torch.dtype) -> None:
     _bytes(base).zero_()
     assert sparse.dtype == dtype
     assert torch.equal(_bytes(sparse), expected.view(-1, size)[::5].reshape(-1))
-
-
-def test_the_result_of_a_collective_that_is_under_way_is_waited_for(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
-        pending = funcol.all_reduce(torch.arange(5.0), "sum", dist.group.WORLD)
-        assert type(pending) is not torch.Tensor, moved("functional collectives wait at once", "stage/snapshot.py")
-        staged = stage_once({"sum": pending})["sum"]
-    finally:
-        dist.destroy_process_group()
-    assert type(staged) is torch.Tensor
-    assert torch.equal(staged, torch.arange(5.0))
 
 
 _APART: dict[str, Callable[[], torch.Tensor]] = {
