@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from dcp_s3 import torch_private
 from dcp_s3.errors import StagingError
@@ -35,7 +36,7 @@ class Snapshot:
 
     Args:
         state: containers (dicts, lists, tuples and subclasses) of tensors and other values. The other values are copied
-            by `copy.deepcopy` at once, with the tensors inside them.
+            by `copy.deepcopy`; tensors inside them are copied to CPU memory at once.
 
     Attributes:
         tensors: the plain tensors to copy, each once, including those inside DTensor, ShardedTensor and other wrappers.
@@ -123,7 +124,8 @@ class Snapshot:
             items = [self._copy_at(number, entry) for number, entry in enumerate(value)]
             return tuple(items) if kind is tuple else kind._make(items)
         try:
-            return copy.deepcopy(value, self._memo)
+            with _OffloadCopies():
+                return copy.deepcopy(value, self._memo)
         except Exception as error:
             raise self._not_copyable(value, error) from error
 
@@ -217,6 +219,17 @@ def _fill(value: Any, staged: Sequence[torch.Tensor]) -> Any:
         items = [_fill(entry, staged) for entry in value]
         return tuple(items) if kind is tuple else kind._make(items)
     return value
+
+
+class _OffloadCopies(TorchFunctionMode):
+    """Makes `copy.deepcopy` of a tensor on a device return a copy in CPU memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and args[0].device.type not in ("cpu", "meta"):
+            tensor, memo = args
+            memo[id(tensor)] = copied = tensor.detach().cpu()
+            return copied
+        return func(*args, **(kwargs or {}))
 
 
 def _is_memory(tensor: torch.Tensor) -> bool:

@@ -202,37 +202,24 @@ def _fail_again_and_again(staging: str, kind: AsyncCheckpointerType, keep: bool)
     return str(kept[0][1]) if keep else ""
 
 
-@pytest.mark.quick("denied-blocking-False", "reset-writer-True")
+@pytest.mark.quick("one rank", "both", "first of two")
 @pytest.mark.parametrize(
-    ("fault", "staging", "keep"),
+    ("fault", "staging", "kind", "ranks", "failing", "keep"),
     [
-        ("denied", "blocking", False), ("denied", "asynchronous", True), ("reset", "writer", True),
-        ("exists", "blocking", True), ("exists", "asynchronous", False),
+        ("denied", "blocking", THREAD, 1, None, False), ("reset", "writer", THREAD, 1, None, True),
+        ("exists", "asynchronous", THREAD, 1, None, True), ("denied", "blocking", THREAD, 2, None, True),
+        ("denied", "asynchronous", THREAD, 2, 0, True), ("denied", "blocking", THREAD, 2, 1, True),
+        ("denied", "asynchronous", PROCESS, 1, None, True), ("exists", "blocking", PROCESS, 1, None, True),
     ],
+    ids=["one rank", "reset", "planning", "both", "first of two", "second of two", "process", "process that plans"],
 )  # fmt: skip
-def test_saves_of_one_rank_that_fail_do_not_hold_up_the_next(
-    faulty: FaultyServer, fault: str, staging: str, keep: bool
-) -> None:
-    _refuse(faulty, fault)
-    text = _fail_again_and_again(staging, THREAD, keep)
-    assert not keep or "dcp_s3.errors." in text
-
-
-@pytest.mark.quick("both", "first of two")
-@pytest.mark.parametrize(
-    ("fault", "staging", "kind", "ranks", "failing"),
-    [
-        ("denied", "blocking", THREAD, 2, None), ("denied", "asynchronous", THREAD, 2, 0),
-        ("denied", "blocking", THREAD, 2, 1), ("denied", "asynchronous", PROCESS, 1, None),
-        ("exists", "blocking", PROCESS, 1, None),
-    ],
-    ids=["both", "first of two", "second of two", "process", "process that plans"],
-)  # fmt: skip
-def test_nor_do_those_of_two_ranks_of_which_one_or_both_fail_or_of_another_process(
-    faulty: FaultyServer, fault: str, staging: str, kind: AsyncCheckpointerType, ranks: int, failing: int | None
-) -> None:
+def test_saves_that_fail_do_not_hold_up_the_next(
+    faulty: FaultyServer, fault: str, staging: str, kind: AsyncCheckpointerType, ranks: int, failing: int | None,
+    keep: bool,
+) -> None:  # fmt: skip
     _refuse(faulty, fault, rank=failing)
-    run_ranks(ranks, _fail_again_and_again, staging, kind, True)
+    texts = run_ranks(ranks, _fail_again_and_again, staging, kind, keep)
+    assert all("dcp_s3.errors." in text for text in texts if keep)
 
 
 def test_a_state_whose_save_has_ended_is_refused() -> None:
