@@ -167,6 +167,10 @@ class Settings(BaseSettings):
     requester_pays: bool = False
     """Whether to accept the costs of requests to a bucket whose owner has them paid by who makes them."""
 
+    split_replicated: bool = False
+    """Whether ranks that hold the same tensor chunk above 64 MiB (DDP, HSDP) write some of its rows each, rather than
+    one of them all. Replicas must then be equal."""
+
     retry_attempts: int = Field(default=8, ge=1, le=100)
     """Attempts for one request, including the first, before the save or load fails."""
     read_timeout: RequestSeconds = 60.0
@@ -358,7 +362,8 @@ def _suggest(name: str, known: Iterable[str]) -> str:
 SettingsLike = Settings | Mapping[str, Any] | None
 
 
-_ADDED = ("max_bandwidth", "requester_pays", "stall_timeout")  # after the first journals were written
+# After the first journals were written.
+_ADDED = ("max_bandwidth", "requester_pays", "split_replicated", "stall_timeout")
 
 
 def values_to_store(settings: Settings) -> dict[str, Any]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 import torch
@@ -217,18 +216,6 @@ Plan = Mapping[str, int | Fused | None]
 """Split of each tensor by name or pattern."""
 
 
-@dataclass(frozen=True)
-class _Local:
-    """A split tensor on one rank."""
-
-    lengths: tuple[int, ...]
-    dim: int
-    copies: tuple[int, ...]
-    others: tuple[int, ...]
-    """Its shape without ``dim``."""
-    dtype: torch.dtype
-
-
 def shard_state(
     state: Mapping[str, Any],
     plan: Plan,
@@ -253,13 +240,13 @@ def shard_state(
             holds all of it. A name counts before patterns, of these the first that fits. Every tensor must be in it,
             so that no misspelt name makes shards look like replicas, of which one is saved; ``"*": None`` at the end
             takes all the rest. Exempt are numbers (0 dimensions), DTensors and shards, which know how they are split.
-        group: the ranks that share the tensors, in the order of their shards. All of them call this, once: they tell
-            each other their shapes. Shards may differ in length.
-        rank: without ``group``: place of this rank's shards, of ``world_size``. All shards of a tensor have one length.
+        group: the ranks that share the tensors, in the order of their shards, which are of one shape. All of them call
+            this, once: they compare plans and shapes.
+        rank: without ``group``: place of this rank's shards, of ``world_size``.
 
     Raises:
-        ShardingError: a tensor is in no entry of ``plan``, or cannot be split as it says; the ranks' shapes do not fit
-            each other; neither ``group`` nor ``rank`` and ``world_size`` are given. With ``group``, on all its ranks.
+        ShardingError: a tensor is in no entry of ``plan``, or cannot be split as it says; the ranks of ``group`` split
+            differently; neither ``group`` nor ``rank`` and ``world_size`` are given.
     """
     if group is not None:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -267,28 +254,36 @@ def shard_state(
         raise ShardingError(
             f"rank {rank} of {world_size}: expected group, on its ranks only, or both rank and world_size"
         )
-    mine: dict[str, _Local] = {}
-    everyone: list[Any] = [mine] * world_size
-    try:
-        _map_tensors(state, lambda name, tensor: _note_split(name, tensor, plan, mine))
-        failure = None
-    except ShardingError as error:
-        failure = error  # raised below: the others wait for this rank
-    if group is not None:
-        dist.all_gather_object(everyone, failure or mine, group=group)
-    for failed in [failure, *everyone]:
-        if isinstance(failed, ShardingError):
-            raise failed
-    _check_alike(everyone)
+    splits: dict[str, Any] = {}
 
-    sharded: dict[str, Any] = _map_tensors(state, partial(_shard, everyone=everyone, rank=rank))
+    def note(name: str, tensor: torch.Tensor) -> None:
+        if (split := _split_of(name, tensor, plan)) is not None:
+            splits[name] = split, tensor.shape, tensor.dtype
+
+    def make_shard(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return _shard(name, tensor, splits[name][0], rank, world_size) if name in splits else tensor
+
+    _map_tensors(state, note)
+    if group is not None:
+        everyone: list[dict[str, Any]] = [splits] * world_size
+        dist.all_gather_object(everyone, splits, group=group)
+        names = {name for each in everyone for name in each}
+        differing = sorted(name for name in names if any(each.get(name) != everyone[0].get(name) for each in everyone))
+        if differing:
+            found = [each.get(differing[0]) for each in everyone]
+            raise ShardingError(
+                f"{differing[0]!r} is split differently on the ranks of the group (split, shape, dtype): {found}. "
+                "Remedy: pass the same plan, and tensors of one shape; shard() takes any shapes",
+                fqn=differing[0],
+            )
+    sharded: dict[str, Any] = _map_tensors(state, make_shard)
     return sharded
 
 
-def _note_split(name: str, tensor: torch.Tensor, plan: Plan, found: dict[str, _Local]) -> None:
-    """Add how the plan splits a tensor, if it does."""
+def _split_of(name: str, tensor: torch.Tensor, plan: Plan) -> int | Fused | None:
+    """How the plan splits a tensor; None if it does not, or the tensor knows itself."""
     if _is_sharded(tensor) or not tensor.dim():
-        return
+        return None
     pattern = name if name in plan else next((each for each in plan if fnmatchcase(name, each)), None)
     if pattern is None:
         raise ShardingError(
@@ -296,9 +291,10 @@ def _note_split(name: str, tensor: torch.Tensor, plan: Plan, found: dict[str, _L
             "it",
             fqn=name,
         )
-    split = plan[pattern]
-    if split is None:
-        return
+    return plan[pattern]
+
+
+def _shard(name: str, tensor: torch.Tensor, split: int | Fused, rank: int, world_size: int) -> torch.Tensor:
     dim, shape = split.dim if isinstance(split, Fused) else split, tuple(tensor.shape)
     if not _is_local(tensor):
         raise ShardingError(
@@ -309,49 +305,21 @@ def _note_split(name: str, tensor: torch.Tensor, plan: Plan, found: dict[str, _L
     dim %= len(shape)
     lengths = tuple(split.lengths) if isinstance(split, Fused) else (shape[dim],)
     copies = (split.copies if isinstance(split, Fused) else None) or (1,) * len(lengths)
-    if sum(lengths) != shape[dim] or min(lengths, default=-1) < 0 or len(copies) != len(lengths) or min(copies) < 1:
+    fits = sum(lengths) == shape[dim] and min(lengths, default=-1) >= 0 and len(copies) == len(lengths)
+    if not fits or any(count < 1 or world_size % count for count in copies):
         raise ShardingError(
-            f"{name!r} has length {shape[dim]} along {dim}, but the plan has parts of {lengths} with {copies} copies. "
-            "Remedy: lengths are those of this rank, and add up to that of its tensor",
+            f"{name!r} has length {shape[dim]} along {dim}, but the plan has parts of {lengths} with {copies} copies "
+            f"on {world_size} ranks. Remedy: lengths are those of this rank, and add up to that of its tensor; copies "
+            "divide the ranks",
             fqn=name,
         )
-    found[name] = _Local(lengths, dim, copies, (*shape[:dim], *shape[dim + 1 :]), tensor.dtype)
-
-
-def _check_alike(everyone: Sequence[dict[str, _Local]]) -> None:
-    """Refuse splits that differ on the ranks in more than the lengths of their parts."""
-    for rank, each in enumerate(everyone):
-        for name in sorted(everyone[0].keys() | each.keys()):
-            first, local = everyone[0].get(name), each.get(name)
-            if first is None or local is None or replace(local, lengths=()) != replace(first, lengths=()):
-                raise ShardingError(
-                    f"{name!r} is split as {first} on rank 0, and as {local} on rank {rank} of the group. Remedy: pass "
-                    "the same plan and tensors that differ in one length only",
-                    fqn=name,
-                )
-            for number, (length, copies) in enumerate(zip(local.lengths, local.copies, strict=True)):
-                owner = rank - rank % copies
-                wanted = everyone[owner][name].lengths[number]
-                if len(everyone) % copies or wanted != length:
-                    raise ShardingError(
-                        f"part {number} of {name!r} cannot have {copies} copies on {len(everyone)} ranks: {wanted} on "
-                        f"rank {owner}, {length} on rank {rank}",
-                        fqn=name,
-                    )
-
-
-def _shard(name: str, tensor: torch.Tensor, everyone: Sequence[dict[str, _Local]], rank: int) -> torch.Tensor:
-    if name not in everyone[rank]:
-        return tensor
-    own, starts, base = everyone[rank][name], [], 0
-    for number, copies in enumerate(own.copies):
-        lengths = [each[name].lengths[number] for each in everyone[::copies]]
-        starts.append(base + sum(lengths[: rank // copies]))
-        base += sum(lengths)
-    dims = range(tensor.dim())
-    whole = [base if d == own.dim else tensor.shape[d] for d in dims]
-    offsets = [[start if d == own.dim else 0 for d in dims] for start in starts]
-    return shard(torch.split(tensor.detach(), [*own.lengths], own.dim), global_shape=whole, offsets=offsets)
+    starts, base = [], 0
+    for length, count in zip(lengths, copies, strict=True):
+        starts.append(base + rank // count * length)
+        base += world_size // count * length
+    whole = [*shape[:dim], base, *shape[dim + 1 :]]
+    offsets = [[start if d == dim else 0 for d in range(len(shape))] for start in starts]
+    return shard(torch.split(tensor.detach(), [*lengths], dim), global_shape=whole, offsets=offsets)
 
 
 def _map_tensors(value: Any, change: Callable[[str, torch.Tensor], Any], name: str = "") -> Any:

@@ -1,7 +1,7 @@
 """Trains a tensor-parallel attention layer that is sharded by hand, without DTensor, and checkpoints it to S3.
 
     torchrun --nproc-per-node 4 -m examples.hand_sharded --url s3://bucket/run --steps 10
-    torchrun --nproc-per-node 3 -m examples.hand_sharded --url s3://bucket/run --steps 20
+    torchrun --nproc-per-node 2 -m examples.hand_sharded --url s3://bucket/run --steps 20
 
 The second run goes on from the newest checkpoint of the first, on another number of ranks.
 """
@@ -25,9 +25,9 @@ QUERIES, KEYS = 8, 4  # heads; each head of keys and values serves two of querie
 class Attention(nn.Module):
     """One rank's heads. Its weights are plain tensors, a part of the whole."""
 
-    def __init__(self, rank: int, ranks: int) -> None:
+    def __init__(self, ranks: int) -> None:
         super().__init__()
-        keys = KEYS // ranks + (rank < KEYS % ranks)  # the first ranks have one more
+        keys = KEYS // ranks
         self.sizes = (keys * QUERIES // KEYS * HEAD, keys * HEAD, keys * HEAD)
         self.qkv = nn.Linear(WIDTH, sum(self.sizes))  # rows of q, then of k, then of v
         self.dense = nn.Linear(self.sizes[0], WIDTH, bias=False)
@@ -81,7 +81,7 @@ def train(url: str, steps: int) -> int:
     """Train up to step ``steps``, from the newest checkpoint below ``url``, and save. Returns the step it began at."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
-    model = Attention(rank, ranks)
+    model = Attention(ranks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for parameter in model.parameters():
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

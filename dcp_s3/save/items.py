@@ -26,6 +26,7 @@ from dcp_s3.format.framing import FrameCache, FramingError
 from dcp_s3.format.safe_items import warn_of_unsafe_item
 from dcp_s3.memory import Piece, crc_of, sent_pieces
 from dcp_s3.save.plan import WriteBucket
+from dcp_s3.save.split import Rows
 from dcp_s3.stage.buffers import HostBuffer
 from dcp_s3.tensor_memory import copy_to_host, is_plain, iterate_bytes, view_bytes
 from dcp_s3.torch_private import StorageInfo, WriterTransforms
@@ -126,6 +127,8 @@ class ObjectPieces:
             )
         if isinstance(data, io.BytesIO):
             warn_of_unsafe_item(item.index.fqn, data)
+        elif isinstance(item, Rows):
+            data = item.narrow(data)
         if self._source.transforms.extensions:
             whole = self._transform(written, data)
         elif isinstance(data, io.BytesIO):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -21,6 +21,7 @@ from dcp_s3.format.layout import data_object
 from dcp_s3.limit import Cancelled, Deadline
 from dcp_s3.save.items import ItemSource, ObjectPieces
 from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket
+from dcp_s3.save.split import Rows
 from dcp_s3.store import Batch, Store
 from dcp_s3.torch_private import WriterTransforms
 from dcp_s3.units import format_size
@@ -41,6 +42,8 @@ class ItemWriteResult(WriteResult):
     """The object's entry, in the result of its first item; None in the others."""
     spilled: bool = False
     """Whether the object is on a local disk, not on S3."""
+    rows: ChunkStorageMetadata | None = None
+    """Place of the item in the tensor, if it is a part of a planned chunk."""
 
 
 class ObjectNames(NamedTuple):
@@ -97,11 +100,12 @@ def write_buckets(
         entry = ObjectEntry(path, stored.size, None if crc is None else crc_hex(crc))
         return [
             ItemWriteResult(
-                each.item.index,
+                each.item.stored_index if isinstance(each.item, Rows) else each.item.index,
                 each.length,
                 each.storage_info(path, checksum=crc is not None),
                 None if position else entry,
                 stored.spilled,
+                each.item.chunk if isinstance(each.item, Rows) else None,
             )
             for position, each in enumerate(pieces.written)
         ]

@@ -43,8 +43,7 @@ def item_size(item: WriteItem) -> int:
     if item.tensor_data is None:
         size = item.bytes_io_data.nbytes if item.bytes_io_data is not None else _UNKNOWN_BYTES
         return size + _FRAMING_BYTES
-    element_size = torch.empty(0, dtype=item.tensor_data.properties.dtype, device="meta").element_size()
-    return math.prod(item.tensor_data.chunk.sizes) * element_size + _FRAMING_BYTES
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize + _FRAMING_BYTES
 
 
 def group_items(items: Sequence[WriteItem], separate: Sequence[str]) -> list[list[WriteItem]]:

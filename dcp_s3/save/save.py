@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -29,6 +29,7 @@ from dcp_s3.ranks import world_size
 from dcp_s3.s3.store import store_of
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, write_buckets
 from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket, check_shards, plan_buckets
+from dcp_s3.save.split import LargeChunk, find_large, split_replicated, with_rows
 from dcp_s3.settings import Settings
 from dcp_s3.spill.saving import drain_url, open_for_save
 from dcp_s3.store import Store
@@ -59,6 +60,8 @@ class SaveOptions:
     """None: not known, as for a save that was staged elsewhere."""
     max_objects: int = OBJECTS_PER_RANK
     """See `S3StorageWriter.max_objects`."""
+    splits: bool = False
+    """See `S3StorageWriter.split_replicated`."""
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -111,6 +114,8 @@ class _PlanOrigin:
 
     url: str | None  # None once it was checked: DCP may pass the same object again, from its cache of plans
     rank: int
+    large: tuple[LargeChunk, ...] = ()
+    """What the rank can write a part of, whether or not the planner has left it to this rank."""
 
 
 class _RankResults(list[WriteResult]):
@@ -172,17 +177,23 @@ class Save:
         """Check the URL, and mark the plan with this save's URL."""
         if self._is_coordinator:
             self._committer.check_url(self._store())
-        return dataclasses.replace(plan, storage_data=_PlanOrigin(str(self.url), self._rank))
+        large = find_large(plan.items) if self._options.splits else ()
+        return dataclasses.replace(plan, storage_data=_PlanOrigin(str(self.url), self._rank, large))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check that all plans are of this save, and their shards of the same tensors. Nothing else needs coordination:
-        names are unique."""
+        """Check that all plans are of this save, and their shards of the same tensors; with `splits`, cut what several
+        ranks hold. Nothing else needs coordination: names are unique."""
         check_shards(plans, filled=world_size() == 1)
         for plan in plans:
             origin = plan.storage_data
             if isinstance(origin, _PlanOrigin) and origin.url is not None:
                 self._check_same_save(origin.url, origin.rank)
                 origin.url = None
+        if self._options.splits:
+            held = [each.large if isinstance(each := plan.storage_data, _PlanOrigin) else () for plan in plans]
+            for plan, items in zip(plans, split_replicated(plans, held), strict=True):
+                # In place: if torch caches plans it has cached these, and compares the next ones with what ranks write.
+                plan.items[:] = items
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -218,6 +229,7 @@ class Save:
                 result.index: result.storage_data for result in all_results if result.storage_data is not None
             }
             metadata.storage_meta = self.storage_meta
+            metadata.state_dict_metadata = _with_rows(metadata.state_dict_metadata, all_results)
             commit = make_commit(
                 self._identity,
                 # A copy: with plan caching, the next save gets this very object while it is being pickled.
@@ -299,6 +311,15 @@ class Save:
 
     def _start_deadline(self) -> Deadline | None:
         return Deadline.start("DCP_S3_SAVE_TIMEOUT", self._settings.save_timeout)
+
+
+def _with_rows(entries: dict[str, Any], results: Sequence[WriteResult]) -> dict[str, Any]:
+    """The metadata of all entries of a state, once tensors are cut."""
+    rows: dict[str, list[ChunkStorageMetadata]] = {}
+    for result in results:
+        if isinstance(result, ItemWriteResult) and result.rows is not None:
+            rows.setdefault(result.index.fqn, []).append(result.rows)
+    return {**entries, **{fqn: with_rows(fqn, entries[fqn], chunks) for fqn, chunks in rows.items()}}
 
 
 def _objects_of(results: Sequence[WriteResult]) -> tuple[list[ObjectEntry], list[int]]:

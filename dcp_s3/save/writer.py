@@ -85,6 +85,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             them apart. A writer for each step, then.
         separate: beginnings of FQNs that get their own objects, for example ``["model.", "optimizer."]``. Everything
             else shares the remaining objects.
+        split_replicated: whether ranks share the writing of a tensor chunk above 64 MiB that several of them hold (DDP,
+            HSDP), each some of its rows, so that all write about the same bytes. Whatever has the same name and offset
+            on several ranks must then have the same values on them. Not in saves without collectives. None: as the
+            setting ``split_replicated`` says.
         max_objects: most objects that a rank writes, 1 or more, besides attachments; small states get fewer. None: 4.
         process_group: the group that is passed to `dcp.save`, which does not pass it on. None: the default group.
         settings: a `Settings`, or a mapping of settings that override the environment.
@@ -116,6 +120,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         metrics: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
         separate: Separate | None = None,
+        split_replicated: bool | None = None,
         max_objects: int | None = None,
         replicas: Replicas = None,
         step: int | None = None,
@@ -137,6 +142,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self.max_objects = OBJECTS_PER_RANK if max_objects is None else max_objects
         if not isinstance(self.max_objects, int) or self.max_objects < 1:
             raise SettingsError(f"max_objects = {self.max_objects!r}, expected a whole number above 0")
+        self.split_replicated = self.settings.split_replicated if split_replicated is None else split_replicated
         self.replicas, self.step = replicas, step
         self._transforms = WriterTransforms(_extensions)
         self._url = None if url is None else parse_url(url)  # of saves that were given none
@@ -205,7 +211,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             stall_since = stall_since or (lambda began: time.monotonic() - began)
         options = SaveOptions(
             self.settings, self.overwrite, dict(self.metrics), self.separate, self._transforms,
-            self._attached.take(url), self.on_event, stall_since, self.max_objects, check_extra(self.extra),
+            self._attached.take(url), self.on_event, stall_since, self.max_objects, self.split_replicated,
+            check_extra(self.extra),
         )  # fmt: skip
         if use_collectives:
             save = Save(url, save_id, options, rank=int(rank), is_coordinator=is_coordinator)

@@ -41,7 +41,8 @@ class HostBuffer:
         if kind == "private":
             self._map = _map_private(size)
         else:
-            self._fd = _open_shared() if kind == "shared" else _open_file(directory or "", size)
+            # A memory file: not in /dev/shm, which containers keep small.
+            self._fd = os.memfd_create("dcp_s3-staging") if kind == "shared" else _open_file(directory or "", size)
             _reserve(self._fd, size, directory if kind == "file" else None)
             self._map = mmap.mmap(self._fd, size)
         self.address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
@@ -101,13 +102,6 @@ def _map_private(size: int) -> mmap.mmap:
         # A child (a data loader's worker) would get a copy of every page that staging writes while the child lives.
         mapped.madvise(mmap.MADV_DONTFORK)
     return mapped
-
-
-def _open_shared() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("dcp_s3-staging")  # not in /dev/shm, which containers keep small
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 def _open_file(directory: str, size: int) -> int:

@@ -16,7 +16,7 @@ def _train_in(directory: str, url: str, steps: int) -> int:
 
 def test_the_training_goes_on_with_other_ranks(root: str, memory_server: S3Server, tmp_path: Path) -> None:
     assert run_ranks(4, _train_in, str(tmp_path), root, 2) == [0] * 4
-    assert run_ranks(3, _train_in, str(tmp_path), root, 3) == [2] * 3
+    assert run_ranks(2, _train_in, str(tmp_path), root, 3) == [2] * 2
     first, last = (read_tensors(f"{root}/step-{step}") for step in (2, 3))
     rows = HEAD * (QUERIES + 2 * KEYS)
     shapes = {name: tuple(tensor.shape) for name, tensor in last.items() if name.startswith("momentum.")}

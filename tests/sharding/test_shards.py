@@ -1,36 +1,41 @@
-"""`shard`: a local tensor that knows its place."""
+"""`shard`: a local tensor that knows its place; `shard_state`: the tensors of a state."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-import dcp_s3
-from dcp_s3 import S3LoadPlanner, S3Stager, S3StorageReader, S3StorageWriter, errors, read_tensor, shard, verify
+from dcp_s3 import Fused, S3LoadPlanner, S3Stager, S3StorageReader, errors, read_tensor, shard, shard_state, verify
 from dcp_s3.load.boxes import AnyBox as Box
 from tests.end_to_end.loads import failure, save
-from tests.load.test_planner import details, grid, make_plan, saved_as
 from tests.servers import S3Server
 
 pytestmark = pytest.mark.servers("memory")
 
 SHAPE = (6, 5)
 FULL = torch.arange(30.0).view(SHAPE)
+
+
+def grid(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Box]:
+    """The boxes of a tensor that is cut into about that many parts along each dimension."""
+    cuts = [[*range(0, size, -(-size // count)), size] for size, count in zip(shape, parts, strict=True)]
+    boxes = itertools.product(*(itertools.pairwise(each) for each in cuts))
+    return [(tuple(start for start, _ in box), tuple(stop - start for start, stop in box)) for box in boxes]
 
 
 def cut(full: torch.Tensor, box: Box) -> torch.Tensor:
@@ -68,17 +73,6 @@ def test_boxes_are_saved_as_one_tensor_and_loaded_in_place(root: str, parts: tup
         assert torch.equal(torch.cat([column.detach() for column in columns], 1), FULL)
 
 
-def test_a_part_is_loaded_alone() -> None:
-    """Nothing that other ranks hold is planned."""
-    part = torch.zeros(2, 5)
-    state = {"w": shard(part, global_shape=SHAPE, offsets=(3, 0))}
-    metadata = Metadata({"w": saved_as(SHAPE, grid(SHAPE, (6, 1)))})
-    for planner in (DefaultLoadPlanner(), S3LoadPlanner()):
-        items = make_plan(planner, state, metadata).items
-        assert [tuple(item.storage_index.offset) for item in items] == [(3, 0), (4, 0)]  # type: ignore[arg-type]
-        assert planner.resolve_tensor(items[1]).data_ptr() == part[1:].data_ptr()
-
-
 @pytest.mark.parametrize("shape", [(), (0, 3), (3, 0)], ids=str)
 def test_tensors_of_no_dimension_and_of_no_element(root: str, shape: tuple[int, ...]) -> None:
     def place(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -101,45 +95,6 @@ def test_another_shape_than_was_saved(root: str) -> None:
     failure(lambda: dcp.load(state, storage_reader=reader, planner=S3LoadPlanner()), errors.TensorMismatchError)
 
 
-# --- planners ---------------------------------------------------------------------------------------------
-
-
-@st.composite
-def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box], list[Box]]:
-    """A shape, and two ways to cut it."""
-    shape = tuple(draw(st.lists(st.integers(0, 7), min_size=1, max_size=3)))
-    one, other = ([draw(st.integers(1, 4)) for _ in shape] for _ in range(2))
-    return shape, draw(st.permutations(grid(shape, tuple(one)))), grid(shape, tuple(other))
-
-
-@settings(max_examples=60)
-@given(cuts=tilings(), ranks=st.integers(1, 3))
-def test_torchs_planner_and_ours_plan_the_same_of_it(
-    cuts: tuple[tuple[int, ...], list[Box], list[Box]], ranks: int
-) -> None:
-    shape, saved, local = cuts
-    values = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
-    metadata = Metadata({"w": saved_as(shape, saved)})
-    found = torch.zeros(shape)
-    for rank in range(ranks):
-        boxes = local[rank::ranks]
-        if not boxes:
-            continue
-        parts = [torch.zeros(size) for _, size in boxes]
-        state = {"w": shard(parts, global_shape=shape, offsets=[offsets for offsets, _ in boxes])}
-        ours, theirs = S3LoadPlanner(), DefaultLoadPlanner()
-        plan = make_plan(ours, state, metadata)
-        assert details(plan.items) == details(make_plan(theirs, state, metadata).items)
-        for item in plan.items:
-            assert item.storage_index.offset is not None
-            source = cut(values, saved[item.storage_index.index or 0])
-            box = tuple(item.storage_offsets), tuple(item.lengths)
-            ours.resolve_tensor(item).copy_(cut(source, box))
-        for box, part in zip(boxes, parts, strict=True):
-            cut(found, box).copy_(part)
-    assert torch.equal(found, values)
-
-
 def test_an_empty_box_does_not_hide_the_one_that_begins_there() -> None:
     empty, rows = (shard(torch.zeros(n, 5), global_shape=SHAPE, offsets=(0, 0)) for n in (0, 6))
     assert write_items(rows)[0].index == MetadataIndex("w", torch.Size((0, 0)))
@@ -156,11 +111,8 @@ def test_an_empty_box_does_not_hide_the_one_that_begins_there() -> None:
     ("tensors", "shape", "offsets", "message"),
     [
         (torch.zeros(2, 5), SHAPE, (5, 0), r"\(2, 5\) at \(5, 0\) does not lie inside global_shape \(6, 5\)"),
-        (torch.zeros(0, 5), SHAPE, (7, 0), "does not lie inside"),
         (torch.zeros(2, 5), SHAPE, (-1, 0), "does not lie inside"),
-        (torch.zeros(2, 5), (-6, 5), (0, 0), "does not lie inside"),
         (torch.zeros(2, 5), SHAPE, (0,), "does not lie inside"),
-        (torch.zeros(2, 5), (6, 5, 1), (0, 0), "does not lie inside"),
         (torch.zeros(2, 5), SHAPE, (0.0, 0), "expected whole numbers"),
         (torch.zeros(2, 5), 6, (0, 0), "expected whole numbers"),
         ([], SHAPE, [], "0 tensors with 0 offsets"),
@@ -171,7 +123,6 @@ def test_an_empty_box_does_not_hide_the_one_that_begins_there() -> None:
             [(0, 0), (1, 0)],
             r"at \(0, 0\) and .* at \(1, 0\) of this rank overlap",
         ),
-        ([torch.zeros(2, 5)] * 2, SHAPE, [(0, 0), (0, 0)], "of this rank overlap"),
         ([torch.zeros(2, 5), torch.zeros(2, 5).half()], SHAPE, [(0, 0), (2, 0)], "float32 .* and torch.float16"),
         ([torch.zeros(2, 5), 3], SHAPE, [(0, 0), (2, 0)], "a int cannot be a shard"),
         (torch.eye(5).to_sparse(), (5, 5), (0, 0), "expected a dense local tensor"),
@@ -238,75 +189,130 @@ def test_a_copy_is_the_same_and_apart(make_copy: Callable[[Any], Any]) -> None:
     assert torch.equal(torch.cat(found.boxes), expected)
 
 
-@pytest.mark.parametrize("stager", ["writer", "torch"])
-def test_asynchronous_saves(root: str, stager: str) -> None:
-    local = FULL.clone()
-    saving: Any = dcp.async_save(
-        {"w": shard(local.split(3), global_shape=SHAPE, offsets=[(0, 0), (3, 0)])},
-        storage_writer=S3StorageWriter(root),
-        async_stager=None if stager == "writer" else DefaultStager(StagingOptions(False, True, False, False)),
-    )
-    local.zero_()
-    saving.result(120)
-    assert torch.equal(read_tensor(root, "w"), FULL)
+# --- whole states: what a plan makes of one, without ranks ------------------------------------------------
 
 
-def test_torchs_own_storage_takes_it(tmp_path: Any) -> None:
-    """By FileSystemWriter, which makes whole tensors if it stages: that is refused."""
-    value = in_boxes(FULL, grid(SHAPE, (4, 3)))
-    with pytest.raises(errors.ShardingError, match="compute with the tensor that it was made of"):
-        dcp.async_save({"w": value}, storage_writer=dcp.FileSystemWriter(tmp_path))
-    with S3Stager() as stager:
-        saving: Any = dcp.async_save({"w": value}, storage_writer=dcp.FileSystemWriter(tmp_path), async_stager=stager)
-        getattr(saving, "upload_completion", saving).result(120)
-    target: Any = in_boxes(torch.zeros(SHAPE), grid(SHAPE, (1, 2)))
-    dcp.load({"w": target}, storage_reader=dcp.FileSystemReader(tmp_path))
-    assert torch.equal(torch.cat(target.boxes, 1), FULL)
+def boxes_of(value: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [(offsets, tuple(box.shape)) for offsets, box in zip(value.offsets, value.boxes, strict=True)]
 
 
-# --- plans of the documentation -------------------------------------------------------------------------
+def shards_of(shape: tuple[int, ...], split: Any, rank: int, world_size: int) -> Any:
+    return shard_state({"w": torch.zeros(shape)}, {"w": split}, rank=rank, world_size=world_size)["w"]
 
 
-_PAGE = (Path(__file__).resolve().parents[2] / "docs" / "hand-sharded.md").read_text()
-_TP, _HIDDEN, _WIDE, _WORDS = 4, 16, 64, 40
+def test_names_come_before_patterns_and_the_first_pattern_counts() -> None:
+    model = {"a.weight": torch.zeros(2, 3), "b.weight": torch.zeros(2, 3), "norm": torch.zeros(3)}
+    plan = {"*.weight": 0, "model.b*": None, "model.b.weight": 1, "*": None}
+    found = shard_state({"model": model, "step": 3}, plan, rank=1, world_size=2)
+    assert found["step"] == 3
+    assert found["model"]["norm"] is model["norm"]
+    assert boxes_of(found["model"]["a.weight"]) == [((2, 0), (2, 3))]
+    assert boxes_of(found["model"]["b.weight"]) == [((0, 3), (2, 3))]
+    assert found["model"]["b.weight"].shape == (2, 6)
+    assert set(found["model"]) == set(model)
 
 
-def _documented(name: str) -> dict[str, Any]:
-    (block,) = [block for block in re.findall(r"```python\n(.*?)```", _PAGE, re.DOTALL) if f"{name} = {{" in block]
-    values: dict[str, Any] = {"dcp_s3": dcp_s3, "hidden": _HIDDEN, "tp": _TP}
-    exec(block, values)
-    found: dict[str, Any] = values[name]
-    return found
+def test_optimizers_and_what_is_exempt() -> None:
+    layer = nn.Linear(3, 2)
+    known = shard(torch.zeros(1), global_shape=(4,), offsets=(2,))
+    state = {
+        "optim": {
+            "state": {"w": {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 3)}},
+            "param_groups": [{"lr": 1}],
+        },
+        "list": [torch.ones(2, 3), "text", {"w": layer.weight}],
+        "known": known,
+    }
+    found = shard_state(state, {"*": -1}, rank=0, world_size=4)
+    assert found["optim"]["state"]["w"]["step"] is state["optim"]["state"]["w"]["step"]  # type: ignore[index]
+    assert found["optim"]["param_groups"] == [{"lr": 1}]
+    assert found["known"] is known
+    inner = found["optim"]["state"]["w"]["exp_avg"], found["list"][0], found["list"][2]["w"]
+    assert [tuple(each.shape) for each in inner] == [(2, 12)] * 3
+    # Loads go into the model.
+    assert inner[2].boxes[0].data_ptr() == layer.weight.data_ptr()
 
 
-# Of the whole model; a dimension that is split is the first to differ from a rank's.
-_GPT2 = {
-    "transformer.wte.weight": ((_WORDS, _HIDDEN), 0), "transformer.wpe.weight": ((32, _HIDDEN), None),
-    "transformer.h.0.ln_1.weight": ((_HIDDEN,), None), "transformer.h.0.ln_1.bias": ((_HIDDEN,), None),
-    "transformer.h.0.attn.c_attn.weight": ((_HIDDEN, 3 * _HIDDEN), 1),
-    "transformer.h.0.attn.c_attn.bias": ((3 * _HIDDEN,), 0),
-    "transformer.h.0.attn.c_proj.weight": ((_HIDDEN, _HIDDEN), 0),
-    "transformer.h.0.attn.c_proj.bias": ((_HIDDEN,), None),
-    "transformer.h.0.mlp.c_fc.weight": ((_HIDDEN, _WIDE), 1), "transformer.h.0.mlp.c_fc.bias": ((_WIDE,), 0),
-    "transformer.h.0.mlp.c_proj.weight": ((_WIDE, _HIDDEN), 0), "transformer.h.0.mlp.c_proj.bias": ((_HIDDEN,), None),
-    "transformer.ln_f.weight": ((_HIDDEN,), None), "lm_head.weight": ((_WORDS, _HIDDEN), 0),
-}  # fmt: skip
+def test_the_parts_of_a_fused_parameter_lie_in_its_parts() -> None:
+    """Grouped-query attention: 8 rows of q, 4 of k and of v."""
+    found = [shards_of((8, 5), Fused(0, (4, 2, 2)), rank, 2) for rank in (0, 1)]
+    assert [each.shape for each in found] == [(16, 5)] * 2
+    assert boxes_of(found[0]) == [((0, 0), (4, 5)), ((8, 0), (2, 5)), ((12, 0), (2, 5))]
+    assert boxes_of(found[1]) == [((4, 0), (4, 5)), ((10, 0), (2, 5)), ((14, 0), (2, 5))]
+    columns = shards_of((5, 4), Fused(-1, (3, 1)), 1, 2)
+    assert boxes_of(columns) == [((0, 3), (5, 3)), ((0, 7), (5, 1))]
 
 
-def test_the_documented_plans_say_how_their_models_are_split() -> None:
-    llama = {"layers.0.self_attn.q_proj.weight": torch.zeros(4, 16), "norm.weight": torch.zeros(16)}
-    found = dcp_s3.shard_state({"model": llama}, _documented("llama"), rank=1, world_size=_TP)["model"]
-    assert [tuple(each.shape) for each in found.values()] == [(16, 16), (16,)]
+def test_fewer_heads_than_ranks() -> None:
+    """4 ranks, 2 heads of k and v: ranks 0 and 1 hold the first, 2 and 3 the second."""
+    found = [boxes_of(shards_of((4,), Fused(0, (2, 1, 1), copies=(1, 2, 2)), rank, 4)) for rank in range(4)]
+    assert [places[0] for places in found] == [((2 * rank,), (2,)) for rank in range(4)]
+    assert [places[1] for places in found] == [((8,), (1,)), ((8,), (1,)), ((9,), (1,)), ((9,), (1,))]
+    assert [places[2] for places in found] == [((10,), (1,)), ((10,), (1,)), ((11,), (1,)), ((11,), (1,))]
 
-    def local(shape: tuple[int, ...], dim: int | None) -> torch.Tensor:
-        return torch.zeros([n // _TP if d == dim else n for d, n in enumerate(shape)])
 
-    weights = {fqn: local(*whole) for fqn, whole in _GPT2.items()}
-    moments = {fqn: {"exp_avg": each.clone(), "step": torch.tensor(1.0)} for fqn, each in weights.items()}
-    state = {"model": weights, "optimizer": {"state": moments}}
-    found = dcp_s3.shard_state(state, _documented("gpt2"), rank=1, world_size=_TP)
-    for fqn, (shape, dim) in _GPT2.items():
-        for each in (found["model"][fqn], found["optimizer"]["state"][fqn]["exp_avg"]):
-            assert tuple(each.shape) == shape, fqn
-            assert (type(each) is torch.Tensor) == (dim is None), fqn
-    assert len(found["model"]["transformer.h.0.attn.c_attn.weight"].boxes) == 3
+@given(st.data())
+def test_the_shards_of_all_ranks_hold_each_element_once(data: st.DataObject) -> None:
+    world = data.draw(st.integers(1, 6))
+    dims = data.draw(st.integers(1, 3))
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=dims, max_size=dims))
+    dim = data.draw(st.integers(0, dims - 1))
+    copies = data.draw(st.lists(st.sampled_from([c for c in range(1, 7) if world % c == 0]), min_size=1, max_size=4))
+    lengths = [data.draw(st.integers(0, 3)) for _ in copies]
+    shape[dim] = sum(lengths)
+    seen: dict[tuple[int, ...], set[tuple[Any, Any]]] = {}
+    for rank in range(world):
+        found = shards_of(tuple(shape), Fused(dim, tuple(lengths), tuple(copies)), rank, world)
+        for offsets, sizes in boxes_of(found):
+            for element in torch.ones(sizes).nonzero().tolist():
+                where = tuple(o + e for o, e in zip(offsets, element, strict=True))
+                seen.setdefault(where, set()).add((offsets, sizes))
+    # Held more than once only as the same box, which DCP saves once.
+    assert all(len(boxes) == 1 for boxes in seen.values())
+    assert len(seen) == found.numel()
+
+
+# --- what does not fit ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({}, r"the plan does not say how 'm\.w' is split"),
+        ({"w": 0}, r"the plan does not say how 'm\.w' is split"),
+        ({"m.w": 2}, r"splits 'm\.w' along 2, which is no dimension of \(4, 3\)"),
+        ({"m.w": -3}, "along -3, which is no dimension"),
+        ({"m.w": "rows"}, "along 'rows', which is no dimension"),
+        ({"m.w": True}, "along True, which is no dimension"),
+        ({"m.w": Fused(2, (4,))}, "along 2, which is no dimension"),
+        ({"m.w": Fused(0, (2, 1))}, r"'m\.w' has length 4 along 0, but the plan has parts of \(2, 1\)"),
+        ({"m.w": Fused(0, (5, -1))}, r"parts of \(5, -1\)"),
+        ({"m.w": Fused(0, ())}, r"parts of \(\)"),
+        ({"m.w": Fused(0, (2, 2), copies=(1,))}, r"with \(1,\) copies"),
+        ({"m.w": Fused(0, (2, 2), copies=(1, 0))}, r"with \(1, 0\) copies"),
+        ({"m.w": Fused(0, (2, 2), copies=(1, 3))}, r"with \(1, 3\) copies on 2 ranks"),
+    ],
+)
+def test_plans_that_do_not_fit(plan: Any, message: str) -> None:
+    with pytest.raises(errors.ShardingError, match=message) as caught:
+        shard_state({"m": {"w": torch.zeros(4, 3)}}, plan, rank=0, world_size=2)
+    assert caught.value.fqn == "m.w"
+
+
+@pytest.mark.parametrize("place", [{}, {"rank": 0}, {"world_size": 2}, {"rank": 2, "world_size": 2}])
+def test_places_that_are_none(place: Any) -> None:
+    with pytest.raises(errors.ShardingError, match="expected group"):
+        shard_state({"w": torch.zeros(4)}, {"*": 0}, **place)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"m": nn.Linear(2, 2)}, r"'m' is a Linear\. Remedy: pass its state_dict\(\)"),
+        ({"m": (torch.zeros(2), 1)}, "'m' is a tuple of tensors"),
+        ({"m": torch.eye(3).to_sparse()}, "'m' is torch.sparse_coo, expected a dense tensor"),
+    ],
+)
+def test_entries_that_would_hide_shards(state: Any, message: str) -> None:
+    with pytest.raises(errors.ShardingError, match=message):
+        shard_state(state, {"*": 0}, rank=0, world_size=2)

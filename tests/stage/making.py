@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import io
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from dcp_s3 import S3Stager, S3StorageWriter
 from dcp_s3.stage.copier import Copier
-from dcp_s3.stage.pool import BufferPool, Slot
+from dcp_s3.stage.pool import BufferPool
 from tests.s3.waiting import until
 
 MIB = 2**20
@@ -93,43 +92,6 @@ class WaitingPlanner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         self._go()
         return super().resolve_data(write_item)
-
-
-class Waiter:
-    """A thread that asks the pool for memory; `waits` returns once it waits."""
-
-    def __init__(self, pool: BufferPool, sizes: list[int], caplog: pytest.LogCaptureFixture) -> None:
-        self._caplog = caplog
-        caplog.set_level(logging.INFO, "dcp_s3.stage.pool")
-        self._before = self._reports()
-        self.slots: list[Slot] = []
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(pool, sizes), daemon=True)
-        self._thread.start()
-
-    def _reports(self) -> int:
-        return sum(record.getMessage().startswith("staging waits") for record in self._caplog.records)
-
-    def _run(self, pool: BufferPool, sizes: list[int]) -> None:
-        try:
-            self.slots = pool.acquire(sizes)
-        except BaseException as error:  # noqa: BLE001 - the test looks at it
-            self.error = error
-
-    def waits(self) -> None:
-        until(lambda: self._reports() > self._before or not self._thread.is_alive())
-        assert self._thread.is_alive(), f"it did not wait: {self.error!r}"
-
-    def result(self) -> list[Slot]:
-        self._thread.join(PATIENCE)
-        assert not self._thread.is_alive(), "it still waits"
-        if self.error is not None:
-            raise self.error
-        return self.slots
-
-    @property
-    def done(self) -> bool:
-        return not self._thread.is_alive()
 
 
 class HeldUp:

@@ -9,9 +9,7 @@ import io
 import multiprocessing
 import os
 import pickle
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -21,19 +19,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import _async_process_executor
 
-from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter
+from dcp_s3 import S3Stager
 from dcp_s3.stage import handover
 from dcp_s3.stage.handover import AsyncSave, StagedDict, StagedState, current_save, wait_for_saves
 from tests.end_to_end.states import DTYPES, assert_same, random_tensor
-from tests.interpreter import Interpreter
-from tests.ranks import run_ranks
 from tests.s3.waiting import until
-from tests.servers import S3Server
-from tests.stage.making import PATIENCE, PROCESS
+from tests.stage.making import PATIENCE
 
 
 def _serve(connection: Connection) -> None:
@@ -222,34 +215,6 @@ def test_a_save_that_was_never_begun_does_not_hold_the_others_up(monkeypatch: py
     assert staged.save not in handover._saves
 
 
-def test_the_collector_may_end_a_save_in_the_thread_that_waits_for_it() -> None:
-    """It may run at any call, even one that holds a lock of whatever the thread waits on."""
-    gc.disable()
-    state = StagedDict(w=1)
-    state["itself"] = state
-    AsyncSave().go_with(state)
-    del state
-    collected: list[int] = []
-
-    def collect(frame: Any, _: str, called: Any) -> None:
-        holds_lock = frame.f_code is threading.Condition.wait.__code__
-        if (called is time.sleep or holds_lock) and not collected:
-            collected.append(gc.collect())
-
-    def wait() -> None:
-        sys.setprofile(collect)
-        wait_for_saves()
-
-    thread = threading.Thread(target=wait, daemon=True)
-    try:
-        thread.start()
-        thread.join(PATIENCE)
-    finally:
-        gc.enable()
-    assert collected
-    assert not thread.is_alive()
-
-
 def test_two_saves_that_were_staged_at_once_do_not_wait_for_each_other() -> None:
     """Two threads that wait in `stage` for one save go on together when it ends."""
     staged = [_staged(), _staged()]
@@ -292,24 +257,6 @@ def test_a_save_ends_with_its_thread(ours: bool) -> None:
     assert current_save() is None
 
 
-def _save_in_a_pool_of_the_users(url: str) -> None:
-    def state(value: float) -> dict[str, Any]:
-        return {"w": torch.full((1000,), value)}
-
-    staged: Any = S3Stager().stage(state(1.0))
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(dcp.save, staged, storage_writer=S3StorageWriter(f"{url}/1")).result(PATIENCE)
-        dcp.save(state(2.0), storage_writer=S3StorageWriter(f"{url}/2"))  # with that thread idle, and the state kept
-        dcp.async_save(state(3.0), storage_writer=S3StorageWriter(f"{url}/3")).result(PATIENCE)  # type: ignore[union-attr]
-        assert len(staged) == 1
-
-
-def test_a_save_of_a_staged_state_in_a_thread_of_the_users_holds_no_other_up(
-    root: str, memory_server: S3Server
-) -> None:
-    run_ranks(2, _save_in_a_pool_of_the_users, root, timeout=2 * PATIENCE)
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_interrupt_in_stage_leaves_no_save(monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
     def interrupt(*_: Any) -> Any:
@@ -320,53 +267,3 @@ def test_an_interrupt_in_stage_leaves_no_save(monkeypatch: pytest.MonkeyPatch, a
     with pytest.raises(KeyboardInterrupt):
         S3Stager(asynchronous=asynchronous).stage({"w": torch.zeros(3)})
     assert handover._saves == before
-
-
-def _fail_to_start_then_save(url: str) -> None:
-    handover._LOST_SECONDS = 1.0
-    process: Any = _async_process_executor._AsyncCheckpointProcess
-    original = process.__init__
-
-    def fail(self: Any, **_: Any) -> None:
-        process.__init__ = original
-        process.__del__ = lambda _: None
-        raise RuntimeError("no process can be started")
-
-    process.__init__ = fail
-    options: dict[str, Any] = {"storage_writer": S3StorageWriter(url), "async_checkpointer_type": PROCESS}
-    kept: Any = dcp.async_save({"w": torch.zeros(3)}, **options)
-    with pytest.raises(RuntimeError, match="no process can be started") as error:
-        kept.result(PATIENCE)
-    again: Any = dcp.async_save({"w": torch.ones(3)}, **options)
-    again.result(PATIENCE)
-    assert error.value is not None
-    found = {"w": torch.zeros(3)}
-    dcp.load(found, storage_reader=S3StorageReader(url))
-    assert found["w"].tolist() == [1, 1, 1]
-
-
-def test_a_checkpoint_process_that_could_not_be_started_does_not_hold_up_the_next_save(
-    root: str, memory_server: S3Server
-) -> None:
-    """The error of the first save is kept, and with it its state, which was never taken up."""
-    run_ranks(1, _fail_to_start_then_save, root)
-
-
-_AT_EXIT = """
-import os, sys
-from dcp_s3.stage.handover import AsyncSave, _Running
-
-def finish(save, finish=AsyncSave.finish, write=os.write):
-    try:
-        finish(save)
-    except BaseException as error:
-        write(1, repr(error).encode())
-
-AsyncSave.finish = finish
-sys.kept = _Running(AsyncSave())  # it goes after the modules
-"""
-
-
-def test_a_save_that_outlasts_the_interpreter_ends_in_silence(interpreter: Interpreter) -> None:
-    ended = interpreter.run([sys.executable, "-c", _AT_EXIT], capture_output=True, timeout=120, check=True)
-    assert (ended.stdout, ended.stderr) == ("", "")

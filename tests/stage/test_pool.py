@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import logging
 import os
 import random
 import re
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from dcp_s3.stage import pool as pool_module
 from dcp_s3.stage.buffers import HostBuffer, measure_available, resolve_limit
 from dcp_s3.stage.pool import ALIGNMENT, BufferPool, Slot, place, split
 from tests.s3.waiting import until
-from tests.stage.making import MIB, Waiter, make_pool, no_collector
+from tests.stage.making import MIB, PATIENCE, make_pool, no_collector
 
 
 @pytest.fixture(autouse=True)
@@ -82,20 +81,30 @@ def test_a_request_that_has_to_wait_says_why_and_is_woken(
     monkeypatch.setattr(pool_module, "_REPORT_SECONDS", 0.0)
     pool = make_pool(**options)
     kept = [pool.acquire([MIB]) for _ in range(held)]
-    waiter = Waiter(pool, [asked], caplog)
-    waiter.waits()
-    until(lambda: caplog.text.count("staging has waited for") >= 2)  # and again every now and then
-    assert re.search(words, caplog.text)
-    assert not waiter.done
-    kept.pop()  # in another thread than the one that waits
-    if asked > options.get("limit", asked):
-        with pytest.raises(StagingError):
-            waiter.result()
-        assert len(pool.acquire([2 * MIB])) == 1
-        return
-    assert waiter.result()[0].buffer.size == asked
-    assert size_of(pool) == options.get("limit", 2 * MIB), "what is free has made room"
-    assert {record.levelname for record in caplog.records} == {"INFO", "WARNING"}
+    with ThreadPoolExecutor(1) as threads, closing(pool):
+        waiter = threads.submit(pool.acquire, [asked])
+        until(lambda: caplog.text.count("staging has waited for") >= 2)  # and again every now and then
+        assert re.search(words, caplog.text)
+        assert not waiter.done()
+        kept.pop()  # in another thread than the one that waits
+        if asked > options.get("limit", asked):
+            with pytest.raises(StagingError):
+                waiter.result(PATIENCE)
+            assert len(pool.acquire([2 * MIB])) == 1
+            return
+        assert waiter.result(PATIENCE)[0].buffer.size == asked
+        assert size_of(pool) == options.get("limit", 2 * MIB), "what is free has made room"
+
+
+def test_close_ends_a_wait() -> None:
+    pool = make_pool(generations=1)
+    held = pool.acquire([100])
+    with ThreadPoolExecutor(1) as threads:
+        waiter = threads.submit(pool.acquire, [100])
+        pool.close()
+        with pytest.raises(StagingError, match="closed"):
+            waiter.result(PATIENCE)
+    del held
 
 
 def test_a_lease_in_a_cycle_is_found_before_waiting(caplog: pytest.LogCaptureFixture) -> None:
@@ -176,37 +185,6 @@ def test_close_frees_what_is_free_and_what_is_in_use_stays_as_long_as_it_is_used
     assert tensor.tolist() == [5, 5, 5]
 
 
-def test_close_ends_a_wait(caplog: pytest.LogCaptureFixture) -> None:
-    pool = make_pool(generations=1)
-    held = pool.acquire([100])
-    waiter = Waiter(pool, [100], caplog)
-    waiter.waits()
-    pool.close()
-    with pytest.raises(StagingError, match="closed"):
-        waiter.result()
-    del held
-
-
-def test_free_buffers_that_do_not_fit_make_room_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = 20 * MIB
-    reserved: list[int] = []
-    real = os.posix_fallocate
-
-    def reserve(fd: int, offset: int, size: int) -> None:
-        gc.collect()
-        alive = sum(b.size for b in gc.get_objects() if type(b) is HostBuffer and b.kind == "file" and b.size != size)
-        if alive + size > disk:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        reserved.append(size)
-        real(fd, offset, size)
-
-    monkeypatch.setattr(os, "posix_fallocate", reserve)
-    pool = make_pool(limit=0, spill_dir=str(tmp_path))
-    del pool.acquire([10 * MIB])[:]
-    assert len(pool.acquire([12 * MIB])) == 1
-    assert reserved == [10 * MIB, 12 * MIB]
-
-
 # --- the budget ------------------------------------------------------------------------------------------
 
 
@@ -236,7 +214,7 @@ def test_what_exceeds_the_budget_goes_to_disk(tmp_path: Path) -> None:
     assert os.fstat(pool.acquire([3 * MIB])[0].buffer.fileno()).st_ino == node, "files are used again"
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_memory_never_exceeds_the_budget(seed: int, tmp_path: Path) -> None:
     generator = random.Random(seed)
     limit, generations = 40 * 4096, 3
@@ -250,45 +228,7 @@ def test_memory_never_exceeds_the_budget(seed: int, tmp_path: Path) -> None:
         assert len({address for address, _ in used}) == len(used)
         assert size_of(pool, "file") <= limit
         assert pool.in_use == len(held)
-        assert len(pool.buffers) <= 2 * generations
-
-
-@pytest.mark.parametrize("generations", [1, 2, 3])
-def test_sizes_that_alternate_do_not_grow_the_pool(generations: int) -> None:
-    pool = make_pool(generations=generations)
-    for number in range(30):
-        slots = pool.acquire([(1, 10, 100, 1000)[number % 4] * 4096])
-        assert len(pool.buffers) <= generations
-        del slots
-
-
-@pytest.mark.parametrize("spills", [True, False])
-def test_many_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spills: bool) -> None:
-    # Without the search of the whole heap before each wait, which would take most of the time.
-    monkeypatch.setattr(pool_module.gc, "collect", lambda: 0)
-    limit = (20 if spills else 24) * 4096
-    pool = make_pool(limit=limit, generations=3, spill_dir=str(tmp_path) if spills else None)
-    most = 0
-
-    def work(number: int) -> None:
-        nonlocal most
-        generator = random.Random(number)
-        for _ in range(25):
-            slots = pool.acquire([generator.randrange(1, 8 * 4096) for _ in range(3)])
-            tensors = [torch.frombuffer(s.lease, dtype=torch.uint8, count=1, offset=s.offset) for s in slots]
-            del slots
-            for tensor in tensors:
-                tensor.fill_(number)
-            time.sleep(0)
-            assert all((tensor == number).all() for tensor in tensors), "another thread had the same memory"
-            most = max(most, pool.in_use)
-            del tensors, tensor
-
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(work, range(1, 9)))
-    assert most <= 3
-    assert pool.in_use == 0
-    assert size_of(pool, "file") <= limit
+        assert len(pool.buffers) <= 2 * generations, "sizes that change do not grow it"
 
 
 # --- limits ---------------------------------------------------------------------------------------------
@@ -301,9 +241,7 @@ GIB = 2**30
     ("limit", "available", "ranks", "expected"),
     [
         (None, 0, 1, None),
-        (None, 100 * GIB, 8, None),
         (5 * GIB, GIB, 8, 5 * GIB),  # bytes are for each process, and taken as they are
-        (0.5, 100 * GIB, 1, 50 * GIB),
         (0.5, 100 * GIB, 8, 50 * GIB // 8),
         (1.0, 3 * GIB, 2, 3 * GIB // 2),
     ],
@@ -319,8 +257,6 @@ _CGROUPS: dict[str, tuple[dict[str, str], int]] = {
     "none": ({}, 40),
     "version 2 without a limit": ({"memory.max": "max", "memory.current": f"{3 * GIB}"}, 40),
     "version 2": ({"memory.max": f"{10 * GIB}", "memory.current": f"{3 * GIB}"}, 7),
-    "more than the host has": ({"memory.max": f"{100 * GIB}", "memory.current": f"{3 * GIB}"}, 40),
-    "less than is used": ({"memory.max": f"{2 * GIB}", "memory.current": f"{3 * GIB}"}, 0),
     "page cache": (
         {"memory.max": f"{10 * GIB}", "memory.current": f"{9 * GIB}",
          "memory.stat": f"anon {5 * GIB}\nactive_file {GIB}\ninactive_file {2 * GIB}"}, 3,
@@ -329,10 +265,6 @@ _CGROUPS: dict[str, tuple[dict[str, str], int]] = {
         {_V1.format("limit_in_bytes"): f"{10 * GIB}", _V1.format("usage_in_bytes"): f"{9 * GIB}",
          _V1.format("stat"): f"inactive_file {GIB}\ntotal_inactive_file {4 * GIB}"}, 5,
     ),
-    "version 1 without a limit": (
-        {_V1.format("limit_in_bytes"): "9223372036854771712", _V1.format("usage_in_bytes"): f"{9 * GIB}"}, 40,
-    ),
-    "no usage": ({"memory.max": f"{GIB}"}, 40),
 }  # fmt: skip
 
 

@@ -17,13 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter
 from dcp_s3.stage.handover import wait_for_saves
@@ -39,106 +36,56 @@ _SAVES = 3
 # --- what is saved ---------------------------------------------------------------------------------------
 
 
-class _Counter:
-    """A Stateful object."""
-
-    def __init__(self) -> None:
-        self.seen = torch.zeros(3, dtype=torch.int64)
-        self.names: list[str] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen, "names": self.names}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seen, self.names = state["seen"], state["names"]
-
-
-def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of this rank in a state, by their names: a shard's has the rank in it."""
-    if isinstance(value, DTensor):
-        sharded = any(placement.is_shard() for placement in value.placements)
-        yield f"{path}/{dist.get_rank()}" if sharded else path, value.to_local()
-    elif isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, dict):
-        for key, entry in value.items():
-            yield from _tensors(entry, f"{path}/{key}")
-
-
 class _Job:
-    """A model, its optimizer and all else that a training has; DTensors where there are ranks."""
+    """What a training has; DTensors where there are ranks."""
 
     def __init__(self, step: int) -> None:
-        model = nn.Sequential(nn.Linear(300, 501), nn.Linear(501, 300, dtype=torch.bfloat16))
-        model.register_buffer("count", torch.tensor(0))
         self.own, self.sharded = "rank 0", {}
         if dist.is_initialized():
             self.own, mesh = f"rank {dist.get_rank()}", init_device_mesh("cpu", (dist.get_world_size(),))
-            fully_shard(model, mesh=mesh)
-            shapes: dict[str, tuple[tuple[int, int], Any]] = {
-                "rows": ((7, 1000), Shard(0)), "columns": ((5, 9), Shard(1)), "copies": ((11, 3), Replicate()),
-                "one row": ((1, 4), Shard(0)),  # the second rank has nothing of it
-            }  # fmt: skip
-            for name, (shape, placement) in shapes.items():
+            for name, shape, placement in (
+                ("rows", (7, 1000), Shard(0)),
+                ("columns", (5, 9), Shard(1)),
+                ("one row", (1, 4), Shard(0)),  # the second rank has nothing of it
+            ):
                 self.sharded[name] = distribute_tensor(torch.zeros(shape), mesh, [placement])
-        self.model, self.optimizer = model, torch.optim.AdamW(model.parameters())
         self.tensors = {str(dtype): torch.zeros(5, 7, dtype=dtype) for dtype in DTYPES}
         self.tensors |= {"base": torch.zeros(60, 40), "large": torch.zeros(1_500_000)}  # 6 MB
-        self.alone = torch.zeros(3000, 30)
         self.values: dict[str, Any] = {"list": [0, [0], {"x": 0}], "none": None}
-        self.counter = _Counter()
         self.change(step)
 
     def change(self, step: int) -> None:
         """Everything, in place, to random bits that depend on names and step only."""
-        for name, tensor in _tensors({**self.state(), "alone": {self.own: self.alone}}):
-            if "/views/" not in name:
-                with torch.no_grad():
-                    seed = zlib.crc32(f"{name}/{step}".encode())
-                    tensor.copy_(random_tensor(tuple(tensor.shape), tensor.dtype, seed))
-        self.optimizer.param_groups[0]["lr"] = 0.5**step
+        for name, tensor in (self.tensors | self.sharded).items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            seed = zlib.crc32(f"{self.own}/{name}/{step}".encode())
+            local.copy_(random_tensor(tuple(local.shape), local.dtype, seed))
         self.values["list"][0] = step
         self.values["list"][1][0] = step + 10
         self.values["list"][2]["x"] = step + 20
         self.values.update(text=f"step {step}", bytes=bytes([step]), number=step / 7)
-        self.counter.seen += step + 1
-        self.counter.names[:] = [f"name {step}", self.own]
 
     def state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
         base = self.tensors["base"]
-        views = {
-            "columns": base[:, 1:3], "transposed": base.t(), "flat": base.view(-1)[7:19],
-            "of a large one": self.alone[5:7], "strided": self.alone[::100, 3],
-        }  # fmt: skip
-        return {
-            "model": model,
-            "optimizer": optimizer,
-            "sharded": self.sharded,
-            self.own: {"tensors": self.tensors, "views": views, "values": self.values},
-            f"counter of {self.own}": self.counter,
-        }
+        views = {"columns": base[:, 1:3], "transposed": base.t(), "flat": base.view(-1)[7:19]}
+        return {"sharded": self.sharded, self.own: {"tensors": self.tensors, "views": views, "values": self.values}}
 
 
 def _leaves(state: dict[str, Any]) -> dict[str, Any]:
-    """Every leaf by its name: what must be the same for two jobs to be in the same state."""
-    state = {name: value.state_dict() if isinstance(value, _Counter) else value for name, value in state.items()}
     flat, _ = flatten_state_dict(state)
-    tensors = {name: (each.dtype, tuple(each.shape), zlib.crc32(bits(each))) for name, each in _tensors(flat)}
-    return {**tensors, **{name: each for name, each in flat.items() if not isinstance(each, torch.Tensor)}}
+    locals_ = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in flat.items()}
+    return {
+        name: (each.dtype, tuple(each.shape), zlib.crc32(bits(each))) if isinstance(each, torch.Tensor) else each
+        for name, each in locals_.items()
+    }
 
 
 def _assert_saved(url: str, step: int) -> None:
-    """It loads, into another job with other values, as the state of one that was changed to that step."""
-    expected, found = _Job(0), _Job(100)
-    for each in range(1, step + 1):
-        expected.change(each)  # one after the other: `_Counter.seen` adds up
-    state = found.state()
+    """It loads, into another job with other values, as the state of that step."""
+    state = _Job(100).state()
     dcp.load(state, storage_reader=S3StorageReader(url))
-    wanted, loaded = _leaves(expected.state()), _leaves(state)
-    assert set(loaded) == set(wanted)
-    wrong = [name for name, value in wanted.items() if loaded[name] != value]
-    assert not wrong, f"{url}: {wrong}"
+    wanted, loaded = _leaves(_Job(step).state()), _leaves(state)
+    assert [name for name in wanted.keys() | loaded.keys() if loaded[name] != wanted[name]] == []
 
 
 # --- slow saves ------------------------------------------------------------------------------------------
@@ -261,77 +208,31 @@ def test_a_script_may_end_right_after_an_asynchronous_save(
 
 # --- CUDA ------------------------------------------------------------------------------------------------
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+def _work_on(tensor: torch.Tensor) -> None:
+    """Many kernels in the default stream, for which the host does not wait."""
+    for _ in range(50):
+        tensor.add_(1)
 
 
-def _cuda_state(devices: list[torch.device]) -> dict[str, Any]:
-    state: dict[str, Any] = {}
-    for device in devices:
-        base = torch.arange(6_000_000, dtype=torch.float32, device=device).view(2000, 3000)
-        state[str(device)] = {
-            "large": base,
-            "transposed": base.t(),
-            "strided": base[::3, 5:9],
-            "bfloat16": torch.arange(999, device=device).to(torch.bfloat16),
-            "alone": torch.arange(4_000_000, device=device).view(2000, 2000)[:, 7],
-            "step": torch.tensor(3, device=device),
-        }
-    state["cpu"] = torch.arange(100)
-    return state
-
-
-def _to_cpu(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _to_cpu(entry) for key, entry in value.items()}
-    return value.cpu().clone(memory_format=torch.contiguous_format)
-
-
-def _change_on_the_gpu(state: dict[str, Any]) -> None:
-    """Many kernels in the default streams, of which the host waits for none."""
-    for name, tensors in state.items():
-        if name != "cpu":
-            for _ in range(50):
-                for key in ("large", "bfloat16", "alone", "step"):
-                    tensors[key].add_(1)
-
-
-def _stage_while_the_gpu_works(url: str, stager: S3Stager, devices: list[torch.device]) -> None:
-    state = _cuda_state(devices)
-    for step in range(3):
-        _change_on_the_gpu(state)  # still under way when it is staged
-        answer: Any = dcp.async_save(state, storage_writer=S3StorageWriter(f"{url}/{step}"), async_stager=stager)
-        if stager.asynchronous:
-            answer.staging_completion.result(PATIENCE)
-            answer = answer.upload_completion
-        _change_on_the_gpu(state)
-        _change_on_the_gpu(state)
-        answer.result(PATIENCE)
-        expected = _to_cpu(_cuda_state(devices))
-        for name, tensors in expected.items():
-            if name != "cpu":
-                for key in ("large", "transposed", "strided", "bfloat16", "alone", "step"):
-                    for _ in range(50 * (3 * step + 1)):
-                        tensors[key].add_(1)
-        assert_loads(f"{url}/{step}", expected)
-
-
-@needs_cuda
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
 def test_a_cuda_state_is_that_of_the_call_while_the_gpu_goes_on(
-    root: str, memory_server: S3Server, asynchronous: bool, devices: int
+    root: str, memory_server: S3Server, asynchronous: bool
 ) -> None:
-    if torch.cuda.device_count() < devices:
-        pytest.skip("no second CUDA device")
+    base = torch.zeros(2000, 3000, device="cuda")
+    state = {"base": base, "t": base.t(), "strided": base[::3, 5:9], "narrow": base[:, 7], "cpu": torch.arange(100)}
     with S3Stager(asynchronous=asynchronous) as stager:
-        _stage_while_the_gpu_works(root, stager, [torch.device(f"cuda:{number}") for number in range(devices)])
-
-
-@needs_cuda
-def test_a_cuda_state_is_staged_in_pinned_memory() -> None:
-    with S3Stager() as stager:
-        staged: Any = stager.stage(_cuda_state([torch.device("cuda:0")]))
-        assert staged["cuda:0"]["large"].device.type == "cpu"
-        assert staged.buffers
-        assert all(buffer.pinned for buffer in staged.buffers)
-        assert staged["cuda:0"]["large"].is_pinned()
+        for step in range(3):
+            _work_on(base)  # still under way when it is staged
+            answer: Any = dcp.async_save(state, storage_writer=S3StorageWriter(f"{root}/{step}"), async_stager=stager)
+            if asynchronous:
+                answer.staging_completion.result(PATIENCE)
+                answer = answer.upload_completion
+            _work_on(base)
+            answer.result(PATIENCE)
+            full = torch.full((2000, 3000), 100.0 * step + 50)
+            parts = {"t": full.t(), "strided": full[::3, 5:9], "narrow": full[:, 7]}
+            assert_loads(f"{root}/{step}", {"base": full, "cpu": torch.arange(100), **parts})
+        staged: Any = stager.stage_now(state)
+        assert staged["base"].is_pinned()

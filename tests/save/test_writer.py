@@ -1,7 +1,8 @@
-"""One writer for several saves: each keeps its URL, its id and its arguments, and waits for the one before it."""
+"""One writer for several saves: each keeps its URL, its id and its arguments; saves and writers in other processes."""
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 import threading
@@ -19,11 +20,12 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from dcp_s3 import S3StorageWriter, errors, events, latest, list_checkpoints, verify
+from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter, errors, events, latest, list_checkpoints, verify
 from dcp_s3.save.writer import Save
 from tests.end_to_end.loads import assert_loads
 from tests.ranks import run_ranks
 from tests.servers import S3Server
+from tests.stage.making import PROCESS
 
 pytestmark = pytest.mark.servers("memory")
 
@@ -198,21 +200,6 @@ def test_two_saves_that_meet_are_refused(
         assert left == []  # refused before a byte moved
 
 
-def _save_without_naming_the_rank(url: str) -> list[str]:
-    """What a framework does that calls the writer itself: it passes no rank."""
-    planner, writer = DefaultSavePlanner(), S3StorageWriter(url)
-    planner.set_up_planner({f"of-{dist.get_rank()}": torch.ones(3)}, is_coordinator=dist.get_rank() == 0)
-    writer.set_up_storage_writer(dist.get_rank() == 0)
-    plan = writer.prepare_local_plan(planner.create_local_plan())
-    results = writer.write_data(planner.finish_plan(plan), planner).wait()
-    return [result.storage_data.relative_path for result in results]
-
-
-def test_the_rank_is_that_of_torch_distributed(root: str) -> None:
-    for rank, paths in enumerate(run_ranks(2, _save_without_naming_the_rank, root)):
-        assert [path.split("_")[2] for path in paths] == [str(rank)]
-
-
 def test_a_save_that_has_begun_may_be_pickled(root: str) -> None:
     heard: list[Any] = []
     url, state = f"{root}/step-1", {"w": torch.arange(8.0)}
@@ -226,3 +213,67 @@ def test_a_save_that_has_begun_may_be_pickled(root: str) -> None:
     save.finish(metadata, [pickle.loads(pickle.dumps(results))])
     assert [type(event) for event in heard] == [events.SaveStarted]  # who listens stays in the process
     assert_loads(url, state)
+
+
+@pytest.mark.soak
+@pytest.mark.servers("moto", "rclone", "rgw", "external")
+def test_async_save_on_every_server(root: str) -> None:
+    state = {"w": torch.arange(1000.0), "nested": {"list": [torch.ones(2), "text"]}, "epoch": 7}
+    expected = copy.deepcopy(state)
+    saving: Any = dcp.async_save(state, storage_writer=S3StorageWriter(root))
+    state["w"].zero_()  # type: ignore[attr-defined]
+    saving.result(_PATIENCE_SECONDS)
+    assert_loads(root, expected)
+
+
+# --- AsyncCheckpointerType.PROCESS -----------------------------------------------------------------------
+
+
+def _save_in_processes(url: str) -> None:
+    def save(writer: S3StorageWriter, **options: Any) -> Any:
+        how: Any = {"process_group": dist.group.WORLD, "async_checkpointer_type": PROCESS}
+        return dcp.async_save(state, storage_writer=writer, **how, **options).result(_PATIENCE_SECONDS)  # type: ignore[union-attr]
+
+    state = {"w": torch.full((3,), 4.0)}
+    metadata = save(S3StorageWriter(url, settings={"part_size": "5MiB"}))
+    assert metadata.storage_meta.checkpoint_id == url
+    assert_loads(url, state)
+    # The same process, another stager, a writer that gets its URL with the save.
+    save(S3StorageWriter(), checkpoint_id=f"{url}-second", async_stager=S3Stager())
+    assert_loads(f"{url}-second", state)
+    # And what failed there is told here, on every rank.
+    for writer, expected in (
+        (S3StorageWriter(url), errors.CheckpointExistsError),
+        (S3StorageWriter("s3://no-such-bucket-here/run"), errors.BucketNotFoundError),
+    ):
+        with pytest.raises(CheckpointException) as caught:
+            save(writer)
+        assert isinstance(caught.value.failures[0][0], expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_saves_in_another_process(root: str, world_size: int) -> None:
+    run_ranks(world_size, _save_in_processes, root)
+
+
+# --- the writer travels ----------------------------------------------------------------------------------
+
+
+def test_a_writer_that_was_pickled_writes(root: str, memory_server: S3Server) -> None:
+    writer = S3StorageWriter(root, overwrite=True, metrics={"loss": 1.5}, separate=["a"], settings={"concurrency": 3})
+    dcp.save({"a": torch.zeros(3)}, storage_writer=writer)  # it has clients by now
+    assert memory_server.secret_key.encode() not in pickle.dumps(writer)
+    copy = pickle.loads(pickle.dumps(writer))
+    assert copy.settings == writer.settings
+    assert copy.settings.concurrency == 3
+    assert (copy.overwrite, copy.metrics, copy.separate, copy.checkpoint_id) == (True, {"loss": 1.5}, ["a"], root)
+    dcp.save({"a": torch.ones(3)}, storage_writer=copy)
+    found = {"a": torch.zeros(3)}
+    dcp.load(found, storage_reader=pickle.loads(pickle.dumps(S3StorageReader(root))))
+    assert torch.equal(found["a"], torch.ones(3))
+
+
+@pytest.mark.parametrize("separate", ["model.", [["model."]]])
+def test_separate_is_a_list_of_beginnings(separate: Any) -> None:
+    with pytest.raises(errors.SettingsError, match=r"separate = .*beginnings of FQNs"):
+        S3StorageWriter("s3://bucket/x", separate=separate)

@@ -1,0 +1,163 @@
+"""Cuts replicated chunks, so that all ranks that hold one write a part of it. Pure.
+
+DCP has each chunk written by one rank, even if every rank holds it. Where a few tensors make up most of a replicated
+state, that rank writes while the others wait. Orbax measured saves 1.67 to 2.39 times as fast by such a split
+(https://orbax.readthedocs.io, "replica-parallel").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, cast
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
+
+from dcp_s3.errors import SaveProtocolError
+from dcp_s3.save.plan import item_size
+
+LARGE = 64 * 2**20
+"""Bytes. A larger chunk is cut."""
+SMALLEST = 16 * 2**20
+"""Bytes that a rank is given at least: less is not worth a request."""
+_CRUMB = 2**19  # bytes; no part is smaller, at the cost of parts that are larger or smaller by as much
+
+LargeChunk: TypeAlias = tuple[MetadataIndex, torch.Size, torch.dtype]
+"""What tells a large chunk of a rank from others: name and offset, shape, and dtype."""
+
+
+@dataclass(frozen=True)
+class Rows(WriteItem):
+    """Some rows of a chunk. ``index`` is that of the chunk, by which a planner finds it."""
+
+    @property
+    def stored_index(self) -> MetadataIndex:
+        """The index of the rows in ``.metadata``."""
+        return MetadataIndex(self.index.fqn, self.chunk.offsets)
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """Place of the rows in the tensor."""
+        return _data(self).chunk
+
+    def narrow(self, whole: torch.Tensor) -> torch.Tensor:
+        """The rows of the chunk ``whole``, not copied."""
+        for dim, (start, first, length) in enumerate(
+            zip(self.chunk.offsets, self.index.offset or (), self.chunk.sizes, strict=True)
+        ):
+            whole = whole.narrow(dim, start - first, length)
+        return whole
+
+
+def find_large(items: Sequence[WriteItem]) -> tuple[LargeChunk, ...]:
+    """The chunks of a rank's whole plan that may be cut."""
+    return tuple(key for item in items if (key := _key(item)) is not None)
+
+
+def _key(item: WriteItem) -> LargeChunk | None:
+    data = item.tensor_data
+    if data is None or isinstance(item, Rows) or item_size(item) <= LARGE or item.index.offset != data.chunk.offsets:
+        return None
+    dtype = data.properties.dtype
+    is_dense = data.properties.layout == torch.strided and not str(dtype).startswith(("torch.q", "torch.bits"))
+    return (item.index, data.chunk.sizes, dtype) if is_dense else None
+
+
+def split_replicated(plans: Sequence[SavePlan], held: Sequence[Sequence[LargeChunk]]) -> list[list[WriteItem]]:
+    """Spread the large chunks of plans over the ranks that hold them, so that all ranks write about the same bytes.
+
+    Chunks that few ranks hold are spread first. Those that the same ranks hold are laid end to end and cut where a rank
+    has enough, so there is hardly more than one cut per rank.
+
+    Args:
+        plans: of all ranks, each item in one of them. Plans that are not usable (the ranks have them cached) get
+            nothing.
+        held: what each rank can write (`find_large` of its plan before replicated items were removed).
+
+    Returns:
+        The items of each rank.
+    """
+    holders: dict[LargeChunk, list[int]] = {}
+    for rank, keys in enumerate(held):
+        for key in keys if plans[rank].usable else ():
+            holders.setdefault(key, []).append(rank)
+    groups: dict[tuple[int, ...], list[WriteItem]] = {}
+    items: list[list[WriteItem]] = []
+    for plan in plans:
+        items.append([])
+        for item in plan.items:
+            large = _key(item)
+            ranks = () if large is None else tuple(holders.get(large, ()))
+            (groups.setdefault(ranks, []) if len(ranks) > 1 else items[-1]).append(item)
+    loads = [sum(map(item_size, each)) for each in items]
+    for ranks, chunks in sorted(groups.items(), key=lambda group: len(group[0])):
+        for rank, item in _cut(chunks, _shares(sum(map(item_size, chunks)), {rank: loads[rank] for rank in ranks})):
+            items[rank].append(item)
+            loads[rank] += item_size(item)
+    return items
+
+
+def _shares(size: int, loads: Mapping[int, int]) -> list[tuple[int, float]]:
+    """How many of ``size`` bytes each rank gets, on top of its load: the least loaded ones, up to one level."""
+    ranks = sorted(loads, key=lambda rank: loads[rank])[: max(1, size // SMALLEST)]
+    totals = itertools.accumulate((loads[rank] for rank in ranks), initial=size)
+    levels = [total / count for count, total in enumerate(totals) if count]
+    count = max(n for n, level in enumerate(levels, 1) if level >= loads[ranks[n - 1]])
+    return [(rank, levels[count - 1] - loads[rank]) for rank in ranks[:count]]
+
+
+def _cut(items: Sequence[WriteItem], shares: Sequence[tuple[int, float]]) -> Iterator[tuple[int, WriteItem]]:
+    """Give each rank its share of the bytes: whole items, or rows."""
+    turns = list(shares)
+    rank, room = turns.pop(0)
+    for item in items:
+        sizes = _data(item).chunk.sizes
+        dim = next((dim for dim, size in enumerate(sizes) if size > 1), 0)
+        row, start = item_size(item) / sizes[dim], 0
+        while start < sizes[dim]:
+            left = sizes[dim] - start
+            count = min(left, max(0, round(room / row)))
+            if not turns or (left - count) * row < _CRUMB:
+                count = left
+            elif count * row < _CRUMB:
+                count = 0
+            if count:
+                yield rank, item if count == sizes[dim] else _rows(item, dim, start, count)
+            start, room = start + count, room - count * row
+            if start < sizes[dim]:
+                rank, more = turns.pop(0)
+                room += more
+
+
+def _rows(item: WriteItem, dim: int, start: int, count: int) -> Rows:
+    data = _data(item)
+    offsets, sizes = list(data.chunk.offsets), list(data.chunk.sizes)
+    offsets[dim], sizes[dim] = offsets[dim] + start, count
+    place = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    return Rows(item.index, item.type, tensor_data=dataclasses.replace(data, chunk=place))
+
+
+def _data(item: WriteItem) -> TensorWriteData:
+    return cast(TensorWriteData, item.tensor_data)  # of tensors
+
+
+def with_rows(fqn: str, whole: TensorStorageMetadata, rows: Sequence[ChunkStorageMetadata]) -> TensorStorageMetadata:
+    """A tensor's metadata with the rows that were written in place of the chunks that they were cut from.
+
+    Raises:
+        SaveProtocolError: the rows are not all of these chunks.
+    """
+    # The first rows of a chunk begin where it does. Those keep its number, which indices may have as a hint.
+    chunks = {chunk.offsets: chunk for chunk in whole.chunks} | {chunk.offsets: chunk for chunk in rows}
+    written, expected = (sum(math.prod(c.sizes) for c in each) for each in (chunks.values(), whole.chunks))
+    if written != expected:
+        raise SaveProtocolError(
+            f"{written} of the {expected} elements of {fqn!r} were written: the ranks have cut it differently. Remedy: "
+            "save again, with plans that are not cached, or without DCP_S3_SPLIT_REPLICATED"
+        )
+    return dataclasses.replace(whole, chunks=list(chunks.values()))
