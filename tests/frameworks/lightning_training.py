@@ -14,11 +14,11 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, Dataset
 
 from dcp_s3.errors import SaveFailedError
-from dcp_s3.integrations.lightning import CheckpointFiles, S3FSDPStrategy, S3ModelParallelStrategy
+from dcp_s3.integrations.lightning import CheckpointFiles, S3ModelParallelStrategy
 from tests.faulty import BUCKET
 from tests.preload import MODULES
 
@@ -38,21 +38,16 @@ class Numbers(Dataset[Tensor]):
 
 
 class Model(LightningModule):
-    """FSDP2, or with ``fsdp1`` FSDP."""
+    """FSDP2."""
 
-    def __init__(self, fsdp1: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 5))
-        self.fsdp1 = fsdp1
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
-        if self.fsdp1 and not isinstance(self.layers, FullyShardedDataParallel):
-            self.layers = FullyShardedDataParallel(  # type: ignore[assignment]
-                self.layers, device_id=torch.device("cpu"), use_orig_params=True
-            )
-        elif not self.fsdp1 and not isinstance(self.layers, FSDPModule):
+        if not isinstance(self.layers, FSDPModule):
             fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
 
     def forward(self, batch: Tensor) -> Tensor:
@@ -92,7 +87,6 @@ class Run:
     dirpath: str
     epochs: int
     ckpt_path: str | None = None
-    fsdp1: bool = False  # by S3FSDPStrategy
     stock: bool = False  # by Lightning's own strategy
     ranks: int = 2
     checkpoint: dict[str, Any] = field(default_factory=lambda: {"save_last": True, "save_top_k": 1})
@@ -100,9 +94,8 @@ class Run:
 
 def make_trainer(run: Run, *callbacks: Callback) -> Trainer:
     """The trainer of a run, with a working directory of its own."""
-    ranks: Any = {} if run.fsdp1 else {"data_parallel_size": run.ranks, "tensor_parallel_size": 1}
-    ours = S3FSDPStrategy if run.fsdp1 else S3ModelParallelStrategy
-    strategy = (ModelParallelStrategy if run.stock else ours)(**ranks)
+    kind = ModelParallelStrategy if run.stock else S3ModelParallelStrategy
+    strategy = kind(data_parallel_size=run.ranks, tensor_parallel_size=1)
     return Trainer(
         accelerator="cpu",
         devices=run.ranks,
@@ -138,7 +131,7 @@ def fit_all(directory: Path, runs: list[Run]) -> list[Fitted]:
 
 def fit(run: Run, *callbacks: Callback) -> Fitted:
     """Fit, and say what came of it."""
-    trainer, model = make_trainer(run, *callbacks), Model(run.fsdp1)
+    trainer, model = make_trainer(run, *callbacks), Model()
     trainer.fit(model, loader(), ckpt_path=run.ckpt_path)
     callback = trainer.checkpoint_callback
     assert isinstance(callback, ModelCheckpoint)
@@ -180,7 +173,7 @@ def fit_and_fail(directory: Path, runs: list[Run]) -> list[tuple[str, int]]:
 def work_after_fit(directory: Path, run: Run) -> dict[str, Any]:
     """What a trainer can do with checkpoints when it has fitted."""
     os.chdir(directory)
-    trainer, model = make_trainer(run), Model(run.fsdp1)
+    trainer, model = make_trainer(run), Model()
     trainer.fit(model, loader())
     url, path = f"{run.dirpath}/after.ckpt", directory / "local.ckpt"
     found: dict[str, Any] = {}

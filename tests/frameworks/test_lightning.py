@@ -21,7 +21,6 @@ from dcp_s3 import S3StorageWriter, latest, list_checkpoints, verify
 from dcp_s3.errors import InvalidURLError
 from dcp_s3.integrations.lightning import (
     CheckpointFiles,
-    S3FSDPStrategy,
     S3ModelParallelStrategy,
     find_url,
 )
@@ -64,17 +63,9 @@ def assert_goes_on(whole: Fitted, later: Fitted) -> None:
         torch.testing.assert_close(later.state[key], value, rtol=0, atol=0, msg=key)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("fsdp1", [False, True], ids=["fsdp2", "fsdp1"])
-def test_a_run_goes_on_from_its_last_checkpoint_bit_by_bit(
-    faulty: FaultyServer, tmp_path: Path, fsdp1: bool, ranks: int
-) -> None:
-    runs = [
-        Run(f"{ROOT}/whole", 4, fsdp1=fsdp1, ranks=ranks),
-        Run(ROOT, 2, fsdp1=fsdp1, ranks=ranks),
-        Run(ROOT, 4, "last", fsdp1=fsdp1, ranks=ranks),
-    ]
-    for whole, earlier, later in run_ranks(ranks, fit_all, tmp_path, runs):
+def test_a_run_goes_on_from_its_last_checkpoint_bit_by_bit(faulty: FaultyServer, tmp_path: Path) -> None:
+    runs = [Run(f"{ROOT}/whole", 4), Run(ROOT, 2), Run(ROOT, 4, "last")]
+    for whole, earlier, later in run_ranks(2, fit_all, tmp_path, runs):
         assert (earlier.best, earlier.last) == (f"{ROOT}/{name(2)}", f"{ROOT}/last.ckpt")
         assert (later.best, later.last) == (f"{ROOT}/{name(4)}", f"{ROOT}/last.ckpt")
         assert len(later.losses) == 2 * STEPS_PER_EPOCH
@@ -82,15 +73,6 @@ def test_a_run_goes_on_from_its_last_checkpoint_bit_by_bit(
         assert later.files == frozenset()
     assert committed(ROOT) == {name(4), "last.ckpt"}  # save_top_k=1: those before are removed
     assert verify(f"{ROOT}/last.ckpt").ok
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_fsdp1_goes_on_on_other_numbers_of_ranks(faulty: FaultyServer, tmp_path: Path, ranks: int) -> None:
-    runs = [Run(f"{ROOT}/whole", 2, fsdp1=True), Run(ROOT, 1, fsdp1=True)]
-    whole = run_ranks(2, fit_all, tmp_path, runs)[0][0]
-    later = Run(ROOT, 2, "last", fsdp1=True, ranks=ranks)
-    for [found] in run_ranks(ranks, fit_all, tmp_path, [later]):
-        assert_goes_on(whole, found)
 
 
 @pytest.mark.parametrize(("ranks", "requests"), [(1, 25), (4, 30)])
@@ -151,9 +133,8 @@ def test_a_failed_save_is_raised_on_all_ranks_at_the_next_save_or_at_the_end_of_
     assert committed(f"{ROOT}/b") == {name(2)}  # that it was to replace
 
 
-@pytest.mark.parametrize("fsdp1", [False, True], ids=["fsdp2", "fsdp1"])
-def test_a_trainer_saves_loads_and_removes_after_fit(faulty: FaultyServer, tmp_path: Path, fsdp1: bool) -> None:
-    [found] = run_ranks(1, work_after_fit, tmp_path, Run(ROOT, 1, fsdp1=fsdp1, ranks=1))
+def test_a_trainer_saves_loads_and_removes_after_fit(faulty: FaultyServer, tmp_path: Path) -> None:
+    [found] = run_ranks(1, work_after_fit, tmp_path, Run(ROOT, 1, ranks=1))
     assert found["saved"]
     assert found["same"]
     assert found["removed"]
@@ -201,6 +182,7 @@ def test_a_dirpath_that_lightning_takes_for_a_local_one_is_refused() -> None:
 
 
 def test_what_lightning_sees(faulty: FaultyServer) -> None:
+    assert isinstance(ModelCheckpoint(dirpath=ROOT)._fs, CheckpointFiles)  # the private name that the strategy sets
     files, a, b, last = CheckpointFiles(), f"{ROOT}/{name(1)}", f"{ROOT}/{name(2)}", f"{ROOT}/last.ckpt"
     assert not files.exists(ROOT)
     assert files.ls(ROOT, detail=False) == []
@@ -237,12 +219,6 @@ def test_lightning_sees_what_will_be_there(faulty: FaultyServer) -> None:
 def test_checkpoints_that_are_not_sharded_are_refused() -> None:
     with pytest.raises(ValueError, match="save_distributed_checkpoint=False"):
         S3ModelParallelStrategy(save_distributed_checkpoint=False)
-    with pytest.raises(ValueError, match="state_dict_type='full'"):
-        S3FSDPStrategy(state_dict_type="full")
-
-
-def test_lightning_looks_for_checkpoints_with_the_private_name_that_the_strategies_set() -> None:
-    assert isinstance(ModelCheckpoint(dirpath="s3://bucket/run")._fs, CheckpointFiles)
 
 
 def test_the_example_goes_on_when_it_is_started_again(faulty: FaultyServer) -> None:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from peft import AdaLoraConfig, LoraConfig, PeftModel, PrefixTuningConfig, VeraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, VeraConfig, get_peft_model
 from safetensors import safe_open
 from torch import nn
 from transformers import LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from dcp_s3 import export, inspect, read_tensors
+from dcp_s3 import inspect, read_tensors
 from dcp_s3.integrations.accelerate import model_part
 from dcp_s3.integrations.transformers import S3Checkpoints
 from tests.faulty import BUCKET, FaultyServer
@@ -37,18 +37,13 @@ def saved_names(url: str) -> set[str]:
     return {name.removeprefix("model.").replace(".default", "") for name in names}
 
 
-def test_it_saves_what_the_trainer_saves_and_exports_an_adapter() -> None:
+def test_it_saves_what_the_trainer_saves() -> None:
     made = trainer(Run(ROOT, steps=2, adapter=True))
     made.train()
     url = f"{ROOT}/step-00000002"
     made.save_model("stock")
     with safe_open("stock/adapter_model.safetensors", "pt") as file:
         assert saved_names(url) == set(file.keys())
-    export(url, "exported", include="model.*", rename={"^model[.]": "", "[.]default[.]": "."})
-    base = trainer(Run(ROOT, adapter=True)).model.unload()
-    found = PeftModel.from_pretrained(base, "exported").state_dict()
-    expected = made.model.state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
@@ -88,7 +83,6 @@ MODELS = {
     "several": two_adapters,
     "of_transformers": own_adapter,
     "new_tokens": with_new_tokens,
-    "adalora": lambda: get_peft_model(tiny(), AdaLoraConfig(target_modules=["q_proj"], total_step=10)),
     "vera": lambda: get_peft_model(tiny(), VeraConfig(target_modules=["q_proj"])),
     "prefix": lambda: get_peft_model(tiny(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
 }

@@ -21,8 +21,15 @@ from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import DeletionList, ObjectEntry
 from dcp_s3.format.layout import deletion_object
-from dcp_s3.integrations.file_records import find_files, publish_files, put_record
-from dcp_s3.integrations.file_streams import OpenFile, ReadStream, TensorMemory, WriteStream
+from dcp_s3.integrations.files import (
+    OpenFile,
+    ReadStream,
+    TensorMemory,
+    WriteStream,
+    find_files,
+    publish_files,
+    put_record,
+)
 from dcp_s3.limit import Limit
 from dcp_s3.memory import Piece
 from dcp_s3.retention.catalog import CheckpointCatalog

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from dcp_s3 import latest
 from dcp_s3.integrations import megatron
-from dcp_s3.integrations.megatron import REPLACED, writer
+from dcp_s3.integrations.megatron import REPLACED
 from dcp_s3.offline.copy import copy
 from tests.frameworks.megatron import jobs
 from tests.frameworks.ranks import run_ranks
@@ -163,8 +163,8 @@ def test_the_common_part_waits_for_its_save(root: str, installed: Any) -> None:
 def test_what_goes_to_the_process_that_saves_is_its_own() -> None:
     shared, view, alone = torch.ones(4).share_memory_(), torch.ones(8)[:4], torch.ones(4)
     tensors = {MetadataIndex(str(number)): tensor for number, tensor in enumerate((shared, view, alone))}
-    prepared = writer.Prepared(None, None, {index: writer._own_memory(tensor) for index, tensor in tensors.items()})
-    for tensor in writer.preload(prepared).data.values():
+    prepared = megatron.Prepared(None, None, {index: megatron._own_memory(tensor) for index, tensor in tensors.items()})
+    for tensor in megatron.preload(prepared).data.values():
         assert torch.equal(tensor, torch.ones(4))
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
         assert not tensor.is_shared()
@@ -185,7 +185,7 @@ def test_what_made_a_save_fail_is_sent_to_the_trainer(error: Exception) -> None:
             raise error
 
     results: queue.Queue[Any] = queue.Queue()
-    writer.write(3, writer.Prepared(Failing(), None, {}), results)  # type: ignore[arg-type]
+    megatron.write(3, megatron.Prepared(Failing(), None, {}), results)  # type: ignore[arg-type]
     save_id, outcome = pickle.loads(pickle.dumps(results.get_nowait()))
     assert save_id == "a"
     assert isinstance(outcome, ValueError if type(error) is ValueError else RuntimeError)
