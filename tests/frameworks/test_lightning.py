@@ -1,5 +1,7 @@
-"""The Lightning strategy, with the real Lightning on gloo ranks and an in-memory S3 server: a small training goes on bit
-by bit on any power of two of ranks."""
+"""The Lightning strategy, with the real Lightning on gloo ranks and an in-memory S3 server.
+
+The small training goes on bit by bit on any power of two of ranks.
+"""
 
 from __future__ import annotations
 

@@ -307,7 +307,7 @@ def exchange(directory: Path) -> list[str]:
     return [ours.digest, theirs.digest(), back.digest]
 
 
-def test_torchtitan_itself_reads_what_is_downloaded_and_writes_what_is_loaded_after_an_copy(
+def test_torchtitan_itself_reads_what_is_downloaded_and_writes_what_is_loaded_after_a_copy(
     faulty: FaultyServer, tmp_path: Path
 ) -> None:
     ((ours, theirs, back),) = run_ranks(1, exchange, tmp_path)

@@ -16,8 +16,6 @@ import torch
 
 import dcp_s3
 from dcp_s3 import errors
-from dcp_s3.checkpoint.commit_state import SaveIdentity, find_previous
-from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import DeletionList, ObjectEntry
 from dcp_s3.format.layout import deletion_object
@@ -201,14 +199,6 @@ def test_ranks_commit_what_all_have_written_and_nothing_of_an_earlier_attempt() 
     assert all(crc_hex(crc64nvme(store.get(URL.key(path)).data)) == entry.crc64nvme for path, entry in files.items())
 
 
-def test_an_uncommitted_directory_goes_with_all_files() -> None:
-    store = MemoryStore()
-    write(store, 0, "nonce", ["model_0.pt", "sub/data.json"])
-    removal = list_directory(store, URL).removal_of_uncommitted(since=float("inf"))
-    assert sorted(removal.objects) == [".dcp_s3/files-0.json", "model_0.pt", "sub/data.json"]
-    assert removal.being_saved is None
-
-
 def test_the_complete_record_of_an_earlier_attempt_is_not_taken() -> None:
     store = MemoryStore()
     for rank in range(2):  # of which rank 0 has died before it committed
@@ -285,13 +275,6 @@ def test_what_earlier_attempts_left_goes_with_the_checkpoint() -> None:
     ]  # fmt: skip
 
 
-def test_what_replaces_a_checkpoint_knows_its_files() -> None:
-    store = MemoryStore()
-    commit(store, 0, "n", write(store, 0, "n", ["model_0.pt"]), 1)
-    replaced = find_previous(store, SaveIdentity(URL, "")).keys
-    assert {URL.key("model_0.pt"), URL.key(".dcp_s3/files-0.json")} <= replaced
-
-
 @pytest.mark.servers("memory")
 def test_copies_and_comparisons_look_at_files(root: str) -> None:
     store = store_of(parse_url(root), Settings())
@@ -310,13 +293,6 @@ def test_copies_and_comparisons_look_at_files(root: str) -> None:
     with pytest.raises(errors.CorruptCheckpointError, match=r"model_0\.pt is not there"):
         dcp_s3.copy(str(urls[1]), f"{root}/copy")
     assert dcp_s3.latest(root).name == "step-2"  # type: ignore[union-attr]
-
-
-def test_a_commit_without_user_metadata_is_found() -> None:
-    store = MemoryStore()
-    commit(store, 0, "n", write(store, 0, "n", ["model_0.pt"]), 1)
-    store.put(URL.key(".metadata"), store.get(URL.key(".metadata")).data)
-    assert list(find_files(store, URL) or {}) == ["model_0.pt"]
 
 
 def test_a_rank_that_does_not_come_is_named_and_nothing_is_committed() -> None:
