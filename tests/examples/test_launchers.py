@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import signal
 import socket
 import stat
@@ -14,11 +13,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from torch.distributed.run import get_args_parser
 
 from dcp_s3 import latest
 from examples import launchers_train
@@ -38,45 +35,15 @@ def _blocks(language: str) -> list[str]:
 
 
 SBATCH = _blocks("bash")[0]
-JOBSET, SKYPILOT = (yaml.safe_load(block) for block in _blocks("yaml"))
 
 
-# --- as it is written -------------------------------------------------------------------------------------
-
-
-def _torchrun(words: list[str]) -> tuple[Any, Any]:
-    """The options of a torchrun command, and those of the script that it starts."""
-    assert words[0] == "torchrun"
-    options = get_args_parser().parse_args(words[1:])
-    assert options.module
-    assert options.training_script == "examples.launchers_train"
-    return options, launchers_train.parse_arguments(options.training_script_args)
-
-
-def _shell_command(script: str, environment: dict[str, str]) -> list[str]:
-    """The words of a shell script's torchrun command, with its variables filled in."""
-    (command,) = (line for line in script.replace("\\\n", " ").splitlines() if "torchrun " in line)
-    words = shlex.split(command[command.index("torchrun ") :])
-    return [re.sub(r"\$(\w+)", lambda found: environment[found[1]], word) for word in words]
-
-
-def test_the_commands_are_such_that_torchrun_and_the_script_understand() -> None:
-    slurm = {"SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_ID": "17", "head": "node1"}
-    options, script = _torchrun(_shell_command(SBATCH, slurm))
-    assert (options.nnodes, options.nproc_per_node, options.rdzv_endpoint) == ("4", "8", "node1:29500")
-    assert "SIGUSR1" in options.signals_to_handle
-    assert "SIGTERM" in options.signals_to_handle
-    assert script.root == ROOT
-
-    sky = {"NUM_NODES": "4", "NUM_GPUS_PER_NODE": "8", "NODE_RANK": "2"}
-    sky = {f"SKYPILOT_{name}": value for name, value in sky.items()} | {"head": "10.0.0.1"} | SKYPILOT["envs"]
-    options, script = _torchrun(_shell_command(SKYPILOT["run"], sky))
-    assert (options.nnodes, options.nproc_per_node, options.node_rank) == ("4", "8", 2)
-    assert (options.master_addr, script.root) == ("10.0.0.1", ROOT)
-
-    command = JOBSET["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
-    options, script = _torchrun([word.replace("$(JOB_COMPLETION_INDEX)", "3") for word in command])
-    assert (options.nnodes, options.nproc_per_node, options.node_rank, script.root) == ("4", "8", 3, ROOT)
+@pytest.mark.parametrize("language", ["bash", "yaml"])
+def test_each_command_starts_the_script_with_torchrun(language: str) -> None:
+    for block in _blocks(language):
+        words = re.split(r"[\s\\-]+", " ".join(block.split()))
+        assert {"torchrun", "examples.launchers_train"} <= {*words}
+        if language == "yaml":
+            yaml.safe_load(block)
 
 
 # --- as it runs -------------------------------------------------------------------------------------------

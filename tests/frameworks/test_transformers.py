@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, PrefixTuningConfig, VeraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, VeraConfig, get_peft_model
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -344,12 +344,6 @@ def two_adapters() -> PeftModel:
     return model
 
 
-def own_adapter() -> nn.Module:
-    model = tiny()
-    model.add_adapter(LoraConfig(target_modules=["q_proj"]))  # of transformers, without a PeftModel
-    return model
-
-
 def with_new_tokens() -> PeftModel:
     tiny().save_pretrained("base")
     model = LlamaForCausalLM.from_pretrained("base")
@@ -359,10 +353,8 @@ def with_new_tokens() -> PeftModel:
 
 MODELS = {
     "several": two_adapters,
-    "of_transformers": own_adapter,
     "new_tokens": with_new_tokens,
     "vera": lambda: get_peft_model(tiny(), VeraConfig(target_modules=["q_proj"])),
-    "prefix": lambda: get_peft_model(tiny(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
 }
 
 

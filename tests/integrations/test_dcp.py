@@ -142,13 +142,6 @@ def test_torchs_classes_take_our_urls_and_keep_their_signatures(registered: None
         assert "path" in inspect.signature(each).parameters, "jsonargparse and others make objects from them"
 
 
-def test_bad_urls_are_our_errors_and_unknown_ones_torchs(registered: None) -> None:
-    with pytest.raises(errors.InvalidURLError):
-        dcp.save(_state(1.0), checkpoint_id="s3://bucket//run")
-    with pytest.raises(RuntimeError, match="Cannot detect which StorageReader or StorageWriter"):
-        dcp.save(_state(1.0), checkpoint_id="no-such-scheme://bucket/run")
-
-
 @pytest.mark.parametrize("kind", [str, Path])
 @pytest.mark.parametrize("classes", [_TORCHS[:2], _FSSPEC], ids=["FileSystem", "Fsspec"])
 def test_what_a_framework_makes_itself(root: str, cwd: Path, registered: None, classes: Any, kind: Any) -> None:
@@ -173,8 +166,6 @@ def test_their_own_overwrite_counts(root: str, registered: None, overwrite: bool
 
 
 def test_safetensors_are_refused(root: str, registered: None) -> None:
-    with pytest.raises(TypeError, match="threads"):
-        FileSystemWriter(root, threads=2)  # type: ignore[call-arg]
     with pytest.raises(errors.SettingsError, match=rf"{root} as safetensors.*dcp-s3 export"):
         FileSystemWriter(root, serialization_format=SerializationFormat.SAFETENSORS)
 
@@ -207,7 +198,8 @@ def test_subclasses_of_the_registered_classes_work(tmp_path: Path, registered: N
                 super().__init__(path, single_file_per_rank=False)
             self.label = label
 
-    assert not Writer.validate_checkpoint_id("s3://bucket/run"), "what makes files is not chosen for S3"
+    local = type("Local", (FileSystemWriter,), {})
+    assert not local.validate_checkpoint_id("s3://bucket/run"), "what makes files is not chosen for S3"
     url = f"file://{tmp_path}/run"
     writer = Writer(url, label="mine")
     assert (type(writer), writer.label, writer.single_file_per_rank) == (Writer, "mine", False)
