@@ -136,8 +136,11 @@ class Training:
     def train(self, steps: int) -> None:
         """Train up to ``steps``."""
         while self.step < steps:
-            done = self.step % (SEQUENCES // BATCH) if self.run.alike else 0
-            for (batch,) in self.accelerator.skip_first_batches(self.loader, done) if done else self.loader:
+            epoch, done = divmod(self.step, SEQUENCES // BATCH)
+            if self.run.alike:
+                self.loader.set_epoch(epoch)
+            left = self.accelerator.skip_first_batches(self.loader, done) if done and self.run.alike else self.loader
+            for (batch,) in left:
                 self.update(self.accelerator.gather(batch) if self.run.alike else batch)
                 self.after(self.step)
                 if self.step >= steps:
