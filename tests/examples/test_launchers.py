@@ -1,4 +1,4 @@
-"""What docs/launchers.md tells people to write: it parses, it runs under torchrun, and a restart goes on."""
+"""What docs/launchers.md tells people to write: it starts the script, a SLURM job stops in time, a restart goes on."""
 
 from __future__ import annotations
 
@@ -34,74 +34,12 @@ def _blocks(language: str) -> list[str]:
     return [block for found, block in _FENCED.findall(_PAGE) if found == language]
 
 
-SBATCH = _blocks("bash")[0]
-
-
 @pytest.mark.parametrize("language", ["bash", "yaml"])
 def test_each_command_starts_the_script_with_torchrun(language: str) -> None:
     for block in _blocks(language):
-        words = re.split(r"[\s\\-]+", " ".join(block.split()))
-        assert {"torchrun", "examples.launchers_train"} <= {*words}
+        assert {"torchrun", "examples.launchers_train"} <= {*block.split()}
         if language == "yaml":
             yaml.safe_load(block)
-
-
-# --- as it runs -------------------------------------------------------------------------------------------
-
-
-def _environment(**more: str) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PATH": f"{_TORCHRUN.parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(_REPOSITORY),
-        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-        "OMP_NUM_THREADS": "1",
-        **more,
-    }
-
-
-class _Started:
-    """A command in an empty directory. Nothing that it started is left at the end."""
-
-    def __init__(self, command: list[str], cwd: Path, **environment: str) -> None:
-        cwd.mkdir(exist_ok=True)
-        self.log = cwd.with_suffix(f".{time.monotonic_ns()}.log")
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                cwd=cwd,
-                env=_environment(**environment),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def __enter__(self) -> _Started:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    def kill(self) -> None:
-        """SIGTERM, which torchrun passes on to its ranks."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGTERM)
-        self.process.wait()
-
-    def wait(self) -> int:
-        """Exit status."""
-        return self.process.wait(timeout=200)
-
-    def until(self, happened: Callable[[], bool]) -> None:
-        """Wait until something has happened while the command runs."""
-        deadline = time.monotonic() + 200
-        while not happened():
-            assert self.process.poll() is None, self.output()
-            assert time.monotonic() < deadline, self.output()
-            time.sleep(0.02)
-
-    def output(self) -> str:
-        return self.log.read_text(errors="replace")
 
 
 def _goes_on(digests: Path) -> None:
@@ -111,12 +49,12 @@ def _goes_on(digests: Path) -> None:
     launchers_train.train(options, launchers_train.StopSignal())
 
 
-def _with_free_port(script: str) -> str:
-    """Every node of a job has the port of the page for itself; tests share a machine."""
+def _sbatch() -> str:
+    """The script of the page. Every node of a job has its port for itself; tests share a machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        assert "29500" in script
-        return script.replace("29500", str(listener.getsockname()[1]))
+        assert "29500" in _blocks("bash")[0]
+        return _blocks("bash")[0].replace("29500", str(listener.getsockname()[1]))
 
 
 def _program(path: Path, text: str) -> None:
@@ -132,7 +70,11 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     _program(programs / "srun", f'shift\necho $$ >{tmp_path}/task\nexec "$@"\n')
     _program(programs / "scontrol", f'[ "$1" = show ] && echo localhost || echo "$@" >>{tmp_path}/scontrol\n')
     return {
+        **os.environ,
         "PATH": f"{programs}{os.pathsep}{_TORCHRUN.parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(_REPOSITORY),
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        "OMP_NUM_THREADS": "1",
         "SLURM_JOB_ID": "17",
         "SLURM_JOB_NODELIST": "node[1]",
         "SLURM_JOB_NUM_NODES": "1",
@@ -144,17 +86,34 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 def test_before_the_time_limit_a_slurm_job_saves_and_queues_itself_again_and_goes_on(
     faulty: FaultyServer, tmp_path: Path, slurm: dict[str, str]
 ) -> None:
-    script = tmp_path / "train.sbatch"
-    script.write_text(_with_free_port(SBATCH))
+    script, log, work = tmp_path / "train.sbatch", tmp_path / "log", tmp_path / "work"
+    script.write_text(_sbatch())
+    work.mkdir()
     # The run cannot be over before the signal: the save of step 10 is held up, so that step 20 waits for it.
     moment = AtRequest("PutObject", key="step-00000010/__", applied=True)
-    with _Started(["bash", str(script)], tmp_path / "work", **slurm) as job:
+    with log.open("wb") as output:
+        job = subprocess.Popen(
+            ["bash", script], cwd=work, env=slurm, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def until(happened: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 200
+        while not happened():
+            assert job.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+
+    try:
         with moment.on(faulty):
-            job.until(moment.reached.is_set)
+            until(moment.reached.is_set)
             os.kill(int((tmp_path / "task").read_text()), signal.SIGUSR1)
-            job.until(lambda: job.output().count("closing signal SIGUSR1") == 2)
-        assert job.wait() == 1, job.output()
-        stopped = re.findall(r"asked to stop at step (\d+)", job.output())
+            until(lambda: log.read_text().count("closing signal SIGUSR1") == 2)
+        assert job.wait(timeout=200) == 1, log.read_text()
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGTERM)  # torchrun passes it on to its ranks
+            job.wait()
+    stopped = re.findall(r"asked to stop at step (\d+)", log.read_text())
     assert (tmp_path / "scontrol").read_text() == "requeue 17\n"
     newest = latest(ROOT)
     assert newest is not None
@@ -164,4 +123,4 @@ def test_before_the_time_limit_a_slurm_job_saves_and_queues_itself_again_and_goe
     run_ranks(1, _goes_on, digests)
     begun = json.loads(digests.read_text().splitlines()[0])
     assert (begun["event"], begun["step"]) == ("begun", newest.step)
-    assert list((tmp_path / "work").iterdir()) == []  # nothing on local disk
+    assert list(work.iterdir()) == []  # nothing on local disk

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with
 from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter
 from dcp_s3.demo.train import state_digest
 from dcp_s3.integrations.accelerate import training_state
-from examples import accelerate as example
 from tests.preload import MODULES
 
 MODULES.append(__name__)  # imported once, by the process that ranks are forked from
@@ -215,15 +212,6 @@ def with_weights(run: Run, loads: bool) -> str:
     training.accelerator.register_for_checkpointing(kept)
     (load_state if loads else save_state)(training.accelerator, f"{run.root}/step-1")
     return state_digest(kept.value)
-
-
-def run_example(arguments: list[str], directory: Path) -> str:
-    """Run examples/accelerate.py. Returns what it prints."""
-    os.chdir(directory)
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        example.main(arguments)
-    return output.getvalue()
 
 
 def train_for_ever(run: Run) -> None:

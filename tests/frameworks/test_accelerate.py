@@ -20,6 +20,7 @@ from dcp_s3 import list_checkpoints, read_tensor
 from dcp_s3.errors import CheckpointError, SaveProtocolError
 from dcp_s3.integrations import accelerate as adapter
 from dcp_s3.integrations.accelerate import PRIVATE, optimizer_part, training_state
+from examples import accelerate as example
 from tests.faulty import BUCKET, FaultyServer
 from tests.frameworks.accelerate_runs import (
     Registered,
@@ -28,13 +29,12 @@ from tests.frameworks.accelerate_runs import (
     interrupted,
     load_state,
     resumed,
-    run_example,
     save_state,
     train_for_ever,
     uninterrupted,
     with_weights,
 )
-from tests.frameworks.ranks import AtWrite, files_in, kill_in_save, run_ranks
+from tests.frameworks.ranks import AtWrite, files_in, kill_in_save, run_example, run_ranks
 
 ROOT = f"s3://{BUCKET}/run"
 CPU = torch.device("cpu")
@@ -90,9 +90,9 @@ def test_sharded_tensors_of_a_registered_object_load_on_another_number_of_ranks(
 @pytest.mark.servers("memory")
 def test_the_example_trains_and_goes_on(root: str, tmp_path: Path) -> None:
     options = ["--url", root, "--save-every", "2"]
-    run_ranks(2, run_example, [*options, "--steps", "4"], tmp_path)
+    run_ranks(2, run_example, example.main, [*options, "--steps", "4"], tmp_path)
     assert [info.step for info in list_checkpoints(root)] == [2, 4]
-    [output] = run_ranks(1, run_example, [*options, "--steps", "7"], tmp_path)
+    [output] = run_ranks(1, run_example, example.main, [*options, "--steps", "7"], tmp_path)
     assert "step 4: restored on 1 processes" in output
     assert [info.step for info in list_checkpoints(root)] == [4, 6, 7]
     assert files_in(tmp_path) == []

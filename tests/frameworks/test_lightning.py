@@ -6,8 +6,6 @@ The small training goes on bit by bit on any power of two of ranks.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -30,8 +28,9 @@ from torch.utils.data import DataLoader, Dataset
 from dcp_s3 import S3StorageWriter, copy, latest, list_checkpoints, verify
 from dcp_s3.errors import InvalidURLError, SaveFailedError
 from dcp_s3.integrations.lightning import CheckpointFiles, S3ModelParallelStrategy, find_url
+from examples import lightning as example
 from tests.faulty import BUCKET, FaultyServer
-from tests.frameworks.ranks import kill_in_save, run_ranks
+from tests.frameworks.ranks import kill_in_save, run_example, run_ranks
 from tests.killing import AtRequest
 from tests.memory_s3 import Fault
 from tests.preload import MODULES
@@ -39,7 +38,6 @@ from tests.preload import MODULES
 MODULES.append("lightning.pytorch")  # imported once, by the process that ranks are forked from
 
 ROOT = f"s3://{BUCKET}/run"
-REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT = 250.0  # seconds for a few runs of `Trainer.fit`, on a busy machine
 STEPS_PER_EPOCH = 4
 
@@ -388,16 +386,11 @@ def test_checkpoints_that_are_not_sharded_are_refused() -> None:
         S3ModelParallelStrategy(save_distributed_checkpoint=False)
 
 
-def test_the_example_goes_on_when_it_is_started_again(faulty: FaultyServer) -> None:
-    def start(epochs: int) -> str:
-        command = [sys.executable, "-m", "examples.lightning", "--url", ROOT, "--epochs", str(epochs)]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout + done.stderr
-
-    assert "16 steps, best: s3://bucket/run/epoch=1-step=16.ckpt" in start(2)
-    output = start(3)
-    assert f"Restored all states from the checkpoint at s3::{BUCKET}/run/last.ckpt" in output
-    assert "24 steps, best: s3://bucket/run/epoch=2-step=24.ckpt" in output
+def test_the_example_goes_on_when_it_is_started_again(faulty: FaultyServer, tmp_path: Path) -> None:
+    for epochs in (2, 3):
+        options = ["--url", ROOT, "--epochs", str(epochs)]
+        [output] = run_ranks(1, run_example, example.main, options, tmp_path)
+        steps = 8 * epochs
+        assert f"{steps} steps, best: {ROOT}/epoch={epochs - 1}-step={steps}.ckpt" in output
     assert committed(ROOT) == {"epoch=1-step=16.ckpt", "epoch=2-step=24.ckpt", "last.ckpt"}
-    assert not (REPOSITORY / "s3:").exists()
+    assert not (tmp_path / "s3:").exists()

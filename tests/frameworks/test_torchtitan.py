@@ -20,7 +20,6 @@ import tyro
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.components.dataloader import DataloaderExhaustedError
 
 from dcp_s3 import copy, errors, latest, list_checkpoints, read_tensors, verify
 from dcp_s3.integrations.torchtitan import S3CheckpointManager
@@ -196,29 +195,6 @@ def fail(directory: Path, mode: str) -> str:
     with pytest.raises(errors.SaveFailedError) as raised:
         train(directory, 20, async_mode=mode, keep_latest_k=2)
     return str(raised.value)
-
-
-class Exhausted(Trainer):
-    """Runs out of data in step 3, when the save of step 2 has just begun."""
-
-    def train_step(self, data: Any) -> None:
-        if self.step == 3:
-            raise DataloaderExhaustedError
-        super().train_step(data)
-
-
-def run_out_of_data(mode: str) -> list[int | None]:
-    trainer = Exhausted(config(async_mode=mode), steps=8)
-    with pytest.raises(DataloaderExhaustedError):
-        trainer.train()
-    trainer.checkpointer.close()
-    return steps_on_s3()
-
-
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_the_end_waits_for_the_save_under_way(faulty: FaultyServer, mode: str) -> None:
-    faulty.rule = lambda request: Fault.delay(1.0) if request.key.endswith("/.metadata") else None
-    assert run_ranks(1, run_out_of_data, mode) == [[2]]
 
 
 # --- loads ----------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from dcp_s3.integrations.transformers import PRIVATE, S3Checkpoints, S3Trainer
 from examples import transformers as example
 from tests.faulty import BUCKET, FaultyServer
 from tests.frameworks.accelerate_runs import load_state, pretend_devices, save_state, texts, tiny_llama
-from tests.frameworks.ranks import AtWrite, files_in, kill_in_save, run_ranks
+from tests.frameworks.ranks import AtWrite, files_in, kill_in_save, run_example, run_ranks
 from tests.preload import MODULES
 
 MODULES.append("transformers")  # imported once, by the process that ranks are forked from
@@ -150,12 +150,6 @@ def train(run: Run, directory: Path | None, resume: Any = True) -> tuple[int, st
     return began.step, state_digest(state), losses
 
 
-def run_example(arguments: list[str], directory: Path) -> None:
-    """Run examples/transformers.py."""
-    os.chdir(directory)
-    example.main(arguments)
-
-
 def train_for_ever(run: Run) -> None:
     """Train until killed."""
     trainer(Run(run.root, run.sharded, steps=10**6, arguments=(*run.arguments, ("max_steps", 12)))).train()
@@ -186,9 +180,9 @@ def test_killed_in_a_save_it_goes_on_to_the_same_bits_on_other_ranks(
 
 def test_the_example_trains_and_goes_on(faulty: FaultyServer, tmp_path: Path) -> None:
     options = ["--url", ROOT, "--save-every", "2"]
-    run_ranks(2, run_example, [*options, "--steps", "4"], tmp_path)
+    run_ranks(2, run_example, example.main, [*options, "--steps", "4"], tmp_path)
     assert [info.step for info in list_checkpoints(ROOT)] == [2, 4]
-    run_ranks(1, run_example, [*options, "--steps", "8"], tmp_path)
+    run_ranks(1, run_example, example.main, [*options, "--steps", "8"], tmp_path)
     assert [info.step for info in list_checkpoints(ROOT)] == [4, 6, 8]
     assert files_in(tmp_path) == ["output"]
 
@@ -279,11 +273,6 @@ def test_a_step_may_be_chosen_and_nothing_there_is_a_new_training(alone: Path) -
     again = trainer(Run(ROOT, steps=6), retention=everything)
     again.train(resume_from_checkpoint=2)
     assert losses(again) == losses(first)
-    assert steps() == [2, 4, 6]
-
-
-def test_no_limit_keeps_everything(alone: Path) -> None:
-    trainer(Run(ROOT, steps=6, arguments=(("save_total_limit", 0),))).train()  # as the Trainer understands it
     assert steps() == [2, 4, 6]
 
 

@@ -22,7 +22,6 @@ from dcp_s3.format.layout import deletion_object
 from dcp_s3.integrations.files import (
     OpenFile,
     ReadStream,
-    TensorMemory,
     WriteStream,
     find_files,
     publish_files,
@@ -88,16 +87,6 @@ def test_what_is_written_is_what_torch_saves_from_the_tensors_memory() -> None:
     assert store.get("file").data == expected.getvalue()
     assert (stored.size, stored.crc64nvme) == (len(expected.getvalue()), crc64nvme(expected.getvalue()))
     assert store.addresses == [value["a"][0].data_ptr(), whole.data_ptr()]
-
-
-def test_memory_of_others_and_beyond_a_tensor_is_copied() -> None:
-    tensor = torch.arange(LARGE, dtype=torch.uint8)
-    memory, view = TensorMemory({"a": tensor}), memoryview(tensor.numpy())
-    assert memory.size == LARGE
-    assert memory.find(view[5:]).nbytes == LARGE - 5  # type: ignore[union-attr]
-    assert memory.find(memoryview(bytearray(LARGE))) is None
-    other = TensorMemory([tensor[: LARGE // 2].clone()])
-    assert other.find(view) is None
 
 
 @pytest.mark.parametrize("how", ["an error in the block", "forgotten"])

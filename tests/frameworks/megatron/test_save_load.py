@@ -3,8 +3,6 @@ alike, and saves that are killed."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from dcp_s3 import S3StorageReader, latest, list_checkpoints, verify
 from dcp_s3.integrations.megatron import MegatronS3Writer
 from tests.faulty import BUCKET, FaultyServer
 from tests.frameworks.megatron import cpu, jobs, states
-from tests.frameworks.ranks import files_in, kill_in_save, run_ranks
+from tests.frameworks.ranks import files_in, kill_in_save, run_example, run_ranks
 from tests.killing import AtRequest
 from tests.memory_s3 import Fault
 
@@ -84,14 +82,15 @@ def test_the_thread_count_is_the_most_objects_of_a_rank(root: str, hint: str | N
     assert writer.max_objects == most
 
 
-def _run(url: str, steps: int) -> list[str]:
+def _example(arguments: list[str]) -> None:
     from examples import megatron
 
     cpu.pretend()
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        megatron.main(["--url", url, "--steps", str(steps)])
-    return output.getvalue().splitlines()
+    megatron.main(arguments)
+
+
+def _run(url: str, steps: int) -> list[str]:
+    return run_example(_example, ["--url", url, "--steps", str(steps)], Path()).splitlines()
 
 
 @in_memory
