@@ -113,10 +113,9 @@ def two_models(seed: int) -> tuple[Accelerator, list[nn.Module], list[Any]]:
     models: list[nn.Module] = [nn.Linear(3, 5), nn.Linear(5, 2)]
     optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in reversed(models)]
     prepared = accelerator.prepare(*models, *optimizers)
-    for _ in range(2):
-        accelerator.backward(models[1](models[0](torch.randn(4, 3))).square().mean())
-        for optimizer in prepared[2:]:
-            optimizer.step()
+    accelerator.backward(models[1](models[0](torch.randn(4, 3))).square().mean())
+    for optimizer in prepared[2:]:
+        optimizer.step()
     return accelerator, models, list(prepared[2:])
 
 

@@ -232,7 +232,6 @@ def assert_loaded(made: S3Trainer, step: int) -> None:
     assert (made.model.get_parameter(name) == read_tensor(url, f"model.{name}")).all()
 
 
-@pytest.mark.parametrize("retention", [None, "latest:1"], ids=["of_the_trainer", "own"])
 @pytest.mark.parametrize(
     ("metric", "values", "best"),
     [
@@ -241,10 +240,10 @@ def assert_loaded(made: S3Trainer, step: int) -> None:
     ],
 )
 def test_the_best_model_is_kept_and_loaded_at_the_end(
-    alone: Path, metric: str, values: dict[int, float], best: int, retention: str | None
+    alone: Path, metric: str, values: dict[int, float], best: int
 ) -> None:
     (alone / "output/checkpoint-500").mkdir(parents=True)  # of before: it stays
-    made = evaluated(metric, values, retention=retention)
+    made = evaluated(metric, values, retention="latest:1" if metric == "loss" else None)
     made.train()
     assert steps() == [best, 6]
     assert_loaded(made, best)
@@ -285,14 +284,11 @@ def test_a_training_that_begins_before_what_is_there_is_refused(alone: Path, sta
     assert {info.step: info.save_id for info in list_checkpoints(ROOT)} == before == {4: before[4], 6: before[6]}
 
 
-def test_what_cannot_be_is_refused(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_is_refused(alone: Path) -> None:
     assert all(callable(getattr(S3Trainer, name)) for name in PRIVATE)
     made = trainer(Run(ROOT))
     with pytest.raises(CheckpointError, match=rf"{ROOT}/step-4' is a path. Remedy: the step"):
         made.train(resume_from_checkpoint=f"{ROOT}/step-4")
-    monkeypatch.setattr(Accelerator, "distributed_type", "DEEPSPEED")
-    with pytest.raises(CheckpointError, match="DEEPSPEED"):
-        made.train()
 
 
 # --- adapters of PEFT -----------------------------------------------------------------------------------

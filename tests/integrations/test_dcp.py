@@ -212,13 +212,10 @@ def test_subclasses_of_the_registered_classes_work(tmp_path: Path, registered: N
 
 
 def test_no_url_at_all_or_none_of_s3_is_an_error_that_says_what_to_pass(tmp_path: Path) -> None:
-    for call, name in (
-        (lambda: dcp.save(_state(1.0), storage_writer=S3StorageWriter()), "S3StorageWriter"),
-        (lambda: dcp.async_save(_state(1.0), storage_writer=S3StorageWriter()).result(60), "S3StorageWriter"),  # type: ignore[union-attr]
-        (lambda: dcp.load(_state(1.0), storage_reader=S3StorageReader()), "S3StorageReader"),
+    for call in (
+        lambda: dcp.save(_state(1.0), storage_writer=S3StorageWriter()),
+        lambda: dcp.load(_state(1.0), storage_reader=S3StorageReader()),
     ):
-        text = str(failure(call, errors.InvalidURLError))
-        assert name in text
-        assert "checkpoint_id=" in text
+        assert "checkpoint_id=" in str(failure(call, errors.InvalidURLError))
     with pytest.raises(errors.InvalidURLError, match="not an S3 URL"):
         dcp.save(_state(1.0), checkpoint_id=tmp_path, storage_writer=S3StorageWriter("s3://bucket/run"))

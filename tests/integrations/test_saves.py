@@ -71,9 +71,6 @@ class Held:
         self.go.set()
 
 
-REFUSED = Fault.error(403, "AccessDenied")
-
-
 def test_a_checkpoint_stays_until_the_one_that_replaces_it_is_committed(faulty: FaultyServer, saves: Saves) -> None:
     save(saves, A, 4)
     saves.wait()
@@ -93,7 +90,7 @@ def test_a_checkpoint_stays_if_the_save_that_replaces_it_fails(
 ) -> None:
     save(saves, A, 4)
     saves.wait()
-    faulty.once("PutObject", REFUSED, key="step=8")
+    faulty.once("PutObject", Fault.error(403, "AccessDenied"), key="step=8")
     save(saves, B, 8)
     saves.remove(A)
     save(saves, LAST, 8)

@@ -138,13 +138,6 @@ def test_a_process_that_is_killed_while_it_saves(faulty: FaultyServer) -> None:
     assert latest(ROOT) is None
 
 
-def test_ranks_that_save_to_different_urls_are_told_so(faulty: FaultyServer) -> None:
-    for failures in run_ranks(2, jobs.save_apart, ROOT):
-        assert failures.keys() == {0}
-        assert "rank 1 saves to" in failures[0]
-    assert latest(ROOT) is None
-
-
 @pytest.mark.parametrize(
     ("mode", "moment"),
     [
