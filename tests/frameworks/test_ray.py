@@ -57,7 +57,7 @@ def _driver(arguments: list[str], ray_directory: Path, cwd: Path, log: Path) -> 
         "RAY_TMPDIR": str(ray_directory),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "disabled",
-        "RAY_raylet_start_wait_time_s": "300",
+        "RAY_raylet_start_wait_time_s": "900",
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(_PATIENCE),
     }
