@@ -27,9 +27,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Train with the options of the command line."""
     options = parse_arguments(arguments)
     set_seed(0)
-    # A position within an epoch is known to stateful dataloaders; with batches that are split among the processes,
-    # it is the same for any number of them.
-    data = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True, split_batches=True)
+    # Batches that are split among the processes are the same for any number of them.
+    data = DataLoaderConfiguration(use_seedable_sampler=True, split_batches=True)
     accelerator = Accelerator(cpu=options.cpu, dataloader_config=data)
 
     inputs = torch.randn(10 * BATCH, 8)
@@ -46,7 +45,9 @@ def main(arguments: list[str] | None = None) -> None:
         step = manager.restore(state) or 0
         accelerator.print(f"step {step}: restored on {accelerator.num_processes} processes" if step else "a new run")
         while step < options.steps:
-            for features, targets in loader:
+            epoch, done = divmod(step, len(loader))
+            loader.set_epoch(epoch)
+            for features, targets in accelerator.skip_first_batches(loader, done):
                 loss = nn.functional.mse_loss(model(features), targets)
                 accelerator.backward(loss)
                 optimizer.step()

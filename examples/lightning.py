@@ -44,12 +44,12 @@ class Regression(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Train with the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True, help="s3://bucket/run: where the checkpoints go")
     parser.add_argument("--epochs", type=int, default=5)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     trainer: Any = Trainer(

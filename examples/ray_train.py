@@ -48,13 +48,8 @@ def train(options: argparse.Namespace) -> None:
     """What each worker runs, at the first start and after each failure."""
     state = make_state()
     text = standard_library_text()
-    # The newest checkpoint on S3 is at least as new as the one that Ray knows.
-    step = None
-    reported = ray.train.get_checkpoint()
-    if options.reported and reported is not None:
-        step = read_pointer(reported)["step"]
     with CheckpointManager(options.root, overwrite=True) as manager:
-        manager.restore({"train": state}, step)
+        manager.restore({"train": state})  # the newest on S3 is at least as new as the one that Ray knows
         say(f"{dist.get_world_size()} workers begin at step {state.step}")
         record("begun", state, options.digest_file)
         saving: dict[str, Any] | None = None
@@ -101,7 +96,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-failures", type=int, default=3, help="restarts by Ray; default: %(default)s")
     parser.add_argument("--steps", type=int, default=200, help="train to here; default: %(default)s")
     parser.add_argument("--save-every", type=int, default=10, help="steps; default: %(default)s")
-    parser.add_argument("--reported", action="store_true", help="restore what Ray knows, not what is newest on S3")
     parser.add_argument("--digest-file", type=Path, help="append a hash of what is saved and restored")
     return parser.parse_args()
 

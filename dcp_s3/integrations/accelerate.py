@@ -17,38 +17,41 @@ DDP or FSDP2 model, whichever it was saved from.
 from __future__ import annotations
 
 import logging
+import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 from dcp_s3 import ranks
-from dcp_s3.errors import CheckpointError
+from dcp_s3.errors import CheckpointError, SaveProtocolError
+from dcp_s3.failures import name_failed
 from dcp_s3.integrations import require
-from dcp_s3.integrations.training_parts import (
-    ModelPart,
-    OptimizerPart,
-    agree,
-    as_item,
-    from_item,
-    has,
-    owner,
-    rng_state,
-    set_rng_state,
-)
+from dcp_s3.manager.agree import Ranks
 
-require("accelerate", "accelerate", "1.15", "2")
+require("accelerate", "1.15", "2")
 
+import numpy  # noqa: E402 - Accelerate needs it
 from accelerate import Accelerator, DistributedType  # noqa: E402
 from accelerate.data_loader import SeedableRandomSampler  # noqa: E402
 from accelerate.utils import extract_model_from_parallel  # noqa: E402
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PRIVATE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
 """The private attributes of Accelerator (1.15) that are read here: it has no public list of what it has prepared."""
@@ -69,8 +72,8 @@ def training_state(accelerator: Accelerator) -> dict[str, Stateful]:
     check_supported(accelerator)
     models, optimizers = accelerator._models, accelerator._optimizers
     return {
-        **{_numbered("model", number): model_part(model) for number, model in enumerate(models)},
-        **{_numbered("optimizer", number): optimizer_part(each, models) for number, each in enumerate(optimizers)},
+        **{f"model_{n}" if n else "model": model_part(each) for n, each in enumerate(models)},
+        **{f"optimizer_{n}" if n else "optimizer": optimizer_part(each, models) for n, each in enumerate(optimizers)},
         # Last also by name, in which order DCP loads: the random number generators come after all else.
         "training": TrainingPart(
             accelerator, accelerator._schedulers, accelerator._dataloaders, accelerator._custom_objects
@@ -85,6 +88,35 @@ def check_supported(accelerator: Accelerator) -> None:
             f"dcp_s3.integrations.accelerate does not know {accelerator.distributed_type}, which keeps the state "
             "itself. Supported are one process, DDP and FSDP2"
         )
+
+
+def agree(work: Callable[[], T], failed: str) -> list[T]:
+    """Run ``work`` on each rank. Returns the results in rank order; if it raises on one rank, all raise. A collective
+    of the default process group; results are pickled.
+
+    Raises:
+        CheckpointError: it raised on another rank; the message is ``failed`` with the cause. Where it raised, that
+            error is raised.
+    """
+    group = dist.group.WORLD if ranks.is_initialized() else None
+    return Ranks(group).agree(work, lambda failures: CheckpointError(f"{failed}: {name_failed(failures)}"))
+
+
+# --- models and optimizers ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelPart(Stateful):
+    """The parameters and buffers of a model: plain, DDP, FSDP2 or other DTensors. Names are the module's own, without
+    what wrappers put before them, so that each of these loads what another one has saved."""
+
+    model: nn.Module
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(get_model_state_dict(self.model))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_model_state_dict(self.model, state_dict)
 
 
 def model_part(model: nn.Module) -> ModelPart:
@@ -136,14 +168,40 @@ def _has_other_vocabulary(model: Any) -> bool:
         return False
 
 
+@dataclass(frozen=True)
+class OptimizerPart(Stateful):
+    """The state of torch's own optimizer, by the names of the parameters of the model."""
+
+    optimizer: torch.optim.Optimizer
+    model: nn.Module
+
+    def state_dict(self) -> dict[str, Any]:
+        # An optimizer that has not stepped gets its state from a step of zero length.
+        return dict(get_optimizer_state_dict(self.model, self.optimizer))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_optimizer_state_dict(self.model, self.optimizer, state_dict)
+
+
 def optimizer_part(prepared: Any, models: Sequence[nn.Module]) -> OptimizerPart:
+    """The part of an optimizer that Accelerate has prepared, with its model: one of ``models``, or a list of several.
+
+    Raises:
+        SaveProtocolError: its parameters are none of theirs.
+    """
     # Accelerate's wrapper skips steps; DCP makes one, of zero length, where there is no state yet.
     optimizer = getattr(prepared, "optimizer", prepared)
-    return OptimizerPart(optimizer, owner(optimizer, models))
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    owners = [model for model in models if any(id(parameter) in stepped for parameter in model.parameters())]
+    if not owners:
+        raise SaveProtocolError(
+            f"the parameters of a {type(optimizer).__name__} belong to none of the {len(models)} models. Remedy: "
+            "prepare the model and its optimizer together"
+        )
+    return OptimizerPart(optimizer, owners[0] if len(owners) == 1 else nn.ModuleList(owners))
 
 
-def _numbered(name: str, number: int) -> str:
-    return f"{name}_{number}" if number else name
+# --- the rest -------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -161,35 +219,27 @@ class TrainingPart(Stateful):
         """Gathers from all ranks what differs between them."""
         accelerator, scaler = self.accelerator, self.accelerator.scaler
         state: dict[str, Any] = {}
-        own: list[Any] = []
 
         def collect() -> tuple[dict[str, Any], list[Any]]:
-            state["step"] = accelerator.step
-            state["schedulers"] = as_item([scheduler.state_dict() for scheduler in self.schedulers])
-            state["scaler"] = as_item(None if scaler is None else scaler.state_dict())
-            own.extend(as_item(each.state_dict()) for each in self.registered)
+            own = [as_item(each.state_dict()) for each in self.registered]
+            state.update(
+                step=accelerator.step,
+                schedulers=as_item([scheduler.state_dict() for scheduler in self.schedulers]),
+                scaler=as_item(None if scaler is None else scaler.state_dict()),
+                registered={str(at): each for at, each in enumerate(own)},
+                number_of_registered=len(own),
+            )
             mine = {
                 "rng": rng_state(accelerator.device),
                 "dataloaders": [_dataloader_state(loader, accelerator) for loader in self.dataloaders],
             }
             # Those with tensors may be large, and are not sent.
-            return mine, [None if ranks.rank() > 0 or has(torch.Tensor, each) else each for each in own]
+            return mine, [None if ranks.rank() > 0 or _has(torch.Tensor, each) else each for each in own]
 
         # Everything that may raise on one rank alone, so that the others do not wait for it.
-        told = agree(collect, "the state of the training cannot be collected")
-        counts = [len(registered) for _, registered in told]
-        if len(set(counts)) > 1:
-            raise CheckpointError(
-                f"the ranks have registered different numbers of objects: {counts} (by rank). Remedy: "
-                "register_for_checkpointing the same ones on all"
-            )
-        firsts = told[0][1]
-        return {
-            **state,
-            "ranks": as_item([mine for mine, _ in told]),
-            "registered": {str(at): own[at] if first is None else first for at, first in enumerate(firsts)},
-            "number_of_registered": len(own),
-        }
+        found = agree(collect, "the state of the training cannot be collected")
+        state["registered"] |= {str(at): each for at, each in enumerate(found[0][1]) if each is not None}
+        return {**state, "ranks": as_item([mine for mine, _ in found])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         accelerator, rank = self.accelerator, ranks.rank()
@@ -204,7 +254,7 @@ class TrainingPart(Stateful):
         for each, state in _pair("registered objects", self.registered, registered):
             each.load_state_dict(from_item(state))
         for loader, state in _pair("dataloaders", self.dataloaders, mine["dataloaders"]):
-            _load_dataloader(loader, state, accelerator)
+            _load_dataloader(loader, state, len(saved) == ranks.world_size())
         self.loaded_rng = [each["rng"] for each in saved]
         self.set_rng()
 
@@ -222,25 +272,52 @@ def _pair(what: str, prepared: list[Any], saved: list[Any]) -> list[tuple[Any, A
     return list(zip(prepared, saved, strict=True))
 
 
-# --- dataloaders ----------------------------------------------------------------------------------------
+def as_item(state: Any) -> Any:
+    """A state in a form that DCP saves as one item, whatever its structure is when it is loaded. One with DTensors
+    stays as it is, because each of them must be an item of its own to load on another number of ranks."""
+    return state if _has(DTensor, state) else (state,)
 
-_INNER = ("_index_sampler_state", "_sampler_iter_state", "fetcher_state", "dataset_state")
-"""Keys in the state of torchdata's StatefulDataLoader (0.11) for the states of what is in it."""
+
+def from_item(item: Any) -> Any:
+    """What was given to `as_item`."""
+    return item[0] if isinstance(item, tuple) else item
+
+
+def _has(kind: type[torch.Tensor], state: Any) -> bool:
+    """Whether a tensor of this kind is in a state."""
+    if isinstance(state, (Mapping, list, tuple)):
+        return any(_has(kind, each) for each in (state.values() if isinstance(state, Mapping) else state))
+    return isinstance(state, kind)
 
 
 def _dataloader_state(loader: Any, accelerator: Accelerator) -> dict[str, Any]:
-    """The position of a dataloader on this rank. A plain one knows its epoch only."""
+    """The epoch of a dataloader, what decides its order, and of a stateful one its position on this rank."""
     inside = any(each is loader for each in accelerator.gradient_state.dataloader_references)
     ended = inside and loader.end_of_dataloader  # Accelerate counts the epoch after the loop's last round
-    state: dict[str, Any] = {"iteration": loader.iteration + ended, "shards": _shards(loader)}
     sampler, generator = _sources_of_chance(loader)
-    if sampler is not None:
-        state["seed"] = sampler.initial_seed
-    if generator is not None:
-        state["generator"] = generator.get_state()
-    if loader.use_stateful_dataloader:
-        state["position"] = loader.state_dict()
-    return state
+    return {
+        "iteration": loader.iteration + ended,
+        "seed": None if sampler is None else sampler.initial_seed,
+        "generator": None if generator is None else generator.get_state(),
+        "position": loader.state_dict() if loader.use_stateful_dataloader else None,
+    }
+
+
+def _load_dataloader(loader: Any, state: dict[str, Any], same_ranks: bool) -> None:
+    loader.iteration = state["iteration"]
+    sampler, generator = _sources_of_chance(loader)
+    if sampler is not None and state.get("seed") is not None:
+        sampler.initial_seed = state["seed"]
+    if generator is not None and state.get("generator") is not None:
+        generator.set_state(state["generator"])
+    if loader.use_stateful_dataloader and state.get("position") is not None:
+        if same_ranks:
+            loader.load_state_dict(state["position"])
+        else:
+            logger.warning(
+                "the position of a dataloader is none on another number of ranks: it begins its epoch again. Remedy: "
+                "accelerator.skip_first_batches"
+            )
 
 
 def _sources_of_chance(loader: Any) -> tuple[SeedableRandomSampler | None, torch.Generator | None]:
@@ -249,28 +326,28 @@ def _sources_of_chance(loader: Any) -> tuple[SeedableRandomSampler | None, torch
     return seeded, getattr(loader, "synchronized_generator", None)
 
 
-def _load_dataloader(loader: Any, state: dict[str, Any], accelerator: Accelerator) -> None:
-    loader.iteration = state["iteration"]
-    sampler, generator = _sources_of_chance(loader)
-    if sampler is not None and "seed" in state:
-        sampler.initial_seed = state["seed"]
-    if generator is not None and "generator" in state:
-        generator.set_state(state["generator"])
-    if not loader.use_stateful_dataloader or "position" not in state:
-        return
-    position, shards, now = state["position"], state["shards"], _shards(loader)
-    own = any(position.get(key, "?") is not None for key in _INNER)
-    if shards != now and (own or not accelerator.split_batches):
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """The states of this rank's generators: Python's, numpy's, and torch's on the CPU and ``device``."""
+    states = {"python": random.getstate(), "torch": torch.get_rng_state(), "numpy": numpy.random.get_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state()
+    return states
+
+
+def set_rng_state(rank: int, saved: Sequence[Mapping[str, Any]], device: torch.device) -> None:
+    """Restore what `rng_state` has returned on each rank; generators that were not saved are left alone. A rank that
+    did not exist gets the state that all ranks had; if they had different ones, it keeps its own, for no rank may draw
+    another's numbers. Which, torch's generator on the CPU tells: whoever seeds ranks differently seeds it, too."""
+    if rank >= len(saved) and not all(torch.equal(states["torch"], saved[0]["torch"]) for states in saved):
         logger.warning(
-            "the position of a dataloader on %d ranks is no position on %d, without split_batches=True or with workers "
-            "or a dataset that have states: it begins its epoch again. Remedy: accelerator.skip_first_batches",
-            shards, now,
+            "the checkpoint has the random number generators of %d ranks: rank %d keeps its own as it was seeded",
+            len(saved), rank,
         )  # fmt: skip
         return
-    loader.load_state_dict(position)
-
-
-def _shards(loader: Any) -> int:
-    """Number of shards of the data, of which each rank takes one: the ranks, without those that share their data."""
-    sharded = loader.dataset if loader.batch_sampler is None else loader.batch_sampler
-    return int(getattr(sharded, "num_processes", 1))
+    states = saved[rank if rank < len(saved) else 0]
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states:
+        numpy.random.set_state(states["numpy"])
+    if device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type])

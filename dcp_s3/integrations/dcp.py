@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, SerializationFormat
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from dcp_s3.errors import SettingsError
 from dcp_s3.load.reader import S3StorageReader
@@ -26,7 +25,6 @@ from dcp_s3.url import is_s3_url, parse_url
 
 _WRITERS: tuple[type, ...] = (FileSystemWriter, FsspecWriter)
 _OURS: tuple[type, ...] = (*_WRITERS, FileSystemReader, FsspecReader)
-_LOCAL_ONLY = (HuggingFaceStorageWriter, HuggingFaceStorageReader)
 
 _registration: tuple[bool, SettingsLike] | None = None
 """Whether to overwrite, and the settings. None: what is replaced in torch does what it did before."""
@@ -82,17 +80,13 @@ def _make(cls: type, url: str, given: Mapping[str, Any]) -> S3StorageWriter | S3
     if cls not in _WRITERS:
         return S3StorageReader(url, settings=settings, _extension_registry=given.get("_extension_registry"))
     if given.get("serialization_format", SerializationFormat.TORCH_SAVE) != SerializationFormat.TORCH_SAVE:
-        raise _no_safetensors(cls, url)
+        raise SettingsError(
+            f"{cls.__name__} cannot have {url} as safetensors: dcp_s3 writes DCP's own format. Remedy: save "
+            "in that, then `dcp-s3 export URL DEST`"
+        )
     own = given.get("overwrite")
     overwrite = overwrite if own is None else bool(own)
     return S3StorageWriter(url, overwrite=overwrite, settings=settings, _extensions=given.get("_extensions"))
-
-
-def _no_safetensors(cls: type, url: str) -> SettingsError:
-    return SettingsError(
-        f"{cls.__name__} cannot have {url} as safetensors: dcp_s3 writes and reads DCP's own format. Remedy: save in "
-        "that, then `dcp-s3 export URL DEST`; load safetensors after `dcp-s3 import SRC URL`"
-    )
 
 
 def _new(base: type, cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -101,8 +95,6 @@ def _new(base: type, cls: type, *args: Any, **kwargs: Any) -> Any:
     if url is not None and cls in _OURS:
         # __init__ is not called: what is made is of another class.
         return _make(cls, url, inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments)  # type: ignore[misc]
-    if url is not None and issubclass(cls, _LOCAL_ONLY):
-        raise _no_safetensors(cls, url)
     plain: Any = super(base, cls).__new__  # type: ignore[arg-type]
     return plain(cls) if plain is object.__new__ else plain(cls, *args, **kwargs)
 

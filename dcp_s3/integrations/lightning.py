@@ -1,4 +1,4 @@
-"""Lightning strategies whose sharded checkpoints lie on S3.
+"""A Lightning strategy whose sharded checkpoints lie on S3.
 
 >>> from dcp_s3.integrations.lightning import S3ModelParallelStrategy
 >>> trainer = Trainer(
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dcp_s3.integrations import require
 
-require("lightning", "lightning", "2.6", "2.7")
+require("lightning", "2.6", "2.7")
 
 import contextlib
 import io
@@ -31,21 +31,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
-)
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictType,
 )
 
 from dcp_s3 import errors
@@ -63,24 +56,36 @@ from dcp_s3.stage.stager import S3Stager
 from dcp_s3.url import is_s3_url, parse_url
 
 # Private names of Lightning that are used here: `ModelCheckpoint._fs`, the filesystem in which it looks for its
-# checkpoints; `ModelParallelStrategy._save_distributed_checkpoint` and `FSDPStrategy._state_dict_type`, two arguments.
+# checkpoints; `ModelParallelStrategy._save_distributed_checkpoint`, an argument.
 
-__all__ = ["S3FSDPStrategy", "S3ModelParallelStrategy"]
+__all__ = ["S3ModelParallelStrategy"]
 
 _META = "meta.pt"  # the name that Lightning's own strategies give it
 
 
-class _S3Checkpoints(Strategy):
-    """What both strategies do alike: checkpoints with an S3 URL go to S3, others where Lightning puts them."""
+class S3ModelParallelStrategy(ModelParallelStrategy):
+    """Lightning's `ModelParallelStrategy` (FSDP2, tensor parallel): checkpoints with an S3 URL go to S3, others where
+    Lightning puts them.
 
-    _model_key: str
-    """Name of the model in a checkpoint, as in Lightning's own."""
+    Args:
+        args, kwargs: of `ModelParallelStrategy`. Checkpoints are always sharded.
+
+    Raises:
+        ValueError: ``save_distributed_checkpoint`` is False.
+        SettingsError: a setting is not allowed.
+    """
+
     _world: Any = None
 
     def __init__(self, *args: Any, settings: SettingsLike = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = resolve_settings(settings)
         self._saves: Saves | None = None
+        if not self._save_distributed_checkpoint:
+            raise ValueError(
+                "S3ModelParallelStrategy saves sharded checkpoints only, and got save_distributed_checkpoint=False. "
+                "Remedy: leave it out; for one file with the whole state, convert a checkpoint afterwards"
+            )
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -115,7 +120,7 @@ class _S3Checkpoints(Strategy):
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} has no storage_options. Remedy: pass settings={{...}} to it")
         trainer, ranks = self.lightning_module.trainer, self._ranks
-        state = {self._model_key: checkpoint.pop("state_dict")}
+        state = {"state_dict": checkpoint.pop("state_dict")}
         for number, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
             state[f"optimizer_{number}"] = optimizer
 
@@ -203,19 +208,17 @@ class _S3Checkpoints(Strategy):
         return dict(get_optimizer_state_dict(self.model, getattr(optimizer, "optimizer", optimizer)))
 
     def _load(self, reader: S3StorageReader, group: Any) -> None:
-        strict, optimizers = self.lightning_module.strict_loading, self._fitted_optimizers()
+        strict, fitting = self.lightning_module.strict_loading, self.lightning_module.trainer.state.fn
+        # Those of an earlier `Trainer.fit` have no use for a state.
+        used = self.optimizers if fitting == TrainerFn.FITTING else []
+        optimizers = {f"optimizer_{number}": each for number, each in enumerate(used)}
         state = {name: self.optimizer_state(each) for name, each in optimizers.items()}
-        state[self._model_key] = self.lightning_module_state_dict()
+        state["state_dict"] = self.lightning_module_state_dict()
         planner = S3LoadPlanner(allow_partial_load=not strict)
         state_dict_loader.load(state, storage_reader=reader, process_group=group, planner=planner)
-        self.model.load_state_dict(state[self._model_key], strict=strict)
+        self.model.load_state_dict(state["state_dict"], strict=strict)
         for name, each in optimizers.items():
             set_optimizer_state_dict(self.model, each, optim_state_dict=state[name])
-
-    def _fitted_optimizers(self) -> dict[str, Any]:
-        """The optimizers while `Trainer.fit` runs, by name. Those of an earlier one have no use for a state."""
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        return {f"optimizer_{number}": each for number, each in enumerate(self.optimizers if fitting else [])}
 
     def _make_saves(self) -> Saves:
         # ModelCheckpoint saves a step twice: one of the best, and the last.
@@ -229,83 +232,6 @@ class _S3Checkpoints(Strategy):
         else:
             with contextlib.closing(self._make_saves()) as saves:
                 yield saves
-
-
-class S3ModelParallelStrategy(_S3Checkpoints, ModelParallelStrategy):
-    """Lightning's `ModelParallelStrategy` (FSDP2, tensor parallel) with checkpoints on S3.
-
-    Args:
-        args, kwargs: of `ModelParallelStrategy`. Checkpoints are always sharded.
-
-    Raises:
-        ValueError: ``save_distributed_checkpoint`` is False.
-        SettingsError: a setting is not allowed.
-    """
-
-    _model_key = "state_dict"
-
-    def __init__(self, *args: Any, settings: SettingsLike = None, **kwargs: Any) -> None:
-        super().__init__(*args, settings=settings, **kwargs)
-        if not self._save_distributed_checkpoint:
-            _refuse_full(self, "save_distributed_checkpoint=False")
-
-
-class S3FSDPStrategy(_S3Checkpoints, FSDPStrategy):
-    """Lightning's `FSDPStrategy` (FSDP1) with checkpoints on S3.
-
-    Args:
-        args, kwargs: of `FSDPStrategy`. Checkpoints are always sharded, which is not its default.
-
-    Raises:
-        ValueError: ``state_dict_type`` is ``full``.
-        SettingsError: a setting is not allowed.
-    """
-
-    _model_key = "model"
-
-    def __init__(self, *args: Any, settings: SettingsLike = None, **kwargs: Any) -> None:
-        kwargs.setdefault("state_dict_type", "sharded")
-        super().__init__(*args, settings=settings, **kwargs)
-        if self._state_dict_type != "sharded":
-            _refuse_full(self, f"state_dict_type={self._state_dict_type!r}")
-
-    # FSDP's own functions: those of DCP leave out ranks that have no element of any parameter.
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        with _sharded(self.model):
-            return dict(self.model.state_dict())
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        own = getattr(optimizer, "optimizer", optimizer)
-        with _sharded(self.model):
-            return dict(FullyShardedDataParallel.optim_state_dict(self.model, own))
-
-    def _load(self, reader: S3StorageReader, group: Any) -> None:
-        strict, state = self.lightning_module.strict_loading, self.lightning_module_state_dict()
-        planner = S3LoadPlanner(allow_partial_load=not strict)
-        whole = {self._model_key: state}
-        state_dict_loader.load(whole, storage_reader=reader, process_group=group, planner=planner)
-        with _sharded(self.model):
-            self.model.load_state_dict(state, strict=strict)
-            for name, each in self._fitted_optimizers().items():
-                loaded = load_sharded_optimizer_state_dict(state, name, reader)[name]
-                each.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(self.model, each, loaded))
-
-
-def _sharded(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """FSDP's state as shards, where they are."""
-    return FullyShardedDataParallel.state_dict_type(
-        model,
-        StateDictType.SHARDED_STATE_DICT,
-        ShardedStateDictConfig(offload_to_cpu=False),
-        ShardedOptimStateDictConfig(offload_to_cpu=False),
-    )
-
-
-def _refuse_full(strategy: Strategy, argument: str) -> NoReturn:
-    raise ValueError(
-        f"{type(strategy).__name__} saves sharded checkpoints only, and got {argument}. Remedy: leave it out; for one "
-        "file with the whole state, convert a checkpoint afterwards"
-    )
 
 
 # --- what Lightning sees ----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from dcp_s3.errors import SettingsError
 from dcp_s3.integrations import require
 from dcp_s3.monitoring import stats
 
-require("prometheus", "prometheus-client", "0.20", "1")
+require("prometheus-client", "0.20", "1")
 
 from prometheus_client import CollectorRegistry, start_http_server  # noqa: E402 - what is missing was named
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric  # noqa: E402

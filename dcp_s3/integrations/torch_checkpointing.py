@@ -22,15 +22,22 @@ from dcp_s3.checksum import crc_hex
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import FILES_PREFIX, METADATA, is_attachment_name, new_save_id
 from dcp_s3.integrations import require
-from dcp_s3.integrations.file_records import find_files, publish_files, put_record
-from dcp_s3.integrations.file_streams import OpenFile, ReadStream, WriteStream, damaged_error
+from dcp_s3.integrations.files import (
+    OpenFile,
+    ReadStream,
+    WriteStream,
+    damaged_error,
+    find_files,
+    publish_files,
+    put_record,
+)
 from dcp_s3.retention.prune import remove
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, launch, resolve_settings
 from dcp_s3.store import StreamedObject
 from dcp_s3.url import is_s3_url, parse_url
 
-require("torch_checkpointing", "torch-checkpointing", "0.1.1", "0.2")
+require("torch-checkpointing", "0.1.1", "0.2")
 
 from torch_checkpointing.checkpoint_writer import DEFAULT_TEMP_DIR_PREFIX, CallbackArgs  # noqa: E402
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig  # noqa: E402
@@ -168,28 +175,21 @@ class S3Storage(Storage):
         raise OSError(errno.ENOTSUP, "S3 has no rename: write in place, with finalize_callback=commit", str(src_path))
 
     def delete(self, path: Path) -> None:
-        entry, name = self._require(path), self._split(path)[0]
-        if self._store.exists(self._root.child(name).key(METADATA)):
-            raise PermissionError(errno.EPERM, "files of a checkpoint are deleted with it, by rmdir", str(path))
-        self._store.delete([self._key(path)])
-        if name in self._writing:
-            self._writing[name].files.pop(entry.path, None)
+        raise PermissionError(errno.EPERM, "files of a checkpoint are deleted with it, by rmdir", str(path))
 
     def rmdir(self, path: Path) -> None:
-        """Delete a checkpoint, or what this process has written of one. A commit goes first.
+        """Delete a checkpoint, its commit first. What was not committed is left for `prune`.
 
         Raises:
             CheckpointProtectedError: it is pinned, or somebody reads it.
+            CheckpointNotFoundError: there is none.
             OSError: it is part of one.
         """
         name, rest = self._split(path)
         if not name or rest:
             raise PermissionError(errno.EPERM, "only whole checkpoints are deleted", str(path))
-        url, writing = self._root.child(name), self._writing.pop(name, None)
-        if self._store.exists(url.key(METADATA)):
-            remove(str(url), settings=self._settings)
-        elif writing is not None:
-            self._store.delete(url.key(each) for each in (*writing.files, f"{FILES_PREFIX}{self._rank}.json"))
+        self._writing.pop(name, None)
+        remove(str(self._root.child(name)), settings=self._settings)
 
     # --- reading ----------------------------------------------------------------------------------------
 
@@ -202,7 +202,10 @@ class S3Storage(Storage):
 
     def _look(self, path: Path) -> OpenFile:
         """Open a file. What was committed is compared with what is there."""
-        entry, key = self._require(path), self._key(path)
+        (name, rest), key = self._split(path), self._key(path)
+        entry = (self._entries(name) or {}).get(rest)
+        if entry is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         head = self._store.head(key, checksum=entry.crc64nvme is not None)
         if head.size != entry.size or (head.crc64nvme and entry.crc64nvme not in (None, head.crc64nvme)):
             raise damaged_error(self._root.bucket, key)
@@ -245,13 +248,6 @@ class S3Storage(Storage):
     def remap_path(self, path: Path) -> str:
         name = self._split(path)[0]
         return f"s3://{self._root.bucket}/{self._key(path)}" if name else str(self._root)
-
-    def _require(self, path: Path) -> ObjectEntry:
-        name, rest = self._split(path)
-        entry = (self._entries(name) or {}).get(rest)
-        if entry is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        return entry
 
     def _entries(self, name: str) -> Mapping[str, ObjectEntry] | None:
         """The files of a directory by relative path; None if it does not exist, or is not committed."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,22 +28,15 @@ from dcp_s3.manager.background import retain
 from dcp_s3.manager.restore import load_error
 from dcp_s3.manager.select_checkpoint import ChosenCheckpoint, choose, impatient, latest_order, step_order
 from dcp_s3.retention.catalog import CheckpointCatalog
-from dcp_s3.retention.marks import annotate
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.policy import KeepLatest
 from dcp_s3.settings import resolve_settings
 from dcp_s3.stage.stager import S3Stager
 from dcp_s3.url import is_s3_url
 
-require("torchtitan", "torchtitan", "0.3", "0.4")
+require("torchtitan", "0.3", "0.4")
 
-from torchtitan.components.checkpointer import (  # noqa: E402
-    MODEL,
-    TRAIN_STATE,
-    AsyncMode,
-    CheckpointManager,
-)
-from torchtitan.components.metrics import BaseLogger, LoggerContainer  # noqa: E402
+from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager  # noqa: E402
 from torchtitan.observability import structured_logger  # noqa: E402
 from torchtitan.tools.utils import GarbageCollection  # noqa: E402
 
@@ -53,19 +45,12 @@ from torchtitan.tools.utils import GarbageCollection  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
-_METRICS = {"loss_metrics/global_avg_loss": "loss", "validation_metrics/loss": "val_loss"}
-"""Names in torchtitan's log, and in a checkpoint's metrics."""
-
 
 class S3CheckpointManager(CheckpointManager):
     """torchtitan's CheckpointManager for a folder on S3.
 
     Checkpoints are called ``{folder}/step-{N}``, as torchtitan calls them. A save replaces what an earlier run left at
     its step. A save that fails in the background is logged at once and raised by the next `save` or `close`.
-
-    The losses that torchtitan logs become metrics of the checkpoint of their step, ``loss`` and ``val_loss``, for
-    policies like ``best:2:val_loss:min``. ``val_loss`` comes after the save, and is stored with the next save or at
-    `close`.
 
     Raises:
         SettingsError: ``retention`` is not a policy, or the folder is not on S3.
@@ -76,7 +61,7 @@ class S3CheckpointManager(CheckpointManager):
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         retention: str = ""
-        """Which checkpoints stay, for example "latest:3 best:2:val_loss:min every:10000". Empty: the policy in
+        """Which checkpoints stay, for example "latest:3 every:10000". Empty: the policy in
         DCP_S3_RETENTION, or without one the latest keep_latest_k."""
 
         def __post_init__(self) -> None:
@@ -96,11 +81,8 @@ class S3CheckpointManager(CheckpointManager):
             raise ValueError("last_save_in_hf is not supported on S3. Remedy: leave it out, then `dcp-s3 export`")
         self._ranks = Ranks(self.pg)
         self._chosen: ChosenCheckpoint | None = None
-        self._saved_url: str | None = None
-        self._losses = _Losses()
-        trainer = self.states.get(TRAIN_STATE)
 
-        def configure() -> bool:
+        def configure() -> None:
             self._settings = resolve_settings(None)
             policy = parse_policy(config.retention) if config.retention else policy_from_settings(self._settings)
             if policy is None and config.keep_latest_k:
@@ -112,20 +94,12 @@ class S3CheckpointManager(CheckpointManager):
             if policy is not None and self._ranks.is_first:
                 retention = retain(self.folder, policy, self._settings)
             self._saves = Saves(self._ranks, self._settings, self.stager, retention=retention)
-            # With pipeline parallelism only the last stage knows the loss.
-            return bool(getattr(trainer, "pp_has_last_stage", True))
 
         def refuse(failures: Failures) -> errors.CheckpointError:
             why = f"no S3CheckpointManager is made: {name_failed(failures)}"
             return errors.CheckpointError(why, url=self.folder)
 
-        knows_loss = self._ranks.agree(configure, refuse)
-        metrics_processor = getattr(trainer, "metrics_processor", None)
-        if metrics_processor is not None and not self.load_only and knows_loss.index(True) == self._ranks.rank:
-            loggers = LoggerContainer()
-            loggers.add_logger(metrics_processor.logger)
-            loggers.add_logger(self._losses)
-            metrics_processor.logger = loggers
+        self._ranks.agree(configure, refuse)
 
     # --- save ----------------------------------------------------------------------------------------
 
@@ -139,34 +113,14 @@ class S3CheckpointManager(CheckpointManager):
         to_hf: bool = False,
     ) -> Any:
         """Save to S3. Returns what torchtitan's does in each mode: None, a Future, or an AsyncSaveResponse."""
-        step = step_of(checkpoint_id) or 0
-
-        def describe() -> tuple[Mapping[str, Any] | None, Mapping[str, bytes]]:
-            self._annotate_saved()
-            return self._losses.take(step) if self._ranks.is_first else None, {}
-
         # In threads of this process: another process, as torchtitan has for pinned memory, takes 10 s to start, and
         # gains nothing, because uploads run outside of Python's lock.
         blocking = async_mode == AsyncMode.DISABLED
-        result = self._saves.save(checkpoint_id, step, state_dict, describe, blocking=blocking)
-        self._saved_url = checkpoint_id
+        step = step_of(checkpoint_id) or 0
+        result = self._saves.save(checkpoint_id, step, state_dict, lambda: (None, {}), blocking=blocking)
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return None if blocking else result
-
-    def _annotate_saved(self) -> None:
-        """Add to the last checkpoint what was logged for its step after its save, which has ended."""
-        url, self._saved_url = self._saved_url, None
-        if url is None:
-            return
-        step = step_of(url) or 0
-        metrics = self._losses.take(step)
-        if not metrics or step != self._saves.last_good:  # an older checkpoint may be there
-            return
-        try:
-            annotate(url, metrics, settings=self._settings)
-        except errors.DcpS3Error as error:
-            logger.warning("%s stays without the metrics %s: %s", url, metrics, error)
 
     def _wait_for_saving(self) -> None:
         self.save_future = None
@@ -237,24 +191,5 @@ class S3CheckpointManager(CheckpointManager):
             return
         self._saves.settle()
         self.save_future = None
-        self._annotate_saved()
         super()._close()
         self._saves.close()
-
-
-class _Losses(BaseLogger):
-    """Remembers the losses that torchtitan logs, by step."""
-
-    def __init__(self) -> None:
-        self._by_step: dict[int, dict[str, float]] = {}
-
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        found = {name: float(metrics[logged]) for logged, name in _METRICS.items() if logged in metrics}
-        if found:
-            self._by_step.setdefault(step, {}).update(found)
-
-    def take(self, step: int) -> dict[str, float]:
-        """The losses of a step. They, and those of the steps before, are then forgotten."""
-        found = self._by_step.get(step, {})
-        self._by_step = {later: losses for later, losses in self._by_step.items() if later > step}
-        return found

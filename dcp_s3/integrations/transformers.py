@@ -11,7 +11,6 @@ comes it has decided where in the data it begins.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import json
 import logging
@@ -22,20 +21,25 @@ from typing import TYPE_CHECKING, Any
 from dcp_s3 import ranks
 from dcp_s3.errors import CheckpointError
 from dcp_s3.integrations import require
-from dcp_s3.integrations.training_parts import agree
 from dcp_s3.manager.arguments import resolve_policy
 from dcp_s3.manager.manager import CheckpointManager
 from dcp_s3.retention.policy import AnyOf, KeepBest, KeepLatest, Mode, PolicyFunction
 from dcp_s3.settings import resolve_settings
 from dcp_s3.url import URLLike, is_s3_url, parse_url
 
-require("transformers", "transformers", "5.23", "6")
-require("transformers", "accelerate", "1.15", "2")
+require("transformers", "5.23", "6")
+require("accelerate", "1.15", "2")
 
-from transformers import PreTrainedModel, Trainer  # noqa: E402
+from transformers import Trainer  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
-from dcp_s3.integrations.accelerate import TrainingPart, check_supported, model_part, optimizer_part  # noqa: E402
+from dcp_s3.integrations.accelerate import (  # noqa: E402
+    TrainingPart,
+    agree,
+    check_supported,
+    model_part,
+    optimizer_part,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +64,12 @@ class S3Checkpoints(_AnyTrainer):
     """Puts the checkpoints of a Trainer on S3: ``class MyTrainer(S3Checkpoints, SFTTrainer): pass``.
 
     They are saved when the Trainer saves (``save_strategy``, ``save_steps``), in the background, each of them whole or
-    not at all: model, optimizer, scheduler, gradient scaler, random number generators and the TrainerState; and beside
-    them the files of the model's configuration and tokenizer. The evaluation's metrics of that step are stored with it,
-    for retention and ``dcp-s3 ls``.
+    not at all: model, optimizer, scheduler, gradient scaler, random number generators and the TrainerState. The
+    evaluation's metrics of that step are stored with it, for retention and ``dcp-s3 ls``.
 
     ``train(resume_from_checkpoint=True)`` goes on from the latest, on any number of ranks, and begins anew if there is
-    none yet; a number is a step under the root. A path is one of the Trainer's own checkpoints. No checkpoint under the
-    root may be later than the step at which the training begins.
+    none yet; a number is a step under the root. No checkpoint under the root may be later than the step at which the
+    training begins.
 
     Args:
         checkpoint_root: ``s3://bucket/run``. Checkpoints are ``{root}/step-00001000`` and so on.
@@ -91,7 +94,6 @@ class S3Checkpoints(_AnyTrainer):
         self._manager: Any = None
         self._resumed: int | None = None  # the step with which this training goes on
         self._training: Any = None  # the part that was loaded, with the random number generators
-        self._files: dict[str, bytes] | None = None
         self._best: str | None = None  # the Trainer's best_model_checkpoint when this training goes on
 
     def train(self, resume_from_checkpoint: str | int | bool | None = None, **kwargs: Any) -> Any:
@@ -103,36 +105,31 @@ class S3Checkpoints(_AnyTrainer):
         Raises:
             SaveFailedError: a checkpoint could not be saved.
             RestoreFailedError, CheckpointNotFoundError, CorruptCheckpointError
-            CheckpointError: there are later checkpoints under the root than the step at which this training begins, or
-                it uses DeepSpeed.
+            CheckpointError: there are later checkpoints under the root than the step at which this training begins, it
+                uses DeepSpeed, or ``resume_from_checkpoint`` is a path.
         """
         check_supported(self.accelerator)
         wanted, found = resume_from_checkpoint, None
-        if is_s3_url(wanted):
+        if isinstance(wanted, str):
             raise CheckpointError(
-                f"resume_from_checkpoint = {wanted!r} is a URL. Remedy: the step, a number; to go on from another run, "
-                f"`dcp-s3 cp {wanted} {self.checkpoint_root}/NAME` first"
+                f"resume_from_checkpoint = {wanted!r} is a path. Remedy: the step, a number; to go on from another "
+                f"run, `dcp-s3 cp` its checkpoint below {self.checkpoint_root} first"
             )
-        policies: list[PolicyFunction | None] = []
-        agree(lambda: policies.append(self._policy()), f"the training under {self.checkpoint_root} does not begin")
         limit = self.args.save_total_limit
         with contextlib.ExitStack() as stack:
-            self._manager = stack.enter_context(
-                CheckpointManager(self.checkpoint_root, retention=policies[0], overwrite=True)
-            )
+            manager = CheckpointManager(self.checkpoint_root, retention=self._policy(), overwrite=True)
+            self._manager = stack.enter_context(manager)
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             try:
                 if wanted is not True:  # that is the latest
-                    self._refuse_later(wanted if isinstance(wanted, int) else 0)
-                if isinstance(wanted, str):
-                    found = wanted
-                elif wanted is not None and wanted is not False:
+                    self._refuse_later(wanted or 0)
+                if wanted is not None and wanted is not False:
                     found = self._find(None if wanted is True else wanted, Path(folder))
                 self.args.save_total_limit = None  # it would be applied to what lies in output_dir
                 return super().train(resume_from_checkpoint=found, **kwargs)
             finally:
                 self.args.save_total_limit = limit
-                self._manager = self._resumed = self._training = self._files = None
+                self._manager = self._resumed = self._training = None
 
     def _policy(self) -> PolicyFunction | None:
         limit, policy = self.args.save_total_limit or 0, self.retention
@@ -202,55 +199,20 @@ class S3Checkpoints(_AnyTrainer):
             for name, value in entry.items()
             if name != "step" and isinstance(value, (int, float))
         }
-        if self._files is None:
-            agree(self._collect_files, f"step {step} is not saved")
-        self._manager.save(
-            step,
-            {**self._everything(), "trainer": json.dumps(trainer)},
-            metrics=metrics,
-            attachments=self._files,
-        )
-
-    def _collect_files(self) -> None:
-        """Read what belongs to the model besides its weights, on the first rank: its configuration and tokenizer, as
-        the Trainer writes them into its checkpoints."""
-        self._files = {}
-        if ranks.rank() > 0:
-            return
-        model = self.accelerator.unwrap_model(self.model)
-        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        with tempfile.TemporaryDirectory() as folder:
-            if adapters := getattr(model, "peft_config", None):
-                for name, config in adapters.items():
-                    saved = copy.copy(config)
-                    saved.inference_mode = True
-                    saved.save_pretrained(folder if name == "default" else str(Path(folder, name)))
-            elif isinstance(model, PreTrainedModel):
-                model.save_pretrained(folder, state_dict={})
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
-            for path in Path(folder).rglob("*"):
-                if path.is_file() and path.suffix not in (".safetensors", ".bin"):
-                    self._files[path.relative_to(folder).as_posix()] = path.read_bytes()
+        self._manager.save(step, {**self._everything(), "trainer": json.dumps(trainer)}, metrics)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self._resumed is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        pass  # the model is loaded with the optimizer, when everything is wrapped and sharded
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self._resumed is None:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        # Now everything is wrapped and sharded: the model is loaded here, too.
-        state = self._everything()
-        self._manager.restore(state, self._resumed)
-        self._training = state["training"]
-        self.state.best_model_checkpoint = self._best
+        if self._resumed is not None:
+            state = self._everything()
+            self._manager.restore(state, self._resumed)
+            self._training = state["training"]
+            self.state.best_model_checkpoint = self._best
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self._resumed is None:
-            super()._load_rng_state(checkpoint)
-        else:  # after the batches of before were skipped
+        if self._resumed is not None:  # after the batches of before were skipped
             self._training.set_rng()
 
     def _load_best_model(self) -> None:

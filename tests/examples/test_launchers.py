@@ -1,12 +1,10 @@
-"""What docs/launchers.md tells people to write: it parses, it runs under torchrun, and a restart goes on."""
+"""What docs/launchers.md tells people to write: it starts the script, a SLURM job stops in time, a restart goes on."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import shlex
 import signal
 import socket
 import stat
@@ -15,16 +13,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from torch.distributed.run import get_args_parser
 
 from dcp_s3 import latest
 from examples import launchers_train
 from tests.faulty import BUCKET, FaultyServer
-from tests.killing import AtRequest, wait_until_quiet
+from tests.killing import AtRequest
 from tests.ranks import run_ranks
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -38,175 +34,27 @@ def _blocks(language: str) -> list[str]:
     return [block for found, block in _FENCED.findall(_PAGE) if found == language]
 
 
-SBATCH = _blocks("bash")[0]
-JOBSET, SKYPILOT = (yaml.safe_load(block) for block in _blocks("yaml"))
+@pytest.mark.parametrize("language", ["bash", "yaml"])
+def test_each_command_starts_the_script_with_torchrun(language: str) -> None:
+    for block in _blocks(language):
+        assert {"torchrun", "examples.launchers_train"} <= {*block.split()}
+        if language == "yaml":
+            yaml.safe_load(block)
 
 
-# --- as it is written -------------------------------------------------------------------------------------
-
-
-def _torchrun(words: list[str]) -> tuple[Any, Any]:
-    """The options of a torchrun command, and those of the script that it starts."""
-    assert words[0] == "torchrun"
-    options = get_args_parser().parse_args(words[1:])
-    assert options.module
-    assert options.training_script == "examples.launchers_train"
-    return options, launchers_train.parse_arguments(options.training_script_args)
-
-
-def _shell_command(script: str, environment: dict[str, str]) -> list[str]:
-    """The words of a shell script's torchrun command, with its variables filled in."""
-    (command,) = (line for line in script.replace("\\\n", " ").splitlines() if "torchrun " in line)
-    words = shlex.split(command[command.index("torchrun ") :])
-    return [re.sub(r"\$(\w+)", lambda found: environment[found[1]], word) for word in words]
-
-
-def test_the_commands_are_such_that_torchrun_and_the_script_understand() -> None:
-    slurm = {"SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_ID": "17", "head": "node1"}
-    options, script = _torchrun(_shell_command(SBATCH, slurm))
-    assert (options.nnodes, options.nproc_per_node, options.rdzv_endpoint) == ("4", "8", "node1:29500")
-    assert "SIGUSR1" in options.signals_to_handle
-    assert "SIGTERM" in options.signals_to_handle
-    assert script.root == ROOT
-
-    sky = {"NUM_NODES": "4", "NUM_GPUS_PER_NODE": "8", "NODE_RANK": "2"}
-    sky = {f"SKYPILOT_{name}": value for name, value in sky.items()} | {"head": "10.0.0.1"} | SKYPILOT["envs"]
-    options, script = _torchrun(_shell_command(SKYPILOT["run"], sky))
-    assert (options.nnodes, options.nproc_per_node, options.node_rank) == ("4", "8", 2)
-    assert (options.master_addr, script.root) == ("10.0.0.1", ROOT)
-
-    command = JOBSET["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
-    options, script = _torchrun([word.replace("$(JOB_COMPLETION_INDEX)", "3") for word in command])
-    assert (options.nnodes, options.nproc_per_node, options.node_rank, script.root) == ("4", "8", 3, ROOT)
-
-
-# --- as it runs -------------------------------------------------------------------------------------------
-
-
-def _environment(**more: str) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PATH": f"{_TORCHRUN.parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(_REPOSITORY),
-        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-        "OMP_NUM_THREADS": "1",
-        **more,
-    }
-
-
-def _family(process: int) -> list[int]:
-    """A process and all that descend from it: torchrun's ranks have process groups of their own."""
-    lines = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], check=True, capture_output=True, text=True).stdout
-    parents = {int(pid): int(parent) for pid, parent in map(str.split, lines.splitlines())}
-    found = [process]
-    for each in found:
-        found += [pid for pid, parent in parents.items() if parent == each]
-    return found
-
-
-class _Started:
-    """A command in an empty directory. Nothing that it started is left at the end."""
-
-    def __init__(self, command: list[str], cwd: Path, **environment: str) -> None:
-        cwd.mkdir(exist_ok=True)
-        self.log = cwd.with_suffix(f".{time.monotonic_ns()}.log")
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                cwd=cwd,
-                env=_environment(**environment),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def __enter__(self) -> _Started:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    def kill(self) -> None:
-        """SIGKILL to torchrun and its ranks; none sees the end of another."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGSTOP)
-            family = _family(self.process.pid)
-            for number in (signal.SIGSTOP, signal.SIGKILL):
-                for pid in family:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, number)
-        self.process.wait()
-
-    def wait(self) -> int:
-        """Exit status."""
-        return self.process.wait(timeout=200)
-
-    def until(self, happened: Callable[[], bool]) -> None:
-        """Wait until something has happened while the command runs."""
-        deadline = time.monotonic() + 200
-        while not happened():
-            assert self.process.poll() is None, self.output()
-            assert time.monotonic() < deadline, self.output()
-            time.sleep(0.02)
-
-    def output(self) -> str:
-        return self.log.read_text(errors="replace")
-
-
-def _events(digests: Path) -> list[tuple[str, int, int, str]]:
-    lines = [json.loads(line) for line in digests.read_text().splitlines()]
-    return [(line["event"], line["step"], line["ranks"], line["sha256"]) for line in lines]
-
-
-def _uninterrupted(digests: Path, *arguments: str) -> None:
-    """The same training on a rank of `run_ranks`, to a root of its own."""
-    options = launchers_train.parse_arguments(["--root", f"{ROOT}-uninterrupted", *arguments])
+def _goes_on(digests: Path) -> None:
+    """The same training on a rank of `run_ranks`, to the end."""
+    options = launchers_train.parse_arguments(["--root", ROOT, "--steps", "22"])
     options.digest_file = digests
     launchers_train.train(options, launchers_train.StopSignal())
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.quick("2")
-@pytest.mark.parametrize("ranks_after", [2, 1])
-def test_a_run_that_is_killed_in_a_save_goes_on_bit_for_bit_when_it_is_started_again(
-    faulty: FaultyServer, tmp_path: Path, ranks_after: int
-) -> None:
-    options = ["--steps", "8", "--save-every", "2"]
-    digests = tmp_path / "digests"
-    script = ["-m", "examples.launchers_train", "--root", ROOT, *options, "--digest-file", str(digests)]
-    command = [str(_TORCHRUN), "--standalone", "--nproc-per-node"]
-
-    moment = AtRequest("PutObject", key="step-00000006/__", applied=True)
-    with _Started([*command, "2", *script], tmp_path / "work") as first:
-        with moment.on(faulty):
-            first.until(moment.reached.is_set)
-            first.kill()
-        wait_until_quiet(faulty)
-    newest = latest(ROOT)
-    assert newest is not None
-    assert newest.step == 4
-    with _Started([*command, str(ranks_after), *script], tmp_path / "work") as second:
-        assert second.wait() == 0, second.output()
-
-    events = _events(digests)
-    before, after = events[:4], events[4:]
-    assert [event[:3] for event in before] == [("begun", 0, 2), ("saved", 2, 2), ("saved", 4, 2), ("saved", 6, 2)]
-    assert [event[:2] for event in after] == [("begun", 4), ("saved", 6), ("saved", 8)]
-    assert {event[2] for event in after} == {ranks_after}
-    assert after[0][3] == before[2][3]  # every bit of step 4
-    assert list((tmp_path / "work").iterdir()) == []  # nothing on local disk
-    if ranks_after == 2:
-        run_ranks(2, _uninterrupted, tmp_path / "uninterrupted", *options)
-        assert after[1:] == _events(tmp_path / "uninterrupted")[-2:]
-        assert before[3] == after[1]
-
-
-def _with_free_port(script: str) -> str:
-    """Every node of a job has the port of the page for itself; tests share a machine."""
+def _sbatch() -> str:
+    """The script of the page. Every node of a job has its port for itself; tests share a machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        assert "29500" in script
-        return script.replace("29500", str(listener.getsockname()[1]))
+        assert "29500" in _blocks("bash")[0]
+        return _blocks("bash")[0].replace("29500", str(listener.getsockname()[1]))
 
 
 def _program(path: Path, text: str) -> None:
@@ -222,7 +70,11 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     _program(programs / "srun", f'shift\necho $$ >{tmp_path}/task\nexec "$@"\n')
     _program(programs / "scontrol", f'[ "$1" = show ] && echo localhost || echo "$@" >>{tmp_path}/scontrol\n')
     return {
+        **os.environ,
         "PATH": f"{programs}{os.pathsep}{_TORCHRUN.parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(_REPOSITORY),
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        "OMP_NUM_THREADS": "1",
         "SLURM_JOB_ID": "17",
         "SLURM_JOB_NODELIST": "node[1]",
         "SLURM_JOB_NUM_NODES": "1",
@@ -231,22 +83,44 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(900)
-def test_before_the_time_limit_a_slurm_job_saves_and_queues_itself_again(
+def test_before_the_time_limit_a_slurm_job_saves_and_queues_itself_again_and_goes_on(
     faulty: FaultyServer, tmp_path: Path, slurm: dict[str, str]
 ) -> None:
-    script = tmp_path / "train.sbatch"
-    script.write_text(_with_free_port(SBATCH))
+    script, log, work = tmp_path / "train.sbatch", tmp_path / "log", tmp_path / "work"
+    script.write_text(_sbatch())
+    work.mkdir()
     # The run cannot be over before the signal: the save of step 10 is held up, so that step 20 waits for it.
     moment = AtRequest("PutObject", key="step-00000010/__", applied=True)
-    with _Started(["bash", str(script)], tmp_path / "work", **slurm) as job:
+    with log.open("wb") as output:
+        job = subprocess.Popen(
+            ["bash", script], cwd=work, env=slurm, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def until(happened: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 200
+        while not happened():
+            assert job.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+
+    try:
         with moment.on(faulty):
-            job.until(moment.reached.is_set)
+            until(moment.reached.is_set)
             os.kill(int((tmp_path / "task").read_text()), signal.SIGUSR1)
-            job.until(lambda: job.output().count("closing signal SIGUSR1") == 2)
-        assert job.wait() == 1, job.output()
-        stopped = re.findall(r"asked to stop at step (\d+)", job.output())
+            until(lambda: log.read_text().count("closing signal SIGUSR1") == 2)
+        assert job.wait(timeout=200) == 1, log.read_text()
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGTERM)  # torchrun passes it on to its ranks
+            job.wait()
+    stopped = re.findall(r"asked to stop at step (\d+)", log.read_text())
     assert (tmp_path / "scontrol").read_text() == "requeue 17\n"
     newest = latest(ROOT)
     assert newest is not None
     assert stopped == [str(newest.step)]
     assert 10 < newest.step < 200
+    digests = tmp_path / "digests"
+    run_ranks(1, _goes_on, digests)
+    begun = json.loads(digests.read_text().splitlines()[0])
+    assert (begun["event"], begun["step"]) == ("begun", newest.step)
+    assert list(work.iterdir()) == []  # nothing on local disk

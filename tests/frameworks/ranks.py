@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import re
 import signal
@@ -84,6 +85,15 @@ def _run(
     rendezvous, timeout = f"file://{directory / 'rendezvous'}", timedelta(seconds=_SECONDS)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks, timeout=timeout)
     train(*args)
+
+
+def run_example(main: Callable[[list[str]], None], arguments: list[str], directory: Path) -> str:
+    """Run the main function of an example in a directory. Returns what it prints."""
+    os.chdir(directory)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        main(arguments)
+    return output.getvalue()
 
 
 def files_in(directory: Path) -> list[str]:

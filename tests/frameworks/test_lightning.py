@@ -1,11 +1,13 @@
-"""The Lightning strategies, with the real Lightning on gloo ranks and an in-memory S3 server."""
+"""The Lightning strategy, with the real Lightning on gloo ranks and an in-memory S3 server.
+
+The small training goes on bit by bit on any power of two of ranks.
+"""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,36 +16,198 @@ from typing import Any
 import boto3
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
 from torch.distributed.checkpoint import save
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.data import DataLoader, Dataset
 
-from dcp_s3 import S3StorageWriter, latest, list_checkpoints, verify
-from dcp_s3.errors import InvalidURLError
-from dcp_s3.integrations.lightning import (
-    CheckpointFiles,
-    S3FSDPStrategy,
-    S3ModelParallelStrategy,
-    find_url,
-)
-from dcp_s3.offline.copy import copy as download
-from dcp_s3.offline.copy import copy as upload
+from dcp_s3 import S3StorageWriter, copy, latest, list_checkpoints, verify
+from dcp_s3.errors import InvalidURLError, SaveFailedError
+from dcp_s3.integrations.lightning import CheckpointFiles, S3ModelParallelStrategy, find_url
+from examples import lightning as example
 from tests.faulty import BUCKET, FaultyServer
-from tests.frameworks.lightning_training import (
-    STEPS_PER_EPOCH,
-    Fitted,
-    Run,
-    fit_all,
-    fit_and_fail,
-    fit_with_marker,
-    work_after_fit,
-)
-from tests.frameworks.ranks import kill_in_save, run_ranks
+from tests.frameworks.ranks import kill_in_save, run_example, run_ranks
 from tests.killing import AtRequest
 from tests.memory_s3 import Fault
+from tests.preload import MODULES
+
+MODULES.append("lightning.pytorch")  # imported once, by the process that ranks are forked from
 
 ROOT = f"s3://{BUCKET}/run"
-REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT = 250.0  # seconds for a few runs of `Trainer.fit`, on a busy machine
+STEPS_PER_EPOCH = 4
+
+
+class Numbers(Dataset[Tensor]):
+    """The same for all ranks, so that the mean over 1, 2 or 4 ranks is exact."""
+
+    def __len__(self) -> int:
+        return 2 * STEPS_PER_EPOCH
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randn(8, generator=torch.Generator().manual_seed(index))
+
+
+class Model(LightningModule):
+    """FSDP2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 5))
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if not isinstance(self.layers, FSDPModule):
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+
+    def forward(self, batch: Tensor) -> Tensor:
+        found: Tensor = self.layers(batch)
+        return found
+
+    def training_step(self, batch: Tensor, number: int) -> Tensor:
+        loss = self(batch).square().mean()
+        self.log("loss", loss)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)}
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What came of a run, on one rank."""
+
+    state: dict[str, Tensor]
+    """Parameters and the optimizer's state, whole."""
+    losses: list[float]
+    """Of its steps."""
+    best: str
+    last: str
+    """As the ModelCheckpoint says."""
+    files: frozenset[str]
+    """All that lies in the working directory."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of `Trainer.fit`; pickled."""
+
+    dirpath: str
+    epochs: int
+    ckpt_path: str | None = None
+    stock: bool = False  # by Lightning's own strategy
+    ranks: int = 2
+    checkpoint: dict[str, Any] = field(default_factory=lambda: {"save_last": True, "save_top_k": 1})
+
+
+def make_trainer(run: Run, *callbacks: Callback) -> Trainer:
+    """The trainer of a run, with a working directory of its own."""
+    kind = ModelParallelStrategy if run.stock else S3ModelParallelStrategy
+    strategy = kind(data_parallel_size=run.ranks, tensor_parallel_size=1)
+    return Trainer(
+        accelerator="cpu",
+        devices=run.ranks,
+        strategy=strategy,
+        max_epochs=run.epochs,
+        callbacks=[ModelCheckpoint(dirpath=run.dirpath, **run.checkpoint), *callbacks],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def loader() -> DataLoader[Tensor]:
+    return DataLoader(Numbers(), batch_size=2)
+
+
+def whole_state(model: Model) -> dict[str, Tensor]:
+    """Parameters, buffers and the optimizer's state, gathered on all ranks."""
+    options = StateDictOptions(full_state_dict=True)
+    state, optimizer = get_state_dict(model, model.trainer.optimizers, options=options)
+    found = dict(state)
+    for name, values in optimizer["state"].items():
+        found.update({f"{name}.{key}": value for key, value in values.items()})
+    return {name: value.clone() for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def fit_all(directory: Path, runs: list[Run]) -> list[Fitted]:
+    """Fit one after the other, on each rank, in a working directory of the test's."""
+    os.chdir(directory)
+    return [fit(run) for run in runs]
+
+
+def fit(run: Run, *callbacks: Callback) -> Fitted:
+    """Fit, and say what came of it."""
+    trainer, model = make_trainer(run, *callbacks), Model()
+    trainer.fit(model, loader(), ckpt_path=run.ckpt_path)
+    callback = trainer.checkpoint_callback
+    assert isinstance(callback, ModelCheckpoint)
+    files = frozenset(str(path) for path in Path.cwd().rglob("*"))
+    return Fitted(whole_state(model), model.losses, callback.best_model_path, callback.last_model_path, files)
+
+
+class Marker(Callback):
+    """Writes an object when a step is done."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            client = boto3.Session().client("s3", endpoint_url=os.environ["DCP_S3_ENDPOINT_URL"])
+            client.put_object(Bucket=BUCKET, Key="marker", Body=b"")
+
+
+def fit_with_marker(directory: Path, run: Run, step: int) -> Fitted:
+    """Fit, and write an object called ``marker`` after a step."""
+    os.chdir(directory)
+    return fit(run, Marker(step))
+
+
+def fit_and_fail(directory: Path, runs: list[Run]) -> list[tuple[str, int]]:
+    """The error of each run, and after how many steps it was raised."""
+    os.chdir(directory)
+    found = []
+    for run in runs:
+        trainer = make_trainer(run)
+        try:
+            trainer.fit(Model(), loader())
+        except SaveFailedError as error:
+            found.append((str(error), trainer.global_step))
+    return found
+
+
+def work_after_fit(directory: Path, run: Run) -> dict[str, Any]:
+    """What a trainer can do with checkpoints when it has fitted."""
+    os.chdir(directory)
+    trainer, model = make_trainer(run), Model()
+    trainer.fit(model, loader())
+    url, path = f"{run.dirpath}/after.ckpt", directory / "local.ckpt"
+    found: dict[str, Any] = {}
+    trainer.save_checkpoint(url)
+    found["saved"] = CheckpointFiles().exists(url)
+    before = trainer.predict(model, loader())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    after = trainer.predict(model, loader(), ckpt_path=url)
+    found["same"] = all(map(torch.equal, before, after))
+    trainer.strategy.remove_checkpoint(url)
+    found["removed"] = not CheckpointFiles().exists(url)
+    trainer.save_checkpoint(path)
+    found["local"] = sorted(each.name for each in path.iterdir())
+    return found
+
+
+# --- tests ----------------------------------------------------------------------------------------------
 
 
 def committed(root: str) -> set[str]:
@@ -64,17 +228,9 @@ def assert_goes_on(whole: Fitted, later: Fitted) -> None:
         torch.testing.assert_close(later.state[key], value, rtol=0, atol=0, msg=key)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("fsdp1", [False, True], ids=["fsdp2", "fsdp1"])
-def test_a_run_goes_on_from_its_last_checkpoint_bit_by_bit(
-    faulty: FaultyServer, tmp_path: Path, fsdp1: bool, ranks: int
-) -> None:
-    runs = [
-        Run(f"{ROOT}/whole", 4, fsdp1=fsdp1, ranks=ranks),
-        Run(ROOT, 2, fsdp1=fsdp1, ranks=ranks),
-        Run(ROOT, 4, "last", fsdp1=fsdp1, ranks=ranks),
-    ]
-    for whole, earlier, later in run_ranks(ranks, fit_all, tmp_path, runs):
+def test_a_run_goes_on_from_its_last_checkpoint_bit_by_bit(faulty: FaultyServer, tmp_path: Path) -> None:
+    runs = [Run(f"{ROOT}/whole", 4), Run(ROOT, 2), Run(ROOT, 4, "last")]
+    for whole, earlier, later in run_ranks(2, fit_all, tmp_path, runs):
         assert (earlier.best, earlier.last) == (f"{ROOT}/{name(2)}", f"{ROOT}/last.ckpt")
         assert (later.best, later.last) == (f"{ROOT}/{name(4)}", f"{ROOT}/last.ckpt")
         assert len(later.losses) == 2 * STEPS_PER_EPOCH
@@ -82,15 +238,6 @@ def test_a_run_goes_on_from_its_last_checkpoint_bit_by_bit(
         assert later.files == frozenset()
     assert committed(ROOT) == {name(4), "last.ckpt"}  # save_top_k=1: those before are removed
     assert verify(f"{ROOT}/last.ckpt").ok
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_fsdp1_goes_on_on_other_numbers_of_ranks(faulty: FaultyServer, tmp_path: Path, ranks: int) -> None:
-    runs = [Run(f"{ROOT}/whole", 2, fsdp1=True), Run(ROOT, 1, fsdp1=True)]
-    whole = run_ranks(2, fit_all, tmp_path, runs)[0][0]
-    later = Run(ROOT, 2, "last", fsdp1=True, ranks=ranks)
-    for [found] in run_ranks(ranks, fit_all, tmp_path, [later]):
-        assert_goes_on(whole, found)
 
 
 @pytest.mark.parametrize(("ranks", "requests"), [(1, 25), (4, 30)])
@@ -151,24 +298,23 @@ def test_a_failed_save_is_raised_on_all_ranks_at_the_next_save_or_at_the_end_of_
     assert committed(f"{ROOT}/b") == {name(2)}  # that it was to replace
 
 
-@pytest.mark.parametrize("fsdp1", [False, True], ids=["fsdp2", "fsdp1"])
-def test_a_trainer_saves_loads_and_removes_after_fit(faulty: FaultyServer, tmp_path: Path, fsdp1: bool) -> None:
-    [found] = run_ranks(1, work_after_fit, tmp_path, Run(ROOT, 1, fsdp1=fsdp1, ranks=1))
+def test_a_trainer_saves_loads_and_removes_after_fit(faulty: FaultyServer, tmp_path: Path) -> None:
+    [found] = run_ranks(1, work_after_fit, tmp_path, Run(ROOT, 1, ranks=1))
     assert found["saved"]
     assert found["same"]
     assert found["removed"]
     assert "meta.pt" in found["local"]
 
 
-def test_lightnings_own_strategy_goes_on_from_a_download_and_ours_from_an_upload(
+def test_lightnings_own_strategy_goes_on_from_a_download_and_ours_from_an_copy(
     faulty: FaultyServer, tmp_path: Path
 ) -> None:
-    copy, own = tmp_path / "copy", tmp_path / "own"
+    download, own = tmp_path / "copy", tmp_path / "own"
     [[whole, _]] = run_ranks(1, fit_all, tmp_path, [Run(f"{ROOT}/whole", 6, ranks=1), Run(ROOT, 2, ranks=1)])
-    download(f"{ROOT}/last.ckpt", copy)
-    stock = Run(str(own), 4, str(copy), stock=True, ranks=1, checkpoint={"save_last": True, "save_top_k": -1})
+    copy(f"{ROOT}/last.ckpt", download)
+    stock = Run(str(own), 4, str(download), stock=True, ranks=1, checkpoint={"save_last": True, "save_top_k": -1})
     run_ranks(1, fit_all, tmp_path, [stock])
-    upload(own / "last.ckpt", f"{ROOT}/uploaded")
+    copy(own / "last.ckpt", f"{ROOT}/uploaded")
     [[back]] = run_ranks(1, fit_all, tmp_path, [Run(f"{ROOT}/back", 6, f"{ROOT}/uploaded", ranks=1)])
     assert len(back.losses) == 2 * STEPS_PER_EPOCH
     assert_goes_on(whole, back)
@@ -181,18 +327,10 @@ def test_the_checkpoint_that_a_run_began_from_stays(faulty: FaultyServer, tmp_pa
     assert committed(f"{ROOT}/other") == {name(2), "last.ckpt"}
 
 
-@pytest.mark.parametrize(
-    ("path", "url"),
-    [
-        ("s3://bucket/run/last.ckpt", "s3://bucket/run/last.ckpt"),
-        (Path("s3://bucket/run"), "s3://bucket/run"),
-        ("s3::bucket/run/last.ckpt", "s3://bucket/run/last.ckpt"),
-        ("/data/run", None),
-        (None, None),
-    ],
-)
-def test_paths_that_mean_s3(path: Any, url: str | None) -> None:
-    assert find_url(path) == url
+def test_paths_that_mean_s3() -> None:
+    paths = ["s3://bucket/run/last.ckpt", Path("s3://bucket/run"), "s3::bucket/run/last.ckpt", "/data/run", None]
+    last = "s3://bucket/run/last.ckpt"
+    assert [find_url(path) for path in paths] == [last, "s3://bucket/run", last, None, None]
 
 
 def test_a_dirpath_that_lightning_takes_for_a_local_one_is_refused() -> None:
@@ -201,6 +339,7 @@ def test_a_dirpath_that_lightning_takes_for_a_local_one_is_refused() -> None:
 
 
 def test_what_lightning_sees(faulty: FaultyServer) -> None:
+    assert isinstance(ModelCheckpoint(dirpath=ROOT)._fs, CheckpointFiles)  # the private name that the strategy sets
     files, a, b, last = CheckpointFiles(), f"{ROOT}/{name(1)}", f"{ROOT}/{name(2)}", f"{ROOT}/last.ckpt"
     assert not files.exists(ROOT)
     assert files.ls(ROOT, detail=False) == []
@@ -237,24 +376,13 @@ def test_lightning_sees_what_will_be_there(faulty: FaultyServer) -> None:
 def test_checkpoints_that_are_not_sharded_are_refused() -> None:
     with pytest.raises(ValueError, match="save_distributed_checkpoint=False"):
         S3ModelParallelStrategy(save_distributed_checkpoint=False)
-    with pytest.raises(ValueError, match="state_dict_type='full'"):
-        S3FSDPStrategy(state_dict_type="full")
 
 
-def test_lightning_looks_for_checkpoints_with_the_private_name_that_the_strategies_set() -> None:
-    assert isinstance(ModelCheckpoint(dirpath="s3://bucket/run")._fs, CheckpointFiles)
-
-
-def test_the_example_goes_on_when_it_is_started_again(faulty: FaultyServer) -> None:
-    def start(epochs: int) -> str:
-        command = [sys.executable, "-m", "examples.lightning", "--url", ROOT, "--epochs", str(epochs)]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout + done.stderr
-
-    assert "16 steps, best: s3://bucket/run/epoch=1-step=16.ckpt" in start(2)
-    output = start(3)
-    assert f"Restored all states from the checkpoint at s3::{BUCKET}/run/last.ckpt" in output
-    assert "24 steps, best: s3://bucket/run/epoch=2-step=24.ckpt" in output
+def test_the_example_goes_on_when_it_is_started_again(faulty: FaultyServer, tmp_path: Path) -> None:
+    for epochs in (2, 3):
+        options = ["--url", ROOT, "--epochs", str(epochs)]
+        [output] = run_ranks(1, run_example, example.main, options, tmp_path)
+        steps = 8 * epochs
+        assert f"{steps} steps, best: {ROOT}/epoch={epochs - 1}-step={steps}.ckpt" in output
     assert committed(ROOT) == {"epoch=1-step=16.ckpt", "epoch=2-step=24.ckpt", "last.ckpt"}
-    assert not (REPOSITORY / "s3:").exists()
+    assert not (tmp_path / "s3:").exists()

@@ -24,12 +24,10 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 ROOT = f"s3://{BUCKET}/run"
 _PATIENCE = 600  # seconds for a driver to come as far as it must
 _DRIVER = """
-import json, ray, sys
+import ray
 from examples import ray_train
 ray.init(num_cpus=4, include_dashboard=False, object_store_memory=80 * 2**20)  # whatever this machine has
-for arguments in map(json.loads, sys.argv[1:]):
-    sys.argv = ["ray_train", *arguments]
-    ray_train.main()
+ray_train.main()
 ray.shutdown()
 """
 
@@ -50,8 +48,8 @@ def ray_directory() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _driver(runs: list[list[str]], ray_directory: Path, cwd: Path, log: Path) -> Iterator[psutil.Popen]:
-    """`examples.ray_train` once for each list of arguments, on a small Ray of its own. Nothing of it is left."""
+def _driver(arguments: list[str], ray_directory: Path, cwd: Path, log: Path) -> Iterator[psutil.Popen]:
+    """`examples.ray_train` on a small Ray of its own. Nothing of it is left."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(_REPOSITORY),
@@ -59,11 +57,11 @@ def _driver(runs: list[list[str]], ray_directory: Path, cwd: Path, log: Path) ->
         "RAY_TMPDIR": str(ray_directory),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "disabled",
-        "RAY_raylet_start_wait_time_s": "300",
+        "RAY_raylet_start_wait_time_s": "900",
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(_PATIENCE),
     }
-    command = [sys.executable, "-c", _DRIVER, *map(json.dumps, runs)]
+    command = [sys.executable, "-c", _DRIVER, *arguments]
     with log.open("wb") as output:
         driver = psutil.Popen(command, cwd=cwd, env=environment, stdout=output, stderr=subprocess.STDOUT)
     family: list[psutil.Process] = []
@@ -92,12 +90,10 @@ def test_ray_restarts_a_worker_that_is_killed_in_a_save_and_the_run_goes_on(
 ) -> None:
     digests, cwd, log = tmp_path / "digests", tmp_path / "work", tmp_path / "log"
     cwd.mkdir()
-    storage = f"s3://{BUCKET}/ray"
-    run = ["--root", ROOT, "--storage", storage, "--save-every", "2", "--digest-file", str(digests)]
-    # On one worker the second one goes on from what Ray was told of the first.
-    runs = [[*run, "--steps", "6"], [*run, "--steps", "8", "--workers", "1", "--reported"]]
+    run = ["--root", ROOT, "--storage", f"s3://{BUCKET}/ray", "--save-every", "2", "--steps", "6"]
+    run += ["--digest-file", str(digests)]
     moment = AtRequest("PutObject", key="step-00000004/__", applied=True)
-    with _driver(runs, ray_directory, cwd, log) as driver:
+    with _driver(run, ray_directory, cwd, log) as driver:
         with moment.on(faulty):
             while not moment.reached.wait(0.5):
                 assert driver.poll() is None, log.read_text()
@@ -116,18 +112,14 @@ def test_ray_restarts_a_worker_that_is_killed_in_a_save_and_the_run_goes_on(
         ("begun", 2, 2),  # by Ray
         ("saved", 4, 2),
         ("saved", 6, 2),
-        ("begun", 6, 1),
-        ("saved", 8, 1),
     ]
     assert events["begun", 2, 2] == events["saved", 2, 2]
-    assert events["begun", 6, 1] == events["saved", 6, 2]
 
-    # Ray has pointers to checkpoints that are there; the last one is the newest.
-    results = [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"url"')]
-    assert [result["step"] for result in results] == [6, 8]
+    # Ray has a pointer to a checkpoint that is there, the newest one.
+    [result] = [json.loads(line) for line in log.read_text().splitlines() if line.startswith('{"url"')]
     newest = latest(ROOT)
     assert newest is not None
-    assert newest.url == results[1]["url"]
+    assert (newest.url, newest.step) == (result["url"], result["step"])
     assert isinstance(read_tensor(newest.url, "train.model.norm.weight"), torch.Tensor)
 
     # Nothing of a checkpoint on local disk: not where the driver ran, and not where Ray's workers did.

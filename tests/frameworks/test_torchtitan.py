@@ -1,12 +1,15 @@
-"""S3CheckpointManager: torchtitan's options on S3."""
+"""S3CheckpointManager with the trainer in examples/torchtitan.py, which calls it as torchtitan's own does: torchtitan's
+options on S3, what others wrote, and runs that are killed in a save."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import re
+import signal
+import sys
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +17,75 @@ import pytest
 import torch
 import torch.distributed as dist
 import tyro
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.components.dataloader import DataloaderExhaustedError
 
-from dcp_s3 import errors, list_checkpoints
+from dcp_s3 import copy, errors, latest, list_checkpoints, read_tensors, verify
 from dcp_s3.integrations.torchtitan import S3CheckpointManager
 from examples.torchtitan import Trainer
-from tests.faulty import FaultyServer
-from tests.frameworks.ranks import run_ranks
-from tests.frameworks.titan import MODES, ROOT, Adapter, Run, config, steps_on_s3, train
+from tests.faulty import BUCKET, FaultyServer
+from tests.frameworks.ranks import AtWrite, files_in, kill_in_save, run_ranks
 from tests.memory_s3 import Fault
+from tests.preload import MODULES
+from tests.ranks import RankFailed
 
+MODULES.append("torchtitan.components.checkpointer")  # imported once, by the process that ranks are forked from
+
+ROOT = f"s3://{BUCKET}/run"
 Config = S3CheckpointManager.Config
+MODES = ("disabled", "async", "async_with_pinned_mem")
+
+
+def config(**options: Any) -> S3CheckpointManager.Config:
+    """Saves every second step, and in full, unless told otherwise."""
+    return Config(**{"enable": True, "folder": ROOT, "interval": 2, "last_save_model_only": False, **options})
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of a run."""
+
+    loaded_step: int
+    digest: str
+    local_files: tuple[str, ...]
+    """What lies in the directory in which it ran."""
+
+
+def train(directory: Path, steps: int, kind: type[Trainer] = Trainer, **options: Any) -> Run:
+    """Train to ``steps`` in an empty directory, without s3fs."""
+    sys.modules["s3fs"] = None  # type: ignore[assignment]  # importing it fails
+    directory.mkdir(exist_ok=True)
+    os.chdir(directory)
+    trainer = kind(config(**options), steps=steps)
+    try:
+        trainer.train()
+    finally:
+        trainer.checkpointer.close()
+    return Run(trainer.loaded_step, trainer.digest(), tuple(map(str, directory.rglob("*"))))
+
+
+class Adapter:
+    """torchtitan's adapter to Hugging Face's format, for a model whose names are the same there."""
+
+    fqn_to_index_mapping = None
+
+    def __init__(self, path: str | None = None) -> None:
+        self.hf_assets_path = path
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_dict
+
+    from_hf = to_hf
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool) -> HuggingFaceStorageReader:
+        assert not from_quantized
+        return HuggingFaceStorageReader(path)
+
+
+def steps_on_s3() -> list[int | None]:
+    """Of the committed checkpoints."""
+    return [info.step for info in list_checkpoints(ROOT) if info.committed]
 
 
 # --- the class ------------------------------------------------------------------------------------------
@@ -50,9 +110,9 @@ def test_torchtitan_has_the_hooks_that_are_overridden_or_called(name: str, argum
 
 
 def test_the_config_takes_torchtitans_options_from_the_command_line() -> None:
-    given = ["--folder", ROOT, "--retention", "latest:3 best:2:val_loss:min", "--async-mode", "async", "--enable"]
+    given = ["--folder", ROOT, "--retention", "latest:3 every:10000", "--async-mode", "async", "--enable"]
     found = tyro.cli(Config, args=given)
-    assert found == Config(folder=ROOT, retention="latest:3 best:2:val_loss:min", async_mode="async", enable=True)
+    assert found == Config(folder=ROOT, retention="latest:3 every:10000", async_mode="async", enable=True)
     assert found._owner is S3CheckpointManager
 
 
@@ -137,57 +197,181 @@ def fail(directory: Path, mode: str) -> str:
     return str(raised.value)
 
 
-class Exhausted(Trainer):
-    """Runs out of data in step 3, when the save of step 2 has just begun."""
+# --- loads ----------------------------------------------------------------------------------------------
+
+
+def go_back(directory: Path) -> tuple[Run, Run, Run]:
+    first = train(directory, 6, async_mode="async")
+    back = train(directory, 6, async_mode="async", load_step=2)
+    with pytest.raises(errors.CheckpointNotFoundError, match="steps 2 to 6"):
+        train(directory, 6, load_step=3)
+    with pytest.raises(errors.CheckpointNotFoundError, match=r"load_step = 3.*no checkpoint under"):
+        train(directory, 6, load_step=3, folder=f"{ROOT}-other")
+    return first, back, train(directory, 6)
+
+
+def test_a_run_that_goes_back_saves_its_steps_again(faulty: FaultyServer, tmp_path: Path) -> None:
+    ((first, back, latest_one),) = run_ranks(1, go_back, tmp_path)
+    assert back == replace(first, loaded_step=2)
+    assert latest_one == replace(first, loaded_step=6)
+    assert steps_on_s3() == [2, 4, 6]
+
+
+def start_from_another_run(directory: Path) -> dict[str, Any]:
+    base = train(directory, 4, last_save_model_only=True, export_dtype="bfloat16", async_mode="async_with_pinned_mem")
+    found: dict[str, Any] = {"base": base}
+    model = Trainer(config(folder=f"{ROOT}-2", initial_load_path=f"{ROOT}/step-4"), steps=0)
+    model.train()
+    found["model"] = {name: tensor.full_tensor() for name, tensor in model.model.state_dict().items()}
+    weights = directory / "weights"
+    weights.mkdir()
+    save_file({name: 2 * tensor for name, tensor in found["model"].items()}, weights / "model.safetensors")
+    from_hf = config(folder=f"{ROOT}-4", initial_load_in_hf=True)
+    doubled = Trainer(from_hf, steps=0, sd_adapter=Adapter(str(weights)))
+    doubled.train()
+    found["doubled"] = {name: tensor.full_tensor() for name, tensor in doubled.model.state_dict().items()}
+    everything = Trainer(
+        config(
+            folder=f"{ROOT}-3",
+            initial_load_path=f"{ROOT}/step-2",
+            initial_load_model_only=False,
+            exclude_from_loading=["lr_scheduler", "dataloader"],
+        ),
+        steps=0,
+    )
+    everything.train()
+    found["everything"] = (
+        everything.step,
+        everything.ntokens_seen,
+        everything.lr_schedulers.state_dict(),
+        everything.dataloader.dataset.number,
+        len(everything.optimizers.optimizers[0].state),
+    )
+    with pytest.raises(errors.RestoreFailedError, match=r"step-5 failed on rank 0\s+Cause: CheckpointNotFound"):
+        train(directory, 0, folder=f"{ROOT}-2", initial_load_path=f"{ROOT}/step-5")
+    with pytest.raises(errors.RestoreFailedError, match=r"(?s)step-4 failed .*Missing key.*optimizer"):
+        train(directory, 6)
+    return found
+
+
+def test_a_run_starts_from_another_one(faulty: FaultyServer, tmp_path: Path) -> None:
+    (found,) = run_ranks(1, start_from_another_run, tmp_path)
+    exported = read_tensors(f"{ROOT}/step-4", ["*"])
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+    assert exported.keys() == found["model"].keys()
+    assert all(torch.equal(exported[name].float(), tensor) for name, tensor in found["model"].items())
+    assert all(torch.equal(2 * exported[name].float(), tensor) for name, tensor in found["doubled"].items())
+    step, tokens, schedule, number, states = found["everything"]
+    assert (step, tokens, schedule, number) == (2, 2 * 4 * 16, {"last_epoch": 0}, 0)
+    assert states == len(exported)
+    assert found["base"].local_files == ()
+
+
+def exchange(directory: Path) -> list[str]:
+    ours = train(directory, 4, async_mode="async")
+    stock = directory / "stock"
+    copy(f"{ROOT}/step-2", stock / "step-2")
+    theirs = Trainer(
+        CheckpointManager.Config(enable=True, folder=str(stock), interval=2, last_save_model_only=False), steps=4
+    )
+    theirs.train()
+    theirs.checkpointer.close()
+    assert theirs.loaded_step == 2
+    copy(stock / "step-4", f"{ROOT}-2/step-4")
+    back = train(directory, 4, folder=f"{ROOT}-2")
+    assert back.loaded_step == 4
+    return [ours.digest, theirs.digest(), back.digest]
+
+
+def test_torchtitan_itself_reads_what_is_downloaded_and_writes_what_is_loaded_after_a_copy(
+    faulty: FaultyServer, tmp_path: Path
+) -> None:
+    ((ours, theirs, back),) = run_ranks(1, exchange, tmp_path)
+    assert ours == theirs == back
+
+
+class Dying(Trainer):
+    """SIGKILL after the save of step 4, as soon as it is durable on every rank."""
 
     def train_step(self, data: Any) -> None:
-        if self.step == 3:
-            raise DataloaderExhaustedError
+        if self.step == 5:
+            self.checkpointer.maybe_wait_for_saving()
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
         super().train_step(data)
 
 
-def run_out_of_data(mode: str) -> list[int | None]:
-    trainer = Exhausted(config(async_mode=mode), steps=8)
-    with pytest.raises(DataloaderExhaustedError):
-        trainer.train()
-    trainer.checkpointer.close()
-    return steps_on_s3()
+def train_and_die(directory: Path) -> None:
+    train(directory, 8, Dying, async_mode="async")
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
-def test_the_end_waits_for_the_save_under_way(faulty: FaultyServer, mode: str) -> None:
-    faulty.rule = lambda request: Fault.delay(1.0) if request.key.endswith("/.metadata") else None
-    assert run_ranks(1, run_out_of_data, mode) == [[2]]
+def test_a_save_that_is_only_on_the_local_disk_is_loaded_from_there(
+    faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DCP_S3_DURABILITY", "local")
+    monkeypatch.setenv("DCP_S3_SPILL_DIR", str(tmp_path / "spill"))
+    monkeypatch.setenv("DCP_S3_SPILL_AFTER", "1s")
+    monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "1")
+    faulty.rule = lambda request: (
+        Fault.error(503, "SlowDown") if request.method == "PUT" and "/step-4/" in request.key else None
+    )
+    with pytest.raises(RankFailed, match="exit code -9"):
+        run_ranks(2, train_and_die, tmp_path / "first")
+    assert 4 not in steps_on_s3()
+    faulty.rule = lambda _: None
+    first, second = run_ranks(2, train, tmp_path / "second", 6)
+    assert first == second
+    assert first.loaded_step == 4
 
 
-class Scripted(Trainer):
-    """Validates with losses that are given, and that the last stage of a pipeline knows, on the second rank."""
-
-    LOSSES = (0.5, 0.1, 0.4, 0.3, 0.6)
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.pp_has_last_stage = dist.get_rank() == 1
-        super().__init__(*arguments, **options)
-
-    def validate(self) -> None:
-        loss = self.LOSSES[self.step - 1] if self.pp_has_last_stage else -1.0
-        self.metrics_processor.logger.log({"validation_metrics/loss": torch.tensor(loss)}, self.step)
+# --- killed in a save -----------------------------------------------------------------------------------
 
 
-def test_the_best_are_kept_by_the_loss_that_torchtitan_logs(faulty: FaultyServer, tmp_path: Path) -> None:
-    run_ranks(2, keep_best, tmp_path)
-    two, five = list_checkpoints(ROOT)
-    assert (two.step, five.step) == (2, 5)
-    assert [info.metrics["val_loss"] for info in (two, five)] == pytest.approx([0.1, 0.6])
-    assert {*two.metrics} == {*five.metrics} == {"loss", "val_loss"}
-    assert 1 < two.metrics["loss"] < 10
+STEPS = 8
 
 
-def keep_best(directory: Path) -> None:
-    train(directory, 5, Scripted, interval=1, async_mode="async", retention="latest:1 best:1:val_loss:min")
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a run on one rank that saves nothing ends with."""
+    (run,) = run_ranks(1, train_without_saving, tmp_path_factory.mktemp("uninterrupted"))
+    assert run.loaded_step == 0
+    return str(run.digest)
 
 
-def test_metrics_that_cannot_be_stored_do_not_stop_the_training(faulty: FaultyServer, tmp_path: Path) -> None:
-    faulty.rule = lambda request: Fault.error(403, "AccessDenied") if request.key.endswith("metrics.json") else None
-    run_ranks(1, train, tmp_path, 4)
-    assert [info.metrics.keys() for info in list_checkpoints(ROOT)] == [{"loss"}, {"loss"}]
+def train_without_saving(directory: Path) -> Run:
+    return train(directory, STEPS, enable=False)
+
+
+def train_to_the_end(directory: Path, mode: str) -> Run:
+    return train(directory, STEPS, async_mode=mode, retention="latest:2")
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "ranks", "kept"),
+    [
+        ("disabled", ".*distcp$", 3, [6, 8]),
+        # The data of the killed save could be that of a save in progress: for the grace period it keeps step 4.
+        ("async", "[.]metadata$", 1, [4, 6, 8]),
+        ("async_with_pinned_mem", ".*distcp$", 3, [6, 8]),
+    ],
+)
+def test_a_run_killed_in_a_save_goes_on_bit_for_bit(
+    faulty: FaultyServer,
+    tmp_path: Path,
+    uninterrupted: str,
+    mode: str,
+    name: str,
+    ranks: int,
+    kept: list[int],
+) -> None:
+    kill_in_save(faulty, AtWrite(f"step-4/{name}"), 2, tmp_path, train_to_the_end, tmp_path / "cwd", mode)
+    assert steps_on_s3() == [2]
+    assert files_in(tmp_path / "cwd") == []
+
+    runs = run_ranks(ranks, train_to_the_end, tmp_path / "second", mode)
+    assert runs == [Run(2, uninterrupted, ())] * ranks
+    assert steps_on_s3() == kept
+    newest = latest(ROOT)
+    assert newest is not None
+    assert newest.step == STEPS
+    assert verify(newest.url, full=True).ok

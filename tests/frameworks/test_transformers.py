@@ -1,23 +1,162 @@
-"""The Hugging Face Trainer's checkpoints on S3, with the real package."""
+"""The Hugging Face Trainer's checkpoints on S3, and adapters of PEFT without the base model, with the real packages."""
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from accelerate import Accelerator
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, VeraConfig, get_peft_model
+from safetensors import safe_open
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
+from trl import SFTConfig, SFTTrainer
 
-from dcp_s3 import KeepLatest, export, list_checkpoints, read_tensor, remove
+from dcp_s3 import KeepLatest, inspect, list_checkpoints, read_tensor, read_tensors, remove
 from dcp_s3.demo.train import state_digest
 from dcp_s3.errors import CheckpointError, CheckpointNotFoundError
-from dcp_s3.integrations.transformers import PRIVATE, S3Trainer
+from dcp_s3.integrations.accelerate import model_part, optimizer_part
+from dcp_s3.integrations.transformers import PRIVATE, S3Checkpoints, S3Trainer
+from examples import transformers as example
 from tests.faulty import BUCKET, FaultyServer
-from tests.frameworks.ranks import AtWrite, files_in, kill_in_save, run_ranks
-from tests.frameworks.transformers_runs import Run, run_example, tiny_tokenizer, train, train_for_ever, trainer
+from tests.frameworks.accelerate_runs import load_state, pretend_devices, save_state, texts, tiny_llama
+from tests.frameworks.ranks import AtWrite, files_in, kill_in_save, run_example, run_ranks
+from tests.preload import MODULES
+
+MODULES.append("transformers")  # imported once, by the process that ranks are forked from
 
 ROOT = f"s3://{BUCKET}/run"
+SEQUENCES = 20
+BATCH = 4  # 5 batches an epoch
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training; pickled."""
+
+    root: str
+    """URL above its checkpoints."""
+    sharded: bool = False
+    """FSDP2; otherwise DDP, or on one rank the plain model."""
+    adapter: bool = False
+    """LoRA: only an adapter is trained."""
+    steps: int = 12
+    """Train up to here."""
+    arguments: tuple[tuple[str, Any], ...] = ()
+    """Further TrainingArguments."""
+
+
+class Trainer(S3Trainer):
+    """Its ranks all compute the whole batch."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if model.training:
+            inputs = self.accelerator.gather(inputs)
+        return super().compute_loss(model, inputs, *args, **{**kwargs, "num_items_in_batch": None})
+
+
+def trainer(run: Run, **options: Any) -> Trainer:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    sharded: dict[str, Any] = {}
+    if run.sharded:
+        plugin = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+        sharded = {"fsdp": "full_shard auto_wrap", "fsdp_config": plugin}
+    arguments = TrainingArguments(
+        **{
+            "output_dir": "output",
+            "use_cpu": True,
+            "max_steps": 12,
+            "save_steps": 2,
+            "logging_steps": 1,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "learning_rate": 1e-2,
+            "warmup_steps": 3,
+            "max_grad_norm": 0.0,  # a norm depends on the number of shards
+            "per_device_train_batch_size": BATCH // ranks,
+            "seed": 7,
+            "save_total_limit": 2,
+            **sharded,
+            **dict(run.arguments),
+        }
+    )
+    if run.sharded:
+        pretend_devices()
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    model = tiny_llama(tie_word_embeddings=True, attention_dropout=0.1)
+    if run.adapter:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+    data = [{"input_ids": text, "labels": text} for text in texts(SEQUENCES)]
+    made = Trainer(
+        model=model, args=arguments, train_dataset=data, eval_dataset=data[:4],
+        checkpoint_root=run.root, **options,
+    )  # fmt: skip
+    made.add_callback(_StopAt(run.steps))
+    return made
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    words = {"[EOS]": 0, **{f"w{number}": number for number in range(1, 37)}}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, "[EOS]")), eos_token="[EOS]", pad_token="[EOS]"
+    )
+
+
+class _StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= self.step:
+            control.should_training_stop = True
+
+
+class _Began(TrainerCallback):
+    step = -1
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.step = state.global_step
+
+
+def train(run: Run, directory: Path | None, resume: Any = True) -> tuple[int, str, list[float]]:
+    """Train, with the given working directory. Returns the step at which it began, a digest of the end and the
+    losses."""
+    if directory is not None:
+        os.chdir(directory)
+    made = trainer(run)
+    began = _Began()
+    made.add_callback(began)
+    made.train(resume_from_checkpoint=resume)
+    model = made.model_wrapped
+    assert run.sharded == isinstance(model, FSDPModule)
+    state = {
+        "model": model_part(model).state_dict(),
+        "optimizer": optimizer_part(made.optimizer, [model]).state_dict(),
+        "schedule": made.lr_scheduler.state_dict(),
+        "random": torch.get_rng_state(),
+        "epoch": made.state.epoch,
+    }
+    losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+    return began.step, state_digest(state), losses
+
+
+def train_for_ever(run: Run) -> None:
+    """Train until killed."""
+    trainer(Run(run.root, run.sharded, steps=10**6, arguments=(*run.arguments, ("max_steps", 12)))).train()
+    raise AssertionError("it was not killed")
+
+
+# --- tests ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
@@ -41,9 +180,9 @@ def test_killed_in_a_save_it_goes_on_to_the_same_bits_on_other_ranks(
 
 def test_the_example_trains_and_goes_on(faulty: FaultyServer, tmp_path: Path) -> None:
     options = ["--url", ROOT, "--save-every", "2"]
-    run_ranks(2, run_example, [*options, "--steps", "4"], tmp_path)
+    run_ranks(2, run_example, example.main, [*options, "--steps", "4"], tmp_path)
     assert [info.step for info in list_checkpoints(ROOT)] == [2, 4]
-    run_ranks(1, run_example, [*options, "--steps", "8"], tmp_path)
+    run_ranks(1, run_example, example.main, [*options, "--steps", "8"], tmp_path)
     assert [info.step for info in list_checkpoints(ROOT)] == [4, 6, 8]
     assert files_in(tmp_path) == ["output"]
 
@@ -93,7 +232,6 @@ def assert_loaded(made: S3Trainer, step: int) -> None:
     assert (made.model.get_parameter(name) == read_tensor(url, f"model.{name}")).all()
 
 
-@pytest.mark.parametrize("retention", [None, "latest:1"], ids=["of_the_trainer", "own"])
 @pytest.mark.parametrize(
     ("metric", "values", "best"),
     [
@@ -102,10 +240,10 @@ def assert_loaded(made: S3Trainer, step: int) -> None:
     ],
 )
 def test_the_best_model_is_kept_and_loaded_at_the_end(
-    alone: Path, metric: str, values: dict[int, float], best: int, retention: str | None
+    alone: Path, metric: str, values: dict[int, float], best: int
 ) -> None:
     (alone / "output/checkpoint-500").mkdir(parents=True)  # of before: it stays
-    made = evaluated(metric, values, retention=retention)
+    made = evaluated(metric, values, retention="latest:1" if metric == "loss" else None)
     made.train()
     assert steps() == [best, 6]
     assert_loaded(made, best)
@@ -137,27 +275,7 @@ def test_a_step_may_be_chosen_and_nothing_there_is_a_new_training(alone: Path) -
     assert steps() == [2, 4, 6]
 
 
-def test_no_limit_keeps_everything(alone: Path) -> None:
-    trainer(Run(ROOT, steps=6, arguments=(("save_total_limit", 0),))).train()  # as the Trainer understands it
-    assert steps() == [2, 4, 6]
-
-
-def test_what_is_exported_is_a_model_with_its_tokenizer(alone: Path) -> None:
-    tokenizer = tiny_tokenizer()
-    made = trainer(Run(ROOT, steps=2), processing_class=tokenizer)
-    made.train()
-    made.save_model("stock")
-    [url] = [info.url for info in list_checkpoints(ROOT)]
-    export(url, "exported", include="model.*", rename={"^model[.]": ""})
-    assert set(files_in(alone / "exported")) == set(files_in(alone / "stock")) - {"training_args.bin"}
-    for name in set(files_in(alone / "exported")) - {"model.safetensors"}:
-        assert (alone / "exported" / name).read_bytes() == (alone / "stock" / name).read_bytes()
-    loaded = AutoModelForCausalLM.from_pretrained("exported")
-    assert state_digest(dict(loaded.state_dict())) == state_digest(dict(made.model.state_dict()))
-    assert AutoTokenizer.from_pretrained("exported").get_vocab() == tokenizer.get_vocab()
-
-
-@pytest.mark.parametrize("start", [None, False, 4, "output/checkpoint-4"])
+@pytest.mark.parametrize("start", [None, False, 4])
 def test_a_training_that_begins_before_what_is_there_is_refused(alone: Path, start: Any) -> None:
     trainer(Run(ROOT, steps=6)).train()
     before = {info.step: info.save_id for info in list_checkpoints(ROOT)}
@@ -166,21 +284,113 @@ def test_a_training_that_begins_before_what_is_there_is_refused(alone: Path, sta
     assert {info.step: info.save_id for info in list_checkpoints(ROOT)} == before == {4: before[4], 6: before[6]}
 
 
-def test_a_checkpoint_of_the_trainer_itself_is_taken_over(alone: Path) -> None:
-    stock = trainer(Run(ROOT, steps=4))
-    stock.__class__ = Trainer  # as if it had been made by it
-    stock.train()
-    made = trainer(Run(ROOT, steps=6))
-    made.train(resume_from_checkpoint="output/checkpoint-4")
-    assert made.state.log_history[0]["step"] == 1
-    assert steps() == [6]
-
-
-def test_what_cannot_be_is_refused(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(callable(getattr(Trainer, name)) for name in PRIVATE)
+def test_what_cannot_be_is_refused(alone: Path) -> None:
+    assert all(callable(getattr(S3Trainer, name)) for name in PRIVATE)
     made = trainer(Run(ROOT))
-    with pytest.raises(CheckpointError, match=rf"{ROOT}/step-4' is a URL. Remedy: the step"):
+    with pytest.raises(CheckpointError, match=rf"{ROOT}/step-4' is a path. Remedy: the step"):
         made.train(resume_from_checkpoint=f"{ROOT}/step-4")
-    monkeypatch.setattr(Accelerator, "distributed_type", "DEEPSPEED")
-    with pytest.raises(CheckpointError, match="DEEPSPEED"):
-        made.train()
+
+
+# --- adapters of PEFT -----------------------------------------------------------------------------------
+
+
+def saved_names(url: str) -> set[str]:
+    """Names in a checkpoint's model, without those of the adapters, as PEFT writes them."""
+    names = {entry.fqn for entry in inspect(url).entries if entry.fqn.startswith("model.")}
+    return {name.removeprefix("model.").replace(".default", "") for name in names}
+
+
+def test_an_adapter_is_what_the_trainer_saves(alone: Path) -> None:
+    made = trainer(Run(ROOT, steps=2, adapter=True))
+    made.train()
+    url = f"{ROOT}/step-00000002"
+    made.save_model("stock")
+    with safe_open("stock/adapter_model.safetensors", "pt") as file:
+        assert saved_names(url) == set(file.keys())
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_an_adapter_goes_on_to_the_same_bits(faulty: FaultyServer, tmp_path: Path, sharded: bool) -> None:
+    run = Run(ROOT, sharded, adapter=True, steps=6)
+    [(_, *expected)] = run_ranks(1, train, Run(f"{ROOT}-expected", sharded, adapter=True, steps=6), tmp_path, None)
+    run_ranks(2, train, Run(ROOT, sharded, adapter=True, steps=4), tmp_path, None)
+    assert all(".lora_" in name for name in saved_names(f"{ROOT}/step-00000004"))
+    assert run_ranks(2, train, run, tmp_path) == [(4, *expected)] * 2
+
+
+def tiny() -> LlamaForCausalLM:
+    torch.manual_seed(3)
+    return tiny_llama()
+
+
+def two_adapters() -> PeftModel:
+    model = get_peft_model(tiny(), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    model.add_adapter("other", LoraConfig(target_modules=["v_proj"], use_dora=True))  # not active: it is frozen
+    return model
+
+
+def with_new_tokens() -> PeftModel:
+    tiny().save_pretrained("base")
+    model = LlamaForCausalLM.from_pretrained("base")
+    model.resize_token_embeddings(41)
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+
+
+MODELS = {
+    "several": two_adapters,
+    "new_tokens": with_new_tokens,
+    "vera": lambda: get_peft_model(tiny(), VeraConfig(target_modules=["q_proj"])),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_accelerate_saves_every_kind_of_adapter_and_loads_it(alone: Path, kind: str) -> None:
+    def changed(by: float) -> tuple[Accelerator, nn.Module]:
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(MODELS[kind]())
+        with torch.no_grad():
+            for tensor in model_part(model).state_dict().values():
+                tensor.add_(by)
+        return accelerator, model
+
+    accelerator, model = changed(1)
+    save_state(accelerator, f"{ROOT}/step-1")
+    expected = model.state_dict()
+    model.save_pretrained("stock")
+    stock = 0
+    for path in Path("stock").rglob("adapter_model.safetensors"):
+        with safe_open(path, "pt") as file:
+            stock += sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
+    assert sum(tensor.nbytes for tensor in read_tensors(f"{ROOT}/step-1", "model.*").values()) == stock
+    accelerator.free_memory()
+
+    accelerator, model = changed(2)
+    load_state(accelerator, f"{ROOT}/step-1")
+    found = model.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_trl(alone: Path) -> None:
+    class S3SFTTrainer(S3Checkpoints, SFTTrainer):
+        pass
+
+    def sft(steps: int) -> S3SFTTrainer:
+        arguments = SFTConfig(
+            output_dir="output", use_cpu=True, bf16=False, max_steps=steps, save_steps=2, report_to="none",
+            lr_scheduler_type="constant", per_device_train_batch_size=2, logging_steps=1, disable_tqdm=True,
+            gradient_checkpointing=False,
+        )  # fmt: skip
+        return S3SFTTrainer(
+            model=tiny(), args=arguments, processing_class=tiny_tokenizer(), checkpoint_root=ROOT,
+            peft_config=LoraConfig(target_modules=["q_proj"], lora_dropout=0.1),
+            train_dataset=Dataset.from_dict({"text": [f"w{number} w{number + 1} w3" for number in range(1, 12)]}),
+        )  # fmt: skip
+
+    sft(2).train()
+    assert all(".lora_" in name for name in saved_names(f"{ROOT}/step-00000002"))
+    resumed = sft(4)
+    resumed.train(resume_from_checkpoint=True)
+    other = sft(4)
+    other.checkpoint_root = f"{ROOT}-expected"
+    other.train()
+    assert losses(resumed) == losses(other)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -16,13 +15,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
-    HuggingFaceStorageWriter,
     _fsspec_filesystem,
 )
 from torch.distributed.checkpoint._storage_utils import _storage_setup
 from torch.distributed.checkpoint.filesystem import SerializationFormat
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_s3
@@ -140,29 +136,10 @@ def test_on_ranks_and_in_their_checkpoint_processes(root: str, bucket: str, s3: 
     assert (tmp_path / "local" / ".metadata").is_file()
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/run", "S3://bucket/run", "s3://bucket"])
-def test_which_urls_are_ours(url: str, registered: None) -> None:
-    assert isinstance(_storage_setup(None, url, reader=False), S3StorageWriter)
-    assert isinstance(_storage_setup(None, url, reader=True), S3StorageReader)
+def test_torchs_classes_take_our_urls_and_keep_their_signatures(registered: None) -> None:
     for each in _TORCHS:
-        assert each.validate_checkpoint_id(url)  # type: ignore[attr-defined]
-        assert each.validate_checkpoint_id(Path(url))  # type: ignore[attr-defined]
+        assert each.validate_checkpoint_id(Path("s3://bucket"))  # type: ignore[attr-defined]
         assert "path" in inspect.signature(each).parameters, "jsonargparse and others make objects from them"
-
-
-def test_bad_urls_are_our_errors_and_unknown_ones_torchs(registered: None) -> None:
-    with pytest.raises(errors.InvalidURLError):
-        dcp.save(_state(1.0), checkpoint_id="s3://bucket//run")
-    with pytest.raises(RuntimeError, match="Cannot detect which StorageReader or StorageWriter"):
-        dcp.save(_state(1.0), checkpoint_id="no-such-scheme://bucket/run")
-
-
-def test_torchs_conversions_to_and_from_one_file(root: str, tmp_path: Path, registered: None) -> None:
-    dcp.save(_state(3.0), checkpoint_id=f"{root}/step-1")
-    dcp_to_torch_save(f"{root}/step-1", tmp_path / "one.pt")
-    assert torch.load(tmp_path / "one.pt")["w"].tolist() == [3.0] * 100
-    torch_save_to_dcp(tmp_path / "one.pt", f"{root}/step-2")
-    assert _load(checkpoint_id=f"{root}/step-2") == 3
 
 
 @pytest.mark.parametrize("kind", [str, Path])
@@ -189,15 +166,8 @@ def test_their_own_overwrite_counts(root: str, registered: None, overwrite: bool
 
 
 def test_safetensors_are_refused(root: str, registered: None) -> None:
-    with pytest.raises(TypeError, match="threads"):
-        FileSystemWriter(root, threads=2)  # type: ignore[call-arg]
-    for make in (
-        lambda: FileSystemWriter(root, serialization_format=SerializationFormat.SAFETENSORS),
-        lambda: HuggingFaceStorageWriter(root),
-        lambda: HuggingFaceStorageReader(f"{root}/base-model"),
-    ):
-        with pytest.raises(errors.SettingsError, match=rf"{root}.* as safetensors.*dcp-s3 export.*dcp-s3 import"):
-            make()
+    with pytest.raises(errors.SettingsError, match=rf"{root} as safetensors.*dcp-s3 export"):
+        FileSystemWriter(root, serialization_format=SerializationFormat.SAFETENSORS)
 
 
 # --- everything else is torch's --------------------------------------------------------------------------
@@ -228,33 +198,24 @@ def test_subclasses_of_the_registered_classes_work(tmp_path: Path, registered: N
                 super().__init__(path, single_file_per_rank=False)
             self.label = label
 
-    class Local(FileSystemWriter):
-        pass
-
-    assert FileSystemWriter.validate_checkpoint_id("s3://bucket/run")
-    assert not Local.validate_checkpoint_id("s3://bucket/run"), "what makes files is not chosen for S3"
+    local = type("Local", (FileSystemWriter,), {})
+    assert not local.validate_checkpoint_id("s3://bucket/run"), "what makes files is not chosen for S3"
     url = f"file://{tmp_path}/run"
     writer = Writer(url, label="mine")
     assert (type(writer), writer.label, writer.single_file_per_rank) == (Writer, "mine", False)
     dcp.save(_state(2.0), storage_writer=writer)
     assert _load(storage_reader=_fsspec_filesystem.FsspecReader(path=url)) == 2
     assert type(Writer("s3://bucket/run", "fsspec, s3fs included")) is Writer
-    dcp_s3.unregister()
-    dcp.save(_state(3.0), storage_writer=Writer(f"{url}-2", label="later"))  # it outlives the registration
-    assert os.path.exists(tmp_path / "run-2" / ".metadata")
 
 
 # --- writers and readers without a URL -------------------------------------------------------------------
 
 
 def test_no_url_at_all_or_none_of_s3_is_an_error_that_says_what_to_pass(tmp_path: Path) -> None:
-    for call, name in (
-        (lambda: dcp.save(_state(1.0), storage_writer=S3StorageWriter()), "S3StorageWriter"),
-        (lambda: dcp.async_save(_state(1.0), storage_writer=S3StorageWriter()).result(60), "S3StorageWriter"),  # type: ignore[union-attr]
-        (lambda: dcp.load(_state(1.0), storage_reader=S3StorageReader()), "S3StorageReader"),
+    for call in (
+        lambda: dcp.save(_state(1.0), storage_writer=S3StorageWriter()),
+        lambda: dcp.load(_state(1.0), storage_reader=S3StorageReader()),
     ):
-        text = str(failure(call, errors.InvalidURLError))
-        assert name in text
-        assert "checkpoint_id=" in text
+        assert "checkpoint_id=" in str(failure(call, errors.InvalidURLError))
     with pytest.raises(errors.InvalidURLError, match="not an S3 URL"):
         dcp.save(_state(1.0), checkpoint_id=tmp_path, storage_writer=S3StorageWriter("s3://bucket/run"))

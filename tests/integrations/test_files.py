@@ -16,13 +16,17 @@ import torch
 
 import dcp_s3
 from dcp_s3 import errors
-from dcp_s3.checkpoint.commit_state import SaveIdentity, find_previous
-from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import DeletionList, ObjectEntry
 from dcp_s3.format.layout import deletion_object
-from dcp_s3.integrations.file_records import find_files, publish_files, put_record
-from dcp_s3.integrations.file_streams import OpenFile, ReadStream, TensorMemory, WriteStream
+from dcp_s3.integrations.files import (
+    OpenFile,
+    ReadStream,
+    WriteStream,
+    find_files,
+    publish_files,
+    put_record,
+)
 from dcp_s3.limit import Limit
 from dcp_s3.memory import Piece
 from dcp_s3.retention.catalog import CheckpointCatalog
@@ -83,16 +87,6 @@ def test_what_is_written_is_what_torch_saves_from_the_tensors_memory() -> None:
     assert store.get("file").data == expected.getvalue()
     assert (stored.size, stored.crc64nvme) == (len(expected.getvalue()), crc64nvme(expected.getvalue()))
     assert store.addresses == [value["a"][0].data_ptr(), whole.data_ptr()]
-
-
-def test_memory_of_others_and_beyond_a_tensor_is_copied() -> None:
-    tensor = torch.arange(LARGE, dtype=torch.uint8)
-    memory, view = TensorMemory({"a": tensor}), memoryview(tensor.numpy())
-    assert memory.size == LARGE
-    assert memory.find(view[5:]).nbytes == LARGE - 5  # type: ignore[union-attr]
-    assert memory.find(memoryview(bytearray(LARGE))) is None
-    other = TensorMemory([tensor[: LARGE // 2].clone()])
-    assert other.find(view) is None
 
 
 @pytest.mark.parametrize("how", ["an error in the block", "forgotten"])
@@ -194,14 +188,6 @@ def test_ranks_commit_what_all_have_written_and_nothing_of_an_earlier_attempt() 
     assert all(crc_hex(crc64nvme(store.get(URL.key(path)).data)) == entry.crc64nvme for path, entry in files.items())
 
 
-def test_an_uncommitted_directory_goes_with_all_files() -> None:
-    store = MemoryStore()
-    write(store, 0, "nonce", ["model_0.pt", "sub/data.json"])
-    removal = list_directory(store, URL).removal_of_uncommitted(since=float("inf"))
-    assert sorted(removal.objects) == [".dcp_s3/files-0.json", "model_0.pt", "sub/data.json"]
-    assert removal.being_saved is None
-
-
 def test_the_complete_record_of_an_earlier_attempt_is_not_taken() -> None:
     store = MemoryStore()
     for rank in range(2):  # of which rank 0 has died before it committed
@@ -278,13 +264,6 @@ def test_what_earlier_attempts_left_goes_with_the_checkpoint() -> None:
     ]  # fmt: skip
 
 
-def test_what_replaces_a_checkpoint_knows_its_files() -> None:
-    store = MemoryStore()
-    commit(store, 0, "n", write(store, 0, "n", ["model_0.pt"]), 1)
-    replaced = find_previous(store, SaveIdentity(URL, "")).keys
-    assert {URL.key("model_0.pt"), URL.key(".dcp_s3/files-0.json")} <= replaced
-
-
 @pytest.mark.servers("memory")
 def test_copies_and_comparisons_look_at_files(root: str) -> None:
     store = store_of(parse_url(root), Settings())
@@ -303,13 +282,6 @@ def test_copies_and_comparisons_look_at_files(root: str) -> None:
     with pytest.raises(errors.CorruptCheckpointError, match=r"model_0\.pt is not there"):
         dcp_s3.copy(str(urls[1]), f"{root}/copy")
     assert dcp_s3.latest(root).name == "step-2"  # type: ignore[union-attr]
-
-
-def test_a_commit_without_user_metadata_is_found() -> None:
-    store = MemoryStore()
-    commit(store, 0, "n", write(store, 0, "n", ["model_0.pt"]), 1)
-    store.put(URL.key(".metadata"), store.get(URL.key(".metadata")).data)
-    assert list(find_files(store, URL) or {}) == ["model_0.pt"]
 
 
 def test_a_rank_that_does_not_come_is_named_and_nothing_is_committed() -> None:

@@ -3,32 +3,51 @@
 >>> from dcp_s3.integrations import megatron
 >>> megatron.install()
 >>> dist_checkpointing.save(sharded_state_dict, "s3://bucket/run/iter_0001000")
+
+Megatron plans in the trainer. It writes there (a synchronous save), in a forked process, or in a spawned one that stays
+(persistent), and commits in the trainer. What goes to that process is this rank's `Save`, its plan and its data.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
+import io
 import json
 import os
+import queue
+import traceback
 import weakref
-from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
 
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
+from dcp_s3 import ranks
+from dcp_s3.errors import CheckpointError, DcpS3Error, SaveProtocolError
+from dcp_s3.failures import portable
 from dcp_s3.integrations import require
+from dcp_s3.save.save import Save
+from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.url import is_s3_url, parse_url
 
-require("megatron", "megatron-core", "0.16", "0.17")
+require("megatron-core", "0.16", "0.17")
 
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig  # noqa: E402
 from megatron.core.dist_checkpointing.strategies import torch as strategies  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.filesystem_async import (  # noqa: E402
+    _get_write_results_queue as write_results_queue,  # a queue of a process of its own: works with fork and spawn
+)
 from megatron.core.msc_utils import MultiStorageClientFeature  # noqa: E402
 
 from dcp_s3.integrations.megatron.files import Files, SmallFiles  # noqa: E402
-from dcp_s3.integrations.megatron.writer import MegatronS3Writer, finalize  # noqa: E402
 
 __all__ = ["MegatronS3Writer", "install"]
 
@@ -90,7 +109,205 @@ def _replacements(settings: SettingsLike) -> tuple[Callable[..., Any], ...]:
         if on_s3 and dist.get_rank() == 0:
             # Megatron writes it after the commit. It belongs to what is committed: no load works without it.
             config = CheckpointingConfig(strategy.backend, strategy.version)
-            small.hold(parse_url(checkpoint_dir), CONFIG_FNAME, json.dumps(asdict(config)).encode())
+            small.hold(parse_url(checkpoint_dir), CONFIG_FNAME, json.dumps(dataclasses.asdict(config)).encode())
         return stock_save(strategy, sharded_state_dict, checkpoint_dir)
 
     return make_writer, end_save, async_save, lambda: True, lambda: files
+
+
+Outcome = list[WriteResult] | BaseException
+"""The results of a save on one rank, or what made it fail."""
+
+
+class Prepared(NamedTuple):
+    """What one rank writes in one save. Picklable."""
+
+    save: Save
+    plan: SavePlan
+    data: dict[MetadataIndex, torch.Tensor | io.BytesIO]
+
+
+class MegatronS3Writer(S3StorageWriter):
+    """Writes one checkpoint to S3 as Megatron's saves ask for it. A checkpoint that is there is replaced.
+
+    A failure while a save is planned is kept until its results are asked for: there it is raised on every rank, and
+    none waits for the one that failed.
+
+    Args:
+        checkpoint_dir: ``s3://bucket/prefix`` of the checkpoint, as text or as a path.
+        separation_hint: a prefix of FQNs; what begins with it gets objects of its own.
+        thread_count: most objects of this rank; half of them for each group with ``separation_hint``.
+
+    Raises:
+        InvalidURLError: ``checkpoint_dir`` is not an S3 URL.
+        SettingsError: a setting, in the environment or given here, is not allowed.
+    """
+
+    can_run_decentralized_global_plan = True
+
+    def __init__(
+        self,
+        checkpoint_dir: str | os.PathLike[str],
+        *,
+        separation_hint: str | None = None,
+        thread_count: int = 2,
+        attachments: Mapping[str, bytes] | None = None,
+        settings: SettingsLike = None,
+    ) -> None:
+        super().__init__(
+            checkpoint_dir,
+            overwrite=True,
+            separate=None if separation_hint is None else [separation_hint],
+            max_objects=max(1, thread_count if separation_hint is None else thread_count // 2),
+            settings=settings,
+        )
+        self._failure: DcpS3Error | None = None
+        self._prepared: Prepared | None = None
+        self._is_sent = False
+        self._has_attachments = bool(attachments)
+        for name, data in (attachments or {}).items():
+            try:
+                self.attach(name, data)
+            except DcpS3Error as error:
+                self._failure = error
+
+    # --- planning ----------------------------------------------------------------------------------------
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Check the URL. A failure is kept: Megatron has other ranks wait for this one's plan."""
+        try:
+            return plan if self._failure is not None else super().prepare_local_plan(plan)
+        except DcpS3Error as error:
+            self._failure = error
+            return plan
+
+    def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
+        """This rank's plan. Nothing needs coordination: names are unique, and results say what they belong to."""
+        return dataclasses.replace(local_plan, storage_data=None)  # equal in all saves: Megatron compares its caches
+
+    # --- writing -----------------------------------------------------------------------------------------
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Collect what this rank writes. Tensors stay where they are until the preload."""
+        if self._failure is not None:
+            return
+        data = {item.index: _own_memory(planner.resolve_data(item)) for item in plan.items}
+        self._prepared = Prepared(self._save, plan, data)
+
+    def get_save_function_and_args(
+        self,
+    ) -> tuple[Callable[..., None] | None, Callable[[], Prepared] | None, list[Any]]:
+        """What Megatron runs, here or in another process: the function that saves; the one that brings the data to host
+        memory, whose result takes the place of the second argument; the three arguments. None if this rank writes
+        nothing."""
+        if self._failure is not None:
+            return None, None, []
+        prepared, self._prepared = self._prepared, None
+        if prepared is None:
+            raise SaveProtocolError("there is nothing to save: Megatron calls prepare_write_data first")
+        if not (prepared.plan.items or self._has_attachments):
+            return None, None, []
+        self._is_sent = True
+        return write, functools.partial(preload, prepared), [ranks.rank(), prepared, write_results_queue()]
+
+    def retrieve_write_results(self) -> list[WriteResult] | WRAPPED_EXCEPTION:
+        """The results of this rank's save; what made it fail, if it did."""
+        try:
+            return self._take_results()
+        except BaseException as error:  # noqa: BLE001 - it is raised on all ranks
+            return error, traceback.extract_tb(error.__traceback__)
+
+    def _take_results(self) -> list[WriteResult]:
+        if self._failure is not None:
+            raise self._failure
+        outcome = _take_outcome(self._save.save_id) if self._is_sent else []
+        if outcome is None:
+            raise CheckpointError(
+                f"the process that saves to {self.checkpoint_id} ended without a result on rank {ranks.rank()}, so "
+                "nothing was committed. Remedy: see whether it was killed, for example because memory was short",
+                url=str(self.checkpoint_id),
+            )
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+
+def finalize(writer: MegatronS3Writer, metadata: Metadata | None, ranks_of_save: Any) -> None:
+    """Commit when every rank has written. Takes the place of Megatron's ``save_state_dict_async_finalize``.
+
+    That one leaves the other ranks waiting if the commit fails, and tells them no cause of any failure.
+
+    ``metadata`` is None on ranks other than the coordinator.
+
+    Raises:
+        CheckpointException: on all ranks, with the cause of each that failed.
+    """
+
+    def commit(all_results: list[list[WriteResult]]) -> None:
+        if metadata is None:
+            raise SaveProtocolError("Megatron planned this save without metadata")
+        writer.finish(metadata, all_results)
+
+    ranks_of_save.all_reduce("write", writer._take_results, commit)
+
+
+# --- what runs in the process that saves --------------------------------------------------------------------
+
+
+def preload(prepared: Prepared) -> Prepared:
+    """Bring the tensors to host memory that nobody else changes."""
+    data, is_copying = dict(prepared.data), False
+    for index, value in data.items():
+        if isinstance(value, torch.Tensor):
+            if value.device.type != "cpu":
+                data[index], is_copying = value.to("cpu", non_blocking=True), True
+            elif value.is_shared():  # type: ignore[no-untyped-call]  # with the trainer, which goes on after this
+                data[index] = value.clone()
+    if is_copying:
+        torch.accelerator.synchronize()
+    return prepared._replace(data=data)
+
+
+def write(rank: int, prepared: Prepared, results: Any) -> None:
+    """Upload what this rank saves, and put the outcome into ``results``."""
+    outcome: Outcome
+    try:
+        outcome = prepared.save.write_data(prepared.plan, cast(SavePlanner, _Resolved(prepared.data)))
+    except BaseException as error:  # noqa: BLE001 - the trainer raises it; this process may have more saves to do
+        text = "".join(traceback.format_exception(error))
+        outcome = portable(error) or RuntimeError(f"the save failed on rank {rank}:\n{text}")
+    results.put((prepared.save.save_id, outcome))
+
+
+class _Resolved:
+    """A planner that has the data already."""
+
+    def __init__(self, data: Mapping[MetadataIndex, torch.Tensor | io.BytesIO]) -> None:
+        self._data = data
+
+    def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
+        return self._data[item.index]
+
+
+# --- in the trainer -------------------------------------------------------------------------------------------
+
+_outcomes: dict[str, Outcome] = {}
+"""Outcomes that have come, by save id: of two saves under way, the later one may end first."""
+
+
+def _take_outcome(save_id: str) -> Outcome | None:
+    arrived = write_results_queue()
+    with contextlib.suppress(queue.Empty):
+        while save_id not in _outcomes:
+            other, outcome = arrived.get_nowait()
+            _outcomes[other] = outcome
+    return _outcomes.pop(save_id, None)
+
+
+def _own_memory(value: Any) -> Any:
+    """A tensor with no more memory than its own: to a persistent process all of it would go."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach()
+    is_part = value.device.type == "cpu" and value.untyped_storage().nbytes() != value.nbytes
+    return value.clone() if is_part else value

@@ -162,10 +162,6 @@ def save_cached_here_and_there(root: str, directory: str) -> None:
             rank.load(path, 1)
 
 
-def save_apart(root: str) -> dict[int, str]:
-    return fail_to_save(f"{root}/iter_{dist.get_rank()}", "sync")
-
-
 def lose_the_process(url: str) -> dict[int, str]:
     """The process that saves is killed on rank 1."""
     if int(os.environ["RANK"]) == 1:
