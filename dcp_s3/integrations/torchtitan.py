@@ -163,7 +163,7 @@ class S3CheckpointManager(CheckpointManager):
         return True
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        if from_hf or not is_s3_url(checkpoint_id):
+        if from_quantized or not is_s3_url(checkpoint_id):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         chosen, group = self._chosen, self._ranks.group
@@ -174,12 +174,13 @@ class S3CheckpointManager(CheckpointManager):
             process_group=group,
             settings=impatient(self._settings) if local else self._settings,
         )
+        wanted = self.sd_adapter.to_hf(state_dict) if from_hf else state_dict
         try:
-            state_dict_loader.load(state_dict, storage_reader=reader, planner=S3LoadPlanner(), process_group=group)
+            state_dict_loader.load(wanted, storage_reader=reader, planner=S3LoadPlanner(), process_group=group)
         except CheckpointException as error:
             raise load_error(error, checkpoint_id, step_of(checkpoint_id)) from error
         if MODEL in self.states:
-            self.states[MODEL].load_state_dict(state_dict)
+            self.states[MODEL].load_state_dict(self.sd_adapter.from_hf(wanted) if from_hf else wanted)
         if chosen is not None:
             self._saves.last_good = chosen.step
 

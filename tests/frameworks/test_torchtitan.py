@@ -226,10 +226,12 @@ def start_from_another_run(directory: Path) -> dict[str, Any]:
     weights = directory / "weights"
     weights.mkdir()
     save_file({name: 2 * tensor for name, tensor in found["model"].items()}, weights / "model.safetensors")
-    from_hf = config(folder=f"{ROOT}-4", initial_load_in_hf=True)
-    doubled = Trainer(from_hf, steps=0, sd_adapter=Adapter(str(weights)))
-    doubled.train()
-    found["doubled"] = {name: tensor.full_tensor() for name, tensor in doubled.model.state_dict().items()}
+    copy(weights, f"{ROOT}-weights")
+    for name, place in (("doubled", str(weights)), ("doubled from S3", f"{ROOT}-weights")):
+        from_hf = config(folder=f"{ROOT}-4-{name[-2:]}", initial_load_in_hf=True, initial_load_path=place)
+        doubled = Trainer(from_hf, steps=0, sd_adapter=Adapter())
+        doubled.train()
+        found[name] = {name: tensor.full_tensor() for name, tensor in doubled.model.state_dict().items()}
     everything = Trainer(
         config(
             folder=f"{ROOT}-3",
@@ -260,7 +262,8 @@ def test_a_run_starts_from_another_one(faulty: FaultyServer, tmp_path: Path) -> 
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
     assert exported.keys() == found["model"].keys()
     assert all(torch.equal(exported[name].float(), tensor) for name, tensor in found["model"].items())
-    assert all(torch.equal(2 * exported[name].float(), tensor) for name, tensor in found["doubled"].items())
+    for doubled in (found["doubled"], found["doubled from S3"]):
+        assert all(torch.equal(2 * exported[name].float(), tensor) for name, tensor in doubled.items())
     step, tokens, schedule, number, states = found["everything"]
     assert (step, tokens, schedule, number) == (2, 2 * 4 * 16, {"last_epoch": 0}, 0)
     assert states == len(exported)
