@@ -63,7 +63,7 @@ if _TYPE_CHECKING:  # the table below again, for type checkers
     from dcp_s3.retention.parse import parse_policy as parse_policy
     from dcp_s3.retention.plan import CatalogSnapshot as CatalogSnapshot, Decision as Decision, Plan as Plan
     from dcp_s3.retention.policy import (
-        KeepBest as KeepBest, KeepDaily as KeepDaily, KeepEvery as KeepEvery, KeepHourly as KeepHourly,
+        KeepBest as KeepBest, KeepDaily as KeepDaily, KeepEvery as KeepEvery,
         KeepLatest as KeepLatest, KeepWithin as KeepWithin,
         Policy as Policy,
     )
@@ -90,7 +90,7 @@ _NAMES = {
     },
     "Retention": {
         "retention.prune": "prune remove apply_plan PruneReport",
-        "retention.policy": "KeepLatest KeepBest KeepEvery KeepWithin KeepHourly KeepDaily Policy",
+        "retention.policy": "KeepLatest KeepBest KeepEvery KeepWithin KeepDaily Policy",
         "retention.parse": "parse_policy",
         "retention.marks": "pin unpin annotate",
         "retention.plan": "CatalogSnapshot Plan Decision",

@@ -40,7 +40,7 @@ from dcp_s3.format.layout import (
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.limit import UNLIMITED, Deadline, Limit
 from dcp_s3.process import torch_imported_alone
-from dcp_s3.store import DeleteTarget, Store, batches, same_etag
+from dcp_s3.store import DeleteTarget, Store, batches
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -52,8 +52,6 @@ _ATTEMPT_SECONDS = 30.0
 
 # Each request of 1000 keys counts as 1000 for S3, which takes 3500 a second.
 _DELETES_AT_ONCE = 8
-
-_TOO_SLOW = "S3 is too slow for its readers to be seen"
 
 Look = Callable[[], None]
 """Called before each request of a deletion; raises if nothing more may be deleted."""
@@ -123,30 +121,10 @@ class Deleter:
         # From this somebody else would write the commit of a joint save once more, when it is gone.
         self.delete_all([DeleteTarget(url.key(each)) for each in listed.objects if is_merged(each)])
         for step in commit_steps(url, listed):
-            try:
-                changed = self.delete_all(step, limit=in_time)
-            except errors.StorageError as error:
-                self._give_up(url, path, listed, error)
-                raise
-            if changed:
+            if self.delete_all(step, limit=in_time):
                 self.withdraw(url, [path])
                 raise LeftAloneError("it was overwritten")
         self.delete_rest(url, listed, {path, *lists})
-
-    def _give_up(self, url: CheckpointURL, path: str, listed: DeletionList, error: errors.StorageError) -> None:
-        """Withdraw the list if S3 certainly has not deleted a commit and never will: no reader should wait in vain."""
-        late = isinstance(error, errors.DeadlineExceededError)
-        if isinstance(error, errors.TransferError) or (late and error.attempts):
-            return  # S3 may still carry it out
-        try:
-            for commit, etag in listed.commits.items():
-                if not same_etag(self.store.head(url.key(commit)).etag, etag):
-                    return
-        except errors.StorageError:
-            return
-        self.withdraw(url, [path])
-        if late:
-            raise LeftAloneError(_TOO_SLOW)
 
     def _look_again(
         self,
@@ -174,7 +152,7 @@ class Deleter:
                 raise LeftAloneError("metrics were added to it")
             check_no_other_save(directory, listed.objects)
         if deadline.passed:
-            raise LeftAloneError(_TOO_SLOW)
+            raise LeftAloneError("S3 is too slow for its readers to be seen")
         return [each.path for each in directory.lists_of(planned.deletion_id)]
 
     def _needed(self, url: CheckpointURL, found: Inspected) -> set[str]:

@@ -129,23 +129,8 @@ def delete_leftovers(
     except LeftAloneError:
         deleter.withdraw(url, [path])
         raise
-    left = {each.key[skip:] for each in unneeded} - set(listed.objects)
-    lists = _spent_lists(deleter, url, left)
-    deleter.delete_rest(url, replace(listed, objects={}), {path, *lists})
+    deleter.delete_rest(url, replace(listed, objects={}), [path])
     return Deletion(url.name, len(gone), sum(each.size for each in gone))
-
-
-def _spent_lists(deleter: Deleter, url: CheckpointURL, left: Collection[str]) -> list[str]:
-    """Lists, from prunes that were cut off, whose leftovers are all gone."""
-    spent = []
-    for path in list_directory(deleter.store, url, DELETION_PREFIX).deletions:
-        try:
-            listed = DeletionList.from_json(deleter.store.get(url.key(path)).data)
-        except (errors.ObjectNotFoundError, ValueError):
-            continue
-        if not listed.commits and not listed.objects.keys() & left:
-            spent.append(path)
-    return spent
 
 
 # --- deletions that were cut off ----------------------------------------------------------------------

@@ -215,8 +215,8 @@ def prune(
         list[str] | None,
         typer.Argument(
             metavar="[POLICY]...",
-            help="What to keep: latest:K, best:K:METRIC:min|max, every:STEPS, within:48h, hourly:N, "
-            "daily:N. The default is DCP_S3_RETENTION; without that only leftovers are deleted.",
+            help="What to keep: latest:K, best:K:METRIC:min|max, every:STEPS, within:48h, daily:N. "
+            "The default is DCP_S3_RETENTION; without that only leftovers are deleted.",
         ),
     ] = None,
     dry_run: cli.DryRun = False,
@@ -255,7 +255,7 @@ def prune(
         # Empty text keeps all; None would mean the policy of the settings.
         report = pruning.prune(root, policy or "", grace=seconds, dry_run=True, force=force, settings=settings)
     plan = report.plan
-    nothing = not (plan.decisions or plan.uploads or plan.leftovers or plan.unfinished or plan.boards)
+    nothing = not (plan.decisions or plan.uploads or plan.leftovers or plan.unfinished)
     if not as_json and not nothing and (dry_run or not yes or tables.make_console().is_terminal):
         tables.make_console().print(tables.plan(plan))
         cli.note(tables.plan_summary(plan))

@@ -144,9 +144,6 @@ def plan(found: Plan) -> Table:
     left_over = ("left over: of no checkpoint, and nothing there is younger than the grace period",)
     for (name, what), parts in sizes.items():
         rows.append((f"{name}: {plural(len(parts), what)}", delete, None, _size(sum(parts) or None), None, left_over))
-    if found.boards:
-        what, size = plural(len(found.boards), "old board object"), _size(sum(each.size for each in found.boards))
-        rows.append((what, delete, None, size, None, ("ranks looked at them long ago",)))
     unfinished = ("its deletion was begun and not finished",)
     rows += [(left.checkpoint, delete, None, None, None, unfinished) for left in found.unfinished]
     for *cells, reasons in rows:
@@ -161,7 +158,6 @@ def plan_summary(found: Plan) -> str:
         (len(found.leftovers), "leftover object"),
         (len(found.uploads), "open upload"),
         (len(found.unfinished), "unfinished deletion"),
-        (len(found.boards), "old board object"),
     ]
     what = ", ".join(plural(count, noun) for count, noun in parts if count)
     return f"to keep: {plural(len(found.kept), 'checkpoint')}; to delete: " + (

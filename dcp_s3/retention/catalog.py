@@ -7,13 +7,15 @@ touched. `latest` looks closer at the checkpoint that it returns.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import time_of
 from dcp_s3.checkpoint.info import (
     CheckpointInfo,
+    LeftoverObject,
     age_order,
     find_step,
     from_manifest,
@@ -22,21 +24,20 @@ from dcp_s3.checkpoint.info import (
 )
 from dcp_s3.checkpoint.look import Inspected, find_damage, inspect, tell_unreadable
 from dcp_s3.format.control_files import Manifest
-from dcp_s3.format.layout import BOARD_PREFIX, CONTROL_PREFIX, What, classify
-from dcp_s3.retention.plan import CatalogSnapshot, OpenUpload
+from dcp_s3.format.layout import BOARD_PREFIX, What, classify
+from dcp_s3.retention.plan import BOARDS, BOARDS_STAY, CatalogSnapshot, OpenUpload
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.spill.local import find_commits
 from dcp_s3.spill.store import open_store
-from dcp_s3.store import ListedObject, Store, Upload
+from dcp_s3.store import Store, Upload
 from dcp_s3.units import one_line
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 logger = logging.getLogger(__name__)
 
 # Path parts that no checkpoint URL may have, and our own directory: with boards, or of a root that is a checkpoint.
-_CONTROL = CONTROL_PREFIX.rstrip("/")
-_NO_CHILD = frozenset({"", ".", "..", _CONTROL})
+_NO_CHILD = frozenset({"", ".", "..", BOARDS})
 
 
 class CheckpointCatalog:
@@ -152,13 +153,17 @@ class CheckpointCatalog:
         return sorted(found, key=age_order)
 
     def _list(self, *, whole: bool = False) -> CatalogSnapshot:
-        """The checkpoints, without uploads and what waits on this host; if ``whole``, with leftovers and boards."""
+        """The checkpoints, without uploads and what waits on this host; if ``whole``, with leftovers."""
         listed = self.store.list(self.root.key(""), "/")
         now, skip = time_of(listed), len(self.root.key(""))
         names = [prefix[skip:-1] for prefix in listed.prefixes]
-        boards: Sequence[ListedObject] = ()
-        if whole and _CONTROL in names:
-            boards = self.store.list(self.root.key(BOARD_PREFIX)).objects
+        boards: list[LeftoverObject] = []
+        if whole and BOARDS in names:
+            boards = [
+                LeftoverObject(each.key, each.size, each.modified_at, BOARDS, etag=each.etag)
+                for each in self.store.list(self.root.key(BOARD_PREFIX)).objects
+                if each.modified_at < now - BOARDS_STAY
+            ]
 
         def look(store: Store, name: str) -> Inspected | None:
             found = inspect(store, self.root.child(name), whole=whole)
@@ -171,8 +176,7 @@ class CheckpointCatalog:
             root=str(self.root),
             now=now,
             checkpoints=tuple(sorted((each.info for each in found), key=age_order)),
-            leftovers=tuple(sorted((left for each in found for left in each.leftovers), key=lambda left: left.key)),
-            boards=tuple(boards),
+            leftovers=tuple(sorted(chain(boards, *(each.leftovers for each in found)), key=lambda left: left.key)),
         )
 
 

@@ -15,7 +15,6 @@ from dcp_s3.retention.policy import (
     KeepBest,
     KeepDaily,
     KeepEvery,
-    KeepHourly,
     KeepLatest,
     KeepWithin,
     Policy,
@@ -75,7 +74,6 @@ single_policies: st.SearchStrategy[Policy] = st.one_of(
               st.sampled_from(["keep", "drop"])),
     st.builds(KeepEvery, st.integers(1, 20)),
     st.builds(KeepWithin, st.integers(0, 50 * 86400)),
-    st.builds(KeepHourly, _counts),
     st.builds(KeepDaily, _counts),
 )  # fmt: skip
 policies: st.SearchStrategy[Policy] = st.one_of(

@@ -17,7 +17,6 @@ from dcp_s3.retention.policy import (
     KeepBest,
     KeepDaily,
     KeepEvery,
-    KeepHourly,
     KeepLatest,
     KeepWithin,
     Policy,
@@ -78,7 +77,6 @@ KEPT: list[tuple[str, PolicyFunction, list[CheckpointInfo], str]] = [
     ("to the second", KeepWithin(60), [info("edge-1", created_at=NOW - 60, modified_at=None)], "edge-1"),
     ("days without any do not count", KeepDaily(2), DAYS, "step-3 step-4"),
     ("the last of each day", KeepDaily(9), DAYS, "step-2 step-3 step-4"),
-    ("hours", KeepHourly(4), DAYS, "step-1 step-2 step-3 step-4"),
     ("the last commit of a day, not the highest step", KeepDaily(1), [at("step-900", 2023, 1, 1, 5),
      at("step-300", 2023, 1, 1, 9)], "step-300"),
     ("the future is now, the unknown is kept", KeepDaily(2), FUTURE, "step-5 step-1 step-9"),
@@ -161,12 +159,11 @@ def test_bad_arguments(make: Any) -> None:
 
 
 def test_a_line_of_policies() -> None:
-    line = "latest:3 best:2:val_loss:min every:10000 within:48h hourly:24 daily:7"
+    line = "latest:3 best:2:val_loss:min every:10000 within:48h daily:7"
     policy = parse_policy(line)
     assert policy == (
-        KeepLatest(3) | KeepBest(2, "val_loss", "min") | KeepEvery(10000) | KeepWithin("2d") | KeepHourly(24)
-        | KeepDaily(7)
-    )  # fmt: skip
+        KeepLatest(3) | KeepBest(2, "val_loss", "min") | KeepEvery(10000) | KeepWithin("2d") | KeepDaily(7)
+    )
     assert str(policy) == line
     assert KeepWithin("48h") == KeepWithin(timedelta(days=2)) == KeepWithin(2 * DAY)
     assert parse_policy(" latest:3\t") == KeepLatest(3)

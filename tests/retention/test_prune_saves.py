@@ -327,7 +327,7 @@ def test_old_boards_go(run: Run) -> None:
     run.clock.now += 120
     plan = run.prune(grace="1h", dry_run=True).plan
     assert not plan.empty
-    assert [each.key for each in plan.boards] == [f"run/{BOARD}"]
+    assert [each.key for each in plan.leftovers] == [f"run/{BOARD}"]
     assert run.prune(grace="48h").leftovers == ()
     [left] = run.prune(grace="1h").leftovers
     assert (left.name, left.objects) == (".dcp_s3", 1)

@@ -144,22 +144,10 @@ def test_a_journal_that_can_not_be_read_now_waits(spill: Spill) -> None:
     spill.drained(url, small_state(1))
 
 
-def test_another_programs_cache_in_the_directory_is_left_alone(spill: Spill) -> None:
-    theirs = [spill.path / "cache" / name for name in ("model/weights", "5a" * 16 + ".json", "5a" * 16)]
-    theirs[0].parent.mkdir(parents=True)
-    for path in theirs:
-        path.touch()
-    spill.drain()
-    assert all(path.exists() for path in theirs)
-
-
 def test_only_the_owner_reads_what_waits_and_what_is_set_aside(spill: Spill) -> None:
     spill.path.mkdir(mode=0o755)  # its owner's choice
-    for name in ("saves", "new", "refused", "cache"):  # as an earlier version made them
+    for name in ("saves", "new", "refused"):  # as an earlier version made them
         (spill.path / name).mkdir(mode=0o755)
-    kept = spill.path / "cache" / ("5a" * 16)  # what had been uploaded
-    kept.touch()
-    kept.with_suffix(".json").write_text('{"url": "s3://bucket/run", "crc64nvme": "0"}')
     previous = os.umask(0)
     try:
         spill.save(spill.url("step-1"), small_state(1))
@@ -172,7 +160,6 @@ def test_only_the_owner_reads_what_waits_and_what_is_set_aside(spill: Spill) -> 
         os.umask(previous)
     found = list(spill.path.rglob("*"))
     assert {path.name for path in found} >= {"journal", "object-0", "metadata", "manifest.json", "reason.txt"}
-    assert not (spill.path / "cache").exists()
     wrong = [str(path) for path in found if path.stat().st_mode & 0o777 != (0o700 if path.is_dir() else 0o600)]
     assert wrong == []
     assert spill.path.stat().st_mode & 0o777 == 0o755

@@ -11,13 +11,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import errors
-from dcp_s3.spill.drain import Drainer
 from dcp_s3.stage.buffers import HostBuffer
 from tests.faulty import BUCKET
 from tests.memory_s3 import Fault
@@ -224,25 +224,16 @@ def test_parts_that_s3_has_are_not_sent_again_when_the_disk_is_full(
     assert_complete(spill.url("step-2"), state)
 
 
-@pytest.mark.parametrize("what", ["a commit", "a commit of what is on S3", "the journal"])
-def test_what_the_disk_does_not_take_at_the_end_waits_in_memory(
+@pytest.mark.parametrize("what", ["spill.saving.spill_commit", "spill.store.SaveWriter.seal"])
+def test_a_save_whose_end_the_disk_does_not_take_fails_and_leaves_no_checkpoint(
     spill: Spill, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        spill.server.rule = allow_all
-        raise errors.SpillError("the disk is full")
-
-    if what == "the journal":
-        monkeypatch.setattr("dcp_s3.spill.store.SaveWriter.seal", full)
-        spill.server.rule = refuse_all
-    else:
-        monkeypatch.setattr("dcp_s3.spill.saving.spill_commit", full)
-        monkeypatch.setattr("dcp_s3.spill.saving.drain_in_background", lambda store, **_: Drainer(store).run())
-    if what == "a commit of what is on S3":
-        spill.server.rule = lambda request: refuse_all(request) if "manifest" in request.key else None
-    state = small_state(1)
-    save_to(spill, "step-2", state, "local" if what == "a commit" else "s3")
-    assert_complete(spill.url("step-2"), state)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"dcp_s3.{what}", mock.Mock(side_effect=errors.SpillError("the disk is full")))
+        cause = cause_of(lambda: save_to(spill, "step-2", small_state(1), "local"))
+    assert isinstance(cause, errors.SpillError)
+    spill.drain()
+    assert not spill.is_visible(spill.url("step-2"))
     assert spill.files() == []
     assert spill.server.s3.open_uploads(BUCKET) == []
 
