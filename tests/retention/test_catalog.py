@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import time
 from collections.abc import Callable
@@ -81,14 +80,6 @@ def test_ranks_without_collectives_count_when_all_have_committed(run: Run) -> No
         assert run.latest() == "step-1"
 
 
-def test_a_rank_with_two_manifests_has_the_one_that_its_commit_names(run: Run) -> None:
-    run.save_on_ranks("step-4", 2)
-    manifest = next(path for path in run.manifests("step-4") if path.endswith(".1.json"))
-    stale = run.get("step-4", manifest).replace(b'"world_size": 2', b'"world_size": 3')
-    run.put("step-4", ".dcp_s3/manifest-00000000000000ff.1.json", stale)
-    assert run.states() == {"step-4": "committed"}
-
-
 def test_of_two_manifests_the_one_of_the_committed_save_counts(run: Run) -> None:
     run.save("run-12", metrics={"loss": 2.0})
     [manifest] = run.manifests("run-12")
@@ -97,17 +88,6 @@ def test_of_two_manifests_the_one_of_the_committed_save_counts(run: Run) -> None
     for save_id in ("0000000000000000", "ffffffffffffffff"):
         run.put("run-12", f".dcp_s3/manifest-{save_id}.json", run.get("run-12", manifest).replace(b"2.0", b"9.0"))
     assert run.only().metrics == {"loss": 2.0}
-
-
-def test_the_manifest_of_a_save_in_progress_is_not_that_of_a_commit_which_lost_its_own(run: Run) -> None:
-    run.save("run-12", metrics={"loss": 2.0})
-    [manifest] = run.manifests("run-12")
-    other = run.get("run-12", manifest).replace(b"2.0", b"9.0")
-    run.delete("run-12", manifest)
-    run.clock.now += 1
-    run.put("run-12", ".dcp_s3/manifest-ffffffffffffffff.json", other)
-    info = run.only()
-    assert (info.state, info.foreign, info.metrics) == ("committed", True, {})
 
 
 def test_a_lost_or_broken_manifest_leaves_the_checkpoint_committed(run: Run) -> None:
@@ -400,7 +380,7 @@ def test_damage_of_part_does_not_cost_the_last_good_one(run: Run, tmp_path: Path
 
 def test_an_unreadable_reason_of_a_pin_leaves_the_pin(run: Run) -> None:
     run.steps(1)
-    for data in (b"", b"[]", b'{"reason": 3}', b"\xff", json.dumps({"reason": None}).encode()):
+    for data in (b"", b"[]", b'{"reason": 3}', b"\xff", b'{"reason": null}'):
         run.put("step-1", ".dcp_s3/pin", data)
         assert (run.only().pinned, run.only().pin_reason) == (True, None)
     run.rule = lambda method, key: AccessDeniedError("s3:GetObject") if key.endswith("/pin") else None

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_s3.checkpoint.info import CheckpointInfo, age_order, in_grace
+from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.retention.plan import LEASE_MARGIN, CatalogSnapshot, LeftoverObject, Plan
 from dcp_s3.retention.policy import KeepEvery, KeepLatest, Policy
 from tests.retention import histories as random
@@ -131,13 +131,6 @@ def test_all_reasons_are_told_floors_first() -> None:
         "the newest committed checkpoint", "the last one that was committed", "pinned", "latest:1, number 1",
         "every:7, first from 7 on",
     )  # fmt: skip
-
-
-def test_the_state_by_the_grace_period() -> None:
-    states = [in_grace(info(state="incomplete", modified_at=time), now=NOW, grace=60).state
-              for time in (NOW - 59, NOW - 60, NOW + 9, None)]  # fmt: skip
-    assert states == ["in_progress", "leftover", "in_progress", "in_progress"]
-    assert in_grace(info(modified_at=0.0), now=NOW, grace=60).state == "committed"
 
 
 # --- laws ----------------------------------------------------------------------------------------

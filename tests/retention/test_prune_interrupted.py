@@ -12,12 +12,8 @@ from pathlib import Path
 import pytest
 
 from dcp_s3 import KeepLatest, Plan, PruneReport
-from dcp_s3.checkpoint.directory import Directory
-from dcp_s3.checkpoint.leftovers import still_there
 from dcp_s3.coordination import processes
 from dcp_s3.errors import TransferError
-from dcp_s3.format.control_files import DeletionList
-from dcp_s3.store import ListedObject
 from tests.retention.runs import HOUR, Mixed, deleted, keep_steps, nothing
 
 
@@ -71,8 +67,7 @@ def test_cut_off_at_any_request_it_tears_nothing_and_the_next_one_completes_it(m
         left = cut_off(mixed, plan, requests, applied=applied)
         if mixed.keys not in seen:  # whatever its requests were, the next prune sees only this
             seen.add(mixed.keys)
-            assert mixed.run.prune("latest:1").ok
-            mixed.check_done()
+            mixed.prune_to_the_end()
     assert requests > 20
     assert len(seen) > 10
 
@@ -82,8 +77,7 @@ def test_cut_off_again_and_again_it_gets_there(mixed: Mixed, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(8):
         cut_off(mixed, make_plan(mixed), rng.randint(1, 20), applied=rng.random() < 0.5)
-    mixed.run.prune("latest:1")
-    mixed.check_done()
+    mixed.prune_to_the_end()
 
 
 def cut_off_after_the_commit(mixed: Mixed) -> None:
@@ -114,18 +108,6 @@ def test_a_checkpoint_that_came_back_from_a_copy_is_not_torn_by_an_old_list(mixe
     assert "run/step-1/.metadata" in mixed.keys
     mixed.check_committed()
     assert report.ok
-
-
-def test_what_is_written_again_with_equal_bytes_is_no_part_of_a_deletion_that_was_cut_off(mixed: Mixed) -> None:
-    run = mixed.run
-    cut_off_after_the_commit(mixed)
-    [path] = [path for path in run.objects("step-1") if "deletion-" in path]
-    listed, now = DeletionList.from_json(run.get("step-1", path)), run.clock.now
-    found = [ListedObject(f"run/step-1/{path}", 1, now + 1, etag) for path, etag in listed.objects.items()]
-    directory = Directory.of(run.url("step-1"), found)
-    assert listed.objects
-    assert still_there(directory, listed, written_at=now).objects == {}
-    assert still_there(directory, listed, written_at=now + 1).objects == listed.objects
 
 
 # --- two at once ---------------------------------------------------------------------------------
@@ -178,5 +160,4 @@ def test_three_at_once_in_random_order_are_harmless(mixed: Mixed, seed: int) -> 
     reports = turns.run()
     mixed.run.rule = nothing
     assert all(each.ok for each in reports)
-    mixed.run.prune("latest:1")
-    mixed.check_done()
+    mixed.prune_to_the_end()

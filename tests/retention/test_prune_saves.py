@@ -6,25 +6,17 @@ import time
 from functools import partial
 
 import pytest
-from torch.distributed.checkpoint.metadata import StorageMeta
 
-from dcp_s3.checkpoint.commit import Commit, make_commit, publish
-from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
 from dcp_s3.errors import (
-    AccessDeniedError,
     CheckpointDeletedError,
-    CheckpointExistsError,
-    CheckpointNotFoundError,
     CheckpointProtectedError,
     TransferError,
 )
-from dcp_s3.format.control_files import DeletionList, Manifest
+from dcp_s3.format.control_files import DeletionList
 from dcp_s3.format.layout import CLAIM, deletion_object, manifest_object
-from dcp_s3.format.metadata import load_metadata
 from dcp_s3.retention.plan import BOARDS_STAY
-from dcp_s3.retention.show import describe
-from tests.retention.runs import BOARD, COORDINATION, DAY, HOUR, ROOT, Run, deleted, keep_steps
+from tests.retention.runs import BOARD, COORDINATION, DAY, HOUR, Run, deleted, keep_steps
 
 SAVE = "0123456789abcdef"
 
@@ -168,16 +160,6 @@ def test_a_list_whose_time_was_over_before_its_first_delete_is_withdrawn(
     assert (lists(run, "step-1"), run.names()) == ([], ["step-1", "step-2"])
 
 
-def test_a_delete_that_s3_refuses_leaves_no_list(run: Run) -> None:
-    run.steps(1, 2)
-    refused = AccessDeniedError("s3:DeleteObject")
-    run.rule = lambda method, key: refused if method == "delete" and key.endswith("step-1/.metadata") else None
-    assert not run.prune("latest:1").ok
-    run.rule = lambda method, key: None
-    assert lists(run, "step-1") == []
-    run.pin("step-1")
-
-
 # --- saves without collectives: claims, parts, intents, notices, manifests, boards ----------------------
 
 
@@ -248,50 +230,6 @@ def test_leftovers_of_a_checkpoint_that_is_replaced_while_their_list_is_written_
     assert lists(run, "step-2") == []
 
 
-def merged(run: Run, merger: str) -> Commit:
-    """What one more merger of the save that was committed at step-2 would commit."""
-    [path] = run.manifests("step-2")
-    url = run.url("step-2")
-    metadata = load_metadata(run.get("step-2", ".metadata"), url=str(url))
-    identity = SaveIdentity(url, SAVE + merger)
-    metadata.storage_meta = StorageMeta(checkpoint_id=str(url), save_id=identity.save_id)
-    objects = Manifest.from_json(run.get("step-2", path)).objects
-    return make_commit(identity, metadata, objects, step=2, world_size=1, metrics={})
-
-
-def test_of_several_mergers_manifests_the_one_that_the_commit_names_counts(run: Run) -> None:
-    run.steps(2)
-    commits = [merged(run, f"0000000{number}") for number in range(3)]
-    [path] = run.manifests("step-2")
-    run.delete("step-2", path)
-    run.delete("step-2", ".metadata")
-    for number in (0, 2):  # killed before they committed
-        run.put("step-2", manifest_object(commits[number].identity.save_id), commits[number].manifest)
-    run.clock.now += 1
-    publish(run.store, commits[1], Previous(), keep_objects=True)
-    with pytest.raises(CheckpointExistsError):
-        publish(run.store, commits[2], Previous(), keep_objects=True)
-    info = run.catalog().latest()
-    assert info is not None
-    assert (info.save_id, info.damage) == (SAVE + "00000001", None)
-    assert all(each.used for each in describe(f"{ROOT}/step-2", store=run.store).objects)
-    run.clock.now += 2 * DAY
-    [left] = run.prune().leftovers
-    assert left.objects == 2
-    assert run.manifests("step-2") == [manifest_object(SAVE + "00000001")]
-    assert run.damages() == [None]
-
-
-def test_a_merger_that_comes_after_the_checkpoint_was_pruned_does_not_bring_it_back(run: Run) -> None:
-    run.steps(2)
-    late = merged(run, "00000001")
-    run.steps(9)
-    assert deleted(run.prune("latest:1")) == ["step-2"]
-    with pytest.raises(CheckpointDeletedError):
-        publish(run.store, late, Previous(), keep_objects=True, is_late=lambda: True)
-    assert ".metadata" not in run.objects("step-2")
-
-
 def test_the_claim_of_a_checkpoint_stays_and_goes_with_it(run: Run) -> None:
     for name in ("step-2", "step-9"):
         run.put(name, CLAIM)
@@ -305,30 +243,16 @@ def test_the_claim_of_a_checkpoint_stays_and_goes_with_it(run: Run) -> None:
     assert run.objects("step-2") == {}
 
 
-def test_boards_make_a_run_no_checkpoint(run: Run) -> None:
-    run.put("", BOARD)
-    assert (run.latest(), run.names(), run.names("s3://bucket")) == (None, [], [])
-    with pytest.raises(CheckpointNotFoundError):
-        describe(ROOT, store=run.store)
-    run.steps(2)
-    assert run.names() == ["step-2"]
-    run.calls.clear()
-    assert run.names("s3://bucket") == []
-    assert run.calls == {"page": 3}  # the bucket, what begins with a dot in the run, and its directories
-
-
-def test_old_boards_go(run: Run) -> None:
-    run.steps(9)
+def test_boards_make_a_run_no_checkpoint_and_go_when_they_are_old(run: Run) -> None:
     run.put("", BOARD)
     run.put("", ".dcp_s3/other")
+    assert (run.latest(), run.names(), run.names("s3://bucket")) == (None, [], [])
+    run.steps(9)
     run.clock.now += BOARDS_STAY - 60
     run.put("", ".dcp_s3/board-cd-queue")
-    assert run.prune(grace="1h").leftovers == ()
+    assert run.prune(grace="1h").plan.empty
     run.clock.now += 120
-    plan = run.prune(grace="1h", dry_run=True).plan
-    assert not plan.empty
-    assert [each.key for each in plan.leftovers] == [f"run/{BOARD}"]
-    assert run.prune(grace="48h").leftovers == ()
+    assert run.prune(grace="48h").plan.empty
     [left] = run.prune(grace="1h").leftovers
     assert (left.name, left.objects) == (".dcp_s3", 1)
     assert {path for path in run.objects() if path.startswith("run/.dcp_s3/")} == {

@@ -70,22 +70,10 @@ def test_what_an_earlier_version_spilled_is_drained(spill: Spill) -> None:
     spill.drained(spill.url("step-1"), small_state(1))
 
 
-def test_settings_that_another_version_stored_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DCP_S3_CHECKSUM", "crc32c")  # as the process that stored them had it
+def test_settings_that_another_version_stored_are_understood() -> None:
     changed = resolve_settings({"requester_pays": True, "max_bandwidth": "100MiB", "checksum": "auto"})
     other = {"connect_timeout": 5.0, "of_a_later_version": 1, "checksum": "crc32c"}
     assert stored_settings({**values_to_store(changed), **other}) == changed
-
-
-def test_checkpoints_of_several_runs_and_buckets_are_drained_oldest_first(spill: Spill) -> None:
-    spill.server.s3.create_bucket("other-bucket")
-    urls = [spill.url("step-1"), "s3://other-bucket/another-run/step-7", spill.url("step-0")]
-    for number, url in enumerate(urls):
-        spill.save(url, small_state(number))
-    assert spill.drain().committed == urls
-    for number, url in enumerate(urls):
-        assert_complete(url, small_state(number))
-    spill.assert_empty()
 
 
 def test_a_drain_that_is_stopped_ends_before_the_next_object(spill: Spill) -> None:
@@ -158,10 +146,9 @@ def test_an_object_that_is_complete_already_is_not_sent_again(spill: Spill) -> N
 
 def test_an_object_of_other_bytes_is_sent_again(spill: Spill) -> None:
     """S3 applied the PUT of the save, but said nothing; what is on disk has other bytes of the same number."""
-    url, state = spill.url("step-1"), small_state(1)
-    spill.save(url, state)
+    spill.save(spill.url("step-1"), small_state(1))
     spill.bucket.put(spill.key(), bytes((spill.data().path / "object-0").stat().st_size))
-    spill.drained(url, state)
+    spill.drained(spill.url("step-1"), small_state(1))
 
 
 def test_a_commit_whose_drain_died_before_it_could_say_so_is_not_done_twice(spill: Spill) -> None:
@@ -199,46 +186,33 @@ def test_without_an_object_or_with_one_of_another_size_it_waits_and_is_never_vis
     assert list(spill.drain().waiting) == [commit.name]
 
 
-def test_an_older_spilled_save_does_not_replace_a_newer_one(spill: Spill) -> None:
-    url = spill.url("step-1")
-    spill.save(url, small_state(1), overwrite=True)
-    late = spill.commit()
-    spill.save_to_s3(url, small_state(2), overwrite=True)
+@pytest.mark.parametrize(
+    ("overwrite", "order", "stays", "said"),
+    [
+        (True, "spilled s3", 2, "newer"),
+        (False, "spilled s3", 2, "a committed checkpoint is at"),
+        (True, "s3 spilled", 2, None),
+        (True, "spilled spilled", 2, None),
+    ],
+)
+def test_of_two_saves_to_one_url_the_newer_or_without_overwrite_the_first_wins(
+    anywhere: Spill, overwrite: bool, order: str, stays: int, said: str | None
+) -> None:
+    spill, url = anywhere, anywhere.url("step-1")
+    for number, how in enumerate(order.split(), 1):
+        save = spill.save if how == "spilled" else spill.save_to_s3
+        save(url, small_state(number), overwrite=overwrite)
     report = spill.drain()
-    assert report.committed == []
-    assert "newer" in report.refused[late.name]
-    assert_complete(url, small_state(2))
-
-
-def test_of_two_spilled_saves_to_one_url_the_newer_wins(spill: Spill) -> None:
-    url = spill.url("step-1")
-    for number in (1, 2):
-        spill.save(url, small_state(number), overwrite=True)
-    assert spill.drain().committed == [url, url]
-    assert_complete(url, small_state(2))
-    assert len(spill.list_data(url)) == 1, "the older one's is gone"
-    spill.assert_empty()
-
-
-def test_a_spilled_save_replaces_the_older_checkpoint_that_it_is_to_overwrite(anywhere: Spill) -> None:
-    url = anywhere.url("step-1")
-    anywhere.save_to_s3(url, small_state(1))
-    anywhere.save(url, small_state(2), overwrite=True)
-    assert_complete(url, small_state(1))
-    anywhere.drained(url, small_state(2))
-    assert len(anywhere.list_data(url)) == 1
-
-
-def test_a_checkpoint_of_somebody_else_stays(anywhere: Spill) -> None:
-    url = anywhere.url("step-1")
-    anywhere.save(url, small_state(1))
-    late = anywhere.commit()
-    anywhere.save_to_s3(url, small_state(2))
-    report = anywhere.drain()
-    assert report.committed == []
-    assert "a committed checkpoint is at" in report.refused[late.name]
-    assert_complete(url, small_state(2))
-    assert len(anywhere.list_data(url)) == 2, "ours stay until they are pruned"
+    assert_complete(url, small_state(stays))
+    if said is None:
+        assert report.committed == [url] * order.count("spilled")
+        assert len(spill.list_data(url)) == 1, "the older one's is gone"
+        spill.assert_empty()
+    else:
+        assert report.committed == []
+        [reason] = report.refused.values()
+        assert said in reason
+        assert len(spill.list_data(url)) == 2, "ours stays until it is pruned"
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

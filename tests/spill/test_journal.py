@@ -78,17 +78,9 @@ def test_a_journal_that_is_cut_off_or_longer_or_has_any_byte_changed_is_refused(
     for flip in (0x01, 0x80):
         flipped = (data[:at] + bytes([data[at] ^ flip]) + data[at + 1 :] for at in range(len(data)))
         wrong.extend(flipped)
-    for each in wrong:
+    for each in (*wrong, sign(b""), sign(b"anything else")):
         with pytest.raises(JournalError):
             Journal.from_bytes(each)
-
-
-@given(st.binary(max_size=200))
-def test_anything_else_is_refused(data: bytes) -> None:
-    with pytest.raises(JournalError):
-        Journal.from_bytes(data)
-    with pytest.raises(JournalError):
-        Journal.from_bytes(sign(data))
 
 
 def test_a_journal_of_another_version_says_so() -> None:

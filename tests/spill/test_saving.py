@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import threading
 import weakref
@@ -23,7 +22,7 @@ from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.spill import background
 from dcp_s3.spill import saving as saving_module
-from dcp_s3.spill.background import drain_in_background, wait_until_drained
+from dcp_s3.spill.background import wait_until_drained
 from dcp_s3.spill.journal import State
 from dcp_s3.spill.saving import SpillingStore
 from dcp_s3.stage.buffers import HostBuffer
@@ -37,7 +36,6 @@ from tests.spill.making import (
     assert_complete,
     cause_of,
     large_state,
-    make_state,
     refuse_all,
     small_state,
 )
@@ -126,18 +124,6 @@ def test_a_batch_that_fails_leaves_neither_objects_nor_files(spill: Spill) -> No
 
 
 # --- outages ---------------------------------------------------------------------------------------------
-
-
-def test_local_durability_needs_no_s3_during_the_save(draining: Spill) -> None:
-    url, state = draining.url("step-1"), make_state(1)
-    draining.server.rule = refuse_all
-    writer = draining.save(url, state)
-    with pytest.raises(TimeoutError):
-        writer.wait_committed(timeout=0.1)
-    draining.server.rule = allow_all
-    writer.wait_committed(timeout=LONG)
-    assert_complete(url, state)
-    draining.assert_empty()
 
 
 @pytest.mark.parametrize("outage", ["refuses", "is silent", "stalls", "refuses in the middle"])
@@ -271,15 +257,6 @@ def test_who_waits_hears_why(draining: Spill) -> None:
     until(lambda: any("s3:GetObject" in each.reasons.get(save.name, "") for each in background._running.values()))
     with pytest.raises(TimeoutError, match="s3:GetObject"):
         wait_until_drained(draining.store, save, timeout=0.1)
-
-
-def test_a_forked_child_can_drain_though_the_lock_was_held(spill: Spill) -> None:
-    with background._lock:
-        child = os.fork()
-        if not child:
-            drain_in_background(spill.store, patience=1)
-            os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_save_that_was_replaced_is_not_waited_for(spill: Spill) -> None:
