@@ -107,16 +107,6 @@ def test_the_commit_waits_for_every_directory(
     assert faulty.s3.open_uploads(BUCKET) == []
 
 
-@pytest.mark.quick("2")
-@pytest.mark.parametrize("count", [1, 2])
-def test_with_s3_durability_the_save_ends_when_all_is_on_s3(faulty: FaultyServer, tmp_path: Path, count: int) -> None:
-    paths = directories_of(tmp_path, count)
-    faulty.rule = lambda request: None if list(Path(paths[0]).glob("saves/*-commit-*")) else refuse_rank_1(request)
-    run_ranks(2, _save, paths, "s3", True)
-    faulty.rule = allow_all
-    assert_complete(URL, full_state())
-
-
 def _save_async(directories: list[str], kind: AsyncCheckpointerType) -> None:
     _use(directories, drain=True)
     writer = S3StorageWriter(URL, settings={"durability": "local"})
@@ -126,9 +116,8 @@ def _save_async(directories: list[str], kind: AsyncCheckpointerType) -> None:
     assert S3Store(BUCKET, writer.settings).exists("run/step-1/.metadata")
 
 
-@pytest.mark.quick("1-thread", "2-process")
-@pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=["thread", "process"])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.quick("1-thread")
+@pytest.mark.parametrize(("count", "kind"), [(1, THREAD), (2, PROCESS)], ids=["1-thread", "2-process"])
 def test_the_ranks_of_an_asynchronous_save_can_wait_for_its_commit(
     tmp_path: Path, kind: AsyncCheckpointerType, count: int
 ) -> None:

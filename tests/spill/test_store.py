@@ -119,23 +119,6 @@ def test_a_sealed_save_is_there_with_its_files_and_another_leaves_nothing(store:
     assert list_files(store.path) == []
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_on_a_full_disk_neither_a_new_save_nor_a_journal_leaves_something_behind(
-    store: SpillStore, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save = seal(store)
-    before, descriptors = list_files(store.path), len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(os, call, full)
-    for _ in range(3):
-        with pytest.raises(SpillError, match="No space left"):
-            store.begin(make_journal(), "0").__enter__()
-        with pytest.raises(OSError, match="No space left"):
-            save.update(save.journal)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert list_files(store.path) == before
-    assert list((store.path / "new").iterdir()) == []
-
-
 # --- what a process leaves that dies ---------------------------------------------------------------------
 
 
@@ -206,15 +189,6 @@ def test_the_limit_counts_what_is_there_and_is_free_again_when_it_has_gone(store
 # --- locks -----------------------------------------------------------------------------------------------
 
 
-def test_of_two_drains_one_is_told_that_the_other_is_at_it(store: SpillStore) -> None:
-    seal(store)
-    with store.drainer() as alone, store.drainer() as too:
-        assert (alone, too) == (True, False)
-        assert Drainer(store).run() == DrainReport(busy=True)
-    with store.drainer() as alone:
-        assert alone
-
-
 @contextlib.contextmanager
 def forked() -> Iterator[None]:
     """A child, as a DataLoader makes for its workers, that has what this process has open until the end."""
@@ -239,8 +213,9 @@ def test_a_child_that_was_forked_meanwhile_does_not_keep_the_locks(store: SpillS
             assert isinstance(writer, SaveWriter)
             stack.enter_context(forked())
             writer.seal(writer.save.journal)
-        with store.drainer() as alone:
-            assert alone
+        with store.drainer() as alone, store.drainer() as too:
+            assert (alone, too) == (True, False)
+            assert Drainer(store).run() == DrainReport(busy=True)
         with open(store.path / "limit.lock") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (save,) = store.scan()
