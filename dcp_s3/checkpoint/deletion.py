@@ -232,11 +232,9 @@ class Deleter:
         changed = [delete(self.store, each) for each in runs] if one_by_one else self.store.map(delete, runs)
         return [key for each in changed for key in each]
 
-    def delete_rest(
-        self, url: CheckpointURL, listed: DeletionList, lists: Iterable[str], *, look: Look | None = None
-    ) -> None:
+    def delete_rest(self, url: CheckpointURL, listed: DeletionList, lists: Iterable[str]) -> None:
         """Delete the listed objects, and last the lists (relative paths), once the commit is gone."""
-        self.delete_all(other_targets(url, listed), look=look)
+        self.delete_all(other_targets(url, listed))
         self.delete_all([DeleteTarget(url.key(path)) for path in lists])
 
 

@@ -308,7 +308,7 @@ def spill_commit(
     """Put a commit on disk. The drain writes it to S3 when all objects are there."""
     identity = commit.identity
     checksums = {MANIFEST: crc_hex(crc64nvme(commit.manifest)), METADATA: crc_hex(crc64nvme(commit.metadata))}
-    spilled = SpilledCommit(MANIFEST, METADATA, commit.objects, overwrite, identity.rank, checksums)
+    spilled = SpilledCommit(commit.objects, overwrite, identity.rank, checksums)
     journal = Journal(str(identity.url), identity.save_id, created_at, values_to_store(settings), commit=spilled)
     with disk.begin(journal, "commit") as writer:
         writer.write_file(MANIFEST, commit.manifest)

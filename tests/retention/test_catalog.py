@@ -34,6 +34,7 @@ def test_checkpoints_are_listed_in_order_of_steps(run: Run) -> None:
         run.save(name, metrics={"loss": 0.5, "note": name}, objects=2)
     found = run.catalog().checkpoints()
     assert [(info.name, info.step) for info in found] == [("step-9", 9), ("step-10", 10), ("step-100", 100)]
+    assert run.latest() == "step-100"
     for info in found:
         data = [size for path, size in run.objects(info.name).items() if path.endswith(".distcp")]
         assert info.url == f"{ROOT}/{info.name}"
@@ -43,19 +44,18 @@ def test_checkpoints_are_listed_in_order_of_steps(run: Run) -> None:
         assert before <= (info.created_at or 0) <= time.time()
 
 
-def test_latest_is_the_highest_step_and_then_the_newest(run: Run) -> None:
-    for name in ("z-5", "b-30", "a-30"):
-        run.save(name)
-    assert run.latest() == "a-30"
-
-
-def test_a_torn_save_is_incomplete_and_never_latest(run: Run) -> None:
+def test_a_torn_save_is_in_progress_then_a_leftover_and_never_latest(run: Run) -> None:
     run.steps(1, 2, 3)
     for name in ("step-2", "step-3"):  # of one the manifest is still there: the last instant before the commit
         run.delete(name, ".metadata")
     run.delete("step-3", run.manifests("step-3")[0])
-    assert run.states() == {"step-1": "committed", "step-2": "in_progress", "step-3": "in_progress"}
-    assert run.latest() == "step-1"
+    for hours, state in ((0, "in_progress"), (2, "leftover")):
+        run.clock.now += hours * HOUR
+        assert run.states(retention_grace="2h") == {"step-1": "committed", "step-2": state, "step-3": state}
+        assert run.latest() == "step-1"
+    run.put("step-2", "__1_0-ab.distcp")
+    assert run.states(retention_grace="2h")["step-2"] == "in_progress"
+    assert run.catalog().scan().now == run.clock.now
 
 
 def test_foreign_checkpoints_are_listed(run: Run, tmp_path: Path) -> None:
@@ -90,15 +90,6 @@ def test_of_two_manifests_the_one_of_the_committed_save_counts(run: Run) -> None
     assert run.only().metrics == {"loss": 2.0}
 
 
-def test_a_lost_or_broken_manifest_leaves_the_checkpoint_committed(run: Run) -> None:
-    for step, data in enumerate((None, b"{}", b"\xff\x00")):
-        run.steps(step)
-        [manifest] = run.manifests(f"step-{step}")
-        run.delete(f"step-{step}", manifest) if data is None else run.put(f"step-{step}", manifest, data)
-    found = run.catalog().checkpoints()
-    assert [(info.state, info.objects, info.step) for info in found] == [("committed", 1, step) for step in range(3)]
-
-
 def test_directories_without_anything_of_a_checkpoint_are_left_out(run: Run) -> None:
     run.steps(1)
     run.save("nested/500")  # named like a hash prefix
@@ -128,10 +119,22 @@ def test_listings_of_many_pages() -> None:
     run = Run(page_size=2)
     for number in range(5):
         run.put("", f"dir-{number}/file")
-        run.put("zzz-step-2", f"__{number}_0.distcp")
+        run.put("zzz-step-3", f"__{number}_0.distcp")
+        run.put("step-2", lease_object(f"{number:016x}", 900))
     run.save("step-1", objects=3)
-    assert [(info.name, info.objects) for info in run.catalog().checkpoints()] == [("step-1", 3), ("zzz-step-2", 5)]
-    assert run.latest() == "step-1"
+    run.steps(2)
+    found = [(info.name, info.objects) for info in run.catalog().checkpoints()]
+    assert found == [("step-1", 3), ("step-2", 1), ("zzz-step-3", 5)]
+    assert [each.name for each in run.prune("latest:1").deleted] == ["step-1"]
+    assert run.latest() == "step-2"
+
+
+def test_a_lost_or_broken_manifest_leaves_the_checkpoint_committed(run: Run) -> None:
+    for step, data in enumerate((None, b"{}", b"\xff\x00")):
+        run.steps(step)
+        [manifest] = run.manifests(f"step-{step}")
+        run.delete(f"step-{step}", manifest) if data is None else run.put(f"step-{step}", manifest, data)
+    assert [(info.state, info.objects) for info in run.catalog().checkpoints()] == [("committed", 1)] * 3
 
 
 def test_a_request_that_fails_is_an_error_not_a_gap(run: Run) -> None:
@@ -164,18 +167,15 @@ def write_with_newer_torch(run: Run, name: str) -> None:
     run.put(name, manifest, read.to_json())
 
 
-LOOKS: dict[str, Callable[[Run], Any]] = {
-    "latest": Run.latest,
-    "prune": lambda run: run.prune(KeepLatest(2), dry_run=True),
-}
-
-
-@pytest.mark.parametrize("who", LOOKS)
+@pytest.mark.parametrize("prunes", [False, True])
 def test_who_looks_for_the_newest_says_why_it_passes_over_others(
-    run: Run, caplog: pytest.LogCaptureFixture, who: str
+    run: Run, caplog: pytest.LogCaptureFixture, prunes: bool
 ) -> None:
+    def look_at() -> object:
+        return run.prune(KeepLatest(2), dry_run=True) if prunes else run.latest()
+
     run.steps(1, 2, 3, 4, 5, 6)
-    LOOKS[who](run)
+    look_at()
     assert caplog.messages == []
     truncate(run, "step-2")
     run.delete_data("step-3")
@@ -183,7 +183,7 @@ def test_who_looks_for_the_newest_says_why_it_passes_over_others(
     run.put("step-4", data, run.get("step-4", data)[:-1])
     write_with_newer_torch(run, "step-5")
     run.put("step-6", ".metadata", pickle.dumps(print))
-    LOOKS[who](run)
+    look_at()
     assert run.latest() == "step-1"
     said = caplog.messages[:5]
     assert [each.split()[0] for each in said] == [f"{ROOT}/step-{step}" for step in (6, 5, 4, 3, 2)]
@@ -208,27 +208,7 @@ def test_latest_looks_again_when_its_choice_is_pruned(run: Run, all_of_it: bool)
     assert run.latest() == "step-4"
 
 
-def test_many_leases_of_the_newest_do_not_hide_it() -> None:
-    run = Run(page_size=5)
-    run.steps(1, 2)
-    for number in range(12):
-        run.put("step-2", lease_object(f"{number:016x}", 900))
-    assert [each.name for each in run.prune("latest:1").deleted] == ["step-1"]
-    assert run.latest() == "step-2"
-
-
 # --- a scan, for a plan --------------------------------------------------------------------------
-
-
-def test_the_stores_clock_tells_a_save_in_progress_from_a_leftover(run: Run) -> None:
-    run.steps(1, 2)
-    run.delete("step-2", ".metadata")
-    run.clock.now += 2 * HOUR
-    assert run.states() == {"step-1": "committed", "step-2": "in_progress"}
-    assert run.states(retention_grace="2h") == {"step-1": "committed", "step-2": "leftover"}
-    run.put("step-2", "__1_0-ab.distcp")
-    assert run.states(retention_grace="2h")["step-2"] == "in_progress"
-    assert run.catalog().scan().now == run.clock.now
 
 
 def test_where_the_store_does_not_tell_its_time_that_of_this_host_counts(run: Run) -> None:
@@ -247,23 +227,27 @@ def test_where_the_store_does_not_tell_its_time_that_of_this_host_counts(run: Ru
     assert run.objects() == {}
 
 
-def test_marks_cost_no_request_but_for_the_reason_of_a_pin(run: Run) -> None:
+def test_marks_are_seen_and_only_metrics_and_pins_cost_a_request(run: Run) -> None:
     run.save("step-1", metrics={"loss": 1})
-    run.pin("step-1", "for\nthe paper")
     run.put("step-1", lease_object("ab", 600))
     run.clock.now += 60
     run.put("step-1", lease_object("cd", 100))
     run.put("step-1", deletion_object("ef"))
     run.calls.clear()
     info = run.only()
-    assert (info.pinned, info.pin_reason, info.deletions) == (True, "for the paper", ("ef",))
-    assert info.leased_until == run.clock.now - 60 + 600
-    assert (info.etag, info.modified_at) != (None, None)
-    assert run.calls == {"page": 2, "get": 2}
+    assert (info.pinned, info.leased_until, info.deletions) == (False, run.clock.now - 60 + 600, ("ef",))
+    assert run.calls == {"page": 2, "get": 1}
     run.annotate("step-1", {"acc": 2})
-    run.calls.clear()
-    assert run.only().metrics == {"loss": 1, "acc": 2}
-    assert run.calls == {"page": 2, "get": 3}
+    for pin, reason in (
+        (b'{"reason": "for\\nthe paper"}', "for the paper"), (b'{"reason": 3}', None), (b"[]", None), (b"\xff", None),
+    ):  # fmt: skip
+        run.put("step-1", ".dcp_s3/pin", pin)
+        run.calls.clear()
+        info = run.only()
+        assert (info.metrics, info.pinned, info.pin_reason) == ({"loss": 1, "acc": 2}, True, reason)
+        assert run.calls == {"page": 2, "get": 3}
+    run.rule = lambda method, key: AccessDeniedError("s3:GetObject") if key.endswith("/pin") else None
+    assert (run.only().pinned, run.only().pin_reason) == (True, None)
 
 
 def test_a_scan_and_latest_make_few_requests(run: Run) -> None:
@@ -376,15 +360,6 @@ def test_damage_of_part_does_not_cost_the_last_good_one(run: Run, tmp_path: Path
     plan = found.plan(KeepLatest(1), grace=HOUR)
     assert [info.name for info in plan.deleted] == ["step-1", "step-3"]
     assert run.latest() == "step-2"
-
-
-def test_an_unreadable_reason_of_a_pin_leaves_the_pin(run: Run) -> None:
-    run.steps(1)
-    for data in (b"", b"[]", b'{"reason": 3}', b"\xff", b'{"reason": null}'):
-        run.put("step-1", ".dcp_s3/pin", data)
-        assert (run.only().pinned, run.only().pin_reason) == (True, None)
-    run.rule = lambda method, key: AccessDeniedError("s3:GetObject") if key.endswith("/pin") else None
-    assert (run.only().pinned, run.only().pin_reason) == (True, None)
 
 
 @pytest.mark.usefixtures("_own_environment")

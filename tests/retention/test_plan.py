@@ -113,18 +113,6 @@ def test_deletions_that_were_cut_off_are_finished_unless_the_checkpoint_is_there
     assert not found.empty
 
 
-def test_a_policy_sees_committed_checkpoints_oldest_first() -> None:
-    seen: list[str] = []
-
-    def look(checkpoints: Any, now: float) -> dict[str, list[str]]:
-        seen.extend(found.name for found in checkpoints)
-        assert now == NOW
-        return {}
-
-    plan(info("step-3"), info("step-1"), info("step-2", state="local"), info("step-4", state="incomplete"), policy=look)
-    assert seen == ["step-1", "step-3"]
-
-
 def test_all_reasons_are_told_floors_first() -> None:
     found = plan(info("step-7", pinned=True), policy=KeepLatest(1) | KeepEvery(7))
     assert reasons(found)["step-7"] == (

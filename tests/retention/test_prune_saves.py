@@ -16,7 +16,7 @@ from dcp_s3.errors import (
 from dcp_s3.format.control_files import DeletionList
 from dcp_s3.format.layout import CLAIM, deletion_object, manifest_object
 from dcp_s3.retention.plan import BOARDS_STAY
-from tests.retention.runs import BOARD, COORDINATION, DAY, HOUR, Run, deleted, keep_steps
+from tests.retention.runs import BOARD, COORDINATION, DAY, Run, deleted, keep_steps
 
 SAVE = "0123456789abcdef"
 
@@ -78,25 +78,6 @@ def test_a_save_that_was_to_replace_what_a_prune_deleted_commits(run: Run) -> No
     run.once("put", ".distcp", lambda: run.prune("latest:1"))
     run.save("step-1", overwrite=True)
     assert run.damages() == [None, None]
-
-
-@pytest.mark.parametrize(("name", "overwrite", "gone"), [("step-3", False, ["step-1"]), ("step-2", True, ["step-1"])])
-def test_a_save_that_goes_on_within_the_grace_period_is_not_harmed(
-    run: Run, name: str, overwrite: bool, gone: list[str]
-) -> None:
-    """It is halted before its commit, an hour and a half after its first object."""
-    run.steps(1, 2)
-    reports = []
-
-    def halt() -> None:
-        run.clock.now += 1.5 * HOUR
-        reports.append(run.prune("latest:1", grace="2h"))
-
-    run.once("put", "manifest", halt)
-    run.save(name, overwrite=overwrite)
-    assert deleted(reports[0]) == gone
-    assert set(run.damages()) == {None}
-    assert name in run.names()
 
 
 @pytest.mark.parametrize("path", [".metadata", "__0.metadata"])
@@ -228,19 +209,6 @@ def test_leftovers_of_a_checkpoint_that_is_replaced_while_their_list_is_written_
     assert [(each.name, each.reason) for each in report.left_alone] == [("step-2", "it was overwritten")]
     assert "__0_0-abcdef.distcp" in run.objects("step-2")
     assert lists(run, "step-2") == []
-
-
-def test_the_claim_of_a_checkpoint_stays_and_goes_with_it(run: Run) -> None:
-    for name in ("step-2", "step-9"):
-        run.put(name, CLAIM)
-        run.save(name)
-    before = run.objects("step-2")
-    assert run.prune().leftovers == ()
-    run.clock.now += 2 * DAY
-    assert run.prune().leftovers == ()
-    assert run.objects("step-2") == before
-    assert deleted(run.prune("latest:1")) == ["step-2"]
-    assert run.objects("step-2") == {}
 
 
 def test_boards_make_a_run_no_checkpoint_and_go_when_they_are_old(run: Run) -> None:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -230,11 +230,12 @@ class KillPoint:
 
     def run(self) -> None:
         """Train, kill, drain, look."""
-        with Weather(self._server, self._rng.random()):
-            for life in range(self.scene.lives):
-                self._train_and_kill(life)
-            for number in range(self.scene.drains):
-                self._drain_and_kill(self.scene.lives + number)
+        self._server.rule = bad_weather(self._rng.random())
+        for life in range(self.scene.lives):
+            self._train_and_kill(life)
+        for number in range(self.scene.drains):
+            self._drain_and_kill(self.scene.lives + number)
+        self._server.rule = lambda _: None
         wait_until_quiet(self._server)
         job = self._job(self.scene.ranks, 100)
         with running([new_process(drain, job, sorted(set(self._spill)))]) as (process,):
@@ -322,46 +323,28 @@ class KillPoint:
 # --- the server ------------------------------------------------------------------------------------------
 
 
-class Weather:
-    """Phases of a second or less, in which the server works, refuses, is slow, breaks connections, or is gone."""
+def bad_weather(seed: float) -> Callable[[Any], Fault | None]:
+    """A rule by which the server works, refuses, is slow, breaks connections or is gone, for some requests each."""
+    rng, lock = random.Random(seed), threading.Lock()
+    phase, left = "good", 0
 
-    def __init__(self, server: FaultyServer, seed: float) -> None:
-        self._server, self._lock, self._end = server, threading.Lock(), threading.Event()
-        self._rng, self._each = random.Random(seed), random.Random(seed)  # of the phases, and of the requests in order
-        self._phase = "good"
-        self._thread = threading.Thread(target=self._work, name="weather")
-
-    def __enter__(self) -> Weather:
-        self._server.rule = self._rule
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-        self._server.rule = lambda _: None
-
-    def _work(self) -> None:
-        while not self._end.is_set():
-            self._phase = self._rng.choice(["good", "good", "good", "refusing", "slow", "breaking", "gone"])
-            if self._phase == "gone":
-                self._server.s3.stop()
-            try:
-                self._end.wait(self._rng.uniform(0.1, 1.0))
-            finally:
-                if self._phase == "gone":
-                    self._server.s3.start()
-
-    def _rule(self, request: Any) -> Fault | None:
-        with self._lock:
-            chance, amount = self._each.random(), self._each.random()
-        if self._phase == "refusing" and chance < 0.9:
+    def rule(request: Any) -> Fault | None:
+        nonlocal phase, left
+        with lock:
+            if not left:
+                phase = rng.choice(["good", "good", "good", "refusing", "slow", "breaking", "gone"])
+                left = rng.randint(3, 60)
+            left -= 1
+            chance, amount = rng.random(), rng.random()
+        if phase == "refusing" and chance < 0.9:
             return Fault.error(503, "SlowDown")
-        if self._phase == "slow":
+        if phase == "slow":
             # Nobody can find in time an upload that S3 creates after its client gave up waiting and the rest was done.
             return Fault.delay(amount * 0.4 if request.operation == "CreateMultipartUpload" else amount)
-        if self._phase == "breaking" and chance < 0.6:
-            if amount < 0.4:
-                return Fault.reset()
-            return Fault.apply_then_reset() if amount < 0.6 else Fault.reset_request(int(amount * 5 * 2**20))
+        if phase == "gone" or (phase == "breaking" and chance < 0.2):
+            return Fault.reset()
+        if phase == "breaking" and chance < 0.6:
+            return Fault.apply_then_reset() if amount < 0.4 else Fault.reset_request(int(amount * 5 * MIB))
         return None
+
+    return rule
