@@ -311,8 +311,8 @@ def rm(
 ) -> None:
     """Delete one checkpoint, committed or not."""
     from dcp_s3.cli import tables
+    from dcp_s3.retention.catalog import describe
     from dcp_s3.retention.prune import remove
-    from dcp_s3.retention.show import describe
 
     if not dry_run:
         cli.require_yes(yes)

@@ -17,8 +17,8 @@ from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.cli.app import printable
 from dcp_s3.format.saved_entries import SavedEntry
 from dcp_s3.offline.names import group_alike
+from dcp_s3.retention.catalog import CheckpointDetails, ObjectDetails
 from dcp_s3.retention.plan import Plan
-from dcp_s3.retention.show import CheckpointDetails, ObjectDetails
 from dcp_s3.units import format_count, format_size, plural
 
 if TYPE_CHECKING:

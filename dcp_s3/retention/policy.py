@@ -283,18 +283,18 @@ def run_policy(policy: PolicyFunction, checkpoints: Sequence[CheckpointInfo], no
         raise
     except Exception as error:
         raise SettingsError(f"the policy {policy_name(policy)} failed, nothing is deleted: {error!r}") from error
-    nonsense = f"the policy {policy_name(policy)} returned nonsense, nothing is deleted: "
-    if not isinstance(found, Mapping):
-        raise SettingsError(f"{nonsense}expected a mapping of names to lists of reasons, found {type(found).__name__}")
     names = {info.name for info in checkpoints}
-    reasons: dict[str, list[str]] = {}
-    for name, texts in found.items():
-        if name not in names:
-            raise SettingsError(f"{nonsense}{name!r} is not the name of a checkpoint")
-        if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
-            raise SettingsError(f"{nonsense}the reasons to keep {name!r} are not a list of text: {texts!r}")
-        reasons[name] = [*texts] or [policy_name(policy)]
-    return reasons
+    if not (
+        isinstance(found, Mapping)
+        and found.keys() <= names
+        and all(isinstance(texts, (list, tuple)) for texts in found.values())
+        and all(isinstance(text, str) for texts in found.values() for text in texts)
+    ):
+        raise SettingsError(
+            f"the policy {policy_name(policy)} returned nonsense, nothing is deleted: expected a mapping of names of "
+            f"checkpoints to lists of reasons, found {found!r:.200}"
+        )
+    return {name: [*texts] or [policy_name(policy)] for name, texts in found.items()}
 
 
 def policy_name(policy: Callable[..., Any]) -> str:

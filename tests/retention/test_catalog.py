@@ -270,39 +270,6 @@ def test_a_scan_and_latest_make_few_requests(run: Run) -> None:
         assert run.calls["head"] == heads
 
 
-def test_open_uploads_of_checkpoints_right_under_the_root(run: Run) -> None:
-    wanted = {
-        run.open_upload(key).upload_id: key
-        for key in ("run/step-1/__0_0-ab.distcp", "run/new/__1_0.distcp", "run/new/__1_0.distcp")
-    }
-    for key in ("runner/step-1/__0_0-ab.distcp", "run/logs/events", "run/deep/er/__0_0-ab.distcp", "run/x.distcp"):
-        run.open_upload(key)
-    run.clock.now += 48 * HOUR
-    young = run.open_upload("run/step-2/__0_0-ab.distcp")
-    found = run.catalog().scan()
-    assert {each.upload_id: each.key for each in found.uploads} == wanted | {young.upload_id: young.key}
-    plan = found.plan(None, grace=24 * HOUR)
-    assert {each.upload_id for each in plan.uploads} == set(wanted)
-
-
-def test_an_overwrite_is_seen_by_its_objects_or_upload(run: Run, tmp_path: Path) -> None:
-    run.steps(1)
-    run.save_foreign("step-2", tmp_path)
-    run.steps(3, 4)
-    run.clock.now += 99 * HOUR
-    for name in ("step-1", "step-2"):
-        run.put(name, "__0_0-abcdef.distcp")
-    run.open_upload("run/step-3/__0_0-ab.distcp")
-
-    def deleted() -> list[str]:
-        plan = run.catalog().scan().plan(KeepLatest(1), grace=HOUR)
-        return [info.name for info in plan.deleted]
-
-    assert deleted() == []
-    run.clock.now += HOUR
-    assert deleted() == ["step-1", "step-2", "step-3"]
-
-
 def test_leftovers_of_other_saves_are_found_and_nothing_else(run: Run) -> None:
     run.save("step-1", objects=2)
     ours = {"__0_0-abcdef.distcp", ".dcp_s3/manifest-00000000000000ff.json"}

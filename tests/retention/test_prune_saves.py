@@ -213,8 +213,8 @@ def test_leftovers_of_a_checkpoint_that_is_replaced_while_their_list_is_written_
 
 def test_boards_make_a_run_no_checkpoint_and_go_when_they_are_old(run: Run) -> None:
     run.put("", BOARD)
-    run.put("", ".dcp_s3/other")
     assert (run.latest(), run.names(), run.names("s3://bucket")) == (None, [], [])
+    run.put("", ".dcp_s3/other")
     run.steps(9)
     run.clock.now += BOARDS_STAY - 60
     run.put("", ".dcp_s3/board-cd-queue")

@@ -138,7 +138,6 @@ def test_a_batch_that_fails_leaves_neither_objects_nor_files(spill: Spill) -> No
 def test_s3_durability_waits_for_s3_and_sends_only_what_it_does_not_have(draining: Spill, outage: str) -> None:
     spill, url, state = draining, draining.url("step-1"), {"large": torch.randn(4 * MIB)}
     sent, back, sent_first = list[Any](), threading.Event(), outage == "refuses in the middle"
-    spill.server.s3.reset_counters()
 
     def rule(request: Any) -> Fault | None:
         if request.operation != "UploadPart" and outage != "stalls":
