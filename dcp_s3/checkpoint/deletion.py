@@ -17,9 +17,8 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Deletion, Directory, Removal, list_directory
@@ -44,8 +43,6 @@ from dcp_s3.store import DeleteTarget, Store, batches
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _ATTEMPT_SECONDS = 30.0
 """Seconds for which one attempt to delete a commit may hang."""
@@ -116,15 +113,15 @@ class Deleter:
         listed = removal.to_list(planned.save_id)
         path = deletion_object(planned.deletion_id, new_nonce())
         deadline = _CommitDeadline.begin()
-        lists = self.announce(url, path, listed, lambda: self._look_again(url, planned, listed, newest, deadline))
+        self.announce(url, path, listed, lambda: self._look_again(url, planned, listed, newest, deadline))
         in_time = Limit(deadline=deadline, hang=_ATTEMPT_SECONDS)
         # From this somebody else would write the commit of a joint save once more, when it is gone.
         self.delete_all([DeleteTarget(url.key(each)) for each in listed.objects if is_merged(each)])
         for step in commit_steps(url, listed):
             if self.delete_all(step, limit=in_time):
-                self.withdraw(url, [path])
+                self.withdraw(url, path)
                 raise LeftAloneError("it was overwritten")
-        self.delete_rest(url, listed, {path, *lists})
+        self.delete_rest(url, listed, path)
 
     def _look_again(
         self,
@@ -133,8 +130,8 @@ class Deleter:
         listed: DeletionList,
         newest: CheckpointURL | None,
         deadline: Deadline,
-    ) -> list[str]:
-        """Look a last time before deleting. Returns the lists of other deletions of the same checkpoint."""
+    ) -> None:
+        """Raises LeftAloneError if it must not be deleted after all."""
         commits = [] if newest is None else [newest.key(METADATA), newest.key(metadata_object(0))]
         if commits and not any(map(self.store.exists, commits)):
             raise LeftAloneError(f"{newest}, which was to stay as the newest, is gone")
@@ -153,7 +150,6 @@ class Deleter:
             check_no_other_save(directory, listed.objects)
         if deadline.passed:
             raise LeftAloneError("S3 is too slow for its readers to be seen")
-        return [each.path for each in directory.lists_of(planned.deletion_id)]
 
     def _needed(self, url: CheckpointURL, found: Inspected) -> set[str]:
         """Relative paths of the data objects and manifests that a checkpoint's metadata names, and of the copies that
@@ -192,21 +188,21 @@ class Deleter:
         etag = end_joint_save(self.store, url)
         return replace(removal, objects={**removal.objects, CLAIM: claim._replace(etag=etag or claim.etag)})
 
-    def announce(self, url: CheckpointURL, path: str, listed: DeletionList, look: Callable[[], T]) -> T:
+    def announce(self, url: CheckpointURL, path: str, listed: DeletionList, look: Look) -> None:
         """Write the list of what will be deleted, then ``look`` again; if that fails, withdraw the list."""
         try:
             self.store.put(url.key(path), listed.to_json())
-            return look()
+            look()
         except (LeftAloneError, errors.StorageError):
-            self.withdraw(url, [path])
+            self.withdraw(url, path)
             raise
 
-    def withdraw(self, url: CheckpointURL, paths: Iterable[str]) -> None:
-        """Remove the lists of a deletion that was given up. A failure is a warning."""
+    def withdraw(self, url: CheckpointURL, path: str) -> None:
+        """Remove the list of a deletion that was given up. A failure is a warning."""
         try:
             # What has stalled here is over for good in this store's limit.
             store = self.store.within(self.store.limit.for_cleanup())
-            self.on(store).delete_all([DeleteTarget(url.key(path)) for path in paths])
+            self.on(store).delete_all([DeleteTarget(url.key(path))])
         except errors.StorageError as error:
             logger.warning("a deletion of %s was given up, and its list stays until the next prune: %s", url, error)
 
@@ -232,10 +228,10 @@ class Deleter:
         changed = [delete(self.store, each) for each in runs] if one_by_one else self.store.map(delete, runs)
         return [key for each in changed for key in each]
 
-    def delete_rest(self, url: CheckpointURL, listed: DeletionList, lists: Iterable[str]) -> None:
-        """Delete the listed objects, and last the lists (relative paths), once the commit is gone."""
+    def delete_rest(self, url: CheckpointURL, listed: DeletionList, path: str) -> None:
+        """Delete the listed objects, and last the list (relative path), once the commit is gone."""
         self.delete_all(other_targets(url, listed))
-        self.delete_all([DeleteTarget(url.key(path)) for path in lists])
+        self.delete_all([DeleteTarget(url.key(path))])
 
 
 @dataclass(frozen=True)

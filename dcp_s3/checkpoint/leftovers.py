@@ -92,7 +92,7 @@ def _delete(
             known.clear()
         deleter.delete_all(other_targets(url, everything), look=look)
     except LeftAloneError:
-        deleter.withdraw(url, [path])
+        deleter.withdraw(url, path)
         raise
     deleter.delete_all([DeleteTarget(url.key(path))])
 
@@ -161,13 +161,13 @@ def finish_deletion(deleter: Deleter, url: CheckpointURL, deletion: str) -> Dele
             if not listed.commits:  # a list of leftovers, or of a save that was committed after all
                 given_up = found.modified_at < directory.now - DELETION_BEGINS
                 if given_up or not listed.objects.keys() & directory.objects.keys():
-                    deleter.withdraw(url, [path])
+                    deleter.withdraw(url, path)
                 continue
             raise LeftAloneError("a deletion was begun and given up; the checkpoint is still there")
         rest = still_there(directory, listed, written_at=found.modified_at)
         for step in commit_steps(url, rest):
             deleter.delete_all(step)
-        deleter.delete_rest(url, rest, [path])
+        deleter.delete_rest(url, rest, path)
         gone |= {*rest.commits, *rest.objects}
     return Deletion(url.name, len(gone), sum(directory.objects[path].size for path in gone))
 
