@@ -113,7 +113,12 @@ class Deleter:
         listed = removal.to_list(planned.save_id)
         path = deletion_object(planned.deletion_id, new_nonce())
         deadline = _CommitDeadline.begin()
-        self.announce(url, path, listed, lambda: self._look_again(url, planned, listed, newest, deadline))
+        lists = [path]  # with those of attempts that were cut off
+
+        def look() -> None:
+            lists.extend(self._look_again(url, planned, listed, newest, deadline))
+
+        self.announce(url, path, listed, look)
         in_time = Limit(deadline=deadline, hang=_ATTEMPT_SECONDS)
         # From this somebody else would write the commit of a joint save once more, when it is gone.
         self.delete_all([DeleteTarget(url.key(each)) for each in listed.objects if is_merged(each)])
@@ -121,7 +126,7 @@ class Deleter:
             if self.delete_all(step, limit=in_time):
                 self.withdraw(url, path)
                 raise LeftAloneError("it was overwritten")
-        self.delete_rest(url, listed, path)
+        self.delete_rest(url, listed, lists)
 
     def _look_again(
         self,
@@ -130,8 +135,8 @@ class Deleter:
         listed: DeletionList,
         newest: CheckpointURL | None,
         deadline: Deadline,
-    ) -> None:
-        """Raises LeftAloneError if it must not be deleted after all."""
+    ) -> list[str]:
+        """Look a last time before deleting. Returns the lists of other deletions of the same checkpoint."""
         commits = [] if newest is None else [newest.key(METADATA), newest.key(metadata_object(0))]
         if commits and not any(map(self.store.exists, commits)):
             raise LeftAloneError(f"{newest}, which was to stay as the newest, is gone")
@@ -150,6 +155,7 @@ class Deleter:
             check_no_other_save(directory, listed.objects)
         if deadline.passed:
             raise LeftAloneError("S3 is too slow for its readers to be seen")
+        return [each.path for each in directory.lists_of(planned.deletion_id)]
 
     def _needed(self, url: CheckpointURL, found: Inspected) -> set[str]:
         """Relative paths of the data objects and manifests that a checkpoint's metadata names, and of the copies that
@@ -228,10 +234,10 @@ class Deleter:
         changed = [delete(self.store, each) for each in runs] if one_by_one else self.store.map(delete, runs)
         return [key for each in changed for key in each]
 
-    def delete_rest(self, url: CheckpointURL, listed: DeletionList, path: str) -> None:
-        """Delete the listed objects, and last the list (relative path), once the commit is gone."""
+    def delete_rest(self, url: CheckpointURL, listed: DeletionList, lists: Sequence[str]) -> None:
+        """Delete the listed objects, and last the lists (relative paths), once the commit is gone."""
         self.delete_all(other_targets(url, listed))
-        self.delete_all([DeleteTarget(url.key(path))])
+        self.delete_all([DeleteTarget(url.key(path)) for path in dict.fromkeys(lists)])
 
 
 @dataclass(frozen=True)

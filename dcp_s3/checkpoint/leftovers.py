@@ -167,7 +167,7 @@ def finish_deletion(deleter: Deleter, url: CheckpointURL, deletion: str) -> Dele
         rest = still_there(directory, listed, written_at=found.modified_at)
         for step in commit_steps(url, rest):
             deleter.delete_all(step)
-        deleter.delete_rest(url, rest, path)
+        deleter.delete_rest(url, rest, [path])
         gone |= {*rest.commits, *rest.objects}
     return Deletion(url.name, len(gone), sum(directory.objects[path].size for path in gone))
 

@@ -363,18 +363,6 @@ def test_union_law_and_more_policies_never_delete_more(
     assert found(one) <= found(one | other) <= found(None)
 
 
-@given(random.histories(), random.policies, scenes, st.randoms())
-def test_the_order_does_not_matter(
-    history: list[CheckpointInfo], policy: Policy, scene: dict[str, Any], shuffled: Any
-) -> None:
-    before = plan(*history, policy=policy, **scene)
-    for each in (history, scene["uploads"], scene["leftovers"]):
-        shuffled.shuffle(each)
-    after = plan(*history, policy=policy, **scene)
-    assert repr(before.decisions) == repr(after.decisions)
-    assert set(before.uploads) == set(after.uploads)
-
-
 @given(random.histories(), random.policies, scenes)
 def test_a_second_plan_after_the_first_deletes_nothing(
     history: list[CheckpointInfo], policy: Policy, scene: dict[str, Any]

@@ -271,23 +271,6 @@ def test_without_a_list_of_multipart_uploads_everything_is_drained(spill: Spill,
     assert_complete(spill.url("step-1"), large_state(1))
 
 
-def test_a_refusal_of_the_commit_that_does_not_hold_sets_nothing_aside(spill: Spill) -> None:
-    """A proxy says 412, and no checkpoint is there: once, and whenever it is asked."""
-    state, refusal = small_state(1), Fault.error(412, "PreconditionFailed")
-    spill.save(spill.url("step-1"), state)
-    seen = spill.server.once("PutObject", refusal, key=".metadata")
-    spill.drained(spill.url("step-1"), state)
-    assert seen
-    spill.save(spill.url("step-2"), state)
-    commit = spill.commit()
-    spill.server.rule = lambda request: refusal if ".metadata" in request.key and request.method == "PUT" else None
-    report = spill.drain()
-    assert report.refused == {}
-    assert "a proxy" in report.waiting[commit.name]
-    spill.server.rule = allow_all
-    spill.drained(spill.url("step-2"), state)
-
-
 def test_a_drain_that_fails_leaves_no_file_open(spill: Spill, monkeypatch: pytest.MonkeyPatch) -> None:
     spill.save(spill.url("step-1"), large_state(1))
     spill.server.rule = lambda request: refuse_all(request) if request.operation == "UploadPart" else None

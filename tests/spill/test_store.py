@@ -352,31 +352,6 @@ def test_a_save_that_both_refuse_fails_names_both_and_leaves_nothing_after_a_dra
     assert_complete(spill.url("step-1"), before)
 
 
-@pytest.mark.parametrize("most", [0, 2])
-def test_s3_that_fails_on_the_way_and_a_full_disk_leave_no_upload_open(
-    spill: Spill, monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
-    """Also with more parts than may be under way: the failure of the first stops the one who makes the others."""
-    monkeypatch.setenv("DCP_S3_CONCURRENCY", "1")
-    sent: list[Any] = []
-
-    def rule(request: Any) -> Fault | None:
-        if request.operation == "UploadPart":
-            sent.append(request)
-            return refuse_all(request) if len(sent) > most else None
-        return None
-
-    spill.server.rule = rule
-    state = {name: torch.zeros(5 * MIB // 4) for name in "abcdefgh"}
-    with monkeypatch.context() as patch:
-        no_room_to_reserve(spill.path, patch)
-        cause = cause_of(lambda: save_to(spill, "step-2", state, "s3" if most else "local"))
-    assert isinstance(cause, errors.TransferError)
-    assert spill.files() == []
-    assert spill.server.s3.open_uploads(BUCKET) == []
-    assert spill.server.s3.objects(BUCKET) == {}
-
-
 @pytest.mark.parametrize("what", ["spill.saving.spill_commit", "spill.store.SaveWriter.seal"])
 def test_a_save_whose_end_the_disk_does_not_take_fails_and_leaves_no_checkpoint(
     spill: Spill, monkeypatch: pytest.MonkeyPatch, what: str
