@@ -372,11 +372,6 @@ def test_a_pattern_decides_alone(run: Run) -> None:
 # --- metrics after the save, and pins ------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "BACKOFF_BASE", 0.0)
-
-
 def test_metrics_are_added_and_replaced_one_by_one(run: Run) -> None:
     run.save("step-1", metrics={"loss": 3.0, "epoch": 1})
     assert run.annotate("step-1", {"val_loss": 1.5}) == {"val_loss": 1.5}
@@ -448,6 +443,7 @@ def test_a_writer_that_meets_others_merges_until_there_is_no_end_of_them(
     run.once("put", METRICS, lambda: run.annotate("step-1", {"b": 2}))
     assert run.annotate("step-1", {"a": 1}) == {"a": 1, "b": 2} == run.only().metrics
     monkeypatch.setattr(marks, "_CONFLICTS", 3)
+    monkeypatch.setattr(retry, "BACKOFF_BASE", 0.0)
     run.rule = lambda method, key: PreconditionFailedError("met") if method == "put" else None
     with pytest.raises(PreconditionFailedError):
         run.annotate("step-1", {"a": 2})
