@@ -367,7 +367,8 @@ def remove(
     if any(each.initiated_at > since for each in uploads):
         why = "a save is in progress: an upload was begun within the grace period"
     if found is not None:
-        why = found.directory.protection or why
+        reason = found.info.pin_reason
+        why = f"it is pinned ({reason})" if reason else found.directory.protection or why
     if why is not None and not force:
         raise _protected(where, why)
     done = []
