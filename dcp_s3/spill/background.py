@@ -37,6 +37,8 @@ class BackgroundDrain:
 
     def __init__(self, store: SpillStore, *, patience: float) -> None:
         self.ended = False
+        self.reasons: dict[str, str] = {}
+        """Why saves wait, by save name, from the last pass."""
         self.store = store
         self._patience = patience
         self.wake = threading.Event()
@@ -64,6 +66,7 @@ class BackgroundDrain:
                 logger.exception("the background drain of %s failed; it is tried again later", self.store.path)
                 pause = _LONGEST_PAUSE
             else:
+                self.reasons = report.waiting
                 if not report.waiting and not report.busy:
                     with _lock:
                         self.ended = not self.wake.is_set()
@@ -104,6 +107,12 @@ def _at_exit() -> None:
             logger.warning(what, left, store.path)
 
 
+def _why_waiting(store: SpillStore, save: SpilledSave) -> str:
+    running = _running.get(os.path.abspath(store.path))
+    reason = running.reasons.get(save.name) if running is not None else None
+    return f"It waits: {reason}" if reason else "Another process may drain it: see `dcp-s3 drain --status`"
+
+
 def wait_until_drained(store: SpillStore, save: SpilledSave, *, timeout: float | None = None) -> None:
     """Wait until a spilled save is on S3, or its commit is done.
 
@@ -116,15 +125,13 @@ def wait_until_drained(store: SpillStore, save: SpilledSave, *, timeout: float |
         now = time.monotonic()
         if timeout is not None and now - started > timeout:
             raise TimeoutError(
-                f"{save.journal.url} is not on S3 after {timeout:g} s; the drain goes on. Remedy: `dcp-s3 drain "
-                f"{store.path}` says what it waits for"
+                f"{save.journal.url} is not on S3 after {timeout:g} s; the drain goes on. {_why_waiting(store, save)}"
             )
         if now - reported > _REPORT_SECONDS:
             reported = now
             logger.warning(
-                "%s has waited for S3 for %.0f s; `dcp-s3 drain %s` says why",
-                save.journal.url, now - started, store.path,
-            )  # fmt: skip
+                "%s has waited for S3 for %.0f s. %s", save.journal.url, now - started, _why_waiting(store, save)
+            )
         time.sleep(0.05)
     for refused in store.list_refused():
         if refused.path.name == save.name:

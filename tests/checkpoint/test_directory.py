@@ -220,9 +220,7 @@ OTHERS = "__0_0.distcp __1_0.distcp"
         pytest.param("01", {0: 2}, "", False, id="commit without manifest"),
         pytest.param("0123", {0: 2, 1: 2, 2: 4, 3: 4}, "", False, id="of two saves"),
         pytest.param("01", {}, OTHERS, True, id="no manifests"),
-        pytest.param(
-            "01", {}, f"{OTHERS} {manifest_object('ab')}", True, id="no manifests, and one of a save in progress"
-        ),
+        pytest.param("01", {}, f"{OTHERS} {manifest_object('ab')}", True, id="a save in progress"),
         pytest.param("01", {}, f"{OTHERS} sub/__2_0.distcp sub/.metadata", True, id="no manifests, another below"),
         pytest.param("01", {}, f"{OTHERS} sub/__2_0.distcp", False, id="no manifests, data of a rank below"),
         pytest.param("0", {}, OTHERS, False, id="no manifests, data of more ranks"),

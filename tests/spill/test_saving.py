@@ -25,7 +25,9 @@ from dcp_s3.errors import CheckpointError, CheckpointExistsError, CheckpointNotF
 from dcp_s3.memory import Piece, ReadTarget
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
+from dcp_s3.spill import background
 from dcp_s3.spill import saving as saving_module
+from dcp_s3.spill.background import wait_until_drained
 from dcp_s3.spill.journal import State
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.spill.saving import SpillingStore
@@ -254,6 +256,16 @@ def test_a_state_that_was_spilled_is_let_go_of(spill: Spill, monkeypatch: pytest
 
 
 # --- who waits -------------------------------------------------------------------------------------------
+
+
+def test_who_waits_hears_why(draining: Spill) -> None:
+    draining.server.rule = refuse_all
+    draining.save(draining.url("step-1"), small_state(1))
+    draining.server.rule = lambda _: Fault.error(403, "AccessDenied")
+    save = draining.data()
+    until(lambda: any("s3:GetObject" in each.reasons.get(save.name, "") for each in background._running.values()))
+    with pytest.raises(TimeoutError, match="s3:GetObject"):
+        wait_until_drained(draining.store, save, timeout=0.1)
 
 
 def test_a_save_that_was_replaced_is_not_waited_for(spill: Spill) -> None:
