@@ -27,7 +27,7 @@ from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.spill import background
 from dcp_s3.spill import saving as saving_module
-from dcp_s3.spill.background import wait_until_drained
+from dcp_s3.spill.background import drain_in_background, wait_until_drained
 from dcp_s3.spill.journal import State
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.spill.saving import SpillingStore
@@ -266,6 +266,15 @@ def test_who_waits_hears_why(draining: Spill) -> None:
     until(lambda: any("s3:GetObject" in each.reasons.get(save.name, "") for each in background._running.values()))
     with pytest.raises(TimeoutError, match="s3:GetObject"):
         wait_until_drained(draining.store, save, timeout=0.1)
+
+
+def test_a_forked_child_can_drain_though_the_lock_was_held(spill: Spill) -> None:
+    with background._lock:
+        child = os.fork()
+        if not child:
+            drain_in_background(spill.store, patience=1)
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_save_that_was_replaced_is_not_waited_for(spill: Spill) -> None:
