@@ -208,7 +208,7 @@ def from_rank_manifests(
     """
     ranks = directory.ranks
     written = [manifests[rank] for rank in ranks if rank in manifests]
-    if not directory.manifests.keys() & set(ranks) and directory.no_rank_missing:
+    if not written and not directory.manifests.keys() & set(ranks) and directory.no_rank_missing:
         return from_listing(url, directory, committed_at=max(directory.commits[rank].modified_at for rank in ranks))
     if ranks != list(range(len(written))) or {manifest.world_size for manifest in written} != {len(ranks)}:
         unclear = "it may be complete: ranks, or manifests of ranks, are missing, cannot be read, or disagree"
