@@ -218,6 +218,18 @@ def test_leftovers_of_a_checkpoint_that_is_replaced_while_their_list_is_written_
     assert lists(run, "step-2") == []
 
 
+def test_the_list_of_leftovers_has_no_etags_so_that_nobody_finishes_it_without_a_look(run: Run) -> None:
+    run.steps(9)
+    run.put("step-9", "__0_0-abcdef.distcp")
+    run.clock.now += 2 * DAY
+    seen: list[DeletionList] = []
+    run.once("delete", "", lambda: seen.extend(
+        DeletionList.from_json(run.get("step-9", path)) for path in lists(run, "step-9")
+    ))  # fmt: skip
+    run.prune()
+    assert [each.objects for each in seen] == [{"__0_0-abcdef.distcp": ""}]
+
+
 def test_boards_make_a_run_no_checkpoint_and_go_when_they_are_old(run: Run) -> None:
     run.put("", BOARD)
     assert (run.latest(), run.names(), run.names("s3://bucket")) == (None, [], [])
