@@ -63,7 +63,7 @@ if _TYPE_CHECKING:  # the table below again, for type checkers
     from dcp_s3.retention.parse import parse_policy as parse_policy
     from dcp_s3.retention.plan import CatalogSnapshot as CatalogSnapshot, Decision as Decision, Plan as Plan
     from dcp_s3.retention.policy import (
-        KeepBest as KeepBest, KeepDaily as KeepDaily, KeepEvery as KeepEvery, KeepHourly as KeepHourly,
+        KeepBest as KeepBest, KeepDaily as KeepDaily, KeepEvery as KeepEvery,
         KeepLatest as KeepLatest, KeepWithin as KeepWithin,
         Policy as Policy,
     )
@@ -104,7 +104,7 @@ _MODULES = {
         "retention.marks": "pin unpin annotate",
         "retention.parse": "parse_policy",
         "retention.plan": "CatalogSnapshot Plan Decision",
-        "retention.policy": "KeepLatest KeepBest KeepEvery KeepWithin KeepHourly KeepDaily Policy",
+        "retention.policy": "KeepLatest KeepBest KeepEvery KeepWithin KeepDaily Policy",
         "retention.prune": "prune remove apply_plan PruneReport",
         "save.writer": "S3StorageWriter",
         "settings": "Settings",

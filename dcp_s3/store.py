@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
@@ -352,10 +352,8 @@ class Batch(abc.ABC):
             StorageError
         """
 
-    def settle(self) -> Set[str]:
-        """Make what was written durable. Returns the keys of objects to put again, and then to `settle` again: they
-        could not stay where they are."""
-        return frozenset()
+    def settle(self) -> None:  # noqa: B027 - most batches have nothing to do
+        """Make what was written durable."""
 
     @property
     def progress(self) -> str:

@@ -158,14 +158,8 @@ def check_newest(store: Store, identity: SaveIdentity, previous: Previous, start
     Args:
         started_at: when it began, seconds since the epoch.
     """
-    if previous.etag is None:
-        return
-    save_id = find_save_id(store, identity)
-    try:
-        manifest = Manifest.from_json(store.get(identity.url.key(manifest_object(save_id or ""))).data)
-    except (errors.ObjectNotFoundError, ValueError):
-        return  # not ours, or damaged: the user asked to overwrite it
-    if (manifest.started_at or manifest.created_at) > started_at and save_id != identity.save_id:
+    # One that is not ours, or damaged: the user asked to overwrite it.
+    if previous.etag and find_state(store, identity, path=None, started_at=started_at) is CommitState.REPLACED:
         raise errors.CheckpointExistsError(
             f"{identity.url} holds a checkpoint that is newer than this one, which was not put in its place",
             url=str(identity.url),

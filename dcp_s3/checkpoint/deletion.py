@@ -17,9 +17,8 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Deletion, Directory, Removal, list_directory
@@ -40,20 +39,16 @@ from dcp_s3.format.layout import (
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.limit import UNLIMITED, Deadline, Limit
 from dcp_s3.process import torch_imported_alone
-from dcp_s3.store import DeleteTarget, Store, batches, same_etag
+from dcp_s3.store import DeleteTarget, Store, batches
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _ATTEMPT_SECONDS = 30.0
 """Seconds for which one attempt to delete a commit may hang."""
 
 # Each request of 1000 keys counts as 1000 for S3, which takes 3500 a second.
 _DELETES_AT_ONCE = 8
-
-_TOO_SLOW = "S3 is too slow for its readers to be seen"
 
 Look = Callable[[], None]
 """Called before each request of a deletion; raises if nothing more may be deleted."""
@@ -118,35 +113,20 @@ class Deleter:
         listed = removal.to_list(planned.save_id)
         path = deletion_object(planned.deletion_id, new_nonce())
         deadline = _CommitDeadline.begin()
-        lists = self.announce(url, path, listed, lambda: self._look_again(url, planned, listed, newest, deadline))
+        lists = [path]  # with those of attempts that were cut off
+
+        def look() -> None:
+            lists.extend(self._look_again(url, planned, listed, newest, deadline))
+
+        self.announce(url, path, listed, look)
         in_time = Limit(deadline=deadline, hang=_ATTEMPT_SECONDS)
         # From this somebody else would write the commit of a joint save once more, when it is gone.
         self.delete_all([DeleteTarget(url.key(each)) for each in listed.objects if is_merged(each)])
         for step in commit_steps(url, listed):
-            try:
-                changed = self.delete_all(step, limit=in_time)
-            except errors.StorageError as error:
-                self._give_up(url, path, listed, error)
-                raise
-            if changed:
-                self.withdraw(url, [path])
+            if self.delete_all(step, limit=in_time):
+                self.withdraw(url, path)
                 raise LeftAloneError("it was overwritten")
-        self.delete_rest(url, listed, {path, *lists})
-
-    def _give_up(self, url: CheckpointURL, path: str, listed: DeletionList, error: errors.StorageError) -> None:
-        """Withdraw the list if S3 certainly has not deleted a commit and never will: no reader should wait in vain."""
-        late = isinstance(error, errors.DeadlineExceededError)
-        if isinstance(error, errors.TransferError) or (late and error.attempts):
-            return  # S3 may still carry it out
-        try:
-            for commit, etag in listed.commits.items():
-                if not same_etag(self.store.head(url.key(commit)).etag, etag):
-                    return
-        except errors.StorageError:
-            return
-        self.withdraw(url, [path])
-        if late:
-            raise LeftAloneError(_TOO_SLOW)
+        self.delete_rest(url, listed, lists)
 
     def _look_again(
         self,
@@ -174,7 +154,7 @@ class Deleter:
                 raise LeftAloneError("metrics were added to it")
             check_no_other_save(directory, listed.objects)
         if deadline.passed:
-            raise LeftAloneError(_TOO_SLOW)
+            raise LeftAloneError("S3 is too slow for its readers to be seen")
         return [each.path for each in directory.lists_of(planned.deletion_id)]
 
     def _needed(self, url: CheckpointURL, found: Inspected) -> set[str]:
@@ -214,21 +194,21 @@ class Deleter:
         etag = end_joint_save(self.store, url)
         return replace(removal, objects={**removal.objects, CLAIM: claim._replace(etag=etag or claim.etag)})
 
-    def announce(self, url: CheckpointURL, path: str, listed: DeletionList, look: Callable[[], T]) -> T:
+    def announce(self, url: CheckpointURL, path: str, listed: DeletionList, look: Look) -> None:
         """Write the list of what will be deleted, then ``look`` again; if that fails, withdraw the list."""
         try:
             self.store.put(url.key(path), listed.to_json())
-            return look()
+            look()
         except (LeftAloneError, errors.StorageError):
-            self.withdraw(url, [path])
+            self.withdraw(url, path)
             raise
 
-    def withdraw(self, url: CheckpointURL, paths: Iterable[str]) -> None:
-        """Remove the lists of a deletion that was given up. A failure is a warning."""
+    def withdraw(self, url: CheckpointURL, path: str) -> None:
+        """Remove the list of a deletion that was given up. A failure is a warning."""
         try:
             # What has stalled here is over for good in this store's limit.
             store = self.store.within(self.store.limit.for_cleanup())
-            self.on(store).delete_all([DeleteTarget(url.key(path)) for path in paths])
+            self.on(store).delete_all([DeleteTarget(url.key(path))])
         except errors.StorageError as error:
             logger.warning("a deletion of %s was given up, and its list stays until the next prune: %s", url, error)
 
@@ -254,12 +234,10 @@ class Deleter:
         changed = [delete(self.store, each) for each in runs] if one_by_one else self.store.map(delete, runs)
         return [key for each in changed for key in each]
 
-    def delete_rest(
-        self, url: CheckpointURL, listed: DeletionList, lists: Iterable[str], *, look: Look | None = None
-    ) -> None:
+    def delete_rest(self, url: CheckpointURL, listed: DeletionList, lists: Sequence[str]) -> None:
         """Delete the listed objects, and last the lists (relative paths), once the commit is gone."""
-        self.delete_all(other_targets(url, listed), look=look)
-        self.delete_all([DeleteTarget(url.key(path)) for path in lists])
+        self.delete_all(other_targets(url, listed))
+        self.delete_all([DeleteTarget(url.key(path)) for path in dict.fromkeys(lists)])
 
 
 @dataclass(frozen=True)

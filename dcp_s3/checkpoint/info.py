@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -190,7 +190,7 @@ def from_listing(url: CheckpointURL, directory: Directory, *, committed_at: floa
         created_at=directory.newest if committed_at is None else committed_at,
         world_size=None,
         objects=len(directory.data),
-        size=_size_of(directory),
+        size=sum(found.size for found in directory.data.values()),
         foreign=committed_at is not None or not directory.ours,
     )
 
@@ -198,59 +198,29 @@ def from_listing(url: CheckpointURL, directory: Directory, *, committed_at: floa
 def from_rank_manifests(
     url: CheckpointURL, directory: Directory, manifests: Mapping[int | None, Manifest]
 ) -> CheckpointInfo:
-    """The checkpoint of a save without collectives.
+    """The checkpoint of ranks that committed for themselves, as torch and earlier versions do without collectives.
 
-    The last written manifest says how many ranks there must be. The checkpoint is committed if each rank has
-    committed and says the same. They disagree after an interrupted save that was overwriting one of a different
-    number of ranks. Without any manifests (other writers'), it is committed if no rank is missing. If nobody can
-    tell, it has ``damage``.
+    It is committed if ranks 0 to n - 1 are there and each manifest says n; without manifests (other writers'), if no
+    rank is missing. Otherwise it has ``damage``: nobody can tell whether it is complete.
 
     Args:
-        manifests: manifests by rank. A rank whose manifest is not clear is left out, and counts as not committed.
+        manifests: manifests by rank, as far as they are clear and can be read.
     """
-    present = directory.ranks
-    if not manifests:
-        if not any(rank in directory.manifests for rank in present) and directory.no_rank_missing:
-            committed_at = max(directory.commits[rank].modified_at for rank in present)
-            return from_listing(url, directory, committed_at=committed_at)
-        return replace(from_listing(url, directory, committed_at=None), damage=_untold(present, manifests))
-    last = max(manifests.values(), key=lambda manifest: manifest.created_at)
-    ranks = range(last.world_size)
-    committed = bool(ranks) and all(
-        rank in directory.commits and rank in manifests and manifests[rank].world_size == last.world_size
-        for rank in ranks
-    )
+    ranks = directory.ranks
     written = [manifests[rank] for rank in ranks if rank in manifests]
-    return CheckpointInfo(
-        url=str(url),
-        name=url.name,
-        state="committed" if committed else "incomplete",
-        step=step_of(url.name),
-        created_at=last.created_at if committed else directory.newest,
-        world_size=last.world_size,
-        objects=sum(len(manifest.objects) for manifest in written) if committed else len(directory.data),
-        size=sum(manifest.total_size for manifest in written) if committed else _size_of(directory),
+    if not written and not directory.manifests.keys() & set(ranks) and directory.no_rank_missing:
+        return from_listing(url, directory, committed_at=max(directory.commits[rank].modified_at for rank in ranks))
+    if ranks != list(range(len(written))) or {manifest.world_size for manifest in written} != {len(ranks)}:
+        unclear = "it may be complete: ranks, or manifests of ranks, are missing, cannot be read, or disagree"
+        return replace(from_listing(url, directory, committed_at=None), damage=unclear)
+    return replace(
+        from_manifest(url, written[0]),
+        created_at=max(manifest.created_at for manifest in written),
+        objects=sum(len(manifest.objects) for manifest in written),
+        size=sum(manifest.total_size for manifest in written),
         metrics={name: value for manifest in reversed(written) for name, value in manifest.metrics.items()},
-        extra=written[0].extra if written else {},
-        save_id=written[0].save_id if committed else None,
         started_at=min((each.started_at for each in written if each.started_at is not None), default=None),
-        damage=None if committed else _untold(present, manifests),
     )
-
-
-def _size_of(directory: Directory) -> int:
-    return sum(found.size for found in directory.data.values())
-
-
-def _untold(commits: Collection[int], manifests: Mapping[int | None, Manifest]) -> str | None:
-    """Why it cannot be told whether all ranks have committed; None if some certainly have not."""
-    told = [
-        all(rank in commits and rank in manifests and manifests[rank].world_size == size for rank in range(size))
-        for size in {manifest.world_size for manifest in manifests.values()}
-    ]
-    if set(commits) <= set(manifests) and not any(told):
-        return None
-    return "it may be complete: the manifests of its ranks are missing, cannot be read, or disagree"
 
 
 def find_step(name: str, settings: Settings) -> int | None:

@@ -13,6 +13,7 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.deletion import (
     Deleter,
     LeftAloneError,
+    Look,
     check_no_other_save,
     commit_steps,
     end_joint_save,
@@ -67,20 +68,33 @@ def delete_uncommitted(deleter: Deleter, url: CheckpointURL, *, since: float) ->
         if not deleter.force:
             _look_for_commits(deleter, url, seen, known)
 
-    # It is no checkpoint, whatever goes first, and the list must not make a part of it look like one.
-    listed = replace(everything, commits={})
+    _delete(deleter, url, everything, look, known)
+    return removal.as_deletion(url.name)
+
+
+def _delete(
+    deleter: Deleter, url: CheckpointURL, everything: DeletionList, look: Look, known: set[str] | None = None
+) -> None:
+    """Delete what is no checkpoint. Looks before each request.
+
+    Args:
+        known: paths of the commits, removed from it once they are gone. None: it is beside a checkpoint, so that nobody
+            may finish this: the list has no ETags.
+    """
+    # Whatever goes first, the list must not make a part of it look like a checkpoint.
+    listed = DeletionList(None, {}, dict.fromkeys(everything.objects, "") if known is None else everything.objects)
     path = deletion_object(deletion_id(None, new_nonce()), new_nonce())
     deleter.announce(url, path, listed, look)
     try:
         for step in commit_steps(url, everything):
             deleter.delete_all(step, look=look)
-        known.clear()
-        deleter.delete_rest(url, listed, (), look=look)
+        if known:
+            known.clear()
+        deleter.delete_all(other_targets(url, everything), look=look)
     except LeftAloneError:
-        deleter.withdraw(url, [path])
+        deleter.withdraw(url, path)
         raise
-    deleter.delete_rest(url, replace(listed, objects={}), [path])
-    return removal.as_deletion(url.name)
+    deleter.delete_all([DeleteTarget(url.key(path))])
 
 
 def _look_for_commits(deleter: Deleter, url: CheckpointURL, seen: Mapping[str, str], known: Collection[str]) -> None:
@@ -120,32 +134,8 @@ def delete_leftovers(
             raise LeftAloneError("it was overwritten")
         check_no_other_save(now.directory, seen)
 
-    etags = {each.key[skip:]: each.etag for each in gone}
-    listed = DeletionList(None, {}, dict.fromkeys(etags, ""))
-    path = deletion_object(deletion_id(None, new_nonce()), new_nonce())
-    deleter.announce(url, path, listed, look)
-    try:
-        deleter.delete_all(other_targets(url, replace(listed, objects=etags)), look=look)
-    except LeftAloneError:
-        deleter.withdraw(url, [path])
-        raise
-    left = {each.key[skip:] for each in unneeded} - set(listed.objects)
-    lists = _spent_lists(deleter, url, left)
-    deleter.delete_rest(url, replace(listed, objects={}), {path, *lists})
+    _delete(deleter, url, DeletionList(None, {}, {each.key[skip:]: each.etag for each in gone}), look)
     return Deletion(url.name, len(gone), sum(each.size for each in gone))
-
-
-def _spent_lists(deleter: Deleter, url: CheckpointURL, left: Collection[str]) -> list[str]:
-    """Lists, from prunes that were cut off, whose leftovers are all gone."""
-    spent = []
-    for path in list_directory(deleter.store, url, DELETION_PREFIX).deletions:
-        try:
-            listed = DeletionList.from_json(deleter.store.get(url.key(path)).data)
-        except (errors.ObjectNotFoundError, ValueError):
-            continue
-        if not listed.commits and not listed.objects.keys() & left:
-            spent.append(path)
-    return spent
 
 
 # --- deletions that were cut off ----------------------------------------------------------------------
@@ -171,7 +161,7 @@ def finish_deletion(deleter: Deleter, url: CheckpointURL, deletion: str) -> Dele
             if not listed.commits:  # a list of leftovers, or of a save that was committed after all
                 given_up = found.modified_at < directory.now - DELETION_BEGINS
                 if given_up or not listed.objects.keys() & directory.objects.keys():
-                    deleter.withdraw(url, [path])
+                    deleter.withdraw(url, path)
                 continue
             raise LeftAloneError("a deletion was begun and given up; the checkpoint is still there")
         rest = still_there(directory, listed, written_at=found.modified_at)

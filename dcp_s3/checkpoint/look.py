@@ -27,7 +27,6 @@ from dcp_s3.checkpoint.info import (
 from dcp_s3.checkpoint.stored_metadata import check_metadata, find_crc_mismatch
 from dcp_s3.format.control_files import AddedMetrics, Manifest
 from dcp_s3.format.layout import (
-    CONTROL_PREFIX,
     METADATA,
     METADATA_CRC_KEY,
     METRICS,
@@ -71,7 +70,7 @@ def inspect(store: Store, url: CheckpointURL, *, whole: bool = False) -> Inspect
         return None
     info = with_marks(found.info, found.directory)
     if found.directory.metrics is not None and info.committed:
-        info = with_metrics(info, _read_added(store, url))
+        info = with_metrics(info, read_added(store, url)[1])
     if info.pinned:
         info = replace(info, pin_reason=_read_pin_reason(store, url))
     if info.committed and info.foreign and not found.directory.data:  # S3 may carry out a commit after it was pruned
@@ -136,9 +135,15 @@ def _inspect_committed(store: Store, url: CheckpointURL, directory: Directory) -
     return Inspected(from_listing(url, directory, committed_at=commit.modified_at), directory)
 
 
-def _inspect_without_metadata(store: Store, url: CheckpointURL, found: Directory, *, whole: bool) -> Inspected | None:
-    directory = found if found.whole else _list_if_shown(store, url, found, whole=whole)
-    if directory is None or directory.is_spread_of(url.name) or not directory.shows_checkpoint:
+def _inspect_without_metadata(
+    store: Store, url: CheckpointURL, directory: Directory, *, whole: bool
+) -> Inspected | None:
+    if not directory.whole:
+        # Not all of it at first: this may be a directory with millions of other things, such as a run with its boards.
+        directory = list_directory(store, url, ".", "__")
+        if directory.shows_checkpoint and (whole or directory.ranks):
+            directory = list_directory(store, url)
+    if directory.is_spread_of(url.name) or not directory.shows_checkpoint:
         return None
     ranks = directory.ranks
     if not ranks:
@@ -155,17 +160,6 @@ def _inspect_without_metadata(store: Store, url: CheckpointURL, found: Directory
         rank: manifest for rank, manifest in zip(ranks, manifests, strict=True) if manifest is not None
     }
     return Inspected(from_rank_manifests(url, directory, by_rank), directory, by_rank)
-
-
-def _list_if_shown(store: Store, url: CheckpointURL, dotted: Directory, *, whole: bool) -> Directory | None:
-    """The objects of what shows itself as a checkpoint, without those in other directories unless ``whole``."""
-    # No full listing at first: this may be a directory with millions of other things, such as a run with its boards.
-    page = store.page(url.key(""), delimiter="/")
-    directory = Directory.of(url, page.objects, time_of(page))
-    if not (dotted.shows_checkpoint or directory.shows_checkpoint):
-        return None
-    partial = whole or page.next_token is not None or url.key(CONTROL_PREFIX) in page.prefixes
-    return list_directory(store, url) if partial else directory
 
 
 def find_manifest(store: Store, url: CheckpointURL, directory: Directory, rank: int | None) -> Manifest | None:
@@ -202,14 +196,17 @@ def _read_manifest(store: Store, url: CheckpointURL, save_id: str, rank: int | N
         return None
 
 
-def _read_added(store: Store, url: CheckpointURL) -> AddedMetrics:
+def read_added(store: Store, url: CheckpointURL) -> tuple[str | None, AddedMetrics]:
+    """The ETag of `METRICS` (None if there is none), and what it says; nothing if it is damaged."""
     try:
-        return AddedMetrics.from_json(store.get(url.key(METRICS)).data)
+        stored = store.get(url.key(METRICS))
     except errors.ObjectNotFoundError:
-        return AddedMetrics("")
+        return None, AddedMetrics("")
+    try:
+        return stored.etag, AddedMetrics.from_json(stored.data)
     except ValueError as error:
         logger.warning("the metrics that were added to %s are not used: %s", url, error)
-        return AddedMetrics("")
+        return stored.etag, AddedMetrics("")
 
 
 def _read_pin_reason(store: Store, url: CheckpointURL) -> str | None:

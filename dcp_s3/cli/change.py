@@ -213,8 +213,8 @@ def prune(
         list[str] | None,
         typer.Argument(
             metavar="[POLICY]...",
-            help="What to keep: latest:K, best:K:METRIC:min|max, every:STEPS, within:48h, hourly:N, "
-            "daily:N. The default is DCP_S3_RETENTION; without that only leftovers are deleted.",
+            help="What to keep: latest:K, best:K:METRIC:min|max, every:STEPS, within:48h, daily:N. "
+            "The default is DCP_S3_RETENTION; without that only leftovers are deleted.",
         ),
     ] = None,
     dry_run: cli.DryRun = False,
@@ -253,7 +253,7 @@ def prune(
         # Empty text keeps all; None would mean the policy of the settings.
         report = pruning.prune(root, policy or "", grace=seconds, dry_run=True, force=force, settings=settings)
     plan = report.plan
-    nothing = not (plan.decisions or plan.uploads or plan.leftovers or plan.unfinished or plan.boards)
+    nothing = not (plan.decisions or plan.uploads or plan.leftovers or plan.unfinished)
     if not as_json and not nothing and (dry_run or not yes or tables.make_console().is_terminal):
         tables.show(tables.plan(plan))
         cli.note(tables.plan_summary(plan))
@@ -309,8 +309,8 @@ def rm(
 ) -> None:
     """Delete one checkpoint, committed or not."""
     from dcp_s3.cli import tables
+    from dcp_s3.retention.catalog import describe
     from dcp_s3.retention.prune import remove
-    from dcp_s3.retention.show import describe
 
     if not dry_run:
         cli.require_yes(yes)

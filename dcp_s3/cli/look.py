@@ -86,7 +86,7 @@ def show(
     """
     from dcp_s3.cli import tables
     from dcp_s3.offline.names import matches, no_match_error
-    from dcp_s3.retention.show import describe
+    from dcp_s3.retention.catalog import describe
 
     details = describe(url)
     entries = [entry for entry in details.entries if not filter or matches(entry.fqn, filter)]

@@ -17,8 +17,8 @@ from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.cli.app import printable
 from dcp_s3.format.saved_entries import SavedEntry
 from dcp_s3.offline.names import group_alike
+from dcp_s3.retention.catalog import CheckpointDetails, ObjectDetails
 from dcp_s3.retention.plan import Plan
-from dcp_s3.retention.show import CheckpointDetails, ObjectDetails
 from dcp_s3.units import format_count, format_size, plural
 
 if TYPE_CHECKING:
@@ -135,9 +135,6 @@ def plan(found: Plan) -> Table:
     left_over = ("left over: of no checkpoint, and nothing there is younger than the grace period",)
     for (name, what), parts in sizes.items():
         rows.append((f"{name}: {plural(len(parts), what)}", delete, None, _size(sum(parts) or None), None, left_over))
-    if found.boards:
-        what, size = plural(len(found.boards), "old board object"), _size(sum(each.size for each in found.boards))
-        rows.append((what, delete, None, size, None, ("ranks looked at them long ago",)))
     unfinished = ("its deletion was begun and not finished",)
     rows += [(left.checkpoint, delete, None, None, None, unfinished) for left in found.unfinished]
     for *cells, reasons in rows:
@@ -152,7 +149,6 @@ def plan_summary(found: Plan) -> str:
         (len(found.leftovers), "leftover object"),
         (len(found.uploads), "open upload"),
         (len(found.unfinished), "unfinished deletion"),
-        (len(found.boards), "old board object"),
     ]
     what = ", ".join(plural(count, noun) for count, noun in parts if count)
     return f"to keep: {plural(len(found.kept), 'checkpoint')}; to delete: " + (

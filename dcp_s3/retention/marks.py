@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from dcp_s3 import errors
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import check_not_deleted
-from dcp_s3.checkpoint.look import inspect
+from dcp_s3.checkpoint.look import inspect, read_added
 from dcp_s3.checkpoint.stored_metadata import not_found_error
 from dcp_s3.format.control_files import AddedMetrics, check_added
 from dcp_s3.format.layout import METRICS, PIN
@@ -20,9 +19,6 @@ from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import Expect, Store
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
-
-logger = logging.getLogger(__name__)
-
 
 # Conflicts before it gives up. Whenever writers collide, one of them succeeds.
 _CONFLICTS = 50
@@ -58,8 +54,8 @@ def annotate(
     info = _require_committed(store, where)
     of = info.save_id or info.etag or ""
     for conflicts in range(1, _CONFLICTS + 1):
-        etag, before = _read_metrics(store, where, of)
-        added = AddedMetrics(of, {**before, **metrics})
+        etag, before = read_added(store, where)
+        added = AddedMetrics(of, {**(before.metrics if before.of == of else {}), **metrics})
         try:
             store.put(where.key(METRICS), added.to_json(), expect=Expect(etag or ""))
             break
@@ -68,20 +64,6 @@ def annotate(
                 raise
             time.sleep(retry.backoff(min(conflicts, 4)))
     return dict(added.metrics)
-
-
-def _read_metrics(store: Store, url: CheckpointURL, of: str) -> tuple[str | None, Mapping[str, Any]]:
-    """The ETag of `METRICS` (None if there is none), and its metrics of the save ``of``."""
-    try:
-        stored = store.get(url.key(METRICS))
-    except errors.ObjectNotFoundError:
-        return None, {}
-    try:
-        found = AddedMetrics.from_json(stored.data)
-    except ValueError as error:
-        logger.warning("the metrics that were added to %s are replaced: %s", url, error)
-        return stored.etag, {}
-    return stored.etag, found.metrics if found.of == of else {}
 
 
 def pin(url: URLLike, reason: str | None = None, *, settings: SettingsLike = None, store: Store | None = None) -> None:

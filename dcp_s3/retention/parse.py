@@ -10,7 +10,6 @@ from dcp_s3.retention.policy import (
     KeepBest,
     KeepDaily,
     KeepEvery,
-    KeepHourly,
     KeepLatest,
     KeepWithin,
     Policy,
@@ -22,7 +21,7 @@ def parse_policy(text: str) -> Policy | None:
     """The policy that keeps whatever any of the words keeps; None for empty text, which keeps all.
 
     Words, in any order: ``latest:K``, ``best:K:METRIC:min|max[:drop]``, ``every:STEPS``, ``within:DURATION``,
-    ``hourly:N``, ``daily:N``.
+    ``daily:N``.
 
     >>> parse_policy("latest:3 best:2:val_loss:min every:10000")
     KeepLatest(k=3) | KeepBest(k=2, metric='val_loss', mode='min', missing='keep') | KeepEvery(steps=10000)
@@ -79,6 +78,5 @@ _WORDS: dict[str, tuple[str, Callable[[str], Policy]]] = {
     "best": ("best:K:METRIC:min|max[:drop], for example best:2:val_loss:min", _parse_best),
     "every": ("every:STEPS", lambda text: KeepEvery(_number(text))),
     "within": ("within:DURATION (for example 48h)", _parse_within),
-    "hourly": ("hourly:N", lambda text: KeepHourly(_number(text))),
     "daily": ("daily:N", lambda text: KeepDaily(_number(text))),
 }

@@ -23,14 +23,16 @@ from typing import Any, Literal
 
 from dcp_s3.checkpoint.directory import LEASE_MARGIN
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order
+from dcp_s3.format.layout import CONTROL_PREFIX
 from dcp_s3.retention.policy import PolicyFunction, run_policy
-from dcp_s3.store import ListedObject
 from dcp_s3.units import format_size, one_line, plural
 
 Action = Literal["keep", "delete"]
 
+BOARDS = CONTROL_PREFIX.rstrip("/")
+"""Directory under the root in which boards lie: objects through which ranks of a run tell each other something."""
 BOARDS_STAY = 86400.0
-"""Seconds for which ranks may look at what others have told them through S3; or the grace period, if it is longer."""
+"""Seconds for which ranks may look at a board. Younger ones are not left over."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,6 @@ class Plan:
     """Objects to delete in the directories of committed checkpoints, also of those that are deleted, by key."""
     unfinished: tuple[UnfinishedDeletion, ...] = ()
     """Deletions to finish."""
-    boards: tuple[ListedObject, ...] = ()
-    """Objects to delete through which ranks told each other something (`layout.BOARD_PREFIX`)."""
 
     def __repr__(self) -> str:
         size = sum(info.size or 0 for info in self.deleted)
@@ -122,7 +122,7 @@ class Plan:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to do."""
-        return not any((self.deleted, self.uploads, self.leftovers, self.unfinished, self.boards))
+        return not any((self.deleted, self.uploads, self.leftovers, self.unfinished))
 
     @property
     def freed(self) -> int:
@@ -154,9 +154,7 @@ class CatalogSnapshot:
     uploads: tuple[OpenUpload, ...] = ()
     """Open multipart uploads of data objects in directories right under the root, by key."""
     leftovers: tuple[LeftoverObject, ...] = ()
-    """Objects in committed checkpoints' directories that the checkpoints do not need, by key."""
-    boards: tuple[ListedObject, ...] = ()
-    """Objects through which ranks told each other something, by key."""
+    """Objects in committed checkpoints' directories that the checkpoints do not need, and boards (`BOARDS`), by key."""
 
     def __repr__(self) -> str:
         counts = {"uploads": len(self.uploads) or None, "leftovers": len(self.leftovers) or None}
@@ -198,7 +196,6 @@ class CatalogSnapshot:
                 for deletion in info.deletions
                 if not (info.committed and info.deletion_id == deletion)
             ),
-            boards=tuple(each for each in self.boards if each.modified_at < now - max(grace, BOARDS_STAY)),
         )
 
     def _active(self, since: float) -> dict[str, str]:

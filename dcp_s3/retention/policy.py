@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.errors import SettingsError
@@ -216,16 +216,21 @@ class KeepWithin(Policy):
         return f"within:{format_duration(float(self.duration))}"  # type: ignore[arg-type]
 
 
-# --- by the calendar: one checkpoint of each hour or day ----------------------------------------
-
-
 @dataclass(frozen=True)
-class _KeepPerPeriod(Policy):
-    """Keeps the newest checkpoint of each of the last ``n`` periods. Their names (`_format`) sort as they do."""
+class KeepDaily(Policy):
+    """Keeps the newest checkpoint, by time of commit, of each of the last ``n`` days (UTC) that have any.
+
+    A run that pauses keeps what it has: days without checkpoints do not count. A time in the future counts as now.
+    Checkpoints whose time is not known are kept.
+
+    >>> prune("s3://bucket/run", KeepLatest(3) | KeepDaily(7)).deleted
+    ()
+
+    Raises:
+        SettingsError: ``n`` is not a whole number above 0.
+    """
 
     n: int
-    _word: ClassVar[str]
-    _format: ClassVar[str]
 
     def __post_init__(self) -> None:
         check_count(self, "n", self.n)
@@ -238,42 +243,13 @@ class _KeepPerPeriod(Policy):
             if time is None:
                 reasons[info.name] = [f"{self}, its time is not known"]
             else:
-                newest[_utc(min(time, now)).strftime(self._format)] = info
-        for period in sorted(newest, reverse=True)[: self.n]:
-            reasons[newest[period].name] = [f"{self}, last of {period}"]
+                newest[_utc(min(time, now)).strftime("%Y-%m-%d")] = info
+        for day in sorted(newest, reverse=True)[: self.n]:
+            reasons[newest[day].name] = [f"{self}, last of {day}"]
         return reasons
 
     def __str__(self) -> str:
-        return f"{self._word}:{self.n}"
-
-
-class KeepHourly(_KeepPerPeriod):
-    """Keeps the newest checkpoint, by time of commit, of each of the last ``n`` hours (UTC) that have any.
-
-    A run that pauses keeps what it has: periods without checkpoints do not count. A time in the future counts as now.
-    Checkpoints whose time is not known are kept.
-
-    >>> KeepLatest(3) | KeepHourly(24)
-    KeepLatest(k=3) | KeepHourly(n=24)
-
-    Raises:
-        SettingsError: ``n`` is not a whole number above 0.
-    """
-
-    _word, _format = "hourly", "%Y-%m-%d %Hh"
-
-
-class KeepDaily(_KeepPerPeriod):
-    """Keeps the newest checkpoint of each of the last ``n`` days (UTC) that have any; see `KeepHourly`.
-
-    >>> prune("s3://bucket/run", KeepLatest(3) | KeepDaily(7)).deleted
-    ()
-
-    Raises:
-        SettingsError: ``n`` is not a whole number above 0.
-    """
-
-    _word, _format = "daily", "%Y-%m-%d"
+        return f"daily:{self.n}"
 
 
 def _commit_time(info: CheckpointInfo) -> float | None:
@@ -307,18 +283,18 @@ def run_policy(policy: PolicyFunction, checkpoints: Sequence[CheckpointInfo], no
         raise
     except Exception as error:
         raise SettingsError(f"the policy {policy_name(policy)} failed, nothing is deleted: {error!r}") from error
-    nonsense = f"the policy {policy_name(policy)} returned nonsense, nothing is deleted: "
-    if not isinstance(found, Mapping):
-        raise SettingsError(f"{nonsense}expected a mapping of names to lists of reasons, found {type(found).__name__}")
     names = {info.name for info in checkpoints}
-    reasons: dict[str, list[str]] = {}
-    for name, texts in found.items():
-        if name not in names:
-            raise SettingsError(f"{nonsense}{name!r} is not the name of a checkpoint")
-        if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
-            raise SettingsError(f"{nonsense}the reasons to keep {name!r} are not a list of text: {texts!r}")
-        reasons[name] = [*texts] or [policy_name(policy)]
-    return reasons
+    if not (
+        isinstance(found, Mapping)
+        and found.keys() <= names
+        and all(isinstance(texts, (list, tuple)) for texts in found.values())
+        and all(isinstance(text, str) for texts in found.values() for text in texts)
+    ):
+        raise SettingsError(
+            f"the policy {policy_name(policy)} returned nonsense, nothing is deleted: expected a mapping of names of "
+            f"checkpoints to lists of reasons, found {found!r:.200}"
+        )
+    return {name: [*texts] or [policy_name(policy)] for name, texts in found.items()}
 
 
 def policy_name(policy: Callable[..., Any]) -> str:

@@ -20,15 +20,15 @@ from dcp_s3.checkpoint.leftovers import delete_leftovers, delete_uncommitted, fi
 from dcp_s3.checkpoint.look import inspect
 from dcp_s3.checkpoint.stored_metadata import not_found_error
 from dcp_s3.events import Listener, Pruned, PruneFailed, emit
-from dcp_s3.format.layout import CONTROL_PREFIX, DELETION_PREFIX
+from dcp_s3.format.layout import DELETION_PREFIX
 from dcp_s3.limit import STALL_SETTING
 from dcp_s3.retention.catalog import CheckpointCatalog, open_upload
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
-from dcp_s3.retention.plan import OpenUpload, Plan
+from dcp_s3.retention.plan import BOARDS, OpenUpload, Plan
 from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.store import DeleteTarget, ListedObject, Store, Upload
+from dcp_s3.store import DeleteTarget, Store, Upload
 from dcp_s3.units import format_size, one_line, parse_duration, plural
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
@@ -36,9 +36,6 @@ logger = logging.getLogger(__name__)
 
 MIN_GRACE = 3600.0
 """Seconds: a shorter grace period has to be forced. A save of one large object shows nothing new for a while."""
-
-_BOARDS = CONTROL_PREFIX.rstrip("/")
-
 
 Progress = Callable[[int, int], None]
 """Called with the number of steps (checkpoints, groups of leftovers, uploads) that are done, and of all steps. Runs in
@@ -278,14 +275,14 @@ def _steps(root: CheckpointURL, plan: Plan) -> list[_Step]:
             leftovers[left.checkpoint].append(left)
     for name, found in leftovers.items():
         work = partial(delete_leftovers, url=root.child(name), planned=found, since=since)
+        if name == BOARDS:
+            work = partial(_delete_boards, boards=found)
         steps.append(_Step(name, "leftovers", work))
     steps += [_Step(each.checkpoint, "aborted", partial(_abort, upload=each)) for each in plan.uploads]
     for info in plan.kept:
         if info.committed and info.deletion_id in info.deletions:  # it was given up
             work = partial(withdraw_given_up, url=root.child(info.name), deletion=info.deletion_id)
             steps.append(_Step(info.name, "", work))
-    if plan.boards:
-        steps.append(_Step(_BOARDS, "leftovers", partial(_delete_boards, boards=plan.boards)))
     return steps
 
 
@@ -312,10 +309,10 @@ def _abort(deleter: Deleter, upload: OpenUpload) -> OpenUpload:
     return upload
 
 
-def _delete_boards(deleter: Deleter, boards: Sequence[ListedObject]) -> Deletion:
+def _delete_boards(deleter: Deleter, boards: Sequence[LeftoverObject]) -> Deletion:
     changed = deleter.delete_all([DeleteTarget(each.key, each.etag) for each in boards])
     gone = [each for each in boards if each.key not in changed]
-    return Deletion(_BOARDS, len(gone), sum(each.size for each in gone))
+    return Deletion(BOARDS, len(gone), sum(each.size for each in gone))
 
 
 def _name(each: Deletion | OpenUpload | NotDeleted) -> tuple[str, str]:

@@ -110,15 +110,10 @@ def write_buckets(
             for position, each in enumerate(pieces.written)
         ]
 
-    written: dict[str, list[WriteResult]] = {}
     try:
         with batch:
-            missing = dict(zip(keys, range(len(buckets)), strict=True))
-            while missing:
-                results = _write_all(batch, deadline, list(missing.values()), write)
-                written |= zip(missing, results, strict=True)
-                unsettled = batch.settle()
-                missing = {key: number for number, key in enumerate(keys) if key in unsettled}
+            written = _write_all(batch, deadline, range(len(buckets)), write)
+            batch.settle()
     except DeadlineExceededError as error:
         if deadline is None or error.setting != deadline.setting:
             raise
@@ -127,7 +122,7 @@ def write_buckets(
         ) from error
     seconds = time.monotonic() - started
     logger.debug("wrote about %d bytes in %d objects in %.3f s", total, len(buckets), seconds)
-    return [result for key in keys for result in written[key]]
+    return [result for results in written for result in results]
 
 
 def _write_all(

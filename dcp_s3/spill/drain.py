@@ -172,9 +172,7 @@ class Drainer:
             save.remove()  # committed by a drain that died before it could remove the save
             return
         try:
-            reason = commit_if_complete(
-                store, self._spill_store, commit, created_at=save.journal.created_at, overwrite=spilled.overwrite
-            )
+            reason = self._commit_if_complete(store, commit, save.journal.created_at, overwrite=spilled.overwrite)
         except errors.CheckpointDeletedError as error:
             reason = str(error)
         if reason is not None:
@@ -196,6 +194,46 @@ class Drainer:
         )
         logger.info("%s", event)
         emit(event)
+
+    def _commit_if_complete(self, store: Store, commit: Commit, created_at: float, *, overwrite: bool) -> str | None:
+        """Commit a save once S3 has all its objects. Returns what is still missing there; None if it is committed.
+
+        Raises:
+            DamagedFileError: a missing object was set aside.
+            CheckpointDeletedError: a prune deleted its objects.
+            CheckpointExistsError: another checkpoint is there.
+            StorageError: S3 refuses a request.
+        """
+        identity = commit.identity
+        try:
+            previous = Previous()
+            if overwrite:
+                previous = find_previous(store, identity)
+                check_newest(store, identity, previous, created_at)
+            else:
+                check_absent(store, identity)
+            if reason := self._why_incomplete(store, commit):
+                return reason
+            publish(store, commit, previous, keep_objects=True, is_late=Beginning(created_at, None).is_late)
+        except errors.CheckpointExistsError:
+            # It may be this very commit: S3 may carry out a request long after its client gave up on it.
+            if not is_committed(store, identity):
+                raise
+        return None
+
+    def _why_incomplete(self, store: Store, commit: Commit) -> str | None:
+        url = commit.identity.url
+        missing = list_directory(store, url).lacking({each.path: each.size for each in commit.objects}, exact=True)
+        if not missing:
+            return None
+        refused = self._spill_store.refused_objects(str(url))
+        for path in missing:
+            if path in refused:
+                raise DamagedFileError(f"it can never be complete: {path} was set aside because {refused[path]}")
+        return (
+            f"{len(missing)} of {len(commit.objects)} objects are not on S3 yet, the first {missing[0]}; they may "
+            "wait in the spill directories of other hosts"
+        )
 
 
 def _upload_file(
@@ -248,53 +286,6 @@ def _upload_file(
                 view.release()
                 if isinstance(mapped, mmap.mmap):
                     mapped.close()
-
-
-def commit_if_complete(
-    store: Store, spill_store: SpillStore, commit: Commit, *, created_at: float, overwrite: bool
-) -> str | None:
-    """Commit a save that spilled, once S3 has all its objects.
-
-    Returns what the checkpoint still lacks on S3; None if it is committed.
-
-    Raises:
-        DamagedFileError: a missing object was set aside.
-        CheckpointDeletedError: a prune deleted its objects.
-        CheckpointExistsError: another checkpoint is there.
-        StorageError: S3 refuses a request.
-    """
-    identity = commit.identity
-    try:
-        previous = Previous()
-        if overwrite:
-            previous = find_previous(store, identity)
-            check_newest(store, identity, previous, created_at)
-        else:
-            check_absent(store, identity)
-        if reason := _why_incomplete(store, spill_store, commit):
-            return reason
-        publish(store, commit, previous, keep_objects=True, is_late=Beginning(created_at, None).is_late)
-    except errors.CheckpointExistsError:
-        # It may be this very commit: S3 may carry out a request long after its client gave up on it.
-        if not is_committed(store, identity):
-            raise
-    return None
-
-
-def _why_incomplete(store: Store, spill_store: SpillStore, commit: Commit) -> str | None:
-    url = commit.identity.url
-    sizes = {entry.path: entry.size for entry in commit.objects}
-    missing = list_directory(store, url).lacking(sizes, exact=True)
-    if not missing:
-        return None
-    refused = spill_store.refused_objects(str(url))
-    for path in missing:
-        if path in refused:
-            raise DamagedFileError(f"it can never be complete: {path} was set aside because {refused[path]}")
-    return (
-        f"{len(missing)} of {len(commit.objects)} objects are not on S3 yet, the first {missing[0]}; they may "
-        "wait in the spill directories of other hosts"
-    )
 
 
 def _settings_of(save: SpilledSave) -> Settings:

@@ -7,19 +7,22 @@ damaged.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator, TypeAdapter
 
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import SpillError
 from dcp_s3.format.control_files import ObjectEntry
 
-FORMAT_VERSION = 1
 MANIFEST, METADATA = "manifest.json", "metadata"
 """Names of a commit's files."""
 _MAGIC = "dcp_s3 journal"
+_Entry = Annotated[ObjectEntry, PlainValidator(ObjectEntry.of)]
+# No other names: they could lead out of the save's directory.
+_FileName = Annotated[str, Field(pattern="^object-[0-9]+$")]
 
 
 class JournalError(SpillError):
@@ -39,9 +42,9 @@ class State(str, Enum):
 class SpilledObject:
     """One data object, stored in a file."""
 
-    entry: ObjectEntry
+    entry: _Entry
     """Path relative to the checkpoint, size in bytes and CRC-64."""
-    file: str
+    file: _FileName
     """Name of the file in the save's directory."""
     part_size: int
     """Part size in bytes of its multipart upload."""
@@ -53,10 +56,7 @@ class SpilledObject:
 class SpilledCommit:
     """The coordinator's commit: what to write to S3 when every object is there."""
 
-    manifest: str
-    metadata: str
-    """Names of the files with their bytes."""
-    objects: tuple[ObjectEntry, ...]
+    objects: tuple[_Entry, ...]
     """Every data object of the checkpoint, of all ranks."""
     overwrite: bool = False
     """Whether an older checkpoint at the URL may be replaced."""
@@ -64,6 +64,9 @@ class SpilledCommit:
     """Rank in a save without collectives, otherwise None."""
     checksums: dict[str, str] = field(default_factory=dict)
     """CRC-64 of the two files by file name, 16 hex digits."""
+    manifest: Literal["manifest.json"] = "manifest.json"
+    metadata: Literal["metadata"] = "metadata"
+    """Names of the files with their bytes."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Journal:
     """The objects that wait on this disk."""
     commit: SpilledCommit | None = None
     """The commit; only on the coordinator, in a directory of its own."""
-    format_version: int = field(default=FORMAT_VERSION)
+    format_version: Literal[1] = 1
 
     @property
     def size(self) -> int:
@@ -108,48 +111,13 @@ class Journal:
         if head != f"{_MAGIC} {crc_hex(crc64nvme(body))}".encode():
             raise JournalError("it is cut off or damaged: its checksum does not match")
         try:
-            fields: dict[str, Any] = json.loads(body)
-            version = fields["format_version"]
-            if version != FORMAT_VERSION:
-                raise JournalError(f"it has format version {version}, this dcp_s3 reads {FORMAT_VERSION}")
-            commit = fields["commit"]
-            _check_names(fields)
-            return cls(
-                url=fields["url"],
-                save_id=fields["save_id"],
-                created_at=float(fields["created_at"]),
-                settings=dict(fields["settings"]),
-                state=State(fields["state"]),
-                keys=tuple(fields["keys"]),
-                objects=tuple(
-                    SpilledObject(
-                        ObjectEntry.of(each["entry"]), each["file"], int(each["part_size"]), each["crc64nvme"]
-                    )
-                    for each in fields["objects"]
-                ),
-                commit=commit
-                and SpilledCommit(
-                    commit["manifest"],
-                    commit["metadata"],
-                    tuple(map(ObjectEntry.of, commit["objects"])),
-                    bool(commit["overwrite"]),
-                    commit["rank"],
-                    dict(commit["checksums"]),
-                ),
-            )
+            return _JOURNALS.validate_python(json.loads(body))
         except (KeyError, TypeError, ValueError) as error:
-            raise JournalError(f"it is not a journal: {error!r}") from error
+            raise JournalError(f"it is not a journal that this dcp_s3 can read: {error}") from error
+
+
+_JOURNALS = TypeAdapter(Journal)
 
 
 def file_name(number: int) -> str:
     return f"object-{number}"
-
-
-def _check_names(fields: dict[str, Any]) -> None:
-    """Refuse names that no save gives: they could lead out of the save's directory."""
-    commit = fields["commit"]
-    wrong = [each["file"] for each in fields["objects"] if not re.fullmatch(r"object-[0-9]+", each["file"])]
-    if commit and (commit["manifest"], commit["metadata"]) != (MANIFEST, METADATA):
-        wrong += [commit["manifest"], commit["metadata"]]
-    if wrong:
-        raise JournalError(f"it names files that no save writes: {', '.join(map(repr, wrong))}")

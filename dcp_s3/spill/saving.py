@@ -1,38 +1,37 @@
-"""Saves that spill: the store that decides where objects go, and the commit that follows them."""
+"""Saves that spill: the store and the batch that decide where objects go, and the commit that follows them."""
 
 from __future__ import annotations
 
 import copy
 import logging
+import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 from dcp_s3.checkpoint.commit import Commit, Committer
-from dcp_s3.checkpoint.commit_state import (
-    Beginning,
-    Previous,
-    SaveIdentity,
-    check_newest,
-    find_previous,
-    is_committed,
-)
+from dcp_s3.checkpoint.commit_state import Beginning, Previous, SaveIdentity, check_newest, find_previous
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import CheckpointExistsError, SpillError, TransferError
-from dcp_s3.events import Listener
+from dcp_s3.events import Listener, Spilled, emit
 from dcp_s3.failures import without_tracebacks
-from dcp_s3.limit import Limit
+from dcp_s3.format.control_files import ObjectEntry
+from dcp_s3.limit import Cancelled, Limit
+from dcp_s3.memory import Piece
+from dcp_s3.s3.parts import choose_part_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings, values_to_store
 from dcp_s3.spill.background import drain_in_background, wait_until_drained
-from dcp_s3.spill.batch import SpillingBatch, refused_by_both
-from dcp_s3.spill.drain import commit_if_complete
-from dcp_s3.spill.journal import MANIFEST, METADATA, Journal, SpilledCommit
-from dcp_s3.spill.store import SpilledSave, SpillStore, open_store
-from dcp_s3.store import Batch, Store
+from dcp_s3.spill.journal import MANIFEST, METADATA, Journal, SpilledCommit, SpilledObject, file_name
+from dcp_s3.spill.store import SaveWriter, SpilledSave, SpillStore, open_store
+from dcp_s3.store import Batch, Store, StreamedObject
 from dcp_s3.stores.wrapper import StoreWrapper
+from dcp_s3.units import format_size
+from dcp_s3.url import parse_url
 
 logger = logging.getLogger(__name__)
 
@@ -89,21 +88,144 @@ class SpillingStore(StoreWrapper):
         self.limit = replace(limit, patience=patience).within(patience)
         self.store = self._bounded = self._s3.within(self.limit)
 
-    def give_up_disk(self) -> SpillingStore:
-        """The store from now on: the disk takes nothing."""
-        self.disk.takes_nothing = True
-        return self.within(self.limit.without_patience())
-
-    def drain(self) -> None:
-        """Drain the disk in the background."""
-        drain_in_background(self.disk, patience=self.settings.spill_after)
-
     def batch(self, *, total: int, ranks: int = 1, keys: Sequence[str] = ()) -> Batch:
         settings = values_to_store(self.settings)
         journal = Journal(self._url, self._save_id, time.time(), settings, keys=tuple(keys))
         uploader = Uploader.planned(self._bounded, total=total, ranks=ranks, isolated=True)
-        writer = self.disk.begin(journal, str(self._rank))
-        return SpillingBatch(uploader, writer, self.give_up_disk, self.drain, self._on_event)
+        return SpillingBatch(uploader, self.disk, self.disk.begin(journal, str(self._rank)), self._on_event)
+
+
+class SpillingBatch(Batch):
+    """Puts objects on S3; what S3 refuses, or everything with local durability, goes to the disk, and what the disk
+    refuses goes to S3, however long that takes.
+
+    The journal is on disk before the first request, with the keys of all objects, so that a drain can clean up if this
+    process dies.
+
+    Args:
+        uploader: an isolated one.
+        disk: spill directory of this save.
+        writer: writes the save's directory there.
+        on_event: gets the events.
+    """
+
+    def __init__(self, uploader: Uploader, disk: SpillStore, writer: SaveWriter, on_event: Listener | None) -> None:
+        self._uploader, self._disk, self._writer, self._on_event = uploader, disk, writer, on_event
+        self.chunk_size, self.in_flight, self.cancel = uploader.chunk_size, uploader.in_flight, uploader.cancel
+        self._settings = uploader.store.settings
+        self._local = self._settings.durability == "local"
+        self._journal = writer.save.journal
+        self._lock = threading.Lock()
+        self._objects: dict[str, SpilledObject] = {}
+        self._refusal: SpillError | None = None
+        """Why the disk takes nothing."""
+        self._is_sealed = False
+
+    def __enter__(self) -> SpillingBatch:
+        self._uploader.__enter__()
+        try:
+            self._writer.__enter__()
+        except SpillError as error:
+            logger.warning("this save cannot spill: %s", error)
+            self._refusal = error
+            self._disk.takes_nothing = True
+        except BaseException:
+            self._uploader.__exit__(*sys.exc_info())
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            self._uploader.__exit__(kind, error, _)
+        finally:
+            if self._refusal is None:
+                self._close_disk()
+        if self._is_sealed and kind is None:
+            drain_in_background(self._disk, patience=self._settings.spill_after)
+
+    def _close_disk(self) -> None:
+        if self._uploader.unclean and not self._is_sealed:
+            for spilled in self._objects.values():
+                (self._writer.save.path / spilled.file).unlink(missing_ok=True)
+            self._writer.close()  # as if this process had died: the drain cleans up
+        else:
+            self._writer.__exit__()
+
+    @property
+    def progress(self) -> str:
+        with self._lock:
+            size = sum(spilled.entry.size for spilled in self._objects.values())
+        return f"{self._uploader.progress}, {format_size(size)} on its disk" if size else self._uploader.progress
+
+    @property
+    def sent(self) -> int:  # type: ignore[override]
+        return self._uploader.sent
+
+    def stop(self) -> None:
+        self._uploader.stop()
+
+    def put_stream(self, key: str, size: int, pieces: Iterable[Piece]) -> StreamedObject:
+        refusal, reason = self._refusal, "DCP_S3_DURABILITY=local"
+        if refusal is None:
+            if not self._local:
+                try:
+                    return self._uploader.put_stream(key, size, pieces)
+                except TransferError as error:
+                    if self.cancel.is_set():
+                        raise
+                    without_tracebacks(error)  # they hold the state that is being saved
+                    reason = str(error)
+            try:
+                return self._spill(key, size, pieces, reason)
+            except SpillError as error:
+                logger.warning("an object goes to S3, however long that takes: %s; %s", reason, error)
+                without_tracebacks(error)
+                refusal = error
+        # However slow S3 is; what an upload that failed has sent is not sent again.
+        try:
+            return self._uploader.put_stream(key, size, pieces, last_resort=True)
+        except TransferError as error:
+            raise refused_by_both(error, refusal) from error
+
+    def _spill(self, key: str, size: int, pieces: Iterable[Piece], reason: str) -> StreamedObject:
+        part_size = choose_part_size(size, self._uploader.part_size)
+        name = file_name(self._journal.keys.index(key))
+        crc, size = self._writer.write_object(name, size, self._until_cancelled(pieces))
+        url, checksums = self._journal.url, self._settings.checksum != "none"
+        path = key.removeprefix(parse_url(url).key(""))
+        entry = ObjectEntry(path, size, crc_hex(crc) if checksums else None)
+        with self._lock:
+            self._objects[key] = SpilledObject(entry, name, part_size, crc_hex(crc))
+        emit(Spilled(url=url, path=path, bytes=size, local=self._local, reason=reason), self._on_event)
+        log = logger.info if self._local else logger.warning
+        log("spilled %s (%s) to %s: %s", path, format_size(size), self._writer.save.path, reason)
+        return StreamedObject(size, crc if checksums else None, spilled=True)
+
+    def _until_cancelled(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
+            if self.cancel.is_set():
+                raise Cancelled
+            yield piece
+        if self.cancel.is_set():
+            raise Cancelled
+
+    def settle(self) -> None:
+        """Make the spilled objects durable, for the drain.
+
+        Raises:
+            SpillError: the disk has no room for the journal.
+        """
+        if self._refusal is None and (self._objects or self._uploader.unclean):
+            self._writer.seal(replace(self._journal, objects=tuple(self._objects.values())))
+            self._is_sealed = True
+
+
+def refused_by_both(refusal: TransferError, spill: SpillError) -> TransferError:
+    """The error for what neither S3 nor the disk takes."""
+    return TransferError(
+        f"{refusal}. Nor can it be spilled: {spill}", bucket=refusal.bucket, key=refusal.key,
+        operation=refusal.operation, attempts=refusal.attempts,
+    )  # fmt: skip
 
 
 class SpillingCommitter(Committer):
@@ -111,12 +233,12 @@ class SpillingCommitter(Committer):
 
     def __init__(self, store: SpillingStore, identity: SaveIdentity, beginning: Beginning, *, overwrite: bool) -> None:
         super().__init__(identity, beginning, overwrite=overwrite)
-        self._disk, self._settings, self._drain = store.disk, store.settings, store.drain
+        self._disk, self._settings = store.disk, store.settings
         self._unseen = False
 
     def begin(self) -> None:
         """Drain what an earlier process left on the disk."""
-        self._drain()
+        drain_in_background(self._disk, patience=self._settings.spill_after)
 
     def check_url(self, store: Store) -> None:
         try:
@@ -141,12 +263,16 @@ class SpillingCommitter(Committer):
 
     def commit(self, store: Store, commit: Commit, *, spilled: bool) -> bool:
         """Commit on S3 at once if all objects are there, and return True; otherwise leave the commit to the drain."""
-        if not spilled and not self._unseen:
+        refusal: TransferError | None = None
+        if not spilled:
             try:
+                if self._unseen:
+                    super().check_url(store)
                 self._publish(store, commit, (lambda: self._look_again(store)) if self._overwrite else None)
             except TransferError as error:
                 logger.warning("the commit of %s waits for S3: %s", commit.identity.url, error)
                 without_tracebacks(error)
+                refusal = error
             else:
                 return True
         try:
@@ -154,9 +280,8 @@ class SpillingCommitter(Committer):
                 self._disk, commit, self._settings, created_at=self._beginning.at, overwrite=self._overwrite
             )
         except SpillError as error:
-            self._commit_without_disk(store, commit, error)
-            return True
-        self._drain()
+            raise (error if refusal is None else refused_by_both(refusal, error)) from refusal
+        drain_in_background(self._disk, patience=self._settings.spill_after)
         if self._settings.durability == "s3":
             deadline = store.limit.deadline
             try:
@@ -169,25 +294,6 @@ class SpillingCommitter(Committer):
                     f"it is complete on local disks ({self._settings.spill_dir}), from where it still goes to S3",
                 ) from error
         return False
-
-    def _commit_without_disk(self, store: Store, commit: Commit, error: SpillError) -> None:
-        """Commit when the objects that wait on local disks are on S3, from memory: the disk did not take the commit."""
-        logger.warning("the commit of %s waits for S3 in memory: %s", commit.identity.url, error)
-        if isinstance(store, SpillingStore):
-            store = store.give_up_disk()
-        self._drain()
-        created_at, deadline = self._beginning.at, store.limit.deadline
-        try:
-            while not is_committed(store, commit.identity) and (
-                reason := commit_if_complete(
-                    store, self._disk, commit, created_at=created_at, overwrite=self._overwrite
-                )
-            ):
-                if deadline is not None and deadline.passed:
-                    raise deadline.error(f"the save to {commit.identity.url}", reason)
-                time.sleep(1)
-        except TransferError as refusal:
-            raise refused_by_both(refusal, error) from refusal
 
     def _look_again(self, store: Store) -> Previous:
         """The checkpoint to overwrite, if it changed since this save began: an older save that had spilled."""
@@ -202,7 +308,7 @@ def spill_commit(
     """Put a commit on disk. The drain writes it to S3 when all objects are there."""
     identity = commit.identity
     checksums = {MANIFEST: crc_hex(crc64nvme(commit.manifest)), METADATA: crc_hex(crc64nvme(commit.metadata))}
-    spilled = SpilledCommit(MANIFEST, METADATA, commit.objects, overwrite, identity.rank, checksums)
+    spilled = SpilledCommit(commit.objects, overwrite, identity.rank, checksums)
     journal = Journal(str(identity.url), identity.save_id, created_at, values_to_store(settings), commit=spilled)
     with disk.begin(journal, "commit") as writer:
         writer.write_file(MANIFEST, commit.manifest)

@@ -19,7 +19,6 @@ import errno
 import fcntl
 import logging
 import os
-import re
 import secrets
 import shutil
 import time
@@ -253,7 +252,6 @@ class SpillStore:
 
     def tidy(self) -> None:
         """Remove remains of saves whose process died while making or removing them. For the drain."""
-        self._remove_kept()
         with contextlib.suppress(OSError):
             for path in (self.path / "new").iterdir():
                 if path.stat().st_mtime < time.time() - _OLD:
@@ -261,18 +259,6 @@ class SpillStore:
         for path in self._directories():
             if not (path / _JOURNAL).exists():
                 shutil.rmtree(path, ignore_errors=True)
-
-    def _remove_kept(self) -> None:
-        """Remove what earlier versions kept after they had uploaded it, and nothing else: the directory may be shared
-        with other programs, and ``cache`` may be theirs."""
-        cache = self.path / "cache"
-        with contextlib.suppress(OSError):
-            for facts in cache.glob("*.json"):
-                if re.fullmatch("[0-9a-f]{32}", facts.stem) and b'"crc64nvme"' in facts.read_bytes():
-                    facts.with_suffix("").unlink(missing_ok=True)
-                    facts.unlink()
-                    if not any(cache.iterdir()):
-                        cache.rmdir()
 
     def _directories(self) -> list[Path]:
         try:

@@ -6,6 +6,7 @@ import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,14 +15,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_s3 import S3StorageWriter, errors
 from dcp_s3.checkpoint import readback
-from dcp_s3.checkpoint.stored_metadata import check_metadata
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format import allow_list
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, manifest_object
 from dcp_s3.format.metadata import dump_metadata
-from dcp_s3.s3.store import S3Store
-from dcp_s3.settings import Settings
 from dcp_s3.url import parse_url
 from tests.end_to_end import loads
 from tests.end_to_end.loads import assert_loads, failure
@@ -118,14 +116,10 @@ def test_at_every_request_of_a_save_the_url_holds_the_old_or_the_new_one_whole(
     assert len(seen) > 1, "at first nothing or the old one, then the new one"
 
 
-@pytest.mark.servers("memory", "moto", "rgw")  # rclone ignores If-None-Match
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_of_three_writers_exactly_one_wins(server: Any, run: Run, s3: Any, bucket: str, overwrite: bool) -> None:
+def test_of_three_writers_exactly_one_wins(run: Run, overwrite: bool) -> None:
     """All have looked whether a checkpoint exists before any commits."""
-    run.store = run.memory = S3Store(bucket, Settings())  # type: ignore[assignment]
     if overwrite:
-        if server.name == "rgw":
-            pytest.skip("RGW 16 refuses every If-Match with a quoted ETag, so an overwrite there is unconditional")
         run.save("step-1")
     saves = [run.begin("step-1", overwrite=overwrite) for _ in range(3)]
 
@@ -139,10 +133,9 @@ def test_of_three_writers_exactly_one_wins(server: Any, run: Run, s3: Any, bucke
     with ThreadPoolExecutor(3) as pool:
         won = list(pool.map(commit, range(3)))
     assert won.count(True) == 1
-    info = run.only()
-    assert info.save_id == saves[won.index(True)][1].identity.save_id
+    assert run.only().save_id == saves[won.index(True)][1].identity.save_id
     assert run.damages() == [None]
-    assert len(keys(s3, bucket)) == 3, "the losers removed theirs"
+    assert len(run.objects()) == 3, "the losers removed theirs"
 
 
 def test_a_lost_answer_to_the_commit_is_a_commit(faulty: FaultyServer) -> None:
@@ -209,17 +202,6 @@ def test_a_checkpoint_of_single_ranks_is_refused_and_replaced_like_any_other(run
     assert run.damages() == [None]
 
 
-def test_damage_of_the_metadata_itself_is_noticed(run: Run) -> None:
-    """A flipped bit could otherwise move a chunk and still be a valid pickle."""
-    run.save("step-1")
-    found = run.memory.get("run/step-1/.metadata")
-    for position in range(0, len(found.data), 29):
-        damaged = bytearray(found.data)
-        damaged[position] ^= 4
-        with pytest.raises(errors.CorruptCheckpointError, match="recorded was"):
-            check_metadata(replace(found, data=bytes(damaged)), run.url("step-1"))
-
-
 # --- read back -------------------------------------------------------------------------------------------
 
 
@@ -231,37 +213,25 @@ def check(state: dict[str, Any]) -> None:
     readback.check_readable(dump_metadata(replace(metadata, storage_data={})), parse_url("s3://bucket/run/step-1"))
 
 
-def refuse_a_class(patch: pytest.MonkeyPatch) -> None:
-    patch.delitem(allow_list.METADATA, ("torch.distributed.checkpoint.metadata", "TensorProperties"))
+def another_tensor(*arguments: Any, load: Any = torch.load, **options: Any) -> Any:
+    found = load(*arguments, **options)
+    return found.roll(1) if isinstance(found, torch.Tensor) else found
 
 
-def load_another_tensor(patch: pytest.MonkeyPatch) -> None:
-    load = torch.load
-
-    def shifted(*arguments: Any, **options: Any) -> Any:
-        found = load(*arguments, **options)
-        return found.roll(1) if isinstance(found, torch.Tensor) else found
-
-    patch.setattr(torch, "load", shifted)
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [(refuse_a_class, "what was written cannot be read back"), (load_another_tensor, "another tensor")],
-)
-def test_what_could_not_be_read_back_is_not_committed(monkeypatch: pytest.MonkeyPatch, change: Any, why: str) -> None:
+@pytest.mark.parametrize("why", ["what was written cannot be read back", "another tensor"])
+def test_what_could_not_be_read_back_is_not_committed(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     monkeypatch.setattr(readback, "_known", set())  # as in a new process
     with monkeypatch.context() as patch:
-        change(patch)
+        if why == "another tensor":
+            patch.setattr(torch, "load", another_tensor)
+        else:
+            patch.delitem(allow_list.METADATA, ("torch.distributed.checkpoint.metadata", "TensorProperties"))
         for _ in range(2):
             with pytest.raises(errors.SaveProtocolError, match=why):
                 check({"a": torch.zeros(3, dtype=torch.int16), "step": 2})
-    calls: list[bytes] = []
-    load = readback.load_metadata
-    monkeypatch.setattr(readback, "load_metadata", lambda data, **options: calls.append(data) or load(data, **options))
-    for state, count in (
-        ({"a": torch.ones(3), "step": 1}, 1), ({"b": torch.ones(30), "c": torch.ones(2), "step": 1}, 1),
-        ({"b": torch.ones(30, dtype=torch.bfloat16)}, 2),
-    ):  # fmt: skip
-        check(state)
-        assert len(calls) == count, "names that were read back once are not read again"
+    with mock.patch.object(readback, "load_metadata", side_effect=readback.load_metadata) as load:
+        check({"a": torch.ones(3), "step": 1})
+        check({"b": torch.ones(30), "c": torch.ones(2), "step": 1})
+        assert load.call_count == 1, "names that were read back once are not read again"
+        check({"b": torch.ones(30, dtype=torch.bfloat16)})
+        assert load.call_count == 2

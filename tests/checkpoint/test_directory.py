@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 
@@ -23,7 +24,6 @@ from dcp_s3.format.layout import (
     lease_object,
     manifest_object,
     new_nonce,
-    spread,
 )
 from dcp_s3.retention.plan import CatalogSnapshot
 from dcp_s3.store import ListedObject
@@ -142,19 +142,6 @@ def test_a_save_in_progress() -> None:
     assert rank.removal_of_uncommitted(since=500).being_saved == "__0.metadata"
 
 
-def test_what_the_ranks_of_the_committed_save_left_is_no_save_in_progress() -> None:
-    """Its merger died before it had cleaned up, or a sign of life came after that."""
-    left = joint_object("ab", "intent", 1)
-    found = Directory.of(URL, [*map(_old, (".metadata", *NEEDED)), ListedObject(URL.key(left), 1, 501)], NOW)
-    removal = found.removal(NEEDED, since=500)
-    assert removal.being_saved is None
-    assert left in removal.objects
-
-
-def _old(path: str) -> ListedObject:
-    return ListedObject(URL.key(path), 10, 50.0)
-
-
 def test_all_of_our_own_directory_goes_with_what_was_never_committed() -> None:
     stays = [".dcp_s3/pin", lease_object("ab", 2000), deletion_object("ab"), "model.pt", BOARD]
     goes = [*COORDINATION, "__0_0-ab.distcp", manifest_object("ab"), ".dcp_s3/other"]
@@ -170,28 +157,16 @@ def test_only_what_has_our_names_is_left_over() -> None:
     assert {each.path for each in found} == set(left)
 
 
-@pytest.mark.parametrize(
-    ("paths", "may_be_all"),
-    [
-        ("__0.metadata __1.metadata __1_0.distcp", True),
-        ("__0.metadata __1_0.distcp", False),
-        ("__1.metadata", False),
-        ("__0_0.distcp", False),
-        ("__0.metadata __1.metadata sub/__2_0.distcp", False),  # of a rank that has not committed
-        ("__0.metadata __1.metadata sub/__2_0.distcp sub/.metadata", True),
-    ],
-)
-def test_ranks_that_may_be_all(paths: str, may_be_all: bool) -> None:
-    assert directory(*paths.split()).no_rank_missing is may_be_all
-
-
-def test_directories_that_only_hold_spread_data_of_the_one_above() -> None:
-    name, _, data = spread("__0_0-ab.distcp", 2).partition("/")
-    assert directory(data, "notes.txt").is_spread_of(name)
-    assert not directory(data).is_spread_of("zz")
-    for other in (".metadata", ".dcp_s3/pin", "__0_0.distcp", f"x/{data}"):
-        assert not directory(data, other).is_spread_of(name)
-    assert not directory("notes.txt").is_spread_of(name)
+def test_what_the_ranks_of_the_committed_save_left_is_no_save_in_progress() -> None:
+    """Its merger died before it had cleaned up, or a sign of life came after that."""
+    left = joint_object("ab", "intent", 1)
+    listed = [
+        *(ListedObject(URL.key(path), 10, 50.0) for path in (".metadata", *NEEDED)),
+        ListedObject(URL.key(left), 1, 501),
+    ]
+    removal = Directory.of(URL, listed, NOW).removal(NEEDED, since=500)
+    assert removal.being_saved is None
+    assert left in removal.objects
 
 
 def named(directory: str) -> str:
@@ -202,74 +177,66 @@ def named(directory: str) -> str:
             return name
 
 
-def test_spread_data_goes_with_the_checkpoint_that_names_it_and_is_never_left_over() -> None:
+def test_spread_data_belongs_to_the_checkpoint_that_names_it() -> None:
     own, other = f"5/{named('5')}", f"7/{named('7')}"
     found = directory(".metadata", own, other, "5/.metadata")
     assert found.removal({own}, since=500).objects.keys() == {own}
     assert found.removal({own}, since=40).being_saved is not None
     assert found.leftovers(MANIFEST) == []
     assert not directory(own).shows_checkpoint
+    name, _, data = own.partition("/")
+    assert directory(data, "notes.txt").is_spread_of(name)
+    assert not directory(data).is_spread_of("zz")
+    for more in (".metadata", ".dcp_s3/pin", "__0_0.distcp", f"x/{data}"):
+        assert not directory(data, more).is_spread_of(name)
+    assert not directory("notes.txt").is_spread_of(name)
 
 
 # --- the summary -----------------------------------------------------------------------------------------
 
 
-def _info(name: str, step: int | None, created_at: float | None, state: str = "committed") -> CheckpointInfo:
-    return CheckpointInfo(f"s3://b/{name}", name, state, step, created_at, 1, 1, 1)  # type: ignore[arg-type]
-
-
-def _manifest(rank: int | None = None, *, world_size: int = 2, step: int = 20, created_at: float = 100.0) -> Manifest:
-    objects = (ObjectEntry("__0_0-ab.distcp", 30), ObjectEntry("__0_1-ab.distcp", 12))
-    return Manifest("ab", created_at, step, world_size, objects, 5, {"loss": 1.0}, rank)
-
-
 def test_order_is_step_then_time_then_name_and_no_step_comes_first() -> None:
+    rows: list[tuple[str, int | None, float | None]] = [
+        ("b", 10, 2.0), ("a", 10, 2.0), ("late", 9, 99.0), ("early", 10, 1.0), ("stepless", None, 1000.0),
+        ("zero", 0, None), ("uncommitted", 11, 5.0),
+    ]  # fmt: skip
     infos = [
-        _info("b", 10, 2.0),
-        _info("a", 10, 2.0),
-        _info("late", 9, 99.0),
-        _info("early", 10, 1.0),
-        _info("stepless", None, 1000.0),
-        _info("zero", 0, None),
-        _info("uncommitted", 11, 5.0, "incomplete"),
+        CheckpointInfo(f"s3://b/{row[0]}", row[0], "incomplete" if row[1] == 11 else "committed", *row[1:], 1, 1, 1)
+        for row in rows
     ]
     names = [info.name for info in sorted(infos, key=age_order)]
     assert names == ["stepless", "zero", "late", "early", "a", "b", "uncommitted"]
     assert [info.name for info in newest_first(infos)] == names[-2::-1]
 
 
-DATA_OF_TWO = ("__0_0.distcp", "__1_0.distcp")
+OTHERS = "__0_0.distcp __1_0.distcp"
 
 
 @pytest.mark.parametrize(
-    ("commits", "worlds", "others", "state", "may_be_complete"),
+    ("ranks", "worlds", "others", "committed"),
     [
-        pytest.param({0: 1, 1: 1}, {0: 2, 1: 2}, (), "committed", False, id="all"),
-        pytest.param({0: 1}, {0: 2}, (), "incomplete", False, id="one of two"),
-        pytest.param({1: 1}, {0: 2, 1: 2}, (), "incomplete", False, id="manifest without commit"),
-        pytest.param({0: 1, 1: 1}, {0: 2}, (), "incomplete", True, id="commit without manifest"),
-        pytest.param({0: 1, 1: 1}, {}, DATA_OF_TWO, "committed", False, id="no manifests"),
-        pytest.param({0: 1}, {}, DATA_OF_TWO, "incomplete", True, id="no manifests, data of more ranks"),
-        pytest.param({1: 1}, {}, (), "incomplete", True, id="no manifests, a rank is missing"),
-        pytest.param({0: 1}, {}, (manifest_object("ab", 0),), "incomplete", True, id="a manifest that is not clear"),
-        pytest.param({0: 9, 1: 9, 2: 1, 3: 1}, {0: 2, 1: 2, 2: 4, 3: 4}, (), "committed", False, id="now fewer"),
-        pytest.param({0: 9, 1: 1, 2: 1, 3: 1}, {0: 2, 1: 4, 2: 4, 3: 4}, (), "incomplete", False, id="half now fewer"),
-        pytest.param({0: 1, 1: 9}, {0: 2, 1: 4}, (), "incomplete", False, id="half now more"),
-        pytest.param({0: 1, 1: 9, 2: 9, 3: 9}, {0: 2, 1: 4, 2: 4, 3: 4}, (), "incomplete", False, id="all but rank 0"),
-        pytest.param({0: 1, 1: 1, 2: 9}, {0: 2, 1: 2, 2: 4}, (), "incomplete", True, id="two of two, and one of four"),
+        pytest.param("01", {0: 2, 1: 2}, "", True, id="all"),
+        pytest.param("0", {0: 2}, "", False, id="one of two"),
+        pytest.param("01", {0: 2}, "", False, id="commit without manifest"),
+        pytest.param("0123", {0: 2, 1: 2, 2: 4, 3: 4}, "", False, id="of two saves"),
+        pytest.param("01", {}, OTHERS, True, id="no manifests"),
+        pytest.param("01", {}, f"{OTHERS} {manifest_object('ab')}", True, id="a save in progress"),
+        pytest.param("01", {}, f"{OTHERS} sub/__2_0.distcp sub/.metadata", True, id="no manifests, another below"),
+        pytest.param("01", {}, f"{OTHERS} sub/__2_0.distcp", False, id="no manifests, data of a rank below"),
+        pytest.param("0", {}, OTHERS, False, id="no manifests, data of more ranks"),
+        pytest.param("1", {}, "", False, id="no manifests, a rank is missing"),
+        pytest.param("0", {}, manifest_object("ab", 0), False, id="a manifest that is not clear"),
     ],
 )
-def test_ranks_that_commit_for_themselves_are_left_over_only_if_some_are_certainly_missing(
-    commits: dict[int, float], worlds: dict[int, int], others: tuple[str, ...], state: str, may_be_complete: bool
+def test_ranks_that_commit_for_themselves_stay_unless_all_are_there(
+    ranks: str, worlds: dict[int, int], others: str, committed: bool
 ) -> None:
     """``worlds``: the number of ranks that each manifest says."""
-    paths = [*(f"__{rank}.metadata" for rank in commits), *others]
-    found = Directory.of(URL, [ListedObject(URL.key(path), 10, 50.0) for path in paths])
-    manifests = {
-        rank: _manifest(rank, world_size=world, created_at=commits.get(rank, 0.0)) for rank, world in worlds.items()
+    found = directory(*(f"__{rank}.metadata" for rank in ranks), *others.split())
+    manifests: dict[int | None, Manifest] = {
+        rank: replace(MANIFEST, rank=rank, world_size=size) for rank, size in worlds.items()
     }
     info = with_marks(from_rank_manifests(URL, found, manifests), found)
-    assert info.state == state
-    assert ("may be complete" in (info.damage or "")) is may_be_complete
-    plan = CatalogSnapshot("s3://bucket/run", 1e9, (info,)).plan(None, grace=1.0)
-    assert bool(plan.deleted) is (state == "incomplete" and not may_be_complete)
+    assert info.committed is committed
+    assert ("may be complete" in (info.damage or "")) is not committed
+    assert not CatalogSnapshot("s3://bucket/run", 1e9, (info,)).plan(None, grace=1.0).deleted

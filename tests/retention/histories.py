@@ -8,14 +8,12 @@ from typing import Any
 from hypothesis import strategies as st
 
 from dcp_s3.checkpoint.info import CheckpointInfo
-from dcp_s3.format.layout import CLAIM, joint_object
 from dcp_s3.retention.plan import LeftoverObject, OpenUpload
 from dcp_s3.retention.policy import (
     AnyOf,
     KeepBest,
     KeepDaily,
     KeepEvery,
-    KeepHourly,
     KeepLatest,
     KeepWithin,
     Policy,
@@ -75,7 +73,6 @@ single_policies: st.SearchStrategy[Policy] = st.one_of(
               st.sampled_from(["keep", "drop"])),
     st.builds(KeepEvery, st.integers(1, 20)),
     st.builds(KeepWithin, st.integers(0, 50 * 86400)),
-    st.builds(KeepHourly, _counts),
     st.builds(KeepDaily, _counts),
 )  # fmt: skip
 policies: st.SearchStrategy[Policy] = st.one_of(
@@ -92,18 +89,8 @@ uploads = st.lists(
 )  # fmt: skip
 leftovers = st.lists(
     st.builds(
-        lambda place, path, number, time, lease: LeftoverObject(
-            f"run/{place}/{path(number)}", 5, time, place, is_lease=lease
-        ),
-        _places,
-        st.sampled_from(
-            [
-                lambda number: f"__{number}_0-ab.distcp",
-                lambda number: joint_object("ab", "part", number),
-                lambda _: CLAIM,
-            ]
-        ),
-        st.integers(0, 99), st.floats(NOW - 3 * DAY, NOW + 60), st.booleans(),
+        lambda place, number, time, lease: LeftoverObject(f"run/{place}/{number}", 5, time, place, is_lease=lease),
+        _places, st.integers(0, 99), st.floats(NOW - 3 * DAY, NOW + 60), st.booleans(),
     ),
     max_size=5,
 )  # fmt: skip

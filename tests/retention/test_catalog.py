@@ -1,8 +1,9 @@
-"""What a catalog finds under a root: names, steps, states, sizes, metrics, damage; and with which requests."""
+"""What a catalog finds under a root, and with which requests; metrics and pins that are put there later."""
 
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import time
 from collections.abc import Callable
@@ -13,12 +14,20 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_s3 import KeepLatest, errors
+from dcp_s3 import KeepLatest, errors, unpin
 from dcp_s3.checkpoint.directory import list_directory
-from dcp_s3.errors import AccessDeniedError, TransferError
+from dcp_s3.errors import (
+    AccessDeniedError,
+    CheckpointNotFoundError,
+    PreconditionFailedError,
+    SettingsError,
+    TransferError,
+)
 from dcp_s3.format.control_files import Manifest
-from dcp_s3.format.layout import deletion_object, lease_object, spread
+from dcp_s3.format.layout import METRICS, PIN, deletion_object, lease_object, spread
 from dcp_s3.format.metadata import seal
+from dcp_s3.retention import marks
+from dcp_s3.s3 import retry
 from dcp_s3.settings import Settings
 from dcp_s3.spill.saving import spill_commit
 from dcp_s3.spill.store import SpillStore
@@ -35,6 +44,7 @@ def test_checkpoints_are_listed_in_order_of_steps(run: Run) -> None:
         run.save(name, metrics={"loss": 0.5, "note": name}, objects=2)
     found = run.catalog().checkpoints()
     assert [(info.name, info.step) for info in found] == [("step-9", 9), ("step-10", 10), ("step-100", 100)]
+    assert run.latest() == "step-100"
     for info in found:
         data = [size for path, size in run.objects(info.name).items() if path.endswith(".distcp")]
         assert info.url == f"{ROOT}/{info.name}"
@@ -44,19 +54,18 @@ def test_checkpoints_are_listed_in_order_of_steps(run: Run) -> None:
         assert before <= (info.created_at or 0) <= time.time()
 
 
-def test_latest_is_the_highest_step_and_then_the_newest(run: Run) -> None:
-    for name in ("z-5", "b-30", "a-30"):
-        run.save(name)
-    assert run.latest() == "a-30"
-
-
-def test_a_torn_save_is_incomplete_and_never_latest(run: Run) -> None:
+def test_a_torn_save_is_in_progress_then_a_leftover_and_never_latest(run: Run) -> None:
     run.steps(1, 2, 3)
     for name in ("step-2", "step-3"):  # of one the manifest is still there: the last instant before the commit
         run.delete(name, ".metadata")
     run.delete("step-3", run.manifests("step-3")[0])
-    assert run.states() == {"step-1": "committed", "step-2": "in_progress", "step-3": "in_progress"}
-    assert run.latest() == "step-1"
+    for hours, state in ((0, "in_progress"), (2, "leftover")):
+        run.clock.now += hours * HOUR
+        assert run.states(retention_grace="2h") == {"step-1": "committed", "step-2": state, "step-3": state}
+        assert run.latest() == "step-1"
+    run.put("step-2", "__1_0-ab.distcp")
+    assert run.states(retention_grace="2h")["step-2"] == "in_progress"
+    assert run.catalog().scan().now == run.clock.now
 
 
 def test_foreign_checkpoints_are_listed(run: Run, tmp_path: Path) -> None:
@@ -81,14 +90,6 @@ def test_ranks_without_collectives_count_when_all_have_committed(run: Run) -> No
         assert run.latest() == "step-1"
 
 
-def test_a_rank_with_two_manifests_has_the_one_that_its_commit_names(run: Run) -> None:
-    run.save_on_ranks("step-4", 2)
-    manifest = next(path for path in run.manifests("step-4") if path.endswith(".1.json"))
-    stale = run.get("step-4", manifest).replace(b'"world_size": 2', b'"world_size": 3')
-    run.put("step-4", ".dcp_s3/manifest-00000000000000ff.1.json", stale)
-    assert run.states() == {"step-4": "committed"}
-
-
 def test_of_two_manifests_the_one_of_the_committed_save_counts(run: Run) -> None:
     run.save("run-12", metrics={"loss": 2.0})
     [manifest] = run.manifests("run-12")
@@ -97,26 +98,6 @@ def test_of_two_manifests_the_one_of_the_committed_save_counts(run: Run) -> None
     for save_id in ("0000000000000000", "ffffffffffffffff"):
         run.put("run-12", f".dcp_s3/manifest-{save_id}.json", run.get("run-12", manifest).replace(b"2.0", b"9.0"))
     assert run.only().metrics == {"loss": 2.0}
-
-
-def test_the_manifest_of_a_save_in_progress_is_not_that_of_a_commit_which_lost_its_own(run: Run) -> None:
-    run.save("run-12", metrics={"loss": 2.0})
-    [manifest] = run.manifests("run-12")
-    other = run.get("run-12", manifest).replace(b"2.0", b"9.0")
-    run.delete("run-12", manifest)
-    run.clock.now += 1
-    run.put("run-12", ".dcp_s3/manifest-ffffffffffffffff.json", other)
-    info = run.only()
-    assert (info.state, info.foreign, info.metrics) == ("committed", True, {})
-
-
-def test_a_lost_or_broken_manifest_leaves_the_checkpoint_committed(run: Run) -> None:
-    for step, data in enumerate((None, b"{}", b"\xff\x00")):
-        run.steps(step)
-        [manifest] = run.manifests(f"step-{step}")
-        run.delete(f"step-{step}", manifest) if data is None else run.put(f"step-{step}", manifest, data)
-    found = run.catalog().checkpoints()
-    assert [(info.state, info.objects, info.step) for info in found] == [("committed", 1, step) for step in range(3)]
 
 
 def test_directories_without_anything_of_a_checkpoint_are_left_out(run: Run) -> None:
@@ -148,10 +129,22 @@ def test_listings_of_many_pages() -> None:
     run = Run(page_size=2)
     for number in range(5):
         run.put("", f"dir-{number}/file")
-        run.put("zzz-step-2", f"__{number}_0.distcp")
+        run.put("zzz-step-3", f"__{number}_0.distcp")
+        run.put("step-2", lease_object(f"{number:016x}", 900))
     run.save("step-1", objects=3)
-    assert [(info.name, info.objects) for info in run.catalog().checkpoints()] == [("step-1", 3), ("zzz-step-2", 5)]
-    assert run.latest() == "step-1"
+    run.steps(2)
+    found = [(info.name, info.objects) for info in run.catalog().checkpoints()]
+    assert found == [("step-1", 3), ("step-2", 1), ("zzz-step-3", 5)]
+    assert [each.name for each in run.prune("latest:1").deleted] == ["step-1"]
+    assert run.latest() == "step-2"
+
+
+def test_a_lost_or_broken_manifest_leaves_the_checkpoint_committed(run: Run) -> None:
+    for step, data in enumerate((None, b"{}", b"\xff\x00")):
+        run.steps(step)
+        [manifest] = run.manifests(f"step-{step}")
+        run.delete(f"step-{step}", manifest) if data is None else run.put(f"step-{step}", manifest, data)
+    assert [(info.state, info.objects) for info in run.catalog().checkpoints()] == [("committed", 1)] * 3
 
 
 def test_a_request_that_fails_is_an_error_not_a_gap(run: Run) -> None:
@@ -184,18 +177,15 @@ def write_with_newer_torch(run: Run, name: str) -> None:
     run.put(name, manifest, read.to_json())
 
 
-LOOKS: dict[str, Callable[[Run], Any]] = {
-    "latest": Run.latest,
-    "prune": lambda run: run.prune(KeepLatest(2), dry_run=True),
-}
-
-
-@pytest.mark.parametrize("who", LOOKS)
+@pytest.mark.parametrize("prunes", [False, True])
 def test_who_looks_for_the_newest_says_why_it_passes_over_others(
-    run: Run, caplog: pytest.LogCaptureFixture, who: str
+    run: Run, caplog: pytest.LogCaptureFixture, prunes: bool
 ) -> None:
+    def look_at() -> object:
+        return run.prune(KeepLatest(2), dry_run=True) if prunes else run.latest()
+
     run.steps(1, 2, 3, 4, 5, 6)
-    LOOKS[who](run)
+    look_at()
     assert caplog.messages == []
     truncate(run, "step-2")
     run.delete_data("step-3")
@@ -203,7 +193,7 @@ def test_who_looks_for_the_newest_says_why_it_passes_over_others(
     run.put("step-4", data, run.get("step-4", data)[:-1])
     write_with_newer_torch(run, "step-5")
     run.put("step-6", ".metadata", pickle.dumps(print))
-    LOOKS[who](run)
+    look_at()
     assert run.latest() == "step-1"
     said = caplog.messages[:5]
     assert [each.split()[0] for each in said] == [f"{ROOT}/step-{step}" for step in (6, 5, 4, 3, 2)]
@@ -228,27 +218,7 @@ def test_latest_looks_again_when_its_choice_is_pruned(run: Run, all_of_it: bool)
     assert run.latest() == "step-4"
 
 
-def test_many_leases_of_the_newest_do_not_hide_it() -> None:
-    run = Run(page_size=5)
-    run.steps(1, 2)
-    for number in range(12):
-        run.put("step-2", lease_object(f"{number:016x}", 900))
-    assert [each.name for each in run.prune("latest:1").deleted] == ["step-1"]
-    assert run.latest() == "step-2"
-
-
 # --- a scan, for a plan --------------------------------------------------------------------------
-
-
-def test_the_stores_clock_tells_a_save_in_progress_from_a_leftover(run: Run) -> None:
-    run.steps(1, 2)
-    run.delete("step-2", ".metadata")
-    run.clock.now += 2 * HOUR
-    assert run.states() == {"step-1": "committed", "step-2": "in_progress"}
-    assert run.states(retention_grace="2h") == {"step-1": "committed", "step-2": "leftover"}
-    run.put("step-2", "__1_0-ab.distcp")
-    assert run.states(retention_grace="2h")["step-2"] == "in_progress"
-    assert run.catalog().scan().now == run.clock.now
 
 
 def test_where_the_store_does_not_tell_its_time_that_of_this_host_counts(run: Run) -> None:
@@ -267,23 +237,27 @@ def test_where_the_store_does_not_tell_its_time_that_of_this_host_counts(run: Ru
     assert run.objects() == {}
 
 
-def test_marks_cost_no_request_but_for_the_reason_of_a_pin(run: Run) -> None:
+def test_marks_are_seen_and_only_metrics_and_pins_cost_a_request(run: Run) -> None:
     run.save("step-1", metrics={"loss": 1})
-    run.pin("step-1", "for\nthe paper")
     run.put("step-1", lease_object("ab", 600))
     run.clock.now += 60
     run.put("step-1", lease_object("cd", 100))
     run.put("step-1", deletion_object("ef"))
     run.calls.clear()
     info = run.only()
-    assert (info.pinned, info.pin_reason, info.deletions) == (True, "for the paper", ("ef",))
-    assert info.leased_until == run.clock.now - 60 + 600
-    assert (info.etag, info.modified_at) != (None, None)
-    assert run.calls == {"page": 2, "get": 2}
+    assert (info.pinned, info.leased_until, info.deletions) == (False, run.clock.now - 60 + 600, ("ef",))
+    assert run.calls == {"page": 2, "get": 1}
     run.annotate("step-1", {"acc": 2})
-    run.calls.clear()
-    assert run.only().metrics == {"loss": 1, "acc": 2}
-    assert run.calls == {"page": 2, "get": 3}
+    for pin, reason in (
+        (b'{"reason": "for\\nthe paper"}', "for the paper"), (b'{"reason": 3}', None), (b"[]", None), (b"\xff", None),
+    ):  # fmt: skip
+        run.put("step-1", ".dcp_s3/pin", pin)
+        run.calls.clear()
+        info = run.only()
+        assert (info.metrics, info.pinned, info.pin_reason) == ({"loss": 1, "acc": 2}, True, reason)
+        assert run.calls == {"page": 2, "get": 3}
+    run.rule = lambda method, key: AccessDeniedError("s3:GetObject") if key.endswith("/pin") else None
+    assert (run.only().pinned, run.only().pin_reason) == (True, None)
 
 
 def test_a_scan_and_latest_make_few_requests(run: Run) -> None:
@@ -304,39 +278,6 @@ def test_a_scan_and_latest_make_few_requests(run: Run) -> None:
         run.calls.clear()
         look_at()
         assert run.calls["head"] == heads
-
-
-def test_open_uploads_of_checkpoints_right_under_the_root(run: Run) -> None:
-    wanted = {
-        run.open_upload(key).upload_id: key
-        for key in ("run/step-1/__0_0-ab.distcp", "run/new/__1_0.distcp", "run/new/__1_0.distcp")
-    }
-    for key in ("runner/step-1/__0_0-ab.distcp", "run/logs/events", "run/deep/er/__0_0-ab.distcp", "run/x.distcp"):
-        run.open_upload(key)
-    run.clock.now += 48 * HOUR
-    young = run.open_upload("run/step-2/__0_0-ab.distcp")
-    found = run.catalog().scan()
-    assert {each.upload_id: each.key for each in found.uploads} == wanted | {young.upload_id: young.key}
-    plan = found.plan(None, grace=24 * HOUR)
-    assert {each.upload_id for each in plan.uploads} == set(wanted)
-
-
-def test_an_overwrite_is_seen_by_its_objects_or_upload(run: Run, tmp_path: Path) -> None:
-    run.steps(1)
-    run.save_foreign("step-2", tmp_path)
-    run.steps(3, 4)
-    run.clock.now += 99 * HOUR
-    for name in ("step-1", "step-2"):
-        run.put(name, "__0_0-abcdef.distcp")
-    run.open_upload("run/step-3/__0_0-ab.distcp")
-
-    def deleted() -> list[str]:
-        plan = run.catalog().scan().plan(KeepLatest(1), grace=HOUR)
-        return [info.name for info in plan.deleted]
-
-    assert deleted() == []
-    run.clock.now += HOUR
-    assert deleted() == ["step-1", "step-2", "step-3"]
 
 
 def test_leftovers_of_other_saves_are_found_and_nothing_else(run: Run) -> None:
@@ -398,15 +339,6 @@ def test_damage_of_part_does_not_cost_the_last_good_one(run: Run, tmp_path: Path
     assert run.latest() == "step-2"
 
 
-def test_an_unreadable_reason_of_a_pin_leaves_the_pin(run: Run) -> None:
-    run.steps(1)
-    for data in (b"", b"[]", b'{"reason": 3}', b"\xff", json.dumps({"reason": None}).encode()):
-        run.put("step-1", ".dcp_s3/pin", data)
-        assert (run.only().pinned, run.only().pin_reason) == (True, None)
-    run.rule = lambda method, key: AccessDeniedError("s3:GetObject") if key.endswith("/pin") else None
-    assert (run.only().pinned, run.only().pin_reason) == (True, None)
-
-
 @pytest.mark.usefixtures("_own_environment")
 def test_what_waits_in_the_spill_directory_is_local(run: Run, tmp_path: Path) -> None:
     run.steps(1, 2)
@@ -435,3 +367,83 @@ def test_a_pattern_decides_alone(run: Run) -> None:
 
     assert steps() == {"step-100-v2": 100, "iter-7": 7}
     assert steps(step_pattern=r"step-(\d+)") == {"step-100-v2": 100, "iter-7": None}
+
+
+# --- metrics after the save, and pins ------------------------------------------------------------------
+
+
+def test_metrics_are_added_and_replaced_one_by_one(run: Run) -> None:
+    run.save("step-1", metrics={"loss": 3.0, "epoch": 1})
+    assert run.annotate("step-1", {"val_loss": 1.5}) == {"val_loss": 1.5}
+    assert run.annotate("step-1", {"loss": 2.0, "note": "ünï", "good": True}) == {
+        "val_loss": 1.5, "loss": 2.0, "note": "ünï", "good": True,
+    }  # fmt: skip
+    assert run.only().metrics == {"loss": 2.0, "epoch": 1, "val_loss": 1.5, "note": "ünï", "good": True}
+
+
+def test_pin_and_unpin(run: Run) -> None:
+    run.steps(1)
+    assert not run.only().pinned
+    run.pin("step-1", "keep")
+    run.pin("step-1", "paper")
+    assert json.loads(run.get("step-1", PIN))["reason"] == "paper"
+    assert run.only().pinned
+    assert [unpin(str(run.url("step-1")), store=run.store) for _ in range(2)] == [True, False]
+    assert not run.only().pinned
+
+
+@pytest.mark.parametrize(
+    "metrics", [{}, {"loss": math.inf}, {"loss": None}, {"loss": [1]}, {"": 1}, {3: 1}, {"loss": 1j}, "loss=1"]
+)
+def test_what_can_not_be_stored_is_refused_before_any_request(run: Run, metrics: Any) -> None:
+    with pytest.raises(SettingsError, match=r"expected a mapping|cannot be stored"):
+        run.annotate("step-1", metrics)
+    assert not run.calls
+
+
+def test_marks_need_a_committed_checkpoint(run: Run) -> None:
+    run.steps(1)
+    run.delete("step-1", ".metadata")
+    before = run.objects()
+    for name in ("step-1", "step-2"):
+        with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
+            run.annotate(name, {"loss": 1})
+        with pytest.raises(CheckpointNotFoundError, match="no committed checkpoint"):
+            run.pin(name)
+    assert run.objects() == before
+
+
+def test_metrics_belong_to_one_save_and_the_pin_to_the_url(run: Run) -> None:
+    run.save("step-1", metrics={"loss": 1.0})
+    run.annotate("step-1", {"val_loss": 0.5})
+    run.pin("step-1")
+    run.forget_metadata("step-1")  # as a copy does
+    assert run.annotate("step-1", {"nan": math.nan}).keys() == {"val_loss", "nan"}
+    run.save("step-1", metrics={"loss": 2.0}, overwrite=True)
+    assert (run.only().metrics, run.only().pinned) == ({"loss": 2.0}, True)
+    assert run.annotate("step-1", {"acc": 1}) == {"acc": 1}
+    assert run.only().metrics == {"loss": 2.0, "acc": 1}
+
+
+def test_a_damaged_file_of_metrics_is_replaced(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    run.save("step-1", metrics={"loss": 1})
+    for data in (b"", b"[]", b'{"format_version": 9, "metrics": {}}', b'{"format_version": 1, "metrics": 3}'):
+        run.put("step-1", METRICS, data)
+        caplog.clear()
+        assert run.only().metrics == {"loss": 1}
+        assert "are not used" in caplog.text
+        assert run.annotate("step-1", {"acc": 2}) == {"acc": 2}
+        assert run.only().metrics == {"loss": 1, "acc": 2}
+
+
+def test_a_writer_that_meets_others_merges_until_there_is_no_end_of_them(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.steps(1)
+    run.once("put", METRICS, lambda: run.annotate("step-1", {"b": 2}))
+    assert run.annotate("step-1", {"a": 1}) == {"a": 1, "b": 2} == run.only().metrics
+    monkeypatch.setattr(marks, "_CONFLICTS", 3)
+    monkeypatch.setattr(retry, "BACKOFF_BASE", 0.0)
+    run.rule = lambda method, key: PreconditionFailedError("met") if method == "put" else None
+    with pytest.raises(PreconditionFailedError):
+        run.annotate("step-1", {"a": 2})

@@ -1,30 +1,29 @@
-"""Prune beside saves: those that commit while, or after, it took them for leftovers, and those without collectives."""
+"""Prune beside saves that commit while, or after, it took them for leftovers; cut off; and beside another prune."""
 
 from __future__ import annotations
 
+import random
+import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
-from torch.distributed.checkpoint.metadata import StorageMeta
 
-from dcp_s3.checkpoint.commit import Commit, make_commit, publish
-from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity
+from dcp_s3 import KeepLatest, Plan, PruneReport
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
+from dcp_s3.coordination import processes
 from dcp_s3.errors import (
-    AccessDeniedError,
     CheckpointDeletedError,
-    CheckpointExistsError,
-    CheckpointNotFoundError,
     CheckpointProtectedError,
     TransferError,
 )
-from dcp_s3.format.control_files import DeletionList, Manifest
+from dcp_s3.format.control_files import DeletionList
 from dcp_s3.format.layout import CLAIM, deletion_object, manifest_object
-from dcp_s3.format.metadata import load_metadata
 from dcp_s3.retention.plan import BOARDS_STAY
-from dcp_s3.retention.show import describe
-from tests.retention.runs import BOARD, COORDINATION, DAY, HOUR, ROOT, Run, deleted, keep_steps
+from tests.retention.runs import BOARD, COORDINATION, DAY, HOUR, Mixed, Run, deleted, keep_steps, nothing
 
 SAVE = "0123456789abcdef"
 
@@ -88,25 +87,6 @@ def test_a_save_that_was_to_replace_what_a_prune_deleted_commits(run: Run) -> No
     assert run.damages() == [None, None]
 
 
-@pytest.mark.parametrize(("name", "overwrite", "gone"), [("step-3", False, ["step-1"]), ("step-2", True, ["step-1"])])
-def test_a_save_that_goes_on_within_the_grace_period_is_not_harmed(
-    run: Run, name: str, overwrite: bool, gone: list[str]
-) -> None:
-    """It is halted before its commit, an hour and a half after its first object."""
-    run.steps(1, 2)
-    reports = []
-
-    def halt() -> None:
-        run.clock.now += 1.5 * HOUR
-        reports.append(run.prune("latest:1", grace="2h"))
-
-    run.once("put", "manifest", halt)
-    run.save(name, overwrite=overwrite)
-    assert deleted(reports[0]) == gone
-    assert set(run.damages()) == {None}
-    assert name in run.names()
-
-
 @pytest.mark.parametrize("path", [".metadata", "__0.metadata"])
 def test_a_commit_that_s3_carries_out_after_a_prune_is_damaged_and_goes(run: Run, path: str) -> None:
     """Others had committed the checkpoint, and it was pruned since."""
@@ -166,16 +146,6 @@ def test_a_list_whose_time_was_over_before_its_first_delete_is_withdrawn(
     report = run.prune("latest:1")
     assert [(each.name, "too slow" in each.reason) for each in report.left_alone] == [("step-1", True)]
     assert (lists(run, "step-1"), run.names()) == ([], ["step-1", "step-2"])
-
-
-def test_a_delete_that_s3_refuses_leaves_no_list(run: Run) -> None:
-    run.steps(1, 2)
-    refused = AccessDeniedError("s3:DeleteObject")
-    run.rule = lambda method, key: refused if method == "delete" and key.endswith("step-1/.metadata") else None
-    assert not run.prune("latest:1").ok
-    run.rule = lambda method, key: None
-    assert lists(run, "step-1") == []
-    run.pin("step-1")
 
 
 # --- saves without collectives: claims, parts, intents, notices, manifests, boards ----------------------
@@ -248,89 +218,179 @@ def test_leftovers_of_a_checkpoint_that_is_replaced_while_their_list_is_written_
     assert lists(run, "step-2") == []
 
 
-def merged(run: Run, merger: str) -> Commit:
-    """What one more merger of the save that was committed at step-2 would commit."""
-    [path] = run.manifests("step-2")
-    url = run.url("step-2")
-    metadata = load_metadata(run.get("step-2", ".metadata"), url=str(url))
-    identity = SaveIdentity(url, SAVE + merger)
-    metadata.storage_meta = StorageMeta(checkpoint_id=str(url), save_id=identity.save_id)
-    objects = Manifest.from_json(run.get("step-2", path)).objects
-    return make_commit(identity, metadata, objects, step=2, world_size=1, metrics={})
-
-
-def test_of_several_mergers_manifests_the_one_that_the_commit_names_counts(run: Run) -> None:
-    run.steps(2)
-    commits = [merged(run, f"0000000{number}") for number in range(3)]
-    [path] = run.manifests("step-2")
-    run.delete("step-2", path)
-    run.delete("step-2", ".metadata")
-    for number in (0, 2):  # killed before they committed
-        run.put("step-2", manifest_object(commits[number].identity.save_id), commits[number].manifest)
-    run.clock.now += 1
-    publish(run.store, commits[1], Previous(), keep_objects=True)
-    with pytest.raises(CheckpointExistsError):
-        publish(run.store, commits[2], Previous(), keep_objects=True)
-    info = run.catalog().latest()
-    assert info is not None
-    assert (info.save_id, info.damage) == (SAVE + "00000001", None)
-    assert all(each.used for each in describe(f"{ROOT}/step-2", store=run.store).objects)
-    run.clock.now += 2 * DAY
-    [left] = run.prune().leftovers
-    assert left.objects == 2
-    assert run.manifests("step-2") == [manifest_object(SAVE + "00000001")]
-    assert run.damages() == [None]
-
-
-def test_a_merger_that_comes_after_the_checkpoint_was_pruned_does_not_bring_it_back(run: Run) -> None:
-    run.steps(2)
-    late = merged(run, "00000001")
+def test_the_list_of_leftovers_has_no_etags_so_that_nobody_finishes_it_without_a_look(run: Run) -> None:
     run.steps(9)
-    assert deleted(run.prune("latest:1")) == ["step-2"]
-    with pytest.raises(CheckpointDeletedError):
-        publish(run.store, late, Previous(), keep_objects=True, is_late=lambda: True)
-    assert ".metadata" not in run.objects("step-2")
-
-
-def test_the_claim_of_a_checkpoint_stays_and_goes_with_it(run: Run) -> None:
-    for name in ("step-2", "step-9"):
-        run.put(name, CLAIM)
-        run.save(name)
-    before = run.objects("step-2")
-    assert run.prune().leftovers == ()
+    run.put("step-9", "__0_0-abcdef.distcp")
     run.clock.now += 2 * DAY
-    assert run.prune().leftovers == ()
-    assert run.objects("step-2") == before
-    assert deleted(run.prune("latest:1")) == ["step-2"]
-    assert run.objects("step-2") == {}
+    seen: list[DeletionList] = []
+    run.once("delete", "", lambda: seen.extend(
+        DeletionList.from_json(run.get("step-9", path)) for path in lists(run, "step-9")
+    ))  # fmt: skip
+    run.prune()
+    assert [each.objects for each in seen] == [{"__0_0-abcdef.distcp": ""}]
 
 
-def test_boards_make_a_run_no_checkpoint(run: Run) -> None:
+def test_boards_make_a_run_no_checkpoint_and_go_when_they_are_old(run: Run) -> None:
     run.put("", BOARD)
     assert (run.latest(), run.names(), run.names("s3://bucket")) == (None, [], [])
-    with pytest.raises(CheckpointNotFoundError):
-        describe(ROOT, store=run.store)
-    run.steps(2)
-    assert run.names() == ["step-2"]
-    run.calls.clear()
-    assert run.names("s3://bucket") == []
-    assert run.calls == {"page": 3}  # the bucket, what begins with a dot in the run, and its directories
-
-
-def test_old_boards_go(run: Run) -> None:
-    run.steps(9)
-    run.put("", BOARD)
     run.put("", ".dcp_s3/other")
+    run.steps(9)
     run.clock.now += BOARDS_STAY - 60
     run.put("", ".dcp_s3/board-cd-queue")
-    assert run.prune(grace="1h").leftovers == ()
+    assert run.prune(grace="1h").plan.empty
     run.clock.now += 120
-    plan = run.prune(grace="1h", dry_run=True).plan
-    assert not plan.empty
-    assert [each.key for each in plan.boards] == [f"run/{BOARD}"]
-    assert run.prune(grace="48h").leftovers == ()
+    assert run.prune(grace="48h").plan.empty
     [left] = run.prune(grace="1h").leftovers
     assert (left.name, left.objects) == (".dcp_s3", 1)
     assert {path for path in run.objects() if path.startswith("run/.dcp_s3/")} == {
         "run/.dcp_s3/board-cd-queue", "run/.dcp_s3/other",
     }  # fmt: skip
+
+
+# --- prunes that are cut off at any request, or meet another one ---------------------------------------
+
+
+@pytest.fixture
+def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mixed:
+    monkeypatch.setattr(processes, "_PATIENCE", 0.0)  # with a store that refuses what is no part of a save
+    return Mixed(tmp_path)
+
+
+def cut_off(mixed: Mixed, plan: Plan, requests: int, *, applied: bool) -> int:
+    """Carry out so many requests, the last one without an answer (not at all unless ``applied``). Returns how many were
+    not needed."""
+    left = requests
+
+    def die(method: str, key: str) -> Exception | None:
+        nonlocal left
+        mixed.check_committed()
+        if not method.startswith("after "):
+            left -= 1
+            return TransferError("the process is dead") if left < (0 if applied else 1) else None
+        return TransferError("the process is dead") if left <= 0 else None
+
+    mixed.run.rule = die
+    mixed.run.apply(plan)
+    mixed.run.rule = nothing
+    mixed.check_committed()
+    return left
+
+
+def make_plan(mixed: Mixed) -> Plan:
+    return mixed.run.catalog().scan().plan(KeepLatest(1), grace=HOUR)
+
+
+def test_a_prune_alone_does_all(mixed: Mixed) -> None:
+    objects = len(mixed.keys)
+    report = mixed.run.prune("latest:1")
+    mixed.check_done()
+    assert (report.ok, report.left_alone) == (True, ())
+    assert deleted(report) == ["step-1", "step-2", "step-5"]
+    assert report.objects == objects - len(mixed.keep)
+
+
+@pytest.mark.parametrize("applied", [True, False])
+def test_cut_off_at_any_request_it_tears_nothing_and_the_next_one_completes_it(mixed: Mixed, applied: bool) -> None:
+    plan = make_plan(mixed)
+    seen: set[frozenset[str]] = set()
+    requests, left = 0, 0
+    while left <= 0:
+        requests += 1
+        mixed.put_back()
+        left = cut_off(mixed, plan, requests, applied=applied)
+        if mixed.keys not in seen:  # whatever its requests were, the next prune sees only this
+            seen.add(mixed.keys)
+            mixed.prune_to_the_end()
+    assert requests > 20
+    assert len(seen) > 10
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_cut_off_again_and_again_it_gets_there(mixed: Mixed, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(8):
+        cut_off(mixed, make_plan(mixed), rng.randint(1, 20), applied=rng.random() < 0.5)
+    mixed.prune_to_the_end()
+
+
+def cut_off_after_the_commit(mixed: Mixed) -> None:
+    """So that lists name what is left."""
+    dead = TransferError("the process is dead")
+    mixed.run.rule = lambda method, key: dead if method == "delete" and ".metadata" not in key else None
+    assert not mixed.run.prune("latest:1").ok
+    mixed.run.rule = nothing
+
+
+def test_what_was_written_since_a_deletion_was_cut_off_stays(mixed: Mixed) -> None:
+    """A foreign checkpoint is put back under the same names while a list names them."""
+    data = {path: mixed.run.get("step-2", path) for path in mixed.run.objects("step-2")}
+    cut_off_after_the_commit(mixed)
+    assert ".metadata" not in mixed.run.objects("step-2")
+    mixed.run.clock.now += 1
+    for path, each in data.items():
+        mixed.run.put("step-2", path, each)
+    mixed.run.prune(keep_steps(2))
+    assert set(mixed.run.objects("step-2")) == set(data)
+
+
+def test_a_checkpoint_that_came_back_from_a_copy_is_not_torn_by_an_old_list(mixed: Mixed) -> None:
+    metadata = mixed.run.memory.get("run/step-1/.metadata")
+    cut_off_after_the_commit(mixed)
+    mixed.run.put("step-1", ".metadata", metadata.data, metadata.metadata)
+    report = mixed.run.prune(keep_steps(1))
+    assert "run/step-1/.metadata" in mixed.keys
+    mixed.check_committed()
+    assert report.ok
+
+
+# --- two at once ---------------------------------------------------------------------------------
+
+
+class Turns:
+    """Lets one of several threads go on at a time, up to its next request: which one is drawn."""
+
+    def __init__(self, seed: int, work: Sequence[Callable[[], PruneReport]], check: Callable[[], None]) -> None:
+        self._draw, self._check = random.Random(seed).choice, check
+        self._waiting = threading.Condition()
+        self._alive = list(range(len(work)))
+        self._turn = 0
+        self._mine = threading.local()
+        self._work = work
+
+    def run(self) -> list[PruneReport]:
+        with ThreadPoolExecutor(len(self._work)) as pool:
+            return list(pool.map(self._run, self._alive))
+
+    def _run(self, number: int) -> PruneReport:
+        self._mine.number = number
+        try:
+            with self._waiting:
+                self._waiting.wait_for(lambda: self._turn == number, 60)
+            return self._work[number]()
+        finally:
+            with self._waiting:
+                self._alive = [each for each in self._alive if each != number]
+                self._next()
+
+    def _next(self) -> None:
+        if self._alive:
+            self._turn = self._draw(self._alive)
+            self._waiting.notify_all()
+
+    def rule(self, method: str, key: str) -> None:
+        self._check()
+        with self._waiting:
+            self._next()
+            assert self._waiting.wait_for(lambda: self._turn == self._mine.number, 60)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_three_at_once_in_random_order_are_harmless(mixed: Mixed, seed: int) -> None:
+    plan = make_plan(mixed)
+    apply, prune = partial(mixed.run.apply, plan), partial(mixed.run.prune, "latest:1")
+    turns = Turns(seed, [apply, apply, prune], mixed.check_committed)
+    mixed.run.rule = turns.rule
+    reports = turns.run()
+    mixed.run.rule = nothing
+    assert all(each.ok for each in reports)
+    mixed.prune_to_the_end()

@@ -197,7 +197,8 @@ def test_after_sigkill_the_next_prune_completes_it(
     gc.collect()  # urllib3 closes connections with their pool, and requests that failed before hold on to it
     wait_until_quiet(loaded)
     mixed.check_committed(list(loaded.s3.objects(BUCKET)))
-    assert prune(ROOT, "latest:1").ok
+    for _ in range(2):  # the list of one that was cut off may go with the second
+        assert prune(ROOT, "latest:1").ok
     check_done(mixed, loaded)
 
 

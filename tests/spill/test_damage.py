@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,8 +15,16 @@ import pytest
 
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import CheckpointError
+from dcp_s3.format.control_files import AttachmentEntry, ObjectEntry
+from dcp_s3.settings import Settings
 from dcp_s3.spill.background import wait_until_drained
-from dcp_s3.spill.journal import State
+from dcp_s3.spill.journal import (
+    Journal,
+    JournalError,
+    SpilledCommit,
+    SpilledObject,
+    State,
+)
 from tests.spill.making import Spill, assert_complete, damage, small_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -144,22 +153,10 @@ def test_a_journal_that_can_not_be_read_now_waits(spill: Spill) -> None:
     spill.drained(url, small_state(1))
 
 
-def test_another_programs_cache_in_the_directory_is_left_alone(spill: Spill) -> None:
-    theirs = [spill.path / "cache" / name for name in ("model/weights", "5a" * 16 + ".json", "5a" * 16)]
-    theirs[0].parent.mkdir(parents=True)
-    for path in theirs:
-        path.touch()
-    spill.drain()
-    assert all(path.exists() for path in theirs)
-
-
 def test_only_the_owner_reads_what_waits_and_what_is_set_aside(spill: Spill) -> None:
     spill.path.mkdir(mode=0o755)  # its owner's choice
-    for name in ("saves", "new", "refused", "cache"):  # as an earlier version made them
+    for name in ("saves", "new", "refused"):  # as an earlier version made them
         (spill.path / name).mkdir(mode=0o755)
-    kept = spill.path / "cache" / ("5a" * 16)  # what had been uploaded
-    kept.touch()
-    kept.with_suffix(".json").write_text('{"url": "s3://bucket/run", "crc64nvme": "0"}')
     previous = os.umask(0)
     try:
         spill.save(spill.url("step-1"), small_state(1))
@@ -172,7 +169,55 @@ def test_only_the_owner_reads_what_waits_and_what_is_set_aside(spill: Spill) -> 
         os.umask(previous)
     found = list(spill.path.rglob("*"))
     assert {path.name for path in found} >= {"journal", "object-0", "metadata", "manifest.json", "reason.txt"}
-    assert not (spill.path / "cache").exists()
     wrong = [str(path) for path in found if path.stat().st_mode & 0o777 != (0o700 if path.is_dir() else 0o600)]
     assert wrong == []
     assert spill.path.stat().st_mode & 0o777 == 0o755
+
+
+# --- the journal is read as it was written, or known to be damaged -------------------------------------
+
+EXAMPLE = Journal(
+    "s3://bucket/run/step-1",
+    "0123456789abcdef",
+    1700000000.25,
+    Settings().model_dump(),
+    State.SEALED,
+    ("run/step-1/__0_0-abc.distcp",),
+    (SpilledObject(ObjectEntry("__0_0-abc.distcp", 12, "00000000000000ff"), "object-0", 5, "00000000000000ff"),),
+    SpilledCommit((AttachmentEntry("__0_0-abc.distcp", 12, attachment="a.pt"),), True, 3, {"metadata": "ff"}),
+)
+
+
+def sign(body: bytes) -> bytes:
+    """A body behind a first line that is right."""
+    return f"dcp_s3 journal {crc_hex(crc64nvme(body))}\n".encode() + body
+
+
+@pytest.mark.parametrize("journal", [EXAMPLE, Journal("s3://b/x", "1", 0.0, {})], ids=["full", "small"])
+def test_a_journal_that_is_cut_off_or_longer_or_has_any_byte_changed_is_refused(journal: Journal) -> None:
+    data = journal.to_bytes()
+    assert Journal.from_bytes(data) == journal
+    wrong = [data[:length] for length in range(len(data))] + [data + more for more in (b"x", b"\n", data)]
+    for flip in (0x01, 0x80):
+        flipped = (data[:at] + bytes([data[at] ^ flip]) + data[at + 1 :] for at in range(len(data)))
+        wrong.extend(flipped)
+    for each in (*wrong, sign(b""), sign(b"anything else")):
+        with pytest.raises(JournalError):
+            Journal.from_bytes(each)
+
+
+NAMES = ("../../../secret.txt", "/etc/passwd", "journal", "object-0/../x", "object-0\n", "")
+ENTRY = {"path": "x", "size": 1}
+WRONG: list[dict[str, Any]] = [
+    {"state": "half"}, {"settings": 7}, {"keys": None}, {"commit": [1]}, {"format_version": 2},
+    {"objects": [{"entry": {"wrong": 1}, "file": "object-0", "part_size": 1, "crc64nvme": ""}]},
+    *({"objects": [{"entry": ENTRY, "file": each, "part_size": 1, "crc64nvme": ""}]} for each in NAMES),
+    *({"commit": {"objects": [], file: each}} for each in NAMES for file in ("manifest", "metadata")),
+]  # fmt: skip
+
+
+def test_a_field_that_makes_no_sense_or_leads_elsewhere_is_refused() -> None:
+    fields = json.loads(EXAMPLE.to_bytes().partition(b"\n")[2])
+    for change in WRONG:
+        with pytest.raises(JournalError, match="not a journal"):
+            Journal.from_bytes(sign(json.dumps({**fields, **change}).encode()))

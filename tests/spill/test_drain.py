@@ -5,27 +5,33 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from dcp_s3 import S3StorageWriter
 from dcp_s3.checkpoint.commit import Commit, publish
 from dcp_s3.checkpoint.commit_state import Previous
 from dcp_s3.memory import Piece
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings, resolve_settings, stored_settings, values_to_store
 from dcp_s3.spill import drain as drain_module
+from dcp_s3.spill import saving as saving_module
 from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.journal import Journal
 from dcp_s3.spill.store import SpilledSave, SpillStore
-from tests.faulty import BUCKET
+from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
+from tests.ranks import run_ranks
 from tests.servers import S3Server
 from tests.spill.making import (
     MIB,
@@ -56,36 +62,10 @@ def test_a_drained_checkpoint_is_bit_identical(anywhere: Spill) -> None:
     assert spill.drain() == DrainReport()
 
 
-def test_what_an_earlier_version_spilled_is_drained(spill: Spill) -> None:
-    """Its journals hold settings that are gone since, and ours none that it does not know."""
-    spill.save(spill.url("step-1"), small_state(1))
-    gone = {
-        "buckets_per_rank": 4, "read_gap": 262144, "read_waste": 0.0025, "load_buffers": 536870912,
-        "hedge_percentile": 95.0, "hedge_min_delay": 0.2, "prefix_spread": 0, "staging_generations": 2,
-        "merge_ranks": True, "load_sharing": True, "allow_dtype_cast": True, "spill_keep": 2**30,
-    }  # fmt: skip
-    for save in (spill.data(), spill.commit()):
-        assert save.journal.settings.keys().isdisjoint({"stall_timeout", "max_bandwidth", "requester_pays"})
-        save.update(replace(save.journal, settings={**save.journal.settings, **gone}))
-    spill.drained(spill.url("step-1"), small_state(1))
-
-
-def test_settings_that_another_version_stored_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DCP_S3_CHECKSUM", "crc32c")  # as the process that stored them had it
+def test_settings_that_another_version_stored_are_understood() -> None:
     changed = resolve_settings({"requester_pays": True, "max_bandwidth": "100MiB", "checksum": "auto"})
     other = {"connect_timeout": 5.0, "of_a_later_version": 1, "checksum": "crc32c"}
     assert stored_settings({**values_to_store(changed), **other}) == changed
-
-
-def test_checkpoints_of_several_runs_and_buckets_are_drained_oldest_first(spill: Spill) -> None:
-    spill.server.s3.create_bucket("other-bucket")
-    urls = [spill.url("step-1"), "s3://other-bucket/another-run/step-7", spill.url("step-0")]
-    for number, url in enumerate(urls):
-        spill.save(url, small_state(number))
-    assert spill.drain().committed == urls
-    for number, url in enumerate(urls):
-        assert_complete(url, small_state(number))
-    spill.assert_empty()
 
 
 def test_a_drain_that_is_stopped_ends_before_the_next_object(spill: Spill) -> None:
@@ -158,10 +138,9 @@ def test_an_object_that_is_complete_already_is_not_sent_again(spill: Spill) -> N
 
 def test_an_object_of_other_bytes_is_sent_again(spill: Spill) -> None:
     """S3 applied the PUT of the save, but said nothing; what is on disk has other bytes of the same number."""
-    url, state = spill.url("step-1"), small_state(1)
-    spill.save(url, state)
+    spill.save(spill.url("step-1"), small_state(1))
     spill.bucket.put(spill.key(), bytes((spill.data().path / "object-0").stat().st_size))
-    spill.drained(url, state)
+    spill.drained(spill.url("step-1"), small_state(1))
 
 
 def test_a_commit_whose_drain_died_before_it_could_say_so_is_not_done_twice(spill: Spill) -> None:
@@ -199,46 +178,33 @@ def test_without_an_object_or_with_one_of_another_size_it_waits_and_is_never_vis
     assert list(spill.drain().waiting) == [commit.name]
 
 
-def test_an_older_spilled_save_does_not_replace_a_newer_one(spill: Spill) -> None:
-    url = spill.url("step-1")
-    spill.save(url, small_state(1), overwrite=True)
-    late = spill.commit()
-    spill.save_to_s3(url, small_state(2), overwrite=True)
+@pytest.mark.parametrize(
+    ("overwrite", "order", "stays", "said"),
+    [
+        (True, "spilled s3", 2, "newer"),
+        (False, "spilled s3", 2, "a committed checkpoint is at"),
+        (True, "s3 spilled", 2, None),
+        (True, "spilled spilled", 2, None),
+    ],
+)
+def test_of_two_saves_to_one_url_the_newer_or_without_overwrite_the_first_wins(
+    anywhere: Spill, overwrite: bool, order: str, stays: int, said: str | None
+) -> None:
+    spill, url = anywhere, anywhere.url("step-1")
+    for number, how in enumerate(order.split(), 1):
+        save = spill.save if how == "spilled" else spill.save_to_s3
+        save(url, small_state(number), overwrite=overwrite)
     report = spill.drain()
-    assert report.committed == []
-    assert "newer" in report.refused[late.name]
-    assert_complete(url, small_state(2))
-
-
-def test_of_two_spilled_saves_to_one_url_the_newer_wins(spill: Spill) -> None:
-    url = spill.url("step-1")
-    for number in (1, 2):
-        spill.save(url, small_state(number), overwrite=True)
-    assert spill.drain().committed == [url, url]
-    assert_complete(url, small_state(2))
-    assert len(spill.list_data(url)) == 1, "the older one's is gone"
-    spill.assert_empty()
-
-
-def test_a_spilled_save_replaces_the_older_checkpoint_that_it_is_to_overwrite(anywhere: Spill) -> None:
-    url = anywhere.url("step-1")
-    anywhere.save_to_s3(url, small_state(1))
-    anywhere.save(url, small_state(2), overwrite=True)
-    assert_complete(url, small_state(1))
-    anywhere.drained(url, small_state(2))
-    assert len(anywhere.list_data(url)) == 1
-
-
-def test_a_checkpoint_of_somebody_else_stays(anywhere: Spill) -> None:
-    url = anywhere.url("step-1")
-    anywhere.save(url, small_state(1))
-    late = anywhere.commit()
-    anywhere.save_to_s3(url, small_state(2))
-    report = anywhere.drain()
-    assert report.committed == []
-    assert "a committed checkpoint is at" in report.refused[late.name]
-    assert_complete(url, small_state(2))
-    assert len(anywhere.list_data(url)) == 2, "ours stay until they are pruned"
+    assert_complete(url, small_state(stays))
+    if said is None:
+        assert report.committed == [url] * order.count("spilled")
+        assert len(spill.list_data(url)) == 1, "the older one's is gone"
+        spill.assert_empty()
+    else:
+        assert report.committed == []
+        [reason] = report.refused.values()
+        assert said in reason
+        assert len(spill.list_data(url)) == 2, "ours stays until it is pruned"
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -312,37 +278,14 @@ def test_without_a_list_of_multipart_uploads_everything_is_drained(spill: Spill,
     assert_complete(spill.url("step-1"), large_state(1))
 
 
-def test_a_refusal_of_the_commit_that_does_not_hold_sets_nothing_aside(spill: Spill) -> None:
-    """A proxy says 412, and no checkpoint is there: once, and whenever it is asked."""
-    state, refusal = small_state(1), Fault.error(412, "PreconditionFailed")
-    spill.save(spill.url("step-1"), state)
-    seen = spill.server.once("PutObject", refusal, key=".metadata")
-    spill.drained(spill.url("step-1"), state)
-    assert seen
-    spill.save(spill.url("step-2"), state)
-    commit = spill.commit()
-    spill.server.rule = lambda request: refusal if ".metadata" in request.key and request.method == "PUT" else None
-    report = spill.drain()
-    assert report.refused == {}
-    assert "a proxy" in report.waiting[commit.name]
-    spill.server.rule = allow_all
-    spill.drained(spill.url("step-2"), state)
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_a_drain_that_fails_leaves_no_file_open(spill: Spill) -> None:
+def test_a_drain_that_fails_leaves_no_file_open(spill: Spill, monkeypatch: pytest.MonkeyPatch) -> None:
     spill.save(spill.url("step-1"), large_state(1))
     spill.server.rule = lambda request: refuse_all(request) if request.operation == "UploadPart" else None
-    for _ in range(2):
+    gc.disable()
+    try:
         assert spill.drain(patience=0.05).waiting
+    finally:
+        gc.enable()
     with open("/proc/self/maps") as maps:
         assert not [line for line in maps if "object-0" in line]
     names = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
@@ -400,3 +343,73 @@ def test_a_save_whose_process_died_leaves_neither_objects_nor_uploads(spill: Spi
         assert spill.drain().discarded == [writer.save.name]
     assert spill.list(url) == []
     assert spill.server.s3.open_uploads(BUCKET) == []
+
+
+# --- several ranks, with a spill directory each or one for all -----------------------------------------
+
+URL = f"s3://{BUCKET}/run/step-1"
+THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
+
+
+@pytest.fixture
+def _settings(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"PART_SIZE": "5MiB", "RETRY_ATTEMPTS": "2", "SPILL_AFTER": "2s"}.items():
+        monkeypatch.setenv(f"DCP_S3_{name}", value)
+
+
+def _shard(seed: int) -> dict[str, DTensor]:
+    mesh, full = init_device_mesh("cpu", (dist.get_world_size(),)), full_state(seed)["a"]
+    return {"a": distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)}
+
+
+def full_state(seed: int) -> dict[str, torch.Tensor]:
+    return {"a": torch.arange(3 * 2**20, dtype=torch.float32).view(2, -1) + seed}
+
+
+def _writer(directories: list[str], **options: Any) -> S3StorageWriter:
+    os.environ["DCP_S3_SPILL_DIR"] = directories[dist.get_rank() % len(directories)]
+    return S3StorageWriter(URL, settings={"durability": "local"}, **options)
+
+
+def _save_async(directories: list[str], kind: AsyncCheckpointerType) -> None:
+    writer = _writer(directories)
+    future: Any = dcp.async_save(_shard(0), storage_writer=writer, async_checkpointer_type=kind)
+    future.result()
+    writer.wait_committed(timeout=60)
+    assert S3Store(BUCKET, writer.settings).exists("run/step-1/.metadata")
+
+
+@pytest.mark.usefixtures("_settings")
+@pytest.mark.quick("1-thread")
+@pytest.mark.parametrize(("count", "kind"), [(1, THREAD), (2, PROCESS)], ids=["1-thread", "2-process"])
+def test_the_ranks_of_an_asynchronous_save_can_wait_for_its_commit(
+    tmp_path: Path, kind: AsyncCheckpointerType, count: int
+) -> None:
+    run_ranks(2, _save_async, [str(tmp_path / str(number)) for number in range(count)], kind, timeout=200)
+    assert_complete(URL, full_state(0))
+
+
+def _overwrite_and_wait(directories: list[str]) -> None:
+    for name in ("drain_in_background", "wait_until_drained"):  # the test drains
+        setattr(saving_module, name, lambda *_, **__: None)
+    dcp.save(_shard(0), storage_writer=S3StorageWriter(URL))
+    writer = _writer(directories, overwrite=True)
+    dcp.save(_shard(1), storage_writer=writer)
+    with pytest.raises(TimeoutError):
+        writer.wait_committed(timeout=0.5)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for path, committed in ((0, []), (1, []), (0, [URL])):  # the commit waits for the objects of both
+            assert Drainer(SpillStore(directories[path])).run().committed == committed
+    dist.barrier()
+    writer.wait_committed(timeout=20)
+
+
+@pytest.mark.usefixtures("_settings")
+def test_the_commit_waits_for_all_and_no_rank_takes_the_checkpoint_that_is_overwritten_for_its_own(
+    tmp_path: Path,
+) -> None:
+    paths = [str(tmp_path / str(number)) for number in range(2)]
+    run_ranks(2, _overwrite_and_wait, paths)
+    assert_complete(URL, full_state(1))
+    assert [SpillStore(path).scan() for path in paths] == [[], []]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
+import shutil
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,17 +19,21 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from dcp_s3 import S3StorageReader, latest
 from dcp_s3.checksum import crc64nvme
-from dcp_s3.errors import CheckpointError, CheckpointExistsError, SpillError, TransferError
-from dcp_s3.memory import Piece
+from dcp_s3.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, SpillError, TransferError
+from dcp_s3.memory import Piece, ReadTarget
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.spill import background
 from dcp_s3.spill import saving as saving_module
 from dcp_s3.spill.background import drain_in_background, wait_until_drained
 from dcp_s3.spill.journal import State
+from dcp_s3.spill.local import LocalObjects
 from dcp_s3.spill.saving import SpillingStore
 from dcp_s3.stage.buffers import HostBuffer
+from dcp_s3.url import parse_url
+from tests.end_to_end.states import assert_same, blank
 from tests.faulty import BUCKET
 from tests.memory_s3 import Fault
 from tests.s3.waiting import LONG, until
@@ -36,9 +43,10 @@ from tests.spill.making import (
     allow_all,
     assert_complete,
     cause_of,
+    damage,
     large_state,
-    make_state,
     refuse_all,
+    refuse_writes,
     small_state,
 )
 
@@ -71,8 +79,7 @@ def put_all(store: SpillingStore) -> list[bool]:
     """Put the objects; whether each was spilled."""
     with store.batch(total=3 * MIB, keys=KEYS) as batch, ThreadPoolExecutor(3) as pool:
         stored = dict(zip(KEYS, pool.map(lambda key: batch.put_stream(key, MIB, Object(DATA[key])), KEYS), strict=True))
-        while again := batch.settle():
-            stored |= {key: batch.put_stream(key, MIB, Object(DATA[key])) for key in again}
+        batch.settle()
     assert {key: each.crc64nvme for key, each in stored.items()} == {k: crc64nvme(each) for k, each in DATA.items()}
     return [each.spilled for each in stored.values()]
 
@@ -129,23 +136,10 @@ def test_a_batch_that_fails_leaves_neither_objects_nor_files(spill: Spill) -> No
 # --- outages ---------------------------------------------------------------------------------------------
 
 
-def test_local_durability_needs_no_s3_during_the_save(draining: Spill) -> None:
-    url, state = draining.url("step-1"), make_state(1)
-    draining.server.rule = refuse_all
-    writer = draining.save(url, state)
-    with pytest.raises(TimeoutError):
-        writer.wait_committed(timeout=0.1)
-    draining.server.rule = allow_all
-    writer.wait_committed(timeout=LONG)
-    assert_complete(url, state)
-    draining.assert_empty()
-
-
 @pytest.mark.parametrize("outage", ["refuses", "is silent", "stalls", "refuses in the middle"])
 def test_s3_durability_waits_for_s3_and_sends_only_what_it_does_not_have(draining: Spill, outage: str) -> None:
     spill, url, state = draining, draining.url("step-1"), {"large": torch.randn(4 * MIB)}
     sent, back, sent_first = list[Any](), threading.Event(), outage == "refuses in the middle"
-    spill.server.s3.reset_counters()
 
     def rule(request: Any) -> Fault | None:
         if request.operation != "UploadPart" and outage != "stalls":
@@ -300,3 +294,95 @@ def test_who_waits_goes_on_while_s3_refuses(spill: Spill) -> None:
     spill.server.rule = refuse_all
     with pytest.raises(TimeoutError, match="HeadObject"):
         writer.wait_committed(0.2)
+
+
+# --- loads take what lies on this host's disk, if it is right ------------------------------------------
+
+
+@pytest.fixture
+def both(spill: Spill) -> Spill:
+    """step-1 is on S3, and its object on the disk, too: its drain has not removed it yet."""
+    spill.save(spill.url("step-1"), small_state(1))
+    path, aside = spill.data().path, spill.path / "aside"
+    shutil.copytree(path, aside)
+    spill.drain()
+    aside.rename(path)
+    return spill
+
+
+def fetched(spill: Spill) -> bool:
+    """Whether a load of step-1, which is right, takes data from S3."""
+    seen: list[str] = []
+
+    def note(request: Any) -> None:
+        if request.operation == "GetObject" and request.key.endswith(".distcp"):
+            seen.append(request.key)
+
+    spill.server.rule = note
+    assert_complete(spill.url("step-1"), small_state(1))
+    spill.server.rule = allow_all
+    return bool(seen)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped byte": damage,
+    "unreadable": lambda path: (path.unlink(), path.mkdir()),
+    "cut off": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "longer": lambda path: os.truncate(path, path.stat().st_size + 1),
+    "gone": Path.unlink,
+}
+
+
+def test_what_is_on_this_host_is_not_fetched(both: Spill) -> None:
+    assert not fetched(both)
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_copy_is_not_used(both: Spill, how: str) -> None:
+    [key] = both.list_data(both.url("step-1"))
+    DAMAGES[how](both.data().path / "object-0")
+    with contextlib.closing(LocalObjects(both.store, parse_url(both.url("step-1")))) as local:
+        assert not local.read_into(key, 0, [ReadTarget(memoryview(bytearray(10)))]), "not even for a moment"
+    assert fetched(both)
+
+
+def names(spill: Spill, **options: Any) -> tuple[str, str] | None:
+    found = latest(spill.root, **options)
+    return None if found is None else (found.name, found.state)
+
+
+def test_a_checkpoint_that_waits_on_this_host_can_be_resumed_from_if_asked(spill: Spill) -> None:
+    before, after = small_state(3), small_state(4)
+    spill.save_to_s3(spill.url("step-1"), before)
+    spill.server.rule = refuse_all
+    spill.save(spill.url("step-2"), after)
+    assert names(spill, include_uncommitted=True) == ("step-2", "local")  # S3 is still away
+    loaded = blank(after)
+    dcp.load(loaded, storage_reader=S3StorageReader(spill.url("step-2"), include_uncommitted=True))
+    assert_same(loaded, after)
+    spill.server.rule = refuse_writes
+    assert names(spill) == ("step-1", "committed")
+    assert names(spill, include_uncommitted=True) == ("step-2", "local")
+    cause = cause_of(lambda: dcp.load(blank(after), storage_reader=S3StorageReader(spill.url("step-2"))))
+    assert isinstance(cause, CheckpointNotFoundError)
+
+
+def test_a_commit_that_is_damaged_on_disk_is_not_resumed_from(spill: Spill) -> None:
+    spill.save_to_s3(spill.url("step-1"), small_state(3))
+    spill.save(spill.url("step-2"), small_state(4))
+    damage(spill.commit().path / "metadata", 100)
+    assert names(spill, include_uncommitted=True) == ("step-1", "committed")
+    reader = S3StorageReader(spill.url("step-2"), include_uncommitted=True)
+    assert "no checkpoint" in str(cause_of(lambda: dcp.load(small_state(0), storage_reader=reader)))
+
+
+def test_the_newer_of_a_waiting_checkpoint_and_that_on_s3_is_loaded(spill: Spill) -> None:
+    url = spill.url("last")
+    spill.save(url, small_state(1), overwrite=True)
+    spill.save_to_s3(url, small_state(2), overwrite=True)
+    assert names(spill, include_uncommitted=True) == ("last", "committed")
+    for rule, expected in ((allow_all, 2), (refuse_all, 1)):  # with S3 away the older one is all there is
+        spill.server.rule = rule
+        loaded = small_state(0)
+        dcp.load(loaded, storage_reader=S3StorageReader(url, include_uncommitted=True))
+        assert_same(loaded, small_state(expected))

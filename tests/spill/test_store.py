@@ -1,18 +1,24 @@
-"""The spill directory: what is durable stays, what is not goes, and processes keep out of each other's way."""
+"""The spill directory: what is durable stays, what is not goes, processes keep apart, and the disk may refuse."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
+from dcp_s3 import errors
 from dcp_s3.errors import SpillError
 from dcp_s3.memory import Piece
 from dcp_s3.settings import Settings
@@ -20,8 +26,16 @@ from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.journal import Journal, State
 from dcp_s3.spill.store import SaveWriter, SpilledSave, SpillStore
 from tests.faulty import BUCKET, FaultyServer
-
-MIB = 2**20
+from tests.memory_s3 import Fault
+from tests.spill.making import (
+    MIB,
+    Spill,
+    allow_all,
+    assert_complete,
+    cause_of,
+    refuse_all,
+    small_state,
+)
 
 
 def make_journal(**changes: Any) -> Journal:
@@ -43,10 +57,6 @@ def fill(writer: SaveWriter, name: str) -> None:
 def list_files(path: Path) -> list[str]:
     """All files, without those of locks."""
     return sorted(str(each.relative_to(path)) for each in path.rglob("*") if each.is_file() and each.suffix != ".lock")
-
-
-def full(*_: Any) -> None:
-    raise OSError(28, "No space left on device")
 
 
 @pytest.fixture
@@ -119,23 +129,6 @@ def test_a_sealed_save_is_there_with_its_files_and_another_leaves_nothing(store:
     assert list_files(store.path) == []
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_on_a_full_disk_neither_a_new_save_nor_a_journal_leaves_something_behind(
-    store: SpillStore, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save = seal(store)
-    before, descriptors = list_files(store.path), len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(os, call, full)
-    for _ in range(3):
-        with pytest.raises(SpillError, match="No space left"):
-            store.begin(make_journal(), "0").__enter__()
-        with pytest.raises(OSError, match="No space left"):
-            save.update(save.journal)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert list_files(store.path) == before
-    assert list((store.path / "new").iterdir()) == []
-
-
 # --- what a process leaves that dies ---------------------------------------------------------------------
 
 
@@ -206,15 +199,6 @@ def test_the_limit_counts_what_is_there_and_is_free_again_when_it_has_gone(store
 # --- locks -----------------------------------------------------------------------------------------------
 
 
-def test_of_two_drains_one_is_told_that_the_other_is_at_it(store: SpillStore) -> None:
-    seal(store)
-    with store.drainer() as alone, store.drainer() as too:
-        assert (alone, too) == (True, False)
-        assert Drainer(store).run() == DrainReport(busy=True)
-    with store.drainer() as alone:
-        assert alone
-
-
 @contextlib.contextmanager
 def forked() -> Iterator[None]:
     """A child, as a DataLoader makes for its workers, that has what this process has open until the end."""
@@ -239,9 +223,159 @@ def test_a_child_that_was_forked_meanwhile_does_not_keep_the_locks(store: SpillS
             assert isinstance(writer, SaveWriter)
             stack.enter_context(forked())
             writer.seal(writer.save.journal)
-        with store.drainer() as alone:
-            assert alone
+        with store.drainer() as alone, store.drainer() as too:
+            assert (alone, too) == (True, False)
+            assert Drainer(store).run() == DrainReport(busy=True)
         with open(store.path / "limit.lock") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (save,) = store.scan()
         assert not save.is_being_written()
+
+
+# --- a disk that is full, over its limit, read-only, or no directory at all ----------------------------
+
+
+@pytest.fixture
+def _unmount(spill: Spill) -> Iterator[None]:
+    yield
+    if os.path.ismount(spill.path):
+        subprocess.run(["umount", str(spill.path)], check=True)
+
+
+def mount(path: Path, options: str) -> None:
+    path.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(path)], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount: {done.stderr!r}")
+
+
+def full_disk(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def no_room_to_reserve(_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", full_disk)
+
+
+def fills_in_the_middle(_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file system does that promises room it does not have."""
+    real, written = os.pwrite, [0]
+
+    def pwrite(fd: int, data: Any, offset: int) -> int:
+        if written[0] + len(data) > 4 * MIB:
+            full_disk()
+        written[0] += len(data)
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+
+
+def fails_to_flush(_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but small files."""
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        if os.fstat(fd).st_size > MIB:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+DISKS: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
+    "small": lambda path, _: mount(path, "size=2m"),
+    "read only": lambda path, _: mount(path, "size=64m,ro"),
+    "quota": lambda _, patch: patch.setenv("DCP_S3_SPILL_LIMIT", "2MiB"),
+    "a file in its place": lambda path, _: path.write_text("no directory"),
+    "no room to reserve": no_room_to_reserve,
+    "fills in the middle": fills_in_the_middle,
+    "fails to flush": fails_to_flush,
+}
+
+
+def make_state(seed: int) -> dict[str, Any]:
+    """Several tensors in one object of 6 MiB."""
+    return {name: torch.arange(3 * MIB // 8, dtype=torch.float32) + seed + n for n, name in enumerate("abcd")}
+
+
+def save_to(spill: Spill, name: str, state: dict[str, Any], durability: str) -> None:
+    dcp.save(state, storage_writer=spill.writer(spill.url(name), {"durability": durability}))
+
+
+@pytest.mark.usefixtures("_unmount")
+@pytest.mark.parametrize("disk", DISKS)
+@pytest.mark.parametrize("durability", ["local", "s3"])
+def test_a_save_that_the_disk_refuses_goes_to_s3(
+    spill: Spill, disk: str, durability: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = make_state(1)
+    DISKS[disk](spill.path, monkeypatch)
+    if disk == "a file in its place":  # then S3 may be slower than that
+        monkeypatch.setenv("DCP_S3_SPILL_AFTER", "0.1s")
+        slow = ("UploadPart", "PutObject")
+        spill.server.rule = lambda request: Fault.delay(0.3) if request.operation in slow else None
+    save_to(spill, "step-2", state, durability)
+    spill.server.rule = allow_all
+    if durability == "local":
+        assert any(each.levelname == "WARNING" and str(spill.path) in each.getMessage() for each in caplog.records)
+    assert_complete(spill.url("step-2"), state)
+    assert spill.files() == []
+    assert spill.server.s3.open_uploads(BUCKET) == []
+
+
+@pytest.mark.usefixtures("_unmount")
+@pytest.mark.parametrize("disk", DISKS)
+@pytest.mark.parametrize("durability", ["local", "s3"])
+def test_a_save_that_both_refuse_fails_names_both_and_leaves_nothing_after_a_drain(
+    spill: Spill, disk: str, durability: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = small_state(1)
+    spill.save_to_s3(spill.url("step-1"), before)
+    objects = spill.server.s3.objects(BUCKET)
+    with monkeypatch.context() as patch:
+        DISKS[disk](spill.path, patch)
+        spill.server.rule = refuse_all
+        cause = cause_of(lambda: save_to(spill, "step-2", make_state(2), durability))
+    assert isinstance(cause, (errors.TransferError, errors.SpillError))
+    text = "\n".join([str(cause), *getattr(cause, "__notes__", ())])
+    assert "SlowDown" in text
+    assert str(spill.path) in text
+    # S3 may have created uploads and said nothing: what is left is the journal that lets a drain look for them.
+    assert {Path(path).name for path in spill.files()} <= {"journal"}
+    spill.server.rule = allow_all
+    if spill.files():
+        report = spill.drain()
+        assert (report.committed, report.waiting, report.refused) == ([], {}, {})
+        assert spill.files() == []
+    assert spill.server.s3.open_uploads(BUCKET) == []
+    assert spill.server.s3.objects(BUCKET) == objects
+    assert_complete(spill.url("step-1"), before)
+
+
+@pytest.mark.parametrize("what", ["spill.saving.spill_commit", "spill.store.SaveWriter.seal"])
+def test_a_save_whose_end_the_disk_does_not_take_fails_and_leaves_no_checkpoint(
+    spill: Spill, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(f"dcp_s3.{what}", mock.Mock(side_effect=errors.SpillError("the disk is full")))
+        cause = cause_of(lambda: save_to(spill, "step-2", small_state(1), "local"))
+    assert isinstance(cause, errors.SpillError)
+    spill.drain()
+    assert not spill.is_visible(spill.url("step-2"))
+    assert spill.files() == []
+    assert spill.server.s3.open_uploads(BUCKET) == []
+
+
+@pytest.mark.usefixtures("_unmount")
+def test_a_disk_that_is_full_to_the_last_byte_is_emptied_by_the_drain(spill: Spill) -> None:
+    mount(spill.path, "size=8m")
+    state = make_state(1)
+    save_to(spill, "step-2", state, "local")
+    filler = spill.path / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    assert spill.drain().committed == [spill.url("step-2")]
+    assert_complete(spill.url("step-2"), state)
+    filler.unlink()
+    assert spill.files() == []

@@ -22,7 +22,7 @@ import dcp_s3
 from dcp_s3 import S3StorageReader, errors
 from dcp_s3.errors import CorruptCheckpointError, UnsafeMetadataError
 from dcp_s3.format.metadata import dump_metadata, load_metadata, seal
-from dcp_s3.retention.show import describe
+from dcp_s3.retention.catalog import describe
 from tests.end_to_end.states import assert_same, blank, random_tensor
 from tests.end_to_end.test_interchange import upload
 from tests.hostile import call, decode_metadata, metadata_with, name
