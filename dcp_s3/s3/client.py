@@ -254,14 +254,11 @@ _ROOTS = {
     "ListMultipartUploads": b"ListMultipartUploads",
     "ListObjectVersions": b"ListVersions",
     "ListObjectsV2": b"ListBucket",
-    "ListParts": b"ListParts",
 }
 # Element that asks for the next page; each page but the last must have it.
 _NEXT = {
     "ListMultipartUploads": b"NextKeyMarker>",
-    "ListObjectVersions": b"NextKeyMarker>",
     "ListObjectsV2": b"NextContinuationToken>",
-    "ListParts": b"NextPartNumberMarker>",
 }
 _REDIRECTIONS = frozenset({301, 302, 303, 307, 308})
 _CHECKSUM = "x-amz-checksum-crc"

@@ -14,7 +14,7 @@ from dcp_s3.s3.body import GatherBody
 from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.diagnosis import answered_code, answered_status
 from dcp_s3.settings import Settings
-from dcp_s3.store import Expect, StoredObject
+from dcp_s3.store import Expect, StoredObject, UserMetadata
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,6 @@ class Quirk(enum.Enum):
         "Loads check what they get, as always%s"
     )
     NO_BATCH_DELETES = "%s has no DeleteObjects: objects are deleted one by one%s"
-    NO_UPLOAD_LISTS = "%s does not list multipart uploads: those that were left open may cost storage%s"
 
 
 _known: set[tuple[Quirk, str | None, str]] = set()
@@ -124,9 +123,9 @@ _SMALL = 2**20
 
 
 def put(
-    bucket: Bucket, key: str, data: bytes | memoryview, expect: Expect | None, metadata: Mapping[str, str] | None
+    bucket: Bucket, key: str, data: bytes | memoryview, *, expect: Expect | None = None, metadata: UserMetadata = None
 ) -> None:
-    """Write a small object, on the condition ``expect``; see `Store.put`.
+    """See `Store.put`.
 
     A refusal is believed only after a look: if the object is the one to be written, an earlier attempt wrote it and
     its answer was lost. Stores that do not know a condition (they answer 501, or refuse one that holds) get a plain

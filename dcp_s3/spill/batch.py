@@ -136,7 +136,7 @@ class SpillingBatch(Batch):
                 logger.warning("an object goes to S3, however long that takes: %s; %s", reason, error)
                 without_tracebacks(error)
                 refusal = error
-        # However slow S3 is; what an upload that failed has sent is not sent again.
+        # However slow S3 is.
         try:
             return self._uploader.put_stream(key, size, pieces, last_resort=True)
         except TransferError as error:

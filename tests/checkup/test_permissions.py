@@ -40,4 +40,4 @@ def test_the_docs_say_what_allows_a_look_at_the_configuration() -> None:
 
 def test_each_operation_has_its_action() -> None:
     assert permission_for("HeadObject").action == "s3:GetObject"
-    assert permission_for("ListParts").action == "s3:ListMultipartUploadParts"
+    assert permission_for("ListMultipartUploads").action == "s3:ListBucketMultipartUploads"

@@ -27,7 +27,6 @@ from tests.spill.making import (
     allow_all,
     assert_complete,
     cause_of,
-    large_state,
     refuse_all,
     small_state,
 )
@@ -199,29 +198,6 @@ def test_a_save_that_the_disk_refuses_goes_to_an_s3_that_is_slower_than_spill_af
     spill.server.rule = allow_all
     assert_complete(spill.url("step-2"), state)
     assert spill.server.s3.open_uploads(BUCKET) == []
-
-
-def test_parts_that_s3_has_are_not_sent_again_when_the_disk_is_full(
-    spill: Spill, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DCP_S3_CONCURRENCY", "1")
-    taken: list[int] = []
-    refused: list[int] = []
-
-    def rule(request: Any) -> Fault | None:
-        if request.operation == "UploadPart":
-            if request.part_number == 2 and len(refused) < 2:
-                refused.append(2)
-                return refuse_all(request)
-            taken.append(request.part_number)
-        return None
-
-    spill.server.rule = rule
-    no_room_to_reserve(spill.path, monkeypatch)
-    state = large_state(1)
-    save_to(spill, "step-2", state, "s3")
-    assert taken == [1, 2, 3]
-    assert_complete(spill.url("step-2"), state)
 
 
 @pytest.mark.parametrize("what", ["a commit", "a commit of what is on S3", "the journal"])
