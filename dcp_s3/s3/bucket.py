@@ -15,11 +15,11 @@ import botocore.utils
 from botocore import xform_name
 
 from dcp_s3 import errors
-from dcp_s3.limit import UNLIMITED, Cancelled, Limit, LinkedEvent, Progress
-from dcp_s3.s3 import retry
+from dcp_s3.limit import UNLIMITED, Cancelled, Limit, LinkedEvent
 from dcp_s3.s3.client import forget_client, get_client
 from dcp_s3.s3.pressure import Gate, gate_of, pace_of
 from dcp_s3.s3.receive import read_whole
+from dcp_s3.s3.retry import Attempts
 from dcp_s3.settings import Settings
 from dcp_s3.store import ObjectHead, StoredObject
 from dcp_s3.workers import Workers
@@ -96,23 +96,17 @@ class Bucket:
 
         ``attempts`` overrides the most attempts of settings and limit.
         """
-        settings, limit = self.settings, self.limit
-        progress = limit.progress or Progress(settings.stall_timeout)
-        limit = replace(limit, progress=progress, cancel=cancel or limit.cancel)
-        if attempts is None:
-            attempts = min(settings.retry_attempts, limit.attempts or settings.retry_attempts)
-        tries = retry.Tries(operation, self.name, key, attempts, limit)
-        bounds = retry.Attempt(
-            tries.what,
+        settings, limit = self.settings, self.limit.shared(self.settings.stall_timeout)
+        if cancel is not None:
+            limit = replace(limit, cancel=cancel)
+        tries = Attempts(
+            operation, self.name, key, limit=limit,
+            most=attempts or min(settings.retry_attempts, limit.attempts or settings.retry_attempts),
             hang=min(settings.read_timeout, math.inf if limit.hang is None else limit.hang),
-            progress=progress,
-            cancel=limit.cancel,
             pace=pace_of(settings.max_bandwidth),
-            operation=operation,
-        )
+        )  # fmt: skip
         try:
-            with progress, bounds:
-                return retry.call(attempt, tries, self.gate, data=data)
+            return tries.run(attempt, self.gate, data=data)
         except errors.CredentialsError:
             forget_client(settings)  # the next save or load looks for credentials again
             raise

@@ -13,7 +13,7 @@ import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from xml.sax.saxutils import escape
 
 import boto3
@@ -25,9 +25,9 @@ from botocore.exceptions import ClientError
 
 from dcp_s3.errors import SettingsError
 from dcp_s3.process import reset_in_child
-from dcp_s3.s3.botocore_private import look_once, make_abortable, send_without_copy
+from dcp_s3.s3.botocore_private import make_abortable, send_without_copy
 from dcp_s3.s3.retry import CONNECT_SECONDS
-from dcp_s3.settings import Settings, aws_endpoint_variable, aws_environment, aws_variable, require_endpoint
+from dcp_s3.settings import Settings, aws_endpoint_variable, aws_variable, require_endpoint
 from dcp_s3.versions import __version__
 
 # A fixed text: botocore builds its own for each request, which takes a sixth of a request's CPU.
@@ -40,18 +40,8 @@ _MOST_CONNECTIONS = 4 * 512
 _MOST_CLIENTS = 8
 
 
-class _Endpoint(NamedTuple):
-    """Key of a client: what its connections depend on."""
-
-    url: str | None
-    region: str | None
-    profile: str | None
-    addressing_style: str
-    environment: int
-    """What AWS's own chain has in the environment: of a client, endpoint and credentials never change."""
-
-
-_clients: dict[_Endpoint, Any] = {}
+_Key = tuple[str | None, ...]
+_clients: dict[_Key, Any] = {}
 _lock = threading.Lock()
 
 
@@ -94,22 +84,22 @@ def client_options(settings: Settings, session: Any) -> dict[str, Any]:
 
 def get_client(settings: Settings) -> Any:
     """This process's boto3 S3 client for the endpoint of ``settings``. Thread safe."""
-    endpoint = _endpoint_of(settings)
-    client = _clients.get(endpoint)
+    key = _key_of(settings)
+    client = _clients.get(key)
     if client is None:
         with _lock:
-            client = _clients.get(endpoint)
+            client = _clients.get(key)
             if client is None:
-                client = _clients[endpoint] = _make_client(settings)
+                client = _clients[key] = _make_client(settings)
                 if len(_clients) > _MOST_CLIENTS:
                     _clients.pop(next(iter(_clients))).close()  # requests under way go on
     return client
 
 
-def _endpoint_of(settings: Settings) -> _Endpoint:
-    return _Endpoint(
-        settings.endpoint_url, settings.region, settings.profile, settings.addressing_style, aws_environment()
-    )
+def _key_of(settings: Settings) -> _Key:
+    """What a client's connections depend on."""
+    endpoint = settings.endpoint_url or ":".join(aws_endpoint_variable() or ())
+    return endpoint, settings.region, settings.profile, settings.addressing_style
 
 
 def _make_client(settings: Settings) -> Any:
@@ -121,7 +111,6 @@ def _make_client(settings: Settings) -> Any:
         client.meta.events.register(f"before-send.s3.{operation}", send_without_copy)
     check_answers(client)
     make_abortable(client)
-    look_once(client)
     return client
 
 
@@ -150,7 +139,7 @@ def _loader(data_path: str | None) -> Any:
 def forget_client(settings: Settings) -> None:
     """Let the next `get_client` make a new client, which reads the credentials again. Requests under way go on."""
     with _lock:
-        _clients.pop(_endpoint_of(settings), None)
+        _clients.pop(_key_of(settings), None)
 
 
 def close_clients() -> None:

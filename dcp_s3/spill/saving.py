@@ -25,7 +25,7 @@ from dcp_s3.failures import without_tracebacks
 from dcp_s3.limit import Limit
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader
-from dcp_s3.settings import Settings, values_to_store
+from dcp_s3.settings import Settings
 from dcp_s3.spill.background import drain_in_background, wait_until_drained
 from dcp_s3.spill.batch import SpillingBatch, refused_by_both
 from dcp_s3.spill.drain import commit_if_complete
@@ -99,7 +99,7 @@ class SpillingStore(StoreWrapper):
         drain_in_background(self.disk, patience=self.settings.spill_after)
 
     def batch(self, *, total: int, ranks: int = 1, keys: Sequence[str] = ()) -> Batch:
-        settings = values_to_store(self.settings)
+        settings = self.settings.model_dump()
         journal = Journal(self._url, self._save_id, time.time(), settings, keys=tuple(keys))
         uploader = Uploader.planned(self._bounded, total=total, ranks=ranks, isolated=True)
         writer = self.disk.begin(journal, str(self._rank))
@@ -203,7 +203,7 @@ def spill_commit(
     identity = commit.identity
     checksums = {MANIFEST: crc_hex(crc64nvme(commit.manifest)), METADATA: crc_hex(crc64nvme(commit.metadata))}
     spilled = SpilledCommit(MANIFEST, METADATA, commit.objects, overwrite, identity.rank, checksums)
-    journal = Journal(str(identity.url), identity.save_id, created_at, values_to_store(settings), commit=spilled)
+    journal = Journal(str(identity.url), identity.save_id, created_at, settings.model_dump(), commit=spilled)
     with disk.begin(journal, "commit") as writer:
         writer.write_file(MANIFEST, commit.manifest)
         writer.write_file(METADATA, commit.metadata)

@@ -9,7 +9,6 @@ import pytest
 from dcp_s3 import errors
 from dcp_s3.memory import Piece, ReadTarget
 from dcp_s3.offline.place import read_ahead
-from dcp_s3.s3.download import fetch_into
 from dcp_s3.s3.multipart import find_parts
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -82,7 +81,7 @@ def test_ranges_are_whole(faulty: FaultyServer) -> None:
     for size in range(0, 260, 13):
         faulty.once("GetObject", Fault.cut_head(size))
         memory = bytearray(1000)
-        fetch_into(bucket, "key", 100, [ReadTarget(memoryview(memory))])
+        bucket.read("key", 100, [ReadTarget(memoryview(memory))])
         assert bytes(memory) == DATA[100:1100]
 
 

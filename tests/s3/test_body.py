@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_s3.limit import Progress
+from dcp_s3.limit import Limit, Progress
 from dcp_s3.s3.body import BodyReader, GatherBody
 from dcp_s3.s3.botocore_private import send_without_copy
-from dcp_s3.s3.retry import Attempt
+from dcp_s3.s3.retry import Attempts
 
 BUFFERS = st.lists(st.binary(max_size=40), max_size=8)
 
@@ -86,7 +86,7 @@ def test_no_single_send_is_long() -> None:
 
 def test_what_is_sent_once_more_is_no_progress() -> None:
     progress, body = Progress(600), GatherBody([memoryview(bytes(3 * 2**20)), memoryview(b"end")])
-    with Attempt(hang=1, progress=progress):
+    with Attempts(limit=Limit(progress=progress)):
         next(iter(body.chunks()))
         for _ in range(3):
             assert sum(map(len, body.chunks())) == len(body)

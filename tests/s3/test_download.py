@@ -10,7 +10,6 @@ from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.limit import Cancelled, Limit
 from dcp_s3.memory import ReadTarget
-from dcp_s3.s3.download import fetch_into
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import FaultyServer
@@ -33,7 +32,7 @@ def test_connections_are_used_again(memory_server: Any, stored: S3Store) -> None
     pool = manager.connection_from_url(stored.settings.endpoint_url)
     before = pool.num_connections
     for start in range(50):
-        fetch_into(stored, "dir/ke y+%", start, [ReadTarget(memoryview(memory))])
+        stored.read("dir/ke y+%", start, [ReadTarget(memoryview(memory))])
     assert pool.num_connections - before <= 2
 
 
@@ -55,7 +54,7 @@ def test_a_broken_body_resumes_at_the_byte_reached(faulty: FaultyServer) -> None
     faulty.rule = rule
     memory = [bytearray(500_000), bytearray(len(DATA) - 500_000)]
     targets = [ReadTarget(memoryview(m), checksum=True) for m in memory]
-    fetch_into(target, "k", 0, targets)
+    target.read("k", 0, targets)
     assert b"".join(memory) == DATA
     assert [t.crc for t in targets] == [crc64nvme(bytes(m)) for m in memory]
     assert ranges == [f"bytes={n}-{len(DATA) - 1}" for n in (0, 1_000_000, 2_000_000)]
@@ -66,7 +65,7 @@ def test_progress_is_not_counted_as_failure(faulty: FaultyServer) -> None:
     target = put(faulty, retry_attempts=3)
     faulty.rule = lambda _: Fault.truncate(after_bytes=300_000)
     memory = bytearray(len(DATA))
-    fetch_into(target, "k", 0, [ReadTarget(memoryview(memory))])
+    target.read("k", 0, [ReadTarget(memoryview(memory))])
     assert memory == DATA
 
 
@@ -74,7 +73,7 @@ def test_without_progress_the_attempts_run_out(faulty: FaultyServer) -> None:
     target = put(faulty, retry_attempts=3)
     faulty.rule = lambda _: Fault.truncate(after_bytes=0)
     with pytest.raises(errors.TransferError, match="after 3 attempts") as failure:
-        fetch_into(target, "k", 0, [ReadTarget(memoryview(bytearray(len(DATA))))])
+        target.read("k", 0, [ReadTarget(memoryview(bytearray(len(DATA))))])
     assert isinstance(failure.value.__cause__, Exception)
 
 
@@ -96,7 +95,7 @@ def test_an_object_replaced_meanwhile_is_not_mixed(faulty: FaultyServer) -> None
 
     faulty.rule = rule
     with pytest.raises(errors.PreconditionFailedError, match="changed by someone else"):
-        fetch_into(target, "k", 0, [ReadTarget(memoryview(bytearray(len(DATA))))])
+        target.read("k", 0, [ReadTarget(memoryview(bytearray(len(DATA))))])
 
 
 def test_cancelling(faulty: FaultyServer) -> None:
@@ -104,4 +103,4 @@ def test_cancelling(faulty: FaultyServer) -> None:
     cancel.set()
     target = put(faulty).within(Limit(cancel=cancel))
     with pytest.raises(Cancelled):
-        fetch_into(target, "k", 0, [ReadTarget(memoryview(bytearray(10)))])
+        target.read("k", 0, [ReadTarget(memoryview(bytearray(10)))])

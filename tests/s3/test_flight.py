@@ -26,7 +26,6 @@ from dcp_s3 import errors
 from dcp_s3.memory import ReadTarget
 from dcp_s3.s3 import client, hedge
 from dcp_s3.s3.botocore_private import Flight
-from dcp_s3.s3.download import fetch_into
 from dcp_s3.s3.hedge import hedges_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -223,7 +222,7 @@ def test_over_tls_the_bytes_are_right_too(
     bucket.put("k", data)
     faulty.once("GetObject", fault)
     memory = bytearray(len(data))
-    fetch_into(bucket, "k", 0, [ReadTarget(memoryview(memory))])
+    bucket.read("k", 0, [ReadTarget(memoryview(memory))])
     assert memory == data
     assert hedges_of(bucket).state.won == 1
 

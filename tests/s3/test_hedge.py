@@ -21,7 +21,7 @@ from dcp_s3.checksum import crc64nvme
 from dcp_s3.limit import Cancelled, Deadline, Limit, LinkedEvent
 from dcp_s3.memory import ReadTarget
 from dcp_s3.s3 import client, hedge, pressure, retry
-from dcp_s3.s3.download import Race, _Request, fetch_into
+from dcp_s3.s3.download import Race, _Request
 from dcp_s3.s3.hedge import Hedges, HedgeState, hedges_of
 from dcp_s3.s3.receive import Cursor
 from dcp_s3.s3.store import S3Store
@@ -92,7 +92,7 @@ def fetch(bucket: S3Store) -> None:
     """Into memory in pieces, with checksums; all of it is compared."""
     memory = [bytearray(size) for size in (3 * MIB, 5, 6 * MIB, MIB - 5)]
     targets = [ReadTarget(memoryview(each), checksum=True) for each in memory]
-    fetch_into(bucket, "k", 0, targets)
+    bucket.read("k", 0, targets)
     assert b"".join(memory) == DATA
     assert [target.crc for target in targets] == [crc64nvme(bytes(each)) for each in memory]
 
@@ -401,7 +401,7 @@ def test_whatever_happens_the_bytes_are_right_and_nothing_is_left(
         sizes = [random_read.choice([1, 1000, 500_000, 1_500_000]) for _ in range(3)]
         memory = [bytearray(size) for size in sizes]
         targets = [ReadTarget(memoryview(each), checksum=True) for each in memory]
-        fetch_into(bucket, "k", start, targets)
+        bucket.read("k", start, targets)
         assert b"".join(memory) == DATA[start : start + sum(sizes)]
         assert [target.crc for target in targets] == [crc64nvme(bytes(each)) for each in memory]
 

@@ -150,7 +150,7 @@ def slow_down(status: int = 503, code: str = "SlowDown") -> boto.ClientError:
 
 
 def call(request: Callable[[], Any], gate: Gate, *, data: bool = True, limit: Limit = UNLIMITED) -> Any:
-    return retry.call(request, retry.Tries("UploadPart", "b", "k", 5, limit), gate, data=data)
+    return retry.Attempts("UploadPart", "b", "k", most=5, limit=limit).run(request, gate, data=data)
 
 
 @pytest.mark.parametrize(

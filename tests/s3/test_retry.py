@@ -38,7 +38,7 @@ def failing(times: int, error: Exception) -> tuple[Callable[[], str], list[int]]
 
 
 def call(request: Callable[[], str], *, operation: str, bucket: str, key: str = "", attempts: int, **limit: Any) -> str:
-    return retry.call(request, retry.Tries(operation, bucket, key, attempts, Limit(**limit)), Gate("test"))
+    return retry.Attempts(operation, bucket, key, most=attempts, limit=Limit(**limit)).run(request, Gate("test"))
 
 
 PASSING = [
