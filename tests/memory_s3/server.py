@@ -14,13 +14,13 @@ from email.utils import formatdate
 from types import TracebackType
 from urllib.parse import parse_qsl, unquote
 
-from . import answers, checksums, counters
+from . import answers, counters
 from .counters import Counters, Reader, Reads
 from .faults import Fault, FaultFunction, RequestInfo
-from .http import Connection, Head, Link, MalformedRequestError, Response, discard, drain, receive, render
+from .http import Connection, Head, Link, MalformedRequestError, Response, discard, receive, render
 from .memory import Body, Pool
 from .operations import Call, Operations, identify
-from .store import S3Error, Store
+from .store import CHECKSUM, S3Error, Store
 
 _log = logging.getLogger(__name__)
 
@@ -264,10 +264,10 @@ class MemoryS3:
             connection.reset()
             return False
         if refusal is not None:
-            drain(connection, head)
+            discard(connection, head.content_length)
             response = self._error(refusal, info)
         elif fault.kind == "forge" and not fault.applied:
-            drain(connection, head)
+            discard(connection, head.content_length)
             response = Response()
         else:
             response = self._perform(connection, head, info, fault)
@@ -322,8 +322,8 @@ class MemoryS3:
             raise ConnectionError("the client hung up")
 
     def _perform(self, connection: Connection, head: Head, info: RequestInfo, fault: Fault) -> Response:
-        algorithm = checksums.announced(head.headers) if self._verify_checksums else None
-        received = receive(connection, head, self._pool, algorithm)
+        verify = self._verify_checksums and CHECKSUM in head.headers
+        received = receive(connection, head, self._pool, verify=verify)
         with self._lock:
             self._bytes_in += len(received.body)
         not_deleted = fault.code if fault.kind == "delete_partly" else ""

@@ -10,14 +10,33 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from . import checksums
+from awscrt.checksums import crc64nvme
+
 from .memory import Body
 
 #: S3's smallest part, but for an upload's last one.
 MIN_PART_SIZE = 5 * 1024 * 1024
 
+#: The header of the one checksum that is verified.
+CHECKSUM = "x-amz-checksum-crc64nvme"
+
 #: Sorts after everything that can follow a common prefix.
 LAST_CHARACTER = "\U0010ffff"
+
+
+def base64_of(crc: int) -> str:
+    """A CRC-64 as it stands in a header."""
+    return base64.b64encode(crc.to_bytes(8, "big")).decode()
+
+
+def checksums_of(headers: Mapping[str, str]) -> dict[str, str]:
+    """The checksums among these headers, of whatever kind: they are kept, and given back."""
+    names = ("algorithm", "mode", "type")
+    return {
+        name: value
+        for name, value in headers.items()
+        if name.startswith("x-amz-checksum-") and not name.endswith(names)
+    }
 
 
 class S3Error(Exception):
@@ -41,8 +60,6 @@ class StoredObject:
     headers: Mapping[str, str] = field(default_factory=dict)
     """Content-Type and user metadata (``x-amz-meta-*``), as they are sent back."""
     checksums: Mapping[str, str] = field(default_factory=dict)
-    part_sizes: tuple[int, ...] = ()
-    """Empty unless it was uploaded in parts."""
 
     @property
     def size(self) -> int:
@@ -118,8 +135,7 @@ def parse_continuation_token(token: str) -> str:
 
 
 class _Bucket:
-    def __init__(self, created: float) -> None:
-        self.created = created
+    def __init__(self) -> None:
         self.objects: dict[str, StoredObject] = {}
         self.uploads: dict[str, Upload] = {}
         self._sorted: list[str] | None = None
@@ -160,17 +176,12 @@ class Store:
 
     # Buckets
 
-    def buckets(self) -> dict[str, float]:
-        """Names and creation times."""
-        with self._lock:
-            return {name: bucket.created for name, bucket in sorted(self._buckets.items())}
-
     def create_bucket(self, name: str) -> None:
         """Make a bucket, or fail with BucketAlreadyOwnedByYou."""
         with self._lock:
             if name in self._buckets:
                 raise S3Error(409, "BucketAlreadyOwnedByYou", "It was created before")
-            self._buckets[name] = _Bucket(self._clock())
+            self._buckets[name] = _Bucket()
 
     def check_bucket(self, name: str) -> None:
         """Fail with NoSuchBucket unless it exists."""
@@ -280,11 +291,6 @@ class Store:
             self.upload(bucket, key, upload_id).parts[number] = part
             return part
 
-    def parts(self, bucket: str, key: str, upload_id: str) -> dict[int, Part]:
-        """The parts received so far, sorted by number."""
-        with self._lock:
-            return dict(sorted(self.upload(bucket, key, upload_id).parts.items()))
-
     def abort_upload(self, bucket: str, key: str, upload_id: str) -> None:
         """Forget an upload and its parts."""
         with self._lock:
@@ -314,14 +320,7 @@ class Store:
             if self.verifies:
                 _verify(body, checksums)
             _check_write(target.objects.get(key), if_none_match, if_match)
-            stored = StoredObject(
-                body,
-                self._etag(f"-{len(parts)}"),
-                self._clock(),
-                upload.headers,
-                checksums,
-                tuple(len(part.body) for part in parts),
-            )
+            stored = StoredObject(body, self._etag(f"-{len(parts)}"), self._clock(), upload.headers, checksums)
             target.put(key, stored)
             del target.uploads[upload_id]
             return stored
@@ -349,12 +348,11 @@ def _choose(upload: Upload, chosen: Sequence[tuple[int, str]]) -> list[Part]:
 
 
 def _verify(body: Body, expected: Mapping[str, str]) -> None:
-    for header, value in expected.items():
-        if "-" in value:
-            continue  # a checksum of the parts' checksums, not of the object
-        computed = checksums.of(header.removeprefix(checksums.HEADER_PREFIX), body.pieces)
-        if computed is not None and computed != value:
-            raise S3Error(400, "BadDigest", f"The {header} you specified, {value}, is not the object's, {computed}")
+    crc = 0
+    for piece in body.pieces if CHECKSUM in expected else ():
+        crc = crc64nvme(piece, crc)
+    if expected.get(CHECKSUM, computed := base64_of(crc)) != computed:
+        raise S3Error(400, "BadDigest", f"The CRC64NVME you specified is not the object's, {computed}")
 
 
 def _check_write(present: StoredObject | None, if_none_match: str | None, if_match: str | None) -> None:

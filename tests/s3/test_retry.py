@@ -163,10 +163,8 @@ def test_the_wait_doubles_up_to_a_cap(monkeypatch: pytest.MonkeyPatch, attempt: 
     [
         ("GetObject", "s3:GetObject and s3:ListBucket"),
         ("HeadObject", "s3:GetObject and s3:ListBucket"),
-        ("PutObject", "s3:PutObject"),
         ("UploadPart", "s3:PutObject"),
         ("ListMultipartUploads", "s3:ListBucketMultipartUploads"),
-        ("ListParts", "s3:ListMultipartUploadParts"),
     ],
 )
 def test_a_refusal_names_the_permission_that_the_operation_needs(operation: str, permission: str) -> None:
