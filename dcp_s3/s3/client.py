@@ -264,63 +264,54 @@ def check_answers(client: Any) -> None:
 
 def _check(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> None:
     status, headers, body = response_dict["status_code"], response_dict["headers"], response_dict["body"]
-    find_fault = _fault_of_result if status < 301 else _fault_of_error  # botocore takes a 300 for a success
-    fault = find_fault(operation_model.name, status, headers, body)
-    if fault is None:
+    is_whole = _is_result if status < 301 else _is_error  # botocore takes a 300 for a success
+    if is_whole(operation_model.name, status, headers, body):
         return
     if hasattr(body, "close"):
         body.close()
     message = (
-        f"the answer, with status {status}, {fault}{_describe(headers, body)}. Either it was cut off, or a proxy or "
-        "captive portal on the way gave it in the place of S3"
+        f"the answer, with status {status}{_describe(headers, body)}, is none of S3's to {operation_model.name}, or "
+        "not whole. Either it was cut off, or a proxy or captive portal on the way gave it in the place of S3"
     )
     text = f"<Error><Code>NotAnsweredByS3</Code><Message>{escape(message)}</Message></Error>"
     response_dict["status_code"], response_dict["body"] = 500, text.encode()
 
 
-def _fault_of_result(operation: str, status: int, headers: Mapping[str, str], body: Any) -> str | None:
+def _is_result(operation: str, status: int, headers: Mapping[str, str], body: Any) -> bool:
+    """Whether an answer is S3's to a request that succeeded, and whole."""
     root = _ROOTS.get(operation)
     if root is not None and _root_of(body) == b"Error":
-        return None  # S3 began to answer before it failed: botocore makes an error of it
+        return True  # S3 began to answer before it failed: botocore makes an error of it
     if status not in _STATUS.get(operation, _OK):
-        return f"is none of S3's to {operation}"
+        return False
     if root is not None:
-        return _fault_of_xml(operation, root, body)
+        is_last = operation not in _NEXT or not _TRUNCATED.search(body) or _NEXT[operation] in body
+        has_id = operation != "CreateMultipartUpload" or b"UploadId>" in body
+        return _root_of(body).startswith(root) and has_id and is_last
     etag = headers.get("etag", "")
     if operation in _WITH_ETAG and (not etag or etag.startswith('"') != (len(etag) > 1 and etag.endswith('"'))):
-        return "has no whole ETag"
+        return False
     if operation in _WITH_LENGTH and not (
         headers.get("content-length", "").isdigit() or "transfer-encoding" in headers
     ):
-        return "does not say how long it is"
+        return False
     if operation in _WITH_TIME and not _TIME.fullmatch(headers.get("last-modified", "")):
-        return "does not say when the object was written"
-    if operation in _WITHOUT_BODY and body.strip():
-        return "has a body, which S3's has not"
-    return None
+        return False
+    return operation not in _WITHOUT_BODY or not body.strip()
 
 
-def _fault_of_xml(operation: str, root: bytes, body: bytes) -> str | None:
-    if not _root_of(body).startswith(root):
-        return f"is no whole {root.decode()}Result"
-    if operation == "CreateMultipartUpload" and b"UploadId>" not in body:
-        return "has no UploadId"
-    if operation in _NEXT and _TRUNCATED.search(body) and _NEXT[operation] not in body:
-        return "does not say how to go on"
-    return None
-
-
-def _fault_of_error(operation: str, status: int, headers: Mapping[str, str], body: bytes) -> str | None:
-    """A 404 may mean a missing bucket, object or upload: the body says which. A HEAD's answer has no body."""
+def _is_error(operation: str, status: int, headers: Mapping[str, str], body: bytes) -> bool:
+    """Whether an answer may be S3's to a request that failed. A 404 may mean a missing bucket, object or upload: the
+    body says which. A HEAD's answer has no body."""
     # S3 says where the bucket is. If a redirection does not, botocore asks, and so on for the answer to that.
     if status in _REDIRECTIONS and "x-amz-bucket-region" not in headers and _root_of(body) != b"Error":
-        return "does not lead to a region"
+        return False
     if operation.startswith("Head"):
-        return None
-    if not body and headers.get("content-length") != "0":
-        return "says nothing"
+        return True
+    if not body:
+        return headers.get("content-length") == "0"
     # Other refusals are errors, whoever gives them. But a 404 is an answer on which a save or a prune acts.
-    return "does not say what is missing" if status == 404 and body and _root_of(body) != b"Error" else None
+    return status != 404 or _root_of(body) == b"Error"
 
 
 _TIME = re.compile(r"\w{3}, \d{1,2} \w{3} \d{4} \d\d:\d\d:\d\d \w{3}")
