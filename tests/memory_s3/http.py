@@ -69,7 +69,6 @@ class Head:
 
     @property
     def content_length(self) -> int:
-        """Announced bytes of the body, 0 if none are."""
         if "transfer-encoding" in self.headers or "x-amz-trailer" in self.headers:
             raise MalformedRequestError("chunked bodies are not understood")
         return int(self.headers.get("content-length", "0"))
@@ -120,7 +119,6 @@ class Connection:
         return Head(words[0], words[1], headers)
 
     def read_into(self, view: memoryview) -> None:
-        """Fill the whole view."""
         if self._buffer:
             ready = min(len(self._buffer), len(view))
             view[:ready] = self._buffer[:ready]
@@ -136,7 +134,6 @@ class Connection:
             view = view[received:]
 
     def send_continue(self) -> None:
-        """Answer ``Expect: 100-continue``: yes, send the body."""
         self._socket.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def send(self, response: Response, *, keep: bool, body: bool = True, limit: int | None = None) -> None:
@@ -160,7 +157,6 @@ class Connection:
                     self._pace.moved(count)
 
     def send_body(self, data: memoryview) -> None:
-        """Write more of a body."""
         self._socket.sendall(data)
 
     def wait_for_end(self, seconds: float) -> bool:
@@ -190,7 +186,6 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Release the socket."""
         self._socket.close()
 
 
@@ -204,7 +199,6 @@ def _head(response: Response, *, keep: bool) -> bytes:
 
 
 def render(response: Response, *, body: bool) -> bytes:
-    """A whole answer, as it goes over the wire."""
     return _head(response, keep=True) + (bytes(response.body) if body else b"")
 
 
@@ -227,7 +221,6 @@ def receive(connection: Connection, head: Head, pool: Pool, *, verify: bool) -> 
 
 
 def discard(connection: Connection, size: int) -> None:
-    """Read and forget ``size`` bytes."""
     scratch = memoryview(bytearray(min(size, 1 << 20)))
     while size:
         view = scratch[: min(size, len(scratch))]

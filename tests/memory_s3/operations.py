@@ -28,7 +28,6 @@ class Call:
     """The error code for the first key of a DeleteObjects, which stays."""
 
     def number(self, name: str, default: int) -> int:
-        """A number in the query."""
         text = self.query.get(name, "")
         if text and not text.isdigit():
             raise S3Error(400, "InvalidArgument", f"{name} is {text!r}, expected a number")
@@ -51,11 +50,9 @@ class Call:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """Of a write."""
         return {"if_none_match": self.headers.get("if-none-match"), "if_match": self.headers.get("if-match")}
 
     def object_headers(self) -> dict[str, str]:
-        """What is kept with an object and sent back."""
         kept = {name: value for name, value in self.headers.items() if name.startswith("x-amz-meta-")}
         return {"Content-Type": self.headers.get("content-type", "binary/octet-stream"), **kept}
 
@@ -311,7 +308,6 @@ class Operations:
         """Requests that a directory bucket does not take."""
 
     def handle(self, operation: str, call: Call) -> Response:
-        """Carry out an operation, or raise S3Error."""
         handlers = _HANDLERS
         if directory_bucket.is_one(call.bucket):
             handlers = _HANDLERS | _OF_DIRECTORY_BUCKETS

@@ -25,7 +25,6 @@ LAST_CHARACTER = "\U0010ffff"
 
 
 def base64_of(crc: int) -> str:
-    """A CRC-64 as it stands in a header."""
     return base64.b64encode(crc.to_bytes(8, "big")).decode()
 
 
@@ -63,7 +62,6 @@ class StoredObject:
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return len(self.body)
 
 
@@ -122,12 +120,10 @@ def paginate(keys: Sequence[str], *, prefix: str, delimiter: str, after: str, ma
 
 
 def continuation_token(after: str) -> str:
-    """An opaque token for ``after``."""
     return base64.urlsafe_b64encode(after.encode()).decode()
 
 
 def parse_continuation_token(token: str) -> str:
-    """What :func:`continuation_token` was given."""
     try:
         return base64.urlsafe_b64decode(token).decode()
     except (binascii.Error, UnicodeDecodeError):
@@ -177,19 +173,16 @@ class Store:
     # Buckets
 
     def create_bucket(self, name: str) -> None:
-        """Make a bucket, or fail with BucketAlreadyOwnedByYou."""
         with self._lock:
             if name in self._buckets:
                 raise S3Error(409, "BucketAlreadyOwnedByYou", "It was created before")
             self._buckets[name] = _Bucket()
 
     def check_bucket(self, name: str) -> None:
-        """Fail with NoSuchBucket unless it exists."""
         with self._lock:
             self._bucket(name)
 
     def delete_bucket(self, name: str) -> None:
-        """Remove an empty bucket."""
         with self._lock:
             if self._bucket(name).objects:
                 raise S3Error(409, "BucketNotEmpty", "The bucket you tried to delete is not empty")
@@ -217,7 +210,6 @@ class Store:
             return stored
 
     def get(self, bucket: str, key: str) -> StoredObject:
-        """The object, or NoSuchKey."""
         with self._lock:
             try:
                 return self._bucket(bucket).objects[key]
@@ -239,7 +231,6 @@ class Store:
             return refused
 
     def objects(self, bucket: str) -> dict[str, StoredObject]:
-        """Everything in a bucket, sorted by key."""
         with self._lock:
             target = self._bucket(bucket)
             return {key: target.objects[key] for key in target.sorted_keys()}
@@ -247,7 +238,6 @@ class Store:
     def page(
         self, bucket: str, *, prefix: str, delimiter: str, after: str, max_keys: int
     ) -> tuple[Page, dict[str, StoredObject]]:
-        """One page of a listing, and the objects it names."""
         with self._lock:
             target = self._bucket(bucket)
             page = paginate(target.sorted_keys(), prefix=prefix, delimiter=delimiter, after=after, max_keys=max_keys)
@@ -256,14 +246,12 @@ class Store:
     # Multipart uploads
 
     def create_upload(self, bucket: str, key: str, headers: Mapping[str, str]) -> Upload:
-        """Begin an upload."""
         with self._lock:
             upload = Upload(f"upload-{next(self._numbers):08x}", key, headers, self._clock())
             self._bucket(bucket).uploads[upload.id] = upload
             return upload
 
     def upload(self, bucket: str, key: str, upload_id: str) -> Upload:
-        """An upload in progress, or NoSuchUpload."""
         with self._lock:
             upload = self._bucket(bucket).uploads.get(upload_id)
             if upload is None or upload.key != key:
@@ -271,7 +259,6 @@ class Store:
             return upload
 
     def uploads(self, bucket: str) -> list[Upload]:
-        """Uploads in progress, by key and then age."""
         with self._lock:
             found = self._bucket(bucket).uploads.values()
             return sorted(found, key=lambda upload: (upload.key, upload.initiated, upload.id))
@@ -285,14 +272,12 @@ class Store:
         body: Body,
         checksums: Mapping[str, str] | None = None,
     ) -> Part:
-        """Store a part, replacing one of the same number."""
         with self._lock:
             part = Part(body, self._etag(), self._clock(), checksums or {})
             self.upload(bucket, key, upload_id).parts[number] = part
             return part
 
     def abort_upload(self, bucket: str, key: str, upload_id: str) -> None:
-        """Forget an upload and its parts."""
         with self._lock:
             self.upload(bucket, key, upload_id)
             del self._bucket(bucket).uploads[upload_id]
