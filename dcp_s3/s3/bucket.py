@@ -187,9 +187,9 @@ class _Failed(LinkedEvent):
 def map_in_threads(store: SelfBucket, function: Callable[[SelfBucket, T], U], items: Iterable[T]) -> Sequence[U]:
     """See `Store.map`."""
     items, caller, failures = list(items), store.limit.cancel, list[BaseException]()
-    most = min(caller.share if isinstance(caller, _Failed) else AT_ONCE, len(items))
-    failed = _Failed(caller)
-    failed.share = AT_ONCE // max(1, len(items))
+    room = caller.share if isinstance(caller, _Failed) else AT_ONCE
+    failed, most = _Failed(caller), min(room, len(items))
+    failed.share = room // max(1, len(items))
     bounded = store.within(replace(store.limit, cancel=failed))
 
     def work(item: T) -> Any:
