@@ -1,7 +1,7 @@
 """What hedged GETs do for a load of which some requests straggle, and what they cost one where none does.
 
 ``python -m benchmarks.hedging`` starts an in-memory S3 server whose GETs take as long as S3's (a first byte after 30
-ms), and loads ranges of one object through `fetch_into` on as many threads as a load has. Cases alternate: with and
+ms), and loads ranges of one object through `S3Store.read` on as many threads as a load has. Cases alternate: with and
 without hedging, and with and without a share of the GETs being late (before the head of the answer, or in the midst of
 the body). A short load, of which most requests are made before anything is known, follows a long one; each load is a
 process of its own, as far as what is known of latencies goes.
@@ -29,7 +29,6 @@ from rich.table import Table
 from benchmarks.units import MIB, parse_size
 from dcp_s3.memory import ReadTarget
 from dcp_s3.s3 import hedge
-from dcp_s3.s3.download import fetch_into
 from dcp_s3.s3.hedge import HedgeState, hedges_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -145,7 +144,7 @@ def _load(bucket: S3Store, requests: int, memory: list[bytearray], late: Callabl
     def fetch(_: int) -> None:
         own = free.pop()
         target = ReadTarget(memoryview(own), checksum=True)
-        fetch_into(bucket, _KEY, 0, [target])
+        bucket.read(_KEY, 0, [target])
         free.append(own)
 
     cpu, started = _cpu_seconds(), time.perf_counter()

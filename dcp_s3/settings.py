@@ -255,19 +255,6 @@ def aws_variable(*names: str) -> tuple[str, str] | None:
     return next(((name, value) for name in names if (value := os.environ.get(name))), None)
 
 
-_AWS_CHAIN = (
-    "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "AWS_DEFAULT_REGION",
-    "AWS_PROFILE", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_CA_BUNDLE", "AWS_ACCESS_KEY_ID",
-    "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE",
-    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-)  # fmt: skip
-
-
-def aws_environment() -> int:
-    """A number that changes with the variables from which AWS's own chain takes endpoint, region and credentials."""
-    return hash(tuple(map(os.environ.get, _AWS_CHAIN)))
-
-
 def aws_endpoint_variable() -> tuple[str, str] | None:
     """The environment variable of AWS's own chain that sets the endpoint of S3: its name and value."""
     ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true"
@@ -360,20 +347,6 @@ def _suggest(name: str, known: Iterable[str]) -> str:
 
 
 SettingsLike = Settings | Mapping[str, Any] | None
-
-
-# After the first journals were written.
-_ADDED = ("max_bandwidth", "requester_pays", "split_replicated", "stall_timeout")
-
-
-def values_to_store(settings: Settings) -> dict[str, Any]:
-    """The values for `stored_settings`. Earlier versions refuse names that they do not know: defaults are left out."""
-    fields = Settings.model_fields
-    return {
-        name: value
-        for name, value in settings.model_dump().items()
-        if name not in _ADDED or value != fields[name].default
-    }
 
 
 def stored_settings(values: Mapping[str, Any]) -> Settings:

@@ -85,16 +85,6 @@ class StoredObject:
 
 
 @dataclass(frozen=True)
-class ObjectStart:
-    """An object of which at least the first bytes were read."""
-
-    object: StoredObject
-    """The object; its data may end early."""
-    size: int
-    """Size of the whole object in bytes."""
-
-
-@dataclass(frozen=True)
 class Expect:
     """The condition of a write: what must be there before it."""
 
@@ -118,8 +108,6 @@ class DeleteTarget:
     key: str
     etag: str = ""
     """Delete the object only while it has this ETag; if empty, in any case."""
-    version_id: str = ""
-    """Version to delete permanently; if empty, the current one, by a delete marker where there are versions."""
 
 
 @dataclass(frozen=True)
@@ -217,11 +205,6 @@ class Store(abc.ABC):
     def get(self, key: str) -> StoredObject:
         """Read a small object, whole."""
 
-    def get_start(self, key: str, most: int) -> ObjectStart:
-        """Read the first ``most`` bytes of an object (at least 1; a store may read more), in one request."""
-        found = self.get(key)
-        return ObjectStart(found, len(found.data))
-
     @abc.abstractmethod
     def put(
         self, key: str, data: bytes | memoryview, *, expect: Expect | None = None, metadata: UserMetadata = None
@@ -237,14 +220,12 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def put_stream(
-        self, key: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None, resume: bool = False
+        self, key: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None
     ) -> StreamedObject:
         """Write a data object of about ``size`` bytes, made of pieces that are sent as they are, without copies.
 
         Each piece (or what it was split into, `Piece.parts`) has its CRC when this returns, unless checksums are off,
-        and no memory any more. ``part_size`` is the size of its parts in bytes; None: what suits the store. With
-        ``resume`` a store that can leaves parts in place when it fails, and does not send those that an earlier try
-        left: same key, same bytes, same part size.
+        and no memory any more. ``part_size`` is the size of its parts in bytes; None: what suits the store.
 
         Raises:
             StorageError: the object is not there.
@@ -386,7 +367,3 @@ def same_etag(one: str | None, other: str | None) -> bool:
 def batches(targets: Sequence[DeleteTarget]) -> Sequence[Sequence[DeleteTarget]]:
     """Split the targets into runs that one request takes."""
     return [targets[start : start + BATCH] for start in range(0, len(targets), BATCH)]
-
-
-def target_of(each: str | DeleteTarget) -> DeleteTarget:
-    return DeleteTarget(each) if isinstance(each, str) else each

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
 
 from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
-from dcp_s3.limit import UNLIMITED, Limit
+from dcp_s3.limit import UNLIMITED, Cancelled, Limit
 from dcp_s3.memory import Piece, targets_of
 from dcp_s3.store import (
     Batch,
@@ -26,9 +27,7 @@ from dcp_s3.store import (
     Upload,
     UserMetadata,
     same_etag,
-    target_of,
 )
-from dcp_s3.stores.batch import PlainBatch
 from dcp_s3.stores.directory import make_page
 
 
@@ -109,7 +108,7 @@ class MemoryStore(Store):
             storage.objects[key] = _Entry(new, dict(metadata or {}), etag, self._storage.clock())
 
     def put_stream(
-        self, key: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None, resume: bool = False
+        self, key: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None
     ) -> StreamedObject:
         data, crcs = bytearray(), []
         for piece in pieces:
@@ -156,7 +155,7 @@ class MemoryStore(Store):
         self.limit.check("delete")
         left = []
         with self._storage.lock:
-            for target in map(target_of, targets):
+            for target in (DeleteTarget(each) if isinstance(each, str) else each for each in targets):
                 found = self._storage.objects.get(target.key)
                 if found is None:
                     continue
@@ -200,3 +199,38 @@ class MemoryStore(Store):
         return errors.ObjectNotFoundError(
             f"there is no {key} in {self.name}", bucket=self.name, key=key, operation=operation
         )
+
+
+class PlainBatch(Batch):
+    """Puts each object in the caller's thread."""
+
+    def __init__(self, store: Store) -> None:
+        self._cancel = threading.Event()
+        self._store = store.within(replace(store.limit, cancel=self._cancel))
+        self._lock = threading.Lock()
+        self._written: list[str] = []
+
+    def put_stream(self, key: str, size: int, pieces: Iterable[Piece]) -> StreamedObject:
+        result = self._store.put_stream(key, size, self._until_cancelled(pieces))
+        with self._lock:
+            self._written.append(key)
+            self.sent += result.size
+        return result
+
+    def _until_cancelled(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
+            if self._cancel.is_set():
+                raise Cancelled
+            yield piece
+
+    def stop(self) -> None:
+        self._cancel.set()
+
+    def __enter__(self) -> PlainBatch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            return
+        self.stop()
+        self._store.within(self._store.limit.for_cleanup()).delete(self._written)

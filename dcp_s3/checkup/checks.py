@@ -172,7 +172,7 @@ def do_multipart(exam: Examination) -> CheckResult | None:
 
 
 def do_list_uploads(exam: Examination) -> CheckResult | None:
-    """Begins an upload, which `do_list_parts` and `do_abort` go on with."""
+    """Begins an upload, which `do_abort` goes on with."""
     upload = exam.begin_upload()
     remedy = "a lifecycle rule or job of the store's own that aborts them"
     try:
@@ -184,15 +184,6 @@ def do_list_uploads(exam: Examination) -> CheckResult | None:
         return CheckResult("", "ok", "", cell="yes")
     found = "allowed, but it does not show an open upload: prune will not find what killed processes leave"
     return warn(found, remedy, cell="not what is open")
-
-
-def do_list_parts(exam: Examination) -> CheckResult | None:
-    ((_, upload),) = exam.uploads
-    exam.ask("UploadPart", PROBE, UploadId=upload, PartNumber=1, Body=DATA)
-    answer = exam.ask("ListParts", PROBE, UploadId=upload)
-    if [each.get("PartNumber") for each in answer.get("Parts", ())] == [1]:
-        return None
-    return warn("allowed, but it does not show the part that was sent", "nothing; a drain sends it again")
 
 
 def do_abort(exam: Examination) -> None:

@@ -58,7 +58,6 @@ PERMISSIONS = (
         ("ListMultipartUploads",), "drain, prune",
         "saves work; prune does not work, so uploads that broke stay open, and cost", on_bucket=True,
     ),
-    Permission(("ListParts",), "drain", "saves work; a drain sends objects whose upload was begun anew"),
     Permission(
         ("DeleteObjects", "DeleteObject"), "overwriting, a save that fails, drain, prune",
         "saves and loads work, prune does not: nothing is ever deleted, nor what failed or overwritten saves leave",
@@ -100,7 +99,6 @@ CHECKS = (
     Check("DeleteObjects", checks.do_delete_batch, "PutObject", "DeleteObjects", writes=True),
     Check("multipart upload", checks.do_multipart, "PutObject", "UploadPart", writes=True),
     Check("ListMultipartUploads", checks.do_list_uploads, "multipart upload", "ListMultipartUploads", writes=True),
-    Check("ListParts", checks.do_list_parts, "multipart upload", "ListParts", writes=True),
     Check("AbortMultipartUpload", checks.do_abort, "multipart upload", "AbortMultipartUpload", writes=True),
     Check("If-None-Match", checks.check_if_none_match, "PutObject", writes=True, optional=True),
     Check("If-Match", checks.check_if_match, "PutObject", writes=True, optional=True),

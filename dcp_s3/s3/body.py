@@ -17,17 +17,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from dcp_s3.s3.retry import current_attempt
+from dcp_s3.s3.retry import current
 
 # Smaller pieces are copied out of a buffer: a call for each would cost more than the copy.
 _DIRECT = 16 * 2**10
 _BUFFER = 256 * 2**10
 
 _JOIN_BELOW = 64 * 2**10
-# Python's socket timeout covers a whole `sendall`: with 1 MiB only dead connections time out. Where links are slow, or
-# many connections share one, the slices stay small.
-_SEND_FIRST, _SEND_AT_ONCE = 64 * 2**10, 2**20
-_SEND_FAST, _SEND_SLOW = 0.05, 0.5  # seconds for a slice
+# Python's socket timeout covers a whole `sendall`: with this only dead connections time out.
+_SEND_AT_ONCE = 512 * 2**10
 
 # Seconds after which what has been received is handed on, so that a slow store is seen to move.
 _RECEIVE_SECONDS = 0.25
@@ -89,29 +87,23 @@ class GatherBody:
     def chunks(self) -> Iterator[memoryview | bytes]:
         """The buffers for ``sendall``: large ones in slices, neighbours that are small joined."""
         started, waited = time.monotonic(), self.waited
-        attempt = current_attempt()
-        most = min(_SEND_AT_ONCE, attempt.slice_size or _SEND_AT_ONCE)
-        size, sent = min(_SEND_FIRST, most), 0
+        attempts = current()
+        size, sent = min(_SEND_AT_ONCE, attempts.slice_size or _SEND_AT_ONCE), 0
         for view in self._joined():
             position = 0
             while position < len(view):
                 piece = view[position : position + size]
                 position += len(piece)
-                self.waited += attempt.before_sending(len(piece))
-                began = time.monotonic()
-                if self._patience is not None and began - started - (self.waited - waited) > self._patience:
+                self.waited += attempts.before_sending(len(piece))
+                seconds = time.monotonic() - started - (self.waited - waited)
+                if self._patience is not None and seconds > self._patience:
                     raise ConnectionAbortedError(f"the body was not through after {self._patience:g} s")
                 yield piece
-                seconds = time.monotonic() - began
-                if seconds < _SEND_FAST:
-                    size = min(2 * size, most)
-                elif seconds > _SEND_SLOW:
-                    size = max(size // 2, min(_SEND_FIRST, most))
                 sent += len(piece)
                 if self._moved is not None:
                     self._moved(len(piece))
                 if sent > self._furthest:  # what is sent once more is no progress
-                    attempt.moved(sent - self._furthest)
+                    attempts.moved(sent - self._furthest)
                     self._furthest = sent
 
     def _joined(self) -> Iterator[memoryview | bytes]:
@@ -166,7 +158,7 @@ class BodyReader(io.RawIOBase):
             raise self._error
         view = memoryview(buffer).cast("B")
         size, done = len(view), 0
-        attempt, until = current_attempt(), time.monotonic() + _RECEIVE_SECONDS
+        attempts, until = current(), time.monotonic() + _RECEIVE_SECONDS
         try:
             while done < size:
                 if self._rest:
@@ -176,11 +168,11 @@ class BodyReader(io.RawIOBase):
                 elif done and time.monotonic() > until:
                     break
                 elif size - done >= _DIRECT:
-                    count = attempt.receive(self._receive, view[done:])
+                    count = attempts.receive(self._receive, view[done:])
                 else:
                     if not self._buffer:
                         self._buffer = memoryview(bytearray(_BUFFER))
-                    self._rest = self._buffer[: attempt.receive(self._receive, self._buffer)]
+                    self._rest = self._buffer[: attempts.receive(self._receive, self._buffer)]
                     if not self._rest:
                         break
                     continue

@@ -10,19 +10,17 @@ head of the answer is there, so the clients' connections note it for the `Flight
 from __future__ import annotations
 
 import contextlib
-import functools
+import http.client
 import io
 import logging
 import os
 import socket
-import ssl
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from dcp_s3.s3.body import BodyReader, Chunks, GatherBody
-from dcp_s3.s3.retry import current_attempt, this_thread
+from dcp_s3.s3.retry import current, this_thread
 
 logger = logging.getLogger(__name__)
 
@@ -160,28 +158,16 @@ def make_abortable(client: Any) -> None:
         classes[scheme] = type(f"Abortable{pool.__name__}", (_Releasing, pool), {"ConnectionCls": connection})
 
 
-class _Socket(socket.socket):
-    """A socket whose files wait as the `Attempt` of their thread says. Of a TLS one, `_Abortable.connect` replaces the
-    method."""
+class _Response(http.client.HTTPResponse):
+    """A response whose head, and small body, are waited for as the `Attempts` of the thread say."""
 
-    def makefile(self, *arguments: Any, **options: Any) -> Any:
-        return _make_file(self, super().makefile, *arguments, **options)
-
-
-def _make_file(sock: Any, make: Callable[..., Any], mode: str = "rb", buffering: int | None = None, **_: Any) -> Any:
-    raw = _RawFile(sock, make(mode, 0))
-    return raw if buffering == 0 else io.BufferedReader(raw)
-
-
-def _make_tls_file(reference: Callable[[], Any], *arguments: Any, **options: Any) -> Any:
-    """`_make_file` of a TLS socket, which would keep itself if its own method had it."""
-    sock = reference()
-    return _make_file(sock, functools.partial(ssl.SSLSocket.makefile, sock), *arguments, **options)
+    def __init__(self, sock: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(sock, *arguments, **options)
+        self.fp = io.BufferedReader(_RawFile(sock, self.fp))
 
 
 class _RawFile(io.RawIOBase):
-    """The file of an answer's head, and of small bodies.
-
+    """
     Args:
         file: of the socket; closing it releases the socket.
     """
@@ -193,22 +179,9 @@ class _RawFile(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        attempt = current_attempt()
-        attempt.check()
-        return attempt.receive(self._sock.recv_into, buffer)
-
-    def readline(self, size: int | None = -1) -> bytes:
-        """The next line, but not byte by byte as an unbuffered file reads it: each PUT gets ``100 Continue`` so."""
-        if isinstance(self._sock, ssl.SSLSocket):
-            return super().readline(size)
-        line, attempt, peeked = b"", current_attempt(), bytearray(256)
-        while not line.endswith(b"\n"):
-            attempt.check()
-            count = attempt.receive(lambda view: int(self._sock.recv_into(view, 0, socket.MSG_PEEK)), peeked)
-            if not count:
-                break
-            line += self._sock.recv(peeked.find(b"\n", 0, count) + 1 or count)
-        return line
+        attempts = current()
+        attempts.check()
+        return attempts.receive(self._sock.recv_into, buffer)
 
     def close(self) -> None:
         self._file.close()
@@ -216,47 +189,31 @@ class _RawFile(io.RawIOBase):
 
 
 class _Abortable:
-    """Mixin for a connection: tells the thread's `Flight` its socket, which waits as the `Attempt` says."""
+    """Mixin for a connection: tells the thread's `Flight` its socket, which waits as the `Attempts` say."""
 
     sock: Any
-    timeout: Any
+    response_class = _Response
 
     def connect(self) -> None:
         super().connect()  # type: ignore[misc]
-        if isinstance(self.sock, ssl.SSLSocket):
-            self.sock.makefile = functools.partial(_make_tls_file, weakref.ref(self.sock))  # type: ignore[method-assign]
-        self.sock.settimeout(current_attempt().send_timeout)
-
-    def request(self, *arguments: Any, **options: Any) -> Any:
-        if self.sock is not None:
-            flight = getattr(this_thread, "flight", None)
-            if flight is not None:
-                flight.note(self.sock)
-        return super().request(*arguments, **options)  # type: ignore[misc]
+        self._begin()
 
     def putrequest(self, *arguments: Any, **options: Any) -> Any:
-        attempt = current_attempt()
-        attempt.has_head = False
-        if self.sock is not None:  # a connection of the pool, to which `request` gave the timeout for connecting
-            self.sock.settimeout(attempt.send_timeout)
+        current().has_head = False
+        if self.sock is not None:  # of the pool
+            self._begin()
         return super().putrequest(*arguments, **options)  # type: ignore[misc]
+
+    def _begin(self) -> None:
+        self.sock.settimeout(current().send_timeout)  # it has the one for connecting
+        flight = getattr(this_thread, "flight", None)
+        if flight is not None:
+            flight.note(self.sock)
 
     def getresponse(self, *arguments: Any, **options: Any) -> Any:
         response = super().getresponse(*arguments, **options)  # type: ignore[misc]
-        current_attempt().has_head = True
+        current().has_head = True
         return response
-
-    def _new_conn(self) -> Any:
-        flight, sock = getattr(this_thread, "flight", None), super()._new_conn()  # type: ignore[misc]
-        ours = _Socket(sock.family, sock.type, sock.proto, sock.detach())
-        try:
-            ours.settimeout(self.timeout)
-            if flight is not None:
-                flight.note(ours)
-        except BaseException:
-            ours.close()
-            raise
-        return ours
 
 
 class _Releasing:
@@ -264,27 +221,11 @@ class _Releasing:
     timeout of its thread."""
 
     def _get_timeout(self, timeout: Any) -> Any:
-        attempt = getattr(this_thread, "attempt", None)
-        return super()._get_timeout(timeout if attempt is None else attempt.timeout)  # type: ignore[misc]
+        attempts = getattr(this_thread, "attempts", None)
+        return super()._get_timeout(timeout if attempts is None else attempts.timeout)  # type: ignore[misc]
 
     def _put_conn(self, conn: Any) -> None:
         flight = getattr(this_thread, "flight", None)
         if flight is not None and not flight.let_go() and conn is not None:
             conn.close()
         super()._put_conn(conn)  # type: ignore[misc]
-
-
-# --- redirects ------------------------------------------------------------------------------------------
-
-
-def look_once(client: Any) -> None:
-    """Keep botocore from asking forever where a bucket is.
-
-    After a redirect it asks for the region by HeadBucket. If that is redirected without a region (by a portal or
-    proxy), it asks again, until the stack is full (seen in botocore 1.43).
-    """
-
-    def leave_alone(request_dict: dict[str, Any], **_: Any) -> None:
-        request_dict["context"].setdefault("s3_redirect", {})["redirected"] = True
-
-    client.meta.events.register_first("needs-retry.s3.HeadBucket", leave_alone)

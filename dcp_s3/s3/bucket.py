@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import collections
 import datetime
 import email.utils
 import math
@@ -16,13 +15,14 @@ import botocore.utils
 from botocore import xform_name
 
 from dcp_s3 import errors
-from dcp_s3.limit import UNLIMITED, Cancelled, Limit, LinkedEvent, Progress
-from dcp_s3.s3 import retry
+from dcp_s3.limit import UNLIMITED, Cancelled, Limit, LinkedEvent
 from dcp_s3.s3.client import forget_client, get_client
 from dcp_s3.s3.pressure import Gate, gate_of, pace_of
 from dcp_s3.s3.receive import read_whole
+from dcp_s3.s3.retry import Attempts
 from dcp_s3.settings import Settings
-from dcp_s3.store import ObjectHead, ObjectStart, StoredObject
+from dcp_s3.store import ObjectHead, StoredObject
+from dcp_s3.workers import Workers
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -96,46 +96,26 @@ class Bucket:
 
         ``attempts`` overrides the most attempts of settings and limit.
         """
-        settings, limit = self.settings, self.limit
-        progress = limit.progress or Progress(settings.stall_timeout)
-        limit = replace(limit, progress=progress, cancel=cancel or limit.cancel)
-        if attempts is None:
-            attempts = min(settings.retry_attempts, limit.attempts or settings.retry_attempts)
-        tries = retry.Tries(operation, self.name, key, attempts, limit)
-        bounds = retry.Attempt(
-            tries.what,
+        settings, limit = self.settings, self.limit.shared(self.settings.stall_timeout)
+        if cancel is not None:
+            limit = replace(limit, cancel=cancel)
+        tries = Attempts(
+            operation, self.name, key, limit=limit,
+            most=attempts or min(settings.retry_attempts, limit.attempts or settings.retry_attempts),
             hang=min(settings.read_timeout, math.inf if limit.hang is None else limit.hang),
-            progress=progress,
-            cancel=limit.cancel,
             pace=pace_of(settings.max_bandwidth),
-            operation=operation,
-        )
+        )  # fmt: skip
         try:
-            with progress, bounds:
-                return retry.call(attempt, tries, self.gate, data=data)
+            return tries.run(attempt, self.gate, data=data)
         except errors.CredentialsError:
             forget_client(settings)  # the next save or load looks for credentials again
             raise
 
-    def map(self: SelfBucket, function: Callable[[SelfBucket, T], U], items: Iterable[T]) -> Sequence[U]:
-        """See `Store.map`."""
-        return map_in_threads(self, function, items)
-
     # --- reading one object -----------------------------------------------------------------------------
 
     def get(self, key: str) -> StoredObject:
-        return _stored_object(self.request("GetObject", key, {"Key": key}))
-
-    def get_start(self, key: str, most: int) -> ObjectStart:
-        try:
-            answer = self.request("GetObject", key, {"Key": key, "Range": f"bytes=0-{most - 1}"})
-        except errors.OutOfRangeError:
-            answer = {}  # an empty object
-        size = answer.get("ContentRange", "").rpartition("/")[2]
-        if size.isdecimal():
-            return ObjectStart(_stored_object(answer), int(size))
-        whole = self.get(key)  # a store without ranges does not say how large the object is
-        return ObjectStart(whole, len(whole.data))
+        answer = self.request("GetObject", key, {"Key": key})
+        return StoredObject(bytes(answer["Body"]), _user_metadata(answer), answer.get("ETag", ""))
 
     def head(self, key: str, *, checksum: bool = False) -> ObjectHead:
         answer = self.request("HeadObject", key, {"Key": key} | ({"ChecksumMode": "ENABLED"} if checksum else {}))
@@ -160,10 +140,6 @@ class Bucket:
         except errors.OutOfRangeError:
             pass  # an empty object
         return True
-
-
-def _stored_object(answer: Mapping[str, Any]) -> StoredObject:
-    return StoredObject(bytes(answer["Body"]), _user_metadata(answer), answer.get("ETag", ""))
 
 
 def _user_metadata(answer: Mapping[str, Any]) -> dict[str, str]:
@@ -204,75 +180,41 @@ keep busy over round trips of tens of milliseconds."""
 class _Failed(LinkedEvent):
     """Set by the first failure of a map, or with the event that cancels its caller's own requests."""
 
-    def __init__(self, caller: threading.Event | None) -> None:
-        super().__init__(caller)
-        self.free: threading.Semaphore = (
-            caller.free if isinstance(caller, _Failed) else threading.Semaphore(AT_ONCE - 1)
-        )
-        """The threads that may still be started. A map inside another one shares them, and each works in its caller's
-        thread, too: none waits for a thread."""
+    share = 1
+    """Items that a map inside of this one may have under way: in all not more than `AT_ONCE`."""
 
 
-def map_in_threads(store: SelfBucket, function: Callable[[SelfBucket, T], U], items: Iterable[T]) -> list[U]:
-    failed = _Failed(store.limit.cancel)
+def map_in_threads(store: SelfBucket, function: Callable[[SelfBucket, T], U], items: Iterable[T]) -> Sequence[U]:
+    """See `Store.map`."""
+    items, caller, failures = list(items), store.limit.cancel, list[BaseException]()
+    room = caller.share if isinstance(caller, _Failed) else AT_ONCE
+    failed, most = _Failed(caller), min(room, len(items))
+    failed.share = room // max(1, len(items))
     bounded = store.within(replace(store.limit, cancel=failed))
-    pending = collections.deque(enumerate(items))
-    results: dict[int, U] = {}
-    failures: list[BaseException] = []
 
-    def work() -> None:
-        while True:
-            try:
-                number, item = pending.popleft()
-            except IndexError:
-                return
-            try:
-                if failed.is_set():
-                    raise Cancelled
-                results[number] = function(bounded, item)
-            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-                failures.append(error)
-                failed.set()
-                return
+    def work(item: T) -> Any:
+        try:
+            if failed.is_set():
+                raise Cancelled
+            return function(bounded, item)
+        except BaseException as error:  # noqa: BLE001 - the first one is raised in the caller's thread
+            failures.append(error)
+            failed.set()
 
-    count = len(pending)
-    threads: list[threading.Thread] = []
-    try:
-        for _ in range(count - 1):
-            if not pending or not _start(work, failed.free, threads):
-                break
-        work()
-        for thread in threads:
-            thread.join()
-    except BaseException:  # an interrupt of the caller
-        failed.set()
-        for thread in threads:
-            thread.join()
-        raise
+    if most <= 1:
+        results = [work(item) for item in items]
+    else:
+        workers = Workers(most, "dcp_s3-requests")
+        try:
+            results = [result.result() for result in [workers.submit(work, item) for item in items]]
+        except BaseException:  # an interrupt of the caller
+            failed.set()
+            raise
+        finally:
+            workers.close()
     try:
         if failures:
             raise failures[0]
     finally:
         failures.clear()  # its traceback has this frame
-    return [results[number] for number in range(count)]
-
-
-def _start(work: Callable[[], None], free: threading.Semaphore, threads: list[threading.Thread]) -> bool:
-    """Work in one more thread; return whether there may be one."""
-    if not free.acquire(blocking=False):
-        return False
-
-    def target() -> None:
-        try:
-            work()
-        finally:
-            free.release()
-
-    thread = threading.Thread(target=target, name="dcp_s3-requests", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # the system has no more of them
-        free.release()
-        return False
-    threads.append(thread)
-    return True
+    return results

@@ -13,7 +13,7 @@ import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from xml.sax.saxutils import escape
 
 import boto3
@@ -25,9 +25,9 @@ from botocore.exceptions import ClientError
 
 from dcp_s3.errors import SettingsError
 from dcp_s3.process import reset_in_child
-from dcp_s3.s3.botocore_private import look_once, make_abortable, send_without_copy
+from dcp_s3.s3.botocore_private import make_abortable, send_without_copy
 from dcp_s3.s3.retry import CONNECT_SECONDS
-from dcp_s3.settings import Settings, aws_endpoint_variable, aws_environment, aws_variable, require_endpoint
+from dcp_s3.settings import Settings, aws_endpoint_variable, aws_variable, require_endpoint
 from dcp_s3.versions import __version__
 
 # A fixed text: botocore builds its own for each request, which takes a sixth of a request's CPU.
@@ -40,18 +40,8 @@ _MOST_CONNECTIONS = 4 * 512
 _MOST_CLIENTS = 8
 
 
-class _Endpoint(NamedTuple):
-    """Key of a client: what its connections depend on."""
-
-    url: str | None
-    region: str | None
-    profile: str | None
-    addressing_style: str
-    environment: int
-    """What AWS's own chain has in the environment: of a client, endpoint and credentials never change."""
-
-
-_clients: dict[_Endpoint, Any] = {}
+_Key = tuple[str | None, ...]
+_clients: dict[_Key, Any] = {}
 _lock = threading.Lock()
 
 
@@ -94,22 +84,22 @@ def client_options(settings: Settings, session: Any) -> dict[str, Any]:
 
 def get_client(settings: Settings) -> Any:
     """This process's boto3 S3 client for the endpoint of ``settings``. Thread safe."""
-    endpoint = _endpoint_of(settings)
-    client = _clients.get(endpoint)
+    key = _key_of(settings)
+    client = _clients.get(key)
     if client is None:
         with _lock:
-            client = _clients.get(endpoint)
+            client = _clients.get(key)
             if client is None:
-                client = _clients[endpoint] = _make_client(settings)
+                client = _clients[key] = _make_client(settings)
                 if len(_clients) > _MOST_CLIENTS:
                     _clients.pop(next(iter(_clients))).close()  # requests under way go on
     return client
 
 
-def _endpoint_of(settings: Settings) -> _Endpoint:
-    return _Endpoint(
-        settings.endpoint_url, settings.region, settings.profile, settings.addressing_style, aws_environment()
-    )
+def _key_of(settings: Settings) -> _Key:
+    """What a client's connections depend on."""
+    endpoint = settings.endpoint_url or ":".join(aws_endpoint_variable() or ())
+    return endpoint, settings.region, settings.profile, settings.addressing_style
 
 
 def _make_client(settings: Settings) -> Any:
@@ -121,7 +111,6 @@ def _make_client(settings: Settings) -> Any:
         client.meta.events.register(f"before-send.s3.{operation}", send_without_copy)
     check_answers(client)
     make_abortable(client)
-    look_once(client)
     return client
 
 
@@ -150,7 +139,7 @@ def _loader(data_path: str | None) -> Any:
 def forget_client(settings: Settings) -> None:
     """Let the next `get_client` make a new client, which reads the credentials again. Requests under way go on."""
     with _lock:
-        _clients.pop(_endpoint_of(settings), None)
+        _clients.pop(_key_of(settings), None)
 
 
 def close_clients() -> None:
@@ -254,14 +243,11 @@ _ROOTS = {
     "ListMultipartUploads": b"ListMultipartUploads",
     "ListObjectVersions": b"ListVersions",
     "ListObjectsV2": b"ListBucket",
-    "ListParts": b"ListParts",
 }
 # Element that asks for the next page; each page but the last must have it.
 _NEXT = {
     "ListMultipartUploads": b"NextKeyMarker>",
-    "ListObjectVersions": b"NextKeyMarker>",
     "ListObjectsV2": b"NextContinuationToken>",
-    "ListParts": b"NextPartNumberMarker>",
 }
 _REDIRECTIONS = frozenset({301, 302, 303, 307, 308})
 _CHECKSUM = "x-amz-checksum-crc"
@@ -278,63 +264,54 @@ def check_answers(client: Any) -> None:
 
 def _check(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> None:
     status, headers, body = response_dict["status_code"], response_dict["headers"], response_dict["body"]
-    find_fault = _fault_of_result if status < 301 else _fault_of_error  # botocore takes a 300 for a success
-    fault = find_fault(operation_model.name, status, headers, body)
-    if fault is None:
+    is_whole = _is_result if status < 301 else _is_error  # botocore takes a 300 for a success
+    if is_whole(operation_model.name, status, headers, body):
         return
     if hasattr(body, "close"):
         body.close()
     message = (
-        f"the answer, with status {status}, {fault}{_describe(headers, body)}. Either it was cut off, or a proxy or "
-        "captive portal on the way gave it in the place of S3"
+        f"the answer, with status {status}{_describe(headers, body)}, is none of S3's to {operation_model.name}, or "
+        "not whole. Either it was cut off, or a proxy or captive portal on the way gave it in the place of S3"
     )
     text = f"<Error><Code>NotAnsweredByS3</Code><Message>{escape(message)}</Message></Error>"
     response_dict["status_code"], response_dict["body"] = 500, text.encode()
 
 
-def _fault_of_result(operation: str, status: int, headers: Mapping[str, str], body: Any) -> str | None:
+def _is_result(operation: str, status: int, headers: Mapping[str, str], body: Any) -> bool:
+    """Whether an answer is S3's to a request that succeeded, and whole."""
     root = _ROOTS.get(operation)
     if root is not None and _root_of(body) == b"Error":
-        return None  # S3 began to answer before it failed: botocore makes an error of it
+        return True  # S3 began to answer before it failed: botocore makes an error of it
     if status not in _STATUS.get(operation, _OK):
-        return f"is none of S3's to {operation}"
+        return False
     if root is not None:
-        return _fault_of_xml(operation, root, body)
+        is_last = operation not in _NEXT or not _TRUNCATED.search(body) or _NEXT[operation] in body
+        has_id = operation != "CreateMultipartUpload" or b"UploadId>" in body
+        return _root_of(body).startswith(root) and has_id and is_last
     etag = headers.get("etag", "")
     if operation in _WITH_ETAG and (not etag or etag.startswith('"') != (len(etag) > 1 and etag.endswith('"'))):
-        return "has no whole ETag"
+        return False
     if operation in _WITH_LENGTH and not (
         headers.get("content-length", "").isdigit() or "transfer-encoding" in headers
     ):
-        return "does not say how long it is"
+        return False
     if operation in _WITH_TIME and not _TIME.fullmatch(headers.get("last-modified", "")):
-        return "does not say when the object was written"
-    if operation in _WITHOUT_BODY and body.strip():
-        return "has a body, which S3's has not"
-    return None
+        return False
+    return operation not in _WITHOUT_BODY or not body.strip()
 
 
-def _fault_of_xml(operation: str, root: bytes, body: bytes) -> str | None:
-    if not _root_of(body).startswith(root):
-        return f"is no whole {root.decode()}Result"
-    if operation == "CreateMultipartUpload" and b"UploadId>" not in body:
-        return "has no UploadId"
-    if operation in _NEXT and _TRUNCATED.search(body) and _NEXT[operation] not in body:
-        return "does not say how to go on"
-    return None
-
-
-def _fault_of_error(operation: str, status: int, headers: Mapping[str, str], body: bytes) -> str | None:
-    """A 404 may mean a missing bucket, object or upload: the body says which. A HEAD's answer has no body."""
+def _is_error(operation: str, status: int, headers: Mapping[str, str], body: bytes) -> bool:
+    """Whether an answer may be S3's to a request that failed. A 404 may mean a missing bucket, object or upload: the
+    body says which. A HEAD's answer has no body."""
     # S3 says where the bucket is. If a redirection does not, botocore asks, and so on for the answer to that.
     if status in _REDIRECTIONS and "x-amz-bucket-region" not in headers and _root_of(body) != b"Error":
-        return "does not lead to a region"
+        return False
     if operation.startswith("Head"):
-        return None
-    if not body and headers.get("content-length") != "0":
-        return "says nothing"
+        return True
+    if not body:
+        return headers.get("content-length") == "0"
     # Other refusals are errors, whoever gives them. But a 404 is an answer on which a save or a prune acts.
-    return "does not say what is missing" if status == 404 and body and _root_of(body) != b"Error" else None
+    return status != 404 or _root_of(body) == b"Error"
 
 
 _TIME = re.compile(r"\w{3}, \d{1,2} \w{3} \d{4} \d\d:\d\d:\d\d \w{3}")

@@ -56,7 +56,6 @@ _PERMISSIONS = {
     "ListObjectsV2": "ListBucket",
     "ListObjectVersions": "ListBucketVersions",
     "ListMultipartUploads": "ListBucketMultipartUploads",
-    "ListParts": "ListMultipartUploadParts",
 }
 _CONNECTION_ERRORS: tuple[type[Exception], ...] = (
     boto.HTTPClientError,

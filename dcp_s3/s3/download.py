@@ -11,7 +11,7 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from botocore.exceptions import ClientError
@@ -19,13 +19,13 @@ from botocore.exceptions import ClientError
 from dcp_s3 import errors
 from dcp_s3.failures import without_tracebacks
 from dcp_s3.limit import Cancelled, LinkedEvent
-from dcp_s3.memory import ReadTarget
+from dcp_s3.memory import ReadTarget, targets_of
 from dcp_s3.s3.botocore_private import Flight
 from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.diagnosis import TruncatedBodyError
 from dcp_s3.s3.hedge import INTERVAL, Hedges, hedges_of
 from dcp_s3.s3.receive import Cursor, receive
-from dcp_s3.store import same_etag
+from dcp_s3.store import Into, Moved, same_etag
 
 logger = logging.getLogger(__name__)
 
@@ -33,23 +33,17 @@ _MOST_BYTES = 256 * 2**20  # longer requests (by DCP_S3_PART_SIZE) are not made 
 _BLOCK = 2**20
 
 
-def fetch_into(
-    store: Bucket,
-    key: str,
-    start: int,
-    targets: Sequence[ReadTarget],
-    *,
-    etag: str | None = None,
-    moved: Callable[[int], None] | None = None,
+def read(
+    store: Bucket, key: str, start: int, into: Into, etag: str | None = None, *, moved: Moved | None = None
 ) -> None:
-    """Fetch the bytes of an object from byte ``start`` on that fill ``targets`` in order. See `Store.read`.
+    """See `Store.read`.
 
     There is one request unless it breaks or straggles. After a break the next request asks only for the rest, of the
     same version of the object (If-Match). An attempt that made progress does not count towards the limit. One that
     straggles may be overtaken by a second one. Only this thread writes to the targets, and the threads of second
     requests have ended when the function returns or raises.
     """
-    cursor = Cursor(targets, moved=moved)
+    cursor = Cursor(targets_of(into), moved=moved)
     if not cursor.total:
         return
     with Race(store, key, start, cursor, etag) as race:

@@ -1,4 +1,4 @@
-"""When a GET is hedged: how long a bucket's requests take, the budget of second requests, and their outcome.
+"""When a GET is hedged: how long a bucket's requests take, how many second ones are under way, and their outcome.
 
 `Hedges` is shared by the reads of one bucket (`download.Race`). It has the thread that watches them, alive only while
 there are any. A forked child starts afresh.
@@ -32,8 +32,6 @@ _MIN_DELAY = 0.2
 _MIN_BODY = 256 * 2**10
 # The rate is of whole bodies; single blocks vary more.
 _BLOCK_FACTOR = 2.0
-# A hedge per ten requests, and a few for the beginning of a process: if more straggle, the store is slow.
-_BUDGET_SHARE, _BUDGET_START, _BUDGET_MOST = 0.1, 4.0, 16.0
 # Hedges at once, each with a buffer of at most a request's size: a quarter of the requests, but at least two.
 _SHARE_AT_ONCE, _LEAST_AT_ONCE = 4, 2
 _CALM = 30.0  # seconds without throttling before anything is asked for twice
@@ -65,7 +63,6 @@ class Hedges:
         self._heads: collections.deque[float] = collections.deque(maxlen=_WINDOW)
         self._rates: collections.deque[float] = collections.deque(maxlen=_WINDOW)
         self._head, self._per_byte = _START_HEAD, _START_PER_BYTE
-        self._budget = _BUDGET_START
         self._running = 0
         self.state = HedgeState()
 
@@ -73,7 +70,6 @@ class Hedges:
         """Watch a read from now on."""
         with self._lock:
             self._reads.add(look)
-            self._budget = min(_BUDGET_MOST, self._budget + _BUDGET_SHARE)
             if self._watcher is None:
                 ended = threading.Event()
                 thread = threading.Thread(target=self._watch, args=(ended,), name="dcp_s3-hedge-watch")
@@ -116,9 +112,8 @@ class Hedges:
             return False
         connections = min(width_of(store.settings, store.name, "download").connections, store.settings.max_connections)
         with self._lock:
-            if self._running >= max(_LEAST_AT_ONCE, connections // _SHARE_AT_ONCE) or self._budget < 1:
+            if self._running >= max(_LEAST_AT_ONCE, connections // _SHARE_AT_ONCE):
                 return False
-            self._budget -= 1
             self._running += 1
             self.state = replace(self.state, started=self.state.started + 1)
             return True

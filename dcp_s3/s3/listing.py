@@ -6,7 +6,7 @@ Deletions go in batches, and only while the objects have the expected ETag.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,19 +29,6 @@ _NO_BATCHES = frozenset({400, 405, 411, 501})
 
 # Most entries that S3 gives: https://docs.aws.amazon.com/AmazonS3/latest/API/API_ListObjectsV2.html
 PAGE_SIZE = 1000
-
-
-@dataclass(frozen=True)
-class StoredVersion:
-    """One version of an object."""
-
-    key: str
-    version_id: str
-    """ID of the version; ``null`` if it was written while there were no versions."""
-    is_current: bool
-    """Whether a GET without a version finds it."""
-    is_marker: bool
-    """Whether it is a delete marker."""
 
 
 def page(bucket: Bucket, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
@@ -92,65 +79,37 @@ def _page(bucket: Bucket, prefix: str, delimiter: str, token: str | None) -> Pag
     )
 
 
-def all_pages(
-    bucket: Bucket, operation: str, prefix: str, arguments: dict[str, Any], markers: Mapping[str, str]
-) -> list[dict[str, Any]]:
-    """S3's answers to all requests of a listing."""
-    answers = []
-    while True:
-        answer = bucket.request(operation, prefix, arguments)
-        answers.append(answer)
-        if not answer.get("IsTruncated"):
-            return answers
-        found = {name: answer[field] for name, field in markers.items() if answer.get(field)}
-        if not found or found.items() <= arguments.items():
-            raise errors.TransferError(
-                f"{operation} on {prefix!r} was cut off, and the answer does not say where to go on. Remedy: check "
-                "what is between this host and the endpoint (a proxy?)",
-                key=prefix,
-                operation=operation,
-            )
-        arguments = {name: value for name, value in arguments.items() if name not in markers} | found
-
-
 def uploads(bucket: Bucket, prefix: str) -> tuple[Upload, ...]:
     """Every open multipart upload whose key starts with ``prefix``, by key."""
-    arguments = {"Prefix": prefix, "MaxUploads": PAGE_SIZE}
+    arguments: dict[str, Any] = {"Prefix": prefix, "MaxUploads": PAGE_SIZE}
     markers = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
     if is_directory_bucket(bucket.name):
         arguments["Prefix"] = _directory(prefix)
         del markers["UploadIdMarker"]
-    try:
-        answers = all_pages(bucket, "ListMultipartUploads", prefix, arguments, markers)
-    except errors.ObjectNotFoundError:
-        return ()  # rclone's answer for a bucket without uploads
-    found = [
-        Upload(entry["Key"], entry["UploadId"], timestamp(entry["Initiated"]))
-        for answer in answers
-        for entry in answer.get("Uploads", ())
-        if entry["Key"].startswith(prefix)
-    ]
-    return tuple(sorted(found, key=lambda each: each.key))
-
-
-def versions(bucket: Bucket, prefix: str) -> list[StoredVersion]:
-    """Every version of every object whose key starts with ``prefix``; none in a directory bucket, which keeps none."""
-    if is_directory_bucket(bucket.name):
-        return []
-    markers = {"KeyMarker": "NextKeyMarker", "VersionIdMarker": "NextVersionIdMarker"}
-    answers = all_pages(bucket, "ListObjectVersions", prefix, {"Prefix": prefix}, markers)
-    return [
-        StoredVersion(entry["Key"], entry["VersionId"], bool(entry["IsLatest"]), name == "DeleteMarkers")
-        for answer in answers
-        for name in ("Versions", "DeleteMarkers")
-        for entry in answer.get(name, ())
-    ]
+    found: list[Upload] = []
+    while True:
+        try:
+            answer = bucket.request("ListMultipartUploads", prefix, arguments)
+        except errors.ObjectNotFoundError:
+            return ()  # rclone's answer for a bucket without uploads
+        entries = [each for each in answer.get("Uploads", ()) if each["Key"].startswith(prefix)]
+        found += [Upload(each["Key"], each["UploadId"], timestamp(each["Initiated"])) for each in entries]
+        if not answer.get("IsTruncated"):
+            return tuple(sorted(found, key=lambda each: each.key))
+        following = {name: answer[field] for name, field in markers.items() if answer.get(field)}
+        if not following or following.items() <= arguments.items():
+            raise errors.TransferError(
+                f"ListMultipartUploads on {prefix!r} was cut off, and the answer does not say where to go on. Remedy: "
+                "check what is between this host and the endpoint (a proxy?)", key=prefix,
+                operation="ListMultipartUploads",
+            )  # fmt: skip
+        arguments = {name: value for name, value in arguments.items() if name not in markers} | following
 
 
 # --- deletion --------------------------------------------------------------------------------------
 
 
-def delete(bucket: Bucket, targets: Iterable[DeleteTarget]) -> list[str]:
+def delete(bucket: Bucket, targets: Iterable[str | DeleteTarget]) -> list[str]:
     """Delete objects, a thousand per request, or one per request if the store has no DeleteObjects.
 
     Those that do not exist count as deleted. Single keys that S3 throttles or that fail temporarily are retried. A
@@ -160,7 +119,7 @@ def delete(bucket: Bucket, targets: Iterable[DeleteTarget]) -> list[str]:
         Keys left alone because their objects have another ETag. Stores without conditional deletes ignore ETags.
     """
     left: list[str] = []
-    for batch in batches(list(targets)):
+    for batch in batches([DeleteTarget(each) if isinstance(each, str) else each for each in targets]):
         left += _delete_batch(bucket, batch)
     return left
 
@@ -181,10 +140,7 @@ def _delete_batch(bucket: Bucket, targets: Sequence[DeleteTarget]) -> list[str]:
             status = answered_status(error)
             if status not in _NO_BATCHES:
                 raise
-            if status in (405, 501):
-                learn(Quirk.NO_BATCH_DELETES, bucket, error)
-            else:  # maybe it refuses one strange key
-                logger.warning("objects are deleted one by one: %s", error)
+            learn(Quirk.NO_BATCH_DELETES, bucket, error)
             return [each.key for each in (*batch.changed, *batch.pending) if not _delete_one(bucket, each, data=True)]
     return [each.key for each in batch.changed if not _delete_one(bucket, each, refused=True, data=True)]
 
@@ -199,15 +155,14 @@ class _Batch:
 
     def send(self, bucket: Bucket) -> None:
         """Send what is pending once; a failure that S3 reports of a key is raised as if it were of the request."""
-        objects = [_to_request(target) for target in self.pending]
+        objects = [{"Key": each.key} | ({"ETag": each.etag} if each.etag else {}) for each in self.pending]
         answer, failed = bucket.send("DeleteObjects", {"Delete": {"Objects": objects, "Quiet": True}}), {}
         for entry in answer.get("Errors", ()):
-            code = str(entry.get("Code"))
-            failed[str(entry.get("Key")), str(entry.get("VersionId") or "")] = code, str(entry.get("Message"))
+            failed[str(entry.get("Key"))] = str(entry.get("Code")), str(entry.get("Message"))
         left = []
         worst: ClientError | None = None
         for target in self.pending:
-            code, message = failed.pop((target.key, target.version_id), ("", ""))
+            code, message = failed.pop(target.key, ("", ""))
             if code in _CHANGED and target.etag:
                 self.changed.append(target)
             elif code and code not in _GONE:
@@ -216,17 +171,12 @@ class _Batch:
                 if worst is None or not is_retryable(error):
                     worst = error  # a permanent failure, if there is one
         if failed:
-            (key, _), (code, message) = failed.popitem()  # a key that nobody asked for: believe nothing
+            key, (code, message) = failed.popitem()  # a key that nobody asked for: believe nothing
             worst = _error(key, code, message)
             left = list(self.pending)
         self.pending = left
         if worst is not None:
             raise worst
-
-
-def _to_request(target: DeleteTarget) -> dict[str, str]:
-    fields = {"Key": target.key, "ETag": target.etag, "VersionId": target.version_id}
-    return {name: value for name, value in fields.items() if value}
 
 
 def _error(key: str, code: str, message: str) -> ClientError:
@@ -239,11 +189,10 @@ def _delete_one(bucket: Bucket, target: DeleteTarget, *, refused: bool = False, 
     A refusal is believed only after a look: some stores refuse a condition that holds, and are then asked without.
     ``refused``: whether the store has refused it already.
     """
-    arguments = {"Key": target.key} | ({"VersionId": target.version_id} if target.version_id else {})
     condition = {"IfMatch": target.etag} if target.etag else {}
     try:
         if not refused:
-            bucket.request("DeleteObject", target.key, {**arguments, **condition}, data=data)
+            bucket.request("DeleteObject", target.key, {"Key": target.key, **condition}, data=data)
             return True
     except errors.ObjectNotFoundError:
         return True
@@ -254,7 +203,7 @@ def _delete_one(bucket: Bucket, target: DeleteTarget, *, refused: bool = False, 
     try:
         if not same_etag(bucket.head(target.key).etag, target.etag):
             return False
-        bucket.request("DeleteObject", target.key, arguments, data=data)
+        bucket.request("DeleteObject", target.key, {"Key": target.key}, data=data)
     except errors.ObjectNotFoundError:
         pass
     return True

@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from dcp_s3 import errors
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.bucket import Bucket, map_in_threads
 from dcp_s3.s3.diagnosis import answered_code
-from dcp_s3.s3.listing import all_pages, uploads
-from dcp_s3.s3.operations import Quirk, checksum_arguments, creation_arguments, learn, request_with_checksum
+from dcp_s3.s3.operations import checksum_arguments, creation_arguments, request_with_checksum
 from dcp_s3.s3.parts import MAX_PARTS
-from dcp_s3.store import ObjectHead
+from dcp_s3.store import ObjectHead, Upload
 
 logger = logging.getLogger(__name__)
 
 COPY_PART_SIZE = 256 * 2**20
 """Bytes that one request copies, at most: S3 takes up to 5 GiB, but copies parts of one object side by side."""
-
-
-@dataclass(frozen=True)
-class KnownPart:
-    """A part that S3 has."""
-
-    etag: str
-    size: int
-    checksum: str | None
-    """CRC-64/NVME as S3 lists it, if it does."""
-
-    def matches(self, size: int, checksums: Mapping[str, str], views: Sequence[memoryview]) -> bool:
-        """Whether the part has these bytes: judged by a checksum if S3 has one, otherwise by the MD5 in the ETag."""
-        if size != self.size:
-            return False
-        if checksums and self.checksum is not None:
-            return self.checksum in checksums.values()
-        digest = hashlib.md5(usedforsecurity=False)
-        for view in views:
-            digest.update(view)
-        return self.etag.strip('"') == digest.hexdigest()
 
 
 def create(bucket: Bucket, key: str, *, metadata: Mapping[str, str] | None = None) -> str:
@@ -87,38 +63,10 @@ def _is_there(bucket: Bucket, key: str, size: int) -> bool:
         return False
 
 
-def find_parts(bucket: Bucket, key: str) -> dict[str, dict[int, KnownPart]]:
-    """The parts of each multipart upload of exactly this key, by upload ID and number.
-
-    Empty if S3 does not tell: the permission to list them, or the operation, is missing.
-    """
+def abort(bucket: Bucket, upload: Upload) -> None:
+    """See `Store.abort`."""
     try:
-        found = [each.upload_id for each in uploads(bucket, key) if each.key == key]
-        return {upload_id: _list_parts(bucket, key, upload_id) for upload_id in found}
-    except (errors.TransferError, errors.CredentialsError, errors.BucketNotFoundError):
-        raise
-    except errors.StorageError as error:
-        learn(Quirk.NO_UPLOAD_LISTS, bucket, error)
-        return {}
-
-
-def _list_parts(bucket: Bucket, key: str, upload_id: str) -> dict[int, KnownPart]:
-    arguments, markers = {"Key": key, "UploadId": upload_id}, {"PartNumberMarker": "NextPartNumberMarker"}
-    try:
-        answers = all_pages(bucket, "ListParts", key, arguments, markers)
-    except errors.ObjectNotFoundError:
-        return {}  # the upload is gone
-    return {
-        int(each["PartNumber"]): KnownPart(each["ETag"], int(each["Size"]), each.get("ChecksumCRC64NVME"))
-        for answer in answers
-        for each in answer.get("Parts", ())
-    }
-
-
-def abort(bucket: Bucket, key: str, upload_id: str) -> None:
-    """Abort an upload; one that is gone counts as aborted."""
-    try:
-        bucket.request("AbortMultipartUpload", key, {"Key": key, "UploadId": upload_id})
+        bucket.request("AbortMultipartUpload", upload.key, {"Key": upload.key, "UploadId": upload.upload_id})
     except errors.ObjectNotFoundError:
         pass  # the answer of an earlier attempt was lost
 
@@ -126,7 +74,7 @@ def abort(bucket: Bucket, key: str, upload_id: str) -> None:
 def abort_quietly(bucket: Bucket, key: str, upload_id: str) -> bool:
     """`abort`, and return whether that worked. A failure is logged: another error is on its way to the user."""
     try:
-        abort(bucket, key, upload_id)
+        abort(bucket, Upload(key, upload_id))
     except errors.StorageError as error:
         logger.warning("the multipart upload %s of a failed save stays open: %s", upload_id, error)
         return False
@@ -168,7 +116,7 @@ def copy_object(store: Bucket, source: Bucket, source_key: str, key: str) -> Non
         return _expect(store, "UploadPartCopy", key, (answer.get("CopyPartResult") or {}).get("ETag"))
 
     try:
-        etags = store.map(copy_part, range(1, -(-found.size // part) + 1))
+        etags = map_in_threads(store, copy_part, range(1, -(-found.size // part) + 1))
         crc = None if found.crc64nvme is None else int(found.crc64nvme, 16)
         complete(store, key, upload_id, etags, size=found.size, crc=crc)
     except BaseException:

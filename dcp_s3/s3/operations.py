@@ -14,7 +14,7 @@ from dcp_s3.s3.body import GatherBody
 from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.diagnosis import answered_code, answered_status
 from dcp_s3.settings import Settings
-from dcp_s3.store import Expect, StoredObject
+from dcp_s3.store import Expect, StoredObject, UserMetadata
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,6 @@ class Quirk(enum.Enum):
         "Loads check what they get, as always%s"
     )
     NO_BATCH_DELETES = "%s has no DeleteObjects: objects are deleted one by one%s"
-    NO_UPLOAD_LISTS = "%s does not list multipart uploads: those that were left open may cost storage%s"
 
 
 _known: set[tuple[Quirk, str | None, str]] = set()
@@ -48,12 +47,12 @@ def knows(quirk: Quirk, bucket: Bucket) -> bool:
     return (quirk, bucket.settings.endpoint_url, bucket.name) in _known
 
 
-def learn(quirk: Quirk, bucket: Bucket, why: Exception | None = None) -> None:
+def learn(quirk: Quirk, bucket: Bucket, why: object = "") -> None:
     """Note that the store of this bucket has the quirk; ``why`` is its answer, for the log."""
     if not knows(quirk, bucket):
         endpoint = bucket.settings.endpoint_url
         _known.add((quirk, endpoint, bucket.name))
-        logger.warning(quirk.value, endpoint or "the S3 endpoint", "" if why is None else f": {why}")
+        logger.warning(quirk.value, endpoint or "the S3 endpoint", f": {why}" if why else "")
 
 
 def forget() -> None:
@@ -87,34 +86,25 @@ _UNKNOWN_HEADER = frozenset(
 def request_with_checksum(
     bucket: Bucket, operation: str, key: str, arguments: Mapping[str, Any], *, data: bool = False
 ) -> dict[str, Any]:
-    """Send a request with a checksum, and if S3 does not know the checksum, once more without.
+    """Send a request with a checksum, and from when S3 refuses one that it does not know, without.
 
     Stores other than AWS may not know ``x-amz-checksum-*``. Most ignore it; to those that refuse it nobody could
     save otherwise. Only ``DCP_S3_CHECKSUM=auto`` tries without. The CRCs of items and objects are recorded in any
-    case, so that loads are checked. If both are refused, the first refusal is raised.
+    case, so that loads are checked.
     """
     plain = {name: value for name, value in arguments.items() if not name.startswith("Checksum")}
-    if knows(Quirk.NO_CHECKSUMS, bucket) and bucket.settings.checksum == "auto":
-        return bucket.request(operation, key, plain, data=data)
-    try:
-        return bucket.request(operation, key, arguments, data=data)
-    except errors.StorageError as error:
-        status = answered_status(error)
-        is_unknown = status == 501 or (status == 400 and answered_code(error) in _UNKNOWN_HEADER)
-        if bucket.settings.checksum != "auto" or len(plain) == len(arguments) or not is_unknown:
-            raise
-        refusal = error
-    try:
-        answer = bucket.request(operation, key, plain, data=data)
-    except errors.StorageError as second:
-        if answered_status(second) not in (404, 412):
-            raise refusal from refusal.__cause__
-        learn(Quirk.NO_CHECKSUMS, bucket)  # it got further: the first one failed because of the checksum
-        raise
-    finally:
-        del refusal  # its traceback has this frame
-    learn(Quirk.NO_CHECKSUMS, bucket)
-    return answer
+    if bucket.settings.checksum == "auto" and len(plain) < len(arguments) and not knows(Quirk.NO_CHECKSUMS, bucket):
+        try:
+            return bucket.request(operation, key, arguments, data=data)
+        except errors.StorageError as error:
+            status = answered_status(error)
+            if status != 501 and not (status == 400 and answered_code(error) in _UNKNOWN_HEADER):
+                raise
+            refused = str(error)
+        answer = bucket.request(operation, key, plain, data=data)  # fails, too, if it was refused for another reason
+        learn(Quirk.NO_CHECKSUMS, bucket, refused)
+        return answer
+    return bucket.request(operation, key, plain if bucket.settings.checksum == "auto" else arguments, data=data)
 
 
 # --- small objects --------------------------------------------------------------------------------------
@@ -124,9 +114,9 @@ _SMALL = 2**20
 
 
 def put(
-    bucket: Bucket, key: str, data: bytes | memoryview, expect: Expect | None, metadata: Mapping[str, str] | None
+    bucket: Bucket, key: str, data: bytes | memoryview, *, expect: Expect | None = None, metadata: UserMetadata = None
 ) -> None:
-    """Write a small object, on the condition ``expect``; see `Store.put`.
+    """See `Store.put`.
 
     A refusal is believed only after a look: if the object is the one to be written, an earlier attempt wrote it and
     its answer was lost. Stores that do not know a condition (they answer 501, or refuse one that holds) get a plain

@@ -10,7 +10,7 @@ from dcp_s3.limit import Cancelled
 from dcp_s3.memory import ReadTarget
 from dcp_s3.s3.botocore_private import Flight, finish_response, readinto_response
 from dcp_s3.s3.diagnosis import TruncatedBodyError
-from dcp_s3.s3.retry import current_attempt
+from dcp_s3.s3.retry import current
 
 # Bytes received before they are added to the checksum: most are then still in the CPU's cache.
 _BLOCK = 4 * 2**20
@@ -76,12 +76,12 @@ def receive(
     stop: threading.Event | None = None,
 ) -> None:
     """Receive a body into what ``cursor`` still lacks; ``advance`` is called instead of its method."""
-    attempt, awaited, complete = current_attempt(), 0, False
+    attempts, awaited, complete = current(), 0, False
     try:
         while not cursor.full:
             if stop is not None and stop.is_set():
                 raise Cancelled
-            attempt.check()
+            attempts.check()
             view = cursor.view
             if not awaited:
                 flight.await_bytes(awaited := view.nbytes)
@@ -90,7 +90,7 @@ def receive(
                 raise TruncatedBodyError(f"the body of {what} ended {cursor.total - cursor.done} bytes early")
             awaited -= count
             advance(count)
-            attempt.moved(count)
+            attempts.moved(count)
         complete = True
     finally:
         finish_response(body, complete=complete)

@@ -9,20 +9,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme
-from dcp_s3.limit import STALL_SETTING, Cancelled, Progress
+from dcp_s3.limit import Cancelled, Progress
 from dcp_s3.memory import Piece, crc_of, views_of
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.body import GatherBody
 from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.listing import delete
-from dcp_s3.s3.multipart import KnownPart, abort_quietly
+from dcp_s3.s3.multipart import abort_quietly
 from dcp_s3.s3.operations import checksum_arguments, creation_arguments, request_with_checksum
 from dcp_s3.s3.parts import MAX_PARTS, PUTS_PER_SECOND, choose_part_size, plan_part_size
 from dcp_s3.s3.pressure import Tuning, width_of
@@ -65,7 +65,6 @@ class Uploader(Batch):
         self._slots = Slots(self.in_flight)
         self._lock = threading.Lock()
         self._open: set[ObjectUpload] = set()
-        self._failed: dict[str, ObjectUpload] = {}
         self._all: list[ObjectUpload] = []
         self._completed: list[str] = []
         self.unclean: set[str] = set()
@@ -109,11 +108,9 @@ class Uploader(Batch):
         pieces: Iterable[Piece],
         *,
         part_size: int | None = None,
-        resume: bool = False,
         last_resort: bool = False,
     ) -> StreamedObject:
-        """See `Store.put_stream`. An isolated object that S3 did not take may be put again, from the first piece on:
-        parts that S3 has are not sent again.
+        """See `Store.put_stream`. An isolated object that S3 did not take may be put again, from the first piece on.
 
         Args:
             last_resort: whether S3 may be slower than the store's patience.
@@ -125,32 +122,28 @@ class Uploader(Batch):
         """
         if part_size is None:
             part_size = choose_part_size(size, self.part_size)
+        if last_resort:
+            with self._lock:
+                failed = [each for each in self._open if each.key == key]
+            for each in failed:
+                wait(each._parts)
+                each.abort(self.store)
         upload = ObjectUpload(self, key, part_size, last_resort=last_resort)
         with self._lock:
             self._open.add(upload)
             self._all.append(upload)
             if self.cancel.is_set():
                 upload.cancel.set()
-        if (failed := self._failed.pop(key, None)) is not None:
-            upload.resume_failed(failed)
         try:
-            if resume and size > part_size:
-                upload.resume_any()
             for piece in pieces:
                 upload.write(piece)
             return upload.finish()
-        except BaseException as error:  # noqa: BLE001 - it is raised again
+        except (errors.TransferError, Cancelled) as error:
+            if not self.isolated:
+                raise
+            upload.cancel.set()
             refusal = upload.error or error
             try:
-                is_passing = isinstance(refusal, errors.TransferError)
-                is_stall = isinstance(refusal, errors.DeadlineExceededError) and refusal.setting == STALL_SETTING
-                if resume and (is_passing or is_stall or not isinstance(refusal, errors.StorageError)):
-                    upload.leave()
-                if not self.isolated or not isinstance(error, (errors.TransferError, Cancelled)):
-                    raise
-                if is_passing and not self.cancel.is_set():
-                    upload.leave()
-                    self._failed[key] = upload
                 raise refusal from None
             finally:
                 del refusal  # its traceback has this frame: no cycle
@@ -167,7 +160,7 @@ class Uploader(Batch):
 
     def _clean_up(self) -> None:
         store = self.store.within(self.store.limit.for_cleanup())
-        for upload in [*self._open, *self._failed.values()]:
+        for upload in list(self._open):
             upload.abort(store)
         try:
             delete(store, map(DeleteTarget, self._completed))
@@ -246,47 +239,6 @@ class ObjectUpload:
         self._pieces_size = 0
         self._upload_id: str | None = None
         self._parts: list[Future[tuple[str, int | None, int]]] = []
-        self._known: dict[int, KnownPart] = {}
-
-    def resume(self, upload_id: str, parts: Mapping[int, KnownPart]) -> None:
-        """Go on with a multipart upload that was begun before: parts that S3 has are not sent again.
-
-        Call it before the first `write`, then write all bytes of the object.
-        """
-        self._upload_id = upload_id
-        self._known = dict(parts)
-
-    def resume_failed(self, failed: ObjectUpload) -> None:
-        """Go on with the multipart upload of a try that failed, once its requests have ended."""
-        wait(failed._parts)
-        upload_id, failed._upload_id = failed._upload_id, None
-        if upload_id is None:
-            return
-        known = {}
-        for number, part in enumerate(failed._parts, start=1):
-            if part.exception() is None:
-                etag, crc, size = part.result()
-                checksum = None if crc is None else checksum_arguments(self._store.settings, crc)["ChecksumCRC64NVME"]
-                known[number] = KnownPart(etag, size, checksum)
-        self.resume(upload_id, known)
-
-    def resume_any(self) -> None:
-        """Go on with an open multipart upload of this key from an earlier process; abort any others."""
-        store, key = self._store, self.key
-        parts = multipart.find_parts(store, key)
-        if not parts:
-            return
-        best = max(parts, key=lambda upload_id: len(parts[upload_id]))
-        for upload_id in parts:
-            if upload_id != best:
-                abort_quietly(store, key, upload_id)
-        logger.info("%s: continuing a multipart upload of which S3 has %d parts", key, len(parts[best]))
-        self.resume(best, parts[best])
-
-    def leave(self) -> None:
-        """Give up, but leave the multipart upload open for somebody to `resume`."""
-        self.cancel.set()
-        self._uploader.finished(self, completed=False)
 
     def write(self, piece: Piece) -> None:
         """Append a buffer, split where parts end. It has its CRC after `finish`."""
@@ -354,9 +306,6 @@ class ObjectUpload:
 
     def _send_part(self, pieces: list[Piece], upload_id: str, number: int) -> tuple[str, int | None, int]:
         crc, size, checksum = self._checksum(pieces)
-        known = self._known.get(number)
-        if known is not None and known.matches(size, checksum, views_of(pieces)):
-            return known.etag, crc, size
         patience, started = self._store.limit.patience, time.monotonic()
         body = self._uploader.body(pieces, patience)
         try:

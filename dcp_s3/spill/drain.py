@@ -239,7 +239,7 @@ class Drainer:
 def _upload_file(
     store: Store, key: str, path: Path, spilled: SpilledObject, on_progress: Callable[[int], None]
 ) -> None:
-    """Put a spilled object on S3: nothing if it is there already, the missing parts if a multipart upload is open.
+    """Put a spilled object on S3, unless it is there already; multipart uploads of its key that are open are aborted.
 
     Raises:
         DamagedFileError: the file is gone or has changed. Nothing was uploaded.
@@ -248,6 +248,10 @@ def _upload_file(
     size, part_size = spilled.entry.size, spilled.part_size
     crc: str | None = None
     is_there = False
+    with contextlib.suppress(errors.StorageError):  # a prune collects those that S3 keeps
+        for upload in store.uploads(key):
+            if upload.key == key:
+                store.abort(upload)
     with contextlib.suppress(errors.ObjectNotFoundError):
         stored = store.head(key, checksum=True)
         is_there, crc = stored.size == size, stored.crc64nvme
@@ -280,7 +284,7 @@ def _upload_file(
                 on_progress(min(part_size, size - start))
 
         try:
-            store.put_stream(key, size, parts(), part_size=part_size, resume=True)
+            store.put_stream(key, size, parts(), part_size=part_size)
         finally:
             with contextlib.suppress(BufferError):  # a view of it is still held: it is unmapped with that
                 view.release()

@@ -24,7 +24,7 @@ from dcp_s3.memory import Piece
 from dcp_s3.s3.parts import choose_part_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader
-from dcp_s3.settings import Settings, values_to_store
+from dcp_s3.settings import Settings
 from dcp_s3.spill.background import drain_in_background, wait_until_drained
 from dcp_s3.spill.journal import MANIFEST, METADATA, Journal, SpilledCommit, SpilledObject, file_name
 from dcp_s3.spill.store import SaveWriter, SpilledSave, SpillStore, open_store
@@ -89,7 +89,7 @@ class SpillingStore(StoreWrapper):
         self.store = self._bounded = self._s3.within(self.limit)
 
     def batch(self, *, total: int, ranks: int = 1, keys: Sequence[str] = ()) -> Batch:
-        settings = values_to_store(self.settings)
+        settings = self.settings.model_dump()
         journal = Journal(self._url, self._save_id, time.time(), settings, keys=tuple(keys))
         uploader = Uploader.planned(self._bounded, total=total, ranks=ranks, isolated=True)
         return SpillingBatch(uploader, self.disk, self.disk.begin(journal, str(self._rank)), self._on_event)
@@ -181,7 +181,7 @@ class SpillingBatch(Batch):
                 logger.warning("an object goes to S3, however long that takes: %s; %s", reason, error)
                 without_tracebacks(error)
                 refusal = error
-        # However slow S3 is; what an upload that failed has sent is not sent again.
+        # However slow S3 is.
         try:
             return self._uploader.put_stream(key, size, pieces, last_resort=True)
         except TransferError as error:
@@ -309,7 +309,7 @@ def spill_commit(
     identity = commit.identity
     checksums = {MANIFEST: crc_hex(crc64nvme(commit.manifest)), METADATA: crc_hex(crc64nvme(commit.metadata))}
     spilled = SpilledCommit(commit.objects, overwrite, identity.rank, checksums)
-    journal = Journal(str(identity.url), identity.save_id, created_at, values_to_store(settings), commit=spilled)
+    journal = Journal(str(identity.url), identity.save_id, created_at, settings.model_dump(), commit=spilled)
     with disk.begin(journal, "commit") as writer:
         writer.write_file(MANIFEST, commit.manifest)
         writer.write_file(METADATA, commit.metadata)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import json
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from dcp_s3 import errors
@@ -31,24 +29,20 @@ from dcp_s3.store import (
     Upload,
     UserMetadata,
     same_etag,
-    target_of,
 )
-from dcp_s3.stores.batch import PlainBatch
 
-# Prefix of files that are not objects: files being written, and user metadata.
+# Prefix of files that are being written.
 HIDDEN = ".dcp_s3-store-"
 _BLOCK = 4 * 2**20
 
 
 class DirectoryStore(Store):
-    """Objects as files. Processes may share the directory; if two write one key, one of them wins, whole.
+    """Files that are copied from and to S3, by paths. A reader sees only whole ones: each is written under another
+    name, flushed, and renamed; if two processes write one file, one of them wins. Its ETag is made of inode, time and
+    size, so that a file that was written again has another one.
 
-    A file is written under another name, flushed, and renamed. Its ETag is made of inode, time and size, so that a
-    rewritten object has another one. User metadata is in a file beside it that names the ETag. Conditions hold among
-    `DirectoryStore`s: each locks the directory while it compares and renames.
-
-    Keys that no path can express (empty, ``.`` or ``..`` between slashes, a NUL) are refused. So is a key that extends
-    another object's key by a slash and more.
+    There are no conditions, no user metadata and no batches. Keys that no path can express (empty, ``.`` or ``..``
+    between slashes, a NUL) are refused. So is a key that extends another object's key by a slash and more.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, page_size: int = 1000) -> None:
@@ -92,8 +86,7 @@ class DirectoryStore(Store):
 
     def get(self, key: str) -> StoredObject:
         with self._open("get", key) as fd, open(fd, "rb", closefd=False) as file:
-            etag = _etag(os.fstat(fd))
-            return StoredObject(file.read(), self._read_metadata(key, etag), etag)
+            return StoredObject(file.read(), {}, _etag(os.fstat(fd)))
 
     def head(self, key: str, *, checksum: bool = False) -> ObjectHead:
         with self._open("head", key) as fd:
@@ -102,10 +95,8 @@ class DirectoryStore(Store):
                 offset = 0
                 while block := os.pread(fd, _BLOCK, offset):
                     crc, offset = crc64nvme(block, crc), offset + len(block)
-            etag = _etag(stat)
-            metadata = self._read_metadata(key, etag)
         return ObjectHead(
-            key, stat.st_size, stat.st_mtime, etag, metadata, crc_hex(crc) if checksum else None, time.time()
+            key, stat.st_size, stat.st_mtime, _etag(stat), {}, crc_hex(crc) if checksum else None, time.time()
         )
 
     def exists(self, key: str) -> bool:
@@ -156,18 +147,12 @@ class DirectoryStore(Store):
     def put(
         self, key: str, data: bytes | memoryview, *, expect: Expect | None = None, metadata: UserMetadata = None
     ) -> None:
-        self.limit.check(f"put of {key}")
-        path = self._path(key)
-        with self._clear_errors("put", key), _new_file(path, [memoryview(data).cast("B")]) as temporary, self._locked():
-            if expect is not None and self._holds(key, expect, data):
-                return
-            if metadata:
-                with _new_file(path, [json.dumps(dict(metadata)).encode()]) as described:
-                    described.rename(_metadata_path(path, _etag(temporary.stat())))
-            self._move_in(temporary, path)
+        if expect is not None and expect.required:
+            raise errors.PreconditionFailedError(f"{self.name} does not know conditional writes", key=key)
+        self.put_stream(key, len(data), [Piece.of(data)])
 
     def put_stream(
-        self, key: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None, resume: bool = False
+        self, key: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None
     ) -> StreamedObject:
         path, sent = self._path(key), []
 
@@ -179,60 +164,24 @@ class DirectoryStore(Store):
                 piece.view = None
 
         self.limit.check(f"put of {key}")
-        with self._clear_errors("put", key), _new_file(path, views()) as temporary, self._locked(needed=False):
-            self._move_in(temporary, path)
+        with self._clear_errors("put", key), _new_file(path, views()) as temporary:
+            temporary.rename(path)
+            flush_directory(path.parent)
         return StreamedObject(sum(size for _, size in sent), combine_crc64nvme(sent))
 
-    def _move_in(self, temporary: Path, path: Path) -> None:
-        etag = _etag(temporary.stat())
-        temporary.rename(path)
-        _forget_metadata(path, etag)
-        flush_directory(path.parent)
-
     def batch(self, *, total: int, ranks: int = 1, keys: Sequence[str] = ()) -> Batch:
-        return PlainBatch(self)
-
-    def _holds(self, key: str, expect: Expect, data: bytes | memoryview) -> bool:
-        """Whether an earlier attempt has already written the object."""
-        try:
-            found = self.get(key)
-        except errors.ObjectNotFoundError:
-            if expect.etag:
-                raise
-            return False
-        if found.data == data:
-            return True
-        if not same_etag(found.etag, expect.etag):
-            raise errors.PreconditionFailedError(
-                f"{key} in {self.name} is not what it was expected to be: somebody else wrote it",
-                bucket=self.name, key=key, operation="put",
-            )  # fmt: skip
-        return False
+        raise NotImplementedError("a directory takes files one by one")
 
     def delete(self, targets: Iterable[str | DeleteTarget]) -> Sequence[str]:
-        left = []
-        for target in map(target_of, targets):
-            self.limit.check(f"delete of {target.key}")
-            path = self._path(target.key)
-            if not path.exists():
-                continue
-            with self._clear_errors("delete", target.key), self._locked():
-                try:
-                    if target.etag and not same_etag(_etag(path.stat()), target.etag):
-                        left.append(target.key)
-                        continue
-                    path.unlink()
-                except (FileNotFoundError, NotADirectoryError):
-                    continue
-                _forget_metadata(path)
-                self._remove_empty(path.parent)
-        return left
-
-    def _remove_empty(self, directory: Path) -> None:
-        with contextlib.suppress(OSError):  # not empty, or somebody else has removed it
-            while directory != self._root:
-                directory.rmdir()
-                directory = directory.parent
+        for key in (each if isinstance(each, str) else each.key for each in targets):
+            self.limit.check(f"delete of {key}")
+            path = self._path(key)
+            with contextlib.suppress(errors.ObjectNotFoundError), self._clear_errors("delete", key):
+                path.unlink()
+            with contextlib.suppress(OSError):  # not empty, or somebody else has removed it
+                while (path := path.parent) != self._root:
+                    path.rmdir()
+        return ()
 
     def uploads(self, prefix: str) -> Sequence[Upload]:
         return ()
@@ -247,26 +196,6 @@ class DirectoryStore(Store):
         if "\0" in key or any(name in ("", ".", "..") or name.startswith(HIDDEN) for name in names):
             raise errors.StorageError(f"{key!r} cannot be the name of a file in {self.name}", bucket=self.name, key=key)
         return self._root.joinpath(*names)
-
-    @contextlib.contextmanager
-    def _locked(self, *, needed: bool = True) -> Iterator[None]:
-        fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX)
-            except OSError as error:  # some network filesystems are mounted without locks
-                if needed or error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                    raise
-            yield
-        finally:
-            os.close(fd)
-
-    def _read_metadata(self, key: str, etag: str) -> Mapping[str, str]:
-        try:
-            found: Mapping[str, str] = json.loads(_metadata_path(self._path(key), etag).read_bytes())
-        except (FileNotFoundError, ValueError):
-            return {}
-        return found
 
     @contextlib.contextmanager
     def _clear_errors(self, operation: str, key: str) -> Iterator[None]:
@@ -309,19 +238,6 @@ def _new_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Iterator[Path
         temporary.unlink(missing_ok=True)
 
 
-def _metadata_path(path: Path, etag: str) -> Path:
-    return path.with_name(f"{HIDDEN}{path.name}.{etag.strip(chr(34))}")
-
-
-def _forget_metadata(path: Path, but: str = "") -> None:
-    kept = _metadata_path(path, but).name
-    begins = _metadata_path(path, "").name
-    for name in os.listdir(path.parent):
-        if name.startswith(begins) and name != kept and "." not in name[len(begins) :]:
-            with contextlib.suppress(FileNotFoundError):
-                path.with_name(name).unlink()
-
-
 def flush_directory(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -348,7 +264,7 @@ def make_page(
         now: the time, in seconds since the epoch.
     """
     entries: dict[str, ListedObject | None] = {}  # None: a common prefix
-    for each in sorted(objects, key=lambda each: each.key.encode("utf-8", "surrogatepass")):
+    for each in sorted(objects, key=lambda each: _order(each.key)):
         if not each.key.startswith(prefix):
             continue
         end = each.key.find(delimiter, len(prefix)) if delimiter else -1

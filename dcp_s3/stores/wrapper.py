@@ -47,7 +47,6 @@ class StoreWrapper(Store):
     adapt_reads: Any = _passed_on("adapt_reads")
     counters: Any = _passed_on("counters")
     get: Any = _passed_on("get")
-    get_start: Any = _passed_on("get_start")
     put: Any = _passed_on("put")
     put_stream: Any = _passed_on("put_stream")
     batch: Any = _passed_on("batch")

@@ -136,7 +136,6 @@ def test_what_every_save_needs_fails(faulty: FaultyServer, operation: str, check
     [
         ("AbortMultipartUpload", "leaves its multipart upload open"),
         ("ListMultipartUploads", "prune does not work"),
-        ("ListParts", "sends objects whose upload was begun anew"),
     ],
 )
 def test_what_saves_can_do_without_is_a_warning(faulty: FaultyServer, operation: str, consequence: str) -> None:

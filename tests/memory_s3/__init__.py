@@ -1,6 +1,6 @@
 """A small S3 server that keeps every object in memory, for benchmarks and tests.
 
-Standard library only; with ``awscrt`` installed it also verifies CRC-64/NVME and CRC-32C checksums.
+It verifies CRC-64/NVME; other checksums it keeps.
 
 In a test, in this process::
 
@@ -18,7 +18,7 @@ From a shell: ``python -m tests.memory_s3 --port 9000 --preallocate 4GiB``.
 
 Which file to open: ``server`` (sockets and threads), ``http`` (bytes on the wire),
 ``operations`` (what each S3 operation answers), ``answers`` (XML), ``store`` (buckets, objects,
-uploads), ``memory`` (where bodies live), ``checksums``, ``faults`` (failures on demand),
+uploads), ``memory`` (where bodies live), ``faults`` (failures on demand),
 ``process`` (the server in a process of its own), ``counters`` (what it has done, for any process to ask).
 """
 

@@ -15,7 +15,6 @@ from .server import MemoryS3
 
 
 def main() -> None:
-    """Parse the command line, serve, stop on a signal."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.memory_s3", description="An S3 server that keeps all in memory."
     )

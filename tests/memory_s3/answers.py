@@ -18,7 +18,6 @@ Element = tuple[str, "str | list[Element]"]
 
 
 def fields(**values: object) -> list[Element]:
-    """Elements of these names, without those that are None."""
     texts = {True: "true", False: "false"}
     return [
         (name, texts[value] if isinstance(value, bool) else str(value))
@@ -28,7 +27,6 @@ def fields(**values: object) -> list[Element]:
 
 
 def xml(root: str, *children: Element, **values: object) -> Response:
-    """An XML answer with these fields, then these children."""
     text = f'<?xml version="1.0" encoding="UTF-8"?>\n<{root} xmlns="{_NAMESPACE}">'
     text += f"{_render([*fields(**values), *children])}</{root}>"
     return Response(200, Body.of(text.encode()), {"Content-Type": "application/xml"})
@@ -48,7 +46,6 @@ def _render(children: Iterable[Element]) -> str:
 
 
 def iso_time(seconds: float) -> str:
-    """A time as S3 writes it in XML."""
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds * 1000) % 1000:03}Z"
 
 
@@ -71,7 +68,6 @@ def parse_delete(body: Body) -> tuple[dict[str, str], bool]:
 
 
 def parse_complete(body: Body) -> list[tuple[int, str]]:
-    """The part numbers and ETags of a CompleteMultipartUpload."""
     parts = []
     for element in _parse(body).iter("Part"):
         number = element.findtext("PartNumber", "").strip()

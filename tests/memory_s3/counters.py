@@ -43,13 +43,11 @@ class Counters:
     """GetObject requests by access key and object."""
 
     def dump(self) -> bytes:
-        """As JSON."""
         fields = asdict(self) | {"reads": [[*reader, *reads] for reader, reads in self.reads.items()]}
         return json.dumps(fields).encode()
 
     @classmethod
     def load(cls, text: bytes) -> Counters:
-        """What `dump` wrote."""
         fields = json.loads(text)
         fields["reads"] = {Reader(a, k): Reads(count, size) for a, k, count, size in fields["reads"]}
         return cls(**fields)

@@ -79,7 +79,6 @@ def list_objects(store: Store, call: Call) -> Response:
 
 
 def list_uploads(store: Store, call: Call) -> Response:
-    """ListMultipartUploads: in no order; the marker is no key."""
     entries: dict[str, answers.Element] = {
         each.key + each.id: (
             "Upload",

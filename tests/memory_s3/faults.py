@@ -28,12 +28,10 @@ class RequestInfo:
 
     @property
     def range(self) -> str | None:
-        """The Range header, e.g. ``bytes=0-99``."""
         return self.headers.get("range")
 
     @property
     def part_number(self) -> int | None:
-        """The part an UploadPart sends or a GetObject asks for."""
         number = self.query.get("partNumber", "")
         return int(number) if number.isdigit() else None
 
@@ -64,7 +62,6 @@ class Fault:
 
     @classmethod
     def delay(cls, seconds: float) -> Fault:
-        """Handle the request as usual, ``seconds`` later."""
         return cls("delay", seconds=seconds)
 
     @classmethod

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import math
 import select
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Protocol
 
-from . import checksums
+from awscrt.checksums import crc64nvme
+
 from .memory import Body, Pool
 
 _HEAD_LIMIT = 64 * 1024
@@ -58,16 +59,6 @@ class MalformedRequestError(Exception):
     """The bytes are not an HTTP request that this server understands."""
 
 
-class Source(Protocol):
-    """Bytes to be read in order."""
-
-    def read_into(self, view: memoryview) -> None:
-        """Fill the whole view."""
-
-    def read_line(self) -> bytes:
-        """Up to the next line end, without it."""
-
-
 @dataclass(frozen=True)
 class Head:
     """A request's first line and headers (names in lower case)."""
@@ -78,23 +69,9 @@ class Head:
 
     @property
     def content_length(self) -> int:
-        """Announced bytes of the body, 0 if none are."""
-        text = self.headers.get("content-length", "0")
-        if not text.isdigit():
-            raise MalformedRequestError(f"Content-Length is {text!r}, expected a number")
-        return int(text)
-
-    @property
-    def chunked(self) -> bool:
-        """Whether the body comes with HTTP's own chunked encoding."""
-        return "chunked" in self.headers.get("transfer-encoding", "").lower()
-
-    @property
-    def aws_chunked(self) -> bool:
-        """Whether the body comes in S3's chunks (signed chunks, or a checksum after the body)."""
-        return self.headers.get("x-amz-content-sha256", "").startswith(
-            "STREAMING-"
-        ) or "aws-chunked" in self.headers.get("content-encoding", "")
+        if "transfer-encoding" in self.headers or "x-amz-trailer" in self.headers:
+            raise MalformedRequestError("chunked bodies are not understood")
+        return int(self.headers.get("content-length", "0"))
 
 
 @dataclass(frozen=True)
@@ -142,7 +119,6 @@ class Connection:
         return Head(words[0], words[1], headers)
 
     def read_into(self, view: memoryview) -> None:
-        """Fill the whole view."""
         if self._buffer:
             ready = min(len(self._buffer), len(view))
             view[:ready] = self._buffer[:ready]
@@ -157,18 +133,7 @@ class Connection:
                 self._pace.moved(received)
             view = view[received:]
 
-    def read_line(self) -> bytes:
-        """Up to the next line end, without it."""
-        while b"\r\n" not in self._buffer:
-            data = self._socket.recv(_RECV_SIZE)
-            if not data or len(self._buffer) > _HEAD_LIMIT:
-                raise ConnectionError("the client closed the connection inside a line")
-            self._buffer += data
-        line, _, self._buffer = self._buffer.partition(b"\r\n")
-        return line
-
     def send_continue(self) -> None:
-        """Answer ``Expect: 100-continue``: yes, send the body."""
         self._socket.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def send(self, response: Response, *, keep: bool, body: bool = True, limit: int | None = None) -> None:
@@ -192,7 +157,6 @@ class Connection:
                     self._pace.moved(count)
 
     def send_body(self, data: memoryview) -> None:
-        """Write more of a body."""
         self._socket.sendall(data)
 
     def wait_for_end(self, seconds: float) -> bool:
@@ -222,7 +186,6 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Release the socket."""
         self._socket.close()
 
 
@@ -236,143 +199,33 @@ def _head(response: Response, *, keep: bool) -> bytes:
 
 
 def render(response: Response, *, body: bool) -> bytes:
-    """A whole answer, as it goes over the wire."""
     return _head(response, keep=True) + (bytes(response.body) if body else b"")
 
 
 @dataclass(frozen=True)
 class Received:
-    """A request's body, the checksum computed as it arrived, and the headers that followed it."""
+    """A request's body, and the checksum computed as it arrived."""
 
     body: Body
     checksum: str | None
-    trailers: Mapping[str, str]
 
 
-def receive(connection: Connection, head: Head, pool: Pool, algorithm: str | None) -> Received:
-    """Read the body that ``head`` announces into memory of ``pool``.
-
-    ``algorithm`` is the checksum to compute on the way (see :mod:`.checksums`), or None.
-    """
-    source: Source = _HttpChunks(connection) if head.chunked else connection
-    size: int | None = None if head.chunked else head.content_length
-    if head.aws_chunked:
-        decoded = head.headers.get("x-amz-decoded-content-length", "")
-        if not decoded.isdigit():
-            raise MalformedRequestError("an aws-chunked body needs x-amz-decoded-content-length")
-        size = int(decoded)
-    checksum = checksums.new(algorithm) if algorithm else None
-    trailers: dict[str, str] = {}
-    pieces: list[Body] = []
-
-    def fill(views: Iterable[memoryview]) -> None:
-        for view in views:
-            source.read_into(view)
-            if checksum is not None:
-                checksum.update(view)
-
-    if head.aws_chunked:
-        body = pool.allocate(size or 0)
-        position = 0
-        for chunk in _aws_chunks(source, trailers):
-            if position + chunk > len(body):
-                raise MalformedRequestError("the body is longer than x-amz-decoded-content-length")
-            fill(body.slice(position, position + chunk).pieces)
-            position += chunk
-        if position != len(body):
-            raise MalformedRequestError("the body is shorter than x-amz-decoded-content-length")
-    elif isinstance(source, _HttpChunks):
-        while chunk := source.remaining():
-            pieces.append(pool.allocate(chunk))
-            fill(pieces[-1].pieces)
-        body = Body.join(pieces)
-    else:
-        body = pool.allocate(size or 0)
-        fill(body.pieces)
-    if isinstance(source, _HttpChunks):
-        source.finish()
-    digest = None if checksum is None else checksums.encode(checksum.digest())
-    return Received(body, digest, trailers)
+def receive(connection: Connection, head: Head, pool: Pool, *, verify: bool) -> Received:
+    """Read the body that ``head`` announces into memory of ``pool``; whether to compute its CRC-64/NVME on the way."""
+    body, crc = pool.allocate(head.content_length), 0
+    for view in body.pieces:
+        connection.read_into(view)
+        if verify:
+            crc = crc64nvme(view, crc)
+    return Received(body, base64.b64encode(crc.to_bytes(8, "big")).decode() if verify else None)
 
 
 def discard(connection: Connection, size: int) -> None:
-    """Read and forget ``size`` bytes."""
     scratch = memoryview(bytearray(min(size, 1 << 20)))
     while size:
         view = scratch[: min(size, len(scratch))]
         connection.read_into(view)
         size -= len(view)
-
-
-def drain(connection: Connection, head: Head) -> None:
-    """Read and forget the body of a request that is refused, so the connection stays usable."""
-    if head.chunked:
-        chunks = _HttpChunks(connection)
-        scratch = memoryview(bytearray(1 << 16))
-        while remaining := chunks.remaining():
-            chunks.read_into(scratch[: min(remaining, len(scratch))])
-        chunks.finish()
-    else:
-        discard(connection, head.content_length)
-
-
-class _HttpChunks:
-    """A source that undoes HTTP's chunked transfer encoding."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._left = 0
-        self._ended = False
-
-    def remaining(self) -> int:
-        """Bytes left in this chunk, or in the next one if this one is used up; 0 at the end."""
-        if not self._left and not self._ended:
-            self._left = _chunk_size(self._connection.read_line())
-            self._ended = not self._left
-        return self._left
-
-    def read_into(self, view: memoryview) -> None:
-        while view:
-            size = min(self.remaining(), len(view))
-            if not size:
-                raise MalformedRequestError("the chunked body ended early")
-            self._connection.read_into(view[:size])
-            view = view[size:]
-            self._left -= size
-            if not self._left:
-                self._connection.read_line()
-
-    def read_line(self) -> bytes:
-        line = bytearray()
-        byte = memoryview(bytearray(1))
-        while not line.endswith(b"\r\n"):
-            self.read_into(byte)
-            line += byte
-        return bytes(line[:-2])
-
-    def finish(self) -> None:
-        """Read the end of the body: what is left of it, then the (ignored) trailers."""
-        while remaining := self.remaining():
-            self.read_into(memoryview(bytearray(remaining)))
-        while self._connection.read_line():
-            pass
-
-
-def _aws_chunks(source: Source, trailers: dict[str, str]) -> Iterator[int]:
-    """Yield each chunk's size; the caller reads that many bytes before going on."""
-    while size := _chunk_size(source.read_line()):
-        yield size
-        source.read_line()
-    while line := source.read_line():
-        name, _, value = line.decode("latin-1").partition(":")
-        trailers[name.strip().lower()] = value.strip()
-
-
-def _chunk_size(line: bytes) -> int:
-    try:
-        return int(line.partition(b";")[0], 16)
-    except ValueError:
-        raise MalformedRequestError(f"not a chunk header: {line[:40]!r}") from None
 
 
 def _phrase(status: int) -> str:

@@ -40,11 +40,9 @@ class Pool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes in blocks that nothing uses."""
         return len(self._free) * BLOCK_SIZE
 
     def allocate(self, size: int) -> Body:
-        """A writable body of ``size`` bytes with undefined contents."""
         count = -(-size // BLOCK_SIZE)
         blocks: list[memoryview] = []
         if size > SMALL_BODY:
@@ -88,17 +86,14 @@ class Body:
         return b"".join(self.pieces)
 
     def slice(self, start: int, stop: int) -> Body:
-        """The bytes ``[start, stop)``, sharing this body's memory."""
         return Body(tuple(_cut(self.pieces, start, stop)), self.leases)
 
     @staticmethod
     def of(data: bytes) -> Body:
-        """A body of bytes that exist already."""
         return Body((memoryview(data),) if data else ())
 
     @staticmethod
     def join(bodies: Iterable[Body]) -> Body:
-        """The bodies one after the other, sharing their memory."""
         bodies = list(bodies)
         return Body(
             tuple(piece for body in bodies for piece in body.pieces),

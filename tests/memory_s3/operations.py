@@ -9,10 +9,10 @@ from email.utils import formatdate
 from typing import Any
 from urllib.parse import quote, unquote
 
-from . import checksums, directory_bucket
+from . import directory_bucket
 from .answers import Element, fields, iso_time, parse_complete, parse_delete, xml
 from .http import Received, Response
-from .store import S3Error, Store, StoredObject, continuation_token, parse_continuation_token
+from .store import CHECKSUM, S3Error, Store, StoredObject, checksums_of, continuation_token, parse_continuation_token
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,6 @@ class Call:
     """The error code for the first key of a DeleteObjects, which stays."""
 
     def number(self, name: str, default: int) -> int:
-        """A number in the query."""
         text = self.query.get(name, "")
         if text and not text.isdigit():
             raise S3Error(400, "InvalidArgument", f"{name} is {text!r}, expected a number")
@@ -51,26 +50,14 @@ class Call:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """Of a write."""
         return {"if_none_match": self.headers.get("if-none-match"), "if_match": self.headers.get("if-match")}
 
     def object_headers(self) -> dict[str, str]:
-        """What is kept with an object and sent back."""
         kept = {name: value for name, value in self.headers.items() if name.startswith("x-amz-meta-")}
-        encoding = self.headers.get("content-encoding", "").replace("aws-chunked", "").strip(", ")
-        if encoding:
-            kept["Content-Encoding"] = encoding
         return {"Content-Type": self.headers.get("content-type", "binary/octet-stream"), **kept}
 
 
 # --- buckets -----------------------------------------------------------------------------------------------
-
-
-def _list_buckets(store: Store, call: Call) -> Response:
-    entries: list[Element] = [
-        ("Bucket", fields(Name=name, CreationDate=iso_time(created))) for name, created in store.buckets().items()
-    ]
-    return xml("ListAllMyBucketsResult", ("Owner", fields(ID="memory")), ("Buckets", entries))
 
 
 def _create_bucket(store: Store, call: Call) -> Response:
@@ -88,11 +75,6 @@ def _delete_bucket(store: Store, call: Call) -> Response:
     return Response(204)
 
 
-def _get_bucket_location(store: Store, call: Call) -> Response:
-    store.check_bucket(call.bucket)
-    return xml("LocationConstraint")
-
-
 def _get_bucket_versioning(store: Store, call: Call) -> Response:
     store.check_bucket(call.bucket)
     return xml("VersioningConfiguration")
@@ -100,13 +82,13 @@ def _get_bucket_versioning(store: Store, call: Call) -> Response:
 
 def _list_objects_v2(store: Store, call: Call) -> Response:
     query = call.query
-    token, start_after = query.get("continuation-token"), query.get("start-after", "")
+    token = query.get("continuation-token")
     max_keys = min(call.number("max-keys", 1000), 1000)
     page, objects = store.page(
         call.bucket,
         prefix=query.get("prefix", ""),
         delimiter=query.get("delimiter", ""),
-        after=parse_continuation_token(token) if token else start_after,
+        after=parse_continuation_token(token) if token else "",
         max_keys=max_keys,
     )
     contents: list[Element] = [
@@ -120,7 +102,7 @@ def _list_objects_v2(store: Store, call: Call) -> Response:
         Name=call.bucket, Prefix=call.encode(query.get("prefix", "")), MaxKeys=max_keys,
         IsTruncated=page.next_after is not None, Delimiter=query.get("delimiter") or None,
         EncodingType=query.get("encoding-type") or None, KeyCount=len(contents) + len(prefixes),
-        ContinuationToken=token or None, StartAfter=call.encode(start_after) if start_after and not token else None,
+        ContinuationToken=token or None,
         NextContinuationToken=None if page.next_after is None else continuation_token(page.next_after),
     )  # fmt: skip
 
@@ -145,15 +127,13 @@ def _delete_objects(store: Store, call: Call) -> Response:
 
 
 def _checked(store: Store, call: Call) -> dict[str, str]:
-    """The checksums given with a body, after comparing them to what arrived."""
-    given = checksums.given({**call.headers, **call.received.trailers})
-    algorithm, computed = checksums.announced(call.headers), call.received.checksum
-    if store.verifies and algorithm is not None and computed is not None:
-        expected = given.get(checksums.HEADER_PREFIX + algorithm)
-        if expected != computed:
-            raise S3Error(400, "BadDigest", f"The {algorithm} you specified, {expected}, is not that of what arrived, "
-                          f"{computed}")  # fmt: skip
-    return given
+    """The checksums given with a body, after the CRC-64/NVME was compared to what arrived."""
+    computed, given = call.received.checksum, call.headers.get(CHECKSUM)
+    if computed is not None and given != computed:
+        raise S3Error(
+            400, "BadDigest", f"The CRC64NVME you specified, {given}, is not that of what arrived, {computed}"
+        )
+    return checksums_of(call.headers)
 
 
 def _put_object(store: Store, call: Call) -> Response:
@@ -167,32 +147,17 @@ def _put_object(store: Store, call: Call) -> Response:
 def _get_object(store: Store, call: Call) -> Response:
     stored = store.get(call.bucket, call.key)
     _check_if_match(stored, call.headers.get("if-match"))
-    if call.headers.get("if-none-match") in ("*", stored.etag, stored.etag.strip('"')):
-        return Response(304, headers={"ETag": stored.etag})
     headers = {
         "ETag": stored.etag, "Last-Modified": formatdate(stored.modified, usegmt=True), "Accept-Ranges": "bytes",
         **stored.headers,
     }  # fmt: skip
-    if "partNumber" in call.query:
-        span = _span_of_part(stored, call.number("partNumber", 1), headers)
-    else:
-        span = parse_range(call.headers.get("range"), stored.size)
+    span = parse_range(call.headers.get("range"), stored.size)
     if span is None:
         if call.headers.get("x-amz-checksum-mode", "").upper() == "ENABLED":
             headers.update(stored.checksums)
         return Response(200, stored.body, headers)
     headers["Content-Range"] = f"bytes {span[0]}-{span[1] - 1}/{stored.size}"
     return Response(206, stored.body.slice(*span), headers)
-
-
-def _span_of_part(stored: StoredObject, number: int, headers: dict[str, str]) -> tuple[int, int] | None:
-    sizes = stored.part_sizes or (stored.size,)
-    if not 1 <= number <= len(sizes):
-        raise S3Error(416, "InvalidPartNumber", "The requested part is not satisfiable")
-    if stored.part_sizes:
-        headers["x-amz-mp-parts-count"] = str(len(sizes))
-    start = sum(sizes[: number - 1])
-    return (start, start + sizes[number - 1]) if stored.size else None
 
 
 def _delete_object(store: Store, call: Call) -> Response:
@@ -211,10 +176,9 @@ def _copy_source(store: Store, call: Call) -> StoredObject:
 
 def _copy_object(store: Store, call: Call) -> Response:
     source = _copy_source(store, call)
-    replace = call.headers.get("x-amz-metadata-directive", "COPY").upper() == "REPLACE"
     stored = store.put(
         call.bucket, call.key, source.body,
-        headers=call.object_headers() if replace else source.headers, checksums=source.checksums, **call.conditions,
+        headers=source.headers, checksums=source.checksums, **call.conditions,
     )  # fmt: skip
     return xml("CopyObjectResult", LastModified=iso_time(stored.modified), ETag=stored.etag)
 
@@ -223,7 +187,7 @@ def _copy_object(store: Store, call: Call) -> Response:
 
 
 def _checksum_fields(given: Mapping[str, str]) -> dict[str, str]:
-    return {f"Checksum{name.removeprefix(checksums.HEADER_PREFIX).upper()}": value for name, value in given.items()}
+    return {f"Checksum{name.removeprefix('x-amz-checksum-').upper()}": value for name, value in given.items()}
 
 
 def _create_multipart_upload(store: Store, call: Call) -> Response:
@@ -244,22 +208,6 @@ def _upload_part_copy(store: Store, call: Call) -> Response:
     span = parse_range(call.headers.get("x-amz-copy-source-range"), source.size)
     part = store.put_part(*call.upload, call.part_number, source.body if span is None else source.body.slice(*span))
     return xml("CopyPartResult", LastModified=iso_time(part.modified), ETag=part.etag)
-
-
-def _list_parts(store: Store, call: Call) -> Response:
-    after, limit = call.number("part-number-marker", 0), min(call.number("max-parts", 1000), 1000)
-    parts = {number: part for number, part in store.parts(*call.upload).items() if number > after}
-    shown = list(parts)[:limit]
-    entries: list[Element] = [
-        ("Part", fields(PartNumber=number, LastModified=iso_time(part.modified), ETag=part.etag, Size=len(part.body),
-                        **_checksum_fields(part.checksums)))
-        for number, part in parts.items() if number in shown
-    ]  # fmt: skip
-    return xml(
-        "ListPartsResult", *entries, Bucket=call.bucket, Key=call.key, UploadId=call.query["uploadId"],
-        PartNumberMarker=after, NextPartNumberMarker=shown[-1] if shown else after, MaxParts=limit,
-        IsTruncated=len(parts) > limit,
-    )  # fmt: skip
 
 
 def _list_multipart_uploads(store: Store, call: Call) -> Response:
@@ -287,7 +235,7 @@ def _list_multipart_uploads(store: Store, call: Call) -> Response:
 
 
 def _complete_multipart_upload(store: Store, call: Call) -> Response:
-    whole = checksums.given(call.headers)
+    whole = checksums_of(call.headers)
     chosen = parse_complete(call.received.body)
     stored = store.complete_upload(*call.upload, chosen=chosen, checksums=whole, **call.conditions)
     return xml(
@@ -308,17 +256,14 @@ Handler = Callable[[Store, Call], Response]
 #: S3's name, method, whether it is about the service, a bucket or an object, and the query parameter that tells it from
 #: others of that method, which come first.
 _OPERATIONS: list[tuple[str, str, str, str, Handler]] = [
-    ("ListBuckets", "GET", "service", "", _list_buckets),
     ("CreateSession", "GET", "bucket", "session", directory_bucket.create_session),
     ("ListMultipartUploads", "GET", "bucket", "uploads", _list_multipart_uploads),
-    ("GetBucketLocation", "GET", "bucket", "location", _get_bucket_location),
     ("GetBucketVersioning", "GET", "bucket", "versioning", _get_bucket_versioning),
     ("ListObjectsV2", "GET", "bucket", "list-type", _list_objects_v2),
     ("HeadBucket", "HEAD", "bucket", "", _head_bucket),
     ("CreateBucket", "PUT", "bucket", "", _create_bucket),
     ("DeleteBucket", "DELETE", "bucket", "", _delete_bucket),
     ("DeleteObjects", "POST", "bucket", "delete", _delete_objects),
-    ("ListParts", "GET", "object", "uploadId", _list_parts),
     ("GetObject", "GET", "object", "", _get_object),
     ("HeadObject", "HEAD", "object", "", _get_object),
     ("UploadPart", "PUT", "object", "uploadId", _upload_part),
@@ -338,7 +283,7 @@ _OF_DIRECTORY_BUCKETS = {
 #: Query parameters of features that this server does not have: refused rather than ignored.
 _NOT_IMPLEMENTED = {
     "acl", "attributes", "cors", "encryption", "legal-hold", "lifecycle", "object-lock", "policy",
-    "replication", "restore", "retention", "select", "tagging", "torrent", "versions", "website",
+    "location", "replication", "restore", "retention", "select", "tagging", "torrent", "versions", "website",
 }  # fmt: skip
 _NONE = "NotImplemented"
 
@@ -347,7 +292,7 @@ def identify(method: str, bucket: str, key: str, query: Mapping[str, str], heade
     """S3's name for a request; ``NotImplemented`` for what this server does not know."""
     if _NOT_IMPLEMENTED.intersection(query):
         return _NONE
-    level = "object" if key else "bucket" if bucket else "service"
+    level = "object" if key else "bucket"
     if method == "PUT" and "x-amz-copy-source" in headers:
         method = "COPY"
     rows = ((name, parameter) for name, how, about, parameter, _ in _OPERATIONS if (how, about) == (method, level))
@@ -363,7 +308,6 @@ class Operations:
         """Requests that a directory bucket does not take."""
 
     def handle(self, operation: str, call: Call) -> Response:
-        """Carry out an operation, or raise S3Error."""
         handlers = _HANDLERS
         if directory_bucket.is_one(call.bucket):
             handlers = _HANDLERS | _OF_DIRECTORY_BUCKETS

@@ -34,7 +34,6 @@ class MemoryS3Process:
         self.endpoint_url = ""
 
     def start(self) -> MemoryS3Process:
-        """Start the server, wait until it listens, and return self."""
         self._process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT
         )
@@ -45,7 +44,6 @@ class MemoryS3Process:
         return self
 
     def stop(self) -> None:
-        """Stop the server and wait for it."""
         if self._process is None:
             return
         process, self._process = self._process, None

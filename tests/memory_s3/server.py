@@ -14,13 +14,13 @@ from email.utils import formatdate
 from types import TracebackType
 from urllib.parse import parse_qsl, unquote
 
-from . import answers, checksums, counters
+from . import answers, counters
 from .counters import Counters, Reader, Reads
 from .faults import Fault, FaultFunction, RequestInfo
-from .http import Connection, Head, Link, MalformedRequestError, Response, discard, drain, receive, render
+from .http import Connection, Head, Link, MalformedRequestError, Response, discard, receive, render
 from .memory import Body, Pool
 from .operations import Call, Operations, identify
-from .store import S3Error, Store
+from .store import CHECKSUM, S3Error, Store
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +81,6 @@ class MemoryS3:
         self.reset_counters()
 
     def start(self) -> MemoryS3:
-        """Touch the memory, listen, and return self."""
         if self._listener is not None:
             raise RuntimeError("the server runs already")
         self._pool = Pool(self._preallocate)
@@ -123,7 +122,6 @@ class MemoryS3:
 
     @property
     def endpoint_url(self) -> str:
-        """For clients, e.g. ``http://127.0.0.1:9000``."""
         host, port = self._address
         return f"http://{host}:{port}"
 
@@ -147,7 +145,6 @@ class MemoryS3:
             )
 
     def reset_counters(self) -> None:
-        """Start counting from zero and empty the request log."""
         with self._lock:
             self._requests: Counter[str] = Counter()
             self._read_requests: Counter[Reader] = Counter()
@@ -164,11 +161,9 @@ class MemoryS3:
             return list(self._request_log)
 
     def create_bucket(self, bucket: str) -> None:
-        """Make a bucket without a client."""
         self._store.create_bucket(bucket)
 
     def objects(self, bucket: str) -> dict[str, int]:
-        """Keys and sizes in bytes, sorted by key."""
         return {key: stored.size for key, stored in self._store.objects(bucket).items()}
 
     def open_uploads(self, bucket: str) -> list[str]:
@@ -176,7 +171,6 @@ class MemoryS3:
         return [upload.key for upload in self._store.uploads(bucket)]
 
     def read(self, bucket: str, key: str) -> bytes:
-        """An object's contents."""
         return bytes(self._store.get(bucket, key).body)
 
     # Threads
@@ -264,10 +258,10 @@ class MemoryS3:
             connection.reset()
             return False
         if refusal is not None:
-            drain(connection, head)
+            discard(connection, head.content_length)
             response = self._error(refusal, info)
         elif fault.kind == "forge" and not fault.applied:
-            drain(connection, head)
+            discard(connection, head.content_length)
             response = Response()
         else:
             response = self._perform(connection, head, info, fault)
@@ -322,8 +316,8 @@ class MemoryS3:
             raise ConnectionError("the client hung up")
 
     def _perform(self, connection: Connection, head: Head, info: RequestInfo, fault: Fault) -> Response:
-        algorithm = checksums.announced(head.headers) if self._verify_checksums else None
-        received = receive(connection, head, self._pool, algorithm)
+        verify = self._verify_checksums and CHECKSUM in head.headers
+        received = receive(connection, head, self._pool, verify=verify)
         with self._lock:
             self._bytes_in += len(received.body)
         not_deleted = fault.code if fault.kind == "delete_partly" else ""

@@ -10,14 +10,32 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from . import checksums
+from awscrt.checksums import crc64nvme
+
 from .memory import Body
 
 #: S3's smallest part, but for an upload's last one.
 MIN_PART_SIZE = 5 * 1024 * 1024
 
+#: The header of the one checksum that is verified.
+CHECKSUM = "x-amz-checksum-crc64nvme"
+
 #: Sorts after everything that can follow a common prefix.
 LAST_CHARACTER = "\U0010ffff"
+
+
+def base64_of(crc: int) -> str:
+    return base64.b64encode(crc.to_bytes(8, "big")).decode()
+
+
+def checksums_of(headers: Mapping[str, str]) -> dict[str, str]:
+    """The checksums among these headers, of whatever kind: they are kept, and given back."""
+    names = ("algorithm", "mode", "type")
+    return {
+        name: value
+        for name, value in headers.items()
+        if name.startswith("x-amz-checksum-") and not name.endswith(names)
+    }
 
 
 class S3Error(Exception):
@@ -41,12 +59,9 @@ class StoredObject:
     headers: Mapping[str, str] = field(default_factory=dict)
     """Content-Type and user metadata (``x-amz-meta-*``), as they are sent back."""
     checksums: Mapping[str, str] = field(default_factory=dict)
-    part_sizes: tuple[int, ...] = ()
-    """Empty unless it was uploaded in parts."""
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return len(self.body)
 
 
@@ -105,12 +120,10 @@ def paginate(keys: Sequence[str], *, prefix: str, delimiter: str, after: str, ma
 
 
 def continuation_token(after: str) -> str:
-    """An opaque token for ``after``."""
     return base64.urlsafe_b64encode(after.encode()).decode()
 
 
 def parse_continuation_token(token: str) -> str:
-    """What :func:`continuation_token` was given."""
     try:
         return base64.urlsafe_b64decode(token).decode()
     except (binascii.Error, UnicodeDecodeError):
@@ -118,8 +131,7 @@ def parse_continuation_token(token: str) -> str:
 
 
 class _Bucket:
-    def __init__(self, created: float) -> None:
-        self.created = created
+    def __init__(self) -> None:
         self.objects: dict[str, StoredObject] = {}
         self.uploads: dict[str, Upload] = {}
         self._sorted: list[str] | None = None
@@ -160,25 +172,17 @@ class Store:
 
     # Buckets
 
-    def buckets(self) -> dict[str, float]:
-        """Names and creation times."""
-        with self._lock:
-            return {name: bucket.created for name, bucket in sorted(self._buckets.items())}
-
     def create_bucket(self, name: str) -> None:
-        """Make a bucket, or fail with BucketAlreadyOwnedByYou."""
         with self._lock:
             if name in self._buckets:
                 raise S3Error(409, "BucketAlreadyOwnedByYou", "It was created before")
-            self._buckets[name] = _Bucket(self._clock())
+            self._buckets[name] = _Bucket()
 
     def check_bucket(self, name: str) -> None:
-        """Fail with NoSuchBucket unless it exists."""
         with self._lock:
             self._bucket(name)
 
     def delete_bucket(self, name: str) -> None:
-        """Remove an empty bucket."""
         with self._lock:
             if self._bucket(name).objects:
                 raise S3Error(409, "BucketNotEmpty", "The bucket you tried to delete is not empty")
@@ -206,7 +210,6 @@ class Store:
             return stored
 
     def get(self, bucket: str, key: str) -> StoredObject:
-        """The object, or NoSuchKey."""
         with self._lock:
             try:
                 return self._bucket(bucket).objects[key]
@@ -228,7 +231,6 @@ class Store:
             return refused
 
     def objects(self, bucket: str) -> dict[str, StoredObject]:
-        """Everything in a bucket, sorted by key."""
         with self._lock:
             target = self._bucket(bucket)
             return {key: target.objects[key] for key in target.sorted_keys()}
@@ -236,7 +238,6 @@ class Store:
     def page(
         self, bucket: str, *, prefix: str, delimiter: str, after: str, max_keys: int
     ) -> tuple[Page, dict[str, StoredObject]]:
-        """One page of a listing, and the objects it names."""
         with self._lock:
             target = self._bucket(bucket)
             page = paginate(target.sorted_keys(), prefix=prefix, delimiter=delimiter, after=after, max_keys=max_keys)
@@ -245,14 +246,12 @@ class Store:
     # Multipart uploads
 
     def create_upload(self, bucket: str, key: str, headers: Mapping[str, str]) -> Upload:
-        """Begin an upload."""
         with self._lock:
             upload = Upload(f"upload-{next(self._numbers):08x}", key, headers, self._clock())
             self._bucket(bucket).uploads[upload.id] = upload
             return upload
 
     def upload(self, bucket: str, key: str, upload_id: str) -> Upload:
-        """An upload in progress, or NoSuchUpload."""
         with self._lock:
             upload = self._bucket(bucket).uploads.get(upload_id)
             if upload is None or upload.key != key:
@@ -260,7 +259,6 @@ class Store:
             return upload
 
     def uploads(self, bucket: str) -> list[Upload]:
-        """Uploads in progress, by key and then age."""
         with self._lock:
             found = self._bucket(bucket).uploads.values()
             return sorted(found, key=lambda upload: (upload.key, upload.initiated, upload.id))
@@ -274,19 +272,12 @@ class Store:
         body: Body,
         checksums: Mapping[str, str] | None = None,
     ) -> Part:
-        """Store a part, replacing one of the same number."""
         with self._lock:
             part = Part(body, self._etag(), self._clock(), checksums or {})
             self.upload(bucket, key, upload_id).parts[number] = part
             return part
 
-    def parts(self, bucket: str, key: str, upload_id: str) -> dict[int, Part]:
-        """The parts received so far, sorted by number."""
-        with self._lock:
-            return dict(sorted(self.upload(bucket, key, upload_id).parts.items()))
-
     def abort_upload(self, bucket: str, key: str, upload_id: str) -> None:
-        """Forget an upload and its parts."""
         with self._lock:
             self.upload(bucket, key, upload_id)
             del self._bucket(bucket).uploads[upload_id]
@@ -314,14 +305,7 @@ class Store:
             if self.verifies:
                 _verify(body, checksums)
             _check_write(target.objects.get(key), if_none_match, if_match)
-            stored = StoredObject(
-                body,
-                self._etag(f"-{len(parts)}"),
-                self._clock(),
-                upload.headers,
-                checksums,
-                tuple(len(part.body) for part in parts),
-            )
+            stored = StoredObject(body, self._etag(f"-{len(parts)}"), self._clock(), upload.headers, checksums)
             target.put(key, stored)
             del target.uploads[upload_id]
             return stored
@@ -349,12 +333,11 @@ def _choose(upload: Upload, chosen: Sequence[tuple[int, str]]) -> list[Part]:
 
 
 def _verify(body: Body, expected: Mapping[str, str]) -> None:
-    for header, value in expected.items():
-        if "-" in value:
-            continue  # a checksum of the parts' checksums, not of the object
-        computed = checksums.of(header.removeprefix(checksums.HEADER_PREFIX), body.pieces)
-        if computed is not None and computed != value:
-            raise S3Error(400, "BadDigest", f"The {header} you specified, {value}, is not the object's, {computed}")
+    crc = 0
+    for piece in body.pieces if CHECKSUM in expected else ():
+        crc = crc64nvme(piece, crc)
+    if expected.get(CHECKSUM, computed := base64_of(crc)) != computed:
+        raise S3Error(400, "BadDigest", f"The CRC64NVME you specified is not the object's, {computed}")
 
 
 def _check_write(present: StoredObject | None, if_none_match: str | None, if_match: str | None) -> None:

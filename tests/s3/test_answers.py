@@ -7,13 +7,10 @@ from typing import Any
 import pytest
 
 from dcp_s3 import errors
-from dcp_s3.memory import Piece, ReadTarget
-from dcp_s3.offline.place import read_ahead
-from dcp_s3.s3.download import fetch_into
-from dcp_s3.s3.multipart import find_parts
+from dcp_s3.memory import Piece
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
-from dcp_s3.store import Store, Upload
+from dcp_s3.store import Upload
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 
@@ -26,12 +23,6 @@ def upload(key: str) -> None:
     store.put_stream(key, len(DATA), [Piece.of(memoryview(DATA))], part_size=5 * MIB)
 
 
-def move(source: Store, target: Store, key: str) -> None:
-    head = source.head(key)
-    with read_ahead(source, key, head.size, head.etag, width=2) as pieces:
-        target.put_stream(key, head.size, pieces)
-
-
 def begin(key: str) -> str:
     client = S3Store(BUCKET, Settings()).client
     upload_id: str = client.create_multipart_upload(Bucket=BUCKET, Key=key)["UploadId"]
@@ -39,21 +30,38 @@ def begin(key: str) -> str:
     return upload_id
 
 
+def ranged(bucket: S3Store) -> bytes:
+    memory = bytearray(900)
+    bucket.read("key", 100, memoryview(memory))
+    return bytes(memory)
+
+
+def missing(name: str) -> type[Exception]:
+    with pytest.raises(errors.StorageError) as failure:
+        S3Store(name, Settings()).get("key")
+    return failure.type
+
+
 # The in-memory server sends Content-Length first and ETag last.
-@pytest.mark.parametrize("operation", ["GetObject", "HeadObject", "ListObjectsV2", "ListMultipartUploads", "ListParts"])
+@pytest.mark.parametrize(
+    "operation", ["GetObject", "a range", "no bucket", "HeadObject", "ListObjectsV2", "ListMultipartUploads"]
+)
 def test_what_is_read_is_whole(faulty: FaultyServer, operation: str) -> None:
     bucket = S3Store(BUCKET, Settings())
     bucket.put("key", DATA[:1000], metadata={"a": "b"})
     upload_id = begin("upload")
     read, expected = {
         "GetObject": (lambda: bucket.get("key").data, DATA[:1000]),
+        "a range": (lambda: ranged(bucket), DATA[100:1000]),
+        "no bucket": (lambda: missing("no-such-bucket"), errors.BucketNotFoundError),
         "HeadObject": (lambda: bucket.head("key").size, 1000),
         "ListObjectsV2": (lambda: [(each.key, each.size) for each in bucket.list("k").objects], [("key", 1000)]),
         "ListMultipartUploads": (lambda: [each.upload_id for each in bucket.uploads("upload")], [upload_id]),
-        "ListParts": (lambda: [part.size for part in find_parts(bucket, "upload")[upload_id].values()], [4]),
     }[operation]
-    for size in range(0, 260, 3):
-        seen = faulty.once(operation, Fault.cut_head(size))
+    for size in range(0, 260, 5):
+        seen = faulty.once(
+            operation if "Object" in operation or "List" in operation else "GetObject", Fault.cut_head(size)
+        )
         assert read() == expected, size
         assert seen
 
@@ -67,23 +75,6 @@ def test_what_is_written_is_whole(faulty: FaultyServer, operation: str) -> None:
         assert faulty.s3.read(BUCKET, "key") == DATA
         if operation != "CreateMultipartUpload":  # one whose id was lost is left to prune
             assert faulty.s3.open_uploads(BUCKET) == []
-
-
-def test_the_cause_of_an_error_is_whole(faulty: FaultyServer) -> None:
-    for size in range(0, 260, 3):
-        faulty.once("GetObject", Fault.cut_head(size))
-        with pytest.raises(errors.BucketNotFoundError):
-            S3Store("no-such-bucket", Settings()).get("key")
-
-
-def test_ranges_are_whole(faulty: FaultyServer) -> None:
-    bucket = S3Store(BUCKET, Settings())
-    bucket.put("key", DATA)
-    for size in range(0, 260, 13):
-        faulty.once("GetObject", Fault.cut_head(size))
-        memory = bytearray(1000)
-        fetch_into(bucket, "key", 100, [ReadTarget(memoryview(memory))])
-        assert bytes(memory) == DATA[100:1100]
 
 
 PAGE = b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head><body>Welcome to the guest network</body></html>"
@@ -109,7 +100,6 @@ def do(bucket: S3Store, operation: str, upload_id: str) -> Any:
         "HeadObject": lambda: bucket.head("a").size,
         "ListObjectsV2": lambda: [each.key for each in bucket.list("").objects],
         "ListMultipartUploads": lambda: [each.upload_id for each in bucket.uploads("upload")],
-        "ListParts": lambda: [part.size for part in find_parts(bucket, "upload")[upload_id].values()],
         "DeleteObject": lambda: bucket.delete(["a"]),
         "DeleteObjects": lambda: bucket.delete(KEYS),
         "AbortMultipartUpload": lambda: bucket.abort(Upload("upload", upload_id)),
@@ -121,7 +111,7 @@ def do(bucket: S3Store, operation: str, upload_id: str) -> Any:
 
 # fmt: off
 OPERATIONS = [
-    "PutObject", "GetObject", "HeadObject", "ListObjectsV2", "ListMultipartUploads", "ListParts", "DeleteObject",
+    "PutObject", "GetObject", "HeadObject", "ListObjectsV2", "ListMultipartUploads", "DeleteObject",
     "DeleteObjects", "AbortMultipartUpload", "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload",
 ]
 # fmt: on
@@ -180,14 +170,12 @@ def test_answers_that_s3_never_gives_are_an_error(faulty: FaultyServer, operatio
             do(S3Store(BUCKET, Settings(retry_attempts=3, part_size="5MiB")), operation, upload_id)
 
 
-@pytest.mark.parametrize("operation", ["ListObjectsV2", "ListMultipartUploads", "ListParts"])
+@pytest.mark.parametrize("operation", ["ListObjectsV2", "ListMultipartUploads"])
 def test_a_page_that_was_cut_off_is_not_the_last_one(faulty: FaultyServer, operation: str) -> None:
     """Of a body without a length, that is: one whose length is known is an error by itself."""
     bucket, upload_id = prepare()
     expected = do(bucket, operation, upload_id)
-    root = {"ListObjectsV2": "ListBucketResult", "ListParts": "ListPartsResult"}.get(
-        operation, "ListMultipartUploadsResult"
-    )
+    root = "ListBucketResult" if operation == "ListObjectsV2" else "ListMultipartUploadsResult"
     start = f"<{root}><Name>{BUCKET}</Name>"
     for body in (start, f"{start}<IsTruncated>true</IsTruncated></{root}>", f"<{root}>", f"<Some{root}></Some{root}>"):
         seen = faulty.once(operation, Fault.forge(200, body.encode()))

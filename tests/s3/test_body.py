@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_s3.limit import Progress
+from dcp_s3.limit import Limit, Progress
 from dcp_s3.s3.body import BodyReader, GatherBody
 from dcp_s3.s3.botocore_private import send_without_copy
-from dcp_s3.s3.retry import Attempt
+from dcp_s3.s3.retry import Attempts
 
 BUFFERS = st.lists(st.binary(max_size=40), max_size=8)
 
@@ -61,45 +60,13 @@ def test_the_handler_replaces_our_bodies_only() -> None:
     assert other.body == b"bytes"
 
 
-def test_a_body_is_sent_from_the_memory_itself(memory_server: object, bucket: str, s3: object) -> None:
-    """No read() of the body on the real path, so no copy: a body that cannot be read still arrives."""
-    from dcp_s3.s3.store import S3Store
-    from dcp_s3.settings import Settings
-
-    class Unreadable(GatherBody):
-        def read(self, size: int = -1) -> bytes:
-            pytest.fail("the body was read")
-
-    target = S3Store(bucket, Settings())
-    data = bytearray(b"ab" * 500_000)
-    target.client.put_object(Bucket=bucket, Key="k", Body=Unreadable([memoryview(data)]))
-    assert target.get("k").data == data
-
-
-def test_no_single_send_is_long() -> None:
-    """A socket's timeout is for a whole sendall: a large part in one would need a fast connection."""
-    large = bytes(5 * 2**20 + 1)
-    chunks = list(GatherBody([memoryview(large)]).chunks())
-    assert max(len(chunk) for chunk in chunks) <= 2**20
-    assert b"".join(chunks) == large
-
-
 def test_what_is_sent_once_more_is_no_progress() -> None:
     progress, body = Progress(600), GatherBody([memoryview(bytes(3 * 2**20)), memoryview(b"end")])
-    with Attempt(hang=1, progress=progress):
+    with Attempts(limit=Limit(progress=progress)):
         next(iter(body.chunks()))
         for _ in range(3):
             assert sum(map(len, body.chunks())) == len(body)
     assert "3.0 MiB had moved before" in str(progress.error("UploadPart", "3 attempts"))
-
-
-def test_botocore_may_rewind_what_is_sent() -> None:
-    """As it does before it repeats a request in another region."""
-    request = _Request(body_of([b"ab", b"c"]))
-    send_without_copy(request=request)
-    assert b"".join(request.body) == b"abc"  # type: ignore[call-overload]
-    request.body.seek(0)  # type: ignore[attr-defined]
-    assert b"".join(request.body) == b"abc"  # type: ignore[call-overload]
 
 
 # --- bodies of answers -----------------------------------------------------------------------------

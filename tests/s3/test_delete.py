@@ -73,19 +73,6 @@ def store(faulty: FaultyServer) -> S3Store:
     return store
 
 
-@pytest.mark.parametrize("status", [501, 400])
-def test_without_deleteobjects_objects_go_one_by_one(store: S3Store, faulty: FaultyServer, status: int) -> None:
-    faulty.s3.reset_counters()
-    faulty.rule = lambda request: (
-        Fault.error(status, "InvalidRequest") if request.operation == "DeleteObjects" else None
-    )
-    assert store.delete(["a", "b"]) == []
-    assert faulty.s3.objects(BUCKET) == {"c": 1}
-    store.delete(["b", "c"])
-    assert faulty.s3.objects(BUCKET) == {}
-    assert faulty.s3.counters.requests["DeleteObjects"] == 1 + (status == 400)
-
-
 @pytest.mark.parametrize("keys", [["a"], ["a", "b"]])
 def test_a_store_that_refuses_conditions_that_hold_is_asked_without(
     store: S3Store, faulty: FaultyServer, keys: list[str]

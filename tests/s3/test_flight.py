@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import http.client
 import inspect
@@ -24,9 +23,8 @@ from urllib3.connectionpool import HTTPConnectionPool
 
 from dcp_s3 import errors
 from dcp_s3.memory import ReadTarget
-from dcp_s3.s3 import client, hedge
+from dcp_s3.s3 import hedge
 from dcp_s3.s3.botocore_private import Flight
-from dcp_s3.s3.download import fetch_into
 from dcp_s3.s3.hedge import hedges_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -61,7 +59,7 @@ def test_botocores_pools_are_where_they_were(faulty: FaultyServer) -> None:
 def test_urllib3_has_the_methods_that_are_overridden() -> None:
     for cls, name, relied_on in (
         (HTTPConnectionPool, "_put_conn", ["self", "conn"]),
-        (HTTPConnection, "_new_conn", ["self"]),
+        (HTTPConnectionPool, "_get_timeout", ["self", "timeout"]),
     ):
         found = getattr(cls, name, None)
         assert found is not None, _moved(f"{cls.__name__}.{name} is not there")
@@ -133,28 +131,6 @@ def test_a_request_that_was_broken_off_before_never_begins(faulty: FaultyServer)
     assert not faulty.s3.request_log
 
 
-@contextlib.contextmanager
-def full_port() -> Iterator[str]:
-    """The URL of a port whose queue of connections is full."""
-    with contextlib.ExitStack() as stack:
-        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        for _ in range(3):
-            waiting = stack.enter_context(socket.socket())
-            waiting.setblocking(False)
-            waiting.connect_ex(full.getsockname())
-        yield f"http://127.0.0.1:{full.getsockname()[1]}"
-
-
-def test_nobody_listens_or_not_in_time(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "CONNECT_SECONDS", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with pytest.raises(botocore.exceptions.EndpointConnectionError, match=f"127.0.0.1:{port}"):
-        get(S3Store("bucket", Settings(endpoint_url=f"http://127.0.0.1:{port}")), Flight())
-    with full_port() as url, pytest.raises(botocore.exceptions.ConnectTimeoutError):
-        get(S3Store("bucket", Settings(endpoint_url=url)), Flight())
-
-
 def test_a_socket_that_was_let_go_is_not_touched() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -167,18 +143,13 @@ def test_a_socket_that_was_let_go_is_not_touched() -> None:
         assert not flight.let_go()
         with pytest.raises(ConnectionAbortedError):
             flight.note(ours)
-
-
-def test_descriptors_are_given_back() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        before = len(os.listdir("/proc/self/fd"))
+        descriptors = len(os.listdir("/proc/self/fd"))
         for end in (Flight.let_go, Flight.break_off):
             flight = Flight()
-            flight.note(ours)
-            flight.note(ours)
+            flight.note(theirs)
+            flight.note(theirs)
             end(flight)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) == descriptors, "all are given back"
 
 
 # --- TLS ---------------------------------------------------------------------------------------------
@@ -223,7 +194,7 @@ def test_over_tls_the_bytes_are_right_too(
     bucket.put("k", data)
     faulty.once("GetObject", fault)
     memory = bytearray(len(data))
-    fetch_into(bucket, "k", 0, [ReadTarget(memoryview(memory))])
+    bucket.read("k", 0, [ReadTarget(memoryview(memory))])
     assert memory == data
     assert hedges_of(bucket).state.won == 1
 

@@ -1,26 +1,82 @@
-"""Settings that go with every request, and the limit on what is sent."""
+"""What goes with every request, and how many there are at once: settings, clients, processes, bandwidth, maps."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import pickle
+import socket
+import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_s3 import S3StorageReader, S3StorageWriter
+from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3.limit import UNLIMITED, Cancelled, Limit
 from dcp_s3.memory import Piece
 from dcp_s3.offline.copy import copy
 from dcp_s3.retention.prune import prune
+from dcp_s3.s3 import client as client_module
+from dcp_s3.s3.bucket import AT_ONCE, map_in_threads
+from dcp_s3.s3.client import close_clients, get_client
+from dcp_s3.s3.operations import creation_arguments
 from dcp_s3.s3.pressure import Pace
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
+from dcp_s3.store import ABSENT
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
+from tests.memory_store import MemoryStore
+from tests.s3.waiting import LONG
+from tests.servers import S3Server
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 MIB = 2**20
 ROOT = f"s3://{BUCKET}/run"
+
+
+# --- small objects ---------------------------------------------------------------------------------------
+
+
+def test_a_missing_bucket_has_its_own_error(bucket: str) -> None:
+    nowhere = S3Store("no-such-bucket-here", Settings())
+    for action in (lambda: nowhere.get("k").data, lambda: nowhere.exists("k"), lambda: nowhere.put("k", b"")):
+        with pytest.raises(errors.BucketNotFoundError, match="no-such-bucket-here"):
+            action()
+
+
+def test_a_conditional_write_whose_answer_was_lost_succeeds(faulty: FaultyServer) -> None:
+    seen = faulty.once("PutObject", Fault.apply_then_reset())
+    target = S3Store("bucket", Settings())
+    target.put("k", b"mine", expect=ABSENT)
+    assert seen
+    assert target.get("k").data == b"mine"
+
+
+def test_encryption_class_and_owner_go_with_the_requests(faulty: FaultyServer) -> None:
+    seen: dict[str, dict[str, str]] = {}
+
+    def rule(request: Any) -> None:
+        seen[request.operation] = dict(request.headers)
+
+    faulty.rule = rule
+    settings = Settings(
+        sse="aws:kms", sse_kms_key_id="key-1", storage_class="STANDARD_IA", expected_bucket_owner="123456789012"
+    )
+    target = S3Store("bucket", settings)
+    target.put("k", b"x")
+    target.exists("k")
+    assert seen["PutObject"]["x-amz-server-side-encryption"] == "aws:kms"
+    assert seen["PutObject"]["x-amz-server-side-encryption-aws-kms-key-id"] == "key-1"
+    assert "x-amz-storage-class" not in seen["PutObject"], "only data objects"
+    assert creation_arguments(settings, data=True)["StorageClass"] == "STANDARD_IA"
+    assert {headers["x-amz-expected-bucket-owner"] for headers in seen.values()} == {"123456789012"}
 
 
 def test_who_requests_pays_for_all_that_has_a_price(faulty: FaultyServer) -> None:
@@ -51,11 +107,6 @@ def test_who_requests_pays_for_all_that_has_a_price(faulty: FaultyServer) -> Non
     }  # fmt: skip
 
 
-def test_without_the_setting_nobody_offers_to_pay(faulty: FaultyServer) -> None:
-    S3Store(BUCKET, Settings()).put("key", b"data")
-    assert all("x-amz-request-payer" not in request.headers for request in faulty.s3.request_log)
-
-
 # --- bandwidth ------------------------------------------------------------------------------------------
 
 
@@ -79,14 +130,181 @@ def test_a_pause_is_not_made_up_for() -> None:
     assert pace.reserve(MIB, 100.0) == pytest.approx(0.5)
 
 
-def test_no_slice_keeps_a_connection_waiting_for_long() -> None:
-    for rate in (2**16, MIB, 200 * MIB, 10 * 2**30):
-        assert 64 * Pace(rate).slice_size / rate <= 16  # S3 drops a connection after 20 s without a byte
-
-
 def test_uploads_keep_to_the_bandwidth(faulty: FaultyServer) -> None:
     store = S3Store(BUCKET, Settings(max_bandwidth="8MiB", part_size="5MiB"))
     began = time.monotonic()
     store.put_stream("key", 12 * MIB, [Piece.of(bytes(12 * MIB))])
     assert time.monotonic() - began >= 0.8
     assert faulty.s3.objects(BUCKET)["key"] == 12 * MIB
+
+
+# --- clients ---------------------------------------------------------------------------------------------
+
+
+SAME: list[dict[str, Any]] = [
+    {"part_size": "8MiB"}, {"concurrency": 3}, {"save_timeout": 17.0}, {"read_timeout": 3.0},
+    {"staging_limit": "1GiB"}, {"retry_attempts": 2},
+]  # fmt: skip
+OTHER: list[dict[str, Any]] = [
+    {"endpoint_url": "http://127.0.0.1:9"}, {"region": "eu-west-3"}, {"addressing_style": "virtual"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", SAME + OTHER, ids=lambda settings: next(iter(settings)))
+def test_only_what_connections_depend_on_makes_another_client(
+    memory_server: S3Server, s3_env: S3Server, settings: dict[str, Any]
+) -> None:
+    assert (get_client(Settings(**settings)) is get_client(Settings())) == (settings in SAME)
+
+
+def test_a_profile_makes_another_client(
+    memory_server: S3Server, s3_env: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config").write_text("[profile lab]\nregion = eu-north-1\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    close_clients()
+    assert get_client(Settings(profile="lab")).meta.region_name == "eu-north-1"
+    assert get_client(Settings(profile="lab")) is not get_client(Settings(region="us-east-1"))
+
+
+def test_another_endpoint_in_the_environment_makes_another_client(
+    memory_server: S3Server, s3_env: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DCP_S3_ENDPOINT_URL", raising=False)
+    before = get_client(Settings())
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
+    assert get_client(Settings()) is not before
+
+
+def test_few_clients_are_kept(memory_server: S3Server, s3_env: S3Server) -> None:
+    close_clients()
+    for number in range(client_module._MOST_CLIENTS + 1):
+        client = get_client(Settings(region=f"region-{number}"))
+    assert len(client_module._clients) == client_module._MOST_CLIENTS
+    assert get_client(Settings(region=f"region-{number}")) is client
+    close_clients()
+
+
+def test_a_request_hangs_as_long_as_its_own_settings_say(memory_server: S3Server, s3_env: S3Server) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and says nothing
+        patient = Settings(
+            endpoint_url=f"http://127.0.0.1:{silent.getsockname()[1]}", retry_attempts=1, read_timeout=600.0
+        )
+        get_client(patient)  # the client is made with the long timeout
+        with pytest.raises(errors.TransferError, match="ReadTimeout"):
+            S3Store("bucket", patient, Limit(hang=0.2)).get("key")
+    close_clients()
+
+
+def _in_child(settings: Settings, bucket: str, connection: Any) -> None:
+    target = S3Store(bucket, settings)
+    connection.send((id(get_client(settings)), target.get("k").data))
+    os._exit(0)
+
+
+@pytest.mark.quick("fork")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_a_child_process_makes_its_own_client(memory_server: Any, bucket: str, method: str) -> None:
+    settings = Settings()
+    target = S3Store(bucket, settings)
+    target.put("k", b"from parent")
+    assert pickle.loads(pickle.dumps(target)) == target
+    context = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_in_child, args=(settings, bucket, theirs))  # type: ignore[attr-defined]
+    child.start()
+    assert ours.poll(60), "the child hangs"
+    _, data = ours.recv()
+    child.join()
+    assert data == b"from parent"
+    assert target.get("k").data == b"from parent", "the parent's connections are whole"
+
+
+def test_credentials_are_read_anew_after_they_were_refused(
+    memory_server: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(region="eu-north-1")  # a client of its own
+    key = "AWS_ACCESS_KEY_ID"
+    right = os.environ[key]
+    monkeypatch.delenv(key)
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(errors.CredentialsError, match="AWS_ACCESS_KEY_ID"):
+        S3Store(bucket, settings).get("k")
+    monkeypatch.setenv(key, right)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", memory_server.secret_key)
+    with pytest.raises(errors.ObjectNotFoundError):
+        S3Store(bucket, settings).get("k")
+
+
+# --- many at once ----------------------------------------------------------------------------------------
+
+
+class Peak:
+    """The most calls at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now = self.most = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._now += 1
+            self.most = max(self.most, self._now)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._now -= 1
+
+
+def test_many_are_under_way_at_once_but_not_more_than_that_also_inside_another() -> None:
+    peak, together = Peak(), threading.Barrier(AT_ONCE)
+
+    def inner(store: MemoryStore, item: int) -> int:
+        with peak:
+            return item
+
+    def outer(store: MemoryStore, item: int) -> int:
+        if item < AT_ONCE:
+            together.wait(LONG)  # all of them are there at once
+        return sum(map_in_threads(store, inner, range(item)))
+
+    assert map_in_threads(MemoryStore(), outer, range(3 * AT_ONCE))[:4] == [0, 0, 1, 3]
+    assert peak.most <= AT_ONCE
+
+
+def test_the_first_failure_is_raised_and_cancels_the_others() -> None:
+    begun: list[int] = []
+    ended: list[bool] = []
+
+    def work(store: MemoryStore, item: int) -> None:
+        begun.append(item)
+        if item == AT_ONCE - 1:
+            raise ValueError("the first")
+        assert store.limit.cancel is not None
+        ended.append(store.limit.cancel.wait(LONG))
+        store.limit.check("another request")
+
+    with pytest.raises(ValueError, match="the first"):
+        map_in_threads(MemoryStore(), work, range(10 * AT_ONCE))
+    assert ended == [True] * (AT_ONCE - 1)
+    assert sorted(begun) == list(range(AT_ONCE))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dcp_s3-requests")]
+
+
+def test_whoever_cancels_the_store_cancels_what_is_under_way() -> None:
+    cancel = threading.Event()
+    store = MemoryStore().within(replace(UNLIMITED, cancel=cancel))
+    begun: list[int] = []
+
+    def work(store: MemoryStore, item: int) -> None:
+        begun.append(item)
+        if len(begun) == AT_ONCE:
+            cancel.set()
+        assert store.limit.cancel is not None
+        assert store.limit.cancel.wait(LONG)
+
+    with pytest.raises(Cancelled):
+        map_in_threads(store, work, range(2 * AT_ONCE))
+    assert len(begun) == AT_ONCE

@@ -9,20 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.limit import STALL_SETTING, Progress
 from dcp_s3.offline.copy import copy
-from dcp_s3.offline.verify import verify
 from dcp_s3.retention.prune import prune
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
-from tests.ranks import run_ranks
 
 ROOT = f"s3://{BUCKET}/run"
 STALL = 2.0
@@ -90,17 +87,14 @@ def load() -> None:
     dcp.load(state(), storage_reader=S3StorageReader(f"{ROOT}/step-1", settings=SETTINGS))
 
 
-_DELETIONS = ("DeleteObject", "DeleteObjects")
 _WRITES = ("PutObject", "UploadPart", "CreateMultipartUpload")
 WORK: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
-    "save": (lambda: save(9, **SETTINGS), _WRITES),
     "async save": (save_async, _WRITES),
     "load": (load, ("GetObject",)),
     "prune": (
         lambda: prune(ROOT, "latest:1", grace=0, force=True, settings=SETTINGS),
         ("DeleteObject", "DeleteObjects"),
     ),
-    "verify": (lambda: verify(f"{ROOT}/step-1", full=True, settings=SETTINGS), ("GetObject",)),
     "copy": (lambda: copy(f"{ROOT}/step-1", f"s3://{BUCKET}/copy", settings=SETTINGS), ("CopyObject", "PutObject")),
 }
 
@@ -133,28 +127,6 @@ def test_what_makes_no_progress_ends(unwell: Unwell, what: str, fault: str, capl
     unwell.recover()
     save(3)
     dcp.load(state(), storage_reader=S3StorageReader(f"{ROOT}/step-3"))
-
-
-def _save_on_ranks() -> CheckpointException | None:
-    values = {f"rank{dist.get_rank()}": torch.randn(MIB * 3 // 2)}
-    try:
-        dcp.save(values, storage_writer=S3StorageWriter(f"{ROOT}/step-1", settings=SETTINGS))
-    except CheckpointException as error:
-        return error
-    return None
-
-
-def test_the_stall_of_one_rank_ends_the_save_on_all(faulty: FaultyServer, unwell: Unwell) -> None:
-    unwell.begin("refuses", *_WRITES, key="__1_")
-    for told in run_ranks(2, _save_on_ranks):
-        assert isinstance(told, CheckpointException)
-        assert set(told.failures) == {1}
-        error = told.failures[1][0]
-        assert isinstance(error, errors.DeadlineExceededError)
-        assert str(error).startswith("rank 1: ")
-    assert "run/step-1/.metadata" not in faulty.s3.objects(BUCKET)
-    unwell.recover()
-    assert run_ranks(2, _save_on_ranks) == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -231,15 +203,3 @@ def test_what_succeeds_is_progress_and_time_without_requests_is_none(clock: Cloc
             raise OSError
         clock.now += 1
         assert progress.is_over("GetObject")
-
-
-def test_one_warning_for_each_time_without_progress(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    progress = Progress(30)
-    for _ in range(2):
-        with progress:
-            for _ in range(29):
-                clock.now += 1
-                assert not progress.is_over("UploadPart on s3://bucket/key")
-    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
-    assert "UploadPart on s3://bucket/key: next to nothing moved for 10 s" in caplog.messages[0]
-    assert "DCP_S3_STALL_TIMEOUT = 30 s" in caplog.messages[0]

@@ -15,11 +15,12 @@ from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.limit import Cancelled, Limit
 from dcp_s3.memory import Piece
-from dcp_s3.s3 import operations
+from dcp_s3.s3 import multipart, operations
 from dcp_s3.s3.parts import MAX_PARTS, choose_part_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import MAX_PART_SIZE, MIN_PART_SIZE, Settings
+from dcp_s3.store import Upload
 from tests.faulty import FaultyServer
 from tests.memory_s3 import Fault
 
@@ -92,14 +93,6 @@ def test_faults_that_pass_do_not_harm(faulty: FaultyServer, seed: int) -> None:
     assert all(faulty.s3.read("bucket", f"k{round_}") == DATA for round_ in range(6))
 
 
-@pytest.mark.parametrize("fault", [Fault.apply_then_reset(), Fault.error_in_200()], ids=lambda f: f.kind)
-def test_a_complete_that_seems_to_fail_is_brought_to_its_end(faulty: FaultyServer, fault: Fault) -> None:
-    seen = faulty.once("CompleteMultipartUpload", fault)
-    upload(make_bucket("bucket"), DATA)
-    assert seen
-    assert faulty.s3.read("bucket", "k") == DATA
-
-
 @pytest.mark.parametrize("operation", ["UploadPart", "CompleteMultipartUpload", "CreateMultipartUpload", "PutObject"])
 def test_a_failure_leaves_no_upload_and_no_object(faulty: FaultyServer, operation: str) -> None:
     def rule(request: Any) -> Any:
@@ -118,6 +111,17 @@ def test_a_failure_leaves_no_upload_and_no_object(faulty: FaultyServer, operatio
     assert faulty.s3.open_uploads("bucket") == []
     assert faulty.s3.objects("bucket") == {}
     assert not [t for t in threading.enumerate() if t.name.startswith("dcp_s3-")]
+
+
+def test_an_object_that_is_put_again_leaves_no_upload_of_the_first_try(faulty: FaultyServer) -> None:
+    refused = faulty.once("UploadPart", Fault.error(500, "InternalError"))
+    with Uploader(make_bucket("bucket", retry_attempts=1), isolated=True) as uploader:
+        with pytest.raises(errors.TransferError):
+            uploader.put_stream("k", len(DATA), [Piece.of(DATA)])
+        again = uploader.put_stream("k", len(DATA), [Piece.of(DATA)], last_resort=True)
+    assert refused
+    assert again.crc64nvme == crc64nvme(DATA)
+    assert (faulty.s3.read("bucket", "k"), faulty.s3.open_uploads("bucket")) == (DATA, [])
 
 
 def test_damage_on_the_wire_is_noticed_and_repaired(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,41 +211,6 @@ def test_a_store_that_refuses_checksums_is_written_to_without(
     operations.forget()
 
 
-def test_an_object_that_is_put_again_sends_only_what_s3_lacks(faulty: FaultyServer) -> None:
-    data = random.Random(5).randbytes(3 * PART)
-    refused: list[int] = []
-
-    def rule(request: Any) -> Fault | None:
-        if request.part_number == 2 and not refused:
-            refused.append(2)
-            return Fault.error(500, "InternalError")
-        return None
-
-    faulty.rule = rule
-    target = make_bucket("bucket", retry_attempts=1, concurrency=1)
-    with Uploader(target, part_size=PART, isolated=True) as uploader:
-        with pytest.raises(errors.TransferError):
-            uploader.put_stream("k", len(data), [Piece.of(data)])
-        faulty.s3.reset_counters()
-        assert uploader.put_stream("k", len(data), [Piece.of(data)]).crc64nvme == crc64nvme(data)
-    assert [each.part_number for each in faulty.s3.request_log if each.operation == "UploadPart"] == [2, 3]
-    assert faulty.s3.read("bucket", "k") == data
-
-
-def test_an_upload_that_stalled_can_be_resumed(faulty: FaultyServer) -> None:
-    data = random.Random(6).randbytes(2 * PART)
-    faulty.once("UploadPart", Fault.straggle(1000.0))
-    target = make_bucket("bucket", stall_timeout=0.5, concurrency=1)
-    with pytest.raises(errors.DeadlineExceededError, match="DCP_S3_STALL_TIMEOUT"):
-        target.put_stream("k", len(data), [Piece.of(data)], part_size=PART, resume=True)
-    assert faulty.s3.open_uploads("bucket") == ["k"]
-    faulty.s3.reset_counters()
-    target.put_stream("k", len(data), [Piece.of(data)], part_size=PART, resume=True)
-    assert "CreateMultipartUpload" not in {each.operation for each in faulty.s3.request_log}
-    assert faulty.s3.read("bucket", "k") == data
-    assert faulty.s3.open_uploads("bucket") == []
-
-
 def test_waiting_for_bandwidth_is_not_s3s_slowness(faulty: FaultyServer) -> None:
     faulty.once("PutObject", Fault.apply_then_reset())  # after the body
     data = bytes(2**20)
@@ -251,3 +220,50 @@ def test_waiting_for_bandwidth_is_not_s3s_slowness(faulty: FaultyServer) -> None
         uploader.put_stream("k", len(data), [Piece.of(data)])
     assert time.monotonic() - began > 1
     assert faulty.s3.read("bucket", "k") == data
+
+
+# --- multipart uploads that are open -----------------------------------------------------------------
+
+
+KEY = "run/ke y+ü%"
+
+
+def begin(bucket: S3Store, key: str) -> str:
+    return str(bucket.client.create_multipart_upload(Bucket=bucket.name, Key=key)["UploadId"])
+
+
+def opened(bucket: S3Store) -> list[tuple[str, str]]:
+    return sorted((each.key, each.upload_id) for each in bucket.uploads("run/ke"))
+
+
+@pytest.mark.servers("memory", "rgw", "rclone")  # moto takes no notice of the limit
+def test_open_uploads_of_many_pages_are_found_and_aborted(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dcp_s3.s3.listing.PAGE_SIZE", 2)
+    target = make_bucket(bucket)
+    assert opened(target) == []
+    uploads = sorted([(KEY, begin(target, KEY)) for _ in range(4)] + [(KEY + "-more", begin(target, KEY + "-more"))])
+    other = begin(target, "run/other")
+    assert opened(target) == uploads
+    for _ in range(2):  # one that is gone: as asked for
+        for key, upload_id in uploads:
+            target.abort(Upload(key, upload_id))
+    assert opened(target) == []
+    assert multipart.abort_quietly(target, "run/other", other)
+
+
+def test_refusals_of_uploads_are_errors_and_quietly_a_warning(
+    faulty: FaultyServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, nowhere = make_bucket("bucket"), make_bucket("no-such-bucket")
+    for call in (lambda: nowhere.uploads(KEY), lambda: nowhere.abort(Upload(KEY, "x"))):
+        with pytest.raises(errors.BucketNotFoundError):
+            call()
+    upload_id = begin(target, KEY)
+    faulty.rule = lambda _: Fault.error(403, "AccessDenied")
+    with pytest.raises(errors.AccessDeniedError):
+        target.uploads(KEY)
+    assert not multipart.abort_quietly(target, KEY, upload_id)
+    assert "stays open" in caplog.text
+    assert faulty.once("AbortMultipartUpload", Fault.apply_then_reset()) == []
+    target.abort(Upload(KEY, upload_id))
+    assert faulty.s3.open_uploads("bucket") == []

@@ -99,7 +99,6 @@ def free_port() -> int:
 
 
 def accepts(port: int) -> bool:
-    """Whether something listens on 127.0.0.1:`port`."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
         return True
     return False

@@ -46,11 +46,10 @@ def test_what_is_put_is_got_whatever_its_blocks(memory: MemoryS3, size: int) -> 
     assert s3.get_object(Bucket=BUCKET, Key="a b/ü+%")["Body"].read() == data == memory.read(BUCKET, "a b/ü+%")
 
 
-@pytest.mark.parametrize("algorithm", ["CRC64NVME", "CRC32", "SHA256"])
-def test_a_wrong_checksum_and_a_wrong_list_of_parts_are_refused(memory: MemoryS3, algorithm: str) -> None:
-    s3, name = client(memory), f"Checksum{algorithm}"
-    other = s3.put_object(Bucket=BUCKET, Key="other", Body=b"other", ChecksumAlgorithm=algorithm)
-    assert refused(s3.put_object, Bucket=BUCKET, Key="k", Body=b"data", **{name: other[name]}) == "BadDigest"
+def test_a_wrong_checksum_and_a_wrong_list_of_parts_are_refused(memory: MemoryS3) -> None:
+    s3 = client(memory)
+    other = s3.put_object(Bucket=BUCKET, Key="other", Body=b"other", ChecksumAlgorithm="CRC64NVME")["ChecksumCRC64NVME"]
+    assert refused(s3.put_object, Bucket=BUCKET, Key="k", Body=b"data", ChecksumCRC64NVME=other) == "BadDigest"
     upload = {"Bucket": BUCKET, "Key": "k"}
     upload["UploadId"] = s3.create_multipart_upload(**upload)["UploadId"]
     etags = [s3.upload_part(**upload, PartNumber=number, Body=b"small")["ETag"] for number in (1, 2)]

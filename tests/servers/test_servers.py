@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-import boto3
 import pytest
 from awscrt import checksums
 from botocore.exceptions import ClientError
@@ -73,10 +72,3 @@ def test_the_whole_objects_checksum_is_verified_at_complete(s3: Any, bucket: str
             upload("wrong", _crc(b"something else"))
         assert _code(e)[1] == 400
         assert _keys(s3, bucket) == ["right"]
-
-
-def test_taking_memory_server_restricts_a_test_to_it(memory_server: S3Server, s3_env: S3Server, bucket: str) -> None:
-    assert memory_server.name == s3_env.name == "memory"
-    # No arguments but the endpoint: s3_env must be enough for credentials and region.
-    client = boto3.client("s3", endpoint_url=s3_env.endpoint_url)
-    assert bucket in {found["Name"] for found in client.list_buckets()["Buckets"]}

@@ -84,7 +84,7 @@ _PLANNER = "torch.distributed.checkpoint.default_planner.DefaultLoadPlanner"
 
 _DOWN = errors.TransferError("S3 is down", bucket=BUCKET, key="k", operation="GetObject", attempts=3)
 _SITES: dict[str, tuple[int, str, BaseException, int]] = {
-    "down": (1, "dcp_s3.s3.store.fetch_into", _DOWN, 0),
+    "down": (1, "dcp_s3.s3.store.S3Store.read", _DOWN, 0),
     "sending": (2, "dcp_s3.load.peers.pieces.OwnedPiece.message", MemoryError("no memory"), 0),
     "receiving": (0, "dcp_s3.load.peers.pieces.SharedItems.memory", KeyError("place"), 0),
     "planner": (1, f"{_PLANNER}.commit_tensor", ValueError("mine"), 2),
