@@ -147,19 +147,14 @@ _MEMORY_FORMAT = type(_STATE[3])
 
 
 def _set_properties(mirror: Mirror, state: Any) -> None:
-    """The state is a tuple. What torch adds to it waits until it is known to be harmless."""
     if type(state) is not tuple or len(state) < _FIELDS or type(state[3]) is not Deferred:
         raise MalformedPickleError("the state of a TensorProperties is no tuple of properties")
-    added = [value for value in state[_FIELDS:] if value is not None]
-    if all(type(value) is tuple and {int}.issuperset(map(type, value)) for value in added):
-        vars(mirror).update(_read_properties(state))
-    else:
-        vars(mirror)["state"] = state
-
-
-def _complete_properties(attributes: dict[str, Any]) -> None:
-    if "state" in attributes:
-        attributes.update(_read_properties.__wrapped__(attributes.pop("state")))
+    for added in state[_FIELDS:]:
+        if added is not None and not (type(added) is tuple and {int}.issuperset(map(type, added))):
+            raise UnsafeGlobalError(
+                "", f"a TensorProperties with a {type(added).__name__} that torch 2.15 does not have"
+            )
+    vars(mirror).update(_read_properties(state))
 
 
 @functools.lru_cache(maxsize=256)
@@ -167,16 +162,13 @@ def _read_properties(state: Any) -> dict[str, Any]:
     """The attributes that torch's own ``__setstate__`` makes of a state, of which it gets what it knows. Nobody changes
     them."""
     dtype, layout, requires_grad, encoding, pin_memory, *added = state
-    memory_format = encoding.make(*encoding.arguments) if type(encoding) is Deferred else encoding
+    memory_format = encoding.make(*encoding.arguments)
     right = isinstance(dtype, torch.dtype) and isinstance(layout, torch.layout)
     right = right and isinstance(memory_format, _MEMORY_FORMAT)
     if not right or type(requires_grad) is not bool or type(pin_memory) is not bool:
         raise MalformedPickleError("the properties of a tensor are not dtype, layout, flags and memory format")
     properties: Any = TensorProperties.__new__(TensorProperties)
-    try:
-        properties.__setstate__((dtype, layout, requires_grad, memory_format, pin_memory, *added)[: len(_STATE)])
-    except Exception:  # noqa: BLE001 - whatever a later torch raises
-        raise UnsafeGlobalError("", f"a TensorProperties of {len(state)} values") from None
+    properties.__setstate__((dtype, layout, requires_grad, memory_format, pin_memory, *added)[: len(_STATE)])
     return dict(vars(properties))
 
 
@@ -194,9 +186,7 @@ _CLASSES = {
     "planner": (planner.BytesIOWriteData, planner.SavePlan, planner.TensorWriteData, planner.WriteItem),
 }  # fmt: skip
 MIRRORS: dict[type, Any] = {cls: Mirror.of(cls) for classes in _CLASSES.values() for cls in classes} | {
-    TensorProperties: Mirror.of(
-        TensorProperties, __setstate__=_set_properties, complete=staticmethod(_complete_properties)
-    )
+    TensorProperties: Mirror.of(TensorProperties, __setstate__=_set_properties)
 }
 _ENUMS: dict[str, type[Enum]] = {
     f"{_DCP}metadata._MEM_FORMAT_ENCODING": _MEMORY_FORMAT,

@@ -97,10 +97,6 @@ class Mirror(metaclass=Sealed):
         # Called by Python's unpickler for slots. It puts other attributes into ``__dict__``.
         raise MalformedPickleError(f"the slots of a {type(self).__name__} are set")
 
-    @staticmethod
-    def complete(attributes: dict[str, Any]) -> None:
-        """Called with the attributes of an instance when they have become what they stand for."""
-
 
 _STOOD_FOR: set[type] = set()
 
@@ -274,7 +270,6 @@ class Settler:
         for name in attributes.keys() - known:
             _check_name(mirror, name)
             attributes[name] = self.settle(attributes[name])
-        type(mirror).complete(attributes)
 
     def _settle(self, value: Any) -> tuple[Any, int]:
         """What a value has become, and how deeply it is nested."""
@@ -297,7 +292,6 @@ class Settler:
             settled, height = value.make(*value.arguments), 0
         elif isinstance(value, Mirror):
             height = self._settle_attributes(value)
-            kind.complete(vars(value))
             if missing := kind.required - vars(value).keys():
                 raise MalformedPickleError(f"a {kind.__name__} has no {min(missing)}")
             object.__setattr__(value, "__class__", kind.stands_for)
