@@ -28,6 +28,7 @@ from torch.distributed.checkpoint import planner
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_s3.format.unpickling import (
+    LEAVES,
     Allowed,
     Deferred,
     MalformedPickleError,
@@ -149,11 +150,9 @@ _MEMORY_FORMAT = type(_STATE[3])
 def _set_properties(mirror: Mirror, state: Any) -> None:
     if type(state) is not tuple or len(state) < _FIELDS or type(state[3]) is not Deferred:
         raise MalformedPickleError("the state of a TensorProperties is no tuple of properties")
-    for added in state[_FIELDS:]:
-        if added is not None and not (type(added) is tuple and {int}.issuperset(map(type, added))):
-            raise UnsafeGlobalError(
-                "", f"a TensorProperties with a {type(added).__name__} that torch 2.15 does not have"
-            )
+    added = [each for value in state[_FIELDS:] for each in (value if type(value) is tuple else [value])]
+    if not LEAVES.issuperset(map(type, added)):
+        raise _unknown_properties(state)
     vars(mirror).update(_read_properties(state))
 
 
@@ -168,8 +167,15 @@ def _read_properties(state: Any) -> dict[str, Any]:
     if not right or type(requires_grad) is not bool or type(pin_memory) is not bool:
         raise MalformedPickleError("the properties of a tensor are not dtype, layout, flags and memory format")
     properties: Any = TensorProperties.__new__(TensorProperties)
-    properties.__setstate__((dtype, layout, requires_grad, memory_format, pin_memory, *added)[: len(_STATE)])
+    try:
+        properties.__setstate__((dtype, layout, requires_grad, memory_format, pin_memory, *added)[: len(_STATE)])
+    except Exception:  # noqa: BLE001 - whatever a later torch raises
+        raise _unknown_properties(state) from None
     return dict(vars(properties))
+
+
+def _unknown_properties(state: tuple[Any, ...]) -> UnsafeGlobalError:
+    return UnsafeGlobalError("", f"a TensorProperties of {len(state)} values")
 
 
 _DCP = "torch.distributed.checkpoint."

@@ -231,10 +231,11 @@ _WIDTHS = {
 
 # --- what stand-ins become ------------------------------------------------------------------------
 
-_LEAVES = frozenset((
+LEAVES = frozenset((
     str, int, float, bool, type(None), bytes, complex, bytearray, range, slice, torch.Size, torch.dtype, torch.layout,
     torch.device, torch.memory_format,
 ))  # fmt: skip
+"""Types of values that stand for themselves."""
 
 
 class Settler:
@@ -274,7 +275,7 @@ class Settler:
     def _settle(self, value: Any) -> tuple[Any, int]:
         """What a value has become, and how deeply it is nested."""
         kind = type(value)
-        if kind in _LEAVES:
+        if kind in LEAVES:
             return value, 0
         found = self._known.get(id(value))
         if found is not None:
@@ -306,9 +307,9 @@ class Settler:
         settled, height = [], 0
         for value in values:
             kind = type(value)
-            if kind in _LEAVES:
+            if kind in LEAVES:
                 item, below = value, 0
-            elif kind is tuple and _LEAVES.issuperset(map(type, value)):  # a path; plans have many
+            elif kind is tuple and LEAVES.issuperset(map(type, value)):  # a path; plans have many
                 item, below = value, 1
             else:
                 item, below = self._settle(value)
@@ -319,7 +320,7 @@ class Settler:
     def _settle_dict(self, value: Any, kind: type) -> tuple[Any, int]:
         items, height = self._settle_all(value.values())
         keys: Any = value
-        if not _LEAVES.issuperset(map(type, value)):
+        if not LEAVES.issuperset(map(type, value)):
             keys, below = self._settle_all(list(value))
             height = max(height, below)
         if kind is OrderedDict:

@@ -157,8 +157,8 @@ RIGHT = {
     "metadata.planner_data": set(WRONG), "metadata.storage_data": {"None"}, "metadata.storage_meta": {"None"},
     "metadata.version": {"None", "text"}, "info.raw_offset": {"None", "an int"}, "info.crc64nvme": {"None", "an int"},
     "info.transform_descriptors": {"None"}, "info.offset": {"an int"}, "info.length": set(), "index.offset": {"None"},
-    "index.index": {"None", "an int"}, "index.fqn": {"text"}, "meta.checkpoint_id": {"None", "text"},
-    "meta.save_id": {"None", "text"}, "meta.load_id": {"None", "text"}, "properties.dtype": {"a dtype"},
+    "index.index": {"None", "an int"}, "index.fqn": {"text"}, "meta.save_id": {"None", "text"},
+    "properties.dtype": {"a dtype"},
     "properties.requires_grad": {"a bool"}, "properties.pin_memory": {"a bool"},
 }  # fmt: skip
 FIELDS = [
@@ -171,7 +171,7 @@ FIELDS = [
     *("properties." + field for field in ("dtype", "requires_grad", "pin_memory")),
     *("info." + f for f in ("relative_path", "offset", "length", "transform_descriptors", "raw_offset", "crc64nvme")),
     *("index." + field for field in ("fqn", "offset", "index")),
-    *("meta." + field for field in ("checkpoint_id", "save_id", "load_id", "modules")),
+    "meta.save_id",
 ]
 
 

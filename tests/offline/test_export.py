@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import dcp_s3
 from benchmarks.measure import measure
 from dcp_s3 import errors
-from dcp_s3.offline import boxes, export
+from dcp_s3.offline import export
 from dcp_s3.offline.copy import copy as upload
 from tests.end_to_end.states import assert_same, random_tensor
 from tests.killing import new_process, running
@@ -106,7 +106,8 @@ def test_floating_point_tensors_are_converted(root: str, place: Place) -> None:
     save(whole | wide, f"{root}/x")
     dcp_s3.export(f"{root}/x", place.where, dtype="bf16")
     assert_same(place.tensors(), whole | {name: tensor.bfloat16() for name, tensor in wide.items()})
-    dcp_s3.export(f"{root}/x", place.where, dtype=torch.float64, overwrite=True)
+    place.where += "-double"
+    dcp_s3.export(f"{root}/x", place.where, dtype=torch.float64)
     assert_same(place.tensors(), whole | {name: tensor.double() for name, tensor in wide.items()})
 
 
@@ -121,8 +122,8 @@ def _save_sharded(url: str) -> None:
 
 def test_sharded_tensors_in_small_pieces(root: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces and parts that end anywhere: within rows, within elements' neighbours, within files."""
-    monkeypatch.setattr(boxes, "BATCH", 4096)
-    monkeypatch.setattr(boxes, "_PIECE", 500)
+    monkeypatch.setattr(export, "BATCH", 4096)
+    monkeypatch.setattr(export, "_PIECE", 500)
     run_ranks(4, _save_sharded, f"{root}/x")
     dcp_s3.export(f"{root}/x", place.where, max_shard_size=60_000, dtype="fp32")
     full = torch.arange(130 * 22 * 3).view(130, 22, 3)
@@ -139,36 +140,13 @@ def test_checkpoints_of_torch(root: str, tmp_path: Path) -> None:
 
 
 def test_attachments_become_files(root: str, place: Place) -> None:
-    _attach(f"{root}/x", w=torch.ones(1))
+    writer = dcp_s3.S3StorageWriter(f"{root}/x")
+    writer.attach("config.json", b"{}")
+    writer.attach("tokenizer/vocab.txt", b"a")
+    torch.distributed.checkpoint.save({"w": torch.ones(1)}, storage_writer=writer, no_dist=True)
     dcp_s3.export(f"{root}/x", place.where)
     assert place.files() == ["config.json", "model.safetensors", "tokenizer/vocab.txt"]
     assert (place.fetch() / "config.json").read_bytes() == b"{}"
-    writer = dcp_s3.S3StorageWriter(f"{root}/y")
-    writer.attach("model.safetensors", b"x")
-    torch.distributed.checkpoint.save({"w": torch.ones(1)}, storage_writer=writer, no_dist=True)
-    with pytest.raises(errors.WeightsError, match=r"attachment model\.safetensors"):
-        dcp_s3.export(f"{root}/y", place.where, overwrite=True)
-
-
-def _attach(url: str, **state: torch.Tensor) -> None:
-    """Save with attachments."""
-    writer = dcp_s3.S3StorageWriter(url)
-    writer.attach("config.json", b"{}")
-    writer.attach("tokenizer/vocab.txt", b"a")
-    torch.distributed.checkpoint.save(state, storage_writer=writer, no_dist=True)
-
-
-def test_attachments_and_weights_are_replaced_and_other_files_stay(root: str, place: Place) -> None:
-    _attach(f"{root}/x", w=torch.ones(1))
-    names = ["config.json", "model-00001-of-00002.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin"]
-    for name in [*names, "model.txt", "sub/x"]:
-        place.put(name, b"old")
-    with pytest.raises(errors.WeightsError, match="is not empty"):
-        dcp_s3.export(f"{root}/x", place.where)
-    for _ in range(2):
-        dcp_s3.export(f"{root}/x", place.where, overwrite=True)
-        assert place.files() == ["config.json", "model.safetensors", "model.txt", "sub/x", "tokenizer/vocab.txt"]
-        assert (place.fetch() / "config.json").read_bytes() == b"{}"
 
 
 # --- what is refused ------------------------------------------------------------------------------------
@@ -199,26 +177,21 @@ def test_nothing_is_written_if_it_cannot_be(
     assert place.files() == []
 
 
-def test_what_is_there_is_replaced_only_if_told(root: str, place: Place) -> None:
-    save({"a": torch.ones(100), "b": torch.ones(100)}, f"{root}/x")
-    save({"c": torch.zeros(1)}, f"{root}/y")
-    dcp_s3.export(f"{root}/x", place.where, max_shard_size=400)
-    before = place.files()
-    assert len(before) == 3
-    with pytest.raises(errors.WeightsError, match="is not empty"):
-        dcp_s3.export(f"{root}/y", place.where)
-    assert place.files() == before
-    dcp_s3.export(f"{root}/y", place.where, overwrite=True)
-    assert place.files() == ["model.safetensors"]
-    assert_same(place.tensors(), {"c": torch.zeros(1)})
-
-
-def test_a_checkpoint_is_no_destination(root: str) -> None:
-    save({"a": torch.ones(2)}, f"{root}/x")
-    with pytest.raises(errors.WeightsError, match="is a checkpoint"):
-        dcp_s3.export(f"{root}/x", f"{root}/x", overwrite=True)
+def test_only_an_empty_place_is_written_to(root: str, place: Place) -> None:
+    writer = dcp_s3.S3StorageWriter(f"{root}/x")
+    writer.attach("model.safetensors", b"x")
+    torch.distributed.checkpoint.save({"w": torch.ones(1)}, storage_writer=writer, no_dist=True)
+    with pytest.raises(errors.WeightsError, match=r"attachment model\.safetensors"):
+        dcp_s3.export(f"{root}/x", place.where)
+    assert place.files() == []
+    save({"w": torch.ones(1)}, f"{root}/y")
+    place.put("sub/x", b"old")
+    for where in (place.where, f"{root}/y"):
+        with pytest.raises(errors.WeightsError, match="is not empty"):
+            dcp_s3.export(f"{root}/y", where)
+    assert place.files() == ["sub/x"]
     with pytest.raises(errors.CheckpointNotFoundError):
-        dcp_s3.export(f"{root}/y", f"{root}/z")
+        dcp_s3.export(f"{root}/z", f"{root}/out")
 
 
 def test_a_lease_keeps_prune_away(root: str, s3: Any, tmp_path: Path) -> None:
@@ -276,9 +249,6 @@ def test_a_killed_export_shows_whole_files_only(root: str, place: Place) -> None
     assert_same(place.tensors(), {"a": state["a"]})
     with pytest.raises(errors.WeightsError, match="is not empty"):
         dcp_s3.export(f"{root}/x", place.where)
-    dcp_s3.export(f"{root}/x", place.where, overwrite=True)
-    assert place.files() == ["model.safetensors"]  # nor what had begun
-    assert_same(place.tensors(), state)
 
 
 def test_memory_is_bounded_whatever_the_size_of_a_tensor(root: str, tmp_path: Path) -> None:

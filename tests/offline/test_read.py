@@ -20,7 +20,7 @@ import dcp_s3
 from dcp_s3 import S3StorageWriter, errors
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.offline.boxes import cut, select
-from dcp_s3.offline.names import group_alike, new_names, parse_rules, ranges
+from dcp_s3.offline.names import group_alike, new_names, parse_rules
 from tests.end_to_end.states import assert_same, every_kind, random_tensor
 from tests.ranks import run_ranks
 from tests.servers import S3Server
@@ -247,15 +247,13 @@ def test_rules_that_cannot_be_meant(rules: dict[str, str], message: str) -> None
 
 
 def test_names_that_differ_in_numbers_are_grouped() -> None:
-    names = [(f"layers.{i}.experts.{j}.w", "changed") for i in range(3) for j in (0, 2)] + [("norm", "changed")]
-    found = group_alike([*names, ("layers.3.experts.0.w", "gone")])
-    assert [(each.label, len(each.names)) for each in found] == [
-        ("layers.0..2.experts.0,2.w", 6),
-        ("norm", 1),
-        ("layers.3.experts.0.w", 1),
+    names = [(f"layers.{i}.experts.{j}.w1", "changed") for i in range(3) for j in (0, 2)] + [("norm.7", "changed")]
+    found = group_alike([*names, ("layers.3.experts.0.w1", "gone")])
+    assert [(label, len(alike)) for label, alike in found] == [
+        ("layers.*.experts.*.w1", 6),
+        ("norm.7", 1),
+        ("layers.3.experts.0.w1", 1),
     ]
-    assert ranges(map(str, range(0, 100, 2))) == "0,2,4,...,98"
-    assert group_alike([("a.007", 0), ("a.7", 0)])[0].label == "a.007"
 
 
 # --- boxes -----------------------------------------------------------------------------------------------
@@ -287,14 +285,11 @@ def test_what_numpy_selects(shape: list[int], before: list[Any], after: list[Any
     assert np.array_equal(box.reshape(found.shape), expected)
 
 
-@pytest.mark.parametrize("index", [None, (), ..., slice(None)])
-def test_everything(index: Any) -> None:
-    assert select(index, (2, 3)).lengths == (2, 3)
-
-
-@pytest.mark.parametrize("number", [np.int64(1), torch.tensor(1)])
-def test_numbers_of_other_libraries(number: Any) -> None:
-    assert select((number, slice(number, None)), (2, 3)).offsets == (1, 1)
+def test_everything_and_numbers_of_other_libraries() -> None:
+    for index in (None, (), ..., slice(None)):
+        assert select(index, (2, 3)).lengths == (2, 3)
+    for number in (np.int64(1), torch.tensor(1)):
+        assert select((number, slice(number, None)), (2, 3)).offsets == (1, 1)
 
 
 @pytest.mark.parametrize(

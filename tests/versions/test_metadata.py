@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData
 
 import dcp_s3
 from dcp_s3 import S3StorageReader, errors
@@ -112,8 +112,6 @@ def _newer_metadata(monkeypatch: pytest.MonkeyPatch, state: Any) -> bytes:
         (None,),
         ((1, 3),),
         ((4, 1), None),
-        ([1, 2],),
-        ({"a": [WriteItemType.SHARD]},),
         (None, torch.Size([2]), "text"),
     ],
 )
