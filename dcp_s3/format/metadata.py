@@ -37,7 +37,7 @@ from dcp_s3.format.cover import find_contradiction
 from dcp_s3.format.layout import is_inside
 from dcp_s3.format.unpickling import (
     MalformedPickleError,
-    Settler,
+    PlainCheck,
     UnsafeGlobalError,
     check_memo,
     unpickle,
@@ -51,7 +51,7 @@ _MAX_ITEM_BYTES = 2**44
 _MAX_INT = 2**63
 # Attributes that are checked here, all of them of plain types.
 _CHECKED = {
-    Metadata: frozenset({"state_dict_metadata", "storage_data"}),
+    Metadata: frozenset({"state_dict_metadata", "storage_data", "storage_meta"}),
     TensorStorageMetadata: frozenset({"properties", "size", "chunks"}),
     ChunkStorageMetadata: frozenset({"offsets", "sizes"}),
     MetadataIndex: frozenset({"fqn", "offset", "index"}),
@@ -236,7 +236,7 @@ class _Checks:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._settler = Settler()
+        self._plain = PlainCheck()
         self._fits = functools.cache(_fits)  # tensors are cut alike
 
     def check(self, metadata: Any) -> Metadata:
@@ -248,8 +248,9 @@ class _Checks:
         if vars(metadata).get("storage_data") is not None:
             vars(metadata)["storage_data"] = self._check_storage(vars(metadata)["storage_data"])
         self._check_meta(vars(metadata))
+        vars(metadata).pop("all_local_plans", None)  # Megatron's, which are not kept
         try:
-            self._settler.settle_others(metadata, _CHECKED[Metadata])
+            self._plain.check_attributes(metadata, _CHECKED[Metadata])
         except MalformedPickleError as error:
             self._fail("planner_data", f"cannot be used: {error}")
         _set(metadata, "__class__", Metadata)
@@ -311,7 +312,7 @@ class _Checks:
         if type(value) is not mirror:
             return type(value) is cls  # already: it occurs twice
         if not checked.issuperset(value.__dict__):
-            self._settler.settle_others(value, checked)
+            self._plain.check_attributes(value, checked)
         _set(value, "__class__", cls)
         return True
 
@@ -321,7 +322,8 @@ class _Checks:
         if meta is not None:
             if type(meta) is not MIRRORS[StorageMeta]:
                 self._fail("storage_meta", f"is a {type(meta).__name__}")
-            self._settler.settle(meta)
+            self._plain.check_attributes(meta)
+            _set(meta, "__class__", StorageMeta)
             if not _is_text(vars(meta).get("save_id")):
                 self._fail("storage_meta.save_id", "is no string")
         if not _is_text(fields.get("version")):

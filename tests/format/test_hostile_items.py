@@ -75,7 +75,7 @@ def test_bombs_are_our_errors() -> None:
         "dcp_s3.errors.CorruptCheckpointError",
     )
     loaded = {case["case"] for case in cases if not case["found"].startswith(ours)}
-    harmless = {f"{label}, item" for label in HARMLESS} | {"a range of 10**12"}
+    harmless = {f"{label}, item" for label in HARMLESS}
     assert loaded == harmless, [case for case in cases if case["case"] in loaded ^ harmless]
     assert not [case for case in cases if case["ran"]]
     assert summary["unchanged"]
