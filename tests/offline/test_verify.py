@@ -361,35 +361,27 @@ def test_an_object_that_goes_while_it_is_read(faulty: FaultyServer) -> None:
 def test_a_checkpoint_that_is_replaced_meanwhile_is_verified_anew(
     saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fetch, times = dcp_s3.offline.verify.fetch_metadata, [1]
+    """Before the listing, and between it and the metadata."""
 
-    def fetch_later(*arguments: Any) -> Any:
-        if times:
-            times.pop()
-            saved.save({"other": torch.ones(3)}, writer={"overwrite": True})
-        return fetch(*arguments)
+    def replace_in(owner: Any, name: str, times: int) -> None:
+        plain, left = getattr(owner, name), [1] * times
 
-    monkeypatch.setattr(dcp_s3.offline.verify, "fetch_metadata", fetch_later)
+        def later(*arguments: Any) -> Any:
+            if left and arguments[1] in ("run/", saved.parsed):
+                left.pop()
+                saved.save({"other": torch.ones(3)}, writer={"overwrite": True})
+            return plain(*arguments)
+
+        monkeypatch.setattr(owner, name, later)
+
+    replace_in(dcp_s3.offline.verify, "fetch_metadata", 1)
+    replace_in(S3Store, "list", 1)
     report = saved.verify()
     assert report.ok, report.problems
     assert report.items == 1
-    times[:] = [1] * 9
+    replace_in(dcp_s3.offline.verify, "fetch_metadata", 9)
     with pytest.raises(errors.CheckpointError, match="was replaced 3 times"):
         saved.verify()
-
-
-def test_a_checkpoint_that_is_replaced_between_two_requests(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its metadata is of one save, the listing of another."""
-    listing, times = S3Store.list, [1]
-
-    def list_later(self: S3Store, prefix: str) -> Any:
-        if times and prefix == "run/":
-            times.pop()
-            saved.save({"other": torch.ones(3)}, writer={"overwrite": True})
-        return listing(self, prefix)
-
-    monkeypatch.setattr(S3Store, "list", list_later)
-    assert saved.verify().ok
 
 
 # --- what is planned ------------------------------------------------------------------------------------
