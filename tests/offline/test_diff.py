@@ -163,6 +163,7 @@ def test_what_was_encoded_is_the_same_only_if_its_stored_bytes_are() -> None:
     found = [compare(encoded[0], each)[0] for each in (*encoded, metadata_of({"x": tensor}))]
     assert [each.status for each in found] == ["same", "same", "unknown", "unknown"]
     assert {each.what for each in found[2:]} == {"it was encoded before it was stored"}
+    assert compare(metadata_of({"x": tensor}), encoded[0])[0].status == "unknown"
     objects = [metadata_of({"x": data}, transform_descriptors=["z"]) for data in (b"12", b"13")]
     assert compare(*objects)[0].status == "unknown"
 
