@@ -78,7 +78,7 @@ def run(state: State, rounds: int) -> dict[str, list[Sample]]:
         "export to a directory": lambda path: dcp_s3.export(_ROOT, path, max_shard_size=shard),
         "export to a directory, as fp32": lambda path: dcp_s3.export(_ROOT, path, dtype="fp32", max_shard_size=shard),
         "export to S3": lambda path: dcp_s3.export(
-            _ROOT, f"s3://{_BUCKET}/out", max_shard_size=shard, overwrite=True
+            _ROOT, f"s3://{_BUCKET}/{Path(path).name}", max_shard_size=shard
         ),
     }  # fmt: skip
     samples: dict[str, list[Sample]] = {name: [] for name in ways}

@@ -17,7 +17,6 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint._async_executor import _AsyncCheckpointExecutor as AsyncCheckpointExecutor
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
 from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms as ReaderTransforms
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as WriterTransforms
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
@@ -33,7 +32,7 @@ FileReader = torch._C.PyTorchFileReader  # reads the archives that torch.save wr
 
 __all__ = [
     "AsyncCheckpointExecutor", "FileReader", "FsspecReader", "FsspecWriter", "ReaderTransforms", "ShardedTensor",
-    "StorageInfo", "StoragePrefix", "WriterTransforms", "create_chunk_list", "default_store",
+    "StorageInfo", "WriterTransforms", "create_chunk_list", "default_store",
     "has_checkpoint_process", "is_traceable_wrapper_subclass", "make_wrapper", "narrow_tensor_by_index",
     "pin_memory", "rebuild_sharded_tensor", "record_size", "unpin_memory",
 ]  # fmt: skip

@@ -31,7 +31,7 @@ from dcp_s3.format.archive import UNUSUAL_TENSORS
 from dcp_s3.format.blocks import make_storage_info
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.safe_items import check_item
-from dcp_s3.format.unpickling import Allowed, Deferred, Mirror, Opaque, PlainDefaultDict
+from dcp_s3.format.unpickling import Allowed, Mirror, Opaque
 from dcp_s3.load.prepare import TransferFactory
 from dcp_s3.torch_private import ReaderTransforms
 
@@ -68,7 +68,7 @@ def classes() -> dict[str, Any]:
             found[f"for {module}.{qualified}"] = _attributes(stand_in)
     others: list[Any] = [
         *allow_list.MIRRORS, *allow_list.MIRRORS.values(), Mirror, Opaque, Allowed,
-        Deferred, PlainDefaultDict, list, dict, set, collections.OrderedDict, torch.dtype, torch.float32,
+        list, dict, set, collections.OrderedDict, torch.dtype, torch.float32,
     ]  # fmt: skip
     return found | {f"{value}": _attributes(value) for value in others}
 

@@ -63,7 +63,6 @@ _FILES = _DCP + "filesystem"
         (_DCP + "_fsspec_filesystem", "FsspecWriter", "torch_private.py tries two modules: add the third"),
         (_DCP + "planner_helpers", "_create_chunk_list", "ask tensors for __create_chunk_list__"),
         (_FILES, "_StorageInfo", "a mirror: old metadata names it, so the class stays in pickles"),
-        (_FILES, "_StoragePrefix", "take it off the allow-list: only Megatron's plans have it"),
         (_FILES, "_StorageReaderTransforms", "FileSystemReader.transforms is one"),
         (_FILES, "_StorageWriterTransforms", "FileSystemWriter.transforms is one"),
         ("torch.distributed._checkpointable", "_Checkpointable", "see what DCP asks tensors for: dcp_s3.shard"),

@@ -64,13 +64,12 @@ def export(
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Bytes of a safetensors file, as 5GB or 2GiB.")
     ] = "5GB",
-    overwrite: cli.Overwrite = False,
 ) -> None:
     """Write the tensors of a checkpoint as safetensors files, as Hugging Face lays them out."""
     from dcp_s3.offline import export as exporting
     from dcp_s3.offline.names import parse_rules
 
-    options: dict[str, Any] = {"include": include, "overwrite": overwrite}
+    options: dict[str, Any] = {"include": include}
     with cli.wrong_usage(ValueError, hint="--rename"):
         options["rename"] = parse_rules(rename or [])
     with cli.wrong_usage(ValueError, hint="--max-shard-size"):

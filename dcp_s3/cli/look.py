@@ -107,9 +107,6 @@ def show(
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="s3://bucket/prefix of one checkpoint.")],
     b: Annotated[str, typer.Argument(metavar="B", help="s3://bucket/prefix of the other.")],
-    full: Annotated[
-        bool, typer.Option("--full", help="Read and compare what the checksums cannot tell, and only that.")
-    ] = False,
     filter: Filter = None,
     everything: Annotated[
         bool, typer.Option("--all", help="A line for each entry, also for those that are the same.")
@@ -118,15 +115,14 @@ def diff(
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes, and which values changed.
 
-    Without --full no data is read: the checksums of chunks tell, where both checkpoints have the same chunks. Ends with
-    status 0 if everything is the same, and 5 if something differs or is not known to be the same. Metrics are shown,
-    and do not count.
+    No data is read: the checksums of chunks tell, where both checkpoints have the same chunks. Ends with status 0 if
+    everything is the same, and 5 if something differs or is not known to be the same. Metrics are shown, and do not
+    count.
     """
     from dcp_s3.cli import tables
     from dcp_s3.offline.diff import diff as compare
 
-    with cli.progress("diff") as callbacks:
-        found = compare(a, b, full=full, filter=filter or None, **callbacks)
+    found = compare(a, b, filter=filter or None)
     if as_json:
         cli.print_json(found.to_dict(everything=everything))
     else:
@@ -138,8 +134,6 @@ def diff(
             cli.note(f"{left_out} more lines: see --all, or choose with --filter")
         for name, (before, after) in found.metrics.items():
             cli.print_line(f"metric {name}: {before} -> {after}")
-        if not full and any(each.status == "unknown" for each in found.entries):
-            cli.note("what is unknown: --full reads and compares it")
     if not found.same:
         raise typer.Exit(cli.DIFFERENT)
 

@@ -170,13 +170,14 @@ def entries(saved: Sequence[SavedEntry], *, alone: bool) -> Table:
     """One line per saved entry; unless ``alone``, one for those of which only numbers in the names differ."""
     table = make_table(("name", ">entries", ">parameters", ">size", "dtype", "shape", ">chunks"))
     by_name = {entry.fqn: entry for entry in saved}
-    for group in group_alike((name, name if alone else (each.dtype, each.shape)) for name, each in by_name.items()):
-        found = [by_name[name] for name in group.names]
+    common = ((name, name if alone else (each.dtype, each.shape)) for name, each in by_name.items())
+    for label, names in group_alike(common):
+        found = [by_name[name] for name in names]
         shape = None if found[0].shape is None else "x".join(map(str, found[0].shape)) or "scalar"
         parameters = None if shape is None else format_count(sum(each.parameters for each in found))
         count, size = len(found) if len(found) > 1 else None, format_size(sum(each.size for each in found))
         chunks = sum(each.chunks for each in found)
-        add_row(table, (group.label, count, parameters, size, found[0].dtype, shape, chunks))
+        add_row(table, (label, count, parameters, size, found[0].dtype, shape, chunks))
     return table
 
 
@@ -185,10 +186,10 @@ def differences(found: CheckpointDiff, *, everything: bool) -> tuple[Table, int]
     by_name = {each.fqn: each for each in found.entries if everything or each.status != "same"}
     common = ((each.fqn, each.fqn if everything else (each.status, each.what)) for each in by_name.values())
     rows: list[tuple[Any, ...]] = []
-    for group in group_alike(common):
-        alike = [by_name[name] for name in group.names]
+    for label, names in group_alike(common):
+        alike = [by_name[name] for name in names]
         count, size = len(alike) if len(alike) > 1 else None, format_size(sum(each.size for each in alike))
-        rows.append((group.label, count, alike[0].status, alike[0].what, size))
+        rows.append((label, count, alike[0].status, alike[0].what, size))
     attached = found.attachments.items()
     rows += [(name, None, how, "attachment", None) for name, how in attached if everything or how != "same"]
     table = make_table(("name", ">entries", "status", "what", ">size"))

@@ -19,31 +19,29 @@ import sys
 from collections import Counter, OrderedDict, deque
 from datetime import date, datetime, time, timedelta, timezone
 from enum import Enum
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint import planner
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_s3.format.unpickling import (
+    LEAVES,
     Allowed,
-    Deferred,
     MalformedPickleError,
     Mirror,
-    PlainDefaultDict,
+    Opaque,
     Sealed,
     UnsafeGlobalError,
     expect,
 )
-from dcp_s3.torch_private import StorageInfo, StoragePrefix
+from dcp_s3.torch_private import StorageInfo
 
 Names: TypeAlias = tuple[str, str]
 
 # S3's keys have at most 1024 bytes, local paths 4096.
 _MAX_PATH = 4096
-_MAX_INT = 2**63
 
 
 def table(*rules: tuple[Any, ...], module: str = "") -> dict[Names, Allowed]:
@@ -57,16 +55,35 @@ def table(*rules: tuple[Any, ...], module: str = "") -> dict[Names, Allowed]:
 
 # --- plain values ---------------------------------------------------------------------------------
 
+
+class Value(metaclass=Sealed):
+    """Stands for a value without state. It cannot be a key, unless a subclass says so."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+    def __setstate__(self, state: Any) -> None:
+        raise MalformedPickleError(f"the state of a {type(self).__name__} is set")
+
+
+class _Interval(Value):
+    """A range or a slice itself could double a list again and again."""
+
+    __slots__ = ()
+
+    def __init__(self, *bounds: Any) -> None:
+        expect(len(bounds) == 3 and all(bound is None or type(bound) is int for bound in bounds), "a range or slice")
+
+
 # What a defaultdict may call. Some picklers also call them without arguments.
 _FACTORIES = {f"builtins.{cls.__name__}": cls for cls in (bool, dict, float, int, list, set, str, tuple)}
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
-def _make_default_dict(factory: Allowed | None = None) -> PlainDefaultDict:
+def _make_default_dict(factory: Allowed | None = None) -> dict[Any, Any]:
+    # Without its factory: whoever has it in a pickle could set it to anything.
     expect(factory is None or factory.name in _FACTORIES, "collections.defaultdict")
-    made = PlainDefaultDict()
-    made.factory = None if factory is None else _FACTORIES[factory.name]
-    return made
+    return {}
 
 
 def _make_layout(name: str) -> torch.layout:
@@ -85,16 +102,10 @@ def _make_bytearray(data: Any = b"", *encoding: str) -> bytearray:
     return bytearray(_encode(data, *encoding) if encoding else data)
 
 
-def _defer_interval(kind: type, *bounds: Any) -> Deferred:
-    # With a range or a slice itself, a pickle could double a list again and again.
-    small = all(bound is None or (type(bound) is int and abs(bound) < _MAX_INT) for bound in bounds)
-    expect(len(bounds) == 3 and small, f"builtins.{kind.__name__}")
-    return Deferred(kind, bounds)
-
-
-def _defer_path(kind: type, *parts: Any) -> Deferred:
+def _make_path(kind: type[pathlib.PurePath], *parts: Any) -> str:
+    # A path has attributes to set.
     expect(all(type(part) is str for part in parts) and sum(len(part) + 1 for part in parts) <= _MAX_PATH, "a path")
-    return Deferred(kind, parts)
+    return str(kind(*parts))
 
 
 PLAIN: dict[Names, Any] = {
@@ -108,20 +119,18 @@ PLAIN: dict[Names, Any] = {
         ("builtins.bytes", bytes, ()),
         ("builtins.bytearray", _make_bytearray, (), (bytes,), (str, str)),
         ("builtins.complex", complex, (float, float)),
+        ("builtins.range", _Interval),
+        ("builtins.slice", _Interval),
         ("builtins.frozenset", frozenset, (), (list,)),
-        ("builtins.range", functools.partial(_defer_interval, range)),
-        ("builtins.slice", functools.partial(_defer_interval, slice)),
         *((name, cls, ()) for name, cls in _FACTORIES.items()),
         ("builtins.set", set, (), (list,)),
     ),
-    # StorageMeta.checkpoint_id of torch's FileSystemWriter. Paths of another system stay what they are.
+    # StorageMeta.checkpoint_id of torch's FileSystemWriter.
     **{names: made for module in ("pathlib", "pathlib._local") for names, made in table(
-        ("PosixPath", functools.partial(
-            _defer_path, pathlib.Path if isinstance(pathlib.Path(), pathlib.PosixPath) else pathlib.PurePosixPath
-        )),
-        ("WindowsPath", functools.partial(_defer_path, pathlib.PureWindowsPath)),
-        ("PurePosixPath", functools.partial(_defer_path, pathlib.PurePosixPath)),
-        ("PureWindowsPath", functools.partial(_defer_path, pathlib.PureWindowsPath)),
+        ("PosixPath", functools.partial(_make_path, pathlib.PurePosixPath)),
+        ("WindowsPath", functools.partial(_make_path, pathlib.PureWindowsPath)),
+        ("PurePosixPath", functools.partial(_make_path, pathlib.PurePosixPath)),
+        ("PureWindowsPath", functools.partial(_make_path, pathlib.PureWindowsPath)),
         module=module,
     ).items()},
 }  # fmt: skip
@@ -146,20 +155,19 @@ _MEMORY_FORMAT = type(_STATE[3])
 """torch's enumeration in the place of a memory format."""
 
 
+class _Encoding(NamedTuple):
+    """Stands for a member of the enumeration. Members have attributes to set."""
+
+    member: Enum
+
+
 def _set_properties(mirror: Mirror, state: Any) -> None:
-    """The state is a tuple. What torch adds to it waits until it is known to be harmless."""
-    if type(state) is not tuple or len(state) < _FIELDS or type(state[3]) is not Deferred:
+    if type(state) is not tuple or len(state) < _FIELDS or type(state[3]) is not _Encoding:
         raise MalformedPickleError("the state of a TensorProperties is no tuple of properties")
-    added = [value for value in state[_FIELDS:] if value is not None]
-    if all(type(value) is tuple and {int}.issuperset(map(type, value)) for value in added):
-        vars(mirror).update(_read_properties(state))
-    else:
-        vars(mirror)["state"] = state
-
-
-def _complete_properties(attributes: dict[str, Any]) -> None:
-    if "state" in attributes:
-        attributes.update(_read_properties.__wrapped__(attributes.pop("state")))
+    added = [each for value in state[_FIELDS:] for each in (value if type(value) is tuple else [value])]
+    if not LEAVES.issuperset(map(type, added)):
+        raise _unknown_properties(state)
+    vars(mirror).update(_read_properties(state))
 
 
 @functools.lru_cache(maxsize=256)
@@ -167,17 +175,19 @@ def _read_properties(state: Any) -> dict[str, Any]:
     """The attributes that torch's own ``__setstate__`` makes of a state, of which it gets what it knows. Nobody changes
     them."""
     dtype, layout, requires_grad, encoding, pin_memory, *added = state
-    memory_format = encoding.make(*encoding.arguments) if type(encoding) is Deferred else encoding
     right = isinstance(dtype, torch.dtype) and isinstance(layout, torch.layout)
-    right = right and isinstance(memory_format, _MEMORY_FORMAT)
     if not right or type(requires_grad) is not bool or type(pin_memory) is not bool:
         raise MalformedPickleError("the properties of a tensor are not dtype, layout, flags and memory format")
     properties: Any = TensorProperties.__new__(TensorProperties)
     try:
-        properties.__setstate__((dtype, layout, requires_grad, memory_format, pin_memory, *added)[: len(_STATE)])
+        properties.__setstate__((dtype, layout, requires_grad, encoding.member, pin_memory, *added)[: len(_STATE)])
     except Exception:  # noqa: BLE001 - whatever a later torch raises
-        raise UnsafeGlobalError("", f"a TensorProperties of {len(state)} values") from None
+        raise _unknown_properties(state) from None
     return dict(vars(properties))
+
+
+def _unknown_properties(state: tuple[Any, ...]) -> UnsafeGlobalError:
+    return UnsafeGlobalError("", f"a TensorProperties of {len(state)} values")
 
 
 _DCP = "torch.distributed.checkpoint."
@@ -189,52 +199,51 @@ _CLASSES = {
         dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata, dcp.Metadata, dcp.MetadataIndex, dcp.StorageMeta,
         dcp.TensorStorageMetadata,
     ),
-    "filesystem": (StorageInfo, StoragePrefix),
-    # The plans of all ranks, which Megatron-Core keeps in ``Metadata.all_local_plans``.
-    "planner": (planner.BytesIOWriteData, planner.SavePlan, planner.TensorWriteData, planner.WriteItem),
+    "filesystem": (StorageInfo,),
 }  # fmt: skip
 MIRRORS: dict[type, Any] = {cls: Mirror.of(cls) for classes in _CLASSES.values() for cls in classes} | {
-    TensorProperties: Mirror.of(
-        TensorProperties, __setstate__=_set_properties, complete=staticmethod(_complete_properties)
-    )
+    TensorProperties: Mirror.of(TensorProperties, __setstate__=_set_properties)
 }
-_ENUMS: dict[str, type[Enum]] = {
-    f"{_DCP}metadata._MEM_FORMAT_ENCODING": _MEMORY_FORMAT,
-    f"{_TORCH_2_1}.MEM_FORMAT_ENCODING": _MEMORY_FORMAT,
-    f"{_DCP}planner.WriteItemType": planner.WriteItemType,
-}
+# The plans of all ranks, which Megatron-Core keeps in ``Metadata.all_local_plans``, to plan its next save faster. They
+# are not kept.
+_PLANS = {
+    **{(_DCP + "planner", name): Opaque
+       for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")},
+    (_DCP + "filesystem", "_StoragePrefix"): Opaque,
+    (_MEGATRON, "MCoreSavePlan"): Opaque,
+}  # fmt: skip
+_ENCODINGS = (f"{_DCP}metadata._MEM_FORMAT_ENCODING", f"{_TORCH_2_1}.MEM_FORMAT_ENCODING")
 _MEMORY_FORMATS = {
     str(value): value
     for value in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d, torch.preserve_format)
 }
 
 
-def _defer_member(enum: str, value: int) -> Deferred:
-    """Members of an enumeration have attributes."""
-    if value not in _ENUMS[enum]._value2member_map_:
-        raise UnsafeGlobalError("", f"{enum}({value})")
-    return Deferred(_ENUMS[enum], (value,))
+def _make_encoding(value: int) -> _Encoding:
+    if value not in _MEMORY_FORMAT._value2member_map_:
+        raise UnsafeGlobalError("", f"{_ENCODINGS[0]}({value})")
+    return _Encoding(_MEMORY_FORMAT(value))
 
 
-def _get_member(*arguments: Any) -> Deferred:
+def _get_member(*arguments: Any) -> Any:
     """The first releases of Python 3.11 pickle a member of an enumeration as ``getattr`` of its class."""
-    of = arguments[0].name if arguments and isinstance(arguments[0], Allowed) else ""
-    if len(arguments) != 2 or of not in _ENUMS or type(arguments[1]) is not str:
+    expect(len(arguments) == 2 and type(arguments[1]) is str, "builtins.getattr")
+    of, name = arguments
+    if of is Opaque:
+        return Opaque()
+    if not isinstance(of, Allowed) or of.name not in _ENCODINGS or name not in _MEMORY_FORMAT.__members__:
         raise UnsafeGlobalError("builtins", "getattr")
-    if arguments[1] not in _ENUMS[of].__members__:
-        raise UnsafeGlobalError(of, arguments[1])
-    return Deferred(_ENUMS[of].__getitem__, arguments[1:])
+    return _Encoding(_MEMORY_FORMAT[name])
 
 
 METADATA: dict[Names, Any] = {
     **{(_DCP + name, cls.__name__): MIRRORS[cls] for name, classes in _CLASSES.items() for cls in classes},
     (_DCP + "metadata", "TensorProperties"): MIRRORS[TensorProperties],
     (_TORCH_2_1, "TensorProperties"): MIRRORS[TensorProperties],
-    # Up to 0.15, Megatron's names of its subclasses of torch's classes; now its classes of these names are empty.
-    (_MEGATRON, "MCoreSavePlan"): MIRRORS[planner.SavePlan],
+    # Up to 0.15, Megatron's name of its subclass of torch's; now its class of this name is empty.
     (_MEGATRON, "MCoreMetadata"): MIRRORS[dcp.Metadata],
-    **table(*((enum, functools.partial(_defer_member, enum), (int,)) for enum in _ENUMS)),
-    **table(("builtins.getattr", _get_member)),
+    **_PLANS,
+    **table(*((enum, _make_encoding, (int,)) for enum in _ENCODINGS), ("builtins.getattr", _get_member)),
 }
 
 
@@ -259,16 +268,6 @@ _DTYPE = re.compile(r"b1|[iu][1248]|f(2|4|8|16)|c(8|16|32)|[SU][0-9]{1,9}")
 # The limit of numpy 1; later versions allow 64.
 _MAX_DIMENSIONS = 32
 _MAX_BYTES = 2**62
-
-
-class Value(metaclass=Sealed):
-    """Stands for a value without state. It cannot be a key, unless a subclass says so."""
-
-    __slots__ = ()
-    __hash__ = None  # type: ignore[assignment]
-
-    def __setstate__(self, state: Any) -> None:
-        raise MalformedPickleError(f"the state of a {type(self).__name__} is set")
 
 
 class _Dtype(Value):

@@ -71,11 +71,11 @@ class PickledTensor(NamedTuple):
 
 def load_storage(found: Any) -> PickledStorage:
     """The storage that a persistent id describes; MalformedPickleError if it does not."""
-    # ("storage", type, key, location, number of elements), and a view's place in the format before archives.
-    right = type(found) is tuple and len(found) in (5, 6) and found[0] == "storage" and type(found[1]) is _StorageType
+    # ("storage", type, key, location, number of elements)
+    right = type(found) is tuple and len(found) == 5 and found[0] == "storage" and type(found[1]) is _StorageType
     if not right or not (type(found[2]) is type(found[3]) is str) or not _is_count(found[4]):
         raise MalformedPickleError("a storage is not described as torch does")
-    _, kind, key, _, numel = found[:5]
+    _, kind, key, _, numel = found
     return PickledStorage(key, numel * (kind.dtype.itemsize if kind.dtype else 1), kind.dtype)
 
 

@@ -17,7 +17,6 @@ import operator
 import pickle
 import reprlib
 from collections.abc import Callable
-from pathlib import PurePath
 from typing import Any, NoReturn, TypeGuard, cast
 
 import torch
@@ -38,7 +37,7 @@ from dcp_s3.format.cover import find_contradiction
 from dcp_s3.format.layout import is_inside
 from dcp_s3.format.unpickling import (
     MalformedPickleError,
-    Settler,
+    PlainCheck,
     UnsafeGlobalError,
     check_memo,
     unpickle,
@@ -52,7 +51,7 @@ _MAX_ITEM_BYTES = 2**44
 _MAX_INT = 2**63
 # Attributes that are checked here, all of them of plain types.
 _CHECKED = {
-    Metadata: frozenset({"state_dict_metadata", "storage_data"}),
+    Metadata: frozenset({"state_dict_metadata", "storage_data", "storage_meta"}),
     TensorStorageMetadata: frozenset({"properties", "size", "chunks"}),
     ChunkStorageMetadata: frozenset({"offsets", "sizes"}),
     MetadataIndex: frozenset({"fqn", "offset", "index"}),
@@ -237,7 +236,7 @@ class _Checks:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._settler = Settler()
+        self._plain = PlainCheck()
         self._fits = functools.cache(_fits)  # tensors are cut alike
 
     def check(self, metadata: Any) -> Metadata:
@@ -249,8 +248,9 @@ class _Checks:
         if vars(metadata).get("storage_data") is not None:
             vars(metadata)["storage_data"] = self._check_storage(vars(metadata)["storage_data"])
         self._check_meta(vars(metadata))
+        vars(metadata).pop("all_local_plans", None)  # Megatron's, which are not kept
         try:
-            self._settler.settle_others(metadata, _CHECKED[Metadata])
+            self._plain.check_attributes(metadata, _CHECKED[Metadata])
         except MalformedPickleError as error:
             self._fail("planner_data", f"cannot be used: {error}")
         _set(metadata, "__class__", Metadata)
@@ -312,7 +312,7 @@ class _Checks:
         if type(value) is not mirror:
             return type(value) is cls  # already: it occurs twice
         if not checked.issuperset(value.__dict__):
-            self._settler.settle_others(value, checked)
+            self._plain.check_attributes(value, checked)
         _set(value, "__class__", cls)
         return True
 
@@ -322,10 +322,10 @@ class _Checks:
         if meta is not None:
             if type(meta) is not MIRRORS[StorageMeta]:
                 self._fail("storage_meta", f"is a {type(meta).__name__}")
-            self._settler.settle(meta)
-            for name, is_right in _STORAGE_META.items():
-                if name in vars(meta) and not is_right(vars(meta)[name]):
-                    self._fail(f"storage_meta.{name}", f"is a {type(vars(meta)[name]).__name__}")
+            self._plain.check_attributes(meta)
+            _set(meta, "__class__", StorageMeta)
+            if not _is_text(vars(meta).get("save_id")):
+                self._fail("storage_meta.save_id", "is no string")
         if not _is_text(fields.get("version")):
             self._fail("version", "is no string")
 
@@ -372,14 +372,6 @@ def _is_range(get: Callable[..., Any]) -> bool:
 
 def _is_text(value: object) -> bool:
     return value is None or type(value) is str
-
-
-_STORAGE_META: dict[str, Callable[[Any], bool]] = {
-    "checkpoint_id": lambda value: _is_text(value) or isinstance(value, PurePath),
-    "save_id": _is_text,
-    "load_id": _is_text,
-    "modules": lambda value: type(value) is list and all(map(_is_text, value)),
-}
 
 
 def _name(index: object) -> str:

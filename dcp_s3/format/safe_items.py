@@ -40,8 +40,6 @@ _LATER_PROTOCOL = re.compile(rb"\x80[\x03-\x05]")
 # An archive with this entry goes to torch.jit.load, whatever torch.load is asked for.
 _TORCHSCRIPT = "constants.pkl"
 _ARCHIVE = b"PK\x03\x04"
-# Of the format before archives, before the bytes of the storages: magic number, protocol, system, value, keys.
-_OLD_FORMAT_PICKLES = 5
 
 
 def check_item(stream: io.BytesIO, *, fqn: str, url: str, verified: bool) -> None:
@@ -169,14 +167,7 @@ def check_storages(stream: io.BytesIO) -> None:
         BadArchiveError: the archive around the pickle is bad.
         MalformedPickleError: they do not, or the pickle is damaged or not what torch.save writes.
     """
-    with stream.getbuffer() as data:
-        size, signature = data.nbytes, bytes(data[:4])
-    if signature == _ARCHIVE:
-        _unpickle_archive(stream, _find_any)
-        return
-    stream.seek(0)
-    for _ in range(_OLD_FORMAT_PICKLES):
-        _unpickle_item(stream, _find_any, lambda key: size)
+    _unpickle_archive(stream, _find_any)
 
 
 def _find_any(module: str, name: str) -> Any:

@@ -3,8 +3,7 @@
 Looking up globals in a list is not enough: a pickle may also set attributes of a class or function that it named, and
 so change it for the whole process. So each global has a stand-in without attributes to set: an `Allowed`, a class of
 the kind `Sealed`, or a class or constant of C. Only their code runs. Instances of torch's classes are `Mirror`s, with
-whatever attributes a pickle gives them, compared by identity. Once all is checked, a `Settler` makes of them, and of
-what is `Deferred`, what they stand for: harmless to look at, copy or send on.
+whatever attributes a pickle gives them, compared by identity. They become what they stand for once all is checked.
 
 A hostile pickle may still take much time and memory. A very deeply nested tuple as a key even ends the process, but
 whoever can write that can also delete the checkpoint.
@@ -14,17 +13,15 @@ from __future__ import annotations
 
 import copyreg
 import io
-import operator
 import pickle
 import pickletools
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, fields
-from typing import Any, ClassVar, NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-_MAX_DEPTH = 50  # a plan of a nested state is flat
+_MAX_DEPTH = 50  # the paths in a nested state are flat
 _TOO_DEEP = f"it is nested more than {_MAX_DEPTH} levels deep, or contains itself"
 
 
@@ -80,29 +77,16 @@ class Sealed(type):
 
 
 class Mirror(metaclass=Sealed):
-    """Stands for an instance of ``stands_for``, as a pickle describes it."""
-
-    stands_for: ClassVar[type]
-    required: ClassVar[frozenset[str]]
-    """Names of the attributes that an instance itself must have."""
+    """Stands for an instance of a class, as a pickle describes it."""
 
     @staticmethod
-    def of(cls: Any, **methods: Any) -> Any:
-        """A class whose instances stand for those of a dataclass."""
-        required = frozenset(field.name for field in fields(cls) if field.default is MISSING)
-        _STOOD_FOR.add(cls)
-        return Sealed(cls.__name__, (Mirror,), {"stands_for": cls, "required": required, **methods})
+    def of(cls: type, **methods: Any) -> Any:
+        """A class whose instances stand for those of ``cls``."""
+        return Sealed(cls.__name__, (Mirror,), methods)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Called by Python's unpickler for slots. It puts other attributes into ``__dict__``.
         raise MalformedPickleError(f"the slots of a {type(self).__name__} are set")
-
-    @staticmethod
-    def complete(attributes: dict[str, Any]) -> None:
-        """Called with the attributes of an instance when they have become what they stand for."""
-
-
-_STOOD_FOR: set[type] = set()
 
 
 class Opaque(metaclass=Sealed):
@@ -115,24 +99,6 @@ class Opaque(metaclass=Sealed):
 
     def __setstate__(self, state: Any) -> None:
         pass
-
-
-class PlainDefaultDict(dict[Any, Any]):
-    """Stands for a defaultdict, whose factory could be set to anything."""
-
-    __slots__ = ("factory",)
-
-    factory: type | None
-
-    def __setstate__(self, state: Any) -> None:
-        raise MalformedPickleError("the state of a defaultdict is set")
-
-
-class Deferred(NamedTuple):
-    """Stands for a value that is made after the pickle has been read, so that no pickle can set its attributes."""
-
-    make: Callable[..., Any]
-    arguments: tuple[Any, ...]
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -233,120 +199,60 @@ _WIDTHS = {
 }  # fmt: skip
 
 
-# --- what stand-ins become ------------------------------------------------------------------------
+# --- plain values ---------------------------------------------------------------------------------
 
-_LEAVES = frozenset((
-    str, int, float, bool, type(None), bytes, complex, bytearray, range, slice, torch.Size, torch.dtype, torch.layout,
-    torch.device, torch.memory_format,
+LEAVES = frozenset((
+    str, int, float, bool, type(None), bytes, complex, bytearray, torch.Size, torch.dtype, torch.layout, torch.device,
+    torch.memory_format,
 ))  # fmt: skip
+"""Types of values that have no others in them."""
 
 
-class Settler:
-    """Turns the values of one pickle into what they stand for; they may share parts.
+class PlainCheck:
+    """Checks values of one pickle that planners add and nothing here relies on; they may share parts.
 
-    It is for values that planners add and nothing here relies on: they must have no class or function in them, not
-    contain themselves, and not be nested deeply.
+    They must be harmless to look at, copy or send on: without a class or function in them, not containing themselves,
+    and not nested deeply.
     """
 
     def __init__(self) -> None:
-        # id -> the value (kept so that its id is not reused), what it has become, and how deeply that is nested.
-        self._known: dict[int, tuple[Any, Any, int]] = {}
+        # id -> the value (kept so that its id is not reused), and how deeply it is nested.
+        self._known: dict[int, tuple[Any, int]] = {}
 
-    def settle(self, value: Any) -> Any:
-        """Turn ``value`` into what it stands for. Mirrors, lists and dicts are changed in place.
+    def check_attributes(self, owner: Any, known: frozenset[str] = frozenset()) -> None:
+        """Check the attributes of ``owner`` that are not ``known``.
 
         Raises:
-            MalformedPickleError: it has a class or a function in it, is nested too deeply, contains itself, or stands
-                for something that cannot be made.
+            MalformedPickleError: one is no plain value, or no picklers write its name.
         """
+        for name in vars(owner).keys() - known:
+            if type(name) is not str or name.startswith("__"):
+                raise MalformedPickleError(f"a {type(owner).__name__} has an attribute {str(name)[:50]!r}")
+            self.check(vars(owner)[name])
+
+    def check(self, value: Any) -> None:
+        """Raises `MalformedPickleError` unless ``value`` is plain."""
         try:
-            return self._settle(value)[0]
-        except (MalformedPickleError, UnsafeGlobalError):
-            raise
+            self._height(value)
         except RecursionError:
             raise MalformedPickleError(_TOO_DEEP) from None
-        except Exception as error:  # an enumeration has no such member, or a hash fails
-            raise MalformedPickleError(f"{type(error).__name__}: {str(error)[:200]}") from error
 
-    def settle_others(self, mirror: Mirror, known: frozenset[str]) -> None:
-        """Settle the attributes of ``mirror`` that are not ``known``."""
-        attributes = vars(mirror)
-        for name in attributes.keys() - known:
-            _check_name(mirror, name)
-            attributes[name] = self.settle(attributes[name])
-        type(mirror).complete(attributes)
-
-    def _settle(self, value: Any) -> tuple[Any, int]:
-        """What a value has become, and how deeply it is nested."""
+    def _height(self, value: Any) -> int:
+        """How deeply a value is nested."""
         kind = type(value)
-        if kind in _LEAVES:
-            return value, 0
-        found = self._known.get(id(value))
-        if found is not None:
-            return found[1:]
-        settled, height = value, 1
-        if kind in (tuple, list, set, frozenset):
-            items, height = self._settle_all(value)
-            if kind is list:
-                value[:] = items
-            elif kind is not tuple or not all(map(operator.is_, items, value)):
-                settled = kind(items)
-        elif kind in (dict, OrderedDict, PlainDefaultDict):
-            settled, height = self._settle_dict(value, kind)
-        elif kind is Deferred:
-            settled, height = value.make(*value.arguments), 0
-        elif isinstance(value, Mirror):
-            height = self._settle_attributes(value)
-            kind.complete(vars(value))
-            if missing := kind.required - vars(value).keys():
-                raise MalformedPickleError(f"a {kind.__name__} has no {min(missing)}")
-            object.__setattr__(value, "__class__", kind.stands_for)
-        elif kind not in _STOOD_FOR:  # a mirror that was settled before
-            raise MalformedPickleError(f"it has a {kind.__name__} where a value belongs")
-        if height > _MAX_DEPTH:
-            raise MalformedPickleError(_TOO_DEEP)
-        self._known[id(value)] = value, settled, height
-        return settled, height
-
-    def _settle_all(self, values: Iterable[Any]) -> tuple[list[Any], int]:
-        settled, height = [], 0
-        for value in values:
-            kind = type(value)
-            if kind in _LEAVES:
-                item, below = value, 0
-            elif kind is tuple and _LEAVES.issuperset(map(type, value)):  # a path; plans have many
-                item, below = value, 1
-            else:
-                item, below = self._settle(value)
-            settled.append(item)
-            height = max(height, below)
-        return settled, height + 1
-
-    def _settle_dict(self, value: Any, kind: type) -> tuple[Any, int]:
-        items, height = self._settle_all(value.values())
-        keys: Any = value
-        if not _LEAVES.issuperset(map(type, value)):
-            keys, below = self._settle_all(list(value))
-            height = max(height, below)
-        if kind is OrderedDict:
-            height = max(height, self._settle_attributes(value))
-        pairs = list(zip(keys, items, strict=True))
-        if kind is PlainDefaultDict:
-            return defaultdict(value.factory, pairs), height
-        if keys is not value:
-            value.clear()
-        value.update(pairs)
-        return value, height
-
-    def _settle_attributes(self, owner: Any) -> int:
-        attributes = vars(owner)
-        for name in attributes:
-            _check_name(owner, name)
-        items, height = self._settle_all(attributes.values())
-        attributes.update(zip(list(attributes), items, strict=True))
-        return height
-
-
-def _check_name(owner: object, name: Any) -> None:
-    if type(name) is not str or name.startswith("__"):
-        raise MalformedPickleError(f"a {type(owner).__name__} has an attribute {str(name)[:50]!r}")
+        if kind in LEAVES:
+            return 0
+        if kind is tuple and LEAVES.issuperset(map(type, value)):  # a path; there are many
+            return 1
+        if id(value) not in self._known:
+            parts = [*value, *value.values()] if kind in (dict, OrderedDict) else value
+            if kind not in (dict, OrderedDict, tuple, list, set, frozenset):
+                raise MalformedPickleError(f"it has a {kind.__name__} where a value belongs")
+            self._known[id(value)] = value, _MAX_DEPTH  # as long as it is under way: it may contain itself
+            height = 1 + max(map(self._height, parts), default=0)
+            if height > _MAX_DEPTH:
+                raise MalformedPickleError(_TOO_DEEP)
+            if kind is OrderedDict:
+                self.check_attributes(value)
+            self._known[id(value)] = value, height
+        return self._known[id(value)][1]

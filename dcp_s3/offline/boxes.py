@@ -1,25 +1,14 @@
-"""Parts of tensors: what an index selects, and pieces of bounded size. Pure."""
+"""Boxes of tensors: what an index selects, and pieces of bounded size. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import Any, SupportsIndex, TypeVar
-
-import torch
+from typing import Any, SupportsIndex
 
 from dcp_s3.load.boxes import Box
-
-T = TypeVar("T")
-
-BATCH = 48 * 2**20
-"""Bytes of pieces that are read together into one buffer."""
-
-_PIECE = BATCH // 4
-_PIECES = 4096
-_ALIGNMENT = 64
 
 Part = SupportsIndex | slice | EllipsisType
 Index = Part | tuple[Part, ...] | None
@@ -62,9 +51,6 @@ def select(index: object, sizes: Sequence[int]) -> Selection:
     return Selection(tuple(offsets), tuple(lengths), tuple(shape))
 
 
-# --- pieces ------------------------------------------------------------------------------------------
-
-
 def cut(shape: Sequence[int], most: int) -> Iterator[Box]:
     """Cut a tensor into boxes of at most ``most`` elements (at least 1) that are runs of its elements in row-major
     order, from the first to the last; none if it is empty."""
@@ -83,40 +69,3 @@ def cut(shape: Sequence[int], most: int) -> Iterator[Box]:
         for start in range(0, shape[0], step):
             lengths = (min(step, shape[0] - start), *shape[1:])
             yield Box((start, *(0 for _ in shape[1:])), lengths)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a saved tensor, of at most a quarter of a batch."""
-
-    fqn: str
-    box: Box
-    dtype: torch.dtype
-
-    @classmethod
-    def all_of(cls, fqn: str, shape: Sequence[int], dtype: torch.dtype) -> Iterator[Piece]:
-        return (cls(fqn, box, dtype) for box in cut(shape, _PIECE // dtype.itemsize))
-
-    @property
-    def size(self) -> int:
-        return self.box.numel * self.dtype.itemsize
-
-    @property
-    def room(self) -> int:
-        """Bytes that it takes in a buffer."""
-        return -(-self.size // _ALIGNMENT) * _ALIGNMENT
-
-
-def in_batches(steps: Iterable[T], room: Callable[[T], int]) -> Iterator[list[T]]:
-    """Group steps of together at most `BATCH` bytes, at least one."""
-    batch: list[T] = []
-    used = 0
-    for step in steps:
-        needed = room(step)
-        if batch and (used + needed > BATCH or len(batch) == _PIECES):
-            yield batch
-            batch, used = [], 0
-        batch.append(step)
-        used += needed
-    if batch:
-        yield batch

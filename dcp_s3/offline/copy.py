@@ -118,7 +118,8 @@ class _Copy:
         if target.directory is not None:
             _prepare_directory(target, target.directory, source, overwrite=overwrite)
         there = target.objects()
-        wanted = {path: size for path, size in source.files.items() if path not in self._finished(there)}
+        finished = self._finished(there)
+        wanted = {path: size for path, size in source.files.items() if path not in finished}
         with self._replacing(there, wanted, overwrite=overwrite):
             on_total(sum(wanted.values()))
             self.remote.map(self._move, sorted(wanted))

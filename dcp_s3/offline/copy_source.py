@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,9 +21,7 @@ from dcp_s3.format.layout import (
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.offline.place import Place
-from dcp_s3.store import ListedObject, same_etag
-
-logger = logging.getLogger(__name__)
+from dcp_s3.store import same_etag
 
 DOWNLOAD_MARKER = CONTROL_PREFIX + "download.json"
 """Marks a directory into which a download has begun, and says of which checkpoint."""
@@ -60,7 +57,7 @@ class CopySource:
     def check_unchanged(self) -> None:
         """Fail if another save wrote to the source since it was listed: the parts are not of one checkpoint."""
         now = self.place.objects() if self.etags else {}
-        changed = [path for path, etag in self.etags.items() if not same_etag(etag, _etag(now, path))]
+        changed = [path for path, etag in self.etags.items() if path not in now or not same_etag(etag, now[path].etag)]
         if changed:
             raise errors.CheckpointError(
                 f"{self.place.name} was not copied: {len(changed)} of its objects have changed meanwhile, the first "
@@ -87,7 +84,7 @@ def find_source(place: Place) -> CopySource:
             f"there is no committed checkpoint at {where}: it has no {METADATA}. Remedy: check the URL or directory",
             url=where,
         )
-    manifests: dict[str, Manifest | None] = {}
+    manifests: dict[str, Manifest] = {}
     commits: dict[str, bytes] = {}
     save_ids: dict[str, str] = {}
     needed: dict[str, int] = {}
@@ -107,9 +104,12 @@ def find_source(place: Place) -> CopySource:
         try:
             manifests[path] = Manifest.from_json(place.store.get(place.key(path)).data)
         except ValueError as error:
-            logger.warning("attachments of %s are not copied: its manifest cannot be read: %s", where, error)
-            manifests[path] = None
-    found = [each for path, each in sorted(manifests.items(), key=_rank) if each is not None]
+            raise errors.CorruptCheckpointError(
+                f"{where} cannot be copied: its manifest {path} cannot be read ({error}). Remedy: restore or delete "
+                "it; without it, what is attached to the checkpoint is not copied",
+                url=where,
+            ) from error
+    found = list(reversed(manifests.values()))  # that of rank 0 first
     for manifest in found:
         if manifest.rank is not None and manifest.world_size > len(names):
             raise errors.CheckpointNotFoundError(
@@ -136,16 +136,8 @@ def find_source(place: Place) -> CopySource:
     crcs = {entry.path: entry.crc64nvme for entry in entries if entry.crc64nvme}
     ours = (What.METRICS, What.CONTROL, What.MANIFEST)
     fixed = [path for path in files if not (kind := classify(path)).nonce and kind.what not in ours]
-    etags = {path: _etag(listed, path) for path in (*fixed, *commits)} if fixed else {}
+    etags = {path: listed[path].etag for path in (*fixed, *commits)} if fixed else {}
     return CopySource(place, commits, save_ids, files, crcs, attachments, etags)
-
-
-def _rank(manifest: tuple[str, Manifest | None]) -> int:
-    return classify(manifest[0]).rank or 0
-
-
-def _etag(listed: Mapping[str, ListedObject], path: str) -> str:
-    return listed[path].etag if path in listed else ""
 
 
 def _is_besides(found: DirectoryEntry) -> bool:

@@ -1,38 +1,28 @@
-"""Compares two checkpoints: names, shapes, dtypes, values, attachments and metrics."""
+"""Compares two checkpoints: names, shapes, dtypes, checksums of values, attachments and metrics."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.format.blocks import get_crc, get_raw_offset
-from dcp_s3.offline.boxes import BATCH, Piece, in_batches
 from dcp_s3.offline.inspect import SavedCheckpoint, fetch_saved
 from dcp_s3.offline.names import matches, no_match_error
-from dcp_s3.offline.read import reading_under_lease
 from dcp_s3.process import collector_paused
-from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.torch_private import StorageInfo
+from dcp_s3.settings import SettingsLike
 from dcp_s3.units import one_line
 from dcp_s3.url import URLLike
-from dcp_s3.workers import Workers
 
 Status = Literal["same", "changed", "unknown", "only in A", "only in B"]
 
 _DIFFERENT: tuple[Status, ...] = ("changed", "only in A", "only in B")
 _ALIKE: tuple[Status, ...] = ("unknown", "same")
-_ONLY_IN_A: Status = "only in A"
-_ONLY_IN_B: Status = "only in B"
-
-_RANKS = "several ranks wrote it, without collectives"
 
 
 @dataclass(frozen=True)
@@ -80,8 +70,6 @@ class CheckpointDiff:
     metrics: Mapping[str, tuple[Any, Any]]
     """Metrics that differ: their values in A and B, None where there is none. They do not count as a difference of the
     checkpoints: nothing loads them."""
-    bytes_read: int = 0
-    """Bytes of data that were read to compare values, of both together."""
 
     @property
     def counts(self) -> dict[Status, int]:
@@ -123,26 +111,17 @@ class CheckpointDiff:
             "entries": [asdict(each) for each in self.entries if everything or each.status != "same"],
             "attachments": {name: how for name, how in self.attachments.items() if everything or how != "same"},
             "metrics": {name: list(values) for name, values in self.metrics.items()},
-            "bytes_read": self.bytes_read,
         }
 
 
 def diff(
-    a: URLLike,
-    b: URLLike,
-    *,
-    full: bool = False,
-    filter: str | Iterable[str] | None = None,
-    settings: SettingsLike = None,
-    on_total: Callable[[int], None] | None = None,
-    on_progress: Callable[[int], None] | None = None,
+    a: URLLike, b: URLLike, *, filter: str | Iterable[str] | None = None, settings: SettingsLike = None
 ) -> CheckpointDiff:
     """Compare two committed checkpoints, without reading their data.
 
     Fetches metadata and manifests, mostly three requests for each checkpoint. Tensors are compared by the checksums
     of their chunks. Where those cannot tell (chunks that are cut differently, as by another number of ranks, another
-    writer, ``DCP_S3_CHECKSUM=none``, or encoded) an entry is ``unknown``, and so is what several ranks saved without
-    collectives under one name.
+    writer, ``DCP_S3_CHECKSUM=none``, or encoded) an entry is ``unknown``.
 
     >>> print(diff("s3://bucket/run/step-00001000", "s3://bucket/run/step-00002000").summary)
     1 of 2 entries differ (1 changed), 1 same
@@ -150,48 +129,31 @@ def diff(
     Equal CRC-64s of equally many bytes count as ``same``. A CRC is no proof against somebody who made them equal.
 
     Args:
-        full: whether to read what is ``unknown``, unless several ranks saved it, and to compare values: tensors bit for
-            bit, of objects the stored bytes. Takes about 160 MiB of host memory, and the bytes of an object twice, and
-            holds a reader's lease on both checkpoints.
         filter: only the entries whose names match, such as ``model.*``; several: any of them.
-        on_total: called with the bytes to read, of both checkpoints together; with ``full`` only.
-        on_progress: called with the number of bytes as they are read, or need not be.
 
     Raises:
-        CheckpointNotFoundError: no committed checkpoint is there.
+        CheckpointNotFoundError: no checkpoint is there that all ranks committed together.
         EntryNotFoundError: ``filter`` matches nothing in either.
         CorruptCheckpointError, UnsafeMetadataError
         InvalidURLError, SettingsError, StorageError
     """
-    given = resolve_settings(settings)
-    saved_a, saved_b = fetch_saved(a, b, settings=given)
+    one, two = fetch_saved(a, b, settings=settings)
     patterns = None if filter is None else [filter] if isinstance(filter, str) else list(filter)
-    entries = compare(
-        saved_a.metadata,
-        saved_b.metadata,
-        lambda name: patterns is None or matches(name, patterns),
-        saved_often=saved_a.saved_often | saved_b.saved_often,
-    )
+    entries = compare(one.metadata, two.metadata, patterns)
     if patterns is not None and not entries:
-        names = list(saved_a.metadata.state_dict_metadata)
-        raise no_match_error(f"neither {saved_a.url} nor {saved_b.url} has an", patterns, names, str(saved_a.url))
-    bytes_read = 0
-    if full:
-        entries, bytes_read = _compare_values(
-            saved_a, saved_b, entries, given, on_total or (lambda _: None), on_progress or (lambda _: None)
-        )
-    attachments = {} if patterns is not None else _compare_attachments(saved_a, saved_b)
-    ours, theirs = saved_a.info.metrics, saved_b.info.metrics
+        names = list(one.metadata.state_dict_metadata)
+        raise no_match_error(f"neither {one.url} nor {two.url} has an", patterns, names, str(one.url))
+    attachments = {} if patterns is not None else _compare_attachments(one, two)
+    ours, theirs = one.info.metrics, two.info.metrics
     pairs = {name: (ours.get(name), theirs.get(name)) for name in dict.fromkeys([*ours, *theirs])}
     metrics = {name: (x, y) for name, (x, y) in pairs.items() if x != y and not (x != x and y != y)}  # NaN equals NaN
-    return CheckpointDiff(saved_a.info, saved_b.info, tuple(entries), attachments, metrics, bytes_read)
+    return CheckpointDiff(one.info, two.info, tuple(entries), attachments, metrics)
 
 
 def _compare_attachments(a: SavedCheckpoint, b: SavedCheckpoint) -> dict[str, Status]:
     found: dict[str, Status] = {}
-    in_a, in_b = ({**each.files, **each.attachments} for each in (a, b))
-    for name in sorted({*in_a, *in_b}):
-        one, two = in_a.get(name), in_b.get(name)
+    for name in sorted({*a.files, *b.files}):
+        one, two = a.files.get(name), b.files.get(name)
         if one is None or two is None:
             found[name] = "only in B" if one is None else "only in A"
         elif one.size == two.size and None in (one.crc64nvme, two.crc64nvme):
@@ -204,65 +166,61 @@ def _compare_attachments(a: SavedCheckpoint, b: SavedCheckpoint) -> dict[str, St
 # --- by checksums, pure ------------------------------------------------------------------------------
 
 
-def compare(
-    a: Metadata, b: Metadata, wanted: Callable[[str], bool] = lambda _: True, *, saved_often: Collection[str] = ()
-) -> list[EntryDiff]:
-    """Compare two checkpoints by their metadata: entries in the order of ``a``, then those that only ``b`` has.
-
-    Args:
-        saved_often: names under which several ranks have saved something.
-    """
+def compare(a: Metadata, b: Metadata, patterns: Iterable[str] | None = None) -> list[EntryDiff]:
+    """Compare two checkpoints by their metadata: entries in the order of ``a``, then those that only ``b`` has; with
+    patterns, those that match one."""
+    found = []
     with collector_paused():
-        at_a, at_b = _places(a), _places(b)
-        found = []
-        for fqn in filter(wanted, dict.fromkeys([*a.state_dict_metadata, *b.state_dict_metadata])):
-            one, two = a.state_dict_metadata.get(fqn), b.state_dict_metadata.get(fqn)
-            saved, places = (two, at_b) if one is None else (one, at_a)
-            size = sum(info.length for info in places.get(fqn, {}).values())
-            if isinstance(saved, TensorStorageMetadata):
-                size = math.prod(saved.size) * saved.properties.dtype.itemsize
-            if one is None or two is None:
-                status, what = _ONLY_IN_B if one is None else _ONLY_IN_A, ""
-            elif fqn in saved_often:
-                status, what = "unknown", _RANKS
-            else:
-                status, what = _compare_entries(one, two, at_a.get(fqn, {}), at_b.get(fqn, {}))
-            found.append(EntryDiff(fqn, _kind(saved), status, what, size))
-        return found
-
-
-def _places(metadata: Metadata) -> dict[str, dict[Any, StorageInfo]]:
-    """What is stored of each entry, by the offsets of its chunks (none: the empty tuple)."""
-    found: dict[str, dict[Any, StorageInfo]] = {}
-    for index, info in (metadata.storage_data or {}).items():
-        found.setdefault(index.fqn, {})[index.offset or ()] = info
+        for fqn in dict.fromkeys([*a.state_dict_metadata, *b.state_dict_metadata]):
+            if patterns is not None and not matches(fqn, patterns):
+                continue
+            one, two = (_Stored.of(each, fqn) for each in (a, b))
+            status, what = _compare_entries(one, two)
+            saved = one or two
+            if saved is not None:
+                found.append(EntryDiff(fqn, saved.kind, status, what, saved.size))
     return found
 
 
-def _kind(saved: Any) -> str:
-    return "tensor" if isinstance(saved, TensorStorageMetadata) else "bytes"
+@dataclass(frozen=True)
+class _Stored:
+    """An entry, and what is stored of it."""
+
+    kind: str
+    size: int
+    shape: str
+    dtype: str
+    chunks: Mapping[Any, Any]
+    """Where each chunk that is not empty lies, by offsets and sizes."""
+
+    @classmethod
+    def of(cls, metadata: Metadata, fqn: str) -> _Stored | None:
+        saved, storage = metadata.state_dict_metadata.get(fqn), metadata.storage_data or {}
+        if saved is None:
+            return None
+        if not isinstance(saved, TensorStorageMetadata):
+            info = storage.get(MetadataIndex(fqn))
+            return cls("bytes", info.length if info else 0, "", "", {(): info})
+        dtype = saved.properties.dtype
+        chunks = {
+            (chunk.offsets, chunk.sizes): storage.get(MetadataIndex(fqn, chunk.offsets))
+            for chunk in saved.chunks
+            if 0 not in chunk.sizes
+        }
+        shape = "x".join(map(str, saved.size)) or "scalar"
+        return cls("tensor", math.prod(saved.size) * dtype.itemsize, shape, str(dtype).removeprefix("torch."), chunks)
 
 
-def _compare_entries(
-    a: Any, b: Any, at_a: Mapping[Any, StorageInfo], at_b: Mapping[Any, StorageInfo]
-) -> tuple[Status, str]:
-    if _kind(a) != _kind(b):
-        return "changed", f"kind {_kind(a)} -> {_kind(b)}"
-    if not isinstance(a, TensorStorageMetadata):
-        return _compare_stored(at_a.get(()), at_b.get(()), None)
-    shapes = ["x".join(map(str, each.size)) or "scalar" for each in (a, b)]
-    dtypes = [str(each.properties.dtype).removeprefix("torch.") for each in (a, b)]
-    changes = [
-        f"{name} {one} -> {two}" for name, (one, two) in {"shape": shapes, "dtype": dtypes}.items() if one != two
-    ]
-    if changes or 0 in a.size:
-        return ("changed", ", ".join(changes)) if changes else ("same", "")
-    boxes_a, boxes_b = ({(c.offsets, c.sizes) for c in each.chunks if 0 not in c.sizes} for each in (a, b))
-    doubts = set() if boxes_a == boxes_b else {"its chunks are cut differently"}
-    for offsets, sizes in boxes_a & boxes_b:
-        # Other writers may leave out an offset of zeros.
-        one, two = (each.get(offsets) or (None if any(offsets) else each.get(())) for each in (at_a, at_b))
-        status, what = _compare_stored(one, two, math.prod(sizes) * a.properties.dtype.itemsize)
+def _compare_entries(a: _Stored | None, b: _Stored | None) -> tuple[Status, str]:
+    if a is None or b is None:
+        return "only in B" if a is None else "only in A", ""
+    for name in ("kind", "shape", "dtype"):
+        one, two = getattr(a, name), getattr(b, name)
+        if one != two:
+            return "changed", f"{name} {one} -> {two}"
+    doubts = set() if a.chunks.keys() == b.chunks.keys() else {"its chunks are cut differently"}
+    for box in a.chunks.keys() & b.chunks.keys():
+        status, what = _compare_chunks(a.chunks[box], b.chunks[box], is_object=a.kind == "bytes")
         if status == "changed":
             return status, what
         if status == "unknown":
@@ -270,84 +228,19 @@ def _compare_entries(
     return ("unknown", min(doubts)) if doubts else ("same", "")
 
 
-def _compare_stored(a: StorageInfo | None, b: StorageInfo | None, nbytes: int | None) -> tuple[Status, str]:
-    """Compare what was stored of a chunk of ``nbytes``, or of an object (None)."""
-    one, two = _covered(a, nbytes), _covered(b, nbytes)
-    crcs = get_crc(a), get_crc(b)
-    exact = one is not None and two is not None and (nbytes is None or one == two == nbytes)
-    if exact and (one != two or (None not in crcs and crcs[0] != crcs[1])):
-        return "changed", "values" if nbytes is not None else "bytes"
-    unchecked = [side for side, of, crc in (("A", one, crcs[0]), ("B", two, crcs[1])) if of is None or crc is None]
+def _compare_chunks(a: Any, b: Any, *, is_object: bool) -> tuple[Status, str]:
+    unchecked = [side for side, info in (("A", a), ("B", b)) if get_crc(info) is None]
     if unchecked:
         return "unknown", f"no checksum in {' and '.join(unchecked)}"
-    return ("same", "") if (one, crcs[0]) == (two, crcs[1]) else ("unknown", "it was encoded before it was stored")
+    one, two = _covered(a), _covered(b)
+    if (one, get_crc(a)) == (two, get_crc(b)):
+        return "same", ""
+    if is_object and not (a.transform_descriptors or b.transform_descriptors):
+        return "changed", "bytes"
+    return ("changed", "values") if one is two is None else ("unknown", "it was encoded before it was stored")
 
 
-def _covered(info: StorageInfo | None, nbytes: int | None) -> Any:
-    """What the checksum of a stored chunk covers: its elements (their bytes), or its length and how it was encoded."""
-    if info is None:
-        return None
-    encoding, raw_offset = tuple(getattr(info, "transform_descriptors", None) or ()), get_raw_offset(info)
-    if nbytes is None or raw_offset is None or encoding:
-        return info.length, encoding
-    return nbytes if raw_offset + nbytes <= info.length else None
-
-
-# --- by values ---------------------------------------------------------------------------------------
-
-
-def _compare_values(
-    a: SavedCheckpoint,
-    b: SavedCheckpoint,
-    entries: Sequence[EntryDiff],
-    settings: Settings,
-    on_total: Callable[[int], None],
-    on_progress: Callable[[int], None],
-) -> tuple[list[EntryDiff], int]:
-    """The entries, those that were unknown by what was read; and the bytes that were read."""
-    unknown = {each.fqn: each for each in entries if each.status == "unknown" and each.what != _RANKS}
-    if not unknown:
-        return list(entries), 0
-    on_total(2 * sum(each.size for each in unknown.values()))
-    changed: dict[str, str] = {}
-    bytes_read = 0
-
-    def pieces() -> Iterator[Piece]:
-        for fqn, entry in unknown.items():
-            if entry.kind != "tensor":
-                continue
-            saved: Any = a.metadata.state_dict_metadata[fqn]
-            for piece in Piece.all_of(fqn, saved.size, saved.properties.dtype):
-                if fqn in changed:
-                    on_progress(2 * piece.size)
-                else:
-                    yield piece
-
-    with contextlib.ExitStack() as stack:
-        readings = [
-            stack.enter_context(
-                reading_under_lease(
-                    each.url, settings, metadata=each.metadata, rank=each.manifests[0].rank if each.manifests else None
-                )
-            )
-            for each in (a, b)
-        ]
-        workers = stack.enter_context(contextlib.closing(Workers(2, "dcp_s3-diff")))
-        buffers = [torch.empty(BATCH, dtype=torch.uint8) for _ in readings]
-        for batch in in_batches(pieces(), lambda piece: piece.room):
-            pairs = zip(readings, buffers, strict=True)
-            jobs = [workers.submit(reading.fill_pieces, batch, buffer) for reading, buffer in pairs]
-            for piece, one, two in zip(batch, jobs[0].result(), jobs[1].result(), strict=True):
-                bytes_read += 2 * piece.size
-                on_progress(2 * piece.size)
-                if not torch.equal(one.view(-1).view(torch.uint8), two.view(-1).view(torch.uint8)):
-                    changed[piece.fqn] = "values"
-        for fqn, entry in unknown.items():
-            if entry.kind == "bytes":
-                bytes_read += 2 * entry.size
-                on_progress(2 * entry.size)
-                if readings[0].checkpoint.read_stored(fqn) != readings[1].checkpoint.read_stored(fqn):
-                    changed[fqn] = "bytes"
-    for fqn, entry in unknown.items():
-        unknown[fqn] = replace(entry, status="changed" if fqn in changed else "same", what=changed.get(fqn, ""))
-    return [unknown.get(each.fqn, each) for each in entries], bytes_read
+def _covered(info: Any) -> Any:
+    """What the checksum of a stored chunk covers: its length and how it was encoded; None: its elements."""
+    encoding = tuple(info.transform_descriptors or ())
+    return None if get_raw_offset(info) is not None and not encoding else (info.length, encoding)

@@ -1,15 +1,16 @@
 """`export`: the weights of a checkpoint as Hugging Face reads them, in bounded memory.
 
-entries -> names -> files (all planned before a byte is written) -> batches -> one is written while the next is read
+entries -> names -> files (all planned before a byte is written) -> batches, of which one is written while the next is
+read
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_s3.checkpoint.attachments import find_attachments, read_attachment
 from dcp_s3.errors import WeightsError
-from dcp_s3.format.layout import METADATA
 from dcp_s3.format.safetensors import (
     INDEX,
     SINGLE_FILE,
@@ -28,31 +28,33 @@ from dcp_s3.format.safetensors import (
     make_index,
     plan_shards,
 )
-from dcp_s3.memory import Piece as Sent
-from dcp_s3.offline.boxes import BATCH, Piece, in_batches
+from dcp_s3.load.boxes import Box
+from dcp_s3.memory import Piece
+from dcp_s3.offline.boxes import cut
 from dcp_s3.offline.names import new_names
 from dcp_s3.offline.place import Place, ahead
-from dcp_s3.offline.read import OpenCheckpoint, Reading, reading_under_lease
+from dcp_s3.offline.read import OpenCheckpoint, Reading, Target, reading_under_lease
 from dcp_s3.s3.parts import MAX_PARTS
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.stores.directory import HIDDEN
 from dcp_s3.tensor_memory import view_bytes
 from dcp_s3.units import format_size, one_line, parse_size, plural
 from dcp_s3.url import parse_url
 
 logger = logging.getLogger(__name__)
 
+BATCH = 48 * 2**20
+"""Bytes of tensors that are read together into one buffer. There are two."""
+
+_PIECE = BATCH // 4
+_PIECES = 4096
+_ALIGNMENT = 64
 # Elements converted to another dtype at a time: as many as stay in the CPU's cache, and torch converts in one thread.
 _CONVERTED = 2**15
 # Bytes of a part of a file on its way to S3, and how many connections send them: that bounds the memory.
 _PART = 8 * 2**20
 _CONNECTIONS = 32
 _ADAPTER = "adapter_config.json"
-_WEIGHTS = re.compile(r"(model|adapter_model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
-_DTYPES = {
-    "bf16": torch.bfloat16, "fp16": torch.float16, "half": torch.float16, "fp32": torch.float32, "fp64": torch.float64,
-    "fp8": torch.float8_e4m3fn,
-}  # fmt: skip
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,6 @@ def export(
     rename: Mapping[str, str] | None = None,
     dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
-    overwrite: bool = False,
     settings: SettingsLike = None,
     on_total: Callable[[int], None] | None = None,
     on_progress: Callable[[int], None] | None = None,
@@ -104,14 +105,12 @@ def export(
     ExportResult(1 file, 1 tensor, ... B)
 
     Args:
-        destination: directory or ``s3://bucket/prefix``.
+        destination: directory or ``s3://bucket/prefix``, with nothing in it.
         include: names or patterns of entries, such as ``model.*``, as for `read_tensors`; None: all tensors.
         rename: regular expressions, and what replaces their matches in the names, in this order: ``{"^model[.]": ""}``.
         dtype: convert floating-point tensors to this dtype: ``bf16``, ``fp16``, ``fp32``, or torch's name. Others stay.
         max_shard_size: bytes of the tensors of a safetensors file, as ``5GB`` or ``2GiB``; a larger tensor gets a file
             of its own.
-        overwrite: write into a destination that is not empty. Weights in it, torch's too, are removed before the first
-            byte is written, and files with the names of attachments are replaced; others stay.
 
     Raises:
         EntryNotFoundError: ``include`` matches nothing.
@@ -131,15 +130,16 @@ def export(
         attached = find_attachments(checkpoint.store, checkpoint.url) or {}
         if _ADAPTER in attached and files[0].name == SINGLE_FILE:
             files = [replace(files[0], name=f"adapter_{SINGLE_FILE}")]  # as PEFT expects it
-        present = _check(target, files, attached, overwrite=overwrite)
+        _check(target, files, attached)
         if on_total is not None:
             on_total(sum(file.size for file in files))
-        target.remove(present)
         for name in attached:
             data = read_attachment(checkpoint.store, checkpoint.url, name)
             _write(target, name, len(data), [data])
-        for file, contents in _contents(files, reading, on_progress or (lambda _: None)):
-            _write(target, file.name, file.size, contents)
+        buffers = [torch.empty(BATCH, dtype=torch.uint8) for _ in range(2)]
+        for file in files:
+            with contextlib.closing(_contents(file, reading, buffers, on_progress or (lambda _: None))) as views:
+                _write(target, file.name, file.size, views)
     if skipped:
         logger.info("%s: %d entries that are no tensors were left out", url, skipped)
     return ExportResult(tuple(file.name for file in files), len(tensors), sum(file.size for file in files), skipped)
@@ -181,11 +181,13 @@ class _Tensor(NamedTuple):
 @dataclass(frozen=True)
 class _File:
     name: str
-    parts: Sequence[bytes | _Tensor]
+    head: bytes
+    """Its first bytes. Those of its tensors follow."""
+    tensors: Sequence[_Tensor] = ()
 
     @property
     def size(self) -> int:
-        return sum(len(part) if isinstance(part, bytes) else part.entry.nbytes for part in self.parts)
+        return len(self.head) + sum(tensor.entry.nbytes for tensor in self.tensors)
 
 
 def _select(
@@ -216,10 +218,10 @@ def _plan(url: str, tensors: Mapping[str, _Tensor], most: int) -> list[_File]:
     try:
         shards = plan_shards([each.entry for each in tensors.values()], most)
         files = [
-            _File(shard.name, (make_header(shard.tensors), *(tensors[each.name] for each in shard.tensors)))
+            _File(shard.name, make_header(shard.tensors), [tensors[each.name] for each in shard.tensors])
             for shard in shards
         ]
-        return files if len(files) == 1 else [*files, _File(INDEX, (make_index(shards),))]
+        return files if len(files) == 1 else [*files, _File(INDEX, make_index(shards))]
     except SafetensorsError as error:
         raise WeightsError(f"{url} cannot be exported: {error}. Remedy: leave it out with include", url=url) from None
 
@@ -227,52 +229,63 @@ def _plan(url: str, tensors: Mapping[str, _Tensor], most: int) -> list[_File]:
 # --- read ------------------------------------------------------------------------------------------
 
 
-class _Step(NamedTuple):
-    """What follows one another in a file: bytes as they are, or a piece of a tensor in the dtype of the file."""
+class _Piece(NamedTuple):
+    """A part of a tensor that is read at once."""
 
-    file: int
-    what: bytes | Piece
-    dtype: torch.dtype | None = None
+    of: _Tensor
+    box: Box
+
+    @property
+    def size(self) -> int:
+        return self.box.numel * self.of.dtype.itemsize
 
     @property
     def room(self) -> int:
-        return 0 if isinstance(self.what, bytes) else self.what.room
+        """Bytes that it takes in a buffer."""
+        return -(-self.size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _contents(
-    files: Sequence[_File], reading: Reading, moved: Callable[[int], None]
-) -> Iterator[tuple[_File, Iterator[bytes | memoryview]]]:
-    """The files, each with its bytes. They are read in batches, each while the caller is busy with the one before; the
-    memory of a run of bytes is valid until the next."""
+    file: _File, reading: Reading, buffers: Sequence[torch.Tensor], moved: Callable[[int], None]
+) -> Generator[bytes | memoryview, None, None]:
+    """The bytes of a file. Tensors are read in batches, each while the caller is busy with the one before; the memory
+    of a run of bytes is valid until the next."""
 
-    def steps() -> Iterator[_Step]:
-        for number, file in enumerate(files):
-            for part in file.parts:
-                if isinstance(part, bytes):
-                    yield _Step(number, part)
-                    continue
-                pieces = Piece.all_of(part.fqn, part.entry.shape, part.dtype)
-                yield from (_Step(number, piece, part.entry.dtype) for piece in pieces)
-
-    def read(planned: tuple[Sequence[_Step], torch.Tensor]) -> list[tuple[_Step, torch.Tensor | None]]:
+    def read(planned: tuple[Sequence[_Piece], torch.Tensor]) -> list[tuple[_Piece, torch.Tensor]]:
         batch, buffer = planned
-        loaded = iter(reading.fill_pieces([step.what for step in batch if isinstance(step.what, Piece)], buffer))
-        return [(step, next(loaded) if isinstance(step.what, Piece) else None) for step in batch]
+        found, start = [], 0
+        for piece in batch:
+            found.append((piece, buffer[start : start + piece.size].view(piece.of.dtype).view(piece.box.lengths)))
+            start += piece.room
+        reading.fill([Target(piece.of.fqn, piece.box.offsets, tensor) for piece, tensor in found])
+        return found
 
-    def views(steps: Iterable[tuple[_Step, torch.Tensor | None]]) -> Iterator[bytes | memoryview]:
-        for step, tensor in steps:
-            for view in [step.what] if isinstance(step.what, bytes) else _bytes_of(tensor, step.dtype):
+    yield file.head
+    moved(len(file.head))
+    with ahead(read, zip(_batches(file.tensors), itertools.cycle(buffers), strict=False), 1) as batches:
+        for piece, tensor in itertools.chain.from_iterable(batches):
+            for view in _bytes_of(tensor, piece.of.entry.dtype):
                 yield view
                 moved(len(view))
 
-    buffers = itertools.cycle([torch.empty(BATCH, dtype=torch.uint8) for _ in range(2)])
-    with ahead(read, zip(in_batches(steps(), lambda step: step.room), buffers, strict=False), 1) as batches:
-        read_steps = itertools.chain.from_iterable(batches)
-        for number, found in itertools.groupby(read_steps, key=lambda each: each[0].file):
-            yield files[number], views(found)
+
+def _batches(tensors: Iterable[_Tensor]) -> Iterator[list[_Piece]]:
+    """Pieces of tensors, together at most a buffer full."""
+    batch: list[_Piece] = []
+    used = 0
+    for tensor in tensors:
+        for box in cut(tensor.entry.shape, _PIECE // tensor.dtype.itemsize):
+            piece = _Piece(tensor, box)
+            if used + piece.room > BATCH or len(batch) == _PIECES:
+                yield batch
+                batch, used = [], 0
+            batch.append(piece)
+            used += piece.room
+    if batch:
+        yield batch
 
 
-def _bytes_of(tensor: Any, dtype: torch.dtype | None) -> Iterator[memoryview]:
+def _bytes_of(tensor: Any, dtype: torch.dtype) -> Iterator[memoryview]:
     if dtype == tensor.dtype:
         yield view_bytes(tensor)
         return
@@ -286,33 +299,24 @@ def _bytes_of(tensor: Any, dtype: torch.dtype | None) -> Iterator[memoryview]:
 # --- write -----------------------------------------------------------------------------------------
 
 
-def _check(place: Place, files: Sequence[_File], attached: Mapping[str, Any], *, overwrite: bool) -> list[str]:
-    """The files to remove first; WeightsError if the destination is refused."""
+def _check(place: Place, files: Sequence[_File], attached: Mapping[str, Any]) -> None:
     clash = next((file.name for file in files if file.name in attached), None)
     if clash is not None:
         raise WeightsError(f"the checkpoint has an attachment {clash}, in whose place weights would be written")
     found = place.names()
-    if METADATA in found:
-        raise WeightsError(f"{place.name} is a checkpoint. Remedy: export to another place, or to one below it")
-    if found and not overwrite:
+    if found:
         some = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
-        raise WeightsError(
-            f"{place.name} is not empty (it has {some}). Remedy: give another destination, or pass overwrite=True, "
-            "which replaces weights and what is attached to the checkpoint, and leaves other files"
-        )
-    # The index first: without it nothing looks whole.
-    weights = [name for name in found if _WEIGHTS.fullmatch(name) or name.startswith(HIDDEN)]
-    return sorted(weights, key=lambda name: not name.endswith(".json"))
+        raise WeightsError(f"{place.name} is not empty (it has {some}). Remedy: empty it, or give another destination")
 
 
 def _write(place: Place, name: str, size: int, views: Iterable[bytes | memoryview]) -> None:
     """Write a file front to back; it appears complete."""
     part = max(_PART, -(-size // MAX_PARTS))
-    pieces = map(Sent.of, views) if place.url is None else _copies(views, part)
+    pieces = map(Piece.of, views) if place.url is None else _copies(views, part)
     place.write(name, size, pieces, part_size=part)
 
 
-def _copies(views: Iterable[bytes | memoryview], size: int) -> Iterator[Sent]:
+def _copies(views: Iterable[bytes | memoryview], size: int) -> Iterator[Piece]:
     """The bytes in new memory, ``size`` at a time: they are sent later."""
     block, filled = bytearray(size), 0
     for run in views:
@@ -322,7 +326,7 @@ def _copies(views: Iterable[bytes | memoryview], size: int) -> Iterator[Sent]:
             block[filled : filled + count] = left[:count]
             filled, left = filled + count, left[count:]
             if filled == size:
-                yield Sent.of(block)
+                yield Piece.of(block)
                 block, filled = bytearray(size), 0
     if filled:
-        yield Sent.of(memoryview(block)[:filled])
+        yield Piece.of(memoryview(block)[:filled])

@@ -1,21 +1,18 @@
-"""Shows what a checkpoint holds, by its metadata and manifests, without reading its data."""
+"""Shows what a checkpoint holds, by its metadata and manifest, without reading its data."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint import look
 from dcp_s3.checkpoint.info import CheckpointInfo
-from dcp_s3.checkpoint.stored_metadata import check_metadata, not_found_error
-from dcp_s3.format.control_files import AttachmentEntry, Manifest, ObjectEntry
-from dcp_s3.format.layout import metadata_object
-from dcp_s3.format.metadata import is_unproven, mark_unproven
+from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata, not_found_error
+from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.saved_entries import SavedEntry, saved_entries
 from dcp_s3.offline.names import matches, no_match_error
 from dcp_s3.s3.store import store_of
@@ -80,8 +77,8 @@ def inspect(
 ) -> CheckpointEntries:
     """Look at what a committed checkpoint holds: names, shapes, dtypes, parameters, bytes, chunks.
 
-    Fetches its ``.metadata`` and its manifest, no data: three requests. Without collectives, those of each rank. Works
-    for checkpoints of other DCP writers, too.
+    Fetches its ``.metadata`` and its manifest, no data: three requests. Works for checkpoints of other DCP writers,
+    too.
 
     >>> [entry.fqn for entry in inspect("s3://bucket/run/step-00001000").entries]
     ['weight', 'step']
@@ -90,7 +87,7 @@ def inspect(
         filter: only the entries whose names match, such as ``model.*``; several: any of them.
 
     Raises:
-        CheckpointNotFoundError: no committed checkpoint is there.
+        CheckpointNotFoundError: no checkpoint is there that all ranks committed together.
         EntryNotFoundError: ``filter`` matches nothing.
         CorruptCheckpointError, UnsafeMetadataError: its metadata cannot, or must not, be read.
         InvalidURLError, SettingsError, StorageError
@@ -103,11 +100,9 @@ def inspect(
         entries = [entry for entry in entries if matches(entry.fqn, patterns)]
         if not entries:
             raise no_match_error(f"{saved.url} has no", patterns, names, str(saved.url))
-    writer = dict(saved.manifests[0].writer) if saved.manifests else {}
-    return CheckpointEntries(saved.info, writer, tuple(sorted(saved.attachments)), tuple(entries))
-
-
-# --- what was saved ----------------------------------------------------------------------------------
+    manifest = saved.manifest
+    writer, attached = (dict(manifest.writer), sorted(manifest.attachments)) if manifest else ({}, [])
+    return CheckpointEntries(saved.info, writer, tuple(attached), tuple(entries))
 
 
 @dataclass(frozen=True)
@@ -116,74 +111,34 @@ class SavedCheckpoint:
 
     url: CheckpointURL
     info: CheckpointInfo
-    manifests: tuple[Manifest, ...]
-    """Its manifests: one, or one for each rank that saved without collectives; none if it is foreign."""
+    manifest: Manifest | None
+    """None if it is foreign."""
     metadata: Metadata
-    """What was saved, and where it lies; that of all ranks together."""
-    saved_often: frozenset[str]
-    """Names under which several ranks that saved without collectives have each saved something."""
-
-    @property
-    def attachments(self) -> Mapping[str, AttachmentEntry]:
-        """Its attachments, by name."""
-        return {name: entry for each in reversed(self.manifests) for name, entry in each.attachments.items()}
 
     @property
     def files(self) -> Mapping[str, ObjectEntry]:
-        """Its files with names of their own, by name: torch-checkpointing's."""
-        return {name: entry for each in self.manifests for name, entry in each.files.items()}
+        """Its attachments and files with names of their own, by name."""
+        return {} if self.manifest is None else {**self.manifest.files, **self.manifest.attachments}
 
 
 def fetch_saved(*urls: URLLike, settings: SettingsLike = None) -> list[SavedCheckpoint]:
-    """Fetch metadata and manifests of checkpoints: three requests for each that dcp_s3 wrote with collectives."""
+    """Fetch metadata and manifests of checkpoints: three requests for each that dcp_s3 wrote."""
     resolved = resolve_settings(settings)
-    return [fetch_from(store_of(url, resolved), url) for url in map(parse_url, urls)]
+    return [_fetch(store_of(url, resolved), url) for url in map(parse_url, urls)]
 
 
-def fetch_from(store: Store, url: CheckpointURL) -> SavedCheckpoint:
-    """`fetch_saved` for a checkpoint on a store."""
+def _fetch(store: Store, url: CheckpointURL) -> SavedCheckpoint:
     for _ in range(_ROUNDS):
         found = look.inspect(store, url)
-        if found is None or not found.info.committed:
-            raise not_found_error(url)
-        # An overwritten save may have had more ranks.
-        size = found.info.world_size
-        ranks = [rank for rank in found.directory.committing if rank is None or size is None or rank < size]
-        try:
-            stored = store.map(lambda store, rank: store.get(url.key(metadata_object(rank))), ranks)
-        except errors.ObjectNotFoundError:
-            continue  # deleted or replaced meanwhile: the next look tells
-        listed = [found.directory.commits[rank].etag for rank in ranks]
-        if all(same_etag(each.etag, etag) for each, etag in zip(stored, listed, strict=True)):
-            of_ranks = tuple(check_metadata(each, url, rank) for rank, each in zip(ranks, stored, strict=True))
-            manifests = tuple(found.manifests[rank] for rank in ranks if rank in found.manifests)
-            counts = Counter(index for each in of_ranks for index in each.storage_data or {}) if len(ranks) > 1 else {}
-            often = frozenset(index.fqn for index, count in counts.items() if count > 1)
-            return SavedCheckpoint(url, found.info, manifests, merge_metadata(of_ranks), often)
+        commit = found.directory.commits.get(None) if found else None
+        if found is None or commit is None:
+            alone = found is not None and found.info.committed
+            why = ": each rank has committed its own part, which `dcp-s3 show` shows" if alone else ""
+            raise not_found_error(url, why=why)
+        stored = fetch_metadata(store, url)
+        if same_etag(stored.etag, commit.etag):
+            return SavedCheckpoint(url, found.info, found.manifests.get(None), check_metadata(stored, url))
     raise errors.CheckpointError(
         f"{url} was replaced {_ROUNDS} times while it was looked at. Remedy: look when nobody saves to it",
         url=str(url),
     )
-
-
-def merge_metadata(parts: Sequence[Metadata]) -> Metadata:
-    """One metadata from those of all ranks: without collectives, each describes only what it wrote.
-
-    A chunk or object that several ranks wrote is that of the first.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    entries: dict[str, Any] = {}
-    storage: dict[Any, Any] = {}
-    for part in parts:
-        for fqn, entry in part.state_dict_metadata.items():
-            before = entries.setdefault(fqn, entry)
-            if isinstance(before, TensorStorageMetadata) and isinstance(entry, TensorStorageMetadata):
-                known = {(chunk.offsets, chunk.sizes) for chunk in before.chunks}
-                added = [chunk for chunk in entry.chunks if (chunk.offsets, chunk.sizes) not in known]
-                if added:
-                    entries[fqn] = replace(before, chunks=before.chunks + added)
-        for index, info in (part.storage_data or {}).items():
-            storage.setdefault(index, info)
-    merged = Metadata(state_dict_metadata=entries, storage_data=storage)
-    return mark_unproven(merged) if any(map(is_unproven, parts)) else merged

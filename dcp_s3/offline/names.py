@@ -6,12 +6,10 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from dcp_s3 import errors
 
 _SUGGESTED = 3
-_RANGES = 4
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -73,46 +71,13 @@ def parse_rules(texts: Iterable[str]) -> dict[str, str]:
 # --- names that are alike ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class AlikeNames:
-    """Names that differ only in numbers between dots."""
-
-    label: str
-    """``layers.0..31.weight``; the name itself if there is one."""
-    names: tuple[str, ...]
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
 
-def group_alike(names: Iterable[tuple[str, Hashable]]) -> list[AlikeNames]:
-    """Group names that differ only in numbers between dots; each comes with what those of a group have in common."""
-    groups: dict[Hashable, list[str]] = {}
+def group_alike(names: Iterable[tuple[str, Hashable]]) -> list[tuple[str, list[str]]]:
+    """Group names that differ only in numbers between dots; each comes with what those of a group have in common.
+    Returns the pattern of each group (``layers.*.weight``; of a single name, the name) and its names."""
+    groups: dict[tuple[str, Hashable], list[str]] = {}
     for name, common in names:
-        pattern = tuple(None if is_number(part) else part for part in name.split("."))
-        groups.setdefault((pattern, common), []).append(name)
-    return [AlikeNames(_label(found), tuple(found)) for found in groups.values()]
-
-
-def is_number(part: str) -> bool:
-    """Whether a part of a name is a number as Python counts: without zeros in front."""
-    return part.isascii() and part.isdigit() and len(part) <= 9 and (part == "0" or part[0] != "0")
-
-
-def _label(names: Sequence[str]) -> str:
-    parts: list[dict[str, None]] = [{} for _ in names[0].split(".")]
-    for name in names:
-        for seen, part in zip(parts, name.split("."), strict=True):
-            seen[part] = None
-    return ".".join(ranges(seen) if len(seen) > 1 else next(iter(seen)) for seen in parts)
-
-
-def ranges(numbers: Iterable[str]) -> str:
-    """``0..2,5,7..9``; for many ranges, the first of them and the last number."""
-    found: list[list[int]] = []
-    for number in sorted(map(int, numbers)):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    texts = [str(first) if first == last else f"{first}..{last}" for first, last in found]
-    if len(texts) > _RANGES:
-        texts = [*texts[: _RANGES - 1], "...", texts[-1]]
-    return ",".join(texts)
+        groups.setdefault((_NUMBER.sub("*", name), common), []).append(name)
+    return [(pattern if len(found) > 1 else found[0], found) for (pattern, _), found in groups.items()]

@@ -1,4 +1,4 @@
-"""Reads a checkpoint without a process group: `read_tensor`, `read_tensors`, and what export and diff need."""
+"""Reads a checkpoint without a process group: `read_tensor`, `read_tensors`, and what an export needs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.format.cover import find_flaw
 from dcp_s3.limit import Deadline, Limit
-from dcp_s3.load.boxes import find_overlaps
 from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import allocate
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.load.weights import open_metadata
-from dcp_s3.offline.boxes import Index, Piece, Selection, select
+from dcp_s3.offline.boxes import Index, Selection, select
 from dcp_s3.offline.names import closest, matches
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
@@ -112,15 +117,13 @@ def read_tensors(
 
 
 @contextlib.contextmanager
-def reading_under_lease(
-    url: CheckpointURL, settings: Settings, *, metadata: Metadata | None = None, rank: int | None = None
-) -> Iterator[Reading]:
-    """Reads that may take long, of a checkpoint that no prune deletes meanwhile; ``rank``: whose commit it is."""
+def reading_under_lease(url: CheckpointURL, settings: Settings) -> Iterator[Reading]:
+    """Reads that may take long, of a checkpoint that no prune deletes meanwhile."""
     lease = ReaderLease(store_of(url, settings), url, settings.reader_lease)
     lease.take()
     with lease.renewed():
-        checkpoint = OpenCheckpoint(str(url), settings, bounded=False, metadata=metadata)
-        lease.check_not_deleted(None, rank=rank)
+        checkpoint = OpenCheckpoint(str(url), settings, bounded=False)
+        lease.check_not_deleted(None)
         with checkpoint.reading(buffers=SMALL_BUFFERS) as reading:
             yield reading
 
@@ -128,20 +131,13 @@ def reading_under_lease(
 class OpenCheckpoint:
     """A checkpoint whose metadata has been read. ``bounded``: whether ``load_timeout`` bounds all that is read."""
 
-    def __init__(
-        self,
-        url: str | os.PathLike[str],
-        settings: SettingsLike,
-        *,
-        bounded: bool = True,
-        metadata: Metadata | None = None,
-    ) -> None:
+    def __init__(self, url: str | os.PathLike[str], settings: SettingsLike, *, bounded: bool = True) -> None:
         self.url: CheckpointURL = parse_url(url)
         self.settings = resolve_settings(settings)
         seconds = self.settings.load_timeout if bounded else None
         limit = Limit(deadline=Deadline.start("DCP_S3_LOAD_TIMEOUT", seconds), hang=seconds)
         self.store = store_of(self.url, self.settings, limit)
-        self._metadata: Metadata = metadata or open_metadata(self.store, self.url)
+        self._metadata: Metadata = open_metadata(self.store, self.url)
         if not isinstance(self._metadata.storage_data, dict):
             raise errors.CorruptCheckpointError(
                 f"the metadata of {self.url} does not say where its items lie", url=str(self.url)
@@ -215,46 +211,19 @@ class OpenCheckpoint:
             executor = LoadExecutor(fetcher, self._metadata, ReaderTransforms(None), weights_only=weights_only)
             yield Reading(self, executor)
 
-    def read_stored(self, fqn: str) -> bytes:
-        info = self._metadata.storage_data.get(MetadataIndex(fqn))
-        if info is None:
-            raise self._contradiction(fqn, "it lies in no object")
-        data = bytearray(info.length)
-        self.store.read(self.url.key(info.relative_path), info.offset, memoryview(data))
-        return bytes(data)
-
     def items_of(self, target: Target) -> list[ReadItem]:
         """One item for each saved chunk in the target's box; only one for chunks at the same place."""
-        fqn, box, saved = target.fqn, tuple(target.tensor.shape), self.find(target.fqn)
-        if 0 in box:
-            return []
-        try:
-            found = find_overlaps([(chunk.offsets, chunk.sizes) for chunk in saved.chunks], [(target.offsets, box)])
-        except ValueError as error:
-            raise self._contradiction(fqn, str(error)) from None
-        index = target.index
-        items: dict[tuple[tuple[int, ...], tuple[int, ...]], ReadItem] = {}
-        for number, offsets, saved_offsets, lengths in zip(
-            found.saved, found.local_offsets, found.saved_offsets, found.lengths, strict=True
-        ):
-            if 0 not in lengths:
-                items[offsets, lengths] = ReadItem(
-                    LoadItemType.TENSOR,
-                    index,
-                    torch.Size(offsets),
-                    MetadataIndex(fqn, saved.chunks[number].offsets, number),
-                    torch.Size(saved_offsets),
-                    torch.Size(lengths),
-                )
+        box = target.tensor.shape
+        chunk = ChunkStorageMetadata(torch.Size(target.offsets), box)
+        found = create_read_items_for_chunk_list(target.fqn, self.find(target.fqn), [chunk])
+        items = {(each.dest_offsets, each.lengths): each for each in found if 0 not in each.lengths}
         if find_flaw(box, list(items)) is not None:
-            raise self._contradiction(fqn, "its chunks do not cover it, each element once")
+            raise errors.CorruptCheckpointError(
+                f"the metadata of {self.url} contradicts itself on {target.fqn!r}: its chunks do not cover it, each "
+                "element once. Remedy: load an earlier checkpoint",
+                url=str(self.url),
+            )
         return list(items.values())
-
-    def _contradiction(self, fqn: str, what: str) -> errors.CorruptCheckpointError:
-        return errors.CorruptCheckpointError(
-            f"the metadata of {self.url} contradicts itself on {fqn!r}: {what}. Remedy: load an earlier checkpoint",
-            url=str(self.url),
-        )
 
 
 @dataclass(frozen=True)
@@ -266,6 +235,7 @@ class Target:
 
     @property
     def index(self) -> MetadataIndex:
+        """As that of the items which fill it."""
         return MetadataIndex(self.fqn, self.offsets)
 
 
@@ -274,17 +244,6 @@ class Reading:
 
     def __init__(self, checkpoint: OpenCheckpoint, executor: LoadExecutor) -> None:
         self.checkpoint, self._executor = checkpoint, executor
-
-    def fill_pieces(self, pieces: Iterable[Piece], buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Read pieces into a buffer with room for them; their tensors are views of it."""
-        tensors, targets, start = [], [], 0
-        for piece in pieces:
-            tensor = buffer[start : start + piece.size].view(piece.dtype).view(piece.box.lengths)
-            tensors.append(tensor)
-            targets.append(Target(piece.fqn, piece.box.offsets, tensor))
-            start += piece.room
-        self.fill(targets)
-        return tensors
 
     def fill(self, targets: Sequence[Target], objects: Iterable[str] = ()) -> dict[str, Any]:
         """Fill targets, and read objects, which are returned by name."""

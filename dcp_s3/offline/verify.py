@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from torch.distributed.checkpoint.metadata import Metadata
+
 from dcp_s3 import errors
-from dcp_s3.checkpoint.directory import Directory, list_directory
+from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata, find_crc_mismatch
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
@@ -38,11 +40,6 @@ BLOCK = 2**20
 """Bytes that a connection receives into, again and again; added to a checksum while still in the CPU's cache."""
 
 _ROUNDS = 3
-_CHANGES: dict[type[Exception], str] = {
-    errors.ObjectNotFoundError: "was deleted while it was read",
-    errors.PreconditionFailedError: "was replaced while it was read",
-    errors.OutOfRangeError: "became shorter while it was read",
-}
 
 
 @dataclass(frozen=True)
@@ -131,17 +128,21 @@ def verify(
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Commit:
     """One ``.metadata``, with its manifest."""
 
     rank: int | None
     """Rank that saved it; None with collectives."""
     stored: StoredObject
-    manifest: Manifest | None
-    """None if it is missing or unreadable."""
-    items: Sequence[StoredItem]
-    problems: Sequence[Problem]
+    manifest_path: str = ""
+    metadata: Metadata | None = None
+    """None if it is damaged."""
+    manifest: Manifest | None = None
+    """None if it is missing or damaged."""
+    problems: list[Problem] = field(default_factory=list)
+    bytes_read: int = 0
+    """Bytes of both."""
 
 
 class _Check:
@@ -150,28 +151,34 @@ class _Check:
     def __init__(self, store: S3Store, url: CheckpointURL) -> None:
         self._store = store
         self._url = url
-        self._commits: list[_Commit] = []
-        self._problems: list[Problem] = []
-        self._bytes_read = 0
+        self._directory = list_directory(store, url)
+        self._commits = [self._read_commit(rank) for rank in self._directory.committing or [None]]
 
     def run(
         self, *, full: bool, on_total: Callable[[int], None] | None, on_progress: OnProgress | None
     ) -> VerifyReport:
-        sizes = self._read_commits()
         items: list[StoredItem] = []
         entries: list[ObjectEntry] = []
+        problems = self._drop_other_saves()
         for commit in self._commits:
-            self._problems += commit.problems
-            items += commit.items
-            entries += commit.manifest.objects if commit.manifest is not None else ()
-        objects, problems = place_items(items, entries, sizes)
-        self._problems += problems
+            problems += commit.problems
+            if commit.metadata is not None:
+                found, flaws = find_items(
+                    commit.metadata, metadata_object(commit.rank), of_rank=commit.rank is not None
+                )
+                items += found
+                problems += flaws
+            if commit.manifest is not None:
+                problems += check_manifest(commit.manifest, commit.manifest_path, commit.metadata)
+                entries += commit.manifest.objects
+        objects, flaws = place_items(items, entries, self._directory.sizes)
+        problems += flaws
         check = _ByteCheck(self._store, self._url)
         if full:
+            checked = [each for each in objects if each.is_checked]
             if on_total is not None:
-                on_total(sum(each.size for each in objects if each.is_checked))
-            damages = check.run([each for each in objects if each.is_checked], on_progress)
-            self._problems += sorted(damages, key=lambda problem: problem.path)
+                on_total(sum(each.size for each in checked))
+            problems += check.run(checked, on_progress or (lambda _: None))
         paths = {item.path for item in items} | {entry.path for entry in entries}
         recorded = {entry.path for entry in entries if is_crc(entry.crc64nvme)}
         return VerifyReport(
@@ -179,110 +186,63 @@ class _Check:
             mode="full" if full else "fast",
             objects=len(paths),
             items=len(items),
-            bytes_read=self._bytes_read + check.bytes_read,
+            bytes_read=sum(commit.bytes_read for commit in self._commits) + check.bytes_read,
             objects_without_checksum=len(paths - recorded),
             items_without_checksum=sum(item.crc is None for item in items),
-            problems=tuple(self._problems),
+            problems=tuple(problems),
         )
 
     def is_current(self) -> bool:
         """Whether the checkpoint is still the one that was looked at: an overwrite deletes the old one's objects."""
-        return all(
-            fetch_metadata(self._store, self._url, commit.rank).etag == commit.stored.etag for commit in self._commits
-        )
+        for commit in self._commits:
+            listed = self._directory.commits.get(commit.rank)
+            now = fetch_metadata(self._store, self._url, commit.rank)
+            if listed is None or not listed.etag == commit.stored.etag == now.etag:
+                return False
+        return True
 
-    def _read_commits(self) -> Mapping[str, int]:
-        """Fetch metadata and manifests; returns the sizes of all objects of the checkpoint, by relative path.
-
-        With collectives, the metadata is fetched before the listing: so what an overwrite removes meanwhile is missing
-        from the listing, and not the other way round.
-        """
+    def _read_commit(self, rank: int | None) -> _Commit:
+        commit = _Commit(rank, fetch_metadata(self._store, self._url, rank))
+        stored, path = commit.stored, metadata_object(rank)
+        commit.bytes_read = len(stored.data)
         try:
-            stored = fetch_metadata(self._store, self._url)
-        except errors.CheckpointNotFoundError as error:
-            directory = list_directory(self._store, self._url)
-            if not directory.ranks:
-                raise
-            for rank in directory.ranks:
-                self._add_commit(rank, fetch_metadata(self._store, self._url, rank), directory)
-            self._keep_ranks_of_save(error)
-            return directory.sizes
-        directory = list_directory(self._store, self._url)
-        self._add_commit(None, stored, directory)
-        return directory.sizes
-
-    def _add_commit(self, rank: int | None, stored: StoredObject, directory: Directory) -> None:
-        path, metadata = metadata_object(rank), None
-        items: list[StoredItem] = []
-        problems: list[Problem] = []
-        self._bytes_read += len(stored.data)
-        try:
-            metadata = check_metadata(stored, self._url, rank)
+            commit.metadata = check_metadata(stored, self._url, rank)
         except (errors.CorruptCheckpointError, errors.UnsafeMetadataError) as error:
-            problems.append(Problem(path, None, str(error)))
+            commit.problems.append(Problem(path, None, str(error)))
         named = stored.metadata.get(SAVE_ID_KEY)
-        inside = getattr(getattr(metadata, "storage_meta", None), "save_id", None)
-        if named is not None and metadata is not None and inside != named:
-            problems.append(Problem(path, None, f"is of the save {inside!r}, its user metadata of {named!r}"))
-        save_id = str(named if named is not None else inside)
-        manifest_path, manifest = manifest_object(save_id, rank), None
-        try:
-            manifest = self._read_manifest(save_id, rank, directory, expected=named is not None)
-        except ValueError as error:
-            problems.append(Problem(manifest_path, None, str(error)))
-        if metadata is not None:
-            items, found = find_items(metadata, path, of_rank=rank is not None)
-            problems += found
-        if manifest is not None:
-            problems += check_manifest(
-                manifest, manifest_path, save_id=save_id, rank=rank, metadata=metadata, items=items
-            )
-        self._commits.append(_Commit(rank, stored, manifest, items, problems))
+        save_id = named or str(getattr(getattr(commit.metadata, "storage_meta", None), "save_id", None))
+        commit.manifest_path = manifest_object(save_id, rank)
+        if commit.manifest_path in self._directory.objects:
+            try:
+                commit.manifest = self._read_manifest(commit)
+            except (errors.ObjectNotFoundError, ValueError) as error:
+                commit.problems.append(Problem(commit.manifest_path, None, f"is damaged: {error}"))
+        elif named:
+            commit.problems.append(Problem(commit.manifest_path, None, f"is missing; {path} names it"))
+        return commit
 
-    def _read_manifest(
-        self, save_id: str, rank: int | None, directory: Directory, *, expected: bool
-    ) -> Manifest | None:
-        """The manifest of a save, None if there is none. ValueError says how it is missing or damaged."""
-        found = directory.manifests.get(rank, {}).get(save_id)
-        if found is None:
-            if expected:
-                raise ValueError(f"is missing; {metadata_object(rank)} names it")
-            return None
-        try:
-            stored = self._store.get(self._url.key(found.path))
-        except errors.ObjectNotFoundError:
-            raise ValueError("was deleted meanwhile") from None
-        self._bytes_read += len(stored.data)
+    def _read_manifest(self, commit: _Commit) -> Manifest:
+        stored = self._store.get(self._url.key(commit.manifest_path))
+        commit.bytes_read += len(stored.data)
         mismatch = find_crc_mismatch(stored)
         if mismatch is not None:
-            raise ValueError(f"is damaged: {mismatch}")
-        try:
-            return Manifest.from_json(stored.data)
-        except ValueError as error:
-            raise ValueError(f"cannot be read: {error}") from error
+            raise ValueError(mismatch)
+        return Manifest.from_json(stored.data)
 
-    def _keep_ranks_of_save(self, not_found: errors.CheckpointNotFoundError) -> None:
-        """Drop ranks that the last save did not have; CheckpointNotFoundError if some of its own have not committed."""
+    def _drop_other_saves(self) -> list[Problem]:
+        """Of ranks that have each committed, drop those that the last save did not have. Its own may be missing."""
+        ranks = [commit.rank for commit in self._commits if commit.rank is not None]
+        if not ranks:
+            return []
         manifests = [commit.manifest for commit in self._commits if commit.manifest is not None]
-        present = {commit.rank for commit in self._commits}
-        if not manifests:
-            highest = max(rank for rank in present if rank is not None)
-            missing = sorted(set(range(highest)) - present)
-            self._problems += [Problem(metadata_object(rank), None, "is missing") for rank in missing]
-            return
-        last = max(manifests, key=lambda manifest: manifest.created_at)
-        missing = sorted(set(range(last.world_size)) - present)
-        if missing:
-            raise errors.CheckpointNotFoundError(
-                f"the checkpoint at {self._url} is incomplete: of {last.world_size} ranks, {missing} have not "
-                "committed. Remedy: wait until the save is done; if it was cut off, use another checkpoint",
-                url=str(self._url),
-            ) from not_found
-        self._commits = [commit for commit in self._commits if (commit.rank or 0) < last.world_size]
+        last = max(manifests, key=lambda manifest: manifest.created_at, default=None)
+        expected = range(max(ranks) + 1 if last is None else last.world_size)
+        self._commits = [commit for commit in self._commits if commit.rank in expected]
+        wrong = {rank: "is missing: its rank has not committed" for rank in expected if rank not in ranks}
         for commit in self._commits:
-            if commit.manifest is not None and commit.manifest.world_size != last.world_size:
-                what = f"is of a save by {commit.manifest.world_size} ranks, the last one was by {last.world_size}"
-                self._problems.append(Problem(metadata_object(commit.rank), None, what))
+            if commit.manifest is not None and commit.manifest.world_size != len(expected):
+                wrong[commit.rank or 0] = "is of a save by another number of ranks than the last one"
+        return [Problem(metadata_object(rank), None, what) for rank, what in sorted(wrong.items())]
 
 
 # --- the bytes ---------------------------------------------------------------------------------------
@@ -290,26 +250,18 @@ class _Check:
 
 @dataclass
 class _Reading:
-    """One reading of an object, and what it has found."""
+    """One reading of an object."""
 
     data: StoredData
     segments: list[tuple[int, int, int]] = field(default_factory=list)
     """Start, length and CRC-64/NVME of what has arrived."""
-    problems: dict[StoredItem | None, str] = field(default_factory=dict)
-    """What is wrong with items; at None, with the object."""
-    change: str | None = None
-    """How it was deleted or written over meanwhile."""
+    failure: str | None = None
+    """Why it could not be read."""
 
-    def confirmed_by(self, again: _Reading) -> Iterator[Problem]:
-        """What both readings have found; the object as a whole only where no item of it is wrong."""
-        change = self.change or again.change
-        if change:
-            yield Problem(self.data.path, None, change)
-            return
-        found = {item: what for item, what in again.problems.items() if item in self.problems}
-        for item, what in found.items():
-            if item is not None or len(found) == 1:
-                yield Problem(self.data.path, item.fqn if item else None, what)
+    def find_problems(self) -> list[Problem]:
+        if self.failure is not None:
+            return [Problem(self.data.path, None, self.failure)]
+        return find_mismatches(self.data, self.segments)
 
 
 class _ByteCheck:
@@ -327,16 +279,13 @@ class _ByteCheck:
         self._lock = threading.Lock()
         self.bytes_read = 0
 
-    def run(self, objects: Sequence[StoredData], on_progress: OnProgress | None) -> list[Problem]:
-        """Progress does not count bytes that are read again."""
+    def run(self, objects: Sequence[StoredData], on_progress: OnProgress) -> list[Problem]:
+        """Problems by object. Progress does not count bytes that are read again."""
         for _ in range(self._width if objects else 0):
             self._blocks.put(memoryview(bytearray(BLOCK)))
-        bad = [
-            each for each in self._read_all(objects, on_progress or (lambda _: None)) if each.problems or each.change
-        ]
-        again = self._read_all([each.data for each in bad if not each.change], lambda _: None)
-        by_path = {each.data.path: each for each in again}
-        return [problem for each in bad for problem in each.confirmed_by(by_path.get(each.data.path, each))]
+        doubtful = [each.data for each in self._read_all(objects, on_progress) if each.find_problems()]
+        again = self._read_all(doubtful, lambda _: None)
+        return [problem for each in again for problem in each.find_problems()]
 
     def _read_all(self, objects: Sequence[StoredData], on_progress: OnProgress) -> list[_Reading]:
         readings = [_Reading(data) for data in objects]
@@ -346,15 +295,12 @@ class _ByteCheck:
             with ahead(self._read, requests, self._width, waiting=self._width, cancel=self._cancel) as done:
                 for count in done:
                     on_progress(count)
-        for each in readings:
-            if not each.change:
-                each.problems = find_mismatches(each.data, each.segments)
         return readings
 
     def _read(self, request: tuple[_Reading, int]) -> int:
         reading, start = request
         length = min(self._store.settings.max_part_size, reading.data.size - start)
-        if reading.change:
+        if reading.failure:
             return length
         block = self._blocks.get()
         try:
@@ -362,8 +308,8 @@ class _ByteCheck:
                 ReadTarget(block[:size], checksum=True) for size in cut_range(reading.data, start, length, BLOCK)
             ]
             self._store.read(self._url.key(reading.data.path), start, targets)
-        except tuple(_CHANGES) as error:
-            reading.change = next(text for kind, text in _CHANGES.items() if isinstance(error, kind))
+        except (errors.ObjectNotFoundError, errors.PreconditionFailedError, errors.OutOfRangeError) as error:
+            reading.failure = f"was deleted, replaced or cut off while it was read: {error}"
             return length
         finally:
             self._blocks.put(block)

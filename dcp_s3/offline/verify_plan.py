@@ -14,7 +14,7 @@ from dcp_s3.checksum import combine_crc64nvme, crc64nvme_between, crc_hex
 from dcp_s3.format.blocks import get_crc, get_raw_offset
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.cover import find_flaws
-from dcp_s3.format.layout import is_inside
+from dcp_s3.format.layout import is_inside, manifest_object
 from dcp_s3.format.saved_entries import find_chunk
 from dcp_s3.torch_private import StorageInfo
 from dcp_s3.units import one_line
@@ -92,87 +92,63 @@ class StoredData:
         return self.crc is not None or any(item.checked_length for item in self.checked)
 
 
-def find_items(
-    metadata: Metadata, metadata_path: str, *, of_rank: bool = False
-) -> tuple[list[StoredItem], list[Problem]]:
-    """The items that metadata places in objects, and where it contradicts itself. That of one rank describes only a
-    part of each tensor."""
-    problems: list[Problem] = []
-    if not isinstance(metadata.storage_data, dict):
-        kind = type(metadata.storage_data).__name__
-        return [], [Problem(metadata_path, None, f"does not say where its items lie (storage_data is {kind})")]
-    items = []
+def find_items(metadata: Metadata, path: str, *, of_rank: bool = False) -> tuple[list[StoredItem], list[Problem]]:
+    """The items that metadata (at ``path``) places in objects, and where it contradicts itself. That of one rank
+    describes only a part of each tensor."""
+    if metadata.storage_data is None:
+        return [], [Problem(path, None, "does not say where its items lie")]
+    items, problems = [], []
     for index, info in metadata.storage_data.items():
-        if not isinstance(index, MetadataIndex) or not isinstance(index.fqn, str):
-            problems.append(Problem(metadata_path, None, f"names an item {index!r}, which is no DCP index"))
-            continue
-        saved = metadata.state_dict_metadata.get(index.fqn)
-        found = _make_item(index, info, saved)
-        if isinstance(found, StoredItem):
-            items.append(found)
+        item = _make_item(index, info, metadata.state_dict_metadata.get(index.fqn))
+        if item is not None:
+            items.append(item)
         else:
-            problems.append(Problem(metadata_path, index.fqn, found))
+            what = f"has no chunk at {tuple(index.offset or ())} that fits into the {info.length} bytes stored there"
+            problems.append(Problem(path, index.fqn, what))
     flaws = find_flaws(metadata, filled=not of_rank)
-    return items, problems + [Problem(metadata_path, fqn, flaw) for fqn, flaw in flaws]
+    return items, problems + [Problem(path, fqn, flaw) for fqn, flaw in flaws]
 
 
-def _make_item(index: MetadataIndex, info: StorageInfo, saved: object) -> StoredItem | str:
-    raw_offset, shape, checked = get_raw_offset(info), None, (0, info.length)
+def _make_item(index: MetadataIndex, info: StorageInfo, saved: object) -> StoredItem | None:
+    checked_start, checked_length = 0, info.length
     if isinstance(saved, TensorStorageMetadata):
-        chunk = find_chunk(saved, index)
+        chunk, raw_offset = find_chunk(saved, index), get_raw_offset(info)
         if chunk is None:
-            return f"has no chunk at {index.offset}, where an item lies"
-        shape = chunk.sizes
-    elif info.length == 0:
-        return "has no bytes"
-    if raw_offset is not None:
-        if not isinstance(saved, TensorStorageMetadata) or shape is None:
-            return "has raw bytes, but is no tensor"
-        size = shape.numel() * saved.properties.dtype.itemsize
-        if raw_offset < 0 or size < 0 or raw_offset + size > info.length:
-            return f"has a chunk of {size} bytes at {raw_offset}, which does not fit into its item of {info.length}"
-        checked = (raw_offset, size)
+            return None
+        if raw_offset is not None:
+            checked_start, checked_length = raw_offset, chunk.sizes.numel() * saved.properties.dtype.itemsize
+    if checked_start + checked_length > info.length:
+        return None
     return StoredItem(
         fqn=index.fqn,
         path=info.relative_path,
         start=info.offset,
         length=info.length,
         crc=get_crc(info),
-        checked_start=info.offset + checked[0],
-        checked_length=checked[1],
+        checked_start=info.offset + checked_start,
+        checked_length=checked_length,
     )
 
 
-def check_manifest(
-    manifest: Manifest,
-    path: str,
-    *,
-    save_id: str,
-    rank: int | None,
-    metadata: Metadata | None,
-    items: Iterable[StoredItem],
-) -> list[Problem]:
-    """Find where a manifest contradicts itself or the metadata, which is of a save and a rank (None with collectives),
-    and None if it cannot be loaded."""
+def check_manifest(manifest: Manifest, path: str, metadata: Metadata | None) -> list[Problem]:
+    """Find where a manifest (at ``path``) contradicts its name, itself or its metadata, which is None if it cannot be
+    loaded."""
     problems = []
-    if manifest.save_id != save_id:
-        problems.append(f"is of the save {manifest.save_id!r}, the metadata of {save_id!r}")
-    if manifest.rank != rank:
-        problems.append(f"is of rank {manifest.rank}, the metadata of rank {rank}")
+    if manifest_object(manifest.save_id, manifest.rank) != path:
+        problems.append(f"is of the save {manifest.save_id!r} and the rank {manifest.rank}")
     named = {entry.path for entry in manifest.objects}
     if len(named) != len(manifest.objects):
         problems.append("names an object twice")
-    problems += [f"names an object outside of the checkpoint: {name!r}" for name in named if not is_inside(name)]
     problems += [
-        f"has no possible checksum of {entry.path}: {entry.crc64nvme!r}"
+        f"says of {entry.path!r} what no save says: its path or checksum is impossible"
         for entry in manifest.objects
-        if entry.crc64nvme is not None and not is_crc(entry.crc64nvme)
+        if not is_inside(entry.path) or not (entry.crc64nvme is None or is_crc(entry.crc64nvme))
     ]
     if metadata is not None:
-        count = len(metadata.storage_data or {})
-        if manifest.items != count:
-            problems.append(f"counts {manifest.items} items, the metadata {count}")
-        missing = sorted({item.path for item in items} - named)
+        stored = metadata.storage_data or {}
+        if manifest.items != len(stored):
+            problems.append(f"counts {manifest.items} items, the metadata {len(stored)}")
+        missing = sorted({info.relative_path for info in stored.values()} - named)
         problems += [f"does not name {name}, in which items lie" for name in missing]
     return [Problem(path, None, what) for what in problems]
 
@@ -223,8 +199,8 @@ def cut_range(data: StoredData, start: int, length: int, block: int) -> list[int
     return lengths
 
 
-def find_mismatches(data: StoredData, segments: Iterable[tuple[int, int, int]]) -> dict[StoredItem | None, str]:
-    """What the checksums say of an object: what is wrong with items, and at None with all of it.
+def find_mismatches(data: StoredData, segments: Iterable[tuple[int, int, int]]) -> list[Problem]:
+    """What the checksums say of an object: of its items; of all of it only where no item is wrong.
 
     Args:
         segments: start, length and CRC-64/NVME of each segment, in any order; together they are all its bytes.
@@ -235,7 +211,7 @@ def find_mismatches(data: StoredData, segments: Iterable[tuple[int, int, int]]) 
         crc = combine_crc64nvme([(crc, start), (found, length)])
         before[start + length] = crc
     is_whole = data.crc in (None, crc_hex(crc))
-    problems: dict[StoredItem | None, str] = {}
+    problems = []
     for item in data.checked:
         stop = item.checked_start + item.checked_length
         found = crc64nvme_between(before[item.checked_start], before[stop], item.checked_length)
@@ -245,8 +221,8 @@ def find_mismatches(data: StoredData, segments: Iterable[tuple[int, int, int]]) 
                 what += f" (bytes {item.checked_start} to {stop - 1})"
             if data.crc is not None and is_whole:
                 what += "; the object as a whole is as recorded, so that the metadata is wrong"
-            problems[item] = what
-    if not is_whole:
-        around = "its items match, what is around them does not"
-        problems[None] = f"has CRC-64/NVME {crc_hex(crc)}, recorded was {data.crc}; {around}"
+            problems.append(Problem(data.path, item.fqn, what))
+    if not is_whole and not problems:
+        what = f"has CRC-64/NVME {crc_hex(crc)}, recorded was {data.crc}; its items match, what is around them does not"
+        problems.append(Problem(data.path, None, what))
     return problems

@@ -20,8 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_s3 import errors
-from dcp_s3.format.safe_items import check_item, check_storages
-from dcp_s3.format.unpickling import MalformedPickleError
+from dcp_s3.format.safe_items import check_item
 from tests import hostile
 from tests.format.test_items import VALUES, same
 from tests.hostile import (
@@ -75,7 +74,7 @@ def test_bombs_are_our_errors() -> None:
         "dcp_s3.errors.CorruptCheckpointError",
     )
     loaded = {case["case"] for case in cases if not case["found"].startswith(ours)}
-    harmless = {f"{label}, item" for label in HARMLESS} | {"a range of 10**12"}
+    harmless = {f"{label}, item" for label in HARMLESS}
     assert loaded == harmless, [case for case in cases if case["case"] in loaded ^ harmless]
     assert not [case for case in cases if case["ran"]]
     assert summary["unchanged"]
@@ -125,9 +124,17 @@ def test_other_formats_are_refused() -> None:
     scripted = io.BytesIO()
     torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), scripted)
     old = save(3, _use_new_zipfile_serialization=False)
-    for data in (scripted.getvalue(), old, b"", b"{}", bytes(1000), b"PK\x03\x04", b"PK\x05\x06" + bytes(18)):
+    overlapping = save({"a": torch.ones(100)})  # each storage is the whole file: a square of its length
+    central = overlapping.index(b"PK\x01\x02")
+    entry = overlapping[central : overlapping.index(b"PK\x01\x02", central + 4)]
+    overlapping = overlapping[:central] + entry * 50 + overlapping[central:]
+    for data in (
+        scripted.getvalue(), old, overlapping, b"", b"{}", bytes(1000), b"PK\x03\x04", b"PK\x05\x06" + bytes(18)
+    ):  # fmt: skip
         with pytest.raises(errors.UnsafeItemError):
             decode_item(data)
+        with pytest.raises(errors.CorruptCheckpointError):
+            decode_tensor(data)
 
 
 @pytest.mark.parametrize("value", [5, {"a": torch.ones(3)}])
@@ -138,16 +145,6 @@ def test_truncated_items(value: Any) -> None:
             decode_item(data[:end])
         with pytest.raises(errors.CorruptCheckpointError):
             decode_tensor(data[:end])
-
-
-def test_entries_that_overlap() -> None:
-    """Each storage is the whole file: a square of its length."""
-    data = save({"a": torch.ones(100)})
-    central = data.index(b"PK\x01\x02")
-    entry = data[central : data.index(b"PK\x01\x02", central + 4)]
-    end = data.index(b"PK\x06\x06") if b"PK\x06\x06" in data else data.index(b"PK\x05\x06")
-    with pytest.raises(MalformedPickleError):
-        check_storages(io.BytesIO(data[:central] + entry * 50 + data[central:end] + data[end:]))
 
 
 def test_python_2_s_names_are_not_imported() -> None:
@@ -226,13 +223,12 @@ def test_what_the_user_has_not_allowed_is_not_called() -> None:
 _BEGIN = call("datetime", "timedelta", b"K\x01", b"K\x02", b"K\x03")
 
 
-@pytest.mark.parametrize("label", HOSTILE)
-@pytest.mark.parametrize("beside", [False, True])
-def test_hostile_values_are_refused(label: str, beside: bool) -> None:
-    pickled = stream(b"(" + _BEGIN + HOSTILE[label] + b"t" if beside else HOSTILE[label])
-    with pytest.raises(REFUSED):
-        decode_item(archive(pickled, ("data/0", bytes(16))))
-    assert not hostile.was_tripped()
+def test_hostile_values_are_refused() -> None:
+    for label, opcodes in HOSTILE.items():
+        for pickled in (opcodes, b"(" + _BEGIN + opcodes + b"t"):
+            with pytest.raises(REFUSED):
+                raise AssertionError(label, decode_item(archive(stream(pickled), ("data/0", bytes(16)))))
+            assert not hostile.was_tripped(), label
 
 
 def test_what_the_hostile_ones_are_made_of_is_taken() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import os
 import pathlib
 import pickle
@@ -70,14 +71,6 @@ def _megatron_plans() -> list[SavePlan]:
     return [SavePlan(items, storage_data=_StoragePrefix(f"__{rank}_"), planner_data={}) for rank in range(2)]
 
 
-def test_the_plans_that_megatron_keeps() -> None:
-    metadata = make_metadata()
-    metadata.all_local_plans = _megatron_plans()  # type: ignore[attr-defined]
-    found = load_metadata(dump_metadata(metadata), url=URL)
-    assert found == metadata
-    assert found.all_local_plans == metadata.all_local_plans  # type: ignore[attr-defined]
-
-
 def test_what_megatron_called_its_own_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     """They load without Megatron, as torch's, with what they had more."""
     name = "megatron.core.dist_checkpointing.strategies.torch"
@@ -95,14 +88,14 @@ def test_what_megatron_called_its_own_classes(monkeypatch: pytest.MonkeyPatch) -
         metadata = metadata_class(
             **vars(make_metadata()), mcore_data={"w": {"nd_reformulated_orig_global_shape": (2, 2)}}
         )
-        metadata.all_local_plans = [plan_class(_megatron_plans()[0].items, mcore_data={"w": {}})]
+        metadata.all_local_plans = [*_megatron_plans(), plan_class(_megatron_plans()[0].items, mcore_data={"w": {}})]
         data = dump_metadata(metadata)
     found = load_metadata(data, url=URL)
     assert type(found) is Metadata
     assert found.state_dict_metadata == metadata.state_dict_metadata
     assert found.mcore_data == metadata.mcore_data  # type: ignore[attr-defined]
-    (plan,) = found.all_local_plans  # type: ignore[attr-defined]
-    assert (type(plan), plan.items, plan.mcore_data) == (SavePlan, _megatron_plans()[0].items, {"w": {}})
+    assert not hasattr(found, "all_local_plans"), "which only make its next save faster"
+    assert not pickle.loads(pickle.dumps(found)).storage_meta.modules
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -111,30 +104,28 @@ def test_every_protocol(protocol: int) -> None:
     metadata.planner_data = {
         "w": ("w", 1, -1, 2**40, 1.5, True, None, b"bytes", b"", "text" * 100, bytearray(b"x"), frozenset({"a"}), {1}),
         "torch": [torch.sparse_coo, torch.device("cuda", 1), torch.Size([2, 3]), torch.int8],
-        "path": pathlib.PosixPath("/somewhere"),
-        "others": [collections.OrderedDict(a={1, 2}), 1j, torch.float8_e4m3fn, slice(1), 1 << 5000, "x" * 70_000],
-        "more": [collections.defaultdict(list, a=[1]), range(3), {i: str(i) for i in range(300)}, pathlib.Path("/a/b")],
+        "path": pathlib.PosixPath("/a/b"),
+        "others": [collections.OrderedDict(a={1, 2}), 1j, torch.float8_e4m3fn, 1 << 5000, "x" * 70_000],
+        "more": [collections.defaultdict(list, a=[1]), {i: str(i) for i in range(300)}],
     }
     if protocol >= 4:  # a memory format cannot be pickled before
         metadata.planner_data["format"] = torch.channels_last
     found = load_metadata(seal(pickle.dumps(metadata, protocol)), url=URL)
+    metadata.planner_data["path"] = "/a/b"
     assert found == metadata
     assert pickle.loads(pickle.dumps(found)) == metadata
 
 
-def test_members_of_enumerations_by_name() -> None:
+def test_members_of_enumerations_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first releases of Python 3.11 pickle ``getattr(class, name)``."""
     metadata = make_metadata()
-    metadata.planner_data = _Evil(getattr, WriteItemType, "SHARD")
-    assert load_metadata(seal(pickle.dumps(metadata)), url=URL).planner_data is WriteItemType.SHARD
-
-
-class _Evil:
-    def __init__(self, function: object, *arguments: object) -> None:
-        self.call = (function, arguments)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return self.call
+    metadata.all_local_plans = _megatron_plans()  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(enum.Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+        data = dump_metadata(metadata)
+    assert b"getattr" in data
+    del metadata.all_local_plans  # type: ignore[attr-defined]
+    assert load_metadata(data, url=URL) == metadata
 
 
 @pytest.mark.parametrize(
@@ -156,10 +147,3 @@ def test_a_flipped_bit_is_found_by_the_seal() -> None:
         changed = data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :]
         with pytest.raises(CorruptCheckpointError, match="step-1"):
             load_metadata(changed, url=URL)
-
-
-def test_keys_that_are_equal_are_one() -> None:
-    """They are told apart while they are unpickled, and have torch's hash afterwards."""
-    value = [{(1, 2): number, MetadataIndex("w", [number // 100]): None} for number in range(300)]
-    found = load_metadata(pickle.dumps(Metadata({}, planner_data=value)), url=URL)
-    assert found.planner_data == value

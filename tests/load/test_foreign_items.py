@@ -197,7 +197,6 @@ ODD: dict[str, Callable[[torch.Tensor], Item]] = {
     "another byte order": lambda value: Item(value, _swapped(value)),
     "another key": lambda value: Item(value, _with_key(value)),
     "a parameter": lambda value: Item(value, saved(torch.nn.Parameter(value))),
-    "old format": lambda value: Item(value, saved(value, _use_new_zipfile_serialization=False)),
     "of another dtype": lambda value: Item(value.double(), saved(value)),
     "a lazy negative": lambda value: Item(-value, saved(torch._neg_view(value))),
 }

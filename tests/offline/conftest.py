@@ -37,7 +37,7 @@ class Saved:
 
     def __init__(self, s3: Any, url: str) -> None:
         self._s3, self.url = s3, url
-        self._where = parse_url(url)
+        self.parsed = parse_url(url)
 
     def save(self, state: Any, *, writer: dict[str, Any] | None = None, **settings: Any) -> Saved:
         storage_writer = S3StorageWriter(self.url, settings={**SETTINGS, **settings}, **(writer or {}))
@@ -46,10 +46,10 @@ class Saved:
 
     def put(self, path: str, data: bytes, fields: dict[str, str] | None = None) -> None:
         """Replace an object; its user metadata stays if no other is given."""
-        key = self._where.key(path)
+        key = self.parsed.key(path)
         if fields is None:
-            fields = self._s3.head_object(Bucket=self._where.bucket, Key=key)["Metadata"]
-        self._s3.put_object(Bucket=self._where.bucket, Key=key, Body=data, Metadata=fields)
+            fields = self._s3.head_object(Bucket=self.parsed.bucket, Key=key)["Metadata"]
+        self._s3.put_object(Bucket=self.parsed.bucket, Key=key, Body=data, Metadata=fields)
 
     def get(self, path: str) -> bytes:
         return get(self._s3, self.url, path)

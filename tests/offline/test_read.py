@@ -20,7 +20,7 @@ import dcp_s3
 from dcp_s3 import S3StorageWriter, errors
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.offline.boxes import cut, select
-from dcp_s3.offline.names import group_alike, new_names, parse_rules, ranges
+from dcp_s3.offline.names import group_alike, new_names, parse_rules
 from tests.end_to_end.states import assert_same, every_kind, random_tensor
 from tests.ranks import run_ranks
 from tests.servers import S3Server
@@ -181,11 +181,12 @@ def test_unknown_names(root: str, memory_server: S3Server) -> None:
 
 def test_bad_slices(root: str, memory_server: S3Server) -> None:
     save({"x": torch.ones(2, 3)}, root)
-    for index, reason in ((5, "5 in dimension 0 of 2"), (slice(None, None, 2), "step")):
-        with pytest.raises(errors.EntryNotFoundError, match=rf"'x' in {root}, of shape \(2, 3\), .*{reason}") as caught:
-            dcp_s3.read_tensor(root, "x", index)
-        assert caught.value.fqn == "x"
-        assert isinstance(caught.value, IndexError)
+    with pytest.raises(
+        errors.EntryNotFoundError, match=rf"'x' in {root}, of shape \(2, 3\), .*5 in dimension 0"
+    ) as caught:
+        dcp_s3.read_tensor(root, "x", 5)
+    assert caught.value.fqn == "x"
+    assert isinstance(caught.value, IndexError)
 
 
 def test_objects_that_need_more_than_weights_only(root: str, memory_server: S3Server) -> None:
@@ -231,31 +232,25 @@ def test_rules_apply_one_after_the_other() -> None:
     assert parse_rules(["(?=x)x=y"]) == {"(?=x)x": "y"}
 
 
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
+def test_rules_that_cannot_be_meant() -> None:
+    for rules, message in (
         ({"modle": ""}, r"'modle' matches no name. The closest of 2: 'model.[ab]'"),
-        ({r"^model\.c": ""}, r"matches no name. The closest of 2: 'model.[ab]', 'model.[ab]'"),
         ({"[ab]$": "x"}, "'model.a' and 'model.b' would both be called 'model.x'"),
         ({"(": ""}, "cannot rename: missing"),
         ({"a": r"\2"}, "cannot rename: invalid group reference"),
-    ],
-)
-def test_rules_that_cannot_be_meant(rules: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        new_names(["model.a", "model.b"], rules)
+    ):
+        with pytest.raises(ValueError, match=message):
+            new_names(["model.a", "model.b"], rules)
 
 
 def test_names_that_differ_in_numbers_are_grouped() -> None:
-    names = [(f"layers.{i}.experts.{j}.w", "changed") for i in range(3) for j in (0, 2)] + [("norm", "changed")]
-    found = group_alike([*names, ("layers.3.experts.0.w", "gone")])
-    assert [(each.label, len(each.names)) for each in found] == [
-        ("layers.0..2.experts.0,2.w", 6),
-        ("norm", 1),
-        ("layers.3.experts.0.w", 1),
+    names = [(f"layers.{i}.experts.{j}.w1", "changed") for i in range(3) for j in (0, 2)] + [("norm.7", "changed")]
+    found = group_alike([*names, ("layers.3.experts.0.w1", "gone")])
+    assert [(label, len(alike)) for label, alike in found] == [
+        ("layers.*.experts.*.w1", 6),
+        ("norm.7", 1),
+        ("layers.3.experts.0.w1", 1),
     ]
-    assert ranges(map(str, range(0, 100, 2))) == "0,2,4,...,98"
-    assert group_alike([("a.007", 0), ("a.7", 0)])[0].label == "a.007"
 
 
 # --- boxes -----------------------------------------------------------------------------------------------
@@ -287,33 +282,24 @@ def test_what_numpy_selects(shape: list[int], before: list[Any], after: list[Any
     assert np.array_equal(box.reshape(found.shape), expected)
 
 
-@pytest.mark.parametrize("index", [None, (), ..., slice(None)])
-def test_everything(index: Any) -> None:
-    assert select(index, (2, 3)).lengths == (2, 3)
+def test_everything_and_numbers_of_other_libraries() -> None:
+    for index in (None, (), ..., slice(None)):
+        assert select(index, (2, 3)).lengths == (2, 3)
+    for number in (np.int64(1), torch.tensor(1)):
+        assert select((number, slice(number, None)), (2, 3)).offsets == (1, 1)
 
 
-@pytest.mark.parametrize("number", [np.int64(1), torch.tensor(1)])
-def test_numbers_of_other_libraries(number: Any) -> None:
-    assert select((number, slice(number, None)), (2, 3)).offsets == (1, 1)
-
-
-@pytest.mark.parametrize(
-    ("index", "reason"),
-    [
+def test_what_can_not_be_read() -> None:
+    for index, reason in (
         ((0, -4), "-4 in dimension 1 of 3 elements"),
         ((0, 0, 0), "3 parts, the tensor 2 dimensions"),
         ((0, slice(None, None, -1)), "step in dimension 1 is -1"),
         ((..., 0, ...), "Ellipsis in dimension 1"),
-        ((None, 0), "None in dimension 0"),
         ([0, 1], r"\[0, 1\] in dimension 0"),
-        (np.array([0, 1]), "in dimension 0"),
         (slice(0.5, 1), "in dimension 0"),
-    ],
-    ids=str,
-)
-def test_what_can_not_be_read(index: Any, reason: str) -> None:
-    with pytest.raises(IndexError, match=reason):
-        select(index, (2, 3))
+    ):
+        with pytest.raises(IndexError, match=reason):
+            select(index, (2, 3))
 
 
 @given(st.lists(st.integers(0, 7), max_size=4), st.integers(1, 60))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import dcp_s3
 from dcp_s3 import S3StorageWriter, errors, verify
@@ -20,10 +24,12 @@ from dcp_s3.memory import ReadTarget
 from dcp_s3.offline.verify_plan import StoredData, StoredItem, cut_range, find_mismatches
 from dcp_s3.s3.store import S3Store
 from tests.end_to_end.states import every_kind, random_tensor
+from tests.end_to_end.test_extensions import Xor
 from tests.faulty import BUCKET, FaultyServer
 from tests.flipping import flip_in_flight
 from tests.memory_s3 import Fault
 from tests.offline.conftest import SETTINGS, Saved, small_state
+from tests.retention.making import save_on_ranks
 from tests.spread import spread_out
 
 # --- good ones ------------------------------------------------------------------------------------------
@@ -79,9 +85,7 @@ def test_each_byte_is_read_once_and_none_in_fast_mode(memory_server: Any, s3: An
     assert not [request.key for request in server.request_log if request.key.endswith(".distcp")]
 
 
-def test_memory_is_a_block_for_each_connection(
-    memory_server: Any, s3: Any, root: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_a_block_for_each_connection(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
     buffers: dict[int, Any] = {}
 
     def record(view: memoryview, **arguments: Any) -> ReadTarget:
@@ -91,7 +95,7 @@ def test_memory_is_a_block_for_each_connection(
     monkeypatch.setattr(dcp_s3.offline.verify, "ReadTarget", record)
     monkeypatch.setattr(dcp_s3.offline.verify, "BLOCK", 2**16)
     state = {f"w{n}": random_tensor((1000, 300), torch.float32, n) for n in range(6)}
-    saved = Saved(s3, root).save(state, writer={"separate": list(state)})
+    saved.save(state, writer={"separate": list(state), "overwrite": True})
     saved.flip(saved.data[0], 2**17)
     assert not saved.verify(concurrency=3).ok
     assert 0 < len(buffers) <= 3
@@ -158,27 +162,180 @@ def test_damage_in_flight_is_no_damage(saved: Saved, monkeypatch: pytest.MonkeyP
     report = saved.verify()
     assert report.ok, report.problems
     assert len(seen) == 1
-    again = report.bytes_read - size
-    assert again in [saved.sizes[path] for path in saved.data], "one object twice"
+    assert report.bytes_read - size in [saved.sizes[path] for path in saved.data], "one object twice"
+
+
+def test_what_went_through_stream_extensions(s3: Any, root: str) -> None:
+    saved = Saved(s3, root).save(small_state(), writer={"_extensions": [Xor()]})
+    assert saved.verify().ok
+    info = saved.info("weight")
+    saved.flip(info.relative_path, info.offset)
+    assert saved.only_problem().fqn == "weight"
+
+
+def test_what_has_no_checksum_is_counted_and_not_read(s3: Any, root: str, tmp_path: Path) -> None:
+    """Written by torch and uploaded as it is, or saved without checksums."""
+    dcp.save(small_state(), storage_writer=dcp.FileSystemWriter(tmp_path, thread_count=2), no_dist=True)
+    foreign = Saved(s3, f"{root}/foreign")
+    for file in tmp_path.iterdir():
+        foreign.put(file.name, file.read_bytes(), {})
+    for saved in (foreign, Saved(s3, f"{root}/ours").save(small_state(), checksum="none")):
+        report = saved.verify()
+        assert report.ok, report.problems
+        assert (report.objects_without_checksum, report.items_without_checksum) == (report.objects, 4)
+        assert report.bytes_read == sum(size for path, size in saved.sizes.items() if not path.endswith(".distcp"))
+        path = saved.info("weight").relative_path
+        saved.put(path, saved.get(path)[:100])
+        assert {problem.path for problem in saved.verify(full=False).problems} == {path}
+
+
+# --- metadata -------------------------------------------------------------------------------------------
+
+
+def change_info(fqn: str, **fields: Any) -> Callable[[Metadata], None]:
+    def change(metadata: Metadata) -> None:
+        for index, info in metadata.storage_data.items():
+            if index.fqn == fqn:
+                vars(info).update(fields)
+
+    return change
+
+
+def move_to_the_end(metadata: Metadata) -> None:
+    info = next(info for index, info in metadata.storage_data.items() if index.fqn == "weight")
+    info.raw_offset = info.length - 1
+
+
+def test_metadata_that_points_to_another_tensor(saved: Saved) -> None:
+    saved.change_metadata(change_info("half", offset=saved.info("twin").offset, length=saved.info("twin").length))
+    problem = saved.only_problem()
+    assert problem.fqn == "half"
+    assert "the metadata is wrong" in problem.what
+
+
+WRONG_METADATA: list[tuple[Callable[[Any], Any], str | None, str]] = [
+    (change_info("weight", offset=10**6), "weight", "its object ends at"),
+    (change_info("weight", relative_path="__7_0-abc.distcp"), None, "is missing"),
+    (change_info("weight", relative_path="../other/__0_0.distcp"), None, "outside"),
+    (change_info("weight", raw_offset=-1), None, "'weight' lies at no possible range of bytes"),
+    (move_to_the_end, "weight", "has no chunk at"),
+    (lambda m: m.storage_data.pop(MetadataIndex("step")), "step", "lies in no object"),
+    (lambda m: m.storage_data.pop(MetadataIndex("half", torch.Size([0]))), "half", "lies in no object"),
+    (lambda m: setattr(m.state_dict_metadata["half"], "chunks", []), "half", "has no chunk at"),
+    (lambda m: setattr(m, "storage_data", None), None, "does not say where its items lie"),
+]
+
+
+def test_metadata_that_is_wrong_is_found_without_reading_data(saved: Saved) -> None:
+    original = saved.get(".metadata")
+    for change, fqn, what in WRONG_METADATA:
+        saved.change_metadata(change)
+        for full in (False, True):
+            problems = saved.verify(full=full).problems
+            assert [problem for problem in problems if problem.fqn == fqn and what in problem.what], (what, problems)
+        saved.put(".metadata", original)
+    for damaged in (original[:50], pickle.dumps(Path)):
+        saved.put(".metadata", damaged, {})
+        problem = saved.only_problem()
+        assert (problem.path, problem.fqn) == (".metadata", None)
+
+
+def test_objects_are_checked_by_the_manifest_if_the_metadata_can_not_be_loaded(saved: Saved) -> None:
+    path = saved.info("weight").relative_path
+    saved.flip(path, 0)
+    saved.flip(".metadata", 100)
+    report = saved.verify()
+    assert [problem.path for problem in report.problems] == [".metadata", path]
+    assert (report.objects, report.items) == (2, 0)
+
+
+# --- the manifest ---------------------------------------------------------------------------------------
+
+
+def set_field(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda manifest: manifest.update(fields)
+
+
+def set_objects(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda manifest: manifest["objects"][0].update(fields)
+
+
+WRONG_MANIFESTS: list[tuple[Callable[[Any], Any], str]] = [
+    (set_field(save_id="0123456789abcdef"), "is of the save '0123456789abcdef'"),
+    (set_field(rank=1), "the rank 1"),
+    (set_field(items=5), "counts 5 items, the metadata 4"),
+    (set_field(format_version=2), "format version 2, this dcp_s3 reads 1"),
+    (set_field(objects=[]), "in which items lie"),
+    (lambda manifest: manifest["objects"].append(manifest["objects"][0]), "twice"),
+    (set_objects(path="../x"), "says of '../x'"),
+    (set_objects(crc64nvme="12"), "checksum is impossible"),
+    (set_objects(size=3), "recorded were 3"),
+    (lambda manifest: manifest["objects"].append({"path": "gone", "size": 3}), "gone: is missing"),
+]
+
+
+def test_a_manifest_that_disagrees(saved: Saved) -> None:
+    original = saved.get(saved.manifest)
+    for change, what in WRONG_MANIFESTS:
+        saved.change_manifest(change)
+        problems = saved.verify(full=False).problems
+        assert [problem for problem in problems if what in str(problem)], (what, problems)
+        saved.put(saved.manifest, original)
+    saved.change_manifest(set_objects(crc64nvme="0" * 16))
+    assert saved.verify(full=False).ok
+    problem = saved.only_problem()
+    assert problem.fqn is None
+    assert "recorded was 0000000000000000" in problem.what
+    path = saved.manifest
+    saved.put(path, b"{}", {})
+    assert "not a dcp_s3 manifest" in saved.only_problem(full=False).what
+    saved.delete(path)
+    assert str(saved.only_problem(full=False)).startswith(f"{path}: is missing")
+
+
+def test_a_copy_without_user_metadata_and_manifest_is_good_but_says_less(saved: Saved) -> None:
+    """As made by a tool that copies only what torch needs."""
+    saved.put(".metadata", saved.get(".metadata"), {})
+    assert saved.verify().objects_without_checksum == 0, "the metadata itself says which manifest is its own"
+    saved.delete(saved.manifest)
+    report = saved.verify()
+    assert report.ok, report.problems
+    assert (report.objects_without_checksum, report.items_without_checksum) == (2, 0)
+    info = saved.info("weight")
+    saved.flip(info.relative_path, info.offset + (get_raw_offset(info) or 0))
+    assert saved.only_problem().fqn == "weight"
+
+
+def test_ranks_that_commit_for_themselves(s3: Any, root: str) -> None:
+    saved = Saved(s3, save_on_ranks(root, 2))
+    report = saved.verify()
+    assert report.ok, report.problems
+    assert (report.objects, report.items) == (2, 6)
+    assert report.bytes_read == sum(saved.sizes.values())
+    manifest = next(path for path in saved.sizes if path.endswith(".0.json"))
+    original = saved.get(manifest)
+    saved.put(manifest, json.dumps(json.loads(original) | {"world_size": 3, "created_at": 1.0}).encode(), {})
+    assert str(saved.only_problem()).startswith("__0.metadata: is of a save by another number of ranks")
+    saved.put(manifest, original)
+    path = next(path for path in saved.data if path.startswith("__1_"))
+    for damaged in (path, "__1.metadata"):
+        saved.flip(damaged, saved.sizes[damaged] // 2)
+        assert {problem.path for problem in saved.verify().problems} == {damaged}
+        saved.flip(damaged, saved.sizes[damaged] // 2)
+    saved.put("__2.metadata", b"of a save with more ranks", {})
+    assert saved.verify().ok, "nobody loads it"
+    saved.delete("__1.metadata")
+    assert str(saved.verify(full=False).problems[0]).startswith("__1.metadata: is missing")
 
 
 # --- what else may happen -------------------------------------------------------------------------------
-
-
-def test_no_checkpoint_is_an_error(s3: Any, bucket: str, root: str) -> None:
-    for full in (False, True):
-        with pytest.raises(errors.CheckpointNotFoundError):
-            verify(root, full=full)
-    saved = Saved(s3, root).save(small_state())
-    saved.delete(".metadata")
-    with pytest.raises(errors.CheckpointNotFoundError):
-        verify(root)
-
 
 FAULTY_URL = f"s3://{BUCKET}/run/step-1"
 
 
 def test_failures_of_s3_are_no_damage(faulty: FaultyServer) -> None:
+    with pytest.raises(errors.CheckpointNotFoundError):
+        verify(FAULTY_URL)
     dcp.save(small_state(), storage_writer=S3StorageWriter(FAULTY_URL), no_dist=True)
     for where in (".metadata", "manifest", ".distcp", ""):
         operation = "GetObject" if where else "ListObjectsV2"
@@ -193,33 +350,36 @@ def test_failures_of_s3_are_no_damage(faulty: FaultyServer) -> None:
 
 def test_an_object_that_goes_while_it_is_read(faulty: FaultyServer) -> None:
     dcp.save(small_state(), storage_writer=S3StorageWriter(FAULTY_URL), no_dist=True)
-    for fault, what in (
-        (Fault.error(404, "NoSuchKey"), "was deleted while it was read"),
-        (Fault.error(412, "PreconditionFailed"), "was replaced while it was read"),
-        (Fault.error(416, "InvalidRange"), "became shorter while it was read"),
-    ):
-        faulty.once("GetObject", fault, key=".distcp")
+    for status, code in ((404, "NoSuchKey"), (412, "PreconditionFailed"), (416, "InvalidRange")):
+        fault = Fault.error(status, code)
+        faulty.rule = lambda r, f=fault: f if r.operation == "GetObject" and r.key.endswith(".distcp") else None
         (problem,) = verify(FAULTY_URL, full=True).problems
-        assert (problem.fqn, problem.what) == (None, what)
+        assert problem.fqn is None
+        assert "while it was read" in problem.what
 
 
 def test_a_checkpoint_that_is_replaced_meanwhile_is_verified_anew(
-    memory_server: Any, s3: Any, root: str, monkeypatch: pytest.MonkeyPatch
+    saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = Saved(s3, root).save(small_state())
-    plain, times = S3Store.list, [1]
+    """Before the listing, and between it and the metadata."""
 
-    def list_later(self: S3Store, prefix: str) -> Any:
-        if times and prefix == "run/":
-            times.pop()
-            saved.save({"other": torch.ones(3)}, writer={"overwrite": True})
-        return plain(self, prefix)
+    def replace_in(owner: Any, name: str, times: int) -> None:
+        plain, left = getattr(owner, name), [1] * times
 
-    monkeypatch.setattr(S3Store, "list", list_later)
+        def later(*arguments: Any) -> Any:
+            if left and arguments[1] in ("run/", saved.parsed):
+                left.pop()
+                saved.save({"other": torch.ones(3)}, writer={"overwrite": True})
+            return plain(*arguments)
+
+        monkeypatch.setattr(owner, name, later)
+
+    replace_in(dcp_s3.offline.verify, "fetch_metadata", 1)
+    replace_in(S3Store, "list", 1)
     report = saved.verify()
     assert report.ok, report.problems
     assert report.items == 1
-    times[:] = [1] * 3
+    replace_in(dcp_s3.offline.verify, "fetch_metadata", 9)
     with pytest.raises(errors.CheckpointError, match="was replaced 3 times"):
         saved.verify()
 
@@ -227,13 +387,9 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_verified_anew(
 # --- what is planned ------------------------------------------------------------------------------------
 
 
-def item(start: int, length: int, crc: int | None) -> StoredItem:
-    return StoredItem(f"at{start}", "object", start, length, crc, start, length)
-
-
 def mismatches(
     data: bytes, items: list[StoredItem], crc: int | None, *, part: int = 7, block: int = 4, seed: int = 0
-) -> dict[StoredItem | None, str]:
+) -> list[tuple[str | None, str]]:
     """What is found in an object with these bytes, read in parts that arrive in any order."""
     stored = StoredData("object", len(data), None if crc is None else crc_hex(crc), tuple(items))
     segments = []
@@ -245,15 +401,16 @@ def mismatches(
             at += size
         assert at == min(start + part, len(data))
     random.Random(seed).shuffle(segments)
-    return find_mismatches(stored, segments)
+    return [(problem.fqn, problem.what) for problem in find_mismatches(stored, segments)]
 
 
-PLACES = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), max_size=12)
+def item(number: int, start: int, length: int, crc: int | None) -> StoredItem:
+    return StoredItem(str(number), "object", start, length, crc, start, length)
 
 
 @given(
     data=st.binary(max_size=300),
-    places=PLACES,
+    places=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), max_size=12),
     part=st.integers(1, 400),
     block=st.integers(1, 50),
     seed=st.integers(0, 9),
@@ -264,28 +421,25 @@ def test_exactly_what_covers_a_changed_byte_does_not_match(
 ) -> None:
     """Items may lie anywhere, also one over another."""
     spans = [sorted((min(a, len(data)), min(b, len(data)))) for a, b in places]
-    items = [item(a, b - a, crc64nvme(data[a:b])) for a, b in spans]
-    crc, how = crc64nvme(data), {"part": part, "block": block, "seed": seed}
-    assert not mismatches(data, items, crc, **how)
+    items = [item(number, a, b - a, crc64nvme(data[a:b])) for number, (a, b) in enumerate(spans)]
+    how = {"part": part, "block": block, "seed": seed}
+    assert not mismatches(data, items, crc64nvme(data), **how)
     if flip < len(data):
         changed = data[:flip] + bytes([data[flip] ^ 1]) + data[flip + 1 :]
-        found = mismatches(changed, items, crc, **how)
-        wrong = [(each, a, b) for each, (a, b) in zip(items, spans, strict=True) if a <= flip < b]
-        assert found.keys() == {None, *(each for each, _, _ in wrong)}
-        for each, a, b in wrong:
+        found = mismatches(changed, items, crc64nvme(data), **how)
+        wrong = [(number, a, b) for number, (a, b) in enumerate(spans) if a <= flip < b]
+        assert [fqn for fqn, _ in found] == ([str(number) for number, _, _ in wrong] or [None])
+        for (_, what), (_, a, b) in zip(found, wrong or [(0, 0, len(data))], strict=True):
             crcs = crc64nvme(changed[a:b]), crc64nvme(data[a:b])
-            assert "has CRC-64/NVME {}, recorded was {}".format(*map(crc_hex, crcs)) in found[each]
-        assert crc_hex(crc64nvme(changed)) in found[None]
-        assert "what is around them does not" in found[None]
+            assert "has CRC-64/NVME {}, recorded was {}".format(*map(crc_hex, crcs)) in what
 
 
 def test_checksums_of_nothing_and_of_what_has_none() -> None:
     data = bytes(range(100))
-    assert not mismatches(data[:50] + b"x" * 50, [item(10, 20, crc64nvme(data[10:30])), item(30, 5, None)], None)
-    wrong = item(0, 0, 5)
-    assert mismatches(b"abc", [item(3, 0, 0), wrong], None, part=2) == {
-        wrong: f"has CRC-64/NVME {crc_hex(0)}, recorded was {crc_hex(5)}"
-    }
+    assert not mismatches(data[:50] + b"x" * 50, [item(1, 10, 20, crc64nvme(data[10:30])), item(2, 30, 5, None)], None)
+    assert mismatches(b"abc", [item(1, 3, 0, 0), item(2, 0, 0, 5)], None, part=2) == [
+        ("2", f"has CRC-64/NVME {crc_hex(0)}, recorded was {crc_hex(5)}")
+    ]
     assert cut_range(StoredData("object", 0, crc_hex(0), ()), 0, 0, 10) == []
     assert not mismatches(b"", [], 0)
-    assert mismatches(b"", [], 1).keys() == {None}
+    assert [fqn for fqn, _ in mismatches(b"", [], 1)] == [None]
