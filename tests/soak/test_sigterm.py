@@ -108,8 +108,8 @@ def _check(
     lines = [[line.split() for line in read_lines(training.report)] for training in trainings]
     told = [f"rank {rank}: {' '.join(found[-1])}, exit status {codes[rank]}" for rank, found in enumerate(lines)]
     assert {int(found[0][1]) for found in lines} == {before}, told
-    # With S3 down, a rank that cannot tell the others may end with that error.
-    assert {codes[rank] for rank in preempted} <= ({0, 1, -signal.SIGKILL} if down else {0}), told
+    # With S3 down the last save fails, or a rank that cannot tell the others ends with that error.
+    assert {codes[rank] for rank in preempted} <= ({0, 1, 143, -signal.SIGKILL} if down else {0}), told
     last = [max(int(words[1]) for words in found if words[0] == "step") for found in lines]
     begun = [int(words[1]) for words in lines[0] if words[0] == "began"]
     newest = latest(ROOT)
