@@ -12,11 +12,11 @@ Overlaps of saved chunks with local ones come in the order of torch's `create_re
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
 
 
 class Box(NamedTuple):
@@ -175,61 +175,78 @@ AnyBox = tuple[Sequence[int], Sequence[int]]
 """Offsets and sizes of a chunk, in elements: a `Box`, or torch's."""
 
 
-@dataclass(frozen=True)
-class Overlaps:
-    """Parallel lists, one entry for each pair of chunks that overlap."""
+class Overlap(NamedTuple):
+    """The common box of two chunks."""
 
-    local: list[int]
+    local: int
     """Number of the local chunk."""
-    saved: list[int]
+    saved: int
     """Number of the saved chunk."""
-    local_offsets: list[tuple[int, ...]]
+    local_offsets: tuple[int, ...]
     """Offsets of the common box in the local chunk."""
-    saved_offsets: list[tuple[int, ...]]
+    saved_offsets: tuple[int, ...]
     """Offsets of the common box in the saved chunk."""
-    lengths: list[tuple[int, ...]]
+    lengths: tuple[int, ...]
     """Sizes of the common box; a dimension may be 0 where a chunk is empty."""
 
 
-def find_overlaps(saved: Sequence[AnyBox], local: Sequence[AnyBox]) -> Overlaps:
+_PAIRS = 2**16  # that are compared at once: 1 MiB in each dimension
+
+
+def find_overlaps(saved: Sequence[AnyBox], local: Sequence[AnyBox]) -> Iterator[Overlap]:
     """All pairs that overlap, in torch's order: by the beginning of the local chunk, then by the end of the saved one,
     both in the longest dimension.
 
     Two chunks overlap if in every dimension each begins before the other ends; so an empty chunk overlaps one that has
-    it strictly inside. Compares the pairs that overlap in the longest dimension.
+    it strictly inside. Compares the pairs that overlap in the dimension in which the fewest do.
 
     Raises:
         ValueError: boxes have different numbers of dimensions.
     """
-    found = Overlaps([], [], [], [], [])
     if not saved or not local:
-        return found
+        return
     dims = len(local[0][0])
     if set(map(len, chain.from_iterable(chain(saved, local)))) != {dims}:
         raise ValueError("the chunks of a tensor differ in their number of dimensions")
-    furthest = [max(o[d] + s[d] for boxes in (saved, local) for o, s in boxes) for d in range(dims)]
-    dim = furthest.index(max(furthest)) if dims and max(furthest) > 0 else 0
-    spans = [(o[dim], o[dim] + s[dim]) if dims else (0, 1) for o, s in saved]
-    by_end = sorted(range(len(saved)), key=lambda j: spans[j][1])
-    ends = [spans[j][1] for j in by_end]
-    first_starts = list(accumulate((spans[j][0] for j in reversed(by_end)), min))[::-1]  # from each place on
-    for i in sorted(range(len(local)), key=lambda i: local[i][0][dim] if dims else 0):
-        starts, sizes = local[i]
-        start, stop = (starts[dim], starts[dim] + sizes[dim]) if dims else (0, 1)
-        for place in range(bisect_right(ends, start), len(ends)):
-            if first_starts[place] >= stop:
-                break
-            j = by_end[place]
-            saved_starts, saved_sizes = saved[j]
-            for a, n, b, m in zip(starts, sizes, saved_starts, saved_sizes, strict=True):
-                if a >= b + m or b >= a + n:
-                    break
-            else:
-                low = list(map(max, starts, saved_starts))
-                spans_of_both = zip(low, starts, sizes, saved_starts, saved_sizes, strict=True)
-                found.local.append(i)
-                found.saved.append(j)
-                found.local_offsets.append(tuple([x - a for x, a in zip(low, starts, strict=True)]))
-                found.saved_offsets.append(tuple([x - b for x, b in zip(low, saved_starts, strict=True)]))
-                found.lengths.append(tuple([min(a + n, b + m) - x for x, a, n, b, m in spans_of_both]))
-    return found
+    starts, stops = _bounds(saved, dims)
+    local_starts, local_stops = _bounds(local, dims)
+    longest = int(np.maximum(stops.max(0), local_stops.max(0)).argmax())
+    by_start = np.argsort(local_starts[:, longest], kind="stable")
+    local_starts, local_stops = local_starts[by_start], local_stops[by_start]
+    places = np.argsort(np.argsort(stops[:, longest], kind="stable"))  # of the saved chunks, in order of their ends
+    candidates = [_overlaps_in(*each) for each in zip(starts.T, stops.T, local_starts.T, local_stops.T, strict=True)]
+    by_end, first, counts = min(candidates, key=lambda each: each[2].sum())
+    ends = np.cumsum(counts)
+    begin = 0
+    while begin < len(local):
+        before = ends[begin - 1] if begin else 0
+        end = max(begin + 1, int(np.searchsorted(ends, before + _PAIRS, side="right")))
+        i = np.repeat(np.arange(begin, end), counts[begin:end])
+        j = by_end[np.arange(before, ends[end - 1]) + (first + counts - ends)[i]]
+        begin = end
+        kept = ((starts[j] < local_stops[i]) & (local_starts[i] < stops[j])).all(1)
+        i, j = i[kept], j[kept]
+        order = np.lexsort((places[j], i))
+        i, j = i[order], j[order]
+        low, high = np.maximum(local_starts[i], starts[j]), np.minimum(local_stops[i], stops[j])
+        offsets = ((low - local_starts[i])[:, :dims], (low - starts[j])[:, :dims], (high - low)[:, :dims])
+        columns = (map(tuple, each.tolist()) for each in offsets)
+        yield from map(Overlap, by_start[i].tolist(), j.tolist(), *columns)
+
+
+def _overlaps_in(starts: Any, stops: Any, local_starts: Any, local_stops: Any) -> tuple[Any, Any, Any]:
+    """For each local span, the saved ones that may overlap it: the place of the first and their number, in an order of
+    the saved ones, which is the first value."""
+    by_end = np.argsort(stops, kind="stable")
+    first_starts = np.minimum.accumulate(starts[by_end][::-1])[::-1]  # from each place on
+    first = np.searchsorted(stops[by_end], local_starts, side="right")
+    last = np.searchsorted(first_starts, local_stops, side="left")
+    return by_end, first, np.maximum(last - first, 0)
+
+
+def _bounds(boxes: Sequence[AnyBox], dims: int) -> tuple[Any, Any]:
+    """First indices of boxes and those after their last ones, a row each; a scalar is a box of one dimension."""
+    found = np.fromiter(chain.from_iterable(chain.from_iterable(boxes)), np.int64).reshape(len(boxes), 2, dims)
+    if dims == 0:
+        return np.zeros((len(boxes), 1), np.int64), np.ones((len(boxes), 1), np.int64)
+    return found[:, 0], found.sum(1)

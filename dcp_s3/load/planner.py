@@ -6,9 +6,8 @@ import functools
 import logging
 import math
 from collections.abc import Container
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
@@ -153,26 +152,19 @@ def create_load_plan(state_dict: dict[str, Any], metadata: Metadata, *, strict: 
     return LoadPlan(items)
 
 
-@dataclass(frozen=True)
-class _Layout:
+class _Layout(NamedTuple):
     """The items of a tensor, without its name."""
 
     places: list[tuple[torch.Size, int]]
     """Offsets and number of each chunk that an item refers to, local or saved: often they are the same."""
-    dest: list[int]
-    """For each item, the index of its local chunk in ``places``."""
-    storage: list[int]
-    """For each item, the index of its saved chunk in ``places``. The fields below have one entry for each item."""
-    dest_offsets: list[torch.Size]
-    storage_offsets: list[torch.Size]
-    lengths: list[torch.Size]
+    rows: list[tuple[int, torch.Size, int, torch.Size, torch.Size]]
+    """For each item, the indices of its chunks in ``places``, each before the offsets in it, and the lengths."""
 
     def make_items(self, fqn: str) -> list[ReadItem]:
         indices = [MetadataIndex(fqn, offset, index) for offset, index in self.places]
-        rows = zip(self.dest, self.dest_offsets, self.storage, self.storage_offsets, self.lengths, strict=True)
         return [
             ReadItem(LoadItemType.TENSOR, indices[i], dest_offsets, indices[j], storage_offsets, lengths)
-            for i, dest_offsets, j, storage_offsets, lengths in rows
+            for i, dest_offsets, j, storage_offsets, lengths in self.rows
         ]
 
 
@@ -194,12 +186,19 @@ class _Layouts:
         return self._known[boxes]
 
     def _compute(self, saved: _Boxes, local: _Boxes) -> _Layout:
-        found = find_overlaps(saved, local)
+        size = self._size
         places: dict[tuple[torch.Size, int], int] = {}
-        dest = [places.setdefault((self._size(tuple(local[i][0])), i), len(places)) for i in found.local]
-        storage = [places.setdefault((self._size(tuple(saved[j][0])), j), len(places)) for j in found.saved]
-        columns = (list(map(self._size, each)) for each in (found.local_offsets, found.saved_offsets, found.lengths))
-        return _Layout(list(places), dest, storage, *columns)
+        rows = [
+            (
+                places.setdefault((size(tuple(local[i][0])), i), len(places)),
+                size(local_offsets),
+                places.setdefault((size(tuple(saved[j][0])), j), len(places)),
+                size(saved_offsets),
+                size(lengths),
+            )
+            for i, j, local_offsets, saved_offsets, lengths in find_overlaps(saved, local)
+        ]
+        return _Layout(list(places), rows)
 
 
 _BOX = attrgetter("offsets", "sizes")

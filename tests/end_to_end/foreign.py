@@ -8,19 +8,15 @@ import dcp_s3.
 from __future__ import annotations
 
 import contextlib
-import io
 import os
-import pickle
 import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -117,48 +113,6 @@ def write(client: str, place: str, options: dict[str, Any]) -> None:
     """Save `interchange_state` with a foreign writer."""
     with without_dcp_s3():
         dcp.save(interchange_state(), storage_writer=make_writer(client, place, **options))
-
-
-def cut_out_every_item(directory: str) -> tuple[int, int]:
-    """Unpickle ``.metadata`` with plain pickle, and torch.load each item from its bytes alone.
-
-    Returns the number of tensors and of other objects.
-    """
-    with without_dcp_s3():
-        metadata = pickle.loads((Path(directory) / ".metadata").read_bytes())
-        expected = _flat(interchange_state(), metadata.planner_data)
-        tensors = others = 0
-        for index, info in metadata.storage_data.items():
-            data = (Path(directory) / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
-            assert len(data) == info.length
-            value = expected.pop(index.fqn)
-            is_tensor = isinstance(value, torch.Tensor)
-            found = torch.load(io.BytesIO(data), weights_only=is_tensor)
-            assert_same(found, value, index.fqn)
-            if is_tensor:
-                assert found.untyped_storage().nbytes() == found.nbytes, "more than the tensor was stored"
-            tensors += is_tensor
-            others += not is_tensor
-        # FQNs that other entries are: an empty container has no item.
-        assert not expected, sorted(expected)
-        return tensors, others
-
-
-def _flat(state: Any, paths: dict[str, tuple[str | int, ...]]) -> dict[str, Any]:
-    found = {}
-    for fqn, path in paths.items():
-        value = state
-        for step in path:
-            value = value[step]
-        found[fqn] = value
-    return found
-
-
-def convert_to_torch_save(directory: str, file: str) -> None:
-    """torch's own conversion of a checkpoint to one file for torch.load."""
-    with without_dcp_s3():
-        dcp_to_torch_save(directory, file)
-        assert_same_interchange_state(torch.load(file, weights_only=False))
 
 
 # --- sharded states -------------------------------------------------------------------------------------

@@ -79,15 +79,3 @@ def test_missing_checkpoint(root: str, caplog: pytest.LogCaptureFixture) -> None
     assert "dcp-s3 ls" in str(error)
     with pytest.raises(errors.CheckpointNotFoundError):
         S3StorageReader(f"{root}/step-7").read_metadata()
-
-
-class Custom:
-    """A class that no list names."""
-
-
-def test_an_object_of_an_unknown_class_is_refused(memory_server: Any, root: str) -> None:
-    save({"x": Custom()}, root)
-    assert isinstance(failure_of_load(root, {"x": None}), errors.UnsafeItemError)
-    state: dict[str, Any] = {"x": None}
-    dcp.load(state, storage_reader=S3StorageReader(root, weights_only=False))
-    assert isinstance(state["x"], Custom)

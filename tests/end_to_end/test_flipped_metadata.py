@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter, errors, inspect, latest, read_tensor, verify
+from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter, errors, read_tensor, verify
 from dcp_s3.format.metadata import load_metadata
 from tests.end_to_end.states import assert_same, blank
 from tests.ranks import run_ranks
@@ -132,10 +132,6 @@ def _check(root: str, kind: str) -> None:
     for name in set(flat) - {"step"}:
         with contextlib.suppress(errors.DcpS3Error):
             assert_same(read_tensor(url, name), flat[name])
-    with contextlib.suppress(errors.DcpS3Error):
-        inspect(url)
-    latest(root)
-    verify(url)
     state = blank(_state())
     with CheckpointManager(root) as manager:
         try:

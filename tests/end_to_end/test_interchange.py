@@ -83,17 +83,6 @@ def test_other_s3_clients_read_a_checkpoint_in_place(
     run_foreign(server, foreign.read, client, root)
 
 
-def test_each_item_is_a_torch_save_of_its_own_and_torch_converts_all_to_one_file(
-    memory_server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path
-) -> None:
-    save(root)
-    directory = download(s3, bucket, "run", tmp_path / "checkpoint")
-    tensors, others = run_foreign(memory_server, foreign.cut_out_every_item, str(directory))
-    assert tensors > 30
-    assert others >= 5
-    run_foreign(memory_server, foreign.convert_to_torch_save, str(directory), str(tmp_path / "all.pt"))
-
-
 def _save_sharded(url: str, placement: str) -> None:
     state = foreign.sharded_state(foreign.PLACEMENTS[placement])
     dcp.save(state, storage_writer=S3StorageWriter(url, max_objects=3, settings=SETTINGS))

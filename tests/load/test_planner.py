@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardProperties
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -25,16 +26,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, errors
 from dcp_s3.load.boxes import AnyBox as Box
+from dcp_s3.load.boxes import find_overlaps
 from dcp_s3.load.planner import check_filled
 from tests.ranks import run_ranks
 from tests.relying import BEFORE_2_10, in_torchs_order
-from tests.servers import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -118,26 +120,37 @@ def assert_same_plan(state: dict[str, Any], metadata: Metadata, **arguments: Any
     return found
 
 
-@settings(max_examples=200)
 @given(tensors=st.lists(chunkings(), min_size=1, max_size=3), data=st.data())
 def test_random_chunks_and_objects(tensors: list[tuple[list[Box], list[Box]]], data: st.DataObject) -> None:
-    saved: dict[str, Any] = {}
-    state: dict[str, Any] = {}
+    saved: dict[str, Any] = {"object": BytesStorageMetadata()}
+    state: dict[str, Any] = {"object": data.draw(st.sampled_from([3, "text", torch.ones(2)]))}
     for number, (stored, local) in enumerate([*tensors, *tensors[:1]]):  # two that are cut alike
         boxes = [*stored, *local]
         dims = len(boxes[0][0]) if boxes else 1
         shape = tuple(max([o[d] + s[d] for o, s in boxes], default=0) for d in range(dims))
-        saved[f"t{number}"] = saved_as(shape, stored)
+        saved |= dict.fromkeys([f"t{number}", f"whole{number}"], saved_as(shape, stored))
         state[f"t{number}"] = in_pieces(shape, local)
-        saved[f"whole{number}"] = saved_as(shape, stored)
         state[f"whole{number}"] = torch.nn.Parameter(torch.empty(shape))
-        saved[f"object{number}"] = BytesStorageMetadata()
-        state[f"object{number}"] = data.draw(st.sampled_from([3, "text", torch.ones(2)]))
     state = dict(data.draw(st.permutations(list(state.items()))))
-    metadata = Metadata(saved)
-    expected = DefaultLoadPlanner(flatten_sharded_tensors=False, flatten_state_dict=False)
-    found = S3LoadPlanner(flatten_sharded_tensors=False, flatten_state_dict=False)
-    assert details(make_plan(found, state, metadata).items) == details(make_plan(expected, state, metadata).items)
+    plain = {"flatten_sharded_tensors": False, "flatten_state_dict": False}
+    plans = [make_plan(kind(**plain), state, Metadata(saved)).items for kind in (S3LoadPlanner, DefaultLoadPlanner)]
+    assert details(plans[0]) == details(plans[1])
+
+
+@settings(max_examples=200)
+@given(chunks_of_one=chunkings(), pairs=st.sampled_from([1, 5, 2**16]))
+def test_overlaps_are_those_of_torch(chunks_of_one: tuple[list[Box], list[Box]], pairs: int) -> None:
+    """Also where they are compared in several batches."""
+    stored, local = chunks_of_one
+    if not stored or not local:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dcp_s3.load.boxes._PAIRS", pairs)
+        found = [tuple(each)[:2] + tuple(map(torch.Size, each[2:])) for each in find_overlaps(stored, local)]
+    expected = create_read_items_for_chunk_list("x", saved_as((), stored), chunks(local))
+    assert in_torchs_order(found) == in_torchs_order([
+        (i.dest_index.index, i.storage_index.index, i.dest_offsets, i.storage_offsets, i.lengths) for i in expected
+    ])  # fmt: skip
 
 
 # --- real states ------------------------------------------------------------------------------------------
@@ -213,6 +226,18 @@ def test_a_plan_that_does_not_fill_the_state_is_refused() -> None:
             check_filled(LoadPlan(wrong), planner, metadata, "s3://b/x")
 
 
+@pytest.mark.servers("memory")
+def test_the_reader_refuses_what_would_leave_a_gap(root: str) -> None:
+    dcp.save({"x": torch.zeros(4)}, storage_writer=S3StorageWriter(root))
+
+    class Forgetful(DefaultLoadPlanner):
+        def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+            return LoadPlan(new_plan.items[1:])
+
+    with pytest.raises(CheckpointException, match="0 of the 4 elements of 'x'"):
+        dcp.load({"x": torch.ones(4)}, storage_reader=S3StorageReader(root), planner=Forgetful())
+
+
 def test_chunks_that_are_not_of_the_usual_kind_are_left_to_torch() -> None:
     saved = saved_as((4, 2), grid((4, 2), (2, 1)))
     for chunk in saved.chunks:
@@ -231,39 +256,3 @@ def test_names_of_checkpoints_from_before_torch_2_4() -> None:
     assert found.mappings == expected.mappings
     assert found.metadata is metadata
     assert not found.allow_partial_load
-
-
-# --- subclasses -------------------------------------------------------------------------------------------
-
-
-def test_lookups_and_transforms_of_subclasses_are_used(root: str, memory_server: S3Server) -> None:
-    dcp.save({"new": torch.arange(6.0)}, storage_writer=S3StorageWriter(root))
-    scratch = torch.zeros(6)
-
-    class Elsewhere(S3LoadPlanner):
-        def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-            assert index.fqn == "new"
-            return scratch
-
-        def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
-            return super().transform_tensor(read_item, tensor).view(6)
-
-        def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-            self.state_dict["new"].copy_(tensor * 2)
-
-    state = {"new": torch.zeros(6)}
-    dcp.load(state, storage_reader=S3StorageReader(root), planner=Elsewhere())
-    assert scratch.tolist() == [0, 1, 2, 3, 4, 5]
-    assert state["new"].tolist() == [0, 2, 4, 6, 8, 10]
-
-
-def test_an_entry_that_is_replaced_is_looked_up_again() -> None:
-    metadata = Metadata({"x": saved_as((4,), grid((4,), (2,)))})
-    planner = S3LoadPlanner(flatten_state_dict=False)
-    first, second = make_plan(planner, {"x": torch.zeros(4)}, metadata).items
-    assert first.dest_index is second.dest_index
-    planner.resolve_tensor(first)
-    planner.state_dict["x"] = torch.ones(4)
-    assert planner.resolve_tensor(second).tolist() == [1, 1]
-    with pytest.raises(ValueError, match="Could not find FQN: 'y'"):
-        planner.lookup_tensor(MetadataIndex("y", [0]))

@@ -20,7 +20,7 @@ from dcp_s3.load.fetch import Buffer, Reception
 from dcp_s3.load.items import ItemTransfer, TensorTransfer, Transfer
 from dcp_s3.load.plan import ReadRequest, StoredChunk, plan_requests, ranges_of_box
 from dcp_s3.tensor_memory import view_bytes
-from tests.load.test_boxes import boxes_in
+from tests.load.test_plan import boxes_in
 
 _BLOCK = 64
 _PATH = "__0_0.distcp"

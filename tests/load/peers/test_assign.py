@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -13,11 +13,18 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
+from dcp_s3.format.blocks import Blocks, make_storage_info, pack_crcs
 from dcp_s3.load.boxes import Box, find_section
 from dcp_s3.load.peers import assign as sharing
 from dcp_s3.load.peers.assign import plan_sharing
@@ -25,14 +32,74 @@ from dcp_s3.load.peers.exchange import Exchange
 from dcp_s3.load.peers.messages import Offer, choose_group, hash_ranks
 from dcp_s3.load.peers.pieces import Assignment, OwnedPiece, ReceivedPiece, SharedItems, SharedPart, SharedPiece
 from dcp_s3.load.plan import StoredChunk, box_of, find_stored
-from dcp_s3.load.prepare import TransferFactory
+from dcp_s3.load.read import TransferFactory
 from dcp_s3.torch_private import ReaderTransforms
-from tests.load.peers.sharing_cases import BLOCK, PATH, Case, cases, make_case
 from tests.load.sources import URL, MemoryFetcher
 
 pytestmark = pytest.mark.timeout(60)
 
 PIECE = 256
+BLOCK = 64
+PATH = "__0_0.distcp"
+DTYPES = [torch.uint8, torch.int16, torch.float32, torch.complex128]
+
+
+class Case(NamedTuple):
+    """A checkpoint and the boxes that each rank needs: (name, box) in order."""
+
+    metadata: Metadata
+    stored: bytes
+    tensors: dict[str, torch.Tensor]
+    wants: list[list[tuple[str, Box]]]
+
+    @property
+    def plans(self) -> list[list[ReadItem]]:
+        def item(name: str, box: Box) -> ReadItem:
+            origin = torch.Size([0] * self.tensors[name].dim())
+            index = MetadataIndex(name, origin, 0)
+            return ReadItem(LoadItemType.TENSOR, index, origin, index, *map(torch.Size, box))
+
+        return [[item(*want) for want in wants] for wants in self.wants]
+
+
+def make_case(tensors: dict[str, torch.Tensor], wants: list[list[tuple[str, Box]]], gap: int = 30) -> Case:
+    stored = bytearray(b"\xee" * 5)
+    entries: dict[str, Any] = {}
+    infos: dict[MetadataIndex, Any] = {}
+    for name, tensor in tensors.items():
+        data = bytes(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+        crcs = [crc64nvme(data[:end]) for end in range(BLOCK, len(data), BLOCK)]
+        index = MetadataIndex(name, torch.Size([0] * tensor.dim()), 0)
+        infos[index] = make_storage_info(
+            PATH, len(stored), gap + len(data) + 7, raw_offset=gap, crc64nvme=crc64nvme(data),
+            blocks=Blocks(BLOCK, pack_crcs(crcs), crc64nvme(data)),
+        )  # fmt: skip
+        chunk = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())
+        entries[name] = TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.size(), [chunk])
+        stored += b"\xdd" * gap + data + b"\xcc" * 7
+    return Case(Metadata(entries, storage_data=infos), bytes(stored), tensors, wants)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Up to 4 tensors of up to 3 dimensions and 20 KiB, needed by 2 to 5 ranks."""
+    tensors, boxes = {}, []
+    for number in range(draw(st.integers(1, 4))):
+        sizes = draw(st.lists(st.integers(1, 11), max_size=3))
+        dtype = draw(st.sampled_from(DTYPES))
+        count = torch.Size(sizes).numel() * dtype.itemsize
+        generator = torch.Generator().manual_seed(number)
+        data = torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
+        name = f"t{number}"
+        tensors[name] = data.view(dtype).view(sizes)
+        for _ in range(draw(st.integers(1, 3))):
+            box = [draw(st.tuples(st.integers(0, size - 1), st.integers(1, size))) for size in sizes]
+            lengths = tuple(min(length, size - at) for (at, length), size in zip(box, sizes, strict=True))
+            boxes.append((name, Box(tuple(at for at, _ in box), lengths)))
+        boxes.append((name, Box((0,) * len(sizes), tuple(sizes))))
+    ranks = draw(st.integers(2, 5))
+    wants = [draw(st.lists(st.sampled_from(boxes), max_size=6)) for _ in range(ranks)]
+    return make_case(tensors, wants)
 
 
 @pytest.fixture(autouse=True)
@@ -129,41 +196,6 @@ def test_two_ranks_that_touch_one_block_share_nothing() -> None:
     found = plan(make_case({"t": small}, [[("t", Box((rank, 0), (1, 8)))] for rank in range(2)]))
     assert found is not None
     assert [len(assignment.pieces) for assignment in found] == [1, 1]
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_owners_fetch_about_the_same(ranks: int) -> None:
-    tensors = {f"t{n}": _tensor(n + 1, 50) for n in range(9)}
-    wants = [[(name, whole(tensor)) for name, tensor in tensors.items()] for _ in range(ranks)]
-    found = plan(make_case(tensors, wants))
-    assert found is not None
-    loads = [0] * ranks
-    sizes = []
-    for rank, assignment in enumerate(found):
-        for piece in assignment.pieces:
-            if piece.owner == rank:
-                sizes.append(sum(part.stop - part.start for part in piece.parts))
-                loads[rank] += sizes[-1]
-    assert max(loads) - min(loads) <= max(sizes) + len(tensors) * 64  # and what lies between items
-    numbers = [piece.owner for piece in found[1].pieces]
-    assert set(numbers[:ranks]) == set(range(ranks)), "the first pieces keep all owners busy"
-
-
-def test_replicas_are_told_the_same_whatever_lies_between_them() -> None:
-    tensors = {f"t{n}": _tensor(n + 3, 50) for n in range(6)}
-    replicas = [(name, whole(tensor)) for name, tensor in tensors.items()]
-    others = replicas[::2]
-    found = plan(make_case(tensors, [replicas, others, replicas, others, replicas]))
-    assert found is not None
-    views = [[piece._replace(peers=()) for piece in assignment.pieces] for assignment in found]
-    assert views[0] == views[2] == views[4]
-    assert views[1] == views[3]
-    told = [piece for assignment in found for piece in assignment.pieces if piece.peers]
-    assert len(told) == len({piece.number for piece in told}) == len(views[0])
-    for piece in told:
-        everybody = {0, 1, 2, 3, 4} if piece.number in {each.number for each in views[1]} else {0, 2, 4}
-        ranks = [peer.rank for peer in piece.peers]
-        assert ranks == sorted(everybody - {piece.owner})
 
 
 def _offers(*ranks: int, **fields: int) -> list[Offer]:
