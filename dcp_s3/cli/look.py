@@ -88,7 +88,11 @@ def show(
     from dcp_s3.offline.names import matches, no_match_error
     from dcp_s3.retention.catalog import describe
 
-    details = describe(url)
+    try:
+        details = describe(url)
+    except CheckpointNotFoundError:
+        _show_weights(url, filter, everything, as_json)
+        return
     entries = [entry for entry in details.entries if not filter or matches(entry.fqn, filter)]
     if filter and not entries:
         raise no_match_error(f"{url} has no", filter, [entry.fqn for entry in details.entries], url)
@@ -101,6 +105,20 @@ def show(
         tables.show(tables.entries(entries, alone=everything))
     if not filter and (everything or any(each.size is None or not each.used for each in details.objects)):
         tables.show(tables.objects(details.objects))
+
+
+def _show_weights(url: str, filter: list[str] | None, everything: bool, as_json: bool) -> None:
+    """Show what safetensors files hold; raise what `describe` did if there are none."""
+    from dcp_s3.cli import tables
+    from dcp_s3.offline.load_weights import saved_weights
+    from dcp_s3.offline.names import matches
+
+    entries = [entry for entry in saved_weights(url) if not filter or matches(entry.fqn, filter)]
+    if as_json:
+        cli.print_json({"entries": [vars(entry) for entry in entries]})
+        return
+    cli.print_line(f"no checkpoint, but safetensors files: {plural(len(entries), 'tensor')}, without checksums")
+    tables.show(tables.entries(entries, alone=everything))
 
 
 @cli.app.command()

@@ -13,11 +13,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import errors, ranks
 from dcp_s3.events import Listener
+from dcp_s3.format.saved_entries import SavedEntry, saved_entries
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
-from dcp_s3.load.weights import is_weights, rename_entries
+from dcp_s3.load.weights import is_weights, open_metadata, rename_entries
 from dcp_s3.offline.names import new_names
-from dcp_s3.settings import SettingsLike
+from dcp_s3.s3.store import store_of
+from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.url import parse_url
 
 
 def load_safetensors(
@@ -79,6 +82,12 @@ def load_safetensors(
         if isinstance(causes[0], errors.DcpS3Error) and len({str(cause) for cause in causes}) == 1:
             raise causes[0] from None
         raise
+
+
+def saved_weights(url: str, *, settings: SettingsLike = None) -> list[SavedEntry]:
+    """What the safetensors files at ``url`` hold; CheckpointNotFoundError if there are none."""
+    where = parse_url(url)
+    return saved_entries(open_metadata(store_of(where, resolve_settings(settings)), where))
 
 
 class _Reader(S3StorageReader):

@@ -10,9 +10,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from typer.testing import CliRunner
 
 import dcp_s3
 from dcp_s3 import errors
+from dcp_s3.cli.main import app
 from dcp_s3.format.safetensors import INDEX, SINGLE_FILE, TensorEntry, make_header, make_index, plan_shards
 from dcp_s3.load import fetch
 from tests.end_to_end.loads import failure, load
@@ -201,3 +203,12 @@ def test_slices_of_a_checkpoint_by_name(root: str) -> None:
     for name, index in (("up", 99), ("step", 1), ("none", 1)):
         with pytest.raises(errors.EntryNotFoundError, match=name):
             dcp_s3.read_tensors(f"{root}/x", {name: index})
+
+
+def test_show_says_what_the_files_hold(weights: Callable[..., str]) -> None:
+    url = weights({"a.weight": torch.ones(3, 2), "b": torch.ones(4).bfloat16()})
+    shown = CliRunner().invoke(app, ["show", url])
+    assert shown.exit_code == 0, shown.output
+    assert "safetensors files: 2 tensors, without checksums" in shown.output
+    assert "a.weight" in shown.output
+    assert CliRunner().invoke(app, ["show", f"{url}-none"]).exit_code == 3

@@ -132,7 +132,8 @@ def test_with_replicas_what_a_rank_has_joined_is_saved_without_it(
         # On a busy machine, or killed before the body was sent. Lines are wrapped anywhere.
         too_late = any("has not begun it" in " ".join(words).replace("\\n", "") for words in told.values())
         if all(has_written(shooting, rank, ".intent.") for rank in shooting.hit) and not too_late:
-            assert said_last == {"saved"}, (str(told), describe(jobs[0], shots))
+            said = [f"rank {rank}: {' '.join(words)}" for rank, words in told.items()]
+            assert said_last == {"saved"}, "\n".join([*said, describe(jobs[0], shots)])
             made_up = read_made_up(faulty, jobs[0])
             silent = {rank for rank in shooting.hit if not has_written(shooting, rank, ".part.")}
             assert silent <= made_up, (silent, made_up)
