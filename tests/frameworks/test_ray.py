@@ -35,6 +35,7 @@ ray.shutdown()
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     with serve(monkeypatch) as server:
+        monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")  # else pyarrow sends chunked bodies
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.s3.endpoint_url)  # for Ray's own storage, which is pyarrow's
         yield server
 

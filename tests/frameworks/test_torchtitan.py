@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 import torch
 import torch.distributed as dist
@@ -226,7 +227,9 @@ def start_from_another_run(directory: Path) -> dict[str, Any]:
     weights = directory / "weights"
     weights.mkdir()
     save_file({name: 2 * tensor for name, tensor in found["model"].items()}, weights / "model.safetensors")
-    copy(weights, f"{ROOT}-weights")
+    prefix = f"{ROOT}-weights".removeprefix(f"s3://{BUCKET}/")
+    client = boto3.client("s3", endpoint_url=os.environ["DCP_S3_ENDPOINT_URL"])
+    client.upload_file(str(weights / "model.safetensors"), BUCKET, f"{prefix}/model.safetensors")
     for name, place in (("doubled", str(weights)), ("doubled from S3", f"{ROOT}-weights")):
         from_hf = config(folder=f"{ROOT}-4-{name[-2:]}", initial_load_in_hf=True, initial_load_path=place)
         doubled = Trainer(from_hf, steps=0, sd_adapter=Adapter())
