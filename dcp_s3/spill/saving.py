@@ -268,6 +268,7 @@ class SpillingCommitter(Committer):
             try:
                 if self._unseen:
                     super().check_url(store)
+                    check_newest(store, self._identity, self._previous, self._beginning.at)
                 self._publish(store, commit, (lambda: self._look_again(store)) if self._overwrite else None)
             except TransferError as error:
                 logger.warning("the commit of %s waits for S3: %s", commit.identity.url, error)

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageReader, latest
+from dcp_s3.checkpoint.commit_state import Beginning
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, SpillError, TransferError
 from dcp_s3.memory import Piece, ReadTarget
@@ -215,6 +217,25 @@ def test_a_url_that_could_not_be_looked_at_is_looked_at_before_the_commit(draini
     assert isinstance(cause, CheckpointError)
     assert "a committed checkpoint is at" in str(cause)
     assert not draining.is_visible(url)
+
+
+def test_a_url_that_could_not_be_looked_at_keeps_a_newer_checkpoint(draining: Spill) -> None:
+    url = draining.url("last")
+    with mock.patch("dcp_s3.save.save.Beginning", return_value=Beginning(time.time() + 100)):
+        draining.save_to_s3(url, small_state(2), overwrite=True)
+
+    def refuse_until_data(request: Any) -> Fault | None:
+        if request.operation == "PutObject":
+            draining.server.rule = allow_all
+            return None
+        return refuse_all(request)
+
+    draining.server.rule = refuse_until_data
+    writer = draining.writer(url, overwrite=True)
+    cause = cause_of(lambda: dcp.save(small_state(1), storage_writer=writer))
+    assert isinstance(cause, CheckpointExistsError)
+    assert "newer than this one" in str(cause)
+    assert_complete(url, small_state(2))
 
 
 def test_a_commit_that_neither_s3_nor_the_disk_takes_names_both(spill: Spill) -> None:
