@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import random
@@ -29,6 +30,7 @@ from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.spill import background
 from dcp_s3.spill import saving as saving_module
+from dcp_s3.spill import store as spill_store
 from dcp_s3.spill.background import drain_in_background, wait_until_drained
 from dcp_s3.spill.journal import State
 from dcp_s3.spill.local import LocalObjects
@@ -133,6 +135,31 @@ def test_a_batch_that_fails_leaves_neither_objects_nor_files(spill: Spill) -> No
         fail()
     assert spill.store.scan() == []
     assert spill.server.s3.objects(BUCKET) == {}
+
+
+def test_a_full_disk_fails_no_save_that_is_on_s3_but_for_an_upload_that_stays_open(
+    spill: Spill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_until_aborted(request: Any) -> Fault | None:
+        if request.operation == "AbortMultipartUpload":
+            spill.server.rule = allow_all  # S3 is back
+            return Fault.error(403, "AccessDenied")
+        return refuse_all(request) if request.operation == "UploadPart" else None
+
+    def write_but_no_sealed_journal(path: Path, data: bytes) -> None:
+        if path.parent.parent == spill.store.saves:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_durably(path, data)
+
+    url, write_durably = spill.url("step-1"), spill_store.write_durably
+    monkeypatch.setattr(spill_store, "write_durably", write_but_no_sealed_journal)
+    monkeypatch.setattr(os, "posix_fallocate", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    spill.server.rule = refuse_until_aborted
+    dcp.save(large_state(1), storage_writer=spill.writer(url))
+    assert len(spill.server.s3.open_uploads(BUCKET)) == 1
+    assert list(spill.store.saves.iterdir()) == []
+    spill.drain()
+    assert_complete(url, large_state(1))
 
 
 # --- outages ---------------------------------------------------------------------------------------------
