@@ -189,7 +189,11 @@ class CatalogSnapshot:
             grace=grace,
             decisions=tuple(decisions),
             uploads=tuple(each for each in self.uploads if each.checkpoint not in active),
-            leftovers=tuple(each for each in self.leftovers if each.checkpoint not in active),
+            leftovers=tuple(
+                each
+                for each in self.leftovers
+                if (each.modified_at < now - grace if each.checkpoint == BOARDS else each.checkpoint not in active)
+            ),
             unfinished=tuple(
                 UnfinishedDeletion(info.name, deletion)
                 for info in infos
@@ -205,7 +209,7 @@ class CatalogSnapshot:
             if upload.initiated_at > since:
                 active[upload.checkpoint] = "a save is in progress: an upload was begun within the grace period"
         for leftover in self.leftovers:
-            if leftover.modified_at > since and not leftover.is_lease:
+            if leftover.modified_at > since and not leftover.is_lease and leftover.checkpoint != BOARDS:
                 active[leftover.checkpoint] = "a save is in progress: an object was written within the grace period"
         for info in self.checkpoints:
             written = info.modified_at

@@ -138,7 +138,7 @@ def _delete_batch(bucket: Bucket, targets: Sequence[DeleteTarget]) -> list[str]:
                 raise  # nothing of it went through
         except errors.StorageError as error:
             status = answered_status(error)
-            if status not in _NO_BATCHES:
+            if status not in _NO_BATCHES or isinstance(error, errors.CredentialsError):
                 raise
             learn(Quirk.NO_BATCH_DELETES, bucket, error)
             return [each.key for each in (*batch.changed, *batch.pending) if not _delete_one(bucket, each, data=True)]

@@ -215,9 +215,17 @@ class SpillingBatch(Batch):
         Raises:
             SpillError: the disk has no room for the journal.
         """
-        if self._refusal is None and (self._objects or self._uploader.unclean):
+        if self._refusal is not None or not (self._objects or self._uploader.unclean):
+            return
+        try:
             self._writer.seal(replace(self._journal, objects=tuple(self._objects.values())))
             self._is_sealed = True
+        except SpillError as error:
+            if self._objects:
+                raise
+            # All is on S3. The journal must go: a drain would take this save for one that died, and delete it.
+            logger.warning("multipart uploads that are still open are left for a prune: %s", error)
+            self._uploader.unclean.clear()
 
 
 def refused_by_both(refusal: TransferError, spill: SpillError) -> TransferError:
@@ -268,6 +276,7 @@ class SpillingCommitter(Committer):
             try:
                 if self._unseen:
                     super().check_url(store)
+                    check_newest(store, self._identity, self._previous, self._beginning.at)
                 self._publish(store, commit, (lambda: self._look_again(store)) if self._overwrite else None)
             except TransferError as error:
                 logger.warning("the commit of %s waits for S3: %s", commit.identity.url, error)

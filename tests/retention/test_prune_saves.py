@@ -245,6 +245,12 @@ def test_boards_make_a_run_no_checkpoint_and_go_when_they_are_old(run: Run) -> N
     assert {path for path in run.objects() if path.startswith("run/.dcp_s3/")} == {
         "run/.dcp_s3/board-cd-queue", "run/.dcp_s3/other",
     }  # fmt: skip
+    run.clock.now += 2 * DAY
+    run.put("", BOARD)
+    run.clock.now += 1.5 * DAY
+    assert run.prune(grace="48h").leftovers  # each by itself: one within the grace period keeps no other
+    assert "run/.dcp_s3/board-cd-queue" not in run.objects()
+    assert f"run/{BOARD}" in run.objects()
 
 
 # --- prunes that are cut off at any request, or meet another one ---------------------------------------

@@ -73,6 +73,14 @@ def store(faulty: FaultyServer) -> S3Store:
     return store
 
 
+def test_credentials_that_have_expired_say_nothing_of_the_store(store: S3Store, faulty: FaultyServer) -> None:
+    faulty.rule = lambda request: Fault.error(400, "ExpiredToken") if request.operation == "DeleteObjects" else None
+    with pytest.raises(errors.CredentialsError):
+        store.delete(["a", "b"])
+    assert not operations.knows(operations.Quirk.NO_BATCH_DELETES, store)
+    assert set(faulty.s3.objects(BUCKET)) == set("abc")
+
+
 @pytest.mark.parametrize("keys", [["a"], ["a", "b"]])
 def test_a_store_that_refuses_conditions_that_hold_is_asked_without(
     store: S3Store, faulty: FaultyServer, keys: list[str]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import random
 import shutil
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageReader, latest
+from dcp_s3.checkpoint.commit_state import Beginning
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, SpillError, TransferError
 from dcp_s3.memory import Piece, ReadTarget
@@ -27,6 +30,7 @@ from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.spill import background
 from dcp_s3.spill import saving as saving_module
+from dcp_s3.spill import store as spill_store
 from dcp_s3.spill.background import drain_in_background, wait_until_drained
 from dcp_s3.spill.journal import State
 from dcp_s3.spill.local import LocalObjects
@@ -133,6 +137,31 @@ def test_a_batch_that_fails_leaves_neither_objects_nor_files(spill: Spill) -> No
     assert spill.server.s3.objects(BUCKET) == {}
 
 
+def test_a_full_disk_fails_no_save_that_is_on_s3_but_for_an_upload_that_stays_open(
+    spill: Spill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_until_aborted(request: Any) -> Fault | None:
+        if request.operation == "AbortMultipartUpload":
+            spill.server.rule = allow_all  # S3 is back
+            return Fault.error(403, "AccessDenied")
+        return refuse_all(request) if request.operation == "UploadPart" else None
+
+    def write_but_no_sealed_journal(path: Path, data: bytes) -> None:
+        if path.parent.parent == spill.store.saves:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_durably(path, data)
+
+    url, write_durably = spill.url("step-1"), spill_store.write_durably
+    monkeypatch.setattr(spill_store, "write_durably", write_but_no_sealed_journal)
+    monkeypatch.setattr(os, "posix_fallocate", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    spill.server.rule = refuse_until_aborted
+    dcp.save(large_state(1), storage_writer=spill.writer(url))
+    assert len(spill.server.s3.open_uploads(BUCKET)) == 1
+    assert list(spill.store.saves.iterdir()) == []
+    spill.drain()
+    assert_complete(url, large_state(1))
+
+
 # --- outages ---------------------------------------------------------------------------------------------
 
 
@@ -215,6 +244,25 @@ def test_a_url_that_could_not_be_looked_at_is_looked_at_before_the_commit(draini
     assert isinstance(cause, CheckpointError)
     assert "a committed checkpoint is at" in str(cause)
     assert not draining.is_visible(url)
+
+
+def test_a_url_that_could_not_be_looked_at_keeps_a_newer_checkpoint(draining: Spill) -> None:
+    url = draining.url("last")
+    with mock.patch("dcp_s3.save.save.Beginning", return_value=Beginning(time.time() + 100)):
+        draining.save_to_s3(url, small_state(2), overwrite=True)
+
+    def refuse_until_data(request: Any) -> Fault | None:
+        if request.operation == "PutObject":
+            draining.server.rule = allow_all
+            return None
+        return refuse_all(request)
+
+    draining.server.rule = refuse_until_data
+    writer = draining.writer(url, overwrite=True)
+    cause = cause_of(lambda: dcp.save(small_state(1), storage_writer=writer))
+    assert isinstance(cause, CheckpointExistsError)
+    assert "newer than this one" in str(cause)
+    assert_complete(url, small_state(2))
 
 
 def test_a_commit_that_neither_s3_nor_the_disk_takes_names_both(spill: Spill) -> None:
