@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+
+from dcp_s3.format.layout import is_inside
 
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -37,6 +40,7 @@ if hasattr(torch, "float8_e8m0fnu"):
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
 _ALIGNMENT = 8
+_NUMBERED = re.compile(r"model-[0-9]{5}-of-([0-9]{5})\.safetensors")
 
 
 class SafetensorsError(ValueError):
@@ -171,7 +175,7 @@ def parse_header(header: bytes, file_size: int) -> list[PlacedTensor]:
     """
     try:
         found = json.loads(header, object_pairs_hook=_unique)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SafetensorsError(f"its header is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise SafetensorsError("its header is no JSON object")
@@ -208,7 +212,7 @@ def _parse_entry(name: str, entry: Any) -> tuple[TensorEntry, int, int]:
     numbers = [start, stop, *shape] if isinstance(shape, list) else [None]
     if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
         raise SafetensorsError(f"its header gives {name!r} no proper shape or place")
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise SafetensorsError(f"{name!r} has the dtype {dtype!r}, which torch does not have")
     return TensorEntry(name, DTYPES[dtype], tuple(shape)), start, stop
 
@@ -221,11 +225,19 @@ def parse_index(data: bytes) -> Mapping[str, str]:
     """
     try:
         places = json.loads(data, object_pairs_hook=_unique)["weight_map"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise SafetensorsError("it is no index: it has no weight_map") from None
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise SafetensorsError("its weight_map does not name a file for each tensor")
     for file in places.values():
-        if not file or "/" in file or "\\" in file or file in (".", ".."):
+        if "/" in file or file == "." or not is_inside(file):
             raise SafetensorsError(f"it names {file!r}, which is no file beside it")
     return places
+
+
+def missing_files(names: Iterable[str]) -> list[str]:
+    """Names of the files that are missing of a model in several, by the names of those that are there."""
+    there = set(names)
+    counts = {match[1] for name in there if (match := _NUMBERED.fullmatch(name))}
+    expected = (f"model-{number:05d}-of-{count}.safetensors" for count in counts for number in range(1, int(count) + 1))
+    return sorted(set(expected) - there)

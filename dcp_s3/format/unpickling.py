@@ -226,8 +226,7 @@ class PlainCheck:
             MalformedPickleError: one is no plain value, or no picklers write its name.
         """
         for name in vars(owner).keys() - known:
-            if type(name) is not str or name.startswith("__"):
-                raise MalformedPickleError(f"a {type(owner).__name__} has an attribute {str(name)[:50]!r}")
+            _check_name(owner, name)
             self.check(vars(owner)[name])
 
     def check(self, value: Any) -> None:
@@ -248,11 +247,18 @@ class PlainCheck:
             parts = [*value, *value.values()] if kind in (dict, OrderedDict) else value
             if kind not in (dict, OrderedDict, tuple, list, set, frozenset):
                 raise MalformedPickleError(f"it has a {kind.__name__} where a value belongs")
+            if kind is OrderedDict:
+                for name, part in vars(value).items():
+                    _check_name(value, name)
+                    parts.append(part)
             self._known[id(value)] = value, _MAX_DEPTH  # as long as it is under way: it may contain itself
             height = 1 + max(map(self._height, parts), default=0)
             if height > _MAX_DEPTH:
                 raise MalformedPickleError(_TOO_DEEP)
-            if kind is OrderedDict:
-                self.check_attributes(value)
             self._known[id(value)] = value, height
         return self._known[id(value)][1]
+
+
+def _check_name(owner: object, name: Any) -> None:
+    if type(name) is not str or name.startswith("__"):
+        raise MalformedPickleError(f"a {type(owner).__name__} has an attribute {str(name)[:50]!r}")

@@ -7,7 +7,7 @@ checkpoint with one chunk for each tensor, which has no checksums.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,18 +22,19 @@ from torch.distributed.checkpoint.metadata import (
 )  # fmt: skip
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.format import safetensors
 from dcp_s3.format.blocks import make_storage_info
+from dcp_s3.format.layout import CONTROL_PREFIX, DATA_SUFFIX, METADATA
 from dcp_s3.format.safetensors import SafetensorsError
 from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
 
 SUFFIX = ".safetensors"
-_ETAGS = "dcp_s3_etags"
 _FIRST = 32 * 2**10  # bytes of a file that are read first: most headers are not much longer
-_OURS = (".dcp_s3/", ".distcp", ".metadata")
+_OURS = (CONTROL_PREFIX, DATA_SUFFIX, METADATA)
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,11 @@ def find_weights(store: Store, prefix: str, names: Iterable[str], where: str) ->
         names = list(dict.fromkeys(places.values()))
     elif safetensors.SINGLE_FILE in names:
         names = [safetensors.SINGLE_FILE]
+    elif missing := safetensors.missing_files(names):
+        raise errors.WeightsError(
+            f"{where} has no {missing[0]}, and no {safetensors.INDEX} ({len(missing)} files are missing): it is not "
+            "there as a whole. Remedy: copy or export it again"
+        )
     if not names:
         raise errors.WeightsError(
             f"{where} has no weights: no *{SUFFIX}. Remedy: check the path; what a torch file holds is saved with "
@@ -84,9 +90,9 @@ def find_weights(store: Store, prefix: str, names: Iterable[str], where: str) ->
             if fqn in found:
                 raise errors.WeightsError(f"{fqn!r} is in two of the files of {where}")
             found[fqn] = tensor
-    missing = [fqn for fqn in places or () if fqn not in found]
-    if missing:
-        raise errors.WeightsError(f"{missing[0]!r} is in no file of {where}, but in its index ({len(missing)} in all)")
+    lost = [fqn for fqn in places or () if fqn not in found]
+    if lost:
+        raise errors.WeightsError(f"{lost[0]!r} is in no file of {where}, but in its index ({len(lost)} in all)")
     return found
 
 
@@ -121,14 +127,20 @@ def make_metadata(found: Mapping[str, FoundTensor]) -> Metadata:
         info = make_storage_info(tensor.file, tensor.start, tensor.nbytes, raw_offset=0)
         stored[MetadataIndex(fqn, start)] = info
     names = {fqn: (fqn,) for fqn in found}
-    metadata = Metadata(saved, planner_data=names, storage_data=stored, storage_meta=StorageMeta())  # type: ignore[arg-type]
-    setattr(metadata, _ETAGS, {tensor.file: tensor.etag for tensor in found.values()})
-    return metadata
+    etags = {tensor.file: tensor.etag for tensor in found.values()}
+    return _Metadata(saved, names, stored, StorageMeta(), etags=etags)  # type: ignore[arg-type]
+
+
+@dataclass
+class _Metadata(Metadata):
+    """Metadata of safetensors files. A class of its own: ``.metadata`` may have attributes of any name."""
+
+    etags: Mapping[str, str] = field(default_factory=dict)
 
 
 def is_weights(metadata: Metadata) -> bool:
     """Whether the metadata was made of safetensors files."""
-    return hasattr(metadata, _ETAGS)
+    return isinstance(metadata, _Metadata)
 
 
 def rename_entries(metadata: Metadata, names: Mapping[str, str]) -> Metadata:
@@ -140,15 +152,12 @@ def rename_entries(metadata: Metadata, names: Mapping[str, str]) -> Metadata:
         start = entry.chunks[0].offsets  # type: ignore[union-attr]
         stored[MetadataIndex(new, start)] = metadata.storage_data[MetadataIndex(old, start)]
     planner_data = {new: (new,) for new in names}
-    other = Metadata(saved, planner_data=planner_data, storage_data=stored, storage_meta=metadata.storage_meta)
-    setattr(other, _ETAGS, get_etags(metadata))
-    return other
+    return replace(metadata, state_dict_metadata=saved, planner_data=planner_data, storage_data=stored)
 
 
 def get_etags(metadata: Metadata) -> Mapping[str, str]:
     """ETags of the objects that the metadata describes, by their paths; none if their names are random."""
-    etags: Mapping[str, str] = getattr(metadata, _ETAGS, {})
-    return etags
+    return metadata.etags if isinstance(metadata, _Metadata) else {}
 
 
 def version_of(metadata: Metadata) -> int:
@@ -166,10 +175,17 @@ def fetch_weights(store: Store, url: CheckpointURL) -> Metadata | None:
     prefix = url.key("") if url.prefix else ""
     found = store.list(prefix, "/")
     names = [key.removeprefix(prefix) for key in (*(each.key for each in found.objects), *found.prefixes)]
-    # A save that was cut off may have such a file attached.
+    # A save that was cut off may have such a file attached. Leases of readers say nothing about what they read.
+    if CONTROL_PREFIX in names and _has_only_leases(store, url):
+        names.remove(CONTROL_PREFIX)
     if not any(name.endswith(SUFFIX) for name in names) or any(name.endswith(_OURS) for name in names):
         return None
     return make_metadata(find_weights(store, prefix, names, str(url)))
+
+
+def _has_only_leases(store: Store, url: CheckpointURL) -> bool:
+    control = list_directory(store, url, CONTROL_PREFIX)
+    return len(control.leases) == len(control.objects)
 
 
 def open_metadata(store: Store, url: CheckpointURL) -> Metadata:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -230,6 +230,7 @@ class Save:
             }
             metadata.storage_meta = self.storage_meta
             metadata.state_dict_metadata = _with_rows(metadata.state_dict_metadata, all_results)
+            self._check_complete(metadata)
             commit = make_commit(
                 self._identity,
                 # A copy: with plan caching, the next save gets this very object while it is being pickled.
@@ -305,6 +306,20 @@ class Save:
                 "Remedy: begin saves in the same order on every rank, or give each overlapping save its own process "
                 "group (process_group=dist.new_group(backend='gloo'))"
             )
+
+    def _check_complete(self, metadata: Metadata) -> None:
+        """Check that all that was planned was written. If a save fails after torch has cached its global plan, later
+        saves of that state may take the ranks' plans of an earlier one."""
+        written = {(index.fqn, index.offset) for index in metadata.storage_data or {}}
+        for fqn, saved in metadata.state_dict_metadata.items():
+            places: list[Any] = [None]
+            if isinstance(saved, TensorStorageMetadata):
+                places = [chunk.offsets for chunk in saved.chunks if 0 not in chunk.sizes]
+            if (fqn, None) not in written and not all((fqn, place) in written for place in places):
+                raise SaveProtocolError(
+                    f"{self.url} is not committed: {fqn!r} was planned, and no rank has written all of it. Remedy: "
+                    "save with a planner that does not cache plans, or start the processes anew"
+                )
 
     def _store(self) -> Store:
         return self._base_store.within(Limit(deadline=self._deadline).within(self._settings.save_timeout))

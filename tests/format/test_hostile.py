@@ -316,6 +316,18 @@ def test_no_class_is_left_in_it_and_none_is_changed(opcodes: bytes) -> None:
         decode_metadata(metadata_with(opcodes))
 
 
+def test_maps_do_not_contain_themselves_by_attributes() -> None:
+    itself: OrderedDict[str, Any] = OrderedDict()
+    chain: OrderedDict[str, Any] = OrderedDict()
+    vars(itself)["x"] = itself
+    for _ in range(60):
+        chain, inner = OrderedDict(), chain
+        vars(chain)["x"] = inner
+    for value in (itself, chain):
+        with pytest.raises(MalformedPickleError, match="50 levels deep"):
+            PlainCheck().check(value)
+
+
 def test_attributes_that_newer_torch_may_add_are_kept_and_checked() -> None:
     metadata = make_metadata()
     owners = (

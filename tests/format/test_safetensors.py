@@ -115,6 +115,8 @@ GOOD = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
         (with_header({"a": {**GOOD, "shape": [True, 2]}}, b"12"), "no proper shape"),
         (with_header({"a": {**GOOD, "shape": 2}}, b"12"), "no proper shape"),
         (with_header({"a": {**GOOD, "dtype": "F6_E2M3"}}, b"12"), "'F6_E2M3', which torch does not have"),
+        (with_header({"a": {**GOOD, "dtype": ["U8"]}}, b"12"), "which torch does not have"),
+        (with_header(b"[" * 100_000), "no JSON"),
         (with_header({"a": {**GOOD, "shape": [3]}}, b"12"), "'a' of 3 bytes lies at 0 to 2"),
         (with_header({"a": GOOD, "b": GOOD}, b"12"), "'b' of 2 bytes lies at 0 to 2, expected from 2"),
         (with_header({"a": GOOD}, b"1"), "cut short"),
@@ -144,6 +146,8 @@ def test_too_many_tensors_for_a_header(monkeypatch: pytest.MonkeyPatch) -> None:
         (b'{"weight_map": {"a": "../x.safetensors"}}', "no file beside it"),
         (b'{"weight_map": {"a": ".."}}', "no file beside it"),
         (b'{"weight_map": {"a": ""}}', "no file beside it"),
+        (b'{"weight_map": {"a": "\\ud800.safetensors"}}', "no file beside it"),
+        (b"[" * 100_000, "no weight_map"),
     ],
 )
 def test_a_bad_index_is_an_error(index: bytes, message: str) -> None:

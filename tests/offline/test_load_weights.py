@@ -20,9 +20,10 @@ from dcp_s3.load import fetch
 from tests.end_to_end.loads import failure, load
 from tests.end_to_end.states import assert_same, bits, blank, random_tensor
 from tests.memory_s3 import fetch_counters, reset_counters
+from tests.offline.conftest import Saved
 from tests.offline.weights import model
 from tests.ranks import run_ranks
-from tests.retention.making import put
+from tests.retention.making import delete, put
 
 pytestmark = pytest.mark.servers("memory")
 
@@ -121,6 +122,34 @@ def test_weights_attached_to_a_save_that_was_cut_off_are_none(weights: Callable[
     url = weights({"a": torch.ones(3)})
     put(s3, url, ".dcp_s3/manifest-0123.json", b"{}")
     failure(lambda: load({"a": torch.zeros(3)}, url), errors.CheckpointNotFoundError)
+
+
+def test_leases_of_readers_are_no_save(weights: Callable[..., str], s3: Any) -> None:
+    url, expected = weights({"a": torch.ones(3)}), {"a": torch.ones(3)}
+    settings = {"reader_lease": 60}
+    assert_same(load(blank(expected), url, settings=settings), expected)
+    state = blank(expected)
+    dcp_s3.load_safetensors(url, state, settings=settings)
+    assert_same(state, expected)
+    put(s3, url, ".dcp_s3/lease-0123.60", b"{}")  # of a reader that was killed
+    assert_same(dcp_s3.read_tensors(url), expected)
+
+
+def test_files_of_which_some_are_missing(weights: Callable[..., str], s3: Any) -> None:
+    """As after an export that was cut off: the index is written last."""
+    url = weights({"a": torch.ones(3), "b": torch.ones(3)}, most=12)
+    for name in (INDEX, "model-00002-of-00002.safetensors"):
+        delete(s3, url, name)
+    with pytest.raises(errors.WeightsError, match=r"model-00002-of-00002\.safetensors"):
+        dcp_s3.read_tensors(url)
+
+
+def test_metadata_cannot_pretend_to_be_that_of_weights(root: str, s3: Any) -> None:
+    saved = Saved(s3, root).save({"a": torch.ones(3)})
+    saved.change_metadata(lambda metadata: setattr(metadata, "dcp_s3_etags", 1))
+    assert_same(dcp_s3.read_tensors(root), {"a": torch.ones(3)})
+    with pytest.raises(errors.WeightsError, match="is a checkpoint"):
+        dcp_s3.load_safetensors(root, {"a": torch.zeros(3)})
 
 
 def test_a_file_that_is_replaced_while_it_is_read(weights: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
