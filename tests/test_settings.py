@@ -72,13 +72,6 @@ def test_a_bad_value_names_variable_value_and_what_is_allowed(
     assert allowed in message
 
 
-@pytest.mark.parametrize("name", ["read_timeout", "part_size", "staging_limit", "spill_limit"])
-@pytest.mark.parametrize("value", [10**400, float("inf"), float("nan"), -1], ids=["10^400", "inf", "nan", "-1"])
-def test_a_number_beyond_all_bounds_is_an_error_that_names_the_setting(name: str, value: float) -> None:
-    with pytest.raises(SettingsError, match=rf"'{name}'.*expected|'{name}'.*less than or equal"):
-        S3StorageWriter("s3://bucket/x", settings={name: value})
-
-
 def test_the_spill_directory_is_found_again_from_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shell does not expand the tilde in every place where an environment is written down."""
     monkeypatch.setenv("HOME", "/home/me")

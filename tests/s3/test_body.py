@@ -31,13 +31,6 @@ def test_reads_as_the_buffers_laid_end_to_end(buffers: list[bytes], sizes: list[
     assert body.seek(-len(model.getvalue()), io.SEEK_END) == 0
 
 
-@given(BUFFERS)
-def test_chunks_are_all_bytes_in_order_and_can_be_had_again(buffers: list[bytes]) -> None:
-    body = body_of(buffers)
-    for _ in range(2):
-        assert b"".join(body.chunks()) == b"".join(buffers)
-
-
 def test_large_buffers_go_out_as_they_are_and_small_ones_joined() -> None:
     large = bytearray(200_000)
     body = GatherBody([memoryview(b"head"), memoryview(b"er"), memoryview(large), memoryview(b"tail")])

@@ -96,13 +96,6 @@ def test_what_does_not_pass_fails_at_once_by_its_own_name(error: Exception, expe
     assert len(calls) == 1
 
 
-def test_bugs_are_not_wrapped() -> None:
-    request, calls = failing(99, KeyError("bug"))
-    with pytest.raises(KeyError):
-        call(request, operation="GetObject", bucket="b", attempts=5)
-    assert len(calls) == 1
-
-
 def test_cancelling_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "backoff", lambda _: 3600.0)
     cancel = threading.Event()
@@ -131,14 +124,6 @@ def deadline_in(seconds: float) -> Deadline:
     deadline = Deadline.start("DCP_S3_SAVE_TIMEOUT", seconds)
     assert deadline is not None
     return deadline
-
-
-def test_no_attempt_is_made_after_the_deadline() -> None:
-    request, calls = failing(0, KeyError())
-    with pytest.raises(errors.DeadlineExceededError, match="it was not begun") as failure:
-        call(request, operation="GetObject", bucket="b", key="k", attempts=5, deadline=deadline_in(0))
-    assert calls == []
-    assert (failure.value.key, failure.value.setting, failure.value.attempts) == ("k", "DCP_S3_SAVE_TIMEOUT", 0)
 
 
 def test_a_wait_that_would_outlast_the_deadline_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
