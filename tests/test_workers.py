@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dcp_s3.process import collector_paused
-from dcp_s3.tensor_memory import view_bytes
+from dcp_s3.tensor_memory import iterate_bytes, view_bytes
 from dcp_s3.workers import InTurn, Workers
 from tests.end_to_end.states import DTYPES, bits, random_tensor
 
