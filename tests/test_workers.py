@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from dcp_s3.process import collector_paused
-from dcp_s3.tensor_memory import iterate_bytes, view_bytes
+from dcp_s3.tensor_memory import iterate_bytes
 from dcp_s3.workers import InTurn, Workers
-from tests.end_to_end.states import DTYPES, bits, random_tensor
+from tests.end_to_end.states import bits, random_tensor
 
 
 def test_close_cancels_what_has_not_begun_and_waits_for_the_rest() -> None:
@@ -80,19 +80,6 @@ def test_strided_tensors_are_copied_in_bounded_pieces_and_plain_ones_not_at_all(
     (view,) = iterate_bytes(plain, 16)
     plain[3] = 1.0
     assert bytes(view) == bits(plain)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_views_are_writable_and_keep_the_memory(dtype: torch.dtype) -> None:
-    expected = random_tensor((9, 5), dtype, 3)
-    tensor = torch.zeros(9, 5, dtype=dtype)
-    view = view_bytes(tensor)
-    view[:] = bits(expected)
-    assert bits(tensor) == bits(expected)
-    del tensor
-    gc.collect()
-    torch.full((9, 5), 1, dtype=torch.int64)
-    assert bytes(view) == bits(expected)
 
 
 # --- the collector ---------------------------------------------------------------------------------------

@@ -379,7 +379,5 @@ class MemoryS3:
 
 
 def _reader(info: RequestInfo) -> Reader:
-    credential = info.headers.get("authorization", "").partition("Credential=")[2] or info.query.get(
-        "X-Amz-Credential", ""
-    )
+    credential = info.headers.get("authorization", "").partition("Credential=")[2]
     return Reader(credential.partition("/")[0], info.key)

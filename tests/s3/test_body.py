@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from dcp_s3.limit import Limit, Progress
 from dcp_s3.s3.body import BodyReader, GatherBody
-from dcp_s3.s3.botocore_private import send_without_copy
 from dcp_s3.s3.retry import Attempts
 
 BUFFERS = st.lists(st.binary(max_size=40), max_size=8)
@@ -37,20 +36,6 @@ def test_large_buffers_go_out_as_they_are_and_small_ones_joined() -> None:
     chunks = list(body.chunks())
     assert (len(chunks[0]), len(chunks[-1]), sum(map(len, chunks[1:-1]))) == (6, 4, 200_000)
     assert all(isinstance(chunk, memoryview) and chunk.obj is large for chunk in chunks[1:-1])
-
-
-class _Request:
-    def __init__(self, body: object) -> None:
-        self.body = body
-
-
-def test_the_handler_replaces_our_bodies_only() -> None:
-    ours, other = _Request(body_of([b"x"])), _Request(b"bytes")
-    send_without_copy(request=ours)
-    send_without_copy(request=other)
-    assert not hasattr(ours.body, "read")
-    assert list(ours.body) == [b"x"] == list(ours.body)  # type: ignore[call-overload]
-    assert other.body == b"bytes"
 
 
 def test_what_is_sent_once_more_is_no_progress() -> None:

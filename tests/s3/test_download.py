@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -319,17 +318,6 @@ def test_what_is_not_raced(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
     faulty.rule = script = Script(Fault.straggle(0.4))
     fetch(bucket)
     assert len(script.seen) == 1
-
-
-def test_soon_after_s3_throttled_none_and_at_most_two_at_once_of_few_requests(faulty: FaultyServer) -> None:
-    bucket = put(concurrency=8)
-    hedges = hedges_of(bucket)
-    assert [hedges.may_start(bucket) for _ in range(3)] == [True, True, False]
-    hedges.ended(won=False, wasted=0)
-    bucket.gate._throttled_at = time.monotonic()
-    assert not hedges.may_start(bucket)
-    bucket.gate._throttled_at = -NEVER
-    assert hedges.may_start(bucket)
 
 
 # --- what is left ------------------------------------------------------------------------------------
