@@ -13,6 +13,7 @@ from types import TracebackType
 from urllib.parse import urlsplit
 
 _BLOCK = 64 * 1024
+_MOST_BYTES = 6 * 2**20  # of one direction, after which a connection is cut at the latest
 
 
 class FaultyProxy:
@@ -25,7 +26,6 @@ class FaultyProxy:
         endpoint_url: of the server, ``http://host:port``.
         seed: of the choices.
         share: of the connections that are cut.
-        most_bytes: a connection is cut after this many bytes of one direction, or before.
         directions: in which connections are cut.
     """
 
@@ -35,13 +35,12 @@ class FaultyProxy:
         *,
         seed: int,
         share: float = 0.5,
-        most_bytes: int = 6 * 2**20,
         directions: Sequence[str] = ("request", "response"),
     ) -> None:
         parts = urlsplit(endpoint_url)
         self._server = (parts.hostname or "", parts.port or 80)
         self._rng = random.Random(seed)
-        self._share, self._most_bytes, self._directions = share, most_bytes, directions
+        self._share, self._directions = share, directions
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._sockets: list[socket.socket] = []
@@ -77,7 +76,7 @@ class FaultyProxy:
             self._sockets += [client, server]
             doomed = self._rng.choice(self._directions) if self._rng.random() < self._share else ""
             # Many small limits too: most answers, and many requests, are small.
-            limit = int(self._most_bytes ** self._rng.random()) + 200
+            limit = int(_MOST_BYTES ** self._rng.random()) + 200
             for name, source, target in (("request", client, server), ("response", server, client)):
                 self._start(self._forward, name, source, target, limit if name == doomed else None)
 

@@ -165,10 +165,3 @@ def test_without_deletes_and_aborts_saves_work_and_say_what_stays(
     with pytest.raises(CheckpointException):
         save(f"{ROOT}/b")
     assert "s3:AbortMultipartUpload" in caplog.text
-
-
-def test_rules_in_the_document_never_expire_objects() -> None:
-    blocks = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", DOCUMENT, re.DOTALL)]
-    (rules,) = [block["Rules"] for block in blocks if "Rules" in block]
-    assert all("Expiration" not in rule for rule in rules)
-    assert all(rule["AbortIncompleteMultipartUpload"]["DaysAfterInitiation"] >= 1 for rule in rules)

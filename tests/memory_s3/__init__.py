@@ -15,11 +15,6 @@ In a benchmark, in a process of its own, so that client and server do not share 
         client = boto3.client("s3", endpoint_url=s3.endpoint_url, ...)
 
 From a shell: ``python -m tests.memory_s3 --port 9000 --preallocate 4GiB``.
-
-Which file to open: ``server`` (sockets and threads), ``http`` (bytes on the wire),
-``operations`` (what each S3 operation answers), ``answers`` (XML), ``store`` (buckets, objects,
-uploads), ``memory`` (where bodies live), ``faults`` (failures on demand),
-``process`` (the server in a process of its own), ``counters`` (what it has done, for any process to ask).
 """
 
 from .counters import Counters, Reader, Reads, fetch_counters, reset_counters

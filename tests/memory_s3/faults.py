@@ -30,11 +30,6 @@ class RequestInfo:
     def range(self) -> str | None:
         return self.headers.get("range")
 
-    @property
-    def part_number(self) -> int | None:
-        number = self.query.get("partNumber", "")
-        return int(number) if number.isdigit() else None
-
 
 Kind = Literal[
     "delay", "error", "error_in_200", "delete_partly", "reset", "reset_request", "reset_response", "cut_head",
@@ -49,7 +44,6 @@ class Fault:
     kind: Kind
     status: int = 0
     code: str = ""
-    message: str = "Injected by the fault function."
     after_bytes: int = 0
     seconds: float = 0.0
     """Waited before anything else happens, whatever the kind; of a ``stall``, inside of the body."""

@@ -38,10 +38,6 @@ class Pool:
                 self._free.append(memory[start : start + BLOCK_SIZE])
             self._free.reverse()
 
-    @property
-    def free_bytes(self) -> int:
-        return len(self._free) * BLOCK_SIZE
-
     def allocate(self, size: int) -> Body:
         count = -(-size // BLOCK_SIZE)
         blocks: list[memoryview] = []

@@ -37,7 +37,6 @@ class MemoryS3:
 
     def __init__(
         self,
-        host: str = "127.0.0.1",
         port: int = 0,
         preallocate: int = 0,
         verify_checksums: bool = True,
@@ -50,7 +49,6 @@ class MemoryS3:
         """Take the settings; :meth:`start` does the work.
 
         Args:
-            host: Address to listen on.
             port: Port to listen on; 0 picks a free one.
             preallocate: Bytes of memory to touch at start, so that receiving costs no page faults.
             verify_checksums: Refuse bodies whose ``x-amz-checksum-*`` is wrong (BadDigest).
@@ -61,7 +59,7 @@ class MemoryS3:
 
         """
         self.fault = fault
-        self._address = (host, port)
+        self._address = ("127.0.0.1", port)
         self._verify_checksums = verify_checksums
         self._record_requests = record_requests
         self._clock = clock
@@ -246,7 +244,7 @@ class MemoryS3:
             return False
         expects = head.headers.get("expect", "").lower() == "100-continue"
         is_error = fault.kind in ("error", "error_in_200")
-        refusal = S3Error(fault.status, fault.code, fault.message) if is_error else None
+        refusal = S3Error(fault.status, fault.code, "Injected by the fault function.") if is_error else None
         if refusal is not None and expects:
             # The body has not been sent, and the client may or may not send it: start afresh.
             self._send(connection, info, self._error(refusal, info), keep=False)
@@ -379,7 +377,5 @@ class MemoryS3:
 
 
 def _reader(info: RequestInfo) -> Reader:
-    credential = info.headers.get("authorization", "").partition("Credential=")[2] or info.query.get(
-        "X-Amz-Credential", ""
-    )
+    credential = info.headers.get("authorization", "").partition("Credential=")[2]
     return Reader(credential.partition("/")[0], info.key)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from dcp_s3.limit import Limit, Progress
 from dcp_s3.s3.body import BodyReader, GatherBody
-from dcp_s3.s3.botocore_private import send_without_copy
 from dcp_s3.s3.retry import Attempts
 
 BUFFERS = st.lists(st.binary(max_size=40), max_size=8)
@@ -31,33 +30,12 @@ def test_reads_as_the_buffers_laid_end_to_end(buffers: list[bytes], sizes: list[
     assert body.seek(-len(model.getvalue()), io.SEEK_END) == 0
 
 
-@given(BUFFERS)
-def test_chunks_are_all_bytes_in_order_and_can_be_had_again(buffers: list[bytes]) -> None:
-    body = body_of(buffers)
-    for _ in range(2):
-        assert b"".join(body.chunks()) == b"".join(buffers)
-
-
 def test_large_buffers_go_out_as_they_are_and_small_ones_joined() -> None:
     large = bytearray(200_000)
     body = GatherBody([memoryview(b"head"), memoryview(b"er"), memoryview(large), memoryview(b"tail")])
     chunks = list(body.chunks())
     assert (len(chunks[0]), len(chunks[-1]), sum(map(len, chunks[1:-1]))) == (6, 4, 200_000)
     assert all(isinstance(chunk, memoryview) and chunk.obj is large for chunk in chunks[1:-1])
-
-
-class _Request:
-    def __init__(self, body: object) -> None:
-        self.body = body
-
-
-def test_the_handler_replaces_our_bodies_only() -> None:
-    ours, other = _Request(body_of([b"x"])), _Request(b"bytes")
-    send_without_copy(request=ours)
-    send_without_copy(request=other)
-    assert not hasattr(ours.body, "read")
-    assert list(ours.body) == [b"x"] == list(ours.body)  # type: ignore[call-overload]
-    assert other.body == b"bytes"
 
 
 def test_what_is_sent_once_more_is_no_progress() -> None:

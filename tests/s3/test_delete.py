@@ -1,13 +1,12 @@
-"""Deletes on S3: a prune on every server, versions, batches, and stores that are different."""
+"""Deletes on S3: a prune on every server, batches, and stores that are different."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from dcp_s3 import CheckpointCatalog, errors, prune
+from dcp_s3 import errors, prune
 from dcp_s3.s3 import operations
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -32,32 +31,6 @@ def test_names_of_every_kind_and_only_these(s3: Any, root: str) -> None:
     assert {each.name for each in report.deleted} == set(NAMES) - set(kept)
     assert keys(s3, run) == {f"{name}/{path}": size for name, found in kept.items() for path, size in found.items()}
     assert keys(s3, f"{run}x") == others
-
-
-# --- versions ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def versioned(s3: Any, bucket: str, root: str) -> Iterator[str]:
-    s3.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
-    yield root
-    for each in versions(s3, bucket):
-        s3.delete_object(Bucket=bucket, Key=each["Key"], VersionId=each["VersionId"])
-
-
-def versions(s3: Any, bucket: str) -> list[dict[str, Any]]:
-    pages = list(s3.get_paginator("list_object_versions").paginate(Bucket=bucket))
-    return [each for page in pages for name in ("Versions", "DeleteMarkers") for each in page.get(name, ())]
-
-
-@pytest.mark.servers("moto")
-def test_with_versions_deleted_checkpoints_stay_behind_markers(s3: Any, bucket: str, versioned: str) -> None:
-    for step in (1, 2):
-        save(f"{versioned}/step-{step}")
-    before = {(each["Key"], each["VersionId"]) for each in versions(s3, bucket)}
-    assert prune(versioned, "latest:1").ok
-    assert [info.name for info in CheckpointCatalog(versioned).checkpoints()] == ["step-2"]
-    assert before <= {(each["Key"], each["VersionId"]) for each in versions(s3, bucket)}
 
 
 # --- batches, and stores that are different ------------------------------------------------------

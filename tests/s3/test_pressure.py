@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import multiprocessing
 import random
@@ -26,7 +25,6 @@ from dcp_s3.limit import UNLIMITED, Cancelled, Limit
 from dcp_s3.s3 import pressure, retry
 from dcp_s3.s3.parts import GETS_PER_SECOND, PUTS_PER_SECOND, plan_part_size
 from dcp_s3.s3.pressure import Gate, Tuning, Width
-from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
@@ -110,25 +108,6 @@ def test_a_burst_lowers_it_once_and_what_began_before_does_not_raise_it() -> Non
     assert 8 * 8 < rounds < 100, "open again at what was in flight"
     assert all(gate.enter(never) is None for _ in range(50))
     assert gate.state.waited == 0
-
-
-def test_many_threads_never_exceed_the_limit_and_all_get_their_turn() -> None:
-    gate, lock = closed_gate(3), threading.Lock()
-    inside, most = [0], [0]
-
-    def work(_: int) -> None:
-        gate.enter(lambda: None)
-        with lock:
-            inside[0] += 1
-            most[0] = max(most[0], inside[0])
-        with lock:
-            inside[0] -= 1
-        gate.leave(0, succeeded=False)  # the limit stays
-
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(work, range(1000)))
-    assert 1 <= most[0] <= 3
-    assert (gate.state.in_flight, gate.state.waiting) == (0, 0)
 
 
 def slow_down(status: int = 503, code: str = "SlowDown") -> boto.ClientError:
@@ -230,19 +209,6 @@ def test_a_save_and_a_load_go_on_with_as_many_requests_as_s3_takes(faulty: Fault
     assert (gate.in_flight, gate.waiting) == (0, 0)
 
 
-def test_small_requests_lower_the_limit_of_their_bucket_and_stats_say_so(faulty: FaultyServer) -> None:
-    bucket = S3Store(BUCKET, Settings())
-    bucket.put("k", b"abc")
-    seen = faulty.once("HeadObject", Fault.error(503, "SlowDown"))
-    bucket.head("k")
-    assert seen
-    assert (bucket.gate.state.throttled, bucket.gate.state.limit) == (1, 2)
-    assert S3Store("another", Settings()).gate.state.limit is None
-    found = dcp_s3.stats().to_dict()
-    assert found["throttle"][f"{faulty.s3.endpoint_url}/{BUCKET}"]["throttled"] == 1
-    assert json.loads(json.dumps(found)) == found
-
-
 def _in_child(sender: Any) -> None:
     gate = pressure.gate_of(Settings(), "x")
     sender.send((gate.state.limit, gate.state.in_flight))
@@ -339,11 +305,6 @@ def test_when_nothing_is_learned(why: str, monkeypatch: pytest.MonkeyPatch) -> N
             pass
     transfer.run(3.0)
     assert width.connections == 4
-
-
-@pytest.mark.parametrize(("cores", "ranks", "expected"), [(2, 1, 4), (4, 1, 8), (96, 8, 24), (192, 8, 32), (0.5, 1, 4)])
-def test_the_first_guess(cores: float, ranks: int, expected: int) -> None:
-    assert pressure._first(cores, ranks) == expected
 
 
 # --- connections of saves and loads -----------------------------------------------------------------------

@@ -36,12 +36,6 @@ class Unwell:
         self._faulty = faulty
         self._released = threading.Event()
 
-    def __enter__(self) -> Unwell:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.recover()
-
     def never_answers(self) -> Fault:
         self._released.wait(LONG)
         return Fault.reset()
@@ -65,8 +59,9 @@ class Unwell:
 
 @pytest.fixture
 def unwell(faulty: FaultyServer) -> Iterator[Unwell]:
-    with Unwell(faulty) as found:
-        yield found
+    found = Unwell(faulty)
+    yield found
+    found.recover()
 
 
 def state() -> dict[str, torch.Tensor]:

@@ -1,8 +1,7 @@
 """Any other endpoint: DCP_S3_TEST_ENDPOINT, with credentials from the usual AWS places.
 
 DCP_S3_TEST_BUCKET names an existing bucket to use, which must be empty; without it, each test
-creates its own. DCP_S3_TEST_LACKS lists what the endpoint cannot do, for example
-"conditional_writes,verifies_checksums"; by default it is taken to do what AWS does.
+creates its own. DCP_S3_TEST_LACKS=conditional_writes: the endpoint cannot do that.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from .server import S3Server, ServerUnavailable
 
 ENDPOINT = os.environ.get("DCP_S3_TEST_ENDPOINT", "")
 BUCKET = os.environ.get("DCP_S3_TEST_BUCKET", "")
-_LACKS = {s.strip() for s in os.environ.get("DCP_S3_TEST_LACKS", "").split(",")}
+_LACKS = os.environ.get("DCP_S3_TEST_LACKS", "")
 
 
 @contextlib.contextmanager
@@ -37,5 +36,4 @@ def external() -> Iterator[S3Server]:
         session_token=frozen.token,
         region=session.region_name or "us-east-1",
         conditional_writes="conditional_writes" not in _LACKS,
-        verifies_checksums="verifies_checksums" not in _LACKS,
     )

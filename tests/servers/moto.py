@@ -1,12 +1,7 @@
 """moto's server, the AWS mock, in its own process: client and server do not share a GIL.
 
-Found with moto 5.2:
-- any credentials are accepted, and no checksum of a body is verified, Content-MD5 included;
-- CompleteMultipartUpload honours If-None-Match but not If-Match;
-- UploadPart to an aborted upload is answered with 500, not NoSuchUpload;
-- ListMultipartUploads says of every upload that it was initiated in 2010, so each is older than
-  any grace period, and ignores MaxUploads;
-- DeleteObjects with Quiet lists the deleted keys all the same.
+Found with moto 5.2: no checksum of a body is verified; UploadPart to an aborted upload is answered with 500;
+ListMultipartUploads says of every upload that it was initiated in 2010, and ignores MaxUploads.
 """
 
 from __future__ import annotations
@@ -41,5 +36,4 @@ def moto() -> Iterator[S3Server]:
                 access_key="test-access-key",
                 secret_key="test-secret-key",
                 conditional_writes=True,
-                verifies_checksums=False,
             )

@@ -59,10 +59,6 @@ class ServerProcess:
                 cwd=log.parent,
             )
 
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
-
     def tail(self, size: int = 3000) -> str:
         return self.log.read_bytes()[-size:].decode(errors="replace")
 

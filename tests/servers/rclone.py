@@ -1,19 +1,12 @@
 """`rclone serve s3` on a temporary directory: buckets are directories, objects are files.
 
 Found with rclone 1.75:
-- preconditions are ignored on PUT, on Complete and on GET with If-Match: the last writer wins
-  (GET with If-None-Match works); many PUTs to one key at once give a few 500 InternalError;
-- a ranged GET is answered with 200 and Content-Range, not with 206, and carries the checksum of
-  the whole object: botocore's response_checksum_validation must be "when_required";
-- checksum headers are stored (PutObject) or dropped (multipart), never verified; Content-MD5 is;
-- keys are paths: "a" and "a/b" cannot both be objects (500), "a//b" and ".." are refused;
-- parts stream into one file: a part cannot be replaced by other content (501), numbers must be
-  1, 2, 3, ... without a gap, and Complete must name them all;
-- HEAD's ETag after a multipart upload is the MD5 of the file, not the one that Complete returned;
-- parts below 5 MiB are accepted; user metadata comes back with its keys capitalized;
+- preconditions are ignored (but for GET with If-None-Match), and checksum headers are never verified;
+- a ranged GET is answered with 200, Content-Range and the checksum of the whole object;
+- keys are paths: "a" and "a/b" cannot both be objects, "a//b" and ".." are refused;
+- a part cannot be replaced by other content (501), and Complete must name all of them, without a gap;
 - ListMultipartUploads of a bucket that has had no upload yet is a 404 NoSuchUpload;
-- a bucket cannot be deleted while an upload is open in it, nor after one was aborted in a
-  "directory" that then holds no object; an access key of two characters is not accepted.
+- a bucket cannot be deleted after an upload was aborted in a "directory" that then holds no object.
 """
 
 from __future__ import annotations
@@ -59,5 +52,4 @@ def rclone() -> Iterator[S3Server]:
                 access_key=key,
                 secret_key=secret,
                 conditional_writes=False,
-                verifies_checksums=False,
             )

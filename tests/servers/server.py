@@ -19,8 +19,6 @@ class S3Server:
     """A running S3 server and what it can do beyond the common ground.
 
     conditional_writes: PutObject honours If-None-Match: *.
-    verifies_checksums: a wrong x-amz-checksum-crc64nvme is refused, the right one is stored and
-        given back.
     handle: the server object itself where it runs in this process (memory).
     """
 
@@ -29,7 +27,6 @@ class S3Server:
     access_key: str
     secret_key: str
     conditional_writes: bool
-    verifies_checksums: bool
     session_token: str | None = None
     region: str = "us-east-1"
     handle: Any = None
@@ -48,6 +45,5 @@ def memory() -> Iterator[S3Server]:
             access_key="test-access-key",
             secret_key="test-secret-key",
             conditional_writes=True,
-            verifies_checksums=True,
             handle=handle,
         )
