@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 import pickle
 import random
@@ -199,27 +198,6 @@ def test_of_many_items_fewer_checksums_of_blocks_are_kept_and_these_are_right(mo
             if left:
                 second = data[blocks.size : 2 * blocks.size]
                 assert blocks.crc_between(blocks.size, 2 * blocks.size, nbytes) == crc64nvme(second)
-
-
-def test_a_save_of_nothing_has_metadata() -> None:
-    found = assert_same(merge([part_of(0, 1, [])]), [part_of(0, 1, [])])
-    assert found.state_dict_metadata == found.storage_data == {}
-
-
-def test_the_pickle_has_no_more_globals_than_dcp_s() -> None:
-    merged = merge([part_of(0, 1, [plain("w", [2]), other("step")])])
-    names = set()
-
-    class Unpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> object:
-            names.add(name)
-            return super().find_class(module, name)
-
-    Unpickler(io.BytesIO(merged.metadata)).load()
-    assert names == {
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "Size",
-        "_StorageInfo", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING", "float32", "_get_layout",
-    }  # fmt: skip
 
 
 def test_parts_of_another_save_and_second_ones_of_a_rank_are_refused() -> None:

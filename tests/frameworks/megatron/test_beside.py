@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import inspect
-import io
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,6 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.msc_utils import MultiStorageClientFeature, open_file
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from dcp_s3 import latest
@@ -117,46 +113,8 @@ def test_the_files_of_a_training_loop(root: str, bucket: str, s3: Any, installed
         open_file(tracker, "r+")
 
 
-def test_a_file_that_is_not_finished_is_not_written(root: str, installed: Any) -> None:
-    for mode, data in (("w", "half"), ("wb", b"half")):
-        with contextlib.suppress(ZeroDivisionError), open_file(f"{root}/half", mode) as stream:
-            stream.write(data)
-            raise ZeroDivisionError
-        stream = open_file(f"{root}/half", mode)
-        stream.write(data)
-        del stream  # which nobody has closed
-        gc.collect()
-    assert not installed.os.path.exists(f"{root}/half")
-
-
-def test_local_files_and_the_rest_of_the_package_are_as_before(tmp_path: Path, installed: Any) -> None:
-    import multistorageclient
-
-    assert installed.resolve_storage_client is multistorageclient.resolve_storage_client
-    MultiStorageClientFeature.disable()
-    try:
-        for mode in ("wb", "rb"):
-            with open_file(str(tmp_path / "a.bin"), mode) as stream:
-                assert isinstance(stream, io.BufferedIOBase)
-        assert installed.os.path.isfile(str(tmp_path / "a.bin"))
-        assert [path.name for path in installed.Path(str(tmp_path)).iterdir()] == ["a.bin"]
-    finally:
-        MultiStorageClientFeature.enable()
-
-
 def test_the_common_part_waits_for_its_save(root: str, installed: Any) -> None:
     installed.torch.save({"iteration": 1}, f"{root}/iter_1/common.pt")
     assert not installed.os.path.exists(f"{root}/iter_1")
     with pytest.raises(FileNotFoundError):
         installed.torch.load(f"{root}/iter_1/common.pt")
-
-
-def test_what_goes_to_the_process_that_saves_is_its_own() -> None:
-    shared, view, alone = torch.ones(4).share_memory_(), torch.ones(8)[:4], torch.ones(4)
-    tensors = {MetadataIndex(str(number)): tensor for number, tensor in enumerate((shared, view, alone))}
-    prepared = megatron.Prepared(None, None, {index: megatron._own_memory(tensor) for index, tensor in tensors.items()})
-    for tensor in megatron.preload(prepared).data.values():
-        assert torch.equal(tensor, torch.ones(4))
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes
-        assert not tensor.is_shared()
-        assert tensor.data_ptr() not in (shared.data_ptr(), view.data_ptr())
