@@ -218,10 +218,6 @@ WRONG: dict[str, tuple[list[list[WriteItem]], str]] = {
         [[tensor(W, [4], [0], [2])], [tensor(W, [5], [2], [2])]],
         r"float32 of shape \(4,\) on rank 0, but torch.float32 of shape \(5,\) on rank 1",
     ),
-    "another shape, same offset": (
-        [[tensor(W, [4], [0], [4])], [tensor(W, [5], [0], [4])]],
-        r"shape \(4,\) on rank 0, but torch.float32 of shape \(5,\) on rank 1",
-    ),
     "another dtype": (
         [[tensor(W, [4], [0], [2])], [tensor(W, [4], [2], [2], TensorProperties(torch.int8))]],
         "torch.float32 of .* on rank 0, but torch.int8 of .* on rank 1",

@@ -1,8 +1,7 @@
-"""Saves and loads while a quarter of all requests fails, in every way that the tests' servers can make them fail.
+"""Saves and loads while a quarter of all requests fails, in every way that the in-memory server can make them fail.
 
-DCP_S3_TEST_CYCLES says how many cycles of save and load there are on the in-memory server (10), and through the proxy
-(a tenth of it, 3 at least); DCP_S3_TEST_SEED what they do and which faults come (0). The cycle is in the message of a
-failure.
+DCP_S3_TEST_CYCLES says how many cycles of save and load there are (10); DCP_S3_TEST_SEED what they do and which faults
+come (0). The cycle is in the message of a failure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prunes beside saves and restores, beside each other, and killed.
+"""Prunes beside saves and restores: none of them ever fails.
 
 DCP_S3_TEST_SECONDS says how long a run saves every 100 ms, beside a prune that keeps two, beside a reader (10).
 """
