@@ -1,55 +1,29 @@
-"""A TCP proxy that cuts connections: for servers that do not fail on demand themselves."""
+"""A TCP proxy."""
 
 from __future__ import annotations
 
 import contextlib
-import random
 import socket
 import struct
 import threading
-from collections import Counter
-from collections.abc import Sequence
 from types import TracebackType
 from urllib.parse import urlsplit
 
 _BLOCK = 64 * 1024
 
 
-class FaultyProxy:
-    """Forwards connections to a server; of those that it chooses by ``seed``, it resets both ends after some bytes.
+class Proxy:
+    """Forwards connections to a server, ``http://host:port``."""
 
-    A connection may be cut while it carries a request (``request``: the server has at most a part of it) or an answer
-    (``response``: the server has done what was asked). ``cuts`` counts both.
-
-    Args:
-        endpoint_url: of the server, ``http://host:port``.
-        seed: of the choices.
-        share: of the connections that are cut.
-        most_bytes: a connection is cut after this many bytes of one direction, or before.
-        directions: in which connections are cut.
-    """
-
-    def __init__(
-        self,
-        endpoint_url: str,
-        *,
-        seed: int,
-        share: float = 0.5,
-        most_bytes: int = 6 * 2**20,
-        directions: Sequence[str] = ("request", "response"),
-    ) -> None:
+    def __init__(self, endpoint_url: str) -> None:
         parts = urlsplit(endpoint_url)
         self._server = (parts.hostname or "", parts.port or 80)
-        self._rng = random.Random(seed)
-        self._share, self._most_bytes, self._directions = share, most_bytes, directions
-        self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.cuts: Counter[str] = Counter()
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
-    def __enter__(self) -> FaultyProxy:
+    def __enter__(self) -> Proxy:
         self._start(self._accept)
         return self
 
@@ -63,7 +37,7 @@ class FaultyProxy:
             each.close()
 
     def _start(self, function: object, *arguments: object) -> None:
-        thread = threading.Thread(target=function, args=arguments, name="faulty-proxy", daemon=True)  # type: ignore[arg-type]
+        thread = threading.Thread(target=function, args=arguments, name="proxy", daemon=True)  # type: ignore[arg-type]
         self._threads.append(thread)
         thread.start()
 
@@ -75,25 +49,13 @@ class FaultyProxy:
             except OSError:
                 return  # closed
             self._sockets += [client, server]
-            doomed = self._rng.choice(self._directions) if self._rng.random() < self._share else ""
-            # Many small limits too: most answers, and many requests, are small.
-            limit = int(self._most_bytes ** self._rng.random()) + 200
-            for name, source, target in (("request", client, server), ("response", server, client)):
-                self._start(self._forward, name, source, target, limit if name == doomed else None)
+            for source, target in ((client, server), (server, client)):
+                self._start(self._forward, source, target)
 
-    def _forward(self, name: str, source: socket.socket, target: socket.socket, limit: int | None) -> None:
+    def _forward(self, source: socket.socket, target: socket.socket) -> None:
         try:
             while data := source.recv(_BLOCK):
-                if limit is not None:
-                    target.sendall(data[:limit])
-                    limit -= len(data)
-                    if limit < 0:
-                        with self._lock:
-                            self.cuts[name] += 1
-                        _reset(source, target)
-                        return
-                else:
-                    target.sendall(data)
+                target.sendall(data)
             target.shutdown(socket.SHUT_WR)
         except OSError:  # one of both ends is gone, and so must be the other
             _reset(source, target)

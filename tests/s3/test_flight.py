@@ -30,7 +30,7 @@ from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import FaultyServer
 from tests.memory_s3 import Fault
-from tests.proxy import FaultyProxy
+from tests.proxy import Proxy
 from tests.s3.waiting import LONG
 
 NEVER = 1000.0
@@ -164,11 +164,11 @@ def certificate(tmp_path: Path) -> Path:
     return path
 
 
-class TlsProxy(FaultyProxy):
+class TlsProxy(Proxy):
     """Forwards TLS connections to a server without."""
 
     def __init__(self, endpoint_url: str, certificate: Path) -> None:
-        super().__init__(endpoint_url, seed=0, share=0.0)
+        super().__init__(endpoint_url)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate)
         self._listener = context.wrap_socket(self._listener, server_side=True, suppress_ragged_eofs=True)
