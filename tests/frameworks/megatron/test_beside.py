@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.msc_utils import MultiStorageClientFeature, open_file
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_s3 import latest
 from dcp_s3.integrations import megatron
@@ -100,8 +103,31 @@ def test_the_files_of_a_training_loop(root: str, bucket: str, s3: Any, installed
         open_file(tracker, "r+")
 
 
+def test_a_file_that_is_not_finished_is_not_written(root: str, installed: Any) -> None:
+    for mode, data in (("w", "half"), ("wb", b"half")):
+        with contextlib.suppress(ZeroDivisionError), open_file(f"{root}/half", mode) as stream:
+            stream.write(data)
+            raise ZeroDivisionError
+        stream = open_file(f"{root}/half", mode)
+        stream.write(data)
+        del stream  # which nobody has closed
+        gc.collect()
+    assert not installed.os.path.exists(f"{root}/half")
+
+
 def test_the_common_part_waits_for_its_save(root: str, installed: Any) -> None:
     installed.torch.save({"iteration": 1}, f"{root}/iter_1/common.pt")
     assert not installed.os.path.exists(f"{root}/iter_1")
     with pytest.raises(FileNotFoundError):
         installed.torch.load(f"{root}/iter_1/common.pt")
+
+
+def test_what_goes_to_the_process_that_saves_is_its_own() -> None:
+    shared, view, alone = torch.ones(4).share_memory_(), torch.ones(8)[:4], torch.ones(4)
+    tensors = {MetadataIndex(str(number)): tensor for number, tensor in enumerate((shared, view, alone))}
+    prepared = megatron.Prepared(None, None, {index: megatron._own_memory(tensor) for index, tensor in tensors.items()})
+    for tensor in megatron.preload(prepared).data.values():
+        assert torch.equal(tensor, torch.ones(4))
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        assert not tensor.is_shared()
+        assert tensor.data_ptr() not in (shared.data_ptr(), view.data_ptr())
