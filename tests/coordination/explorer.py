@@ -219,7 +219,6 @@ class Config:
     there: str = ""  # "", "done": a checkpoint lies there; "decided": its .metadata is not written yet
     prune: bool = False
     sample: int = 40  # one state in so many is run to its end without further faults
-    expect: str = ""  # what is expected to break
     limit: int = 450_000  # states
 
 
@@ -267,7 +266,6 @@ class World:
         if config.prune:
             self.specs.append((None, None, None))
         self.splits: dict[tuple[str, str], int] = {}
-        self.transitions = 0
 
     # processes
 
@@ -655,7 +653,6 @@ class World:
         return isinstance(operation, (values.Join, values.Write, values.CallRoll, values.Merge))
 
     def move(self, state: list[Any], spec: int | None, how: Any, fault: str) -> list[Any]:
-        self.transitions += 1
         if spec is None:
             return self.arrive(state, how)
         new = self.answer(state, spec, how)

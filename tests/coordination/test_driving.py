@@ -31,7 +31,6 @@ from dcp_s3.coordination.values import (
     SUPERSEDED,
     Claim,
     Intent,
-    Join,
     Key,
     Member,
     Merged,
@@ -45,7 +44,7 @@ from dcp_s3.format.layout import METADATA, data_object
 from dcp_s3.retention.prune import prune
 from dcp_s3.save.joint import verdict_error
 from dcp_s3.store import Expect
-from dcp_s3.url import CheckpointURL, parse_url
+from dcp_s3.url import parse_url
 from tests.memory_store import MemoryStore
 
 URL = parse_url("s3://bucket/run/step-1")
@@ -194,23 +193,6 @@ def test_who_holds_the_same_writes_for_a_rank_that_is_gone(count: int) -> None:
     assert found[1]["by"] != 1
 
 
-def test_another_rank_merges_if_the_one_in_turn_dies() -> None:
-    works = works_of(3)
-
-    def merge_or_die(work: Work) -> Callable[[Claim, Iterator[bytes]], Merged]:
-        def merge(claim: Claim, parts: Iterator[bytes]) -> Merged:
-            if work.rank == protocol.merger_of(claim):
-                raise _DeadError
-            return Work.merge(work, claim, parts)
-
-        return merge
-
-    for work in works:
-        work.merge = merge_or_die(work)  # type: ignore[method-assign]
-    told = save(works, rank_timeout=1.0)  # longer than the pause between two looks
-    assert list(told.values()) == [COMMITTED, COMMITTED]
-
-
 def test_who_holds_something_of_its_own_is_not_made_up_for() -> None:
     works = works_of(3, digest="same")
     works[2] = Work(works[0].store, 2, digest="other", before=die)
@@ -327,17 +309,6 @@ def test_d7_attempts_are_ordered_by_the_store_s_clock_or_by_restarts(
     claim = open_claim(theirs, "0" * 16, (0, 1, 1), 1, "", "")
     assert is_newer(claim, dataclasses.replace(ATTEMPT, **mine)) is expected
     assert not is_newer(claim, theirs)
-
-
-def test_a_newer_attempt_takes_over_what_a_dead_one_left_open() -> None:
-    works = works_of(2)
-    works[0].before = works[1].before = die
-    assert save(works) == {}
-    newer = dataclasses.replace(ATTEMPT, token="newer", began=11.0)
-    again = [Work(works[0].store, rank) for rank in range(3)]
-    assert save(again, attempt=newer, rank_timeout=20.0) == dict.fromkeys(range(3), COMMITTED)
-    late = [Work(works[0].store, rank) for rank in range(2)]
-    assert set(save(late, number=2, overwrite=True).values()) == {SUPERSEDED}
 
 
 def test_a_run_id_that_is_used_again_with_restarts_from_0_is_named_with_the_remedy() -> None:
@@ -517,21 +488,3 @@ def test_claims_and_intents_survive_their_way_and_damage_is_seen() -> None:
     intent = Intent("process", 7, "digest", (1, 2**64 - 1), (3,), "other")
     assert parse_intent(intent.to_json()) == intent
     assert parse_intent(b"{}") is None
-
-
-def test_no_url_or_rank_is_needed_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A generator can wait between DCP's calls."""
-    store = MemoryStore()
-    works = [Work(store, rank) for rank in range(2)]
-    me = Member(0, ATTEMPT, "process-0")
-    works[0].driver = Driver(store, CheckpointURL("bucket", "run/step-1"), me, 20.0, works[0])
-    steps = protocol.save(me, (0, 1, 1), 1)
-    asked = works[0].driver.go_on(steps, until=Join)
-    assert isinstance(asked, Join)
-    assert works[0].driver.leave(steps, "it was given up") == (ABORTED, asked.claim.nonce)
-    assert claim_of(store).why == "it was given up"
-    assert me.left == {asked.claim.nonce}
-    assert protocol.judge(asked.claim, me, (0, 1, 1), 1) == ABORTED, "it is never joined again"
-    for number in (None, (0, 1, 1)):
-        in_lockstep = dataclasses.replace(asked.claim, number=number)
-        assert protocol.judge(in_lockstep, me, None, 1) == OPEN

@@ -70,21 +70,6 @@ def _attempt(environment: Mapping[str, str], **options: Any) -> Attempt:
     return make_attempt(Settings(**options), found, rank=found.rank, world_size=found.world_size)
 
 
-def test_without_a_group_the_launcher_tells_attempts_apart() -> None:
-    ranks = [_attempt({**_SRUN, "SLURM_PROCID": str(rank)}) for rank in range(8)]
-    assert {each.rank for each in ranks} == set(range(8))
-    assert len({each.id for each in ranks}) == 1
-    others = [
-        {**_SRUN, "SLURM_JOB_ID": "72"},
-        {**_SRUN, "SLURM_STEP_ID": "3"},
-        {**_SRUN, "SLURM_RESTART_COUNT": "1"},
-        {**_SRUN, **_TORCHRUN},
-        {**_SRUN, **_TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "3"},
-    ]
-    ids = {_attempt(each).id for each in [_SRUN, *others]}
-    assert len(ids) == 1 + len(others)
-
-
 def test_nothing_unique_and_several_ranks_is_an_error_that_names_the_remedy() -> None:
     several = {"RANK": "0", "WORLD_SIZE": "2"}
     with pytest.raises(SaveProtocolError, match="DCP_S3_RUN_ID"):
@@ -93,7 +78,9 @@ def test_nothing_unique_and_several_ranks_is_an_error_that_names_the_remedy() ->
     with pytest.raises(SaveProtocolError, match="DCP_S3_RUN_ID"):
         _attempt(static)
     assert _attempt(_TORCHRUN, run_id="mine").run == "mine"
-    assert _attempt(several, run_id="mine").id == _attempt({**several, "RANK": "1"}, run_id="mine").id
+    ids = [_attempt(each, run_id="mine").id for each in (several, {**several, "RANK": "1"}, static)]
+    assert ids[0] == ids[1] != ids[2]
+    assert len({_attempt(each).id for each in (_SRUN, {**_SRUN, "SLURM_STEP_ID": "3"}, {**_SRUN, **_TORCHRUN})}) == 3
     assert _attempt(static, run_id="mine").restart == (1,), "restarts count with it"
 
 

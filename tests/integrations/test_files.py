@@ -284,17 +284,6 @@ def test_copies_and_comparisons_look_at_files(root: str) -> None:
     assert dcp_s3.latest(root).name == "step-2"  # type: ignore[union-attr]
 
 
-def test_a_rank_that_does_not_come_is_named_and_nothing_is_committed() -> None:
-    store = MemoryStore()
-    entries = [write(store, rank, f"n{rank}", [f"model_{rank}.pt"]) for rank in range(3)]
-    put_record(store, URL, 1, "n1", entries[1], of="n0")
-    with pytest.raises(errors.TransferError, match=r"ranks \[2\]"):
-        commit(store, 0, "n0", entries[0], 3, wait=0.2)
-    with pytest.raises(errors.TransferError, match=r"ranks \[0\]"):
-        commit(store, 1, "n1", entries[1], 3, wait=0.2)
-    assert find_files(store, URL) is None
-
-
 def test_a_rank_whose_files_were_not_committed_hears_of_it() -> None:
     store = MemoryStore()
     commit(store, 0, "first", write(store, 0, "first", ["model_0.pt"]), 1)

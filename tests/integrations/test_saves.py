@@ -11,7 +11,7 @@ import boto3
 import pytest
 import torch
 
-from dcp_s3 import S3StorageReader, list_checkpoints, pin, remove
+from dcp_s3 import S3StorageReader, list_checkpoints, pin
 from dcp_s3.errors import SaveFailedError, StagingError
 from dcp_s3.integrations.saves import Saves
 from dcp_s3.manager.agree import Ranks
@@ -166,28 +166,6 @@ def test_with_local_durability_a_checkpoint_goes_when_the_last_save_is_on_s3_wha
         with pytest.raises(TimeoutError):
             saves._wait_committed(0.1)
         assert A in committed()
-    saves.close()
-    assert committed() == {B, LAST}
-
-
-def test_a_removal_that_is_slow_does_not_delay_a_save_to_another_url(
-    saves: Saves, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reached, go = threading.Event(), threading.Event()
-
-    def slow(url: str, **options: Any) -> None:
-        reached.set()
-        assert go.wait(60)
-        remove(url, **options)
-
-    monkeypatch.setattr("dcp_s3.integrations.saves.remove", slow)
-    save(saves, A, 4, blocking=True)
-    save(saves, B, 8, blocking=True)
-    saves.remove(A)
-    assert reached.wait(60)
-    save(saves, LAST, 9, blocking=True)  # while A is being removed
-    assert committed() == {A, B, LAST}
-    go.set()
     saves.close()
     assert committed() == {B, LAST}
 

@@ -132,38 +132,6 @@ def test_saves_that_commit_while_a_prune_runs_share_the_next_one() -> None:
     assert prune.calls == 2
 
 
-def test_a_prune_that_fails_is_logged_and_the_next_save_tries_again(caplog: pytest.LogCaptureFixture) -> None:
-    prune = StandInPrune()
-    prune.error = errors.CheckpointError("S3 is away")
-    retention = BackgroundRetention(prune, ROOT)
-    retention.saved(committed)
-    assert prune.began.acquire(timeout=60)
-    retention.saved(committed)
-    assert retention.close(60)
-    assert prune.calls == 2
-    assert caplog.text.count("retention under s3://bucket/run failed") == 2
-    assert "S3 is away" in caplog.text
-
-
-def test_nothing_is_pruned_before_the_commit() -> None:
-    prune, commit = StandInPrune(), threading.Event()
-    waited = threading.Semaphore(0)
-
-    def wait_committed(_: float) -> None:
-        waited.release()
-        if not commit.wait(0.01):
-            raise TimeoutError
-
-    retention = BackgroundRetention(prune, ROOT)
-    retention.saved(wait_committed)
-    for _ in range(3):
-        assert waited.acquire(timeout=60)
-    assert prune.calls == 0
-    commit.set()
-    assert retention.close(60)
-    assert prune.calls == 1
-
-
 def test_a_save_that_can_not_be_committed_deletes_nothing() -> None:
     prune = StandInPrune()
 

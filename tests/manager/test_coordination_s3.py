@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import dcp_s3
 from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter, SaveEvery, SaveOnPreemption, errors
-from dcp_s3.offline.copy import copy as download
 from tests.ranks import run_ranks
 
 _SHAPE = (7, 3)  # does not divide evenly
@@ -178,17 +176,11 @@ def _train_plainly(root: str) -> int | None:
     return found
 
 
-def test_the_environment_says_who_the_ranks_are(memory_server: Any, root: str, tmp_path: Path) -> None:
+def test_the_environment_says_who_the_ranks_are(memory_server: Any, root: str) -> None:
     assert run_ranks(3, _train_plainly, root, group=False, env={"DCP_S3_RUN_ID": "first"}) == [3, 3, 3]
     assert run_ranks(2, _train_plainly, root, group=False, env={"DCP_S3_RUN_ID": "second"}) == [6, 6]
     found = _committed(root)
     assert [(info.step, info.world_size) for info in found] == [(1, 3), (2, 3), (3, 3), (4, 2), (5, 2), (6, 2)]
-    # torch's own reader takes it.
-    download(found[2].url, tmp_path / "step-3")
-    loaded: dict[str, Any] = {"model": {"w": torch.zeros(_SHAPE)}, "step": 0, "rank-2": torch.zeros(5)}
-    dcp.load(loaded, storage_reader=dcp.FileSystemReader(tmp_path / "step-3"))
-    assert torch.equal(loaded["model"]["w"], _whole(3))
-    assert loaded["rank-2"].tolist() == [32.0] * 5
 
 
 def _make_one(root: str) -> str:
@@ -293,27 +285,6 @@ def test_what_a_rank_saved_before_it_went_back_is_not_merged_with_what_it_saves_
     assert first == ["saved"] * 3
     assert [each == "saved" for each in second] == [True, *([False] if called else []), True, True]
     assert _values(root) == {0: [100.0, 100.0], 1: [201.0, 201.0], 2: [202.0, 202.0]}
-
-
-def _end_the_group_early(root: str) -> str:
-    for name in ("RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)
-    with CheckpointManager(root, coordination="s3") as manager:
-        for step in (1, 2):
-            manager.save(step, _own(float(step)))
-        state = _own(3.0)
-        dist.destroy_process_group()
-        try:
-            manager.save(3, state)
-        except errors.SaveProtocolError as error:
-            return str(error)
-    return "saved"
-
-
-def test_what_was_called_with_a_group_is_saved_by_all_of_it_and_nothing_after_it(memory_server: Any, root: str) -> None:
-    for rank, told in enumerate(run_ranks(2, _end_the_group_early, root)):
-        assert f"was made on rank {rank} of 2, which is rank 0 of 1 now" in told
-    assert _values(root) == {1: [1.0, 1.0], 2: [2.0, 2.0]}
 
 
 # --- what all restore -------------------------------------------------------------------------------

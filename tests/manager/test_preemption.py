@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ import dcp_s3
 from dcp_s3 import CheckpointManager, SaveEvery, SaveOnPreemption, errors
 from dcp_s3.url import parse_url
 from tests.faulty import BUCKET, serve
-from tests.manager.making import blank, is_of, state
+from tests.manager.making import state
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
 
@@ -48,23 +46,6 @@ def _train(
     return step
 
 
-@pytest.mark.parametrize("coordination", ["collectives", "s3"])
-@pytest.mark.servers("memory")
-def test_a_process_saves_the_step_at_which_it_is(memory_server: Any, root: str, coordination: Any) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    manager = CheckpointManager(root, coordination=coordination, should_save=_policy())
-    assert signal.getsignal(signal.SIGTERM) != before
-    assert _train(manager, at=15) == 15
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert [info.step for info in dcp_s3.list_checkpoints(root)] == [10, 15]
-    with CheckpointManager(root, should_save=_policy(4)) as again:
-        loaded = blank()
-        assert again.restore(loaded) == 15
-        assert is_of(loaded, 15)
-        assert _train(again, at=0, first=16, last=17) == 17
-    assert [info.step for info in dcp_s3.list_checkpoints(root)] == [10, 15, 16]
-
-
 @pytest.mark.parametrize(("failing", "left"), [(10, 15), (15, 10)])
 def test_a_last_step_that_fails_is_raised_and_an_earlier_failure_is_no_reason(
     monkeypatch: pytest.MonkeyPatch, failing: int, left: int
@@ -83,29 +64,10 @@ def _ranks_train(root: str, coordination: Any) -> int:
     return _train(manager, at=5 if dist.get_rank() else 0, boundary=lambda _: dist.all_reduce(torch.zeros(1)))
 
 
-def _train_without_group(root: str, meeting: str) -> int:
-    rank = int(os.environ["RANK"])
-    store = dist.FileStore(meeting, 2)
-    store.set_timeout(timedelta(seconds=60))
-
-    def meet(step: int) -> None:
-        """What a step of ranks in lockstep has."""
-        time.sleep(0.2)
-        store.set(f"{step}-{rank}", "1")
-        store.wait([f"{step}-{1 - rank}"])
-
-    manager = CheckpointManager(root, coordination="s3", should_save=_policy(1000))
-    return _train(manager, at=0 if rank else 3, boundary=meet)
-
-
-@pytest.mark.parametrize("how", ["collectives", "s3", "no group"])
+@pytest.mark.parametrize("coordination", ["collectives", "s3"])
 @pytest.mark.servers("memory")
-def test_a_signal_on_one_rank_ends_all_at_the_same_step(memory_server: Any, root: str, how: str, tmp_path: Any) -> None:
-    if how == "no group":
-        env = {"DCP_S3_RUN_ID": "mine"}
-        first, second = run_ranks(2, _train_without_group, root, str(tmp_path / "meeting"), env=env, group=False)
-    else:
-        first, second = run_ranks(2, _ranks_train, root, how)
+def test_a_signal_on_one_rank_ends_all_at_the_same_step(memory_server: Any, root: str, coordination: str) -> None:
+    first, second = run_ranks(2, _ranks_train, root, coordination)
     assert first == second >= 3
     found = dcp_s3.latest(root)
     assert found is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcp_s3
-from dcp_s3 import CheckpointManager, SaveEvery, SaveOnPreemption, errors
+from dcp_s3 import CheckpointManager, SaveEvery, SaveOnPreemption
 from dcp_s3.events import Event, LoadStarted
-from tests.faulty import BUCKET, serve
-from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
 from tests.retention.making import delete, keys, put
 
@@ -173,17 +170,6 @@ def test_what_vanishes_or_is_damaged_makes_all_ranks_load_the_one_before(memory_
     assert run_ranks(2, _vanish, root) == [1, 1]
 
 
-def _asked_meanwhile(root: str) -> list[int]:
-    due = (1, 30, 60)
-    with CheckpointManager(root, should_save=lambda moment: moment.step in due) as manager:
-        return [step for step in range(1, 91) if manager.save(step, _state(step))]
-
-
-def test_the_ranks_decide_while_a_save_is_under_way(memory_server: Any, root: str) -> None:
-    """The collectives of the two, in two threads, are never taken for each other."""
-    assert run_ranks(3, _asked_meanwhile, root) == [[1, 30, 60]] * 3
-
-
 def _threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
@@ -209,40 +195,3 @@ def test_no_thread_of_its_groups_outlives_a_closed_manager(memory_server: Any, r
 
 
 # --- what the log says -----------------------------------------------------------------------------------
-
-
-def _log_of_failures(root: str) -> list[str]:
-    lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(self.format(record))
-
-    logging.getLogger("dcp_s3").addHandler(Keep(logging.WARNING))
-    state = {f"of-{dist.get_rank()}": torch.ones(1000)}
-    with CheckpointManager(root) as manager:
-        manager.save(1, state, blocking=True)
-        manager.save(2, state)
-        with pytest.raises(errors.SaveFailedError) as caught:
-            manager.wait()
-        assert sorted(caught.value.failures) == [0, 1, 2]
-    return [*lines, str(caught.value)]
-
-
-def test_a_failure_of_all_ranks_is_one_panel_with_cause_ranks_and_what_is_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with serve(monkeypatch) as server:
-        server.rule = lambda request: (
-            Fault.error(403, "AccessDenied")
-            if request.operation == "PutObject" and "/step-00000001/" not in request.key
-            else None
-        )
-        (logged, raised), *others = run_ranks(3, _log_of_failures, f"s3://{BUCKET}/run")
-    assert logged == raised
-    assert others == [[raised]] * 2
-    head, cause, *_ = raised.splitlines()
-    assert head == f"the save of step 2 to s3://{BUCKET}/run/step-00000002 failed on ranks 0 to 2"
-    assert cause.startswith("  Cause: AccessDeniedError: ")
-    assert raised.count("AccessDeniedError") == 1
-    assert raised.endswith("  Last good: step 1\n  Resume: manager.restore(state)")

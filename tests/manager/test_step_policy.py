@@ -85,15 +85,6 @@ def test_every_so_many_seconds_since_the_last_save_of_whatever_reason() -> None:
     assert saved(decisions(both, clock), range(1, 50), clock) == [10, 15, 25, 30, 40, 45]
 
 
-def test_as_soon_as_the_last_save_is_committed() -> None:
-    under_way, found = [False], list[int]()
-    deciding = decisions(SaveContinuously(), is_saving=lambda: under_way[0])
-    for step in range(1, 31):  # each save takes 9 steps
-        under_way[0] = bool(found) and step - found[-1] < 9
-        found += saved(deciding, [step])
-    assert found == [1, 10, 19, 28]
-
-
 def test_functions_are_policies_and_are_joined() -> None:
     mixed = (lambda moment: moment.step == 3) | SaveEvery(steps=5)
     assert saved(decisions(mixed), range(1, 11)) == [3, 5, 10]

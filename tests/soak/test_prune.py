@@ -1,20 +1,17 @@
-"""Prunes beside saves and restores, beside each other, and killed.
+"""Prunes beside saves and restores: none of them ever fails.
 
 DCP_S3_TEST_SECONDS says how long a run saves every 100 ms, beside a prune that keeps two, beside a reader (10).
 """
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import random
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,12 +22,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_s3 import CheckpointCatalog, S3StorageReader, S3StorageWriter, latest, prune
 from dcp_s3.errors import CheckpointNotFoundError
 from dcp_s3.s3 import retry
-from dcp_s3.s3.client import close_clients
 from tests.faulty import BUCKET, FaultyServer, serve
-from tests.killing import AtRequest, begin, kill_all, new_process, running, wait_until_quiet
-from tests.memory_s3 import Fault, MemoryS3
-from tests.memory_s3.memory import Body
-from tests.retention.runs import Mixed
+from tests.memory_s3 import Fault
 
 SECONDS = float(os.environ.get("DCP_S3_TEST_SECONDS", "10"))
 ROOT = f"s3://{BUCKET}/run"
@@ -142,71 +135,3 @@ def test_no_reader_and_no_save_ever_fails(faulty: FaultyServer) -> None:
 
 
 # --- real processes ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def mixed(tmp_path: Path) -> Mixed:
-    return Mixed(tmp_path / "foreign")
-
-
-@pytest.fixture
-def loaded(mixed: Mixed, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    """With what `mixed` has in memory."""
-    server, clock = FaultyServer(), mixed.run.clock
-    server.s3 = MemoryS3(fault=lambda request: server.rule(request), clock=clock)
-    with serve(monkeypatch, server):
-        objects, uploads = mixed.run.memory.snapshot()
-        now, store = clock.now, server.s3._store
-        for key, each in objects.items():
-            clock.now = each.modified_at
-            headers = {f"x-amz-meta-{name}": value for name, value in each.metadata.items()}
-            store.put(BUCKET, key, Body.of(each.data), headers=headers)
-        for upload in uploads:
-            store.create_upload(BUCKET, upload.key, {})
-        clock.now = now
-        yield server
-
-
-def check_done(mixed: Mixed, server: FaultyServer) -> None:
-    assert server.s3.objects(BUCKET).keys() == mixed.keep
-    assert server.s3.open_uploads(BUCKET) == []
-
-
-def _prune(environment: Mapping[str, str], output: Path) -> None:
-    begin(environment, output)
-    prune(ROOT, "latest:1")
-
-
-_KILLS = [("PutObject", 1, True), ("DeleteObject", 1, False), ("DeleteObject", 2, True), ("DeleteObjects", 1, True),
-          ("AbortMultipartUpload", 1, False)]  # fmt: skip
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="relies on Linux's signals")
-@pytest.mark.quick("DeleteObject-2-True")
-@pytest.mark.parametrize(("operation", "count", "applied"), _KILLS)
-def test_after_sigkill_the_next_prune_completes_it(
-    mixed: Mixed, loaded: FaultyServer, tmp_path: Path, operation: str, count: int, applied: bool
-) -> None:
-    moment = AtRequest(operation, count, applied=applied)
-    with running([new_process(_prune, dict(os.environ), tmp_path / "output")]) as [process]:
-        with moment.on(loaded):
-            assert moment.reached.wait(60)
-            kill_all([process])
-        assert process.exitcode == -9
-    close_clients()  # of this process
-    gc.collect()  # urllib3 closes connections with their pool, and requests that failed before hold on to it
-    wait_until_quiet(loaded)
-    mixed.check_committed(list(loaded.s3.objects(BUCKET)))
-    for _ in range(2):  # the list of one that was cut off may go with the second
-        assert prune(ROOT, "latest:1").ok
-    check_done(mixed, loaded)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="relies on Linux's signals")
-def test_two_processes_at_once(mixed: Mixed, loaded: FaultyServer, tmp_path: Path) -> None:
-    processes = [new_process(_prune, dict(os.environ), tmp_path / f"output-{number}") for number in range(2)]
-    with running(processes):
-        for process in processes:
-            process.join(60)
-        assert [process.exitcode for process in processes] == [0, 0]
-    check_done(mixed, loaded)

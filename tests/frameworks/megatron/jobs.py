@@ -154,14 +154,6 @@ def fail_to_save(url: str, mode: str) -> dict[int, str]:
     raise AssertionError("it was saved")
 
 
-def save_cached_here_and_there(root: str, directory: str) -> None:
-    with trainer(cached_metadata=True) as rank:
-        for path in (f"{root}/iter_1", f"{root}/iter_2", directory, f"{root}/iter_3"):
-            rank.save(path, 1)
-        for path in (directory, f"{root}/iter_3"):
-            rank.load(path, 1)
-
-
 def lose_the_process(url: str) -> dict[int, str]:
     """The process that saves is killed on rank 1."""
     if int(os.environ["RANK"]) == 1:

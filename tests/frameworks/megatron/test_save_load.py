@@ -50,12 +50,6 @@ def test_plans_are_reused_from_save_to_save(root: str, mode: str) -> None:
 
 
 @in_memory
-def test_plans_are_reused_here_and_on_a_disk(root: str, tmp_path: Path) -> None:
-    (tmp_path / "local").mkdir()
-    run_ranks(2, jobs.save_cached_here_and_there, root, str(tmp_path / "local"))
-
-
-@in_memory
 def test_fully_parallel_strategies_share_the_work(root: str) -> None:
     written = run_ranks(2, jobs.save_and_load_fully_parallel, f"{root}/iter", "forked")
     assert sum(written) == len(states.SHAPES)
