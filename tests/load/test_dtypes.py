@@ -95,15 +95,3 @@ def test_what_keeps_its_values_comes_back(saved: torch.dtype, target: torch.dtyp
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8).view(len(tensor), -1)
-
-
-@pytest.mark.parametrize(("saved", "target", "keeps"), [
-    (torch.float32, torch.bfloat16, False), (torch.bfloat16, torch.float16, False),
-    (torch.float16, torch.float32, True), (torch.int64, torch.float64, False), (torch.int32, torch.float64, True),
-    (torch.uint8, torch.int8, False), (torch.uint8, torch.bfloat16, True), (torch.float32, torch.int64, False),
-    (torch.complex64, torch.float64, False),
-    (torch.float32, torch.complex64, True), (torch.bool, torch.float8_e4m3fn, True), (torch.uint8, torch.bool, False),
-    (torch.float8_e4m3fn, torch.float8_e5m2, False), (torch.float8_e5m2, torch.float16, True),
-])  # fmt: skip
-def test_what_keeps_values(saved: torch.dtype, target: torch.dtype, keeps: bool) -> None:
-    assert keeps_values(saved, target) is keeps

@@ -57,25 +57,6 @@ def test_all_other_shapes_are_in_one_error(saved: str) -> None:
     assert "also not saved: 1 name of the state (train.more)" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("entry", "kind"),
-    [
-        ({"other": 1}, errors.MissingKeysError),
-        ({"train": {"model": {_LAYERS[0]: torch.zeros(3, 2)}}}, errors.TensorMismatchError),
-        ({"train": {"model": {_LAYERS[0]: torch.zeros(2, 3, dtype=torch.int8)}}}, errors.TensorMismatchError),
-        ({"train": {"model": {_LAYERS[0]: 7}}}, errors.TensorMismatchError),
-    ],
-    ids=["name", "shape", "dtype", "kind"],
-)
-def test_what_does_not_fit_names_the_checkpoint_and_advises_no_other_one(
-    saved: str, entry: dict[str, Any], kind: type
-) -> None:
-    dcp.save({"epoch": 3}, storage_writer=S3StorageWriter(f"{saved}/step-0"))
-    error = _load(saved, entry, planner=S3LoadPlanner())
-    assert type(error) is kind
-    assert f"{saved}/step-1" in str(error)
-
-
 @pytest.mark.parametrize("planner", [None, S3LoadPlanner])
 def test_what_is_saved_and_not_loaded_is_one_line(saved: str, caplog: pytest.LogCaptureFixture, planner: Any) -> None:
     with caplog.at_level(logging.INFO, "dcp_s3.load"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
@@ -26,14 +26,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, errors
 from dcp_s3.load.boxes import AnyBox as Box
-from dcp_s3.load.boxes import find_overlaps
 from dcp_s3.load.planner import check_filled
 from tests.ranks import run_ranks
 from tests.relying import BEFORE_2_10, in_torchs_order
@@ -135,22 +133,6 @@ def test_random_chunks_and_objects(tensors: list[tuple[list[Box], list[Box]]], d
     plain = {"flatten_sharded_tensors": False, "flatten_state_dict": False}
     plans = [make_plan(kind(**plain), state, Metadata(saved)).items for kind in (S3LoadPlanner, DefaultLoadPlanner)]
     assert details(plans[0]) == details(plans[1])
-
-
-@settings(max_examples=200)
-@given(chunks_of_one=chunkings(), pairs=st.sampled_from([1, 5, 2**16]))
-def test_overlaps_are_those_of_torch(chunks_of_one: tuple[list[Box], list[Box]], pairs: int) -> None:
-    """Also where they are compared in several batches."""
-    stored, local = chunks_of_one
-    if not stored or not local:
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dcp_s3.load.boxes._PAIRS", pairs)
-        found = [tuple(each)[:2] + tuple(map(torch.Size, each[2:])) for each in find_overlaps(stored, local)]
-    expected = create_read_items_for_chunk_list("x", saved_as((), stored), chunks(local))
-    assert in_torchs_order(found) == in_torchs_order([
-        (i.dest_index.index, i.storage_index.index, i.dest_offsets, i.storage_offsets, i.lengths) for i in expected
-    ])  # fmt: skip
 
 
 # --- real states ------------------------------------------------------------------------------------------

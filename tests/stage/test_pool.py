@@ -13,15 +13,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
 
 from dcp_s3.errors import StagingError
 from dcp_s3.stage import pool as pool_module
-from dcp_s3.stage.buffers import HostBuffer, measure_available, resolve_limit
-from dcp_s3.stage.pool import ALIGNMENT, BufferPool, Slot, place, split
+from dcp_s3.stage.buffers import HostBuffer, measure_available
+from dcp_s3.stage.pool import BufferPool, Slot
 from tests.s3.waiting import until
 from tests.stage.making import MIB, PATIENCE, make_pool, no_collector
 
@@ -117,33 +115,6 @@ def test_a_lease_in_a_cycle_is_found_before_waiting(caplog: pytest.LogCaptureFix
     assert caplog.records == [], "it did not wait"
 
 
-_sizes = st.lists(st.integers(1, 10_000), max_size=30)
-
-
-@given(_sizes)
-def test_places_are_aligned_and_do_not_overlap(sizes: list[int]) -> None:
-    offsets, total = place(sizes)
-    assert len(offsets) == len(sizes)
-    ends = [0, *(offset + size for offset, size in zip(offsets, sizes, strict=True))]
-    for offset, end in zip([*offsets, total], ends, strict=True):
-        assert offset % ALIGNMENT == 0
-        assert 0 <= offset - end < ALIGNMENT
-
-
-@given(_sizes, st.integers(0, 40_000))
-def test_what_goes_to_memory_fits_there(sizes: list[int], room: int) -> None:
-    choice = split(sizes, room)
-    assert len(choice) == len(sizes)
-    _, used = place([size for size, chosen in zip(sizes, choice, strict=True) if chosen])
-    assert used <= room
-    for size, chosen in zip(sizes, choice, strict=True):
-        if not chosen:  # and nothing is sent to disk that would have had room
-            assert place([size])[1] > room - used
-            assert all(size >= other for other, taken in zip(sizes, choice, strict=True) if taken)
-    for enough in (None, place(sizes)[1]):
-        assert split(sizes, enough) == [True] * len(sizes)
-
-
 # --- failures, and the end -------------------------------------------------------------------------------
 
 
@@ -235,21 +206,6 @@ def test_memory_never_exceeds_the_budget(seed: int, tmp_path: Path) -> None:
 
 
 GIB = 2**30
-
-
-@pytest.mark.parametrize(
-    ("limit", "available", "ranks", "expected"),
-    [
-        (None, 0, 1, None),
-        (5 * GIB, GIB, 8, 5 * GIB),  # bytes are for each process, and taken as they are
-        (0.5, 100 * GIB, 8, 50 * GIB // 8),
-        (1.0, 3 * GIB, 2, 3 * GIB // 2),
-    ],
-)
-def test_limits(limit: int | float | None, available: int, ranks: int, expected: int | None) -> None:
-    found = resolve_limit(limit, available, ranks)
-    assert found == expected
-    assert found is None or isinstance(found, int)
 
 
 _V1 = "memory/memory.{}"
