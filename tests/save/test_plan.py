@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -48,6 +48,9 @@ def test_every_item_is_in_exactly_one_bucket_and_the_loads_are_balanced(
     items = [tensor_item(f"t{i}", size) for i, size in enumerate(sizes)] + [bytes_item(f"b{i}") for i in range(others)]
     plan = plan_buckets(items, max_buckets=buckets, min_bucket_size=1)
     assert sorted(id(item) for bucket in plan for item in bucket.items) == sorted(map(id, items))
+    order = {id(item): number for number, item in enumerate(items)}
+    for bucket in plan:
+        assert [order[id(item)] for item in bucket.items] == sorted(order[id(item)] for item in bucket.items)
     assert len(plan) <= buckets
     assert all(bucket.items for bucket in plan)
     assert all(bucket.size == sum(map(item_size, bucket.items)) for bucket in plan)
@@ -138,28 +141,19 @@ def _assert_complete(server: S3Server, bucket: str, name: str) -> set[str]:
     return {re.findall(r"-([0-9a-f]+)\.distcp$", path)[0] for path in referred} | {metadata.storage_meta.save_id}
 
 
-def _new_writer() -> Callable[[str], dict[str, Any]]:
-    return lambda url: {"storage_writer": S3StorageWriter(url)}
-
-
-def _one_writer() -> Callable[[str], dict[str, Any]]:
-    writer = S3StorageWriter()
-    return lambda url: {"storage_writer": writer, "checkpoint_id": url}
-
-
-@pytest.mark.parametrize(("make", "asynchronous"), [(_new_writer, False), (_one_writer, True)])
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_each_checkpoint_is_complete_in_itself(
-    root: str, bucket: str, memory_server: S3Server, make: Callable[[], Callable[[str], dict[str, Any]]],
-    asynchronous: bool,
-) -> None:  # fmt: skip
-    target = make()
+    root: str, bucket: str, memory_server: S3Server, asynchronous: bool
+) -> None:
+    writer = S3StorageWriter()
     nonces: list[set[str]] = []
     for step, shape in enumerate(_SAVES):
         planner = _CountingPlanner()
+        how: Any = {"planner": planner, "storage_writer": writer, "checkpoint_id": f"{root}/{step}"}
         if asynchronous:
-            dcp.async_save(_state(step, **shape), planner=planner, **target(f"{root}/{step}")).result(60)
+            dcp.async_save(_state(step, **shape), **how).result(60)
         else:
-            dcp.save(_state(step, **shape), planner=planner, **target(f"{root}/{step}"))
+            dcp.save(_state(step, **shape), **how)
         assert planner.from_cache is _FROM_CACHE[step], step
         nonces.append(_assert_complete(memory_server, bucket, f"run/{step}"))
     for step, shape in enumerate(_SAVES):  # when all have been through the cache

@@ -100,16 +100,6 @@ def test_chunks_that_differ_are_not_taken_for_replicas() -> None:
     assert plan([a], [b], owners={"w": 0}) == [[a], []]
 
 
-def test_hsdp_is_cut_within_the_holders_of_each_shard() -> None:
-    top, bottom = tensor("w", (100, MIB)), tensor("w", (100, MIB), (100, 0))
-    assert [shown(items) for items in plan([top], [bottom], [top], [bottom])] == [
-        [("w", (0, 0), (50, MIB))],
-        [("w", (100, 0), (50, MIB))],
-        [("w", (50, 0), (50, MIB))],
-        [("w", (150, 0), (50, MIB))],
-    ]
-
-
 def test_ranks_with_a_cached_plan_get_nothing() -> None:
     w = tensor("w", (128, MIB))
     plans = [SavePlan([w]), SavePlan([], usable=False), SavePlan([])]

@@ -65,13 +65,11 @@ def place_on(full: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DT
 
 
 def load_into(url: str, state: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """``state`` with what was loaded into it; ``group``, ``planner``, ``buffers``; others: arguments of the reader."""
-    group, planner = options.pop("group", None), options.pop("planner", None)
-    buffers = options.pop("buffers", LOAD_BUFFERS)
-    options["process_group"] = options.pop("readers_group", None)
+    """``state`` with what was loaded into it; ``planner``, ``buffers``; others: arguments of the reader."""
+    planner, buffers = options.pop("planner", None), options.pop("buffers", LOAD_BUFFERS)
     reader = S3StorageReader(url, settings={**SMALL, **options.pop("settings", {})}, **options)
     with mock.patch("dcp_s3.load.fetch.LOAD_BUFFERS", buffers):
-        dcp.load(state, storage_reader=reader, process_group=group, planner=planner)
+        dcp.load(state, storage_reader=reader, planner=planner)
     return state
 
 
