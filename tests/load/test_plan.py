@@ -133,6 +133,7 @@ def test_the_halves_of_a_request_have_its_segments(parts: list[tuple[int, int]],
         # Small, or its middle is before the first element behind the first segment's start.
         assert request.length < 2 * SMALL_HALF or segments[0].stop > start + request.length // 2 - 64
         return
+    assert request.length >= 2 * SMALL_HALF
     pieces = [segment for half in halves for segment in half.segments]
     for segment in segments:
         own = [piece for piece in pieces if piece.item is segment.item]
@@ -140,9 +141,10 @@ def test_the_halves_of_a_request_have_its_segments(parts: list[tuple[int, int]],
         assert own[-1].stop == segment.stop
         assert all(one.stop == other.start for one, other in itertools.pairwise(own))
         assert all((piece.start - segment.start) % 64 == 0 for piece in own)
-    assert all((half.start, half.length) == (half.segments[0].start, _length(half)) for half in halves)
+    for half in halves:
+        assert half.start == half.segments[0].start
+        assert half.start + half.length == half.segments[-1].stop
+        assert not half.shared
     assert halves[0].start + halves[0].length <= halves[1].start
-
-
-def _length(request: ReadRequest) -> int:
-    return request.segments[-1].stop - request.segments[0].start
+    middle = request.start + request.length // 2
+    assert halves[0].start + halves[0].length <= middle + 64

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -22,19 +21,13 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from dcp_s3 import Fused, S3LoadPlanner, S3Stager, S3StorageReader, errors, read_tensor, shard, shard_state, verify
 from dcp_s3.load.boxes import AnyBox as Box
 from tests.end_to_end.loads import failure, save
+from tests.load.test_planner import grid
 from tests.servers import S3Server
 
 pytestmark = pytest.mark.servers("memory")
 
 SHAPE = (6, 5)
 FULL = torch.arange(30.0).view(SHAPE)
-
-
-def grid(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Box]:
-    """The boxes of a tensor that is cut into about that many parts along each dimension."""
-    cuts = [[*range(0, size, -(-size // count)), size] for size, count in zip(shape, parts, strict=True)]
-    boxes = itertools.product(*(itertools.pairwise(each) for each in cuts))
-    return [(tuple(start for start, _ in box), tuple(stop - start for start, stop in box)) for box in boxes]
 
 
 def cut(full: torch.Tensor, box: Box) -> torch.Tensor:

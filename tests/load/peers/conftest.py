@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from dcp_s3 import S3StorageReader
 from dcp_s3.load.fetch import LOAD_BUFFERS
+from tests.end_to_end.distributed import random_values
 from tests.faulty import BUCKET, FaultyServer, serve
 
 RUN = f"s3://{BUCKET}"
@@ -53,10 +54,6 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
     with serve(monkeypatch, Recording()) as server:
         assert isinstance(server, Recording)
         yield server
-
-
-def random_values(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def place_on(full: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
