@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import NamedTuple
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,6 +43,14 @@ def positions(sizes: tuple[int, ...], box: Box) -> list[int]:
 def test_the_covering_run_is_the_smallest(chunk: tuple[tuple[int, ...], Box]) -> None:
     wanted = positions(*chunk)
     assert covering_run(*chunk) == ((min(wanted), max(wanted) + 1) if wanted else (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "offsets", "lengths"), [([3], (2,), (2,)), ([3], (-1,), (1,)), ([3, 3], (0,), (3,)), ([3], (0,), (-1,))]
+)
+def test_a_box_outside_of_its_chunk(sizes: list[int], offsets: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="not inside"):
+        covering_run(sizes, Box(offsets, lengths))
 
 
 @given(chunks_and_boxes(), st.sampled_from([1, 2, 4, 8]), st.integers(0, 200), st.booleans())
