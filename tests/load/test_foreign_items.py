@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import TensorProperties as Properties
@@ -23,6 +22,8 @@ from dcp_s3.format.blocks import make_storage_info
 from dcp_s3.load import prepare
 from dcp_s3.load.prepare import ArchiveHeads, ItemKind
 from tests.archives import old, oldest, records_of, rewritten, saved, zipped
+from tests.end_to_end import loads
+from tests.end_to_end.loads import failure
 from tests.end_to_end.states import DTYPES, assert_same, random_tensor
 from tests.servers import S3Server
 
@@ -225,12 +226,6 @@ def test_one_of_several_is_odd(
 # --- damage ---------------------------------------------------------------------------------------------
 
 
-def failure(root: str, state: dict[str, torch.Tensor]) -> BaseException:
-    with pytest.raises(CheckpointException) as caught:
-        dcp.load(state, storage_reader=S3StorageReader(root))
-    return next(iter(caught.value.failures.values()))[0]
-
-
 DAMAGE: list[Callable[[bytes], bytes]] = [
     lambda data: b"PL" + data[2:],
     lambda data: data[:64] + bytes(6) + data[70:],
@@ -244,8 +239,8 @@ def test_damaged_heads_are_errors(memory_server: S3Server, s3: Any, bucket: str,
     value = random_tensor((size, size), torch.float32)
     for damage in DAMAGE:
         put(s3, bucket, {"t": Item(value, damage(saved(value))), "u": Item(value, saved(value))})
-        error = failure(root, {"t": torch.zeros(size, size), "u": torch.zeros(size, size)})
-        assert isinstance(error, errors.CorruptCheckpointError)
+        state = {"t": torch.zeros(size, size), "u": torch.zeros(size, size)}
+        error = failure(lambda state=state: loads.load(state, root), errors.CorruptCheckpointError)
         assert "'t'" in str(error)
 
 
@@ -261,6 +256,5 @@ def test_a_checksum_of_the_whole_item_is_compared(memory_server: S3Server, s3: A
         damaged = bytearray(data)
         damaged[position] ^= 1
         put(s3, bucket, {"t": Item(value, bytes(damaged), attributes)})
-        error = failure(root, {"t": torch.zeros(size, size)})
-        assert isinstance(error, errors.CorruptCheckpointError)
+        error = failure(lambda: loads.load({"t": torch.zeros(size, size)}, root), errors.CorruptCheckpointError)
         assert "CRC-64" in str(error)

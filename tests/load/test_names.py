@@ -40,6 +40,7 @@ def test_all_missing_names_are_in_one_error(saved: str) -> None:
     assert error.missing == _named("model.")
     assert sorted(error.unexpected) == sorted([*_named("train.model."), "epoch"])
     assert str(error).startswith("Missing key in checkpoint state_dict: model.layers.0.weight and 23 more (")
+    assert f"{saved}/step-1" in str(error)
     assert "Remedy: " in str(error)
     assert len(str(error)) < 1000
 
@@ -57,25 +58,6 @@ def test_all_other_shapes_are_in_one_error(saved: str) -> None:
     assert "also not saved: 1 name of the state (train.more)" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("entry", "kind"),
-    [
-        ({"other": 1}, errors.MissingKeysError),
-        ({"train": {"model": {_LAYERS[0]: torch.zeros(3, 2)}}}, errors.TensorMismatchError),
-        ({"train": {"model": {_LAYERS[0]: torch.zeros(2, 3, dtype=torch.int8)}}}, errors.TensorMismatchError),
-        ({"train": {"model": {_LAYERS[0]: 7}}}, errors.TensorMismatchError),
-    ],
-    ids=["name", "shape", "dtype", "kind"],
-)
-def test_what_does_not_fit_names_the_checkpoint_and_advises_no_other_one(
-    saved: str, entry: dict[str, Any], kind: type
-) -> None:
-    dcp.save({"epoch": 3}, storage_writer=S3StorageWriter(f"{saved}/step-0"))
-    error = _load(saved, entry, planner=S3LoadPlanner())
-    assert type(error) is kind
-    assert f"{saved}/step-1" in str(error)
-
-
 @pytest.mark.parametrize("planner", [None, S3LoadPlanner])
 def test_what_is_saved_and_not_loaded_is_one_line(saved: str, caplog: pytest.LogCaptureFixture, planner: Any) -> None:
     with caplog.at_level(logging.INFO, "dcp_s3.load"):
@@ -89,7 +71,9 @@ def test_what_is_saved_and_not_loaded_is_one_line(saved: str, caplog: pytest.Log
 def test_a_partial_load_may_lack_names_but_not_differ_in_shape(saved: str) -> None:
     partial = S3LoadPlanner(allow_partial_load=True)
     dcp.load({"new": torch.zeros(1)}, storage_reader=S3StorageReader(f"{saved}/step-1"), planner=partial)
-    state = {"train": {"model": {_LAYERS[0]: torch.zeros(1)}}, "new": 1}
-    error = _load(saved, state, planner=S3LoadPlanner(allow_partial_load=True))
-    assert isinstance(error, errors.TensorMismatchError)
-    assert "not saved" not in str(error)
+    for other in (torch.zeros(1), 7):
+        state = {"train": {"model": {_LAYERS[0]: other}}, "new": 1}
+        error = _load(saved, state, planner=S3LoadPlanner(allow_partial_load=True))
+        assert isinstance(error, errors.TensorMismatchError)
+        assert f"{saved}/step-1" in str(error)
+        assert "not saved" not in str(error)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.blocks import Blocks, cuts_between, pack_crcs
-from dcp_s3.load.boxes import Box, covering_run, row_major_strides, runs_of_box
+from dcp_s3.load.boxes import Box, covering_run
 from dcp_s3.load.plan import SMALL_HALF, ReadRequest, Segment, halve, plan_requests, ranges_of_box
 
 _BLOCK = 64
@@ -45,30 +45,12 @@ def test_the_covering_run_is_the_smallest(chunk: tuple[tuple[int, ...], Box]) ->
     assert covering_run(*chunk) == ((min(wanted), max(wanted) + 1) if wanted else (0, 0))
 
 
-@given(chunks_and_boxes(), st.integers(0, 40))
-def test_runs_cover_a_box_and_take_along_gaps_up_to_the_limit(chunk: tuple[tuple[int, ...], Box], max_gap: int) -> None:
-    wanted = positions(*chunk)
-    runs = runs_of_box(*chunk, max_gap)
-    expected: list[tuple[int, int]] = []
-    for at in wanted:
-        if expected and at - expected[-1][1] <= max_gap:
-            expected[-1] = (expected[-1][0], at + 1)
-        else:
-            expected.append((at, at + 1))
-    assert runs == expected
-
-
 @pytest.mark.parametrize(
     ("sizes", "offsets", "lengths"), [([3], (2,), (2,)), ([3], (-1,), (1,)), ([3, 3], (0,), (3,)), ([3], (0,), (-1,))]
 )
 def test_a_box_outside_of_its_chunk(sizes: list[int], offsets: tuple[int, ...], lengths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="not inside"):
         covering_run(sizes, Box(offsets, lengths))
-
-
-@given(st.lists(st.integers(0, 5), max_size=4))
-def test_strides_are_those_of_torch(sizes: list[int]) -> None:
-    assert row_major_strides(sizes) == torch.empty(sizes).stride()
 
 
 @given(chunks_and_boxes(), st.sampled_from([1, 2, 4, 8]), st.integers(0, 200), st.booleans())

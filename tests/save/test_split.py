@@ -22,15 +22,14 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dcp_s3 import S3StorageReader, S3StorageWriter, errors, events, verify
+from dcp_s3 import S3StorageWriter, errors, events, verify
 from dcp_s3.save import split
 from dcp_s3.save.plan import item_size
 from dcp_s3.save.split import Rows, find_large, split_replicated, with_rows
-from tests.end_to_end.loads import assert_loads, load
+from tests.end_to_end.loads import assert_loads
 from tests.end_to_end.states import assert_same
 from tests.end_to_end.test_interchange import download
 from tests.ranks import run_ranks
-from tests.stage.making import PROCESS
 
 MIB = 2**20
 
@@ -71,14 +70,6 @@ def test_one_large_tensor_levels_what_its_holders_write() -> None:
     ]
 
 
-def test_several_tensors_are_cut_no_more_than_needed() -> None:
-    a, b, c = (tensor(name, (300, MIB)) for name in "abc")
-    assert [shown(items) for items in plan(*[[a, b, c]] * 2)] == [
-        [("a", (0, 0), (300, MIB)), ("b", (0, 0), (150, MIB))],
-        [("b", (150, 0), (150, MIB)), ("c", (0, 0), (300, MIB))],
-    ]
-
-
 @pytest.mark.parametrize(
     ("item", "parts"),
     [
@@ -107,16 +98,6 @@ def test_no_part_is_small() -> None:
 def test_chunks_that_differ_are_not_taken_for_replicas() -> None:
     a, b = tensor("w", (128, MIB)), tensor("w", (64, 2 * MIB))
     assert plan([a], [b], owners={"w": 0}) == [[a], []]
-
-
-def test_hsdp_is_cut_within_the_holders_of_each_shard() -> None:
-    top, bottom = tensor("w", (100, MIB)), tensor("w", (100, MIB), (100, 0))
-    assert [shown(items) for items in plan([top], [bottom], [top], [bottom])] == [
-        [("w", (0, 0), (50, MIB))],
-        [("w", (100, 0), (50, MIB))],
-        [("w", (50, 0), (50, MIB))],
-        [("w", (150, 0), (50, MIB))],
-    ]
 
 
 def test_ranks_with_a_cached_plan_get_nothing() -> None:
@@ -248,33 +229,3 @@ def test_all_ranks_write_as_much_and_every_reader_reads_it(
         place = download(s3, bucket, f"run/{step}", tmp_path / str(step))
         dcp.load(found, storage_reader=dcp.FileSystemReader(place))
         assert_same(found, {name: expected[name] for name in found})
-    run_ranks(6 - ranks, _load_sharded, root)
-
-
-def _load_sharded(url: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for dim in (0, 1):
-        found: dict[str, Any] = {
-            name: distribute_tensor(torch.zeros(shape), mesh, [Shard(dim)], src_data_rank=None)
-            for name, shape in (("w", (160, 256)), ("t", (256, 160)), ("hsdp", (160, 256)))
-        }
-        load(found, f"{url}/4")
-        assert {name: torch.equal(each.full_tensor(), _expected(4, 2)[name]) for name, each in found.items()} == (
-            dict.fromkeys(found, True)
-        )
-
-
-def _save_in_a_process(url: str) -> None:
-    how: Any = {"process_group": dist.group.WORLD, "async_checkpointer_type": PROCESS}
-    state = {"w": torch.arange(18 * MIB, dtype=torch.int32).reshape(-1, 1024)}
-    saving: Any = dcp.async_save(state, storage_writer=S3StorageWriter(url), **how)
-    saving.result(60)
-
-
-@pytest.mark.servers("memory")
-def test_the_setting_counts_in_the_checkpoint_process(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DCP_S3_SPLIT_REPLICATED", "1")
-    run_ranks(2, _save_in_a_process, root)
-    assert_loads(root, {"w": torch.arange(18 * MIB, dtype=torch.int32).reshape(-1, 1024)})
-    (w,) = S3StorageReader(root).read_metadata().state_dict_metadata.values()
-    assert [tuple(chunk.sizes) for chunk in w.chunks] == [(9216, 1024)] * 2  # type: ignore[union-attr]

@@ -11,7 +11,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3StorageWriter, errors, latest, list_checkpoints
-from dcp_s3.save import joint
 from tests.ranks import run_ranks
 
 
@@ -23,20 +22,6 @@ def _save(url: str) -> S3StorageWriter:
     writer = S3StorageWriter(url)
     dcp.save(_names(), storage_writer=writer, use_collectives=False)
     return writer
-
-
-def _again_and_again(root: str) -> None:
-    learned = []
-    for number in range(1, 4):
-        _save(f"{root}/{number}")
-        learned.append(set(joint._learned))
-    assert learned[0]
-    assert learned[0] == learned[1] == learned[2]
-
-
-@pytest.mark.servers("memory")
-def test_what_a_rank_alone_holds_is_asked_for_once(root: str) -> None:
-    run_ranks(2, _again_and_again, root)
 
 
 def _alone(root: str) -> None:

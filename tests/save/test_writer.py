@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
 import threading
@@ -213,17 +212,6 @@ def test_a_save_that_has_begun_may_be_pickled(root: str) -> None:
     save.finish(metadata, [pickle.loads(pickle.dumps(results))])
     assert [type(event) for event in heard] == [events.SaveStarted]  # who listens stays in the process
     assert_loads(url, state)
-
-
-@pytest.mark.soak
-@pytest.mark.servers("moto", "rclone", "rgw", "external")
-def test_async_save_on_every_server(root: str) -> None:
-    state = {"w": torch.arange(1000.0), "nested": {"list": [torch.ones(2), "text"]}, "epoch": 7}
-    expected = copy.deepcopy(state)
-    saving: Any = dcp.async_save(state, storage_writer=S3StorageWriter(root))
-    state["w"].zero_()  # type: ignore[attr-defined]
-    saving.result(_PATIENCE_SECONDS)
-    assert_loads(root, expected)
 
 
 # --- AsyncCheckpointerType.PROCESS -----------------------------------------------------------------------

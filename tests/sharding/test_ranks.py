@@ -209,9 +209,6 @@ def test_replicas_of_shards_are_saved_once(root: str, bucket: str, memory_server
 # --- what does not fit ------------------------------------------------------------------------------------
 
 
-"""(First, length) of what each rank saves of a tensor of some length; and what is wrong with them."""
-
-
 _BOXES: dict[str, tuple[list[tuple[int, int, int]], str]] = {
     "hole": ([(0, 3, 8), (4, 4, 8)], "layer.w invalid fill"),
     "overlap": ([(0, 5, 8), (4, 4, 8)], "layer.w has overlapping chunks"),

@@ -37,6 +37,15 @@ def stage_once(state: dict[str, Any], **options: Any) -> dict[str, Any]:
     return S3Stager(options or None).stage_now(state)
 
 
+def frozen(value: Any) -> Any:
+    """A copy of a state: each tensor plain, contiguous, in memory of its own."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    if isinstance(value, dict):
+        return {key: frozen(entry) for key, entry in value.items()}
+    return [frozen(entry) for entry in value] if isinstance(value, list) else value
+
+
 class Holder:
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -3,15 +3,12 @@ keeps what tells of them, and with the collector turned off."""
 
 from __future__ import annotations
 
-import copy
 import errno
 import gc
 import os
-import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, _stateful_to_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from dcp_s3 import S3Stager, S3StorageWriter, errors
 from dcp_s3.errors import StagingError
-from dcp_s3.stage.handover import MARK, FailedStaging, raise_if_failed
+from dcp_s3.stage.handover import FailedStaging
 from tests.end_to_end.loads import assert_loads
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
@@ -245,29 +241,6 @@ def test_nothing_is_left_of_a_save_that_has_ended(faulty: FaultyServer, fails: b
 
 
 # --- what passes for a state ----------------------------------------------------------------------------
-
-
-def test_what_passes_for_a_state_raises_the_cause_for_its_name_and_to_whoever_pickles_it() -> None:
-    error = StagingError("no room")
-    state, other = FailedStaging(error), FailedStaging(error)
-    assert list(_stateful_to_state_dict(state)) == list(state) == [state.name] != [other.name]
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(dict(state), is_coordinator=True)
-    assert [item.index.fqn for item in planner.create_local_plan().items] == [state.name]
-    raise_if_failed(["model.weight", MARK, f"{MARK}0"])
-    uses: list[Callable[[], object]] = [
-        lambda: raise_if_failed(["model.weight", state.name]),
-        lambda: pickle.dumps(state[state.name]),
-        lambda: copy.deepcopy(state[state.name]),
-    ]
-    for use in uses:
-        with pytest.raises(StagingError) as failure:
-            use()
-        assert failure.value is error
-    found = pickle.loads(bytes(ForkingPickler.dumps(other)))
-    assert isinstance(found, FailedStaging)
-    with pytest.raises(StagingError, match="no room"):  # in another process, too
-        raise_if_failed(found)
 
 
 @pytest.mark.parametrize("torchs", [True, False])

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from dcp_s3 import S3StorageReader
 from dcp_s3.load.fetch import LOAD_BUFFERS
+from tests.end_to_end.distributed import random_values
 from tests.faulty import BUCKET, FaultyServer, serve
 
 RUN = f"s3://{BUCKET}"
@@ -55,23 +56,17 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
         yield server
 
 
-def random_values(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def place_on(full: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
     # A copy: torch 2.9 takes the memory of a tensor that it need not cut.
     return distribute_tensor(full.clone(), mesh, list(placements), src_data_rank=None)
 
 
 def load_into(url: str, state: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """``state`` with what was loaded into it; ``group``, ``planner``, ``buffers``; others: arguments of the reader."""
-    group, planner = options.pop("group", None), options.pop("planner", None)
-    buffers = options.pop("buffers", LOAD_BUFFERS)
-    options["process_group"] = options.pop("readers_group", None)
+    """``state`` with what was loaded into it; ``planner``, ``buffers``; others: arguments of the reader."""
+    planner, buffers = options.pop("planner", None), options.pop("buffers", LOAD_BUFFERS)
     reader = S3StorageReader(url, settings={**SMALL, **options.pop("settings", {})}, **options)
     with mock.patch("dcp_s3.load.fetch.LOAD_BUFFERS", buffers):
-        dcp.load(state, storage_reader=reader, process_group=group, planner=planner)
+        dcp.load(state, storage_reader=reader, planner=planner)
     return state
 
 

@@ -209,11 +209,9 @@ def _offers(*ranks: int, **fields: int) -> list[Offer]:
         (_offers(0, 1, 2), "default", ""),
         (_offers(0, 1, 2, given=hash_ranks([0, 1, 2])), "given", ""),
         (_offers(0, 1, 2, given=hash_ranks([0, 1])), "default", ""),
-        (_offers(0, 1, given=hash_ranks([0, 1])), "given", ""),
         (_offers(0, 1, 2, given=hash_ranks([0, 1, 2]), world_size=0), "given", ""),
         (_offers(1, 0, 2, given=hash_ranks([0, 1, 2])), "", "S3StorageReader(process_group=...)"),
         (_offers(0, 1), "", "S3StorageReader(process_group=...)"),
-        (_offers(0, 1, given=hash_ranks([0, 1, 2])), "", "S3StorageReader(process_group=...)"),
         (_offers(0, given=hash_ranks([0, 1])) + _offers(1), "", "S3StorageReader(process_group=...)"),
         (_offers(0, 1, 2, world_size=0), "", 'init_process_group("cpu:gloo,cuda:nccl")'),
         (_offers(0, 1) + _offers(2, shares=False), "", "load_sharing"),
@@ -332,31 +330,10 @@ def test_damage_between_ranks_is_found() -> None:
 # --- the exchange ---------------------------------------------------------------------------------------
 
 
-class _Unsayable(BaseException):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
 def _exchange(assignment: Assignment) -> Exchange:
     group: Any = None  # nothing is sent
     with mock.patch.object(dist, "get_rank", return_value=0):
         return Exchange(group, assignment, url=URL)
-
-
-@pytest.mark.parametrize("error", [_Unsayable(), KeyboardInterrupt(), ValueError("first")])
-def test_the_first_failure_counts_though_nothing_can_be_said_of_it(error: BaseException) -> None:
-    exchange = _exchange(Assignment((), ()))
-
-    def take_part() -> None:
-        with exchange:
-            exchange.fail(error)
-            exchange.fail(ValueError("second"))
-            list(exchange.arrivals())
-
-    with pytest.raises(type(error)) as caught:
-        take_part()
-    assert exchange.failure is not None
-    assert caught.value is error is exchange.failure.error
 
 
 def test_a_planner_must_not_change_what_was_shared_out() -> None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
 from dcp_s3.load.peers.exchange import Exchange
+from tests.end_to_end.distributed import random_values
 from tests.end_to_end.states import random_tensor
 from tests.faulty import BUCKET
 from tests.load.peers.conftest import (
@@ -33,7 +34,6 @@ from tests.load.peers.conftest import (
     large_state,
     load_into,
     place_on,
-    random_values,
 )
 from tests.ranks import run_ranks
 
