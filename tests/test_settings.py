@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, Settings, settings
@@ -72,13 +68,6 @@ def test_a_bad_value_names_variable_value_and_what_is_allowed(
     assert allowed in message
 
 
-@pytest.mark.parametrize("name", ["read_timeout", "part_size", "staging_limit", "spill_limit"])
-@pytest.mark.parametrize("value", [10**400, float("inf"), float("nan"), -1], ids=["10^400", "inf", "nan", "-1"])
-def test_a_number_beyond_all_bounds_is_an_error_that_names_the_setting(name: str, value: float) -> None:
-    with pytest.raises(SettingsError, match=rf"'{name}'.*expected|'{name}'.*less than or equal"):
-        S3StorageWriter("s3://bucket/x", settings={name: value})
-
-
 def test_the_spill_directory_is_found_again_from_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shell does not expand the tilde in every place where an environment is written down."""
     monkeypatch.setenv("HOME", "/home/me")
@@ -89,33 +78,12 @@ def test_the_spill_directory_is_found_again_from_anywhere(monkeypatch: pytest.Mo
 # --- AWS's own chain -------------------------------------------------------------------------------------
 
 
-def _causes(url: str) -> list[BaseException]:
-    """What a writer, a reader and the catalog say, each used by itself."""
-
-    def fails(call: Callable[[], object]) -> BaseException:
-        with pytest.raises((CheckpointException, SettingsError)) as caught:
-            call()
-        failure = caught.value
-        return failure.failures[0][0] if isinstance(failure, CheckpointException) else failure
-
-    state = {"a": torch.ones(3)}
-    return [
-        fails(lambda: dcp.async_save(state, storage_writer=S3StorageWriter(url), no_dist=True).result(60)),
-        fails(lambda: dcp.load(state, storage_reader=S3StorageReader(url), no_dist=True)),
-        fails(lambda: dcp_s3.latest(url)),
-    ]
-
-
 @pytest.mark.parametrize("value", ["minio:9000", "//minio:9000", "http://minio:port"])
 def test_an_endpoint_of_awss_variables_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.setenv(name, value)
-        with pytest.raises(SettingsError, match=name):  # before anything is saved or loaded
+        with pytest.raises(SettingsError, match=f"{name} = {value!r}.*http://"):  # before anything is saved or loaded
             S3StorageWriter("s3://bucket/x")
-        for cause in _causes("s3://bucket/x"):
-            assert isinstance(cause, SettingsError)
-            assert f"{name} = {value!r}" in str(cause)
-            assert "http://" in str(cause)
     monkeypatch.setenv("DCP_S3_ENDPOINT_URL", "http://localhost:1")  # goes before it
     S3StorageWriter("s3://bucket/x")
 
@@ -134,10 +102,8 @@ def test_an_endpoint_of_a_profile_that_is_none_is_named(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     (tmp_path / "config").write_text(text)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    for cause in _causes("s3://bucket/x"):
-        assert isinstance(cause, SettingsError)
-        assert "endpoint_url of profile 'default'" in str(cause)
-        assert "http://minio:9000" in str(cause)
+    with pytest.raises(SettingsError, match=r"endpoint_url of profile 'default'.*http://minio:9000"):
+        dcp_s3.latest("s3://bucket/x")
 
 
 def test_an_unknown_setting_lists_those_that_exist() -> None:

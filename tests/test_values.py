@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dcp_s3 import errors
 from dcp_s3.errors import InvalidURLError
-from dcp_s3.failures import WIDTH, Failed, first_cause, name_ranks, panel
+from dcp_s3.failures import WIDTH, Failed, first_cause, panel
 from dcp_s3.units import format_size, parse_duration, parse_size, plural
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
@@ -187,8 +187,3 @@ def test_a_panel_is_narrow_and_short_whatever_the_errors_say(texts: dict[int, st
     words = [word for text in texts.values() for word in text.split()]
     assert all(len(line) <= max(WIDTH, 20 + max(map(len, words), default=0)) for line in lines)
     assert first_cause({rank: ValueError(text) for rank, text in texts.items()}).count("\n") == 0
-
-
-def test_ranks_are_named_in_runs() -> None:
-    assert name_ranks([0, 1, 2, 5, 7, 8]) == "ranks 0 to 2, 5, 7 to 8"
-    assert name_ranks([3]) == "rank 3"

@@ -187,11 +187,6 @@ def test_rm_shows_what_it_would_delete_asks_and_deletes_it(run_of_four: str, s3:
     assert steps() == [4]
 
 
-def test_a_save_in_progress_is_not_deleted(run_of_four: str, s3: Any) -> None:
-    delete(s3, f"{ROOT}/step-2", ".metadata")
-    assert "in progress" in run("rm", f"{ROOT}/step-2", "--yes", status=1).stderr
-
-
 def test_a_pins_reason_is_one_line(faulty: FaultyServer) -> None:
     url = save(f"{ROOT}/step-1")
     dcp_s3.pin(url, "good\ns3://bucket/run/step-2 is deleted\x1b[2J")

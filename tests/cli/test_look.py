@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 from rich.console import Console
 
 from dcp_s3 import S3StorageWriter, annotate
-from dcp_s3.cli import tables
 from tests.cli.looking import run, save_layers, words
 from tests.memory_s3 import Fault
 from tests.retention.making import delete, get, keys, put, save, save_foreign, save_on_ranks, state
@@ -51,14 +50,6 @@ def test_ls_shows_a_line_for_each_committed_checkpoint(root: str, s3: Any) -> No
     first, _ = loads("ls", root)
     assert (first["url"], first["metrics"]) == (f"{root}/step-9", {"loss": 0.25})
     assert [info["state"] for info in loads("ls", root, "--all")] == ["committed", "committed", "in_progress"]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(-5, "0s"), (59.9, "59s"), (60, "1m"), (3599, "59m"), (3660, "1h 1m"), (90000, "1d 1h"), (86400 * 400, "400d 0h")],
-)
-def test_age(seconds: float, text: str) -> None:
-    assert tables.format_age(seconds) == text
 
 
 def test_latest_prints_a_url_and_nothing_else(root: str, s3: Any) -> None:
