@@ -63,14 +63,6 @@ def test_a_path_of_pathlib_is_the_url_that_it_was_made_of() -> None:
             parse_url(path)  # type: ignore[arg-type]
 
 
-def test_keys_names_and_children() -> None:
-    url = parse_url("s3://bucket/run/step-7")
-    assert url.key(".metadata") == "run/step-7/.metadata"
-    assert url.name == "step-7"
-    assert str(url.child("x")) == "s3://bucket/run/step-7/x"
-    assert parse_url("s3://bucket").key("a") == "a"
-
-
 @given(
     st.lists(
         st.text(st.characters(exclude_categories=("Cs",), exclude_characters="/\0"), min_size=1, max_size=12).filter(

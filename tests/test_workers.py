@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dcp_s3.process import collector_paused
-from dcp_s3.tensor_memory import is_direct, iterate_bytes, view_bytes
+from dcp_s3.tensor_memory import iterate_bytes, view_bytes
 from dcp_s3.workers import InTurn, Workers
 from tests.end_to_end.states import DTYPES, bits, every_kind, random_tensor
 
@@ -102,13 +102,6 @@ def test_the_bytes_are_those_of_the_contiguous_tensor_in_bounded_copies(chunk_si
     assert max(view.nbytes for view in iterate_bytes(strided, 4096)) <= 4096
 
 
-def test_plain_memory_is_not_copied() -> None:
-    tensor = torch.zeros(1000)
-    (view,) = iterate_bytes(tensor, 16)
-    tensor[3] = 1.0
-    assert bytes(view) == bits(tensor)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_views_are_writable_and_keep_the_memory(dtype: torch.dtype) -> None:
     expected = random_tensor((9, 5), dtype, 3)
@@ -120,18 +113,6 @@ def test_views_are_writable_and_keep_the_memory(dtype: torch.dtype) -> None:
     gc.collect()
     torch.full((9, 5), 1, dtype=torch.int64)
     assert bytes(view) == bits(expected)
-
-
-def test_what_is_direct() -> None:
-    base = torch.zeros(6, 4)
-    assert is_direct(base)
-    assert is_direct(base[2:4])
-    assert is_direct(torch.tensor(1.0))
-    assert not is_direct(base.t())
-    assert not is_direct(base[:, 1:])
-    assert not is_direct(torch.zeros(3, dtype=torch.complex64).conj())
-    assert not is_direct(torch.zeros(3, device="meta"))
-    assert not is_direct(torch.zeros(3, 3).to_sparse())
 
 
 # --- the collector ---------------------------------------------------------------------------------------
