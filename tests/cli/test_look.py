@@ -68,12 +68,12 @@ def test_latest_prints_a_url_and_nothing_else(root: str, s3: Any) -> None:
 
 
 def test_show_tells_what_was_saved(root: str, s3: Any) -> None:
-    url = save(f"{root}/step-7", metrics={"loss": math.nan})
+    url = save(f"{root}/step-7", metrics={"loss": math.nan, "low": -math.inf})
     annotate(url, {"accuracy": 0.75})
     put(s3, url, "__0_9-abcdef.distcp", b"left over")
     details = loads("show", url)
     assert (details["info"]["step"], details["items"]) == (7, 3)
-    assert details["info"]["metrics"] == {"loss": "NaN", "accuracy": 0.75}
+    assert details["info"]["metrics"] == {"loss": "NaN", "low": "-Infinity", "accuracy": 0.75}
     entries = {entry["fqn"]: (entry["dtype"], entry["shape"], entry["chunks"]) for entry in details["entries"]}
     assert entries == {"weight": ("float32", [3, 4], 1), "half": ("bfloat16", [5], 1), "step": (None, None, 1)}
     used = {stored["path"]: stored["size"] for stored in details["objects"] if stored["used"]}
