@@ -76,7 +76,7 @@ def test_verbose_logs_to_stderr(faulty: FaultyServer) -> None:
     assert quiet.stderr == ""
     for option, is_there in (("-v", False), ("-vv", True)):
         every = run("ls", ROOT, "--json", option)
-        assert ("DEBUG dcp_s3.s3.retry: ListObjectsV2 s3://" in every.stderr) == is_there
+        assert ("DEBUG dcp_s3.s3.retry: ListObjectsV2 on s3://" in every.stderr) == is_there
         faulty.once("ListObjectsV2", Fault.error(500, "InternalError"))
         loud = run("ls", ROOT, "--json", option)
         assert ("failed (" in loud.stderr) == is_there
