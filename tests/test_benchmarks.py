@@ -16,7 +16,6 @@ from benchmarks.cases import CASES, Target, reason_to_skip
 from benchmarks.llama import llama_bytes
 from benchmarks.loopback import measure_loopback
 from benchmarks.reshard_report import Load
-from benchmarks.stall_worker import WAYS, Save, change, make_state
 from benchmarks.units import MIB
 from benchmarks.worker import run_case
 from tests.memory_s3 import MemoryS3
@@ -98,18 +97,3 @@ def test_reshard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for fields in found["loads"]:
         load = Load(**fields)
         assert load.ratio(reshard.CASES[load.case].of) <= reshard.CASES[load.case].limit
-
-
-# --- a wrong result is noticed, and a failure does not stop the others ------------------------------------
-
-
-def test_a_save_that_is_not_what_the_state_was_is_noticed(target: Target) -> None:
-    state = make_state(MIB)
-    change(state, 3)
-    save = Save(WAYS["dcp_s3-blocking"], None, CASES["dcp_s3"](target), state, "checkpoint", 3)
-    save.wait()
-    save.check()
-    wrong = Save(WAYS["dcp_s3-blocking"], None, CASES["dcp_s3"](target), state, "other", 4)
-    wrong.wait()
-    with pytest.raises(RuntimeError, match=r"was saved with \[3.0\] instead of 4"):
-        wrong.check()

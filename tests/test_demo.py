@@ -7,11 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from dcp_s3.bench import RankProcesses
 from dcp_s3.demo.run import Demo, DemoError
-from dcp_s3.demo.train import BATCH, batch, state_digest
 
 
 def _demo(*arguments: str) -> tuple[int, str]:
@@ -58,20 +56,3 @@ def test_a_worker_that_fails_is_reported_with_its_log_and_leaving_kills_the_othe
     with RankProcesses("dcp_s3.demo.train", ["--url", "s3://bucket/run"], 2, tmp_path / "more") as workers:
         assert workers.statuses() == [None, None]
     assert workers.statuses() == [-9, -9]
-
-
-def test_the_batch_of_a_step_is_the_same_text_on_any_number_of_ranks() -> None:
-    text = torch.randint(256, (1000,), dtype=torch.uint8)
-    whole, targets = batch(text, step=5, sequences=BATCH, length=8)
-    assert torch.equal(whole[:, 1:], targets[:, :-1])
-    shares = [batch(text, step=5, sequences=BATCH, length=8, rank=rank, ranks=3)[0] for rank in range(3)]
-    assert {len(share) for share in shares} == {BATCH // 3}
-    assert sorted(torch.cat(shares).tolist()) == sorted(whole.tolist())
-
-
-def test_a_digest_is_of_every_bit_of_a_tensor_and_not_of_its_layout() -> None:
-    weight = torch.arange(6.0).reshape(2, 3)
-    before = state_digest({"model": {"weight": weight}, "step": 7})
-    assert state_digest({"step": 7, "model": {"weight": weight.t().contiguous().t()}}) == before
-    for other in (weight.reshape(3, 2), weight.double(), weight * torch.tensor([-1.0, 1, 1]), weight + 5e-7):
-        assert state_digest({"model": {"weight": other}, "step": 7}) != before

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, Settings, settings
@@ -82,27 +78,14 @@ def test_the_spill_directory_is_found_again_from_anywhere(monkeypatch: pytest.Mo
 # --- AWS's own chain -------------------------------------------------------------------------------------
 
 
-def cause(call: Callable[[], object]) -> str:
-    with pytest.raises((CheckpointException, SettingsError)) as caught:
-        call()
-    failure: BaseException = caught.value
-    if isinstance(failure, CheckpointException):
-        ((failure, _),) = failure.failures.values()
-    assert isinstance(failure, SettingsError)
-    return str(failure)
-
-
 @pytest.mark.parametrize("value", ["minio:9000", "//minio:9000", "http://minio:port"])
 def test_an_endpoint_of_awss_variables_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    url = "s3://bucket/x"
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.setenv(name, value)
-        # Before anything is saved or loaded.
-        for call in (S3StorageWriter, S3StorageReader, dcp_s3.latest):
-            assert f"{name} = {value!r}" in (message := cause(lambda call=call: call(url)))
-            assert "http://" in message
+        with pytest.raises(SettingsError, match=f"{name} = {value!r}.*http://"):  # before anything is saved or loaded
+            S3StorageWriter("s3://bucket/x")
     monkeypatch.setenv("DCP_S3_ENDPOINT_URL", "http://localhost:1")  # goes before it
-    S3StorageWriter(url)
+    S3StorageWriter("s3://bucket/x")
 
 
 @pytest.mark.parametrize(
@@ -119,14 +102,8 @@ def test_an_endpoint_of_a_profile_that_is_none_is_named(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     (tmp_path / "config").write_text(text)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    url, state = "s3://bucket/x", {"a": torch.ones(3)}
-    for call in (
-        lambda: dcp.save(state, storage_writer=S3StorageWriter(url), no_dist=True),
-        lambda: dcp.load(state, storage_reader=S3StorageReader(url), no_dist=True),
-        lambda: dcp_s3.latest(url),
-    ):
-        assert "endpoint_url of profile 'default'" in (message := cause(call))
-        assert "http://minio:9000" in message
+    with pytest.raises(SettingsError, match=r"endpoint_url of profile 'default'.*http://minio:9000"):
+        dcp_s3.latest("s3://bucket/x")
 
 
 def test_an_unknown_setting_lists_those_that_exist() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,18 +22,15 @@ from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
     _async_process_executor,
-    default_planner,
 )
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.staging import AsyncStager
 
 import dcp_s3
 import dcp_s3.checkpoint
 from dcp_s3 import shard, torch_private
-from dcp_s3.format import blocks
 from dcp_s3.format.layout import DCP_VERSION
 from dcp_s3.stage import handover
 from tests.relying import moved
@@ -149,26 +145,6 @@ def test_the_checkpoint_process_is_where_it_was() -> None:
     assert used in source, moved(f"{used!r} is not there any more", relied_on)
 
 
-# --- _StorageInfo ----------------------------------------------------------------------------------------
-
-
-def test_storage_info_keeps_what_it_does_not_know_and_drops_none() -> None:
-    info = blocks.make_storage_info("__0_0.distcp", 5, 7, raw_offset=3, crc64nvme=2**63 + 1)
-    assert info.__getstate__() == {
-        "relative_path": "__0_0.distcp",
-        "offset": 5,
-        "length": 7,
-        "raw_offset": 3,
-        "crc64nvme": 2**63 + 1,
-    }, moved("_StorageInfo.__getstate__ is not its __dict__ without None", "raw offsets and checksums in .metadata")
-    copy = pickle.loads(pickle.dumps(info))
-    assert (blocks.get_raw_offset(copy), blocks.get_crc(copy)) == (3, 2**63 + 1), moved(
-        "_StorageInfo loses additional attributes when pickled", "raw offsets and checksums in .metadata"
-    )
-    assert copy == info
-    assert copy.transform_descriptors is None
-
-
 # --- tensors that know their shards ----------------------------------------------------------------------
 
 
@@ -176,7 +152,7 @@ def test_dcp_asks_a_tensor_for_its_chunks() -> None:
     relied_on = "dcp_s3.shard"
     value = shard(torch.arange(6.0), global_shape=(6,), offsets=(0,))
     assert isinstance(value, _Checkpointable), moved("_Checkpointable has other methods", relied_on)
-    planner = default_planner.DefaultSavePlanner()
+    planner = DefaultSavePlanner()
     planner.set_up_planner({"w": value}, None, True)
     (item,) = planner.create_local_plan().items
     assert item.type == WriteItemType.SHARD, moved("the planner does not call __create_write_items__", relied_on)
@@ -189,74 +165,7 @@ def test_dcp_asks_a_tensor_for_its_chunks() -> None:
     )
 
 
-def test_the_metadata_index_ignores_its_hint() -> None:
-    # Loads look items up by name and offset; the hint differs between planners.
-    assert MetadataIndex("w", torch.Size([0]), 1) == MetadataIndex("w", torch.Size([0]), 2), moved(
-        "MetadataIndex compares its hint", "the look-up in storage_data"
-    )
-
-
-# --- _storage_setup, failures, caches --------------------------------------------------------------------
-
-
-def test_checkpoint_exception_is_no_exception_and_has_failures() -> None:
-    assert issubclass(CheckpointException, BaseException)
-    assert not issubclass(CheckpointException, Exception), moved(
-        "CheckpointException is an Exception now", "the documentation, and `except BaseException` in examples"
-    )
-    error = CheckpointException("write", {3: (ValueError("cause"), None)})  # type: ignore[dict-item]
-    assert isinstance(error.failures[3][0], ValueError), moved("failures changed", "everyone who looks for causes")
-    copy = pickle.loads(pickle.dumps(error))
-    assert isinstance(copy.failures[3][0], ValueError)
-
-
-# --- what torch's DCP calls, in which order and where ------------------------------------------------------
-
-_CALLED = """
-reset set_up_storage_writer prepare_local_plan prepare_global_plan write_data finish
-read_metadata set_up_storage_reader prepare_local_plan prepare_global_plan read_data
-"""
-
-
-def test_the_order_of_calls_in_a_save_and_a_load(tmp_path: Path) -> None:
-    calls: list[str] = []
-
-    def recording(cls: type) -> type:
-        def wrap(name: str) -> Any:
-            def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-                calls.append(name)
-                return getattr(super(recorder, self), name)(*args, **kwargs)
-
-            # torch looks for "kwargs" in the signature.
-            method.__signature__ = inspect.signature(getattr(cls, name))  # type: ignore[attr-defined]
-            return method
-
-        recorder = type(cls.__name__, (cls,), {name: wrap(name) for name in _CALLED.split() if hasattr(cls, name)})
-        return recorder
-
-    writer, reader = recording(FileSystemWriter)(tmp_path), recording(FileSystemReader)(tmp_path)
-    dcp.save({"w": torch.ones(3)}, storage_writer=writer, checkpoint_id=tmp_path)
-    dcp.load({"w": torch.zeros(3)}, storage_reader=reader)
-    assert calls == _CALLED.split(), moved("dcp calls in another order", "S3StorageWriter and S3StorageReader")
-
-
-def test_the_loader_asks_for_the_ranks_metadata_if_there_is_none_of_all() -> None:
-    asked: list[dict[str, Any]] = []
-
-    class Reader(FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            asked.append(kwargs)
-            raise FileNotFoundError
-
-    with pytest.raises(CheckpointException) as caught:
-        dcp.load({"w": torch.zeros(3)}, storage_reader=Reader("/nowhere"))
-    assert asked == [{}, {"rank": 0}], moved(
-        f"dcp.load asks for metadata with {asked}", "S3StorageReader.read_metadata(rank=...)"
-    )
-    assert isinstance(caught.value.failures[0][0], AssertionError), moved(
-        "dcp.load no longer replaces the error of read_metadata",
-        "UnreadableMetadata in load/metadata.py, which is then not needed",
-    )
+# --- in which thread dcp.async_save takes a state up -------------------------------------------------------
 
 
 class _Noting(FileSystemWriter):

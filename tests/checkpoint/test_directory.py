@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dcp_s3.checkpoint.directory import LEASE_MARGIN, Deletion, Directory
+from dcp_s3.checkpoint.directory import Deletion, Directory
 from dcp_s3.checkpoint.info import (
     CheckpointInfo,
     age_order,
@@ -19,7 +19,6 @@ from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import (
     CLAIM,
     data_object,
-    deletion_object,
     joint_object,
     lease_object,
     manifest_object,
@@ -51,60 +50,12 @@ def of_times(**times: float) -> Directory:
     return Directory.of(URL, [ListedObject(URL.key(names[name]), 10, at) for name, at in times.items()], NOW)
 
 
-def test_a_listing_is_classified() -> None:
-    found = directory(
-        ".metadata", "__3.metadata", manifest_object("ab"), manifest_object("cd", 3), ".dcp_s3/metrics.json",
-        ".dcp_s3/pin", lease_object("ab", 60), deletion_object("cd", "ef"), "__0_0-ab.distcp", "config.json",
-        "500/.metadata",
-    )  # fmt: skip
-    assert list(found.data) == ["__0_0-ab.distcp"]
-    assert found.commits.keys() == {None, 3}
-    assert (found.ranks, found.committing) == ([3], [None])
-    assert {rank: list(by_id) for rank, by_id in found.manifests.items()} == {None: ["ab"], 3: ["cd"]}
-    assert found.metrics is not None
-    assert found.pin is not None
-    assert [each.kind.seconds for each in found.leases] == [60]
-    assert (list(found.deletions), found.nested) == ([deletion_object("cd", "ef")], {"500"})
-    assert found.newest == 50.0
-    assert found.sizes == dict.fromkeys(found.objects, 10)
-
-
-@pytest.mark.parametrize(
-    ("name", "shows"),
-    [
-        (".metadata", True), ("__12.metadata", True), ("__0_0.distcp", True), ("x.distcp", True), (".dcp_s3/x", True),
-        (CLAIM, True), (joint_object("ab", "part", 1), True), (BOARD, False), (f"step-1/{BOARD}", False),
-        ("step-1/.metadata", False), ("notes.metadata", False), ("model.pt", False), ("500/__0_0.distcp", False),
-    ],
-)  # fmt: skip
-def test_what_shows_a_checkpoint(name: str, shows: bool) -> None:
-    assert directory("config.json", name).shows_checkpoint is shows
-
-
 def test_a_manifest_belongs_to_a_commit_that_is_not_older() -> None:
     assert of_times(manifest=50, commit=50).save_id_by_time(None) == "ab"
     assert of_times(manifest=51, commit=50).save_id_by_time(None) is None
     assert of_times(manifest=50, other=49, commit=50).save_id_by_time(None) is None
     assert of_times(commit=50).save_id_by_time(None) is None
     assert of_times(manifest=50).save_id_by_time(None) is None
-
-
-def test_what_is_missing_or_of_another_size() -> None:
-    found = directory("a.distcp", "b.distcp")
-    sizes = {"a.distcp": 9, "b.distcp": 10, "c.distcp": 1}
-    assert found.lacking(sizes) == ["c.distcp"]
-    assert found.lacking(sizes, exact=True) == ["a.distcp", "c.distcp"]
-    assert found.describe_damage(sizes) == "its object c.distcp is not there"
-    assert found.describe_damage({"a.distcp": 11}) == "its object a.distcp has 10 bytes instead of at least 11"
-    assert found.describe_damage({"a.distcp": 1}) is None
-
-
-def test_a_lease_protects_until_it_has_ended_and_a_while_longer() -> None:
-    ends = 50.0 + 60
-    for now, why in ((ends, "a reader has a lease"), (ends + LEASE_MARGIN + 1, None)):
-        assert directory(lease_object("ab", 60), now=now).protection == why
-    assert directory(".dcp_s3/pin", lease_object("ab", 60)).protection == "it is pinned"
-    assert Directory.of_sizes({lease_object("ab", 0): 1}).protection is not None  # when it is now, is not known
 
 
 def test_what_goes_with_a_checkpoint() -> None:
@@ -140,21 +91,6 @@ def test_a_save_in_progress() -> None:
     assert of_times(stray=501).removal_of_uncommitted(since=500).being_saved
     rank = Directory.of(URL, [ListedObject(URL.key("__0.metadata"), 1, 501)], NOW)
     assert rank.removal_of_uncommitted(since=500).being_saved == "__0.metadata"
-
-
-def test_all_of_our_own_directory_goes_with_what_was_never_committed() -> None:
-    stays = [".dcp_s3/pin", lease_object("ab", 2000), deletion_object("ab"), "model.pt", BOARD]
-    goes = [*COORDINATION, "__0_0-ab.distcp", manifest_object("ab"), ".dcp_s3/other"]
-    assert directory(*stays, *goes).removal_of_uncommitted(since=500).objects.keys() == set(goes)
-
-
-def test_only_what_has_our_names_is_left_over() -> None:
-    left = ["__0_0-cd.distcp", manifest_object("cd"), manifest_object("ab", 1), lease_object("ab", 60)]
-    left += [path for path in COORDINATION if path != CLAIM]  # that is the checkpoint's own, unless it is newer
-    others = [BOARD, CLAIM, "__0_0.distcp", "notes/__0_0-ab.distcp", "500/__0_0-ab.distcp", ".dcp_s3/other"]
-    others += [".dcp_s3/pin"]
-    found = directory(".metadata", *NEEDED, *left, *others, lease_object("cd", 2000)).leftovers(MANIFEST)
-    assert {each.path for each in found} == set(left)
 
 
 def test_what_the_ranks_of_the_committed_save_left_is_no_save_in_progress() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from dcp_s3.url import parse_url
 from tests.servers.process import free_port
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
-BLOCKS = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", DOCUMENT, re.DOTALL)]
 
 
 def examination(read_only: bool = False, **settings: Any) -> Examination:
@@ -127,13 +124,3 @@ def test_the_table_in_the_docs_has_these_permissions() -> None:
     assert permission_for("HeadObject").action == "s3:GetObject"
     for operation, action in CONFIGURATION.items():
         assert f"| `{operation}` | `{action}` |" in DOCUMENT
-
-
-def test_the_policies_in_the_docs_allow_every_permission_where_it_is_granted() -> None:
-    statements = {each["Sid"]: each for block in BLOCKS for each in block.get("Statement", ())}
-    names = ("TrainingObjects", "TrainingBucket")
-    granted = {(action, statements[name]["Resource"]) for name in names for action in statements[name]["Action"]}
-    bucket, objects = "arn:aws:s3:::BUCKET", "arn:aws:s3:::BUCKET/PREFIX/*"
-    needed = {(each.action, bucket if each.on_bucket else objects) for each in PERMISSIONS}
-    assert granted == needed
-    assert set(statements["TrainingKey"]["Action"]) == {"kms:GenerateDataKey", "kms:Decrypt"}

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import tls
 from dcp_s3.checkup.doctor import DoctorReport, doctor
-from dcp_s3.s3.client import close_clients
 from tests.s3.test_delete import versioned, versions
 from tests.servers import S3Server
 
@@ -65,32 +61,3 @@ def test_a_rule_that_would_expire_checkpoints_is_named(s3: Any, bucket: str, roo
     rule = {"ID": "tidy", "Status": "Enabled", "Filter": {"Prefix": ""}, "Expiration": {"Days": 30}}
     s3.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": [rule]})
     assert ": tidy" in doctor(root, read_only=True)["lifecycle"].found
-
-
-@pytest.fixture
-def behind_tls(
-    s3_env: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[tuple[str, Path]]:  # fmt: skip
-    """The same server behind nginx, with TLS: its URL, and the file of the authority that is to be trusted."""
-    with tls.tls_in_front_of(s3_env.endpoint_url.removeprefix("http://")) as (port, authority):
-        monkeypatch.setenv("DCP_S3_ENDPOINT_URL", f"https://127.0.0.1:{port}")
-        yield f"https://127.0.0.1:{port}", authority
-        close_clients()
-
-
-@pytest.mark.skipif(tls.nginx() is None, reason="nginx is not installed")
-@pytest.mark.servers("rgw")
-def test_behind_nginx_with_tls(
-    s3: Any, bucket: str, root: str, behind_tls: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url, authority = behind_tls
-    untrusted = doctor(root)
-    assert [each.name for each in untrusted.failed] == ["endpoint"]
-    assert "AWS_CA_BUNDLE" in untrusted["endpoint"].remedy
-    monkeypatch.setenv("AWS_CA_BUNDLE", str(authority))
-    close_clients()
-    report = doctor(root)
-    assert report.ok, str(report)
-    assert url in report["endpoint"].found
-    assert_found(report, "rgw")
-    assert_as_before(s3, bucket)

@@ -185,22 +185,3 @@ def test_rm_shows_what_it_would_delete_asks_and_deletes_it(run_of_four: str, s3:
     assert "it is pinned (mine)" in run("rm", f"{ROOT}/step-1", "--dry-run", status=1).stderr
     run("rm", f"{ROOT}/step-1", "--yes", "--force")
     assert steps() == [4]
-
-
-def test_a_save_in_progress_is_not_deleted(run_of_four: str, s3: Any) -> None:
-    delete(s3, f"{ROOT}/step-2", ".metadata")
-    assert "in progress" in run("rm", f"{ROOT}/step-2", "--yes", status=1).stderr
-
-
-def test_a_pins_reason_is_one_line(faulty: FaultyServer) -> None:
-    url = save(f"{ROOT}/step-1")
-    dcp_s3.pin(url, "good\ns3://bucket/run/step-2 is deleted\x1b[2J")
-    for status, command in (
-        (0, ["show", url]),
-        (0, ["prune", "--dry-run", ROOT, "latest:1"]),
-        (1, ["rm", "--yes", url]),
-    ):
-        result = run(*command, status=status)
-        assert "good s3://bucket/run/step-2 is deleted" in " ".join(result.output.split())
-        assert not any(line.startswith("s3://bucket/run/step-2") for line in result.output.splitlines())
-        assert "\x1b" not in result.output

@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 from rich.console import Console
 
 from dcp_s3 import S3StorageWriter, annotate
-from dcp_s3.cli import tables
 from tests.cli.looking import run, save_layers, words
 from tests.memory_s3 import Fault
 from tests.retention.making import delete, get, keys, put, save, save_foreign, save_on_ranks, state
@@ -53,14 +52,6 @@ def test_ls_shows_a_line_for_each_committed_checkpoint(root: str, s3: Any) -> No
     assert [info["state"] for info in loads("ls", root, "--all")] == ["committed", "committed", "in_progress"]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(-5, "0s"), (59.9, "59s"), (60, "1m"), (3599, "59m"), (3660, "1h 1m"), (90000, "1d 1h"), (86400 * 400, "400d 0h")],
-)
-def test_age(seconds: float, text: str) -> None:
-    assert tables.format_age(seconds) == text
-
-
 def test_latest_prints_a_url_and_nothing_else(root: str, s3: Any) -> None:
     command = ("ls", "--latest")
     assert run(*command, root, status=3).stdout == ""
@@ -77,12 +68,12 @@ def test_latest_prints_a_url_and_nothing_else(root: str, s3: Any) -> None:
 
 
 def test_show_tells_what_was_saved(root: str, s3: Any) -> None:
-    url = save(f"{root}/step-7", metrics={"loss": math.nan})
+    url = save(f"{root}/step-7", metrics={"loss": math.nan, "low": -math.inf})
     annotate(url, {"accuracy": 0.75})
     put(s3, url, "__0_9-abcdef.distcp", b"left over")
     details = loads("show", url)
     assert (details["info"]["step"], details["items"]) == (7, 3)
-    assert details["info"]["metrics"] == {"loss": "NaN", "accuracy": 0.75}
+    assert details["info"]["metrics"] == {"loss": "NaN", "low": "-Infinity", "accuracy": 0.75}
     entries = {entry["fqn"]: (entry["dtype"], entry["shape"], entry["chunks"]) for entry in details["entries"]}
     assert entries == {"weight": ("float32", [3, 4], 1), "half": ("bfloat16", [5], 1), "step": (None, None, 1)}
     used = {stored["path"]: stored["size"] for stored in details["objects"] if stored["used"]}

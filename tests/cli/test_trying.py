@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import re
 import signal
 import subprocess
@@ -14,14 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from dcp_s3 import bench
-from dcp_s3.bench import BenchReport, Transfer, join
+from dcp_s3.bench import BenchReport, Transfer
 from dcp_s3.checkup.doctor import CHECKS
 from dcp_s3.errors import CorruptCheckpointError
 from dcp_s3.s3.store import S3Store
@@ -176,8 +174,6 @@ SAVE = Transfer("save", 2, 4 * GIB, 4.0, cpu_seconds=2.0, connections=32, thrott
     ("changes", "host", "text"),
     [
         ({}, {}, "the network or the server: 32 connections of a rank carry 32.0 MiB/s"),
-        ({"bytes": 16 * GIB}, {"ranks": 4}, "carry 32.0 MiB/s"),  # the bytes and connections of four ranks
-        ({"connections": 0}, {}, "the network or the server"),
         ({"throttled": 17, "cpu_seconds": 64.0, "seconds": 0.1}, {}, "it refused 17 requests"),
         ({"seconds": 0.2}, {}, "too short to tell"),
         ({"cpu_seconds": 52.0}, {}, "the CPU: 1 rank use 81% of 16 cores"),
@@ -190,11 +186,6 @@ def test_what_limits_it(changes: dict[str, Any], host: dict[str, Any], text: str
         "s3://bucket/run", transfers=(replace(SAVE, direction="load"), replace(SAVE, **changes)), **known
     )
     assert text in report.limits["save"]
-
-
-def test_the_slowest_rank_counts_and_all_bytes() -> None:
-    slow = replace(SAVE, seconds=8.0, connections=8, throttled=3)
-    assert join([SAVE, slow]) == replace(slow, bytes=8 * GIB, cpu_seconds=4.0, connections=32)
 
 
 def test_one_bit_that_differs_is_found_and_so_is_another_round_or_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,28 +243,3 @@ def test_interrupted_it_leaves_the_bucket_as_it_was(faulty: FaultyServer, interp
         assert process.returncode != 0
         assert output == ""
         assert "Traceback" not in messages
-
-
-@pytest.mark.docs
-@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-def test_a_rank_that_dies_ends_the_others(faulty: FaultyServer, interpreter: Interpreter) -> None:
-    with in_the_middle_of_a_save(interpreter, faulty, "--ranks", "2") as process:
-        ranks = children_of(process)
-        assert len(ranks) == 2
-        os.kill(ranks[1], signal.SIGKILL)
-        _, messages = process.communicate(timeout=90)
-        assert process.returncode == 1
-        assert "its process ended with status -9" in messages
-        assert not any(map(is_running, ranks))
-
-
-def children_of(process: Program) -> list[int]:
-    tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
-
-
-def is_running(number: int) -> bool:
-    try:
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends while it is read
-        return False

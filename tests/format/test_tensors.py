@@ -29,7 +29,7 @@ from dcp_s3.format.blocks import (
     widen,
 )
 from dcp_s3.format.cover import find_flaw
-from dcp_s3.format.framing import FrameCache, compute_frame
+from dcp_s3.format.framing import compute_frame
 from dcp_s3.memory import Piece
 from tests.end_to_end.states import DTYPES, bits, random_tensor
 from tests.offline.conftest import Saved
@@ -56,11 +56,6 @@ def test_torch_load_reads_it_and_only_checksums_differ_from_torch_save(dtype: to
         # The zip CRC-32 of the data, in two places, and of the id record that is made from it.
         assert len(differing) <= 64
         assert not [i for i in differing if len(frame.header) <= i < len(frame.header) + frame.nbytes]
-
-
-def test_frames_are_kept() -> None:
-    cache = FrameCache()
-    assert cache.get(torch.float32, torch.Size([3])) is cache.get(torch.float32, torch.Size([3]))
 
 
 def test_a_large_shape_is_never_touched() -> None:
@@ -120,17 +115,6 @@ def test_there_are_few_blocks_of_some_size(nbytes: int) -> None:
     assert MIN_BLOCK <= size <= MAX_BLOCK
     assert size % 64 == 0
     assert size == MAX_BLOCK or -(-nbytes // size) <= 64
-
-
-@pytest.mark.parametrize("nbytes", [2**18, 2**20, 3 * 2**20, 2**22, 7 * 2**22, 2**26])
-@pytest.mark.parametrize("parts", [2, 4])
-def test_halves_and_quarters_end_where_blocks_end(nbytes: int, parts: int) -> None:
-    assert nbytes // parts % block_size(nbytes) == 0
-
-
-@pytest.mark.parametrize(("size", "count", "nbytes"), [(64, 1, 64), (64, 0, 65), (0, 0, 1), (-64, 0, 1), (63, 1, 100)])
-def test_a_record_that_does_not_fit_is_none(size: int, count: int, nbytes: int) -> None:
-    assert not Blocks(size, bytes(8 * count), 0).is_for(nbytes)
 
 
 # --- parts of a tensor -----------------------------------------------------------------------------------

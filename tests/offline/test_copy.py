@@ -86,17 +86,6 @@ def test_foreign_checkpoints_and_ranks_without_collectives(root: str, s3: Any, t
 # --- replacing -------------------------------------------------------------------------------------------
 
 
-def test_another_checkpoint_is_replaced_only_when_told_to(root: str, s3: Any) -> None:
-    url, there = save(f"{root}/1"), save(f"{root}/2", metrics={"old": 1})
-    before = keys(s3, there)
-    with pytest.raises(errors.CheckpointExistsError):
-        copy(url, there)
-    assert keys(s3, there) == before
-    copy(url, there, True)
-    assert keys(s3, there) == keys(s3, url)
-    assert_loads(there, state())
-
-
 @pytest.mark.servers("memory")
 def test_the_old_one_stays_whole_until_the_commit(faulty: FaultyServer) -> None:
     save(_URL)

@@ -25,7 +25,7 @@ from dcp_s3.offline.copy import copy as download
 from tests.end_to_end.states import assert_same, random_tensor
 from tests.killing import new_process, running
 from tests.memory_s3 import MemoryS3Process
-from tests.offline.weights import lengthen, model, save, write
+from tests.offline.weights import lengthen, model, write
 from tests.retention.making import keys, put
 
 pytestmark = pytest.mark.servers("memory")
@@ -196,13 +196,3 @@ def test_names_that_do_not_fit(root: str, s3: Any, tmp_path: Path) -> None:
     with pytest.raises(errors.WeightsError, match="has no weights"):
         dcp_s3.import_weights(f"{root}/none", f"{root}/x")
     assert not keys(s3, f"{root}/x")
-
-
-def test_an_old_checkpoint_stays_unless_told(root: str, tmp_path: Path) -> None:
-    save({"a": torch.zeros(1)}, f"{root}/x")
-    write(tmp_path / "model.safetensors", {"a": torch.ones(1)})
-    with pytest.raises(errors.CheckpointExistsError):
-        dcp_s3.import_weights(tmp_path, f"{root}/x")
-    assert_same(dcp_s3.read_tensors(f"{root}/x"), {"a": torch.zeros(1)})
-    dcp_s3.import_weights(tmp_path, f"{root}/x", overwrite=True)
-    assert_same(dcp_s3.read_tensors(f"{root}/x"), {"a": torch.ones(1)})

@@ -20,7 +20,7 @@ import dcp_s3
 from dcp_s3 import S3StorageWriter, errors
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.offline.boxes import cut, select
-from dcp_s3.offline.names import group_alike, new_names, parse_rules
+from dcp_s3.offline.names import new_names
 from tests.end_to_end.states import assert_same, every_kind, random_tensor
 from tests.ranks import run_ranks
 from tests.servers import S3Server
@@ -224,14 +224,6 @@ def test_chunks_that_do_not_cover_the_tensor(
 # --- names ----------------------------------------------------------------------------------------------
 
 
-def test_rules_apply_one_after_the_other() -> None:
-    names = ["model.a.0", "model.b.10", "optim.x"]
-    rules = parse_rules([r"^model\.=", r"(\d+)$=n\1", "n0=zero"])
-    assert new_names(names, rules) == {"model.a.0": "a.zero", "model.b.10": "b.n10", "optim.x": "optim.x"}
-    assert new_names(names, {}) == dict(zip(names, names, strict=True))
-    assert parse_rules(["(?=x)x=y"]) == {"(?=x)x": "y"}
-
-
 def test_rules_that_cannot_be_meant() -> None:
     for rules, message in (
         ({"modle": ""}, r"'modle' matches no name. The closest of 2: 'model.[ab]'"),
@@ -241,16 +233,6 @@ def test_rules_that_cannot_be_meant() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             new_names(["model.a", "model.b"], rules)
-
-
-def test_names_that_differ_in_numbers_are_grouped() -> None:
-    names = [(f"layers.{i}.experts.{j}.w1", "changed") for i in range(3) for j in (0, 2)] + [("norm.7", "changed")]
-    found = group_alike([*names, ("layers.3.experts.0.w1", "gone")])
-    assert [(label, len(alike)) for label, alike in found] == [
-        ("layers.*.experts.*.w1", 6),
-        ("norm.7", 1),
-        ("layers.3.experts.0.w1", 1),
-    ]
 
 
 # --- boxes -----------------------------------------------------------------------------------------------
@@ -280,13 +262,6 @@ def test_what_numpy_selects(shape: list[int], before: list[Any], after: list[Any
     assert box.shape == found.lengths
     assert found.shape == expected.shape
     assert np.array_equal(box.reshape(found.shape), expected)
-
-
-def test_everything_and_numbers_of_other_libraries() -> None:
-    for index in (None, (), ..., slice(None)):
-        assert select(index, (2, 3)).lengths == (2, 3)
-    for number in (np.int64(1), torch.tensor(1)):
-        assert select((number, slice(number, None)), (2, 3)).offsets == (1, 1)
 
 
 def test_what_can_not_be_read() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 import time
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_s3 import KeepLatest, errors, unpin
+from dcp_s3 import KeepLatest, errors
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.errors import (
     AccessDeniedError,
@@ -24,7 +23,7 @@ from dcp_s3.errors import (
     TransferError,
 )
 from dcp_s3.format.control_files import Manifest
-from dcp_s3.format.layout import METRICS, PIN, deletion_object, lease_object, spread
+from dcp_s3.format.layout import METRICS, deletion_object, lease_object, spread
 from dcp_s3.format.metadata import seal
 from dcp_s3.retention import marks
 from dcp_s3.s3 import retry
@@ -379,17 +378,6 @@ def test_metrics_are_added_and_replaced_one_by_one(run: Run) -> None:
         "val_loss": 1.5, "loss": 2.0, "note": "ünï", "good": True,
     }  # fmt: skip
     assert run.only().metrics == {"loss": 2.0, "epoch": 1, "val_loss": 1.5, "note": "ünï", "good": True}
-
-
-def test_pin_and_unpin(run: Run) -> None:
-    run.steps(1)
-    assert not run.only().pinned
-    run.pin("step-1", "keep")
-    run.pin("step-1", "paper")
-    assert json.loads(run.get("step-1", PIN))["reason"] == "paper"
-    assert run.only().pinned
-    assert [unpin(str(run.url("step-1")), store=run.store) for _ in range(2)] == [True, False]
-    assert not run.only().pinned
 
 
 @pytest.mark.parametrize(

@@ -319,14 +319,6 @@ def test_deletions_that_were_cut_off_are_finished_unless_the_checkpoint_is_there
     assert not found.empty
 
 
-def test_all_reasons_are_told_floors_first() -> None:
-    found = plan(info("step-7", pinned=True), policy=KeepLatest(1) | KeepEvery(7))
-    assert reasons(found)["step-7"] == (
-        "the newest committed checkpoint", "the last one that was committed", "pinned", "latest:1, number 1",
-        "every:7, first from 7 on",
-    )  # fmt: skip
-
-
 # --- laws ----------------------------------------------------------------------------------------
 
 scenes = st.fixed_dictionaries({"uploads": random.uploads, "leftovers": random.leftovers})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 from collections.abc import Callable
@@ -14,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -41,7 +39,6 @@ from tests.spill.making import (
     begin_multipart,
     large_state,
     make_state,
-    refuse_all,
     small_state,
 )
 
@@ -262,20 +259,6 @@ def test_without_a_list_of_multipart_uploads_everything_is_drained(spill: Spill,
     assert_complete(spill.url("step-1"), large_state(1))
 
 
-def test_a_drain_that_fails_leaves_no_file_open(spill: Spill, monkeypatch: pytest.MonkeyPatch) -> None:
-    spill.save(spill.url("step-1"), large_state(1))
-    spill.server.rule = lambda request: refuse_all(request) if request.operation == "UploadPart" else None
-    gc.disable()
-    try:
-        assert spill.drain(patience=0.05).waiting
-    finally:
-        gc.enable()
-    with open("/proc/self/maps") as maps:
-        assert not [line for line in maps if "object-0" in line]
-    names = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-    assert not [name for name in names if "object-0" in name]
-
-
 # --- saves that end while the drain runs -----------------------------------------------------------------
 
 
@@ -332,7 +315,6 @@ def test_a_save_whose_process_died_leaves_neither_objects_nor_uploads(spill: Spi
 # --- several ranks, with a spill directory each or one for all -----------------------------------------
 
 URL = f"s3://{BUCKET}/run/step-1"
-THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
 
 
 @pytest.fixture
@@ -353,24 +335,6 @@ def full_state(seed: int) -> dict[str, torch.Tensor]:
 def _writer(directories: list[str], **options: Any) -> S3StorageWriter:
     os.environ["DCP_S3_SPILL_DIR"] = directories[dist.get_rank() % len(directories)]
     return S3StorageWriter(URL, settings={"durability": "local"}, **options)
-
-
-def _save_async(directories: list[str], kind: AsyncCheckpointerType) -> None:
-    writer = _writer(directories)
-    future: Any = dcp.async_save(_shard(0), storage_writer=writer, async_checkpointer_type=kind)
-    future.result()
-    writer.wait_committed(timeout=60)
-    assert S3Store(BUCKET, writer.settings).exists("run/step-1/.metadata")
-
-
-@pytest.mark.usefixtures("_settings")
-@pytest.mark.quick("1-thread")
-@pytest.mark.parametrize(("count", "kind"), [(1, THREAD), (2, PROCESS)], ids=["1-thread", "2-process"])
-def test_the_ranks_of_an_asynchronous_save_can_wait_for_its_commit(
-    tmp_path: Path, kind: AsyncCheckpointerType, count: int
-) -> None:
-    run_ranks(2, _save_async, [str(tmp_path / str(number)) for number in range(count)], kind, timeout=200)
-    assert_complete(URL, full_state(0))
 
 
 def _overwrite_and_wait(directories: list[str]) -> None:
