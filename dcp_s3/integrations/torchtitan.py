@@ -65,7 +65,13 @@ class S3CheckpointManager(CheckpointManager):
         DCP_S3_RETENTION, or without one the latest keep_latest_k."""
 
         def __post_init__(self) -> None:
-            CheckpointManager.Config.__post_init__(self)
+            path = (self.initial_load_path or "").strip()
+            if self.initial_load_in_hf and not self.initial_load_in_hf_quantized and is_s3_url(path):
+                self.initial_load_path = None  # torchtitan has no reader for it, and refuses it
+                CheckpointManager.Config.__post_init__(self)
+                self.initial_load_path = path
+            else:
+                CheckpointManager.Config.__post_init__(self)
             parse_policy(self.retention)
 
     def __init__(self, config: Config, **components: Any) -> None:

@@ -338,6 +338,12 @@ def begin_joint_save(
     attempt = current_attempt(url, options.settings) if counted is None else counted.attempt
     if attempt.world_size == 1:
         return Save(url, save_id, options, rank=0, is_coordinator=True)
+    if options.transforms.extensions:
+        raise errors.SaveProtocolError(
+            f"{url} is not saved: stream extensions need a save with collectives. Remedy: use_collectives=True, or no "
+            "_extensions",
+            url=str(url),
+        )
     if options.settings.spill_dir is not None:
         _warn_of_spilling(str(options.settings.spill_dir))
     step = find_step(url.name, options.settings) if step is None else step
