@@ -65,11 +65,12 @@ class S3CheckpointManager(CheckpointManager):
         DCP_S3_RETENTION, or without one the latest keep_latest_k."""
 
         def __post_init__(self) -> None:
-            path = (self.initial_load_path or "").strip()
-            if self.initial_load_in_hf and not self.initial_load_in_hf_quantized and is_s3_url(path):
-                self.initial_load_path = None  # torchtitan has no reader for it, and refuses it
+            given: Any = self
+            path = (given.initial_load_path or "").strip()
+            if given.initial_load_in_hf and not given.initial_load_in_hf_quantized and is_s3_url(path):
+                given.initial_load_path = None  # torchtitan has no reader for it, and refuses it
                 CheckpointManager.Config.__post_init__(self)
-                self.initial_load_path = path
+                given.initial_load_path = path
             else:
                 CheckpointManager.Config.__post_init__(self)
             parse_policy(self.retention)
