@@ -34,7 +34,7 @@ from dcp_s3.url import CheckpointURL
 
 SUFFIX = ".safetensors"
 _FIRST = 32 * 2**10  # bytes of a file that are read first: most headers are not much longer
-_OURS = (CONTROL_PREFIX, DATA_SUFFIX, METADATA)
+_OURS = (DATA_SUFFIX, METADATA)
 
 
 @dataclass(frozen=True)
@@ -176,9 +176,9 @@ def fetch_weights(store: Store, url: CheckpointURL) -> Metadata | None:
     found = store.list(prefix, "/")
     names = [key.removeprefix(prefix) for key in (*(each.key for each in found.objects), *found.prefixes)]
     # A save that was cut off may have such a file attached. Leases of readers say nothing about what they read.
-    if CONTROL_PREFIX in names and _has_only_leases(store, url):
-        names.remove(CONTROL_PREFIX)
     if not any(name.endswith(SUFFIX) for name in names) or any(name.endswith(_OURS) for name in names):
+        return None
+    if CONTROL_PREFIX in names and not _has_only_leases(store, url):
         return None
     return make_metadata(find_weights(store, prefix, names, str(url)))
 
