@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from dcp_s3.checkup.doctor import DoctorReport, doctor
-from tests.s3.test_delete import versioned, versions
 from tests.servers import S3Server
-
-__all__ = ["versioned"]
 
 REST = "off | objects, parts | agrees"
 NOT_COMPARED = "not compared (CRC-64/NVME)"
@@ -24,6 +22,19 @@ FOUND = {
         f"ignored, refused always, ignored | {NOT_COMPARED} | not kept | yes | on | objects, parts | agrees",
 }  # fmt: skip
 """The cells of a store's row, without its name."""
+
+
+@pytest.fixture
+def versioned(s3: Any, bucket: str, root: str) -> Iterator[str]:
+    s3.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    yield root
+    for each in versions(s3, bucket):
+        s3.delete_object(Bucket=bucket, Key=each["Key"], VersionId=each["VersionId"])
+
+
+def versions(s3: Any, bucket: str) -> list[dict[str, Any]]:
+    pages = list(s3.get_paginator("list_object_versions").paginate(Bucket=bucket))
+    return [each for page in pages for name in ("Versions", "DeleteMarkers") for each in page.get(name, ())]
 
 
 def assert_found(report: DoctorReport, store: str) -> None:

@@ -135,6 +135,8 @@ def _save(url: str, number: int, ranks: int, *, overwrite: bool) -> list[str]:
 
 def test_whatever_is_answered_to_each_put_of_a_joint_save_it_is_whole(faulty: FaultyServer) -> None:
     every = EveryPut(SEED)
+    # The first save of a process looks whether the store keeps conditions: a 412 then would say that it does not.
+    assert _save(f"s3://{BUCKET}/run/first", 0, 2, overwrite=False) == ["saved"] * 2
     for number in range(1, CYCLES + 1):
         overwrite = number % 2 == 0
         url = f"s3://{BUCKET}/run/step-{number - number % 4 if overwrite else number}"
