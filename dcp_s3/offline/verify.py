@@ -32,7 +32,7 @@ from dcp_s3.offline.verify_plan import (
 )
 from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.store import StoredObject
+from dcp_s3.store import StoredObject, same_etag
 from dcp_s3.units import one_line, plural
 from dcp_s3.url import CheckpointURL, parse_url
 
@@ -197,7 +197,7 @@ class _Check:
         for commit in self._commits:
             listed = self._directory.commits.get(commit.rank)
             now = fetch_metadata(self._store, self._url, commit.rank)
-            if listed is None or not listed.etag == commit.stored.etag == now.etag:
+            if listed is None or not (same_etag(listed.etag, now.etag) and same_etag(commit.stored.etag, now.etag)):
                 return False
         return True
 
