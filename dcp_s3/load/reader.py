@@ -50,7 +50,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
     """Reads checkpoints from S3; pass it to `dcp.load` as ``storage_reader``.
 
     Reads what `S3StorageWriter` wrote, and what torch's FileSystemWriter (uploaded), FsspecWriter and
-    s3torchconnector wrote.
+    s3torchconnector wrote; also safetensors files as Hugging Face's libraries write them, in a directory of their own.
 
     >>> dcp.load(state, storage_reader=S3StorageReader("s3://bucket/run/step-00002000"))
     >>> state["step"]
@@ -153,6 +153,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
             CheckpointNotFoundError: no committed checkpoint is there.
             CheckpointDeletedError: a prune is about to delete it (checked only with the setting ``reader_lease``).
             CorruptCheckpointError, UnsafeMetadataError: the metadata cannot, or must not, be unpickled.
+            WeightsError: safetensors files are there, and damaged.
             StorageError: missing bucket, credentials, network.
         """
         rank: int | None = kwargs.get("rank")

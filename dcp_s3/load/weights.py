@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
-)  # fmt: skip
+)
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import list_directory
@@ -28,7 +28,7 @@ from dcp_s3.checksum import crc64nvme
 from dcp_s3.format import safetensors
 from dcp_s3.format.blocks import make_storage_info
 from dcp_s3.format.layout import CONTROL_PREFIX, DATA_SUFFIX, METADATA
-from dcp_s3.format.safetensors import SafetensorsError
+from dcp_s3.format.safetensors import SafetensorsError, TensorEntry
 from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
 
@@ -38,8 +38,8 @@ _OURS = (DATA_SUFFIX, METADATA)
 
 
 @dataclass(frozen=True)
-class FoundTensor:
-    """A tensor, row-major, in a file."""
+class FoundTensor(TensorEntry):
+    """A tensor, row-major, in a file that was found."""
 
     file: str
     """Name of the file."""
@@ -47,12 +47,6 @@ class FoundTensor:
     """ETag of the file whose header was read."""
     start: int
     """Byte of the file at which its elements begin."""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def find_weights(store: Store, prefix: str, names: Iterable[str], where: str) -> dict[str, FoundTensor]:
@@ -112,9 +106,7 @@ def _read_header(store: Store, name: str, *, prefix: str, where: str) -> dict[st
         placed = safetensors.parse_header(bytes(data[safetensors.PREFIX : stop]), head.size)
     except SafetensorsError as error:
         raise errors.WeightsError(f"{store.name}/{prefix}{name} cannot be read: {error}") from None
-    return {
-        each.entry.name: FoundTensor(name, head.etag, each.start, each.entry.dtype, each.entry.shape) for each in placed
-    }
+    return {entry.name: FoundTensor(**vars(entry), file=name, etag=head.etag, start=start) for entry, start in placed}
 
 
 def make_metadata(found: Mapping[str, FoundTensor]) -> Metadata:
@@ -172,7 +164,7 @@ def fetch_weights(store: Store, url: CheckpointURL) -> Metadata | None:
         WeightsError: they are damaged.
         StorageError
     """
-    prefix = url.key("") if url.prefix else ""
+    prefix = url.key("")
     found = store.list(prefix, "/")
     names = [key.removeprefix(prefix) for key in (*(each.key for each in found.objects), *found.prefixes)]
     # A save that was cut off may have such a file attached. Leases of readers say nothing about what they read.

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import errors, ranks
 from dcp_s3.events import Listener
+from dcp_s3.failures import real_causes
 from dcp_s3.format.saved_entries import SavedEntry, saved_entries
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
@@ -78,9 +79,9 @@ def load_safetensors(
             state_dict, storage_reader=reader, planner=planner, process_group=process_group, no_dist=alone
         )
     except CheckpointException as error:
-        causes = [cause for cause, _ in error.failures.values()]
-        if isinstance(causes[0], errors.DcpS3Error) and len({str(cause) for cause in causes}) == 1:
-            raise causes[0] from None
+        first, *others = real_causes({rank: cause for rank, (cause, _) in error.failures.items()}).values()
+        if isinstance(first, errors.DcpS3Error) and all(str(each) == str(first) for each in others):
+            raise first from None
         raise
 
 

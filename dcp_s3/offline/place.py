@@ -48,12 +48,8 @@ class Place:
     def of(cls, where: str | os.PathLike[str], settings: Settings) -> Place:
         if is_s3_url(where):
             url = parse_url(where)
-            return cls(
-                str(url),
-                store_of(url, settings, UNLIMITED.shared(settings.stall_timeout)),
-                url.key("") if url.prefix else "",
-                url,
-            )
+            store = store_of(url, settings, UNLIMITED.shared(settings.stall_timeout))
+            return cls(str(url), store, url.key(""), url)
         return cls(os.fspath(where), DirectoryStore(where), directory=Path(where))
 
     def key(self, path: str) -> str:

@@ -24,8 +24,10 @@ _DIRECT = 16 * 2**10
 _BUFFER = 256 * 2**10
 
 _JOIN_BELOW = 64 * 2**10
-# Python's socket timeout covers a whole `sendall`: with this only dead connections time out.
-_SEND_AT_ONCE = 512 * 2**10
+# Python's socket timeout covers a whole `sendall`: with 1 MiB only dead connections time out. Where links are slow, or
+# many connections share one, the slices stay small.
+_SEND_FIRST, _SEND_AT_ONCE = 64 * 2**10, 2**20
+_SEND_FAST, _SEND_SLOW = 0.05, 0.5  # seconds for a slice
 
 # Seconds after which what has been received is handed on, so that a slow store is seen to move.
 _RECEIVE_SECONDS = 0.25
@@ -88,17 +90,23 @@ class GatherBody:
         """The buffers for ``sendall``: large ones in slices, neighbours that are small joined."""
         started, waited = time.monotonic(), self.waited
         attempts = current()
-        size, sent = min(_SEND_AT_ONCE, attempts.slice_size or _SEND_AT_ONCE), 0
+        most = min(_SEND_AT_ONCE, attempts.slice_size or _SEND_AT_ONCE)
+        size, sent = min(_SEND_FIRST, most), 0
         for view in self._joined():
             position = 0
             while position < len(view):
                 piece = view[position : position + size]
                 position += len(piece)
                 self.waited += attempts.before_sending(len(piece))
-                seconds = time.monotonic() - started - (self.waited - waited)
-                if self._patience is not None and seconds > self._patience:
+                began = time.monotonic()
+                if self._patience is not None and began - started - (self.waited - waited) > self._patience:
                     raise ConnectionAbortedError(f"the body was not through after {self._patience:g} s")
                 yield piece
+                seconds = time.monotonic() - began
+                if seconds < _SEND_FAST:
+                    size = min(2 * size, most)
+                elif seconds > _SEND_SLOW:
+                    size = max(size // 2, min(_SEND_FIRST, most))
                 sent += len(piece)
                 if self._moved is not None:
                     self._moved(len(piece))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_s3.limit import Limit, Progress
+from dcp_s3.s3 import body as body_module
 from dcp_s3.s3.body import BodyReader, GatherBody
 from dcp_s3.s3.retry import Attempts
 
@@ -36,6 +39,14 @@ def test_large_buffers_go_out_as_they_are_and_small_ones_joined() -> None:
     chunks = list(body.chunks())
     assert (len(chunks[0]), len(chunks[-1]), sum(map(len, chunks[1:-1]))) == (6, 4, 200_000)
     assert all(isinstance(chunk, memoryview) and chunk.obj is large for chunk in chunks[1:-1])
+
+
+@pytest.mark.parametrize(("seconds", "last"), [(0.01, 2**20), (0.2, 2**16), (2.0, 2**16)])
+def test_slices_grow_where_the_link_is_quick(monkeypatch: pytest.MonkeyPatch, seconds: float, last: int) -> None:
+    now = itertools.count()
+    monkeypatch.setattr(body_module.time, "monotonic", lambda: next(now) * seconds)
+    sizes = [len(chunk) for chunk in GatherBody([memoryview(bytearray(2**22))]).chunks()]
+    assert (sizes[0], max(sizes), sum(sizes)) == (2**16, last, 2**22)
 
 
 def test_what_is_sent_once_more_is_no_progress() -> None:
