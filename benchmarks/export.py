@@ -26,6 +26,7 @@ from rich.table import Table
 
 import dcp_s3
 from benchmarks.measure import Sample, measure
+from benchmarks.save_load import DUMMY_CREDENTIALS
 from benchmarks.units import GIB, MIB, parse_size
 from dcp_s3.format.safetensors import PREFIX, header_length, parse_header
 from dcp_s3.offline.copy import copy as download
@@ -52,10 +53,7 @@ def main() -> None:
     parser.add_argument("--size", type=parse_size, default=GIB, help="of the tensors together; default: 1GiB")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    os.environ |= {
-        "AWS_ACCESS_KEY_ID": "benchmark", "AWS_SECRET_ACCESS_KEY": "benchmark", "AWS_EC2_METADATA_DISABLED": "true",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }  # fmt: skip
+    os.environ |= {**DUMMY_CREDENTIALS, "AWS_DEFAULT_REGION": "us-east-1"}
     with MemoryS3Process(preallocate=options.size * 9 // 4 + 256 * MIB) as server:
         os.environ["AWS_ENDPOINT_URL"] = server.endpoint_url
         samples = run(make_state(options.size), options.rounds)

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from benchmarks.cases import CASES, Target
 from benchmarks.measure import Sample, measure
+from benchmarks.save_load import DUMMY_CREDENTIALS
 from benchmarks.units import GIB, MIB, parse_size
 from tests.memory_s3 import MemoryS3Process
 
@@ -53,10 +54,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=20_000, help="of small tensors; default: %(default)s")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    os.environ |= {
-        "AWS_ACCESS_KEY_ID": "benchmark", "AWS_SECRET_ACCESS_KEY": "benchmark", "AWS_EC2_METADATA_DISABLED": "true",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }  # fmt: skip
+    os.environ |= {**DUMMY_CREDENTIALS, "AWS_DEFAULT_REGION": "us-east-1"}
     states: dict[str, Callable[[], State]] = {
         f"{_LARGE_TENSORS} tensors of {options.size // _LARGE_TENSORS // MIB} MiB": lambda: large_state(options.size),
         f"{options.count} tensors of 4 KiB": lambda: small_state(options.count),

@@ -26,6 +26,7 @@ from typing import Any
 
 import boto3
 
+from benchmarks.save_load import DUMMY_CREDENTIALS
 from benchmarks.units import parse_size
 from dcp_s3 import CheckpointManager, SaveContinuously, SaveEvery, SavePolicy
 from tests.memory_s3 import Link, MemoryS3Process
@@ -163,10 +164,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run all cases and print what they lose."""
     options = parse(arguments)
-    os.environ |= {
-        "AWS_ACCESS_KEY_ID": "benchmark", "AWS_SECRET_ACCESS_KEY": "benchmark", "AWS_EC2_METADATA_DISABLED": "true",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }  # fmt: skip
+    os.environ |= {**DUMMY_CREDENTIALS, "AWS_DEFAULT_REGION": "us-east-1"}
     results = []
     for number, case in enumerate(cases(options.every, options.seconds)):
         with MemoryS3Process(link=Link(0.005, parse_size(options.link))) as server:

@@ -40,7 +40,7 @@ from tests.memory_s3 import Link, MemoryS3Process
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 #: For the embedded server only, which accepts any.
-_DUMMY_CREDENTIALS = {
+DUMMY_CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "benchmark",
     "AWS_SECRET_ACCESS_KEY": "benchmark",
     "AWS_EC2_METADATA_DISABLED": "true",
@@ -168,7 +168,7 @@ def serve_embedded(
     """`serve` by an in-memory server of its own, which has ``bucket`` and memory for ``size`` bytes of checkpoints."""
     # Framing, the unused tail of a block per part, and the warm-up.
     with MemoryS3Process(preallocate=size * 5 // 4 + 256 * MIB, link=link) as server:
-        environment = _environment(region, server.endpoint_url) | _DUMMY_CREDENTIALS
+        environment = _environment(region, server.endpoint_url) | DUMMY_CREDENTIALS
         _client(server.endpoint_url, environment).create_bucket(Bucket=bucket)
         yield server.endpoint_url, environment
 

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcp_s3
 from benchmarks.measure import Sample, measure
+from benchmarks.save_load import DUMMY_CREDENTIALS
 from benchmarks.units import GIB, MIB, parse_size
 from dcp_s3.format.safetensors import (
     PREFIX,
@@ -135,10 +136,7 @@ def main() -> None:
     parser.add_argument("--rate", type=parse_size, default=85 * MIB, help="bytes/s of a connection; default: 85MiB")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    os.environ |= {
-        "AWS_ACCESS_KEY_ID": "benchmark", "AWS_SECRET_ACCESS_KEY": "benchmark", "AWS_EC2_METADATA_DISABLED": "true",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }  # fmt: skip
+    os.environ |= {**DUMMY_CREDENTIALS, "AWS_DEFAULT_REGION": "us-east-1"}
     table = Table("mesh", "way", "seconds", "of import, load", "read from S3", "CPU s/GiB", "peak MiB", box=box.SIMPLE)
     link = Link(0.03, options.rate)
     with MemoryS3Process(preallocate=options.size * 9 // 4 + 256 * MIB, link=link) as server:
