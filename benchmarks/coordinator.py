@@ -64,7 +64,7 @@ from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, Settings
 from dcp_s3.format.blocks import Blocks, block_size, make_storage_info
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import METADATA, data_object, new_nonce
-from dcp_s3.load.peers.messages import Offer
+from dcp_s3.load.messages import Offer
 from dcp_s3.s3.store import S3Store
 from dcp_s3.save.objects import ItemWriteResult
 from dcp_s3.url import parse_url

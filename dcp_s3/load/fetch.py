@@ -30,7 +30,6 @@ from dcp_s3.process import collect_young
 from dcp_s3.settings import Settings
 from dcp_s3.store import Moved, Store
 from dcp_s3.tensor_memory import view_bytes
-from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -46,7 +45,6 @@ _SMALL_BUFFER = 2**20
 # Bytes of such a request where there are more connections than buffers of this size: it fills a connection to S3 for a
 # few times its latency.
 _BUFFER = 16 * 2**20
-_TOO_LATE = (queue.Empty, errors.DeadlineExceededError)
 
 
 class Fetcher:
@@ -104,7 +102,6 @@ class Fetcher:
 
         Raises:
             CorruptCheckpointError: stored bytes are missing, cut short or not what was written.
-            DeadlineExceededError: the store's deadline has passed.
             StorageError: S3 failed despite retries.
         """
         work = _Work(requests, self.carry_out, self._name)
@@ -115,7 +112,7 @@ class Fetcher:
                     work.moved, threads = width.moved, width.connections
                     stack.enter_context(width)
                 work.resize(min(threads, most))
-                yield self._arrivals(work, sum([request.length for request in requests]))
+                yield work.arrivals()
         except BaseException:
             self.cancel()
             raise
@@ -133,27 +130,6 @@ class Fetcher:
         left = [ReadRequest(transfer.path, start, stop - start, segments)]
         while left:
             left += self.carry_out(left.pop())[1]
-
-    def _arrivals(self, work: _Work, total: int) -> Iterator[Transfer]:
-        deadline, received, ended = self.store.limit.deadline, 0, 0
-        while ended < work.started:
-            try:
-                outcome = work.outcomes.get(timeout=None if deadline is None else deadline.left)
-            except queue.Empty as empty:
-                outcome = empty
-            if outcome is None:
-                ended += 1
-            elif isinstance(outcome, tuple):
-                received += outcome[0]
-                yield from outcome[1]
-            else:
-                try:
-                    if deadline is not None and deadline.passed and isinstance(outcome, _TOO_LATE):
-                        came = f"{format_size(received)} of the {format_size(total)} of this rank had arrived"
-                        raise deadline.error(f"the load of {self.url}", came) from outcome
-                    raise outcome
-                finally:
-                    del outcome  # its traceback has this frame: no cycle
 
     # --- on any thread --------------------------------------------------------------------------------
 
@@ -242,9 +218,9 @@ class _Work:
         self._changed = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._alive = self._wanted = self._starting = 0
-        self.outcomes: queue.SimpleQueue[tuple[int, list[Transfer]] | BaseException | None] = queue.SimpleQueue()
-        """Bytes and finished transfers of each request that was carried out. None from each thread that has ended."""
-        self.started = 0
+        self._outcomes: queue.SimpleQueue[list[Transfer] | BaseException | None] = queue.SimpleQueue()
+        """Finished transfers of each request that was carried out. None from each thread that has ended."""
+        self._started = 0
         """Threads that were started, and therefore end."""
         self.is_over = False
         """Whether there is no more to do than the threads do now."""
@@ -260,7 +236,7 @@ class _Work:
                 thread.start()
                 self._alive += 1
                 self._starting += 1
-                self.started += 1
+                self._started += 1
 
     def _run(self) -> None:
         try:
@@ -272,11 +248,11 @@ class _Work:
                     if again:
                         with self._changed:
                             self._queue.extendleft(again)
-                    self.outcomes.put((request.length, finished))
+                    self._outcomes.put(finished)
         except BaseException as error:  # noqa: BLE001 - the iterator raises it
-            self.outcomes.put(error)
+            self._outcomes.put(error)
         finally:
-            self.outcomes.put(None)
+            self._outcomes.put(None)
 
     def _next(self, first: bool) -> ReadRequest | None:
         """The next request to fetch; None for a thread that is to end."""
@@ -292,6 +268,21 @@ class _Work:
             self.is_over = request is None
             self._alive -= self.is_over
             return request
+
+    def arrivals(self) -> Iterator[Transfer]:
+        """The transfers as they are finished, until all threads have ended; raises an error of any thread."""
+        ended = 0
+        while ended < self._started:
+            outcome = self._outcomes.get()
+            if outcome is None:
+                ended += 1
+            elif isinstance(outcome, BaseException):
+                try:
+                    raise outcome
+                finally:
+                    del outcome  # its traceback has this frame: no cycle
+            else:
+                yield from outcome
 
     def close(self) -> None:
         """Begin no more requests, and wait for those under way."""

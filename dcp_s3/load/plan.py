@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from dcp_s3 import errors
 from dcp_s3.format.blocks import Blocks, Range, get_blocks, get_crc, get_raw_offset, widen
 from dcp_s3.format.saved_entries import find_chunk
-from dcp_s3.load.boxes import Box, runs_of_box
 from dcp_s3.torch_private import StorageInfo
 
 READ_GAP = 256 * 2**10
@@ -27,6 +26,162 @@ requests: what S3 sends on one connection (90 MB/s) in a tenth of a request's la
 
 ITEM_GAP = 64 * 2**10
 """The same between two items: more than lies between the raw bytes of neighbours, and 0.7 ms on a connection."""
+
+
+# --- boxes of row-major arrays ---------------------------------------------------------------------------
+
+
+class Box(NamedTuple):
+    """A rectangular part of an array."""
+
+    offsets: tuple[int, ...]
+    """Index of the first element in each dimension."""
+    lengths: tuple[int, ...]
+    """Number of elements in each dimension."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.lengths)
+
+
+def row_major_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous array of ``sizes``."""
+    strides = [1] * len(sizes)
+    for dim in range(len(sizes) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * max(1, sizes[dim + 1])
+    return tuple(strides)
+
+
+def check_box(sizes: Sequence[int], box: Box) -> None:
+    """Check that a box lies inside its array.
+
+    Raises:
+        ValueError: the box is not inside an array of ``sizes``.
+    """
+    offsets, lengths = box
+    if not len(sizes) == len(offsets) == len(lengths) or any(
+        offset < 0 or length < 0 or offset + length > size
+        for size, offset, length in zip(sizes, offsets, lengths, strict=True)
+    ):
+        raise ValueError(f"box at {tuple(offsets)} of {tuple(lengths)} is not inside a chunk of {tuple(sizes)}")
+
+
+def _boxes_of_run(sizes: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """Elements ``start`` to ``stop`` (after it) of an array in row-major order, as boxes in that order.
+
+    There are at most ``2 * len(sizes) - 1`` boxes (one for an array without dimensions).
+    """
+    if not sizes:
+        return [Box((), ())]
+    inner = sizes[1:]
+    row = math.prod(inner)
+    first, skipped = divmod(start, row)
+    last, left = divmod(stop, row)
+    if first == last:
+        return [_at(first, box) for box in _boxes_of_run(inner, skipped, left)]
+    found: list[Box] = []
+    if skipped:
+        found += [_at(first, box) for box in _boxes_of_run(inner, skipped, row)]
+        first += 1
+    if first < last:
+        found.append(Box((first, *([0] * len(inner))), (last - first, *inner)))
+    if left:
+        found += [_at(last, box) for box in _boxes_of_run(inner, 0, left)]
+    return found
+
+
+def _at(row: int, box: Box) -> Box:
+    return Box((row, *box.offsets), (1, *box.lengths))
+
+
+def covering_run(sizes: Sequence[int], box: Box) -> tuple[int, int]:
+    """The first element of a box in the row-major order of its array, and the one after its last.
+
+    Raises:
+        ValueError: the box is not inside the array.
+    """
+    check_box(sizes, box)
+    if box.numel == 0:
+        return 0, 0
+    strides = row_major_strides(sizes)
+    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+    return first, first + 1 + sum((n - 1) * stride for n, stride in zip(box.lengths, strides, strict=True))
+
+
+def runs_of_box(sizes: Sequence[int], box: Box, max_gap: int) -> list[tuple[int, int]]:
+    """Runs of elements, in row-major order, that together cover a box.
+
+    Returns:
+        (first element, the one after the last) of each run, in order, more than ``max_gap`` apart. Nothing for an
+        empty box, one for a box that is dense.
+
+    Raises:
+        ValueError: the box is not inside the array.
+    """
+    start, stop = covering_run(sizes, box)
+    if start == stop:
+        return []
+    strides = row_major_strides(sizes)
+    # From the innermost dimension outwards: a run spans the box in all dimensions from ``dim`` on.
+    dim, span = len(sizes), 1
+    while dim > 0 and (box.lengths[dim - 1] == 1 or strides[dim - 1] - span <= max_gap):
+        dim -= 1
+        span += (box.lengths[dim] - 1) * strides[dim]
+    starts = [start]
+    for outer in range(dim):
+        starts = [at + index * strides[outer] for at in starts for index in range(box.lengths[outer])]
+    return [(at, at + span) for at in starts]
+
+
+class Section(NamedTuple):
+    """A run of the elements of a box."""
+
+    start: int
+    """First element, in the row-major order of the box."""
+    stop: int
+    """The element after the last."""
+
+
+def find_section(sizes: Sequence[int], box: Box, start: int, stop: int) -> Section:
+    """The elements of ``box`` among elements ``start`` to ``stop`` of its array."""
+    return Section(elements_before(sizes, box, start), elements_before(sizes, box, stop))
+
+
+def elements_before(sizes: Sequence[int], box: Box, position: int) -> int:
+    """How many elements of ``box`` come before element ``position`` of its array, in row-major order."""
+    count, left = 0, position
+    rest = box.numel
+    for stride, offset, length in zip(row_major_strides(sizes), box.offsets, box.lengths, strict=True):
+        if rest == 0:
+            return 0
+        index, left = divmod(left, stride)
+        rest //= length
+        if index < offset:
+            return count
+        if index >= offset + length:
+            return count + length * rest
+        count += (index - offset) * rest
+    return count + (0 if box.lengths else min(position, 1))
+
+
+def boxes_of_section(sizes: Sequence[int], box: Box, section: Section) -> list[tuple[Box, int]]:
+    """The boxes, within ``box``, that a section of it consists of, in order.
+
+    Returns:
+        Each box with the position of its first element in the array, in row-major order.
+    """
+    if section.start >= section.stop:
+        return []
+    strides = row_major_strides(sizes)
+    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+    return [
+        (part, first + sum(offset * stride for offset, stride in zip(part.offsets, strides, strict=True)))
+        for part in _boxes_of_run(tuple(box.lengths), *section)
+    ]
+
+
+# --- stored chunks ---------------------------------------------------------------------------------------
 
 
 class StoredChunk(NamedTuple):

@@ -120,12 +120,12 @@ def test_ctrl_c_during_a_save(faulty: Hanging, tmp_path: Path) -> None:
     assert_nothing_is_left(faulty)
 
 
-def test_a_load_ends_at_its_deadline_and_by_ctrl_c(faulty: Hanging) -> None:
+def test_a_load_ends_when_nothing_moves_and_by_ctrl_c(faulty: Hanging) -> None:
     save()
     faulty.hang("GetObject", key="__0_0")
-    error = failure(lambda: load(make_state(), load_timeout=1.5), errors.DeadlineExceededError)
+    error = failure(lambda: load(make_state(), stall_timeout=1.5), errors.DeadlineExceededError)
     assert faulty.reached.is_set()
-    assert f"the load of {URL} was not done within DCP_S3_LOAD_TIMEOUT = 1.5 s: 400 B of the 6.0 MiB" in str(error)
+    assert "next to nothing moved for DCP_S3_STALL_TIMEOUT = 1.5 s" in str(error)
     faulty.reached.clear()
     faulty.hang("GetObject", key="__0_", then=interrupt)
     failure(lambda: load(make_state(), read_timeout=0.3), KeyboardInterrupt)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.load.fetch import Buffer
-from dcp_s3.load.names import keeps_values
+from dcp_s3.load.read import keeps_values
 from tests.end_to_end.states import DTYPES, random_tensor
 from tests.end_to_end.test_bad_input import failure_of_load
 from tests.servers import S3Server
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.timeout(180),
 ]
 
-_LOGGER = "dcp_s3.load.names"
+_LOGGER = "dcp_s3.load.read"
 
 
 def test_what_is_converted_comes_through_bounded_memory(

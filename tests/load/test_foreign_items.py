@@ -19,8 +19,8 @@ from dcp_s3 import S3StorageReader, errors
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.archive import parse_head
 from dcp_s3.format.blocks import make_storage_info
-from dcp_s3.load import prepare
-from dcp_s3.load.prepare import ArchiveHeads, ItemKind
+from dcp_s3.load import read
+from dcp_s3.load.read import ArchiveHeads, ItemKind
 from tests.archives import old, oldest, records_of, rewritten, saved, zipped
 from tests.end_to_end import loads
 from tests.end_to_end.loads import failure
@@ -118,7 +118,7 @@ WRITERS: dict[str, Callable[[bytes], bytes]] = {
 def test_every_dtype_whole_and_in_parts(
     memory_server: S3Server, s3: Any, bucket: str, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "check_storages", lambda stream: pytest.fail("loaded by torch"))
+    monkeypatch.setattr(read, "check_storages", lambda stream: pytest.fail("loaded by torch"))
     tensors = {str(dtype): random_tensor((7, 10_000), dtype, i) for i, dtype in enumerate(DTYPES)}
     tensors |= {"scalar": random_tensor((), torch.float64), "empty": torch.empty(3, 0)}
     tensors |= {"transposed": random_tensor((5000, 20), torch.int64).t()}

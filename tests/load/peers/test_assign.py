@@ -25,14 +25,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.blocks import Blocks, make_storage_info, pack_crcs
-from dcp_s3.load.boxes import Box, find_section
-from dcp_s3.load.peers import assign as sharing
-from dcp_s3.load.peers.assign import plan_sharing
-from dcp_s3.load.peers.exchange import Exchange
-from dcp_s3.load.peers.messages import Offer, choose_group, hash_ranks
-from dcp_s3.load.peers.pieces import Assignment, OwnedPiece, ReceivedPiece, SharedItems, SharedPart, SharedPiece
-from dcp_s3.load.plan import StoredChunk, box_of, find_stored
-from dcp_s3.load.read import TransferFactory
+from dcp_s3.load import assign as sharing
+from dcp_s3.load.assign import Assignment, SharedPart, SharedPiece, plan_sharing
+from dcp_s3.load.exchange import Exchange
+from dcp_s3.load.messages import Offer, choose_group, hash_ranks
+from dcp_s3.load.pieces import OwnedPiece, ReceivedPiece, SharedItems
+from dcp_s3.load.plan import Box, StoredChunk, box_of, find_section, find_stored
+from dcp_s3.load.read import LoadExecutor
 from dcp_s3.torch_private import ReaderTransforms
 from tests.load.sources import URL, MemoryFetcher
 
@@ -241,7 +240,7 @@ def exchange(
 ) -> list[list[bool]]:
     """Carry out the assignments: what each rank's shared items are loaded into. True where an item was finished."""
     fetcher = MemoryFetcher({PATH: case.stored if stored is None else stored})
-    factory = TransferFactory(URL, case.metadata, ReaderTransforms(None))
+    executor = LoadExecutor(fetcher, case.metadata, ReaderTransforms(None))
     assignments = plan(case)
     assert assignments is not None
     finished = [[False] * len(plan) for plan in case.plans]
@@ -250,11 +249,11 @@ def exchange(
     for rank, assignment in enumerate(assignments):
         shared = assignment.shared_items()
         planner = mock.Mock(resolve_tensor=mock.Mock(side_effect=targets[rank]))
-        made = factory.prepare_all(case.plans[rank], planner, shared)
+        made, _ = executor.prepare(case.plans[rank], planner, shared)
         transfers = {number: made[number] for number in shared}
         numbers = {id(transfer): number for number, transfer in transfers.items()}
         items = SharedItems(
-            transfers, set(transfers),
+            transfers,
             lambda item, rank=rank, numbers=numbers: finished[rank].__setitem__(numbers[id(item)], True),
         )  # fmt: skip
         for piece in assignment.pieces:
