@@ -191,17 +191,16 @@ class Fetcher:
         """
         try:
             self.store.read(self.url.key(path), start, targets, self.etags.get(path), moved=moved)
-        except errors.StorageError as error:
+            return
+        except errors.ObjectNotFoundError as error:
+            what = f"its object {path} does not exist: it was deleted after the save. Load an earlier checkpoint"
+            cause: errors.StorageError = error
+        except errors.PreconditionFailedError as error:
+            what, cause = f"its object {path} was replaced while it was read. Remedy: load it again", error
+        except errors.OutOfRangeError as error:
             stop = start + sum(target.view.nbytes for target in targets)
-            if isinstance(error, errors.ObjectNotFoundError):
-                what = f"its object {path} does not exist: it was deleted after the save. Load an earlier checkpoint"
-            elif isinstance(error, errors.PreconditionFailedError):
-                what = f"its object {path} was replaced while it was read. Remedy: load it again"
-            elif isinstance(error, errors.OutOfRangeError):
-                what = f"{path} ends before byte {stop}. Load an earlier checkpoint"
-            else:
-                raise
-            raise errors.CorruptCheckpointError(f"{self.url} is damaged: {what}", url=str(self.url)) from error
+            what, cause = f"{path} ends before byte {stop}. Load an earlier checkpoint", error
+        raise errors.CorruptCheckpointError(f"{self.url} is damaged: {what}", url=str(self.url)) from cause
 
 
 class _Work:

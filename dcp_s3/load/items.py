@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import io
 import math
+import operator
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,10 +21,9 @@ from dcp_s3.checksum import combine_crc64nvme
 from dcp_s3.format.blocks import Range
 from dcp_s3.load.plan import (
     Box,
-    Section,
     Segment,
     StoredChunk,
-    boxes_of_section,
+    boxes_of_run,
     covering_run,
     find_section,
     row_major_strides,
@@ -266,17 +266,19 @@ def elements_of(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
 
 
 def cut_out(
-    elements: torch.Tensor, first: int, sizes: Sequence[int], box: Box, section: Section
+    elements: torch.Tensor, first: int, sizes: Sequence[int], box: Box, section: tuple[int, int]
 ) -> Iterator[tuple[Box, torch.Tensor]]:
     """Cut a section of an array's box out of a run of that array, from element ``first`` on.
 
     Yields:
         The boxes, within ``box``, that the section consists of, in order, each with its elements.
     """
+    if section[0] >= section[1]:
+        return
     strides = row_major_strides(sizes)
-    begin = elements.storage_offset() - first
-    for part, position in boxes_of_section(sizes, box, section):
-        yield part, elements.as_strided(part.lengths, strides, begin + position)
+    begin = elements.storage_offset() - first + sum(map(operator.mul, box.offsets, strides))
+    for part in boxes_of_run(tuple(box.lengths), *section):
+        yield part, elements.as_strided(part.lengths, strides, begin + sum(map(operator.mul, part.offsets, strides)))
 
 
 def allocate(sizes: Sequence[int], dtype: torch.dtype, fqn: str, where: str) -> torch.Tensor:

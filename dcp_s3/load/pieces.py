@@ -14,7 +14,7 @@ from dcp_s3.format.blocks import Range, widen
 from dcp_s3.load.assign import Boxes, SharedPart, SharedPiece
 from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import ItemTransfer, Transfer, cut_out, elements_of
-from dcp_s3.load.plan import ALIGNMENT, Box, Section, StoredChunk, box_of, find_section
+from dcp_s3.load.plan import ALIGNMENT, Box, StoredChunk, box_of, find_section
 from dcp_s3.tensor_memory import view_bytes
 
 
@@ -136,7 +136,7 @@ class OwnedPiece(Transfer):
                 return data
             into = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
         packed, done, size = into.view(stored.dtype), 0, stored.dtype.itemsize
-        run, section = elements_of(data, stored.dtype), Section(start // size, stop // size)
+        run, section = elements_of(data, stored.dtype), (start // size, stop // size)
         for within, source in cut_out(run, part.start // size, stored.sizes, box, section):
             packed[done : done + within.numel].view(within.lengths).copy_(source)
             done += within.numel
@@ -193,7 +193,7 @@ class ReceivedPiece:
     """A piece that another rank sends."""
 
     def __init__(self, piece: SharedPiece, items: SharedItems, url: str) -> None:
-        self._owner, self._url, self._items = piece.owner, url, items
+        self.owner, self._url, self._items = piece.owner, url, items
         self._sections = [found for part in piece.parts for found in items.sections(part)]
         self._starts, self.nbytes = lay_out([section.stop - section.start for section in self._sections])
         self._bytes = memoryview(b"")
@@ -202,8 +202,8 @@ class ReceivedPiece:
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Memory to receive the piece of ``nbytes`` in: the item's own, where that is one run."""
         if nbytes != self.nbytes:
-            text = f"rank {self._owner} sends {nbytes} bytes where {self.nbytes} of {self._url} are needed: report it"
-            raise errors.PeerReadError(text, url=self._url, rank=self._owner)
+            text = f"rank {self.owner} sends {nbytes} bytes where {self.nbytes} of {self._url} are needed: report it"
+            raise errors.PeerReadError(text, url=self._url, rank=self.owner)
         memory = self._sections[0].memory() if len(self._sections) == 1 else None
         self._direct = memory is not None
         self._bytes = _new_memory(self.nbytes) if memory is None else memory
@@ -223,10 +223,10 @@ class ReceivedPiece:
         if found != crc:
             name = self._sections[0].transfer.item.storage_index.fqn
             raise errors.PeerReadError(
-                f"{name!r} in {self._url} was damaged on its way from rank {self._owner}: its CRC-64/NVME is "
+                f"{name!r} in {self._url} was damaged on its way from rank {self.owner}: its CRC-64/NVME is "
                 f"{crc_hex(found)}, sent was {crc_hex(crc)}. Remedy: load again",
                 url=self._url,
-                rank=self._owner,
+                rank=self.owner,
             )
         with torch.inference_mode(self._items.inference):
             for section, view in zip(self._sections, views, strict=True):

@@ -53,21 +53,7 @@ def row_major_strides(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def check_box(sizes: Sequence[int], box: Box) -> None:
-    """Check that a box lies inside its array.
-
-    Raises:
-        ValueError: the box is not inside an array of ``sizes``.
-    """
-    offsets, lengths = box
-    if not len(sizes) == len(offsets) == len(lengths) or any(
-        offset < 0 or length < 0 or offset + length > size
-        for size, offset, length in zip(sizes, offsets, lengths, strict=True)
-    ):
-        raise ValueError(f"box at {tuple(offsets)} of {tuple(lengths)} is not inside a chunk of {tuple(sizes)}")
-
-
-def _boxes_of_run(sizes: tuple[int, ...], start: int, stop: int) -> list[Box]:
+def boxes_of_run(sizes: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """Elements ``start`` to ``stop`` (after it) of an array in row-major order, as boxes in that order.
 
     There are at most ``2 * len(sizes) - 1`` boxes (one for an array without dimensions).
@@ -78,21 +64,17 @@ def _boxes_of_run(sizes: tuple[int, ...], start: int, stop: int) -> list[Box]:
     row = math.prod(inner)
     first, skipped = divmod(start, row)
     last, left = divmod(stop, row)
+
+    def in_row(index: int, begin: int, end: int) -> list[Box]:
+        return [Box((index, *offsets), (1, *lengths)) for offsets, lengths in boxes_of_run(inner, begin, end)]
+
     if first == last:
-        return [_at(first, box) for box in _boxes_of_run(inner, skipped, left)]
-    found: list[Box] = []
-    if skipped:
-        found += [_at(first, box) for box in _boxes_of_run(inner, skipped, row)]
-        first += 1
+        return in_row(first, skipped, left)
+    found = in_row(first, skipped, row) if skipped else []
+    first += bool(skipped)
     if first < last:
         found.append(Box((first, *([0] * len(inner))), (last - first, *inner)))
-    if left:
-        found += [_at(last, box) for box in _boxes_of_run(inner, 0, left)]
-    return found
-
-
-def _at(row: int, box: Box) -> Box:
-    return Box((row, *box.offsets), (1, *box.lengths))
+    return found + (in_row(last, 0, left) if left else [])
 
 
 def covering_run(sizes: Sequence[int], box: Box) -> tuple[int, int]:
@@ -101,12 +83,17 @@ def covering_run(sizes: Sequence[int], box: Box) -> tuple[int, int]:
     Raises:
         ValueError: the box is not inside the array.
     """
-    check_box(sizes, box)
-    if box.numel == 0:
+    offsets, lengths = box
+    if not len(sizes) == len(offsets) == len(lengths) or any(
+        offset < 0 or length < 0 or offset + length > size
+        for size, offset, length in zip(sizes, offsets, lengths, strict=True)
+    ):
+        raise ValueError(f"box at {tuple(offsets)} of {tuple(lengths)} is not inside a chunk of {tuple(sizes)}")
+    if 0 in lengths:
         return 0, 0
     strides = row_major_strides(sizes)
-    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
-    return first, first + 1 + sum((n - 1) * stride for n, stride in zip(box.lengths, strides, strict=True))
+    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    return first, first + 1 + sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True))
 
 
 def runs_of_box(sizes: Sequence[int], box: Box, max_gap: int) -> list[tuple[int, int]]:
@@ -134,51 +121,25 @@ def runs_of_box(sizes: Sequence[int], box: Box, max_gap: int) -> list[tuple[int,
     return [(at, at + span) for at in starts]
 
 
-class Section(NamedTuple):
-    """A run of the elements of a box."""
+def find_section(sizes: Sequence[int], box: Box, start: int, stop: int) -> tuple[int, int]:
+    """The elements of ``box`` among elements ``start`` to ``stop`` of its array: the first, and the one after the last,
+    in the row-major order of the box."""
 
-    start: int
-    """First element, in the row-major order of the box."""
-    stop: int
-    """The element after the last."""
+    def before(position: int) -> int:
+        count, left, rest = 0, position, box.numel
+        for stride, offset, length in zip(row_major_strides(sizes), box.offsets, box.lengths, strict=True):
+            if rest == 0:
+                return 0
+            index, left = divmod(left, stride)
+            rest //= length
+            if index < offset:
+                return count
+            if index >= offset + length:
+                return count + length * rest
+            count += (index - offset) * rest
+        return count + (0 if box.lengths else min(position, 1))
 
-
-def find_section(sizes: Sequence[int], box: Box, start: int, stop: int) -> Section:
-    """The elements of ``box`` among elements ``start`` to ``stop`` of its array."""
-    return Section(elements_before(sizes, box, start), elements_before(sizes, box, stop))
-
-
-def elements_before(sizes: Sequence[int], box: Box, position: int) -> int:
-    """How many elements of ``box`` come before element ``position`` of its array, in row-major order."""
-    count, left = 0, position
-    rest = box.numel
-    for stride, offset, length in zip(row_major_strides(sizes), box.offsets, box.lengths, strict=True):
-        if rest == 0:
-            return 0
-        index, left = divmod(left, stride)
-        rest //= length
-        if index < offset:
-            return count
-        if index >= offset + length:
-            return count + length * rest
-        count += (index - offset) * rest
-    return count + (0 if box.lengths else min(position, 1))
-
-
-def boxes_of_section(sizes: Sequence[int], box: Box, section: Section) -> list[tuple[Box, int]]:
-    """The boxes, within ``box``, that a section of it consists of, in order.
-
-    Returns:
-        Each box with the position of its first element in the array, in row-major order.
-    """
-    if section.start >= section.stop:
-        return []
-    strides = row_major_strides(sizes)
-    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
-    return [
-        (part, first + sum(offset * stride for offset, stride in zip(part.offsets, strides, strict=True)))
-        for part in _boxes_of_run(tuple(box.lengths), *section)
-    ]
+    return before(start), before(stop)
 
 
 # --- stored chunks ---------------------------------------------------------------------------------------
@@ -302,11 +263,8 @@ def ranges_of_box(
 
 
 def block_runs(sizes: Sequence[int], box: Box, element_size: int, block: int, max_gap: int) -> list[tuple[int, int]]:
-    """The runs of bytes of a chunk, in whole blocks, that have a box of it, more than ``max_gap`` apart.
-
-    Raises:
-        ValueError: the box is not inside the chunk.
-    """
+    """The runs of bytes of a chunk, in whole blocks, that have a box of it, more than ``max_gap`` apart; ValueError if
+    the box is not inside the chunk."""
     nbytes = math.prod(sizes) * element_size
     merged: list[tuple[int, int]] = []
     # Runs closer than a block are merged anyway.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -118,7 +118,8 @@ def create_load_plan(state_dict: dict[str, Any], metadata: Metadata, *, strict: 
         TensorMismatchError: saved tensors have other shapes, or no tensor is there for them.
         MissingKeysError: names are missing.
     """
-    layouts = _Layouts()
+    known: dict[tuple[_Boxes, _Boxes], _Layout] = {}
+    size = functools.cache(torch.Size)  # one object for equal sizes: a plan has few different ones
     parts: list[tuple[str, _Layout] | list[ReadItem]] = []
     for fqn, entry in state_dict.items():
         saved = metadata.state_dict_metadata.get(fqn)
@@ -130,7 +131,7 @@ def create_load_plan(state_dict: dict[str, Any], metadata: Metadata, *, strict: 
                 raise _mismatch(state_dict, metadata, strict)
             if isinstance(entry, DTensor) and entry.device_mesh.get_coordinate() is None:
                 continue  # its mesh does not have this rank
-            layout = layouts.find(saved, entry)
+            layout = _find_layout(known, size, saved, entry)
         elif _is_other_kind(saved, entry):
             raise _mismatch(state_dict, metadata, strict)
         if layout is not None:
@@ -160,37 +161,29 @@ class _Layout(NamedTuple):
         ]
 
 
-class _Layouts:
-    """The layouts of one plan, each computed once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[_Boxes, _Boxes], _Layout] = {}
-        self._size = functools.cache(torch.Size)  # one object for equal sizes: a plan has few different ones
-
-    def find(self, saved: TensorStorageMetadata, entry: torch.Tensor) -> _Layout | None:
-        """The layout of a tensor's items; None if the chunks are so unusual that torch should plan them."""
-        try:
-            boxes = tuple(map(_BOX, saved.chunks)), _local_boxes(entry)
-            if boxes not in self._known:
-                self._known[boxes] = self._compute(*boxes)
-        except (TypeError, ValueError):  # not hashable, or other dimensions
-            return None
-        return self._known[boxes]
-
-    def _compute(self, saved: _Boxes, local: _Boxes) -> _Layout:
-        size = self._size
-        places: dict[tuple[torch.Size, int], int] = {}
-        rows = [
-            (
-                places.setdefault((size(tuple(local[i][0])), i), len(places)),
-                size(local_offsets),
-                places.setdefault((size(tuple(saved[j][0])), j), len(places)),
-                size(saved_offsets),
-                size(lengths),
-            )
-            for i, j, local_offsets, saved_offsets, lengths in find_overlaps(saved, local)
-        ]
-        return _Layout(list(places), rows)
+def _find_layout(
+    known: dict[tuple[_Boxes, _Boxes], _Layout], size: Callable[[Any], torch.Size], saved: Any, entry: torch.Tensor
+) -> _Layout | None:
+    """The layout of a tensor's items, computed once for all that are cut alike (``known``); None if the chunks are so
+    unusual that torch should plan them."""
+    try:
+        stored, local = boxes = tuple(map(_BOX, saved.chunks)), _local_boxes(entry)
+        if boxes not in known:
+            places: dict[tuple[torch.Size, int], int] = {}
+            rows = [
+                (
+                    places.setdefault((size(tuple(local[i][0])), i), len(places)),
+                    size(local_offsets),
+                    places.setdefault((size(tuple(stored[j][0])), j), len(places)),
+                    size(saved_offsets),
+                    size(lengths),
+                )
+                for i, j, local_offsets, saved_offsets, lengths in find_overlaps(stored, local)
+            ]
+            known[boxes] = _Layout(list(places), rows)
+    except (TypeError, ValueError):  # not hashable, or other dimensions
+        return None
+    return known[boxes]
 
 
 _BOX = attrgetter("offsets", "sizes")

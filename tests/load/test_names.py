@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -56,16 +55,6 @@ def test_all_other_shapes_are_in_one_error(saved: str) -> None:
     )
     assert "and for 23 more: " in str(error)
     assert "also not saved: 1 name of the state (train.more)" in str(error)
-
-
-@pytest.mark.parametrize("planner", [None, S3LoadPlanner])
-def test_what_is_saved_and_not_loaded_is_one_line(saved: str, caplog: pytest.LogCaptureFixture, planner: Any) -> None:
-    with caplog.at_level(logging.INFO, "dcp_s3.load"):
-        dcp.load(
-            {"epoch": 0}, storage_reader=S3StorageReader(f"{saved}/step-1"), planner=planner() if planner else None
-        )
-    (line,) = [r.getMessage() for r in caplog.records if "not in the state" in r.getMessage()]
-    assert line.startswith(f"24 names in {saved}/step-1 are not in the state and are not loaded: train.model.")
 
 
 def test_a_partial_load_may_lack_names_but_not_differ_in_shape(saved: str) -> None:

@@ -270,7 +270,7 @@ def exchange(
             message, crc = piece.message(rank)
             assert message.numel() == incoming.nbytes
             if incoming.nbytes:
-                incoming.buffer().copy_(message)
+                incoming.buffer(incoming.nbytes).copy_(message)
                 incoming.received(crc)
         piece.sent()
     return finished
