@@ -13,10 +13,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from typer.testing import CliRunner
 
-from dcp_s3 import S3StorageReader, S3StorageWriter, Settings, errors, pin, unpin, verify
-from dcp_s3.cli.main import app
+from dcp_s3 import S3StorageReader, S3StorageWriter, Settings, errors, verify
 from dcp_s3.offline.copy import copy as download
 from dcp_s3.offline.copy import copy as upload
 from dcp_s3.s3.store import S3Store
@@ -89,26 +87,6 @@ def test_an_overwrite_keeps_the_old_until_its_commit(faulty: FaultyServer) -> No
     assert verify(URL, full=True).ok
 
 
-def test_who_loses_the_race_leaves_nothing_that_is_read(faulty: FaultyServer) -> None:
-    """Another save commits just before this one would."""
-
-    def rule(request: Any) -> None:
-        if request.operation == "PutObject" and request.key.endswith("step-1/.metadata") and not raced:
-            raced.append(True)
-            _save(common=b"winner")
-
-    raced: list[bool] = []
-    faulty.rule = rule
-    with pytest.raises(CheckpointException, match="already exists"):
-        _save(common=b"loser", loser=b"loser")
-    assert S3StorageReader(URL).attachments() == ["common.pt"]
-    assert _read() == b"winner"
-    with pytest.raises(errors.EntryNotFoundError):
-        _read("loser.pt")
-    assert "run/step-1/loser.pt" not in _keys(faulty)
-    assert len([key for key in _keys(faulty) if key.endswith(".distcp")]) == 2
-
-
 def test_each_belongs_to_one_save_also_of_a_copy_of_the_writer(faulty: FaultyServer) -> None:
     def save(writer: S3StorageWriter, step: int) -> list[bytes]:
         dcp.save(STATE, storage_writer=writer, checkpoint_id=f"s3://{BUCKET}/{step}")
@@ -176,24 +154,6 @@ def test_damage_is_found(faulty: FaultyServer) -> None:
     with pytest.raises(errors.CorruptCheckpointError, match=r"common\.pt.*is gone"):
         _read()
     assert not verify(URL).ok
-
-
-# --- deletion -----------------------------------------------------------------------------------------------
-
-
-def test_deleting_leaves_nothing_but_what_is_the_users_own(faulty: FaultyServer) -> None:
-    _save(common=b"old", gone=b"")
-    _save(URL, True, common=b"new", rng=b"")
-    _save(f"s3://{BUCKET}/run/step-2", common=b"2")
-    _put("run/step-1/notes.txt", b"the user's own")
-    with pytest.raises(errors.EntryNotFoundError, match=r"it has common\.pt"):
-        _read("notes.txt")
-    pin(URL)
-    unpin(URL)
-    result = CliRunner().invoke(app, ["rm", URL, "--yes"])
-    assert result.exit_code == 0, result.output
-    assert {key for key in _keys(faulty) if "step-1" in key} == {"run/step-1/notes.txt"}
-    assert _read(url=f"s3://{BUCKET}/run/step-2") == b"2"
 
 
 # --- names and data that cannot be --------------------------------------------------------------------------

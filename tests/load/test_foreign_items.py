@@ -27,8 +27,6 @@ from tests.end_to_end.loads import failure
 from tests.end_to_end.states import DTYPES, assert_same, random_tensor
 from tests.servers import S3Server
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
 MIB = 2**20
 HEADS = 4096
 """More than a head has that torch writes."""

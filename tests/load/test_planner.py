@@ -36,8 +36,6 @@ from dcp_s3.load.planner import AnyBox as Box
 from tests.ranks import run_ranks
 from tests.relying import BEFORE_2_10, in_torchs_order
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
 
 def grid(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Box]:
     """The tensor cut into so many pieces in each dimension, as even as it goes (empty, if there are too many)."""

@@ -151,8 +151,8 @@ def test_every_byte_comes_from_one_place(case: Case, replicas: int) -> None:
             if number in shared:
                 position = 0
                 for section in sections:
-                    assert section.start == position
-                    position = section.stop
+                    assert section[0] == position
+                    position = section[1]
                 assert position == box.numel
             else:
                 assert not parts

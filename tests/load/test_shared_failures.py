@@ -29,7 +29,7 @@ from dcp_s3.load.messages import PAYLOAD, Messages
 from dcp_s3.load.pieces import OwnedPiece, ReceivedPiece
 from tests.faulty import BUCKET
 from tests.interrupting import Interrupts
-from tests.load.peers.conftest import (
+from tests.load.conftest import (
     RUN,
     SMALL,
     Recording,
