@@ -200,7 +200,7 @@ def _load(clock: _Clock, state: State, ranks: int, reader: S3StorageReader) -> N
             plans = [pickle.loads(sent[rank * saved // ranks]) for rank in range(ranks)]
         del sent
         for rank, plan in enumerate(plans):
-            plan.storage_data = Offer(rank, shares=True, checkpoint=1, version=1, world_size=ranks, given=0)
+            plan.storage_data = Offer(rank, shares=True, checkpoint="a", version=1, world_size=ranks, given=0)
         clock.items = sum(len(plan.items) for plan in plans)
         clock(f"share a load: {name}", reader.prepare_global_plan, plans)
 

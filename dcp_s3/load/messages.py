@@ -11,14 +11,12 @@ locked.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import queue
 import secrets
 import struct
 import threading
 import time
-import traceback
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -40,24 +38,14 @@ class Offer(NamedTuple):
     """Rank in the default group."""
     shares: bool
     """Whether it shares what it reads."""
-    checkpoint: int
-    """Hash of the URL of the checkpoint, and of its endpoint."""
+    checkpoint: str
+    """Endpoint and URL of the checkpoint."""
     version: int
     """Hash of the metadata that it read."""
     world_size: int
     """Number of ranks of the default group; 0 if that cannot carry CPU tensors."""
     given: int
-    """`hash_ranks` of the reader's ``process_group``; 0 if there is none, or if it cannot carry CPU tensors."""
-
-
-def hash_text(text: str) -> int:
-    """63 bits of a hash, the same in every process and never 0."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1 | 1
-
-
-def hash_ranks(members: Sequence[int]) -> int:
-    """63 bits that say which ranks, in this order."""
-    return hash_text(",".join(map(str, members)))
+    """Hash of the ranks in the reader's ``process_group``; 0 if there is none, or if it cannot carry CPU tensors."""
 
 
 def make_offer(checkpoint: str, version: int, given: dist.ProcessGroup | None, *, shares: bool) -> Offer:
@@ -69,10 +57,10 @@ def make_offer(checkpoint: str, version: int, given: dist.ProcessGroup | None, *
     return Offer(
         rank=ranks.rank(),
         shares=shares,
-        checkpoint=hash_text(checkpoint),
+        checkpoint=checkpoint,
         version=version,
         world_size=ranks.world_size() if has_gloo(None) else 0,
-        given=hash_ranks(dist.get_process_group_ranks(given)) if given is not None and has_gloo(given) else 0,
+        given=hash(tuple(dist.get_process_group_ranks(given))) if given is not None and has_gloo(given) else 0,
     )
 
 
@@ -96,8 +84,7 @@ def choose_group(offers: Sequence[Offer], url: str) -> tuple[str, str]:
     if len(offers) == 1 or not all(offer.shares and offer.checkpoint == first.checkpoint for offer in offers):
         return "", "not all ranks load it with load_sharing"
     members = [offer.rank for offer in offers]
-    expected = hash_ranks(members)
-    if all(offer.given == expected for offer in offers):
+    if all(offer.given == hash(tuple(members)) for offer in offers):
         return "given", ""
     if members == list(range(first.world_size)) and all(offer.world_size == len(members) for offer in offers):
         return "default", ""
@@ -175,7 +162,10 @@ class Messages:
 
     def fail(self, error: BaseException, rank: int | None = None, text: str = "") -> None:
         """Send no more, and tell the peers why. Only the first failure counts. Safe to call at any time."""
-        text = text or "".join(traceback.format_exception_only(type(error), error)).strip()
+        try:
+            text = text or f"{type(error).__name__}: {error}"
+        except Exception:  # noqa: BLE001 - its __str__ raises
+            text = type(error).__name__
         if self.failure is None:
             self.failure = error, self.rank if rank is None else rank, text
             self._give_up()
@@ -291,7 +281,7 @@ class Messages:
                 self._local.queues = None
                 return False
         if error is not None:
-            self._lose_connection(peer, error)
+            self._lose(peer, f"the connection to rank {peer} was lost: {error}")
         return error is None
 
     def send(self, tensor: torch.Tensor, peer: int, kind: int) -> Any:
@@ -306,11 +296,8 @@ class Messages:
         try:
             return operation(tensor, group=self.group, tag=self._tag + kind, **to)
         except RuntimeError as error:
-            self._lose_connection(peer, error)
+            self._lose(peer, f"the connection to rank {peer} was lost: {error}")
             return None
-
-    def _lose_connection(self, peer: int, error: Exception) -> None:
-        self._lose(peer, f"the connection to rank {peer} was lost: {error}")
 
 
 def _wait_for(asked: queue.SimpleQueue[Any], answers: queue.SimpleQueue[Any]) -> None:

@@ -28,7 +28,7 @@ from dcp_s3.format.blocks import Blocks, make_storage_info, pack_crcs
 from dcp_s3.load import assign as sharing
 from dcp_s3.load.assign import Assignment, SharedPart, SharedPiece, plan_sharing
 from dcp_s3.load.exchange import Exchange
-from dcp_s3.load.messages import Offer, choose_group, hash_ranks
+from dcp_s3.load.messages import Offer, choose_group
 from dcp_s3.load.pieces import OwnedPiece, ReceivedPiece, SharedItems
 from dcp_s3.load.plan import Box, StoredChunk, box_of, find_section, find_stored
 from dcp_s3.load.read import LoadExecutor
@@ -197,8 +197,8 @@ def test_two_ranks_that_touch_one_block_share_nothing() -> None:
     assert [len(assignment.pieces) for assignment in found] == [1, 1]
 
 
-def _offers(*ranks: int, **fields: int) -> list[Offer]:
-    offer = Offer(rank=0, shares=True, checkpoint=1, version=1, world_size=3, given=0)
+def _offers(*ranks: int, **fields: Any) -> list[Offer]:
+    offer = Offer(rank=0, shares=True, checkpoint="a", version=1, world_size=3, given=0)
     return [offer._replace(rank=rank, **fields) for rank in ranks]
 
 
@@ -206,15 +206,15 @@ def _offers(*ranks: int, **fields: int) -> list[Offer]:
     ("offers", "group", "reason"),
     [
         (_offers(0, 1, 2), "default", ""),
-        (_offers(0, 1, 2, given=hash_ranks([0, 1, 2])), "given", ""),
-        (_offers(0, 1, 2, given=hash_ranks([0, 1])), "default", ""),
-        (_offers(0, 1, 2, given=hash_ranks([0, 1, 2]), world_size=0), "given", ""),
-        (_offers(1, 0, 2, given=hash_ranks([0, 1, 2])), "", "S3StorageReader(process_group=...)"),
+        (_offers(0, 1, 2, given=hash((0, 1, 2))), "given", ""),
+        (_offers(0, 1, 2, given=hash((0, 1))), "default", ""),
+        (_offers(0, 1, 2, given=hash((0, 1, 2)), world_size=0), "given", ""),
+        (_offers(1, 0, 2, given=hash((0, 1, 2))), "", "S3StorageReader(process_group=...)"),
         (_offers(0, 1), "", "S3StorageReader(process_group=...)"),
-        (_offers(0, given=hash_ranks([0, 1])) + _offers(1), "", "S3StorageReader(process_group=...)"),
+        (_offers(0, given=hash((0, 1))) + _offers(1), "", "S3StorageReader(process_group=...)"),
         (_offers(0, 1, 2, world_size=0), "", 'init_process_group("cpu:gloo,cuda:nccl")'),
         (_offers(0, 1) + _offers(2, shares=False), "", "load_sharing"),
-        (_offers(0, 1) + _offers(2, checkpoint=2, version=2), "", "not all ranks load it"),
+        (_offers(0, 1) + _offers(2, checkpoint="b", version=2), "", "not all ranks load it"),
         (_offers(0), "", "not all ranks load it"),
     ],
 )
