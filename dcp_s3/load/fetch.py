@@ -8,7 +8,6 @@ Loads, sharing between ranks, read_tensors, exports and diff use it.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import queue
 import sys
@@ -78,7 +77,6 @@ class Fetcher:
         self.max_buffers = max(1, self.buffers // self.max_buffered)
         """Maximum number of such requests at once."""
         self._local = threading.local()
-        self._count = itertools.count(1)
         self.fetched: list[int] = []
         self.etags: Mapping[str, str] = {}
         self.pin = False
@@ -137,7 +135,7 @@ class Fetcher:
         """Carry out a request; returns the finished transfers, and what to fetch in addition."""
         if self._cancel.is_set():
             raise Cancelled
-        if next(self._count) % _COLLECT_EVERY == 0:
+        if len(self.fetched) % _COLLECT_EVERY == _COLLECT_EVERY - 1:
             collect_young()
         buffer = getattr(self._local, "buffer", None)
         if buffer is None:
@@ -329,15 +327,16 @@ class Reception:
         shortest = sys.maxsize if request.shared else _LONG
         runs = list(_runs(request, shortest))
         rest = memoryview(b"")
-        if size := sum([_aligned(stop - start) for start, stop, _, direct in runs if not direct]):
+        sizes = [-(-(stop - start) // ALIGNMENT) * ALIGNMENT for start, stop, *_ in runs]
+        if size := sum([size for size, run in zip(sizes, runs, strict=True) if not run[3]]):
             rest = buffer.reserve(size)
         regions: list[tuple[int, memoryview]] = []  # many runs: first byte in the object, memory
-        for start, stop, transfer, direct in runs:
+        for (start, stop, transfer, direct), size in zip(runs, sizes, strict=True):
             if direct and transfer is not None:
                 view = transfer.memory(start - transfer.base, stop - transfer.base)
             else:
                 view = rest[: stop - start]
-                rest = rest[_aligned(stop - start) :]
+                rest = rest[size:]
             target = ReadTarget(view, checksum=transfer is not None and transfer.checked)
             self.targets.append(target)
             if transfer is None:
@@ -372,10 +371,6 @@ class Reception:
             if transfer.arrived(offset, stop - start, crc):
                 complete.append(transfer)
         return complete
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _runs(request: ReadRequest, shortest: int) -> Iterator[tuple[int, int, Transfer | None, bool]]:

@@ -159,13 +159,10 @@ class StoredChunk(NamedTuple):
     dtype: torch.dtype
     whole: bool
     """Whether it is decoded once all of it has arrived; else it is the raw bytes of a tensor."""
+    crc: int | None = None
+    """Recorded CRC-64/NVME of all its bytes; None without. That of raw bytes does not cover a whole item."""
     tensor: tuple[torch.dtype, torch.Size] | None = None
     """Dtype and shape of the tensor in a whole item; None for an object, or if its shape is not known."""
-
-    @property
-    def crc(self) -> int | None:
-        """Recorded CRC-64/NVME of all its bytes; None without. That of raw bytes does not cover a whole item."""
-        return None if self.whole and get_raw_offset(self.info) is not None else get_crc(self.info)
 
     @property
     def blocks(self) -> Blocks | None:
@@ -192,24 +189,25 @@ def find_stored(metadata: Metadata, index: MetadataIndex, kind: LoadItemType, ur
     info = metadata.storage_data.get(index)
     if info is None:
         raise damaged("lies nowhere")
-    raw_offset, whole = get_raw_offset(info), torch.Size((info.length,))
+    raw_offset, crc, whole = get_raw_offset(info), get_crc(info), torch.Size((info.length,))
+    whole_crc = crc if raw_offset is None else None
     if kind == LoadItemType.BYTE_IO:
         if info.length == 0:
             raise damaged("has no bytes")
-        return StoredChunk(info, info.offset, info.length, whole, torch.uint8, True)
+        return StoredChunk(info, info.offset, info.length, whole, torch.uint8, True, whole_crc)
     saved = metadata.state_dict_metadata.get(index.fqn)
     if not isinstance(saved, TensorStorageMetadata):
         raise damaged("is no tensor, but is to be loaded into one")
     dtype, chunk = saved.properties.dtype, find_chunk(saved, index)
     if raw_offset is None or info.transform_descriptors:
         tensor = None if chunk is None else (dtype, chunk.sizes)
-        return StoredChunk(info, info.offset, info.length, whole, torch.uint8, True, tensor)
+        return StoredChunk(info, info.offset, info.length, whole, torch.uint8, True, whole_crc, tensor)
     if chunk is None:
         raise damaged("is none of its chunks")
     nbytes = chunk.sizes.numel() * dtype.itemsize
     if raw_offset + nbytes > info.length:
         raise damaged(f"has {nbytes} bytes at {raw_offset} of an item of {info.length}")
-    return StoredChunk(info, info.offset + raw_offset, nbytes, chunk.sizes, dtype, False)
+    return StoredChunk(info, info.offset + raw_offset, nbytes, chunk.sizes, dtype, False, crc)
 
 
 def box_of(item: ReadItem, stored: StoredChunk) -> Box:

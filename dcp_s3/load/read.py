@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from dcp_s3 import errors
 from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, HeadError, parse_head
 from dcp_s3.format.blocks import Range
-from dcp_s3.format.framing import FrameCache, FramingError
+from dcp_s3.format.framing import FramingError, compute_frame
 from dcp_s3.format.metadata import is_unproven
 from dcp_s3.format.safe_items import check_item, check_storages
 from dcp_s3.load.exchange import Exchange
@@ -66,7 +66,6 @@ class LoadExecutor:
         self._url, self._metadata, self._transforms = str(fetcher.url), metadata, transforms
         self._weights_only, self._allow_dtype_cast = weights_only, allow_dtype_cast
         self._unproven = is_unproven(metadata)
-        self._heads = ArchiveHeads()
         self._waiting: deque[ItemTransfer] = deque()
         """Items that are no tensors and that the planner has not got, in plan order."""
 
@@ -186,7 +185,10 @@ class LoadExecutor:
 
         def check(head: bytes) -> None:
             """Of metadata without a checksum the item's head must prove what it says."""
-            if not self._heads.proves(ItemKind(dtype, sizes, stored.info.length), raw_offset, head):
+            kind = ItemKind(dtype, sizes, stored.info.length)
+            found = find_head(kind, head)
+            known = head and head == expect_head(kind)[0]  # also of dtypes that `parse_head` does not know
+            if not known and (found is None or found.raw_offset != raw_offset):
                 raise errors.CorruptCheckpointError(
                     f"the metadata of {self._url} is damaged: where it places {item.storage_index.fqn!r}, there is no "
                     f"{dtype} of {tuple(sizes)}. Remedy: load an earlier checkpoint",
@@ -206,7 +208,7 @@ class LoadExecutor:
             StreamTransfer, item, stored, target, functools.partial(self._decode, item, stored, target)
         )
         kind = None if is_shared or stored.crc is not None or stored.nbytes <= SMALL_ITEM else _kind_of(stored)
-        expected = None if kind is None else self._heads.expect(kind)
+        expected = None if kind is None else expect_head(kind)[1]
         if kind is None or expected is None or target is None:
             return decoded()
         base = stored.base + expected.raw_offset
@@ -215,7 +217,7 @@ class LoadExecutor:
         ranges = ranges_of_box(kind.shape, box, kind.dtype.itemsize, blocks=None, max_gap=READ_GAP)
 
         def check(head: bytes) -> ItemTransfer | None:
-            return None if self._heads.find(kind, head) == expected else decoded()
+            return None if find_head(kind, head) == expected else decoded()
 
         return TensorTransfer(item, stored, target, box, ranges, array=array, head=expected.raw_offset, check=check)
 
@@ -225,7 +227,7 @@ class LoadExecutor:
         """Decode a whole item: into ``target``, or to what is returned."""
         kind = _kind_of(stored)
         try:
-            head = None if kind is None or target is None else self._heads.find(kind, view_bytes(buffer))
+            head = None if kind is None or target is None else find_head(kind, view_bytes(buffer))
             if head is not None:
                 raw = view_bytes(buffer)[head.raw_offset : head.raw_offset + head.nbytes]
                 tensor = elements_of(raw, head.dtype) if raw.nbytes else torch.empty(0, dtype=head.dtype)
@@ -398,51 +400,32 @@ def _kind_of(stored: StoredChunk) -> ItemKind | None:
     return ItemKind(*stored.tensor, stored.nbytes)
 
 
-class ArchiveHeads:
-    """Heads of items, by kind, as this torch writes them. Thread-safe.
+@functools.lru_cache(maxsize=4096)
+def expect_head(kind: ItemKind) -> tuple[bytes, ArchiveHead | None]:
+    """What this torch writes before the bytes of items of ``kind``, and what that says; nothing if they are of another
+    length than this torch would write them.
 
     What torch.save writes before a storage is the same for all tensors of one dtype and shape, up to the version of
     torch. Where an item is as long as this torch would write it, the place of its bytes is expected; its own head is
     fetched with them, and must say the same.
     """
+    header = b""
+    with contextlib.suppress(FramingError, HeadError, RuntimeError, MemoryError):  # RuntimeError: too much for torch
+        frame = compute_frame(kind.dtype, torch.Size(kind.shape))
+        if frame.length == kind.length:
+            header = frame.header
+            return header, parse_head(header)
+    return header, None
 
-    def __init__(self) -> None:
-        self._frames = FrameCache()
-        self._parsed: dict[ItemKind, tuple[bytes, ArchiveHead | None]] = {}
 
-    def _expected(self, kind: ItemKind) -> tuple[bytes, ArchiveHead | None]:
-        if kind not in self._parsed:
-            header, head = b"", None
-            # RuntimeError: torch lacks that much memory
-            with contextlib.suppress(FramingError, HeadError, RuntimeError, MemoryError):
-                frame = self._frames.get(kind.dtype, torch.Size(kind.shape))
-                if frame.length == kind.length:
-                    header = frame.header
-                    head = parse_head(header)
-            self._parsed[kind] = header, head
-        return self._parsed[kind]
-
-    def expect(self, kind: ItemKind) -> ArchiveHead | None:
-        """The head of items of ``kind`` if they are as long as this torch would write them; None if they are not."""
-        return self._expected(kind)[1]
-
-    def find(self, kind: ItemKind, data: bytes | memoryview) -> ArchiveHead | None:
-        """The head of a row-major item of ``kind`` that begins with ``data``: 0.5 us if it is expected, else 35 us.
-
-        None if there is no head, or it is of another kind.
-        """
-        header, head = self._expected(kind)
-        if head is not None and bytes(data[: head.length]) == header:
-            return head
-        with contextlib.suppress(HeadError):
-            head = parse_head(bytes(data[:MAX_HEAD]))
-            right = (head.dtype, head.shape) == (kind.dtype, tuple(kind.shape)) and head.is_row_major
-            return head if right and head.raw_offset + head.nbytes <= kind.length else None
-        return None
-
-    def proves(self, kind: ItemKind, raw_offset: int, data: bytes) -> bool:
-        """Whether ``data`` is the head of an item of ``kind`` with its bytes at ``raw_offset``."""
-        if data and self._expected(kind)[0] == data:
-            return True  # also of dtypes that `parse_head` does not know
-        head = self.find(kind, data)
-        return head is not None and head.raw_offset == raw_offset
+def find_head(kind: ItemKind, data: bytes | memoryview) -> ArchiveHead | None:
+    """The head of a row-major item of ``kind`` that begins with ``data``: 0.5 us if it is expected, else 35 us. None if
+    there is no head, or it is of another kind."""
+    header, head = expect_head(kind)
+    if head is not None and bytes(data[: head.length]) == header:
+        return head
+    with contextlib.suppress(HeadError):
+        head = parse_head(bytes(data[:MAX_HEAD]))
+        right = (head.dtype, head.shape) == (kind.dtype, tuple(kind.shape)) and head.is_row_major
+        return head if right and head.raw_offset + head.nbytes <= kind.length else None
+    return None

@@ -253,11 +253,12 @@ def _cut_off(number: int, folder: Path) -> None:
     (folder / str(number)).touch()
 
 
+@pytest.mark.timeout(500)  # four times two processes that import torch
 def test_messages_that_a_killed_rank_cuts_off_end(tmp_path: Path) -> None:
     """gloo forgets the one that was under way, and waits for it."""
     for number in range(4):
         with pytest.raises(RankFailed, match="exit code -9"):
-            run_ranks(2, _cut_off, number, tmp_path, timeout=60, grace=20)
+            run_ranks(2, _cut_off, number, tmp_path, timeout=120, grace=20)
         assert (tmp_path / str(number)).exists()
 
 
