@@ -64,7 +64,7 @@ from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, Settings
 from dcp_s3.format.blocks import Blocks, block_size, make_storage_info
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import METADATA, data_object, new_nonce
-from dcp_s3.load.peers.messages import Offer
+from dcp_s3.load.messages import Offer
 from dcp_s3.s3.store import S3Store
 from dcp_s3.save.objects import ItemWriteResult
 from dcp_s3.url import parse_url
@@ -200,7 +200,7 @@ def _load(clock: _Clock, state: State, ranks: int, reader: S3StorageReader) -> N
             plans = [pickle.loads(sent[rank * saved // ranks]) for rank in range(ranks)]
         del sent
         for rank, plan in enumerate(plans):
-            plan.storage_data = Offer(rank, shares=True, checkpoint=1, version=1, world_size=ranks, given=0)
+            plan.storage_data = Offer(rank, shares=True, checkpoint="a", version=1, world_size=ranks, given=0)
         clock.items = sum(len(plan.items) for plan in plans)
         clock(f"share a load: {name}", reader.prepare_global_plan, plans)
 

@@ -92,8 +92,7 @@ class TransferError(StorageError):
 
 
 class DeadlineExceededError(StorageError):
-    """Work did not finish within ``DCP_S3_SAVE_TIMEOUT`` or ``DCP_S3_LOAD_TIMEOUT``, or made no progress for
-    ``DCP_S3_STALL_TIMEOUT``, and was given up."""
+    """A save took longer than ``DCP_S3_SAVE_TIMEOUT``, or work made no progress for ``DCP_S3_STALL_TIMEOUT``."""
 
     setting: str = ""
     """Name of the environment variable."""

@@ -183,8 +183,6 @@ class Settings(BaseSettings):
     save_timeout: Seconds | None = Field(default=None, gt=0)
     """Seconds in which a rank must write its data, and the coordinator commit. After that the save is given up with a
     `DeadlineExceededError`, and what it uploaded is removed. Unset: no limit."""
-    load_timeout: Seconds | None = Field(default=None, gt=0)
-    """Seconds in which a rank must load, counted from when it has the metadata. Unset: no limit."""
 
     staging_limit: Annotated[int | float, BeforeValidator(_parse_staging_limit)] | None = None
     """Host memory per process for the staged copies of asynchronous saves: bytes (``64GiB``), or a fraction (``0.5``,

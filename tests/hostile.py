@@ -32,8 +32,12 @@ from dcp_s3.format.blocks import make_storage_info
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.safe_items import check_item
 from dcp_s3.format.unpickling import Allowed, Mirror, Opaque
-from dcp_s3.load.prepare import TransferFactory
+from dcp_s3.load.fetch import Fetcher
+from dcp_s3.load.read import LoadExecutor
+from dcp_s3.settings import Settings
 from dcp_s3.torch_private import ReaderTransforms
+from dcp_s3.url import parse_url
+from tests.memory_store import MemoryStore
 
 URL = "s3://bucket/step-1"
 MEMORY = 2**29
@@ -273,8 +277,9 @@ def decode_tensor(data: bytes, shape: tuple[int, ...] = (2, 2)) -> torch.Tensor:
         storage_data={index: make_storage_info("__0_0.distcp", 0, len(data))},
     )
     item = ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, size)
-    factory = TransferFactory(URL, metadata, ReaderTransforms(None), allow_dtype_cast=False)
-    (transfer,) = factory.prepare_all([item], _Planner(target), {0})  # type: ignore[arg-type]
+    fetcher = Fetcher(MemoryStore(), parse_url(URL), Settings(), "test")
+    executor = LoadExecutor(fetcher, metadata, ReaderTransforms(None), allow_dtype_cast=False)
+    (transfer,), _ = executor.prepare([item], _Planner(target), {0})  # type: ignore[arg-type]
     if data:
         transfer.memory(0, len(data))[:] = data
     transfer.finish()

@@ -8,7 +8,6 @@ Loads, sharing between ranks, read_tensors, exports and diff use it.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import queue
 import sys
@@ -30,7 +29,6 @@ from dcp_s3.process import collect_young
 from dcp_s3.settings import Settings
 from dcp_s3.store import Moved, Store
 from dcp_s3.tensor_memory import view_bytes
-from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -46,7 +44,6 @@ _SMALL_BUFFER = 2**20
 # Bytes of such a request where there are more connections than buffers of this size: it fills a connection to S3 for a
 # few times its latency.
 _BUFFER = 16 * 2**20
-_TOO_LATE = (queue.Empty, errors.DeadlineExceededError)
 
 
 class Fetcher:
@@ -80,7 +77,6 @@ class Fetcher:
         self.max_buffers = max(1, self.buffers // self.max_buffered)
         """Maximum number of such requests at once."""
         self._local = threading.local()
-        self._count = itertools.count(1)
         self.fetched: list[int] = []
         self.etags: Mapping[str, str] = {}
         self.pin = False
@@ -104,7 +100,6 @@ class Fetcher:
 
         Raises:
             CorruptCheckpointError: stored bytes are missing, cut short or not what was written.
-            DeadlineExceededError: the store's deadline has passed.
             StorageError: S3 failed despite retries.
         """
         work = _Work(requests, self.carry_out, self._name)
@@ -115,7 +110,7 @@ class Fetcher:
                     work.moved, threads = width.moved, width.connections
                     stack.enter_context(width)
                 work.resize(min(threads, most))
-                yield self._arrivals(work, sum([request.length for request in requests]))
+                yield work.arrivals()
         except BaseException:
             self.cancel()
             raise
@@ -134,34 +129,13 @@ class Fetcher:
         while left:
             left += self.carry_out(left.pop())[1]
 
-    def _arrivals(self, work: _Work, total: int) -> Iterator[Transfer]:
-        deadline, received, ended = self.store.limit.deadline, 0, 0
-        while ended < work.started:
-            try:
-                outcome = work.outcomes.get(timeout=None if deadline is None else deadline.left)
-            except queue.Empty as empty:
-                outcome = empty
-            if outcome is None:
-                ended += 1
-            elif isinstance(outcome, tuple):
-                received += outcome[0]
-                yield from outcome[1]
-            else:
-                try:
-                    if deadline is not None and deadline.passed and isinstance(outcome, _TOO_LATE):
-                        came = f"{format_size(received)} of the {format_size(total)} of this rank had arrived"
-                        raise deadline.error(f"the load of {self.url}", came) from outcome
-                    raise outcome
-                finally:
-                    del outcome  # its traceback has this frame: no cycle
-
     # --- on any thread --------------------------------------------------------------------------------
 
     def carry_out(self, request: ReadRequest, moved: Moved | None = None) -> tuple[list[Transfer], list[ReadRequest]]:
         """Carry out a request; returns the finished transfers, and what to fetch in addition."""
         if self._cancel.is_set():
             raise Cancelled
-        if next(self._count) % _COLLECT_EVERY == 0:
+        if len(self.fetched) % _COLLECT_EVERY == _COLLECT_EVERY - 1:
             collect_young()
         buffer = getattr(self._local, "buffer", None)
         if buffer is None:
@@ -215,17 +189,16 @@ class Fetcher:
         """
         try:
             self.store.read(self.url.key(path), start, targets, self.etags.get(path), moved=moved)
-        except errors.StorageError as error:
+            return
+        except errors.ObjectNotFoundError as error:
+            what = f"its object {path} does not exist: it was deleted after the save. Load an earlier checkpoint"
+            cause: errors.StorageError = error
+        except errors.PreconditionFailedError as error:
+            what, cause = f"its object {path} was replaced while it was read. Remedy: load it again", error
+        except errors.OutOfRangeError as error:
             stop = start + sum(target.view.nbytes for target in targets)
-            if isinstance(error, errors.ObjectNotFoundError):
-                what = f"its object {path} does not exist: it was deleted after the save. Load an earlier checkpoint"
-            elif isinstance(error, errors.PreconditionFailedError):
-                what = f"its object {path} was replaced while it was read. Remedy: load it again"
-            elif isinstance(error, errors.OutOfRangeError):
-                what = f"{path} ends before byte {stop}. Load an earlier checkpoint"
-            else:
-                raise
-            raise errors.CorruptCheckpointError(f"{self.url} is damaged: {what}", url=str(self.url)) from error
+            what, cause = f"{path} ends before byte {stop}. Load an earlier checkpoint", error
+        raise errors.CorruptCheckpointError(f"{self.url} is damaged: {what}", url=str(self.url)) from cause
 
 
 class _Work:
@@ -242,9 +215,9 @@ class _Work:
         self._changed = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._alive = self._wanted = self._starting = 0
-        self.outcomes: queue.SimpleQueue[tuple[int, list[Transfer]] | BaseException | None] = queue.SimpleQueue()
-        """Bytes and finished transfers of each request that was carried out. None from each thread that has ended."""
-        self.started = 0
+        self._outcomes: queue.SimpleQueue[list[Transfer] | BaseException | None] = queue.SimpleQueue()
+        """Finished transfers of each request that was carried out. None from each thread that has ended."""
+        self._started = 0
         """Threads that were started, and therefore end."""
         self.is_over = False
         """Whether there is no more to do than the threads do now."""
@@ -260,7 +233,7 @@ class _Work:
                 thread.start()
                 self._alive += 1
                 self._starting += 1
-                self.started += 1
+                self._started += 1
 
     def _run(self) -> None:
         try:
@@ -272,11 +245,11 @@ class _Work:
                     if again:
                         with self._changed:
                             self._queue.extendleft(again)
-                    self.outcomes.put((request.length, finished))
+                    self._outcomes.put(finished)
         except BaseException as error:  # noqa: BLE001 - the iterator raises it
-            self.outcomes.put(error)
+            self._outcomes.put(error)
         finally:
-            self.outcomes.put(None)
+            self._outcomes.put(None)
 
     def _next(self, first: bool) -> ReadRequest | None:
         """The next request to fetch; None for a thread that is to end."""
@@ -292,6 +265,21 @@ class _Work:
             self.is_over = request is None
             self._alive -= self.is_over
             return request
+
+    def arrivals(self) -> Iterator[Transfer]:
+        """The transfers as they are finished, until all threads have ended; raises an error of any thread."""
+        ended = 0
+        while ended < self._started:
+            outcome = self._outcomes.get()
+            if outcome is None:
+                ended += 1
+            elif isinstance(outcome, BaseException):
+                try:
+                    raise outcome
+                finally:
+                    del outcome  # its traceback has this frame: no cycle
+            else:
+                yield from outcome
 
     def close(self) -> None:
         """Begin no more requests, and wait for those under way."""
@@ -339,15 +327,16 @@ class Reception:
         shortest = sys.maxsize if request.shared else _LONG
         runs = list(_runs(request, shortest))
         rest = memoryview(b"")
-        if size := sum([_aligned(stop - start) for start, stop, _, direct in runs if not direct]):
+        sizes = [-(-(stop - start) // ALIGNMENT) * ALIGNMENT for start, stop, *_ in runs]
+        if size := sum([size for size, run in zip(sizes, runs, strict=True) if not run[3]]):
             rest = buffer.reserve(size)
         regions: list[tuple[int, memoryview]] = []  # many runs: first byte in the object, memory
-        for start, stop, transfer, direct in runs:
+        for (start, stop, transfer, direct), size in zip(runs, sizes, strict=True):
             if direct and transfer is not None:
                 view = transfer.memory(start - transfer.base, stop - transfer.base)
             else:
                 view = rest[: stop - start]
-                rest = rest[_aligned(stop - start) :]
+                rest = rest[size:]
             target = ReadTarget(view, checksum=transfer is not None and transfer.checked)
             self.targets.append(target)
             if transfer is None:
@@ -382,10 +371,6 @@ class Reception:
             if transfer.arrived(offset, stop - start, crc):
                 complete.append(transfer)
         return complete
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _runs(request: ReadRequest, shortest: int) -> Iterator[tuple[int, int, Transfer | None, bool]]:

@@ -1,6 +1,6 @@
 """What a load has to move: ranges of bytes of an object, their checksums, and where each item of the plan belongs.
 
-Items come as ranges of the object (from S3), or as runs of the item's box (from another rank, `load/peers`).
+Items come as ranges of the object (from S3), or as runs of the item's box (from another rank, `exchange`).
 """
 
 from __future__ import annotations
@@ -8,20 +8,26 @@ from __future__ import annotations
 import bisect
 import io
 import math
+import operator
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme
-from dcp_s3.format.archive import ArchiveHead
 from dcp_s3.format.blocks import Range
-from dcp_s3.load.boxes import Box, Section, boxes_of_section, covering_run, find_section, row_major_strides
-from dcp_s3.load.plan import Segment, StoredChunk
+from dcp_s3.load.plan import (
+    Box,
+    Segment,
+    StoredChunk,
+    boxes_of_run,
+    covering_run,
+    find_section,
+    row_major_strides,
+)
 from dcp_s3.tensor_memory import is_direct, view_bytes
 from dcp_s3.torch_private import narrow_tensor_by_index
 
@@ -107,12 +113,9 @@ class Transfer(ABC):
         """CRC-64/NVME of each range, as it arrived."""
         if len(self._crcs) == 1:  # most of them, and there may be many
             return [self._crcs[0][1]]
-        pieces = sorted(self._crcs)
-        found, at = [], 0
+        pieces, found, at = sorted(self._crcs), [], 0
         for _, stop, _ in self.ranges:
-            first = at
-            while at < len(pieces) and pieces[at][0] < stop:
-                at += 1
+            first, at = at, bisect.bisect_left(pieces, (stop,), at)
             found.append(combine_crc64nvme((crc, n) for _, crc, n in pieces[first:at]))
         return found
 
@@ -143,32 +146,13 @@ class ItemTransfer(Transfer):
 
     __slots__ = ("item", "loaded", "stored", "target")
 
-    def __init__(
-        self,
-        item: ReadItem,
-        stored: StoredChunk,
-        base: int,
-        ranges: Sequence[Range],
-        target: torch.Tensor | None,
-        owned: tuple[int, int] | None,
-    ) -> None:
-        super().__init__(stored.info.relative_path, base, ranges, owned)
-        self.item, self.stored, self.target = item, stored, target
-        self.loaded: io.BytesIO | None = None
+    item: ReadItem
+    stored: StoredChunk
+    target: torch.Tensor | None
+    loaded: io.BytesIO | None
 
     def name_of(self, part: Range) -> str:
         return self.item.storage_index.fqn
-
-
-class ExpectedHead(NamedTuple):
-    """The head of an item that was stored without a checksum: it must prove that the array is where it is expected."""
-
-    length: int
-    """Number of bytes."""
-    raw_offset: int
-    """Bytes from its beginning to the array."""
-    check: Callable[[bytes], Transfer | None]
-    """Called with the head when all has arrived; returns the transfer to fetch instead, or raises."""
 
 
 class TensorTransfer(ItemTransfer):
@@ -177,10 +161,11 @@ class TensorTransfer(ItemTransfer):
     Args:
         ranges: ranges of the array to fetch.
         array: the array; None: ``stored``. Or the item's box of it, packed, as it comes from another rank.
-        head: fetched as well, if given. It lies before byte 0 of the array.
+        head: bytes right before the array that are fetched as well, to prove that the array is where it is expected.
+        check: called with the head when all has arrived; returns the transfer to fetch instead, or raises.
     """
 
-    __slots__ = ("_array", "_box", "_expected", "_head", "_target")
+    __slots__ = ("_array", "_box", "_check", "_head", "_target")
 
     def __init__(
         self,
@@ -191,33 +176,31 @@ class TensorTransfer(ItemTransfer):
         ranges: Sequence[Range],
         *,
         array: StoredChunk | None = None,
-        head: ExpectedHead | None = None,
+        head: int = 0,
+        check: Callable[[bytes], Transfer | None] | None = None,
     ) -> None:
+        self.item, self.stored, self.target, self.loaded = item, stored, target, None
         self._array = array = stored if array is None else array
-        self._box, self._expected, self._target = box, head, target
-        sizes, dtype, owned = array.sizes, array.dtype, None
+        self._box, self._target, self._head, self._check = box, target, bytearray(head), check
+        dtype, owned = array.dtype, None
         if dtype == target.dtype and ranges and is_direct(target):
-            if is_whole(box, sizes):
-                owned = 0, target.nbytes
-            else:
-                start, stop = covering_run(sizes, box)
-                start, stop = start * dtype.itemsize, stop * dtype.itemsize
-                owned = (start, stop) if stop - start == target.nbytes else None
-        if head is not None:
-            self._head = bytearray(head.length)
-            ranges = [Range(-head.raw_offset, head.length - head.raw_offset, None), *ranges]
-        super().__init__(item, stored, array.base, ranges, target, owned)
+            size = dtype.itemsize
+            start, stop = (0, array.sizes.numel()) if box.lengths == array.sizes else covering_run(array.sizes, box)
+            owned = (start * size, stop * size) if (stop - start) * size == target.nbytes else None
+        if head:
+            ranges = [Range(-head, 0, None), *ranges]
+        super().__init__(stored.info.relative_path, array.base, ranges, owned)
 
     def memory(self, start: int, stop: int) -> memoryview:
         first = self.owned[0] if self.owned else 0
         return view_bytes(self._target)[start - first : stop - first]
 
     def place(self, offset: int, data: memoryview) -> None:
-        if offset < 0 and self._expected is not None:
-            start = offset + self._expected.raw_offset
-            end = min(start + data.nbytes, len(self._head))
-            self._head[start:end] = data[: end - start]
-            offset, data = 0, data[-offset:]
+        if offset < 0:
+            length = min(-offset, data.nbytes)
+            at = len(self._head) + offset
+            self._head[at : at + length] = data[:length]
+            offset, data = 0, data[length:]
         if self.owned is not None or not data.nbytes:
             super().place(offset, data)  # the other bytes are only for a checksum
             return
@@ -228,7 +211,7 @@ class TensorTransfer(ItemTransfer):
             narrow_tensor_by_index(self._target, part.offsets, part.lengths).copy_(source)
 
     def finish(self) -> Transfer | None:
-        return None if self._expected is None else self._expected.check(bytes(self._head))
+        return None if self._check is None else self._check(bytes(self._head))
 
 
 class StreamTransfer(ItemTransfer):
@@ -246,10 +229,12 @@ class StreamTransfer(ItemTransfer):
         target: torch.Tensor | None,
         decode: Callable[[torch.Tensor], io.BytesIO | None],
     ) -> None:
-        size = stored.nbytes
-        super().__init__(item, stored, stored.base, [Range(0, size, stored.crc)] if size else [], target, (0, size))
+        self.item, self.stored, self.target, self.loaded = item, stored, target, None
         self._decode: Callable[[torch.Tensor], io.BytesIO | None] | None = decode
         self._buffer: torch.Tensor | None = None
+        size = stored.nbytes
+        ranges = [Range(0, size, stored.crc)] if size else []
+        super().__init__(stored.info.relative_path, stored.base, ranges, (0, size))
 
     def memory(self, start: int, stop: int) -> memoryview:
         with self._lock:
@@ -274,11 +259,6 @@ class StreamTransfer(ItemTransfer):
 # --- elements of boxes ------------------------------------------------------------------------------
 
 
-def is_whole(box: Box, sizes: Sequence[int]) -> bool:
-    """Whether a box is all of a saved chunk of ``sizes``."""
-    return tuple(box.lengths) == tuple(sizes) and not any(box.offsets)
-
-
 def elements_of(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
     """View bytes as elements; copies them only if they are not aligned."""
     found = torch.frombuffer(data, dtype=torch.uint8)
@@ -286,28 +266,19 @@ def elements_of(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
 
 
 def cut_out(
-    elements: torch.Tensor, first: int, sizes: Sequence[int], box: Box, section: Section
+    elements: torch.Tensor, first: int, sizes: Sequence[int], box: Box, section: tuple[int, int]
 ) -> Iterator[tuple[Box, torch.Tensor]]:
     """Cut a section of an array's box out of a run of that array, from element ``first`` on.
 
     Yields:
         The boxes, within ``box``, that the section consists of, in order, each with its elements.
     """
+    if section[0] >= section[1]:
+        return
     strides = row_major_strides(sizes)
-    begin = elements.storage_offset() - first
-    for part, position in boxes_of_section(sizes, box, section):
-        yield part, elements.as_strided(part.lengths, strides, begin + position)
-
-
-def tensor_in(head: ArchiveHead, item: torch.Tensor) -> torch.Tensor:
-    """The tensor in a stored item (uint8) that has ``head``; mostly without a copy."""
-    raw = item[head.raw_offset : head.raw_offset + head.nbytes]
-    is_aligned = not (raw.storage_offset() % head.dtype.itemsize or raw.data_ptr() % head.dtype.itemsize)
-    elements = (raw if is_aligned else raw.clone()).view(head.dtype)
-    if head.is_row_major:
-        return elements.view(head.shape)
-    places = [head.order.index(dim) for dim in range(len(head.shape))]
-    return elements.view([head.shape[dim] for dim in head.order]).permute(places)
+    begin = elements.storage_offset() - first + sum(map(operator.mul, box.offsets, strides))
+    for part in boxes_of_run(tuple(box.lengths), *section):
+        yield part, elements.as_strided(part.lengths, strides, begin + sum(map(operator.mul, part.offsets, strides)))
 
 
 def allocate(sizes: Sequence[int], dtype: torch.dtype, fqn: str, where: str) -> torch.Tensor:

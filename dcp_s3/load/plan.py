@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from dcp_s3 import errors
 from dcp_s3.format.blocks import Blocks, Range, get_blocks, get_crc, get_raw_offset, widen
 from dcp_s3.format.saved_entries import find_chunk
-from dcp_s3.load.boxes import Box, runs_of_box
 from dcp_s3.torch_private import StorageInfo
 
 READ_GAP = 256 * 2**10
@@ -27,6 +26,123 @@ requests: what S3 sends on one connection (90 MB/s) in a tenth of a request's la
 
 ITEM_GAP = 64 * 2**10
 """The same between two items: more than lies between the raw bytes of neighbours, and 0.7 ms on a connection."""
+
+
+# --- boxes of row-major arrays ---------------------------------------------------------------------------
+
+
+class Box(NamedTuple):
+    """A rectangular part of an array."""
+
+    offsets: tuple[int, ...]
+    """Index of the first element in each dimension."""
+    lengths: tuple[int, ...]
+    """Number of elements in each dimension."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.lengths)
+
+
+def row_major_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous array of ``sizes``."""
+    strides = [1] * len(sizes)
+    for dim in range(len(sizes) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * max(1, sizes[dim + 1])
+    return tuple(strides)
+
+
+def boxes_of_run(sizes: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """Elements ``start`` to ``stop`` (after it) of an array in row-major order, as boxes in that order.
+
+    There are at most ``2 * len(sizes) - 1`` boxes (one for an array without dimensions).
+    """
+    if not sizes:
+        return [Box((), ())]
+    inner = sizes[1:]
+    row = math.prod(inner)
+    first, skipped = divmod(start, row)
+    last, left = divmod(stop, row)
+
+    def in_row(index: int, begin: int, end: int) -> list[Box]:
+        return [Box((index, *offsets), (1, *lengths)) for offsets, lengths in boxes_of_run(inner, begin, end)]
+
+    if first == last:
+        return in_row(first, skipped, left)
+    found = in_row(first, skipped, row) if skipped else []
+    first += bool(skipped)
+    if first < last:
+        found.append(Box((first, *([0] * len(inner))), (last - first, *inner)))
+    return found + (in_row(last, 0, left) if left else [])
+
+
+def covering_run(sizes: Sequence[int], box: Box) -> tuple[int, int]:
+    """The first element of a box in the row-major order of its array, and the one after its last.
+
+    Raises:
+        ValueError: the box is not inside the array.
+    """
+    offsets, lengths = box
+    if not len(sizes) == len(offsets) == len(lengths) or any(
+        offset < 0 or length < 0 or offset + length > size
+        for size, offset, length in zip(sizes, offsets, lengths, strict=True)
+    ):
+        raise ValueError(f"box at {tuple(offsets)} of {tuple(lengths)} is not inside a chunk of {tuple(sizes)}")
+    if 0 in lengths:
+        return 0, 0
+    strides = row_major_strides(sizes)
+    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    return first, first + 1 + sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True))
+
+
+def runs_of_box(sizes: Sequence[int], box: Box, max_gap: int) -> list[tuple[int, int]]:
+    """Runs of elements, in row-major order, that together cover a box.
+
+    Returns:
+        (first element, the one after the last) of each run, in order, more than ``max_gap`` apart. Nothing for an
+        empty box, one for a box that is dense.
+
+    Raises:
+        ValueError: the box is not inside the array.
+    """
+    start, stop = covering_run(sizes, box)
+    if start == stop:
+        return []
+    strides = row_major_strides(sizes)
+    # From the innermost dimension outwards: a run spans the box in all dimensions from ``dim`` on.
+    dim, span = len(sizes), 1
+    while dim > 0 and (box.lengths[dim - 1] == 1 or strides[dim - 1] - span <= max_gap):
+        dim -= 1
+        span += (box.lengths[dim] - 1) * strides[dim]
+    starts = [start]
+    for outer in range(dim):
+        starts = [at + index * strides[outer] for at in starts for index in range(box.lengths[outer])]
+    return [(at, at + span) for at in starts]
+
+
+def find_section(sizes: Sequence[int], box: Box, start: int, stop: int) -> tuple[int, int]:
+    """The elements of ``box`` among elements ``start`` to ``stop`` of its array: the first, and the one after the last,
+    in the row-major order of the box."""
+
+    def before(position: int) -> int:
+        count, left, rest = 0, position, box.numel
+        for stride, offset, length in zip(row_major_strides(sizes), box.offsets, box.lengths, strict=True):
+            if rest == 0:
+                return 0
+            index, left = divmod(left, stride)
+            rest //= length
+            if index < offset:
+                return count
+            if index >= offset + length:
+                return count + length * rest
+            count += (index - offset) * rest
+        return count + (0 if box.lengths else min(position, 1))
+
+    return before(start), before(stop)
+
+
+# --- stored chunks ---------------------------------------------------------------------------------------
 
 
 class StoredChunk(NamedTuple):
@@ -43,13 +159,10 @@ class StoredChunk(NamedTuple):
     dtype: torch.dtype
     whole: bool
     """Whether it is decoded once all of it has arrived; else it is the raw bytes of a tensor."""
+    crc: int | None = None
+    """Recorded CRC-64/NVME of all its bytes; None without. That of raw bytes does not cover a whole item."""
     tensor: tuple[torch.dtype, torch.Size] | None = None
     """Dtype and shape of the tensor in a whole item; None for an object, or if its shape is not known."""
-
-    @property
-    def crc(self) -> int | None:
-        """Recorded CRC-64/NVME of all its bytes; None without. That of raw bytes does not cover a whole item."""
-        return None if self.whole and get_raw_offset(self.info) is not None else get_crc(self.info)
 
     @property
     def blocks(self) -> Blocks | None:
@@ -76,24 +189,25 @@ def find_stored(metadata: Metadata, index: MetadataIndex, kind: LoadItemType, ur
     info = metadata.storage_data.get(index)
     if info is None:
         raise damaged("lies nowhere")
-    raw_offset, whole = get_raw_offset(info), torch.Size((info.length,))
+    raw_offset, crc, whole = get_raw_offset(info), get_crc(info), torch.Size((info.length,))
+    whole_crc = crc if raw_offset is None else None
     if kind == LoadItemType.BYTE_IO:
         if info.length == 0:
             raise damaged("has no bytes")
-        return StoredChunk(info, info.offset, info.length, whole, torch.uint8, True)
+        return StoredChunk(info, info.offset, info.length, whole, torch.uint8, True, whole_crc)
     saved = metadata.state_dict_metadata.get(index.fqn)
     if not isinstance(saved, TensorStorageMetadata):
         raise damaged("is no tensor, but is to be loaded into one")
     dtype, chunk = saved.properties.dtype, find_chunk(saved, index)
     if raw_offset is None or info.transform_descriptors:
         tensor = None if chunk is None else (dtype, chunk.sizes)
-        return StoredChunk(info, info.offset, info.length, whole, torch.uint8, True, tensor)
+        return StoredChunk(info, info.offset, info.length, whole, torch.uint8, True, whole_crc, tensor)
     if chunk is None:
         raise damaged("is none of its chunks")
     nbytes = chunk.sizes.numel() * dtype.itemsize
     if raw_offset + nbytes > info.length:
         raise damaged(f"has {nbytes} bytes at {raw_offset} of an item of {info.length}")
-    return StoredChunk(info, info.offset + raw_offset, nbytes, chunk.sizes, dtype, False)
+    return StoredChunk(info, info.offset + raw_offset, nbytes, chunk.sizes, dtype, False, crc)
 
 
 def box_of(item: ReadItem, stored: StoredChunk) -> Box:
@@ -147,11 +261,8 @@ def ranges_of_box(
 
 
 def block_runs(sizes: Sequence[int], box: Box, element_size: int, block: int, max_gap: int) -> list[tuple[int, int]]:
-    """The runs of bytes of a chunk, in whole blocks, that have a box of it, more than ``max_gap`` apart.
-
-    Raises:
-        ValueError: the box is not inside the chunk.
-    """
+    """The runs of bytes of a chunk, in whole blocks, that have a box of it, more than ``max_gap`` apart; ValueError if
+    the box is not inside the chunk."""
     nbytes = math.prod(sizes) * element_size
     merged: list[tuple[int, int]] = []
     # Runs closer than a block are merged anyway.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
@@ -16,16 +17,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.tensor import DTensor
 
 from dcp_s3 import errors
+from dcp_s3.errors import MissingKeysError, TensorMismatchError
 from dcp_s3.failures import called_by_dcp
-from dcp_s3.load.boxes import AnyBox, find_overlaps
-from dcp_s3.load.names import find_mismatch, is_other_kind, some
 from dcp_s3.process import collector_paused
 from dcp_s3.tensor_memory import is_plain
 from dcp_s3.torch_private import ShardedTensor, create_chunk_list
+from dcp_s3.units import plural
 
-logger = logging.getLogger(__name__)
-
-
+AnyBox = tuple[Sequence[int], Sequence[int]]
+"""Offsets and sizes of a chunk, in elements."""
 _Boxes = tuple[AnyBox, ...]
 
 
@@ -68,29 +68,23 @@ class S3LoadPlanner(DefaultLoadPlanner):
         if metadata is None:
             return super().create_local_plan()  # which raises
         if self.flatten_state_dict and not metadata.state_dict_metadata.keys() <= self.state_dict.keys():
-            self._adopt_old_names(metadata)
+            # Let torch check whether the checkpoint has names from before torch 2.4, and adopt them.
+            names = dict.fromkeys(metadata.state_dict_metadata, BytesStorageMetadata())
+            partial = self.allow_partial_load
+            self.metadata, self.allow_partial_load = Metadata(names), True  # type: ignore[arg-type]
+            try:
+                super().create_local_plan()
+            finally:
+                self.metadata, self.allow_partial_load = metadata, partial
         state = without_tied(self.state_dict, metadata.state_dict_metadata)
         return create_load_plan(state, metadata, strict=not self.allow_partial_load)
 
-    def _adopt_old_names(self, metadata: Metadata) -> None:
-        """Let torch check whether the checkpoint has names from before torch 2.4, and adopt them."""
-        names = dict.fromkeys(metadata.state_dict_metadata, BytesStorageMetadata())
-        partial = self.allow_partial_load
-        self.metadata, self.allow_partial_load = Metadata(names), True  # type: ignore[arg-type]
-        try:
-            super().create_local_plan()
-        finally:
-            self.metadata, self.allow_partial_load = metadata, partial
-
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The local tensor at ``index``: looked up once for a run of items of one local chunk."""
-        entry = self.state_dict.get(index.fqn)
-        found = self._found
-        if found is not None and found[0] is index and found[1] is entry:
-            return found[2]
-        tensor: torch.Tensor = super().lookup_tensor(index)
-        self._found = index, entry, tensor
-        return tensor
+        entry, found = self.state_dict.get(index.fqn), self._found
+        if found is None or found[0] is not index or found[1] is not entry:
+            found = self._found = index, entry, super().lookup_tensor(index)
+        return found[2]
 
 
 def without_tied(state: dict[str, Any], saved: Container[str]) -> dict[str, Any]:
@@ -124,7 +118,8 @@ def create_load_plan(state_dict: dict[str, Any], metadata: Metadata, *, strict: 
         TensorMismatchError: saved tensors have other shapes, or no tensor is there for them.
         MissingKeysError: names are missing.
     """
-    layouts = _Layouts()
+    known: dict[tuple[_Boxes, _Boxes], _Layout] = {}
+    size = functools.cache(torch.Size)  # one object for equal sizes: a plan has few different ones
     parts: list[tuple[str, _Layout] | list[ReadItem]] = []
     for fqn, entry in state_dict.items():
         saved = metadata.state_dict_metadata.get(fqn)
@@ -132,14 +127,12 @@ def create_load_plan(state_dict: dict[str, Any], metadata: Metadata, *, strict: 
         if saved is None and strict:
             raise _mismatch(state_dict, metadata, strict)
         if isinstance(saved, TensorStorageMetadata) and isinstance(entry, torch.Tensor):
-            # size() of a ShardedTensor goes through torch's dispatch: 50 us.
-            size = entry.metadata().size if type(entry) is ShardedTensor else entry.size()
-            if saved.size != size:
+            if saved.size != _size_of(entry):
                 raise _mismatch(state_dict, metadata, strict)
             if isinstance(entry, DTensor) and entry.device_mesh.get_coordinate() is None:
                 continue  # its mesh does not have this rank
-            layout = layouts.find(saved, entry)
-        elif is_other_kind(saved, entry):
+            layout = _find_layout(known, size, saved, entry)
+        elif _is_other_kind(saved, entry):
             raise _mismatch(state_dict, metadata, strict)
         if layout is not None:
             parts.append((fqn, layout))
@@ -168,37 +161,29 @@ class _Layout(NamedTuple):
         ]
 
 
-class _Layouts:
-    """The layouts of one plan, each computed once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[_Boxes, _Boxes], _Layout] = {}
-        self._size = functools.cache(torch.Size)  # one object for equal sizes: a plan has few different ones
-
-    def find(self, saved: TensorStorageMetadata, entry: torch.Tensor) -> _Layout | None:
-        """The layout of a tensor's items; None if the chunks are so unusual that torch should plan them."""
-        try:
-            boxes = tuple(map(_BOX, saved.chunks)), _local_boxes(entry)
-            if boxes not in self._known:
-                self._known[boxes] = self._compute(*boxes)
-        except (TypeError, ValueError):  # not hashable, or other dimensions
-            return None
-        return self._known[boxes]
-
-    def _compute(self, saved: _Boxes, local: _Boxes) -> _Layout:
-        size = self._size
-        places: dict[tuple[torch.Size, int], int] = {}
-        rows = [
-            (
-                places.setdefault((size(tuple(local[i][0])), i), len(places)),
-                size(local_offsets),
-                places.setdefault((size(tuple(saved[j][0])), j), len(places)),
-                size(saved_offsets),
-                size(lengths),
-            )
-            for i, j, local_offsets, saved_offsets, lengths in find_overlaps(saved, local)
-        ]
-        return _Layout(list(places), rows)
+def _find_layout(
+    known: dict[tuple[_Boxes, _Boxes], _Layout], size: Callable[[Any], torch.Size], saved: Any, entry: torch.Tensor
+) -> _Layout | None:
+    """The layout of a tensor's items, computed once for all that are cut alike (``known``); None if the chunks are so
+    unusual that torch should plan them."""
+    try:
+        stored, local = boxes = tuple(map(_BOX, saved.chunks)), _local_boxes(entry)
+        if boxes not in known:
+            places: dict[tuple[torch.Size, int], int] = {}
+            rows = [
+                (
+                    places.setdefault((size(tuple(local[i][0])), i), len(places)),
+                    size(local_offsets),
+                    places.setdefault((size(tuple(stored[j][0])), j), len(places)),
+                    size(saved_offsets),
+                    size(lengths),
+                )
+                for i, j, local_offsets, saved_offsets, lengths in find_overlaps(stored, local)
+            ]
+            known[boxes] = _Layout(list(places), rows)
+    except (TypeError, ValueError):  # not hashable, or other dimensions
+        return None
+    return known[boxes]
 
 
 _BOX = attrgetter("offsets", "sizes")
@@ -215,24 +200,145 @@ def _local_boxes(entry: torch.Tensor) -> _Boxes:
     return tuple(map(_BOX, create_chunk_list(entry)))
 
 
-def _mismatch(state_dict: dict[str, Any], metadata: Metadata, strict: bool) -> Exception:
-    url = getattr(metadata.storage_meta, "checkpoint_id", None)
-    found = find_mismatch(state_dict, metadata, str(url or ""), strict=strict)
-    return AssertionError("the state fits the checkpoint") if found is None else found
+# --- chunks that overlap -----------------------------------------------------------------------------
 
 
-# --- what torch does not say ----------------------------------------------------------------------
+class Overlap(NamedTuple):
+    """The common box of two chunks."""
+
+    local: int
+    """Number of the local chunk."""
+    saved: int
+    """Number of the saved chunk."""
+    local_offsets: tuple[int, ...]
+    """Offsets of the common box in the local chunk."""
+    saved_offsets: tuple[int, ...]
+    """Offsets of the common box in the saved chunk."""
+    lengths: tuple[int, ...]
+    """Sizes of the common box; a dimension may be 0 where a chunk is empty."""
 
 
-def log_unexpected(planner: LoadPlanner, metadata: Metadata, url: str) -> None:
-    """Log in one line which saved names are not loaded, if the planner is torch's or ours."""
-    state = getattr(planner, "state_dict", None)
-    if not isinstance(planner, DefaultLoadPlanner) or not isinstance(state, dict):
+_PAIRS = 2**16  # that are compared at once: 1 MiB in each dimension
+
+
+def find_overlaps(saved: Sequence[AnyBox], local: Sequence[AnyBox]) -> Iterator[Overlap]:
+    """All pairs that overlap, in torch's order: by the beginning of the local chunk, then by the end of the saved one,
+    both in the longest dimension.
+
+    Two chunks overlap if in every dimension each begins before the other ends; so an empty chunk overlaps one that has
+    it strictly inside. Compares the pairs that overlap in the dimension in which the fewest do.
+
+    Raises:
+        ValueError: boxes have different numbers of dimensions.
+    """
+    if not saved or not local:
         return
-    unexpected = [name for name in metadata.state_dict_metadata if name not in state]
-    if unexpected:
-        count = len(unexpected)
-        logger.info("%d names in %s are not in the state and are not loaded: %s", count, url, some(unexpected))
+    dims = len(local[0][0])
+    if set(map(len, chain.from_iterable(chain(saved, local)))) != {dims}:
+        raise ValueError("the chunks of a tensor differ in their number of dimensions")
+    starts, stops = _bounds(saved, dims)
+    local_starts, local_stops = _bounds(local, dims)
+    longest = int(np.maximum(stops.max(0), local_stops.max(0)).argmax())
+    by_start = np.argsort(local_starts[:, longest], kind="stable")
+    local_starts, local_stops = local_starts[by_start], local_stops[by_start]
+    places = np.argsort(np.argsort(stops[:, longest], kind="stable"))  # of the saved chunks, in order of their ends
+    candidates = [_overlaps_in(*each) for each in zip(starts.T, stops.T, local_starts.T, local_stops.T, strict=True)]
+    by_end, first, counts = min(candidates, key=lambda each: each[2].sum())
+    ends = np.cumsum(counts)
+    begin = 0
+    while begin < len(local):
+        before = ends[begin - 1] if begin else 0
+        end = max(begin + 1, int(np.searchsorted(ends, before + _PAIRS, side="right")))
+        i = np.repeat(np.arange(begin, end), counts[begin:end])
+        j = by_end[np.arange(before, ends[end - 1]) + (first + counts - ends)[i]]
+        begin = end
+        kept = ((starts[j] < local_stops[i]) & (local_starts[i] < stops[j])).all(1)
+        i, j = i[kept], j[kept]
+        order = np.lexsort((places[j], i))
+        i, j = i[order], j[order]
+        low, high = np.maximum(local_starts[i], starts[j]), np.minimum(local_stops[i], stops[j])
+        offsets = ((low - local_starts[i])[:, :dims], (low - starts[j])[:, :dims], (high - low)[:, :dims])
+        columns = (map(tuple, each.tolist()) for each in offsets)
+        yield from map(Overlap, by_start[i].tolist(), j.tolist(), *columns)
+
+
+def _overlaps_in(starts: Any, stops: Any, local_starts: Any, local_stops: Any) -> tuple[Any, Any, Any]:
+    """For each local span, the saved ones that may overlap it: the place of the first and their number, in an order of
+    the saved ones, which is the first value."""
+    by_end = np.argsort(stops, kind="stable")
+    first_starts = np.minimum.accumulate(starts[by_end][::-1])[::-1]  # from each place on
+    first = np.searchsorted(stops[by_end], local_starts, side="right")
+    last = np.searchsorted(first_starts, local_stops, side="left")
+    return by_end, first, np.maximum(last - first, 0)
+
+
+def _bounds(boxes: Sequence[AnyBox], dims: int) -> tuple[Any, Any]:
+    """First indices of boxes and those after their last ones, a row each; a scalar is a box of one dimension."""
+    found = np.fromiter(chain.from_iterable(chain.from_iterable(boxes)), np.int64).reshape(len(boxes), 2, dims)
+    if dims == 0:
+        return np.zeros((len(boxes), 1), np.int64), np.ones((len(boxes), 1), np.int64)
+    return found[:, 0], found.sum(1)
+
+
+# --- what does not fit --------------------------------------------------------------------------------
+
+
+_NAMED = 5  # names in a message
+_ADVICE = (
+    "Remedy: build the model with the configuration that was saved. If the names differ by what they begin with or by "
+    "a wrapper's part (module., _orig_mod.): load into a state with the saved names, for example {'model': state}"
+)
+_PARTIAL = "DefaultLoadPlanner(allow_partial_load=True) leaves what is missing as it is"
+
+
+def some(names: Iterable[str]) -> str:
+    """The first few names."""
+    found = list(names)
+    return ", ".join(found[:_NAMED]) + (", ..." if len(found) > _NAMED else "")
+
+
+def _is_other_kind(saved: object, entry: object) -> bool:
+    """Whether a saved tensor is to be loaded into something that is none, which torch refuses."""
+    tensor_like = isinstance(entry, torch.Tensor) or hasattr(entry, "__create_chunk_list__")
+    return isinstance(saved, TensorStorageMetadata) and not tensor_like
+
+
+def _size_of(entry: Any) -> torch.Size | None:
+    # size() of a ShardedTensor goes through torch's dispatch: 50 us.
+    if type(entry) is ShardedTensor:
+        return entry.metadata().size
+    return entry.size() if isinstance(entry, torch.Tensor) else None
+
+
+def _mismatch(state: Mapping[str, Any], metadata: Metadata, strict: bool) -> MissingKeysError | TensorMismatchError:
+    """The error of a load of ``state`` that does not fit, with every missing name and every other shape."""
+    saved, url = metadata.state_dict_metadata, str(getattr(metadata.storage_meta, "checkpoint_id", None) or "")
+    missing = [fqn for fqn in state if strict and fqn not in saved]
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for fqn, entry in state.items():
+        found, size = saved.get(fqn), _size_of(entry)
+        if isinstance(found, TensorStorageMetadata) and size is not None and found.size != size:
+            shapes[fqn] = tuple(found.size), tuple(size)
+    which = f"; the checkpoint is {url}" if url else ""
+    first = next((fqn for fqn in state if fqn in shapes or fqn in missing[:1]), None)
+    if first in shapes:
+        (fqn, (one, other)), *more = shapes.items()
+        text = f"Size mismatch between saved {one} and current {other} for {fqn}"  # as torch begins
+        named = some(f"{name} (saved {one}, current {other})" for name, (one, other) in more)
+        text += f", and for {len(more)} more: {named}" if more else ""
+        text += f"; also not saved: {plural(len(missing), 'name')} of the state ({some(missing)})" if missing else ""
+        return TensorMismatchError(f"{text}{which}. {_ADVICE}", url=url, fqn=fqn, shapes=shapes)
+    if missing:
+        unexpected = [fqn for fqn in saved if fqn not in state]
+        others = f" and {len(missing) - 1} more ({some(missing[1:])})" if len(missing) > 1 else ""
+        text = f"Missing key in checkpoint state_dict: {missing[0]}{others}{which}."  # as torch begins
+        if unexpected:
+            text += f" Saved but not in the state: {plural(len(unexpected), 'name')} ({some(unexpected)})."
+        text += f" Of other shapes: {some(shapes)}." if shapes else ""
+        return MissingKeysError(f"{text} {_ADVICE}. {_PARTIAL}", url=url, missing=missing, unexpected=unexpected)
+    kinds = [fqn for fqn, entry in state.items() if _is_other_kind(saved.get(fqn), entry)]
+    text = f"Saved tensors are no tensors in the state to load into: {some(kinds)}{which}. {_ADVICE}"
+    return TensorMismatchError(text, url=url, fqn=kinds[0])
 
 
 def check_filled(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata, url: str) -> None:

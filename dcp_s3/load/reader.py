@@ -7,8 +7,8 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -17,22 +17,20 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_s3 import errors, ranks
-from dcp_s3.checkpoint.directory import list_directory
+from dcp_s3.checkpoint.attachments import check_bytes, find_attachments, missing_error, read_attachment, read_extra
 from dcp_s3.checkpoint.info import find_step
-from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.events import Listener, Loaded, LoadFailed, LoadStarted, emit
 from dcp_s3.failures import called_by_dcp
+from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import new_save_id
-from dcp_s3.limit import Deadline, Limit
+from dcp_s3.load.assign import MAX_PIECE, Assignment, plan_sharing
+from dcp_s3.load.exchange import Exchange
 from dcp_s3.load.fetch import Fetcher
-from dcp_s3.load.metadata import AttachmentReader, FailureTeller, UnreadableMetadata, fetch
-from dcp_s3.load.peers.assign import MAX_PIECE, plan_sharing
-from dcp_s3.load.peers.exchange import Exchange
-from dcp_s3.load.peers.messages import Offer, choose_group, make_offer, new_tag
-from dcp_s3.load.peers.pieces import Assignment
+from dcp_s3.load.messages import Offer, choose_group, make_offer, new_tag
 from dcp_s3.load.plan import READ_GAP
-from dcp_s3.load.planner import check_filled, log_unexpected
+from dcp_s3.load.planner import check_filled
 from dcp_s3.load.read import LoadExecutor
+from dcp_s3.load.weights import Fetched, fetch, find_uncommitted
 from dcp_s3.process import collector_paused
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
@@ -46,7 +44,7 @@ from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 logger = logging.getLogger(__name__)
 
 
-class S3StorageReader(AttachmentReader, StorageReader):
+class S3StorageReader(StorageReader):
     """Reads checkpoints from S3; pass it to `dcp.load` as ``storage_reader``.
 
     Reads what `S3StorageWriter` wrote, and what torch's FileSystemWriter (uploaded), FsspecWriter and
@@ -116,14 +114,10 @@ class S3StorageReader(AttachmentReader, StorageReader):
     def _begin_load(self) -> None:
         self.load_id: str = new_save_id()
         self._metadata: Metadata | None = None
-        self._version = 0
-        self._error: errors.DcpS3Error | None = None
-        self._deadline: Deadline | None = None
-        self._lease: ReaderLease | None = None
+        self._fetched: Fetched | None = None
         self._began: tuple[float, Counters] | None = None
         """When it began, and what the store's counters were then."""
-        self._is_coordinator = self._together = False
-        self._asked_for_url = False
+        self._together = self._asked_for_url = False
 
     @called_by_dcp
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -134,17 +128,17 @@ class S3StorageReader(AttachmentReader, StorageReader):
         """
         if checkpoint_id is not None:
             self._url = parse_url(checkpoint_id)
-        if self._lease is not None:
-            self._lease.release()
+        if self._fetched is not None and self._fetched.lease is not None:
+            self._fetched.lease.release()
         self._begin_load()
 
     @called_by_dcp
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Fetch and unpickle the checkpoint's metadata.
+        """Fetch and unpickle the checkpoint's metadata; if there is none, that of this rank, of a save of an earlier
+        version with ``use_collectives=False``. The rank is that in the reader's ``process_group``, or the launcher's.
 
         Args:
-            rank: read the metadata of this rank, of a save of an earlier version with ``use_collectives=False``. DCP's
-                loader asks for it if the global metadata could not be read.
+            rank: read the metadata of this rank.
 
         DCP's loader takes any error raised here for missing metadata, and replaces it by an AssertionError. It asks for
         `checkpoint_id` right before: then a failure is raised as soon as the returned object is used.
@@ -156,57 +150,40 @@ class S3StorageReader(AttachmentReader, StorageReader):
             WeightsError: safetensors files are there, and damaged.
             StorageError: missing bucket, credentials, network.
         """
-        rank: int | None = kwargs.get("rank")
-        if rank is None:  # it begins a load; one before had its own
-            self._deadline = self._error = None
-        if self._url is not None and (rank is None or self._began is None):
-            self._began = time.monotonic(), self._store().counters()
-            emit(LoadStarted(url=str(self._url), step=self._step, rank=ranks.rank()), self.on_event)
         is_load, self._asked_for_url = self._asked_for_url, False
-        if rank is None:
-            try:
-                metadata = self._fetch_metadata(None)
-            except errors.DcpS3Error as error:
-                self._error = error
-                if is_load and not (_is_missing(error) and self._may_have_ranks()):
-                    return UnreadableMetadata(error)
-                raise  # DCP asks for that of the rank next
-        else:
-            if self._error is not None and not _is_missing(self._error):
-                return UnreadableMetadata(self._error)
-            try:
-                metadata = self._fetch_metadata(self._own_rank(rank))
-            except errors.DcpS3Error as error:
-                return UnreadableMetadata(self._error or error if _is_missing(error) else error)
+        try:
+            url, store = self._here()
+            self._began = time.monotonic(), store.counters()
+            emit(LoadStarted(url=str(url), step=self._step, rank=ranks.rank()), self.on_event)
+            metadata = self._fetch_metadata(kwargs.get("rank"))
+        except errors.DcpS3Error as error:
+            if is_load:
+                return _UnreadableMetadata(error)
+            raise
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
         metadata.storage_meta.checkpoint_id = str(self._url)  # type: ignore[union-attr]  # a copy was saved elsewhere
-        metadata.tell_failed = FailureTeller(self._tell_failed)  # type: ignore[attr-defined]
+        metadata.tell_failed = _FailureTeller(self._tell_failed)  # type: ignore[attr-defined]
         return metadata
 
     def _fetch_metadata(self, rank: int | None) -> Metadata:
-        found = fetch(
-            self._store(), self._require_url(), self.settings, rank, include_uncommitted=self.include_uncommitted
-        )
-        self._version = found.version
-        self._lease = found.lease or self._lease
-        return found.metadata
-
-    def _may_have_ranks(self) -> bool:
-        """Whether single ranks may have metadata: else DCP need not log, with a traceback, that it looks for it."""
-        with contextlib.suppress(errors.StorageError):
-            return self.include_uncommitted or bool(list_directory(self._store(), self._require_url(), "__").ranks)
-        return True
-
-    def _own_rank(self, rank: int) -> int:
-        """The rank whose metadata to read when torch asks for that of ``rank``.
-
-        Without a process group every rank is torch's 0. So is the first one of a group that the reader is given.
-        """
-        if rank or self._process_group is not None:
-            return rank
-        return ranks.rank() if ranks.is_initialized() else launch().rank
+        """The metadata of all ranks, or of one."""
+        (url, store), uncommitted = self._here(), self.include_uncommitted
+        try:
+            self._fetched = fetch(store, url, self.settings, rank, include_uncommitted=uncommitted)
+        except errors.CheckpointNotFoundError as error:
+            if rank is not None or isinstance(error, errors.CheckpointDeletedError):
+                raise
+            if self._process_group is not None:
+                rank = dist.get_rank(self._process_group)
+            else:
+                rank = ranks.rank() if ranks.is_initialized() else launch().rank
+            try:
+                self._fetched = fetch(store, url, self.settings, rank, include_uncommitted=uncommitted)
+            except errors.CheckpointNotFoundError as of_rank:
+                raise (of_rank if isinstance(of_rank, errors.CheckpointDeletedError) else error) from None
+        return self._fetched.metadata
 
     @called_by_dcp
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -215,7 +192,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
         Raises:
             CorruptCheckpointError: it does not say where its items lie. Also what `read_metadata` could not raise.
         """
-        if isinstance(metadata, UnreadableMetadata):
+        if isinstance(metadata, _UnreadableMetadata):
             metadata.fail()
         if not isinstance(metadata.storage_data, dict):
             raise errors.CorruptCheckpointError(
@@ -223,20 +200,20 @@ class S3StorageReader(AttachmentReader, StorageReader):
                 f"{type(metadata.storage_data).__name__})",
                 url=str(self._url),
             )
-        self._deadline = Deadline.start("DCP_S3_LOAD_TIMEOUT", self.settings.load_timeout)
-        self._metadata, self._is_coordinator = metadata, is_coordinator
+        self._metadata = metadata
         self._together = kwargs.get("use_collectives", True) and ranks.is_initialized()
 
     @called_by_dcp
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Say what this rank can share, unless the planner uses ``storage_data`` itself."""
-        if not self._together or plan.storage_data is not None:
+        fetched = self._fetched
+        if not self._together or plan.storage_data is not None or fetched is None or fetched.rank is not None:
             return plan
         shares = self.load_sharing and not self.include_uncommitted
-        offer = make_offer(
-            f"{self.settings.endpoint_url or ''} {self._url}", self._version, self._process_group, shares=shares
+        where = f"{self.settings.endpoint_url or ''} {self._url}"
+        return dataclasses.replace(
+            plan, storage_data=make_offer(where, fetched.version, self._process_group, shares=shares)
         )
-        return dataclasses.replace(plan, storage_data=offer)
 
     @called_by_dcp
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -246,23 +223,20 @@ class S3StorageReader(AttachmentReader, StorageReader):
             CorruptCheckpointError: the checkpoint was replaced between the ranks' reads of its metadata.
         """
         offers = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Offer)]
-        if not offers:
-            return plans
-        assignments: Sequence[Assignment | None] | None = None
-        if len(offers) == len(plans) and self._metadata is not None:
+        told: list[Assignment | None] = [None] * len(plans)
+        if offers and len(offers) == len(plans) and self._metadata is not None:
             group, reason = choose_group(offers, str(self._url))
             if group:
-                max_piece = min(MAX_PIECE, self.settings.max_part_size)
                 with collector_paused():
-                    assignments = plan_sharing(
-                        self._metadata, [plan.items for plan in plans], max_piece=max_piece, max_gap=READ_GAP,
-                        group=group, tag=new_tag(),
-                    )  # fmt: skip
+                    told[:] = plan_sharing(
+                        self._metadata, [plan.items for plan in plans], group=group, tag=new_tag(),
+                        max_gap=READ_GAP, max_piece=min(MAX_PIECE, self.settings.max_part_size),
+                    ) or told  # fmt: skip
             elif len(plans) > 1 and any(offer.shares for offer in offers):
                 logger.info("every rank reads %s by itself: %s", self._url, reason)
         return [
-            dataclasses.replace(plan, storage_data=told) if isinstance(plan.storage_data, Offer) else plan
-            for plan, told in zip(plans, assignments or [None] * len(plans), strict=True)
+            dataclasses.replace(plan, storage_data=mine) if isinstance(plan.storage_data, Offer) else plan
+            for plan, mine in zip(plans, told, strict=True)
         ]
 
     @called_by_dcp
@@ -271,32 +245,39 @@ class S3StorageReader(AttachmentReader, StorageReader):
 
         Raises:
             TensorMismatchError: before any tensor is changed; only without ``allow_dtype_cast``.
-            DeadlineExceededError: `load_timeout` has passed; some tensors are loaded, others are not.
+            DeadlineExceededError: S3 made no progress for `stall_timeout`; some tensors are loaded, others are not.
             UnsafeItemError: an item needs what ``weights_only`` refuses.
             PeerReadError: another rank failed to read bytes that this one needs too, or did not begin to.
             CorruptCheckpointError, StorageError
         """
         if self._metadata is None:
             raise errors.SaveProtocolError("read_data was called before set_up_storage_reader")
-        url, assignment = self._require_url(), plan.storage_data
+        (url, store), assignment = self._here(), plan.storage_data
         sharing: contextlib.AbstractContextManager[Exchange | None] = contextlib.nullcontext()
         if isinstance(assignment, Assignment):
             group: Any = self._process_group if assignment.group == "given" else dist.group.WORLD
-            sharing = Exchange(group, assignment, url=str(url), deadline=self._deadline)
+            sharing = Exchange(group, assignment, url=str(url))
         with sharing as exchange, contextlib.ExitStack() as stack:
             check_filled(plan, planner, self._metadata, str(url))
-            if self._is_coordinator:
-                log_unexpected(planner, self._metadata, str(url))
-            store = stack.enter_context(with_copies(self._store(), self.settings, url))
-            if self._lease is not None:
-                stack.enter_context(self._lease.renewed())
-            fetcher = Fetcher(store, url, self.settings, "dcp_s3-download")
+            copies = stack.enter_context(with_copies(store, self.settings, url))
+            if self._fetched is not None and self._fetched.lease is not None:
+                stack.enter_context(self._fetched.lease.renewed())
+            fetcher = Fetcher(copies, url, self.settings, "dcp_s3-download")
             executor = LoadExecutor(
                 fetcher, self._metadata, self._transforms,
                 weights_only=self.weights_only, allow_dtype_cast=self.allow_dtype_cast,
             )  # fmt: skip
             executor.run(plan, planner, exchange)
-            self._tell_loaded(sum(fetcher.fetched), store.near.read_bytes if isinstance(store, Overlay) else 0)
+            if self._began is not None:
+                (began, before), now = self._began, store.counters()
+                event = Loaded(
+                    url=str(url), step=self._step, rank=ranks.rank(), ranks=ranks.world_size(),
+                    bytes=sum(fetcher.fetched), disk_bytes=copies.near.read_bytes if isinstance(copies, Overlay) else 0,
+                    seconds=time.monotonic() - began, hedged=now.hedged - before.hedged,
+                    throttled=now.throttled - before.throttled,
+                )  # fmt: skip
+                logger.log(logging.INFO if event.rank == 0 else logging.DEBUG, "%s", event)
+                emit(event, self.on_event)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -311,29 +292,6 @@ class S3StorageReader(AttachmentReader, StorageReader):
         self._asked_for_url = True
         return None if self._url is None else str(self._url)
 
-    @property
-    def _step(self) -> int | None:
-        """The step in the name of the checkpoint."""
-        return None if self._url is None else find_step(self._url.name, self.settings)
-
-    def _tell_loaded(self, size: int, disk_size: int) -> None:
-        """Tell subscribers that everything is in place: bytes that this rank fetched, and those of the local disk."""
-        if self._began is None:
-            return
-        (began, before), now = self._began, self._store().counters()
-        event = Loaded(
-            url=str(self._url), step=self._step, rank=ranks.rank(), ranks=ranks.world_size(), bytes=size,
-            disk_bytes=disk_size, seconds=time.monotonic() - began, hedged=now.hedged - before.hedged,
-            throttled=now.throttled - before.throttled,
-        )  # fmt: skip
-        logger.log(logging.INFO if event.rank == 0 else logging.DEBUG, "%s", event)
-        emit(event, self.on_event)
-
-    def _tell_failed(self, error: BaseException) -> None:
-        """Tell subscribers to events that a load failed on this rank."""
-        url = None if self._url is None else str(self._url)
-        emit(LoadFailed(url=url, step=self._step, rank=ranks.rank(), error=error), self.on_event)
-
     @called_by_dcp
     def storage_meta(self) -> StorageMeta:
         """What `dcp.save` asks first: refuse to save, with SaveProtocolError."""
@@ -346,19 +304,122 @@ class S3StorageReader(AttachmentReader, StorageReader):
         """Whether this is an S3 URL, as text or as a path, which has one slash left."""
         return is_s3_url(checkpoint_id)
 
-    def _require_url(self) -> CheckpointURL:
+    @property
+    def _step(self) -> int | None:
+        """The step in the name of the checkpoint."""
+        return None if self._url is None else find_step(self._url.name, self.settings)
+
+    def _tell_failed(self, error: BaseException) -> None:
+        """Tell subscribers to events that a load failed on this rank."""
+        url = None if self._url is None else str(self._url)
+        emit(LoadFailed(url=url, step=self._step, rank=ranks.rank(), error=error), self.on_event)
+
+    def _here(self) -> tuple[CheckpointURL, Store]:
+        """The checkpoint's URL and store."""
         if self._url is None:
             raise errors.InvalidURLError(
                 "S3StorageReader has no URL. Remedy: S3StorageReader('s3://bucket/prefix'), or pass "
                 "checkpoint_id='s3://bucket/prefix' to dcp.load"
             )
-        return self._url
+        return self._url, store_of(self._url, self.settings)
 
-    def _store(self) -> Store:
-        limit = Limit(deadline=self._deadline, hang=self.settings.load_timeout)
-        return store_of(self._require_url(), self.settings, limit)
+    # --- what was stored besides the state --------------------------------------------------------------
+
+    def attachment(self, name: str) -> bytes:
+        """The bytes of a small file that was attached to the checkpoint (`S3StorageWriter.attach`).
+
+        Of a checkpoint that another library wrote: those of the object ``{checkpoint}/{name}``. Every call asks S3;
+        no rank needs another one for it.
+
+        >>> writer = S3StorageWriter("s3://bucket/run/step-3000")
+        >>> writer.attach("config.json", b'{"layers": 32}')
+        >>> saved = dcp.save(state, storage_writer=writer)
+        >>> S3StorageReader("s3://bucket/run/step-3000").attachment("config.json")
+        b'{"layers": 32}'
+
+        Raises:
+            EntryNotFoundError: there is none of that name.
+            CheckpointNotFoundError: no committed checkpoint is there.
+            CorruptCheckpointError: its bytes are not those that were attached.
+            StorageError
+        """
+        (url, store), waiting = self._here(), self._waiting_manifest()
+        if waiting is None:
+            return read_attachment(store, url, name)
+        entry = waiting.attachments.get(name)
+        if entry is None:
+            raise missing_error(url, name, waiting.attachments)
+        data = bytearray(entry.size)
+        with with_copies(store, self.settings, url) as copies:
+            copies.read(url.key(entry.path), 0, memoryview(data))
+        return check_bytes(bytes(data), url, entry)
+
+    def attachments(self) -> list[str]:
+        """Names of the files that are attached to the checkpoint. Those of another library are not known.
+
+        >>> S3StorageReader("s3://bucket/run/step-00002000").attachments()
+        []
+
+        Raises:
+            CheckpointNotFoundError: no committed checkpoint is there.
+            CorruptCheckpointError, StorageError
+        """
+        waiting = self._waiting_manifest()
+        url, store = self._here()
+        found = find_attachments(store, url) if waiting is None else waiting.attachments
+        return sorted(found or ())
+
+    def extra(self) -> dict[str, Any]:
+        """What was stored with the checkpoint as ``extra``, of `S3StorageWriter` or `CheckpointManager.save`. Empty if
+        nothing was, or if another library wrote the checkpoint.
+
+        >>> writer = S3StorageWriter("s3://bucket/run/step-3000", extra={"commit": "a1b2c3"})
+        >>> saved = dcp.save(state, storage_writer=writer)
+        >>> S3StorageReader("s3://bucket/run/step-3000").extra()
+        {'commit': 'a1b2c3'}
+
+        Raises:
+            CheckpointNotFoundError: no committed checkpoint is there.
+            CorruptCheckpointError, StorageError
+        """
+        waiting = self._waiting_manifest()
+        url, store = self._here()
+        return read_extra(store, url) if waiting is None else waiting.extra
+
+    def _waiting_manifest(self) -> Manifest | None:
+        """The manifest of a commit that waits on this host's disk, if that is to be read."""
+        url, store = self._here()
+        found = find_uncommitted(store, self.settings, url, None) if self.include_uncommitted else None
+        return None if found is None else Manifest.from_json(found.manifest)
 
 
-def _is_missing(error: errors.DcpS3Error) -> bool:
-    """Whether single ranks may have metadata although the global one cannot be read."""
-    return isinstance(error, errors.CheckpointNotFoundError) and not isinstance(error, errors.CheckpointDeletedError)
+# --- metadata on its way through DCP ------------------------------------------------------------------
+
+
+class _UnreadableMetadata(Metadata):
+    """Stands in for metadata that could not be read; raises the reason as soon as it is used."""
+
+    def __init__(self, error: errors.DcpS3Error) -> None:
+        object.__setattr__(self, "_reason", error)
+
+    def fail(self) -> NoReturn:
+        raise object.__getattribute__(self, "_reason")
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"):
+            _UnreadableMetadata.fail(self)
+        return object.__getattribute__(self, name)
+
+
+class _FailureTeller:
+    """Metadata that a reader has read carries it, so that a planner can tell of a failure. Copies tell nobody."""
+
+    def __init__(self, tell: Callable[[BaseException], None] | None = None) -> None:
+        self._tell = tell
+
+    def __call__(self, error: BaseException) -> None:
+        if self._tell is not None:
+            self._tell(error)
+
+    def __reduce__(self) -> tuple[type[_FailureTeller], tuple[()]]:
+        return _FailureTeller, ()

@@ -1,4 +1,5 @@
-"""Safetensors files as a checkpoint: what their headers say becomes DCP's metadata.
+"""The metadata of a load: ``.metadata`` (under a lease), or that of a commit that waits on this host's disk, or made of
+what the headers of safetensors files say.
 
 A tensor in a file is row-major bytes, as is a chunk in an object of a checkpoint. So a load of weights is a load of a
 checkpoint with one chunk for each tensor, which has no checksums.
@@ -6,10 +7,11 @@ checkpoint with one chunk for each tensor, which has no checksums.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -22,15 +24,23 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.commit_state import CommitState, SaveIdentity, find_state
 from dcp_s3.checkpoint.directory import list_directory
+from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.format import safetensors
 from dcp_s3.format.blocks import make_storage_info
-from dcp_s3.format.layout import CONTROL_PREFIX, DATA_SUFFIX, METADATA
+from dcp_s3.format.layout import CONTROL_PREFIX, DATA_SUFFIX, METADATA, SAVE_ID_KEY, deletion_id
+from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.safetensors import SafetensorsError, TensorEntry
+from dcp_s3.settings import Settings
+from dcp_s3.spill.local import WaitingCommit, find_commits
+from dcp_s3.spill.store import open_store
 from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
+
+logger = logging.getLogger(__name__)
 
 SUFFIX = ".safetensors"
 _FIRST = 32 * 2**10  # bytes of a file that are read first: most headers are not much longer
@@ -152,11 +162,6 @@ def get_etags(metadata: Metadata) -> Mapping[str, str]:
     return metadata.etags if isinstance(metadata, _Metadata) else {}
 
 
-def version_of(metadata: Metadata) -> int:
-    """A number that differs if any file is another one."""
-    return crc64nvme(repr(sorted(get_etags(metadata).items())).encode())
-
-
 def fetch_weights(store: Store, url: CheckpointURL) -> Metadata | None:
     """The metadata of safetensors files right at ``url``; None if there are none, or files of a save.
 
@@ -170,14 +175,73 @@ def fetch_weights(store: Store, url: CheckpointURL) -> Metadata | None:
     # A save that was cut off may have such a file attached. Leases of readers say nothing about what they read.
     if not any(name.endswith(SUFFIX) for name in names) or any(name.endswith(_OURS) for name in names):
         return None
-    if CONTROL_PREFIX in names and not _has_only_leases(store, url):
-        return None
+    if CONTROL_PREFIX in names:
+        control = list_directory(store, url, CONTROL_PREFIX)
+        if len(control.leases) != len(control.objects):
+            return None
     return make_metadata(find_weights(store, prefix, names, str(url)))
 
 
-def _has_only_leases(store: Store, url: CheckpointURL) -> bool:
-    control = list_directory(store, url, CONTROL_PREFIX)
-    return len(control.leases) == len(control.objects)
+# --- the metadata of a load -----------------------------------------------------------------------------
+
+
+class Fetched(NamedTuple):
+    metadata: Metadata
+    version: int
+    """Hash of its bytes."""
+    lease: ReaderLease | None
+    """Lease on the checkpoint; None if its commit waits on this host's disk."""
+    rank: int | None = None
+    """The rank whose metadata it is; None for that of all ranks."""
+
+
+def fetch(
+    store: Store, url: CheckpointURL, settings: Settings, rank: int | None, *, include_uncommitted: bool
+) -> Fetched:
+    """Fetch the global metadata, or that of one rank of a save without collectives; or make it of safetensors files."""
+    waiting = find_uncommitted(store, settings, url, rank) if include_uncommitted else None
+    if waiting is not None:
+        metadata = load_metadata(waiting.metadata, url=str(url), of_rank=rank is not None)
+        return Fetched(metadata, crc64nvme(waiting.metadata), None, rank)
+    lease = ReaderLease(store, url, settings.reader_lease)
+    lease.take()
+    try:
+        try:
+            stored = fetch_metadata(store, url, rank)
+        except errors.CheckpointNotFoundError:
+            weights = fetch_weights(store, url) if rank is None else None
+            if weights is None:
+                raise
+            lease.release()
+            version = crc64nvme(repr(sorted(get_etags(weights).items())).encode())
+            return Fetched(weights, version, None)
+        metadata = check_metadata(stored, url, rank)
+        save_ids = stored.metadata.get(SAVE_ID_KEY), getattr(metadata.storage_meta, "save_id", None), None
+        deletions = {deletion_id(each, stored.etag) for each in save_ids} if rank is None else None
+        lease.check_not_deleted(deletions, rank=rank)
+    except BaseException:
+        lease.release()
+        raise
+    return Fetched(metadata, crc64nvme(stored.data), lease, rank)
+
+
+def find_uncommitted(store: Store, settings: Settings, url: CheckpointURL, rank: int | None) -> WaitingCommit | None:
+    """The newest commit at ``url`` that is spilled on this host; None if S3 has a newer one."""
+    spill = open_store(settings)
+    found = None
+    for waiting in find_commits(spill) if spill else ():
+        journal = waiting.journal
+        if journal.url == str(url) and journal.commit is not None and journal.commit.rank == rank:
+            found = waiting
+    if found is None:
+        return None
+    journal = found.journal
+    try:
+        state = find_state(store, SaveIdentity(url, journal.save_id, rank), path=None, started_at=journal.created_at)
+    except errors.TransferError as error:
+        logger.warning("S3 does not say whether it has a newer checkpoint than this host: %s", error)
+        return found
+    return found if state is CommitState.WAITING else None
 
 
 def open_metadata(store: Store, url: CheckpointURL) -> Metadata:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any, SupportsIndex
 
-from dcp_s3.load.boxes import Box
+from dcp_s3.load.plan import Box
 
 Part = SupportsIndex | slice | EllipsisType
 Index = Part | tuple[Part, ...] | None

@@ -28,7 +28,7 @@ from dcp_s3.format.safetensors import (
     make_index,
     plan_shards,
 )
-from dcp_s3.load.boxes import Box
+from dcp_s3.load.plan import Box
 from dcp_s3.memory import Piece
 from dcp_s3.offline.boxes import cut
 from dcp_s3.offline.names import new_names

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from dcp_s3.errors import WeightsError
-from dcp_s3.load.boxes import row_major_strides
+from dcp_s3.load.plan import row_major_strides
 from dcp_s3.load.weights import SUFFIX, FoundTensor, find_weights
 from dcp_s3.offline.boxes import cut
 from dcp_s3.offline.names import new_names

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from dcp_s3 import errors
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.format.cover import find_flaw
-from dcp_s3.limit import Deadline, Limit
 from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import allocate
 from dcp_s3.load.read import LoadExecutor
@@ -122,21 +121,19 @@ def reading_under_lease(url: CheckpointURL, settings: Settings) -> Iterator[Read
     lease = ReaderLease(store_of(url, settings), url, settings.reader_lease)
     lease.take()
     with lease.renewed():
-        checkpoint = OpenCheckpoint(str(url), settings, bounded=False)
+        checkpoint = OpenCheckpoint(str(url), settings)
         lease.check_not_deleted(None)
         with checkpoint.reading(buffers=SMALL_BUFFERS) as reading:
             yield reading
 
 
 class OpenCheckpoint:
-    """A checkpoint whose metadata has been read. ``bounded``: whether ``load_timeout`` bounds all that is read."""
+    """A checkpoint whose metadata has been read."""
 
-    def __init__(self, url: str | os.PathLike[str], settings: SettingsLike, *, bounded: bool = True) -> None:
+    def __init__(self, url: str | os.PathLike[str], settings: SettingsLike) -> None:
         self.url: CheckpointURL = parse_url(url)
         self.settings = resolve_settings(settings)
-        seconds = self.settings.load_timeout if bounded else None
-        limit = Limit(deadline=Deadline.start("DCP_S3_LOAD_TIMEOUT", seconds), hang=seconds)
-        self.store = store_of(self.url, self.settings, limit)
+        self.store = store_of(self.url, self.settings)
         self._metadata: Metadata = open_metadata(self.store, self.url)
         if not isinstance(self._metadata.storage_data, dict):
             raise errors.CorruptCheckpointError(

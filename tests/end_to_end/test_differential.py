@@ -159,7 +159,7 @@ def _compare(case: Case, url: str, directory: pathlib.Path, writer: str) -> None
     theirs, their_moves = load(case, dcp.FileSystemReader(directory), s3_planner=False)
     reader = S3StorageReader(url, load_sharing=case.load_sharing, settings=case.reading)
     with contextlib.ExitStack() as stack:
-        for module in ("prepare", "reader"):
+        for module in ("read", "reader"):
             stack.enter_context(mock.patch(f"dcp_s3.load.{module}.READ_GAP", case.read_gap))
         ours, our_moves = load(case, reader, s3_planner=case.s3_planner)
     found, expected = list(leaves_of(ours)), list(leaves_of(theirs))

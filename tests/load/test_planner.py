@@ -32,11 +32,9 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, errors
-from dcp_s3.load.boxes import AnyBox as Box
+from dcp_s3.load.planner import AnyBox as Box
 from tests.ranks import run_ranks
 from tests.relying import BEFORE_2_10, in_torchs_order
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
 def grid(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Box]:
@@ -132,7 +130,7 @@ def test_random_chunks_and_objects(tensors: list[tuple[list[Box], list[Box]]], d
         state[f"whole{number}"] = torch.nn.Parameter(torch.empty(shape))
     state = dict(data.draw(st.permutations(list(state.items()))))
     plain = {"flatten_sharded_tensors": False, "flatten_state_dict": False}
-    with mock.patch("dcp_s3.load.boxes._PAIRS", pairs):
+    with mock.patch("dcp_s3.load.planner._PAIRS", pairs):
         found = make_plan(S3LoadPlanner(**plain), state, Metadata(saved)).items
     expected = make_plan(DefaultLoadPlanner(**plain), state, Metadata(saved)).items
     assert details(found) == details(expected)

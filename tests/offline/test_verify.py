@@ -24,7 +24,7 @@ from dcp_s3.memory import ReadTarget
 from dcp_s3.offline.verify_plan import StoredData, StoredItem, cut_range, find_mismatches
 from dcp_s3.s3.store import S3Store
 from tests.end_to_end.states import every_kind, random_tensor
-from tests.end_to_end.test_extensions import Xor
+from tests.end_to_end.test_interchange import Xor
 from tests.faulty import BUCKET, FaultyServer
 from tests.flipping import flip_in_flight
 from tests.memory_s3 import Fault

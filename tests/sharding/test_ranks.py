@@ -31,8 +31,8 @@ from dcp_s3 import (
     shard_state,
     verify,
 )
-from tests.end_to_end.distributed import manifests, random_values
 from tests.end_to_end.foreign import read_tensors_from_directory
+from tests.end_to_end.states import manifests, random_values
 from tests.end_to_end.test_interchange import download, run_foreign
 from tests.ranks import run_ranks
 from tests.servers import S3Server

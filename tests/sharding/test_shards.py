@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from dcp_s3 import Fused, S3LoadPlanner, S3Stager, S3StorageReader, errors, read_tensor, shard, shard_state, verify
-from dcp_s3.load.boxes import AnyBox as Box
+from dcp_s3.load.planner import AnyBox as Box
 from tests.end_to_end.loads import failure, save
 from tests.load.test_planner import grid
 from tests.servers import S3Server

@@ -22,11 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
-from dcp_s3.load.peers.exchange import Exchange
-from tests.end_to_end.distributed import random_values
-from tests.end_to_end.states import random_tensor
+from dcp_s3.load.exchange import Exchange
+from tests.end_to_end.states import random_tensor, random_values
 from tests.faulty import BUCKET
-from tests.load.peers.conftest import (
+from tests.load.conftest import (
     RUN,
     SMALL,
     Recording,

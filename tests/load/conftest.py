@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from dcp_s3 import S3StorageReader
 from dcp_s3.load.fetch import LOAD_BUFFERS
-from tests.end_to_end.distributed import random_values
+from tests.end_to_end.states import random_values
 from tests.faulty import BUCKET, FaultyServer, serve
 
 RUN = f"s3://{BUCKET}"

@@ -1,79 +1,21 @@
-"""The pieces of an exchange: what each rank is told of them, and they themselves where they are fetched or received."""
+"""The pieces of an exchange where they are fetched, sent, and received."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.format.blocks import Range, widen
-from dcp_s3.load.boxes import Box, Section, find_section
+from dcp_s3.load.assign import Boxes, SharedPart, SharedPiece
 from dcp_s3.load.fetch import Fetcher
-from dcp_s3.load.items import ItemTransfer, StreamTransfer, Transfer, cut_out, elements_of
-from dcp_s3.load.plan import ALIGNMENT, StoredChunk, box_of
+from dcp_s3.load.items import ItemTransfer, Transfer, cut_out, elements_of
+from dcp_s3.load.plan import ALIGNMENT, Box, StoredChunk, box_of, find_section
 from dcp_s3.tensor_memory import view_bytes
-
-
-class SharedPart(NamedTuple):
-    """A run of bytes of a stored chunk, as one rank sees it."""
-
-    items: tuple[int, ...]
-    """Numbers of the rank's items that need bytes of the part."""
-    start: int
-    """First byte in the chunk."""
-    stop: int
-    """The byte after the last."""
-
-
-Boxes = tuple[Box, ...]
-"""Boxes of a chunk."""
-
-
-class Peer(NamedTuple):
-    """A rank that the owner of a piece sends to."""
-
-    rank: int
-    """Rank in the load's group."""
-    needs: tuple[Boxes, ...]
-    """For each part, the boxes of its items."""
-
-
-class SharedPiece(NamedTuple):
-    """The bytes that one request fetches and several ranks need, as seen by one of these ranks."""
-
-    number: int
-    """Place in the order in which all ranks process the pieces."""
-    owner: int
-    """Rank that fetches the piece."""
-    parts: tuple[SharedPart, ...]
-    """Parts in the order in which they lie in the object."""
-    peers: tuple[Peer, ...]
-    """Ranks that the piece is sent to; for the owner only."""
-
-
-class Assignment(NamedTuple):
-    """One rank's work on shared pieces."""
-
-    items: tuple[ReadItem, ...]
-    """The items of the plan that was shared out: a planner must not change it afterwards."""
-    pieces: tuple[SharedPiece, ...]
-    """Pieces that the rank fetches or needs, in order of their numbers."""
-    group: str = "default"
-    """The process group to exchange them in, see `choose_group`."""
-    tag: int = 0
-    """The first tag of messages, another one for each load."""
-
-    def shared_items(self) -> set[int]:
-        """Numbers of the items that arrive in pieces, and only so."""
-        return {number for piece in self.pieces for part in piece.parts for number in part.items}
-
-
-# --- on their way -------------------------------------------------------------------------------------
 
 
 def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -92,12 +34,14 @@ def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
 class ItemSection(NamedTuple):
     """A run of bytes of an item's box, packed: what the item needs of a part."""
 
-    number: int
-    """Number of the item in the plan."""
     transfer: ItemTransfer
     box: Box
     start: int
     stop: int
+
+    def memory(self) -> memoryview | None:
+        """The place of the section; None if it is not one run of bytes."""
+        return None if self.transfer.owned is None else self.transfer.memory(self.start, self.stop)
 
 
 class SharedItems:
@@ -105,21 +49,12 @@ class SharedItems:
 
     Args:
         transfers: the items.
-        alone: numbers of those that share their memory with no other.
         finished: called with each transfer when all of it has arrived.
     """
 
-    def __init__(
-        self,
-        transfers: Mapping[int, ItemTransfer],
-        alone: Collection[int],
-        finished: Callable[[ItemTransfer], None],
-    ) -> None:
-        self._transfers, self._alone, self._finished = transfers, alone, finished
+    def __init__(self, transfers: Mapping[int, ItemTransfer], finished: Callable[[ItemTransfer], None]) -> None:
+        self._transfers, self._finished = transfers, finished
         self.inference = torch.is_inference_mode_enabled()  # a property of the thread
-
-    def name_of(self, number: int) -> str:
-        return self._transfers[number].item.storage_index.fqn
 
     def stored(self, part: SharedPart) -> StoredChunk:
         """How the chunk is stored that a part is of."""
@@ -130,16 +65,7 @@ class SharedItems:
         for number in part.items:
             transfer = self._transfers[number]
             box = box_of(transfer.item, transfer.stored)
-            yield ItemSection(number, transfer, box, *section_of(transfer.stored, box, part))
-
-    def memory(self, section: ItemSection) -> memoryview | None:
-        """The place of a section; None if it is not one run of bytes, or shared with another item."""
-        transfer = section.transfer
-        if transfer.owned is None:
-            return None
-        if section.number not in self._alone and not isinstance(transfer, StreamTransfer):
-            return None
-        return transfer.memory(section.start, section.stop)
+            yield ItemSection(transfer, box, *section_of(transfer.stored, box, part))
 
     def arrived(self, section: ItemSection) -> None:
         """Count a section that is in place; the last one finishes the item."""
@@ -171,20 +97,26 @@ class OwnedPiece(Transfer):
         self._messages: dict[int, tuple[torch.Tensor, int]] = {}
         self._bytes = memoryview(b"")
         self._own = False
-        ranges = [_range_of(items.stored(part), part) for part in piece.parts]
+        ranges = []
+        for part in piece.parts:
+            stored, crc = items.stored(part), None
+            if (blocks := stored.blocks) is not None:
+                start, stop, crc = widen(part.start, part.stop, stored.nbytes, blocks)
+                crc = crc if (start, stop) == (part.start, part.stop) else None
+            ranges.append(Range(stored.base + part.start, stored.base + part.stop, crc))
         path = items.stored(piece.parts[0]).info.relative_path
         # All checksums are needed, those of sent bytes too.
         super().__init__(path, 0, ranges, (ranges[0].start, ranges[-1].stop), checked=True)
 
     def name_of(self, part: Range) -> str:
-        return self._items.name_of(self._parts[self.ranges.index(part)].items[0])
+        return next(self._items.sections(self._parts[self.ranges.index(part)])).transfer.name_of(part)
 
     def fetch(self) -> None:
         """Fetch the piece from S3 and compare the checksums. Called on any thread."""
         memory = None  # that of this rank's own item, if that is the whole piece
         sections = list(self._items.sections(self._parts[0]))
         if len(self._parts) == 1 and len(sections) == 1 and sections[0].stop - sections[0].start == self.nbytes:
-            memory = self._items.memory(sections[0])
+            memory = sections[0].memory()
         self._own = memory is not None
         self._bytes = _new_memory(self.nbytes) if memory is None else memory
         self._fetcher.fetch_alone(self)
@@ -204,7 +136,7 @@ class OwnedPiece(Transfer):
                 return data
             into = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
         packed, done, size = into.view(stored.dtype), 0, stored.dtype.itemsize
-        run, section = elements_of(data, stored.dtype), Section(start // size, stop // size)
+        run, section = elements_of(data, stored.dtype), (start // size, stop // size)
         for within, source in cut_out(run, part.start // size, stored.sizes, box, section):
             packed[done : done + within.numel].view(within.lengths).copy_(source)
             done += within.numel
@@ -216,7 +148,7 @@ class OwnedPiece(Transfer):
             return
         with torch.inference_mode(self._items.inference):
             for number, part in enumerate(self._parts):
-                for _, transfer, box, start, stop in self._items.sections(part):
+                for transfer, box, start, stop in self._items.sections(part):
                     if start < stop:
                         transfer.place(start, self._pack(number, box, start, stop))
 
@@ -267,9 +199,12 @@ class ReceivedPiece:
         self._bytes = memoryview(b"")
         self._direct = False
 
-    def buffer(self) -> torch.Tensor:
-        """Memory to receive the piece in: the item's own, where that is one run."""
-        memory = self._items.memory(self._sections[0]) if len(self._sections) == 1 else None
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Memory to receive the piece of ``nbytes`` in: the item's own, where that is one run."""
+        if nbytes != self.nbytes:
+            text = f"rank {self.owner} sends {nbytes} bytes where {self.nbytes} of {self._url} are needed: report it"
+            raise errors.PeerReadError(text, url=self._url, rank=self.owner)
+        memory = self._sections[0].memory() if len(self._sections) == 1 else None
         self._direct = memory is not None
         self._bytes = _new_memory(self.nbytes) if memory is None else memory
         return torch.frombuffer(self._bytes, dtype=torch.uint8)
@@ -281,15 +216,12 @@ class ReceivedPiece:
             PeerReadError: these are not the bytes that were sent.
         """
         received, self._bytes = self._bytes, memoryview(b"")
-        views = [
-            received[at : at + section.stop - section.start]
-            for at, section in zip(self._starts, self._sections, strict=True)
-        ]
+        views = [received[at : at + s.stop - s.start] for at, s in zip(self._starts, self._sections, strict=True)]
         found = 0
         for view in views:
             found = crc64nvme(view, found) if view.nbytes else found
         if found != crc:
-            name = self._items.name_of(self._sections[0].number)
+            name = self._sections[0].transfer.item.storage_index.fqn
             raise errors.PeerReadError(
                 f"{name!r} in {self._url} was damaged on its way from rank {self.owner}: its CRC-64/NVME is "
                 f"{crc_hex(found)}, sent was {crc_hex(crc)}. Remedy: load again",
@@ -305,12 +237,3 @@ class ReceivedPiece:
 
 def _new_memory(size: int) -> memoryview:
     return view_bytes(torch.empty(size, dtype=torch.uint8, device="cpu"))
-
-
-def _range_of(stored: StoredChunk, part: SharedPart) -> Range:
-    """A part as a range of the object, with its checksum if known."""
-    crc, blocks = None, stored.blocks
-    if blocks is not None:
-        start, stop, crc = widen(part.start, part.stop, stored.nbytes, blocks)
-        crc = crc if (start, stop) == (part.start, part.stop) else None
-    return Range(stored.base + part.start, stored.base + part.stop, crc)

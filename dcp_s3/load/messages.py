@@ -11,21 +11,19 @@ locked.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import queue
 import secrets
 import struct
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from dcp_s3 import errors, ranks
-from dcp_s3.limit import Deadline
 from dcp_s3.tensor_memory import view_bytes
 
 logger = logging.getLogger(__name__)
@@ -40,41 +38,30 @@ class Offer(NamedTuple):
     """Rank in the default group."""
     shares: bool
     """Whether it shares what it reads."""
-    checkpoint: int
-    """Hash of the URL of the checkpoint, and of its endpoint."""
+    checkpoint: str
+    """Endpoint and URL of the checkpoint."""
     version: int
     """Hash of the metadata that it read."""
     world_size: int
     """Number of ranks of the default group; 0 if that cannot carry CPU tensors."""
     given: int
-    """`hash_ranks` of the reader's ``process_group``; 0 if there is none, or if it cannot carry CPU tensors."""
-
-
-def hash_text(text: str) -> int:
-    """63 bits of a hash, the same in every process and never 0."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1 | 1
-
-
-def hash_ranks(members: Sequence[int]) -> int:
-    """63 bits that say which ranks, in this order."""
-    return hash_text(",".join(map(str, members)))
+    """Hash of the ranks in the reader's ``process_group``; 0 if there is none, or if it cannot carry CPU tensors."""
 
 
 def make_offer(checkpoint: str, version: int, given: dist.ProcessGroup | None, *, shares: bool) -> Offer:
     """The offer of this rank, for a checkpoint and a reader's ``process_group``."""
+
+    def has_gloo(group: dist.ProcessGroup | None) -> bool:  # the only backend for CPU tensors that is supported here
+        return "cpu:gloo" in dist.get_backend_config(group).split(",")
+
     return Offer(
         rank=ranks.rank(),
         shares=shares,
-        checkpoint=hash_text(checkpoint),
+        checkpoint=checkpoint,
         version=version,
-        world_size=ranks.world_size() if _has_gloo(None) else 0,
-        given=hash_ranks(dist.get_process_group_ranks(given)) if given is not None and _has_gloo(given) else 0,
+        world_size=ranks.world_size() if has_gloo(None) else 0,
+        given=hash(tuple(dist.get_process_group_ranks(given))) if given is not None and has_gloo(given) else 0,
     )
-
-
-def _has_gloo(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group carries CPU tensors by gloo, the only backend that is supported here."""
-    return "cpu:gloo" in dist.get_backend_config(group).split(",")
 
 
 def choose_group(offers: Sequence[Offer], url: str) -> tuple[str, str]:
@@ -97,8 +84,7 @@ def choose_group(offers: Sequence[Offer], url: str) -> tuple[str, str]:
     if len(offers) == 1 or not all(offer.shares and offer.checkpoint == first.checkpoint for offer in offers):
         return "", "not all ranks load it with load_sharing"
     members = [offer.rank for offer in offers]
-    expected = hash_ranks(members)
-    if all(offer.given == expected for offer in offers):
+    if all(offer.given == hash(tuple(members)) for offer in offers):
         return "given", ""
     if members == list(range(first.world_size)) and all(offer.world_size == len(members) for offer in offers):
         return "default", ""
@@ -121,7 +107,6 @@ _TAGS = 5
 GREETING, VERDICT, HEADER, PAYLOAD, PROBE = range(_TAGS)
 LOOKS_EVERY = 0.002
 _PROBES_EVERY = 2.0
-
 HEADER_BYTES = 512
 _HEADER_STRUCT = struct.Struct("<BiQQH")  # outcome, rank that failed; bytes and CRC-64/NVME that follow; bytes of text
 FOLLOWS, FAILED = 1, 2  # never 0
@@ -160,100 +145,76 @@ class Header(NamedTuple):
         return cls(outcome, rank, nbytes, crc, view[_HEADER_STRUCT.size :][:length].decode(errors="replace"))
 
 
-class Failure(NamedTuple):
-    """The first failure of a load: here, or on another rank."""
-
-    error: BaseException
-    rank: int
-    text: str
-
-
-class _Waiter(threading.Thread):
-    """Waits for transfers, and can be left behind: of a lost connection gloo may forget a message that it was sending
-    or receiving, and the wait for that ends only with the timeout of the group."""
-
-    def __init__(self) -> None:
-        super().__init__(name="dcp_s3-wait", daemon=True)
-        self.asked: queue.SimpleQueue[tuple[Any, Any] | None] = queue.SimpleQueue()  # the work, and the memory it uses
-        self.errors: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
-        self.start()
-
-    def run(self) -> None:
-        while (asked := self.asked.get()) is not None:
-            try:
-                asked[0].wait()
-            except RuntimeError as error:
-                self.errors.put(error)
-            else:
-                self.errors.put(None)
-            del asked
-
-
 class Messages:
-    """Messages between this rank and its ``peers`` in a group, with tags from ``tag`` on; and what failed first."""
+    """Messages between this rank and its ``peers`` in a group, with tags from ``tag`` on; and what failed first.
 
-    def __init__(
-        self, group: dist.ProcessGroup, peers: Collection[int], url: str, tag: int, deadline: Deadline | None
-    ) -> None:
-        self.group, self.rank, self.peers, self.url = group, dist.get_rank(group), peers, url
-        self._tag, self.deadline = tag, deadline
-        self.failure: Failure | None = None
-        self.is_on = False
+    Attributes:
+        failure: the first failure of the load, here or on another rank: the error, that rank, and the cause as text.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, peers: Collection[int], url: str, tag: int) -> None:
+        self.group, self.rank, self.peers, self.url, self._tag = group, dist.get_rank(group), peers, url, tag
+        self.failure: tuple[BaseException, int, str] | None = None
         self._lost: set[int] = set()
         self._greetings: list[tuple[int, torch.Tensor, Any]] = []
         self._local = threading.local()
-        self._waiters: list[_Waiter] = []
+        self._waiting: list[queue.SimpleQueue[Any]] = []
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, rank: int | None = None, text: str = "") -> None:
         """Send no more, and tell the peers why. Only the first failure counts. Safe to call at any time."""
         try:
-            text = f"{type(error).__name__}: {error}"
+            text = text or f"{type(error).__name__}: {error}"
         except Exception:  # noqa: BLE001 - its __str__ raises
             text = type(error).__name__
-        self._fail(Failure(error, self.rank, text))
-
-    def _fail(self, failure: Failure) -> None:
-        if self.failure is not None:
-            return
-        self.failure = failure
-        self._give_up()
+        if self.failure is None:
+            self.failure = error, self.rank if rank is None else rank, text
+            self._give_up()
 
     def _give_up(self) -> None:
         """Cancel what is under way: something has failed. Called once, on any thread."""
 
-    def _lose(self, peer: int, why: str, remedy: str) -> None:
+    def fail_as(self, header: Header) -> None:
+        """Fail because another rank did."""
+        told = f"rank {header.rank} of the load failed to read {self.url}: {header.text}"
+        self.fail(errors.PeerReadError(told, url=self.url, rank=header.rank), header.rank, header.text)
+
+    def _lose(self, peer: int, why: str, remedy: str = "see what ended that rank") -> None:
         if peer not in self._lost:
             # DCP's own collective may fail next, and hide what is raised here.
             logger.warning("rank %d, with which this one loads %s, is lost: %s", peer, self.url, why)
         self._lost.add(peer)
-        lost = errors.PeerReadError(f"{self.url} was not loaded: {why}. Remedy: {remedy}", url=self.url, rank=peer)
-        self._fail(Failure(lost, peer, why))
+        text = f"{self.url} was not loaded: {why}. Remedy: {remedy}"
+        self.fail(errors.PeerReadError(text, url=self.url, rank=peer), peer, why)
 
-    def greet(self) -> None:
+    def refusal(self) -> torch.Tensor:
+        """What is sent instead of data."""
+        _, rank, text = self.failure or (None, self.rank, "")
+        return Header(FAILED, rank, text=text).pack()
+
+    def greet(self) -> bool:
         """Begin, if all peers are there: each says that it is, and then whether it has met all of its own.
 
-        A rank that has said yes twice goes through the schedule (`is_on`). Peers that said no are lost.
+        True for a rank that has said yes twice: it goes through the schedule. Peers that said no are lost.
         """
         began = time.monotonic()
-        patience = PATIENCE if self.deadline is None else min(PATIENCE, self.deadline.left)
-        here = self._exchange_greetings(GREETING, began + patience)
+        here = self._exchange_greetings(GREETING, began + PATIENCE)
         for peer in self.peers:
             if peer not in here and self.failure is None:
                 self._lose(
                     peer,
-                    f"rank {peer} did not begin to read within {patience:.0f} s",
+                    f"rank {peer} did not begin to read within {PATIENCE:.0f} s",
                     "see what it says; or its planner's finish_plan dropped the plan's storage_data",
                 )
         if self.failure is not None:
             self._tell(self.refusal(), VERDICT)
-            return
-        self.is_on = True
-        verdicts = self._exchange_greetings(VERDICT, began + 2 * patience)
+            return False
+        verdicts = self._exchange_greetings(VERDICT, began + 2 * PATIENCE)
         for peer in self.peers:
-            verdict = verdicts.get(peer, Header(FAILED, peer, text=f"no sign for {patience:.0f} s"))
+            verdict = verdicts.get(peer, Header(FAILED, peer, text=f"no sign for {PATIENCE:.0f} s"))
             if verdict.outcome != FOLLOWS:
                 self._lost.add(peer)
-                self.fail_as(verdict.rank, verdict.text)
+                self.fail_as(verdict)
+        return True
 
     def _exchange_greetings(self, kind: int, until: float) -> dict[int, Header]:
         """Greet the peers; returns what each has answered by then, or until a failure of this rank's first greeting."""
@@ -280,21 +241,10 @@ class Messages:
     def _tell(self, message: torch.Tensor, kind: int) -> None:
         self._greetings += [(peer, message, self.send(message, peer, kind)) for peer in self.peers]
 
-    def _probe(self, peers: Iterable[int]) -> None:
+    def _probe(self, peers: Collection[int]) -> None:
         """Find out who was killed: sending to it fails. Nobody receives this."""
         message = Header(FAILED, self.rank).pack()
         _unanswered.extend((message, self.send(message, peer, PROBE)) for peer in peers)
-
-    def fail_as(self, rank: int, text: str) -> None:
-        """Fail because ``rank`` did."""
-        told = f"rank {rank} of the load failed to read {self.url}: {text}"
-        self._fail(Failure(errors.PeerReadError(told, url=self.url, rank=rank), rank, text))
-
-    def refusal(self) -> torch.Tensor:
-        """What is sent instead of data."""
-        failure = self.failure
-        refusal = Header(FAILED, self.rank) if failure is None else Header(FAILED, failure.rank, text=failure.text)
-        return refusal.pack()
 
     def end(self) -> None:
         """Wait until the peers have got the greetings, unless something failed: then some may never come for them."""
@@ -303,48 +253,60 @@ class Messages:
                 self.wait(work, peer, message)
         else:
             _unanswered.extend(self._greetings)
-        for waiter in self._waiters:
-            waiter.asked.put(None)
-
-    # --- gloo -------------------------------------------------------------------------------------------
+        for asked in self._waiting:
+            asked.put(None)
 
     def wait(self, work: Any, peer: int, message: Any) -> bool:
-        """Whether the transfer of ``message`` is done; False if ``peer`` is lost."""
+        """Whether the transfer of ``message`` is done; False if ``peer`` is lost.
+
+        Another thread waits, and may be left behind: of a lost connection gloo may forget a message that it was sending
+        or receiving, and the wait for that ends only with the timeout of the group.
+        """
         if work is None or peer in self._lost:
             return False
-        waiter = getattr(self._local, "waiter", None)
-        if waiter is None:
-            waiter = self._local.waiter = _Waiter()
-            self._waiters.append(waiter)
-        waiter.asked.put((work, message))
+        if getattr(self._local, "queues", None) is None:
+            self._local.queues = asked, answers = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()
+            self._waiting.append(asked)
+            threading.Thread(target=_wait_for, args=(asked, answers), name="dcp_s3-wait", daemon=True).start()
+        asked, answers = self._local.queues
+        asked.put((work, message))
         began = time.monotonic()
         while True:
             try:  # ever fewer probes: each stays with gloo
-                error = waiter.errors.get(timeout=max(_PROBES_EVERY, (time.monotonic() - began) / 10))
+                error = answers.get(timeout=max(_PROBES_EVERY, (time.monotonic() - began) / 10))
                 break
             except queue.Empty:
                 self._probe([peer])
             if peer in self._lost:
-                self._local.waiter = None
+                self._local.queues = None
                 return False
         if error is not None:
-            self._lose_connection(peer, error)
+            self._lose(peer, f"the connection to rank {peer} was lost: {error}")
         return error is None
 
     def send(self, tensor: torch.Tensor, peer: int, kind: int) -> Any:
-        return self._post(dist.isend, tensor, peer, self._tag + kind, group_dst=peer)
+        return self._post(dist.isend, tensor, peer, kind, group_dst=peer)
 
     def receive(self, tensor: torch.Tensor, peer: int, kind: int) -> Any:
-        return self._post(dist.irecv, tensor, peer, self._tag + kind, group_src=peer)
+        return self._post(dist.irecv, tensor, peer, kind, group_src=peer)
 
-    def _post(self, operation: Any, tensor: torch.Tensor, peer: int, tag: int, **to: int) -> Any:
+    def _post(self, operation: Any, tensor: torch.Tensor, peer: int, kind: int, **to: int) -> Any:
         if peer in self._lost:
             return None
         try:
-            return operation(tensor, group=self.group, tag=tag, **to)
+            return operation(tensor, group=self.group, tag=self._tag + kind, **to)
         except RuntimeError as error:
-            self._lose_connection(peer, error)
+            self._lose(peer, f"the connection to rank {peer} was lost: {error}")
             return None
 
-    def _lose_connection(self, peer: int, error: Exception) -> None:
-        self._lose(peer, f"the connection to rank {peer} was lost: {error}", "see what ended that rank")
+
+def _wait_for(asked: queue.SimpleQueue[Any], answers: queue.SimpleQueue[Any]) -> None:
+    """Wait for each transfer that comes, with the memory that it uses, and answer with its error or None."""
+    while (each := asked.get()) is not None:
+        try:
+            each[0].wait()
+        except RuntimeError as error:
+            answers.put(error)
+        else:
+            answers.put(None)
+        del each

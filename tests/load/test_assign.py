@@ -25,14 +25,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.blocks import Blocks, make_storage_info, pack_crcs
-from dcp_s3.load.boxes import Box, find_section
-from dcp_s3.load.peers import assign as sharing
-from dcp_s3.load.peers.assign import plan_sharing
-from dcp_s3.load.peers.exchange import Exchange
-from dcp_s3.load.peers.messages import Offer, choose_group, hash_ranks
-from dcp_s3.load.peers.pieces import Assignment, OwnedPiece, ReceivedPiece, SharedItems, SharedPart, SharedPiece
-from dcp_s3.load.plan import StoredChunk, box_of, find_stored
-from dcp_s3.load.read import TransferFactory
+from dcp_s3.load import assign as sharing
+from dcp_s3.load.assign import Assignment, SharedPart, SharedPiece, plan_sharing
+from dcp_s3.load.exchange import Exchange
+from dcp_s3.load.messages import Offer, choose_group
+from dcp_s3.load.pieces import OwnedPiece, ReceivedPiece, SharedItems
+from dcp_s3.load.plan import Box, StoredChunk, box_of, find_section, find_stored
+from dcp_s3.load.read import LoadExecutor
 from dcp_s3.torch_private import ReaderTransforms
 from tests.load.sources import URL, MemoryFetcher
 
@@ -152,8 +151,8 @@ def test_every_byte_comes_from_one_place(case: Case, replicas: int) -> None:
             if number in shared:
                 position = 0
                 for section in sections:
-                    assert section.start == position
-                    position = section.stop
+                    assert section[0] == position
+                    position = section[1]
                 assert position == box.numel
             else:
                 assert not parts
@@ -198,8 +197,8 @@ def test_two_ranks_that_touch_one_block_share_nothing() -> None:
     assert [len(assignment.pieces) for assignment in found] == [1, 1]
 
 
-def _offers(*ranks: int, **fields: int) -> list[Offer]:
-    offer = Offer(rank=0, shares=True, checkpoint=1, version=1, world_size=3, given=0)
+def _offers(*ranks: int, **fields: Any) -> list[Offer]:
+    offer = Offer(rank=0, shares=True, checkpoint="a", version=1, world_size=3, given=0)
     return [offer._replace(rank=rank, **fields) for rank in ranks]
 
 
@@ -207,15 +206,15 @@ def _offers(*ranks: int, **fields: int) -> list[Offer]:
     ("offers", "group", "reason"),
     [
         (_offers(0, 1, 2), "default", ""),
-        (_offers(0, 1, 2, given=hash_ranks([0, 1, 2])), "given", ""),
-        (_offers(0, 1, 2, given=hash_ranks([0, 1])), "default", ""),
-        (_offers(0, 1, 2, given=hash_ranks([0, 1, 2]), world_size=0), "given", ""),
-        (_offers(1, 0, 2, given=hash_ranks([0, 1, 2])), "", "S3StorageReader(process_group=...)"),
+        (_offers(0, 1, 2, given=hash((0, 1, 2))), "given", ""),
+        (_offers(0, 1, 2, given=hash((0, 1))), "default", ""),
+        (_offers(0, 1, 2, given=hash((0, 1, 2)), world_size=0), "given", ""),
+        (_offers(1, 0, 2, given=hash((0, 1, 2))), "", "S3StorageReader(process_group=...)"),
         (_offers(0, 1), "", "S3StorageReader(process_group=...)"),
-        (_offers(0, given=hash_ranks([0, 1])) + _offers(1), "", "S3StorageReader(process_group=...)"),
+        (_offers(0, given=hash((0, 1))) + _offers(1), "", "S3StorageReader(process_group=...)"),
         (_offers(0, 1, 2, world_size=0), "", 'init_process_group("cpu:gloo,cuda:nccl")'),
         (_offers(0, 1) + _offers(2, shares=False), "", "load_sharing"),
-        (_offers(0, 1) + _offers(2, checkpoint=2, version=2), "", "not all ranks load it"),
+        (_offers(0, 1) + _offers(2, checkpoint="b", version=2), "", "not all ranks load it"),
         (_offers(0), "", "not all ranks load it"),
     ],
 )
@@ -241,7 +240,7 @@ def exchange(
 ) -> list[list[bool]]:
     """Carry out the assignments: what each rank's shared items are loaded into. True where an item was finished."""
     fetcher = MemoryFetcher({PATH: case.stored if stored is None else stored})
-    factory = TransferFactory(URL, case.metadata, ReaderTransforms(None))
+    executor = LoadExecutor(fetcher, case.metadata, ReaderTransforms(None))
     assignments = plan(case)
     assert assignments is not None
     finished = [[False] * len(plan) for plan in case.plans]
@@ -250,11 +249,11 @@ def exchange(
     for rank, assignment in enumerate(assignments):
         shared = assignment.shared_items()
         planner = mock.Mock(resolve_tensor=mock.Mock(side_effect=targets[rank]))
-        made = factory.prepare_all(case.plans[rank], planner, shared)
+        made, _ = executor.prepare(case.plans[rank], planner, shared)
         transfers = {number: made[number] for number in shared}
         numbers = {id(transfer): number for number, transfer in transfers.items()}
         items = SharedItems(
-            transfers, set(transfers),
+            transfers,
             lambda item, rank=rank, numbers=numbers: finished[rank].__setitem__(numbers[id(item)], True),
         )  # fmt: skip
         for piece in assignment.pieces:
@@ -271,7 +270,7 @@ def exchange(
             message, crc = piece.message(rank)
             assert message.numel() == incoming.nbytes
             if incoming.nbytes:
-                incoming.buffer().copy_(message)
+                incoming.buffer(incoming.nbytes).copy_(message)
                 incoming.received(crc)
         piece.sent()
     return finished
