@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import TracebackType
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
-from dcp_s3.limit import UNLIMITED, Cancelled, Limit
+from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.memory import Piece, targets_of
 from dcp_s3.store import (
-    Batch,
     DeleteTarget,
     Expect,
     Into,
@@ -119,9 +117,6 @@ class MemoryStore(Store):
         self.put(key, memoryview(data))
         return StreamedObject(len(data), combine_crc64nvme(crcs))
 
-    def batch(self, *, total: int, ranks: int = 1, keys: Sequence[str] = ()) -> Batch:
-        return PlainBatch(self)
-
     def _check(self, key: str, found: _Entry | None, expect: Expect) -> None:
         if found is None and expect.etag:
             raise self._missing("put", key)
@@ -199,38 +194,3 @@ class MemoryStore(Store):
         return errors.ObjectNotFoundError(
             f"there is no {key} in {self.name}", bucket=self.name, key=key, operation=operation
         )
-
-
-class PlainBatch(Batch):
-    """Puts each object in the caller's thread."""
-
-    def __init__(self, store: Store) -> None:
-        self._cancel = threading.Event()
-        self._store = store.within(replace(store.limit, cancel=self._cancel))
-        self._lock = threading.Lock()
-        self._written: list[str] = []
-
-    def put_stream(self, key: str, size: int, pieces: Iterable[Piece]) -> StreamedObject:
-        result = self._store.put_stream(key, size, self._until_cancelled(pieces))
-        with self._lock:
-            self._written.append(key)
-            self.sent += result.size
-        return result
-
-    def _until_cancelled(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        for piece in pieces:
-            if self._cancel.is_set():
-                raise Cancelled
-            yield piece
-
-    def stop(self) -> None:
-        self._cancel.set()
-
-    def __enter__(self) -> PlainBatch:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is None:
-            return
-        self.stop()
-        self._store.within(self._store.limit.for_cleanup()).delete(self._written)

@@ -12,9 +12,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.attachments import check_bytes, find_attachments, missing_error, read_attachment, read_extra
-from dcp_s3.checkpoint.commit_state import CommitState, SaveIdentity, find_state
+from dcp_s3.checkpoint.commit_state import CommitState, SaveIdentity, check_metadata, fetch_metadata, find_state
 from dcp_s3.checkpoint.lease import ReaderLease
-from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import SAVE_ID_KEY, deletion_id

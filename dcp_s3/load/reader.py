@@ -36,9 +36,8 @@ from dcp_s3.load.read import LoadExecutor
 from dcp_s3.process import collector_paused
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
-from dcp_s3.spill.local import with_copies
+from dcp_s3.spill.local import LocalObjects, with_copies
 from dcp_s3.store import Counters, Store
-from dcp_s3.stores.wrapper import Overlay
 from dcp_s3.torch_private import ReaderTransforms
 from dcp_s3.units import one_line
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
@@ -296,7 +295,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
                 weights_only=self.weights_only, allow_dtype_cast=self.allow_dtype_cast,
             )  # fmt: skip
             executor.run(plan, planner, exchange)
-            self._tell_loaded(sum(fetcher.fetched), store.near.read_bytes if isinstance(store, Overlay) else 0)
+            self._tell_loaded(sum(fetcher.fetched), store.read_bytes if isinstance(store, LocalObjects) else 0)
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.commit_state import not_found_error
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import check_not_deleted
 from dcp_s3.checkpoint.look import inspect, read_added
-from dcp_s3.checkpoint.stored_metadata import not_found_error
 from dcp_s3.format.control_files import AddedMetrics, check_added
 from dcp_s3.format.layout import METRICS, PIN
 from dcp_s3.s3 import retry

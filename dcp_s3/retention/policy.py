@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.errors import SettingsError
+from dcp_s3.settings import Settings
 from dcp_s3.units import parse_duration
 
 Reasons = Mapping[str, Sequence[str]]
@@ -238,30 +239,21 @@ class KeepDaily(Policy):
     def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
         newest: dict[str, CheckpointInfo] = {}
         reasons: dict[str, list[str]] = {}
-        for info in sorted(checkpoints, key=lambda info: (_commit_time(info) or 0.0, *age_order(info))):
-            time = _commit_time(info)
-            if time is None:
+        dated: list[tuple[float, CheckpointInfo]] = []
+        for info in checkpoints:
+            time = info.modified_at if info.created_at is None else info.created_at
+            if time is None or not math.isfinite(time):
                 reasons[info.name] = [f"{self}, its time is not known"]
             else:
-                newest[_utc(min(time, now)).strftime("%Y-%m-%d")] = info
+                dated.append((time, info))
+        for time, info in sorted(dated, key=lambda pair: pair[0]):  # stable: of one time by age
+            newest[datetime.fromtimestamp(max(0.0, min(time, now)), timezone.utc).strftime("%Y-%m-%d")] = info
         for day in sorted(newest, reverse=True)[: self.n]:
             reasons[newest[day].name] = [f"{self}, last of {day}"]
         return reasons
 
     def __str__(self) -> str:
         return f"daily:{self.n}"
-
-
-def _commit_time(info: CheckpointInfo) -> float | None:
-    time = info.modified_at if info.created_at is None else info.created_at
-    return time if time is not None and math.isfinite(time) else None
-
-
-def _utc(time: float) -> datetime:
-    try:
-        return datetime.fromtimestamp(max(time, 0.0), timezone.utc)
-    except (OverflowError, ValueError, OSError):
-        return datetime.max.replace(tzinfo=timezone.utc)
 
 
 # --- running -------------------------------------------------------------------------------------
@@ -352,3 +344,71 @@ def _seconds(duration: object) -> float:
     except ValueError:
         pass
     raise SettingsError(f"KeepWithin: duration = {duration!r}, expected seconds, a timedelta, or text like 48h")
+
+
+# --- policies in one line: latest:3 best:2:val_loss:min every:10000 within:48h daily:7 --------------------
+
+
+def parse_policy(text: str) -> Policy | None:
+    """The policy that keeps whatever any of the words keeps; None for empty text, which keeps all.
+
+    Words, in any order: ``latest:K``, ``best:K:METRIC:min|max[:drop]``, ``every:STEPS``, ``within:DURATION``,
+    ``daily:N``.
+
+    >>> parse_policy("latest:3 best:2:val_loss:min every:10000")
+    KeepLatest(k=3) | KeepBest(k=2, metric='val_loss', mode='min', missing='keep') | KeepEvery(steps=10000)
+
+    Raises:
+        SettingsError: a word is not a policy. The error names it and what is allowed.
+    """
+    policies = [_parse_word(word) for word in text.split()]
+    return policies[0] if len(policies) == 1 else AnyOf(tuple(policies)) if policies else None
+
+
+def policy_from_settings(settings: Settings) -> Policy | None:
+    """The policy of the setting ``retention``; None if it is unset."""
+    try:
+        return parse_policy(settings.retention or "")
+    except SettingsError as error:
+        raise SettingsError(f"DCP_S3_RETENTION = {settings.retention!r} is not allowed: {error}") from None
+
+
+def _parse_word(word: str) -> Policy:
+    kind, _, rest = word.partition(":")
+    usage, parse = _WORDS.get(kind, ("", None))
+    if parse is None:
+        allowed = ", ".join(each for each, _ in _WORDS.values())
+        raise SettingsError(f"{word!r} is not a policy. Remedy: one of {allowed}")
+    try:
+        return parse(rest)
+    except (SettingsError, ValueError) as error:
+        why = f" ({error})" if isinstance(error, SettingsError) else ""
+        raise SettingsError(f"{word!r} is not a policy: expected {usage}{why}") from None
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise ValueError
+    return int(text)
+
+
+def _parse_best(text: str) -> Policy:
+    drop = text.endswith(":drop")
+    count, _, rest = text.removesuffix(":drop").partition(":")
+    metric, _, mode = rest.rpartition(":")
+    return KeepBest(_number(count), metric, mode, "drop" if drop else "keep")  # type: ignore[arg-type]  # checked there
+
+
+def _parse_within(text: str) -> Policy:
+    if text[-1:].isdigit() or text.endswith("."):
+        raise SettingsError("without a unit nobody knows whether seconds or hours are meant")
+    return KeepWithin(text)
+
+
+_WORDS: dict[str, tuple[str, Callable[[str], Policy]]] = {
+    "latest": ("latest:K", lambda text: KeepLatest(_number(text))),
+    "best": ("best:K:METRIC:min|max[:drop], for example best:2:val_loss:min", _parse_best),
+    "every": ("every:STEPS", lambda text: KeepEvery(_number(text))),
+    "within": ("within:DURATION (for example 48h)", _parse_within),
+    "daily": ("daily:N", lambda text: KeepDaily(_number(text))),
+}

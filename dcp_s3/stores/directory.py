@@ -15,7 +15,6 @@ from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.memory import Piece, targets_of, views_of
 from dcp_s3.store import (
-    Batch,
     DeleteTarget,
     Expect,
     Into,
@@ -26,7 +25,6 @@ from dcp_s3.store import (
     Store,
     StoredObject,
     StreamedObject,
-    Upload,
     UserMetadata,
     same_etag,
 )
@@ -41,7 +39,7 @@ class DirectoryStore(Store):
     name, flushed, and renamed; if two processes write one file, one of them wins. Its ETag is made of inode, time and
     size, so that a file that was written again has another one.
 
-    There are no conditions, no user metadata and no batches. Keys that no path can express (empty, ``.`` or ``..``
+    There are no conditions and no user metadata. Keys that no path can express (empty, ``.`` or ``..``
     between slashes, a NUL) are refused. So is a key that extends another object's key by a slash and more.
     """
 
@@ -98,13 +96,6 @@ class DirectoryStore(Store):
         return ObjectHead(
             key, stat.st_size, stat.st_mtime, _etag(stat), {}, crc_hex(crc) if checksum else None, time.time()
         )
-
-    def exists(self, key: str) -> bool:
-        try:
-            with self._open("look for", key):
-                return True
-        except errors.ObjectNotFoundError:
-            return False
 
     @contextlib.contextmanager
     def _open(self, operation: str, key: str) -> Iterator[int]:
@@ -169,9 +160,6 @@ class DirectoryStore(Store):
             flush_directory(path.parent)
         return StreamedObject(sum(size for _, size in sent), combine_crc64nvme(sent))
 
-    def batch(self, *, total: int, ranks: int = 1, keys: Sequence[str] = ()) -> Batch:
-        raise NotImplementedError("a directory takes files one by one")
-
     def delete(self, targets: Iterable[str | DeleteTarget]) -> Sequence[str]:
         for key in (each if isinstance(each, str) else each.key for each in targets):
             self.limit.check(f"delete of {key}")
@@ -182,12 +170,6 @@ class DirectoryStore(Store):
                 while (path := path.parent) != self._root:
                     path.rmdir()
         return ()
-
-    def uploads(self, prefix: str) -> Sequence[Upload]:
-        return ()
-
-    def abort(self, upload: Upload) -> None:
-        pass
 
     # --- files ------------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.errors import SettingsError
-from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.plan import LEASE_MARGIN, CatalogSnapshot, LeftoverObject, Plan
 from dcp_s3.retention.policy import (
     KeepBest,
@@ -25,6 +24,8 @@ from dcp_s3.retention.policy import (
     Policy,
     PolicyFunction,
     best_first,
+    parse_policy,
+    policy_from_settings,
     run_policy,
 )
 from dcp_s3.settings import Settings
