@@ -54,9 +54,6 @@ _ATTEMPT_SECONDS = 30.0
 # Each request of 1000 keys counts as 1000 for S3, which takes 3500 a second.
 _DELETES_AT_ONCE = 8
 
-Look = Callable[[], None]
-"""Called before each request of a deletion; raises if nothing more may be deleted."""
-
 
 class LeftAloneError(errors.DcpS3Error):
     """Something was not deleted because it is not what the plan saw, or is protected."""
@@ -146,17 +143,15 @@ class Deleter:
             return Deletion.of(url.name, removal)
 
         path, seconds = deletion_object(planned.deletion_id, new_nonce()), DELETION_BEGINS / 2
-        deadline = _CommitDeadline(
-            "DELETION_BEGINS / 2", seconds, time.monotonic() + seconds, time.time() + seconds
-        )  # fmt: skip
-        lists = {path}  # with those of attempts that were cut off
-
-        def look() -> None:
-            lists.update(self._look_again(url, planned, listed, newest))
-            if deadline.passed:
+        deadline = _CommitDeadline("DELETION_BEGINS / 2", seconds, time.monotonic() + seconds, time.time() + seconds)
+        try:
+            self.store.put(url.key(path), listed.to_json())
+            lists = {path, *self._look_again(url, planned, listed, newest)}  # with those of attempts that were cut off
+            if deadline.left <= 0:
                 raise LeftAloneError("S3 is too slow for its readers to be seen")
-
-        self._announce(url, path, listed, look)
+        except (LeftAloneError, errors.StorageError):
+            self._withdraw(url, path)
+            raise
         # From this somebody else would write the commit of a joint save once more, when it is gone.
         if merged := [each for each in listed.objects if is_merged(each)]:
             self.delete_all([DeleteTarget(url.key(each)) for each in merged])
@@ -164,7 +159,8 @@ class Deleter:
             if self.delete_all(step, limit=Limit(deadline=deadline, hang=_ATTEMPT_SECONDS)):
                 self._withdraw(url, path)
                 raise LeftAloneError("it was overwritten")
-        self._delete_rest(url, listed, lists)
+        self.delete_all(_other_targets(url, listed))
+        self.delete_all([DeleteTarget(url.key(each)) for each in lists])
         return Deletion.of(url.name, removal)
 
     def _needed(self, url: CheckpointURL, found: Inspected) -> set[str]:
@@ -192,18 +188,15 @@ class Deleter:
         if commits and not any(map(self.store.exists, commits)):
             raise LeftAloneError(f"{newest}, which was to stay as the newest, is gone")
         directory = list_directory(self.store, url, ".")
-        if planned.etag is not None:
-            commit = directory.commits.get(None)
-            if commit is None:
-                raise LeftAloneError("another prune deletes it")
-            if not commit.has_etag(planned.etag):
-                raise LeftAloneError("it was overwritten")
-        self._check(directory)
+        commit, metrics = directory.commits.get(None), directory.metrics
+        if planned.etag is not None and commit is None:
+            raise LeftAloneError("another prune deletes it")
+        if planned.etag is not None and commit is not None and not commit.has_etag(planned.etag):
+            raise LeftAloneError("it was overwritten")
         if not self.force:
-            metrics = directory.metrics
             if metrics is not None and not metrics.has_etag(listed.objects.get(metrics.path)):
                 raise LeftAloneError("metrics were added to it")
-            _check_no_other_save(directory, listed.objects)
+            _check(directory, listed.objects)
         return [each.path for each in directory.lists_of(planned.deletion_id)]
 
     # --- what is no checkpoint ------------------------------------------------------------------
@@ -234,10 +227,9 @@ class Deleter:
             if self.force:
                 return
             directory = list_directory(self.store, url, ".", "__")
-            self._check(directory)
             if not all(each.has_etag(there.get(each.path)) for each in directory.commits.values()):
                 raise LeftAloneError("it was committed")
-            _check_no_other_save(directory, seen)
+            _check(directory, seen)
 
         # Whatever goes first, the list must not make a part of it look like a checkpoint.
         self._delete_watched(url, listed, DeletionList(None, {}, listed.objects), look, there)
@@ -261,7 +253,8 @@ class Deleter:
             now = inspect(self.store, url)
             if now is None or (now.info.save_id, now.info.etag) != (before.save_id, before.etag):
                 raise LeftAloneError("it was overwritten")
-            _check_no_other_save(now.directory, seen)
+            if others := now.directory.other_saves(seen):
+                raise LeftAloneError(f"a save is in progress: it has written {others[0].path}")
 
         etags = {each.key[skip:]: each.etag for each in gone}
         etags |= {CLAIM: claim or ""} if CLAIM in etags else {}
@@ -271,18 +264,27 @@ class Deleter:
         return Deletion.of(url.name, gone)
 
     def _delete_watched(
-        self, url: CheckpointURL, listed: DeletionList, written: DeletionList, look: Look, there: dict[str, str]
+        self,
+        url: CheckpointURL,
+        listed: DeletionList,
+        written: DeletionList,
+        look: Callable[[], None],
+        there: dict[str, str],
     ) -> None:
         """Delete what is no checkpoint. Looks before each request. ``there``: the commits that are not deleted yet."""
         path = deletion_object(deletion_id(None, new_nonce()), new_nonce())
-        self._announce(url, path, written, look)
+        begun = False
         try:
+            self.store.put(url.key(path), written.to_json())
+            look()
+            begun = True
             for step in _commit_steps(url, listed):
                 self.delete_all(step, look=look)
             there.clear()
             self.delete_all(_other_targets(url, listed), look=look)
-        except LeftAloneError:
-            self._withdraw(url, path)
+        except (LeftAloneError, errors.StorageError) as error:
+            if isinstance(error, LeftAloneError) or not begun:
+                self._withdraw(url, path)
             raise
         self.delete_all([DeleteTarget(url.key(path))])
 
@@ -318,7 +320,8 @@ class Deleter:
             rest = replace(listed, commits=commits, objects=objects)
             for step in _commit_steps(url, rest):
                 self.delete_all(step)
-            self._delete_rest(url, rest, [found.path])
+            self.delete_all(_other_targets(url, rest))
+            self.delete_all([DeleteTarget(url.key(found.path))])
             gone |= {*commits, *objects}
         return Deletion.of(url.name, [directory.objects[path] for path in gone])
 
@@ -346,20 +349,15 @@ class Deleter:
 
     # --- steps of each deletion -----------------------------------------------------------------
 
-    def _check(self, directory: Directory) -> None:
-        """Raises LeftAloneError if it is pinned, or a reader has a lease."""
-        if directory.protection is not None and not self.force:
-            raise LeftAloneError(directory.protection)
-
     def _remove(
         self, url: CheckpointURL, directory: Directory, needed: set[str] | None, save_id: str | None, since: float
     ) -> tuple[list[DirectoryEntry], DeletionList | None]:
         """What `Directory.removal` finds, and the list of it; none for a dry run. Raises LeftAloneError if it may not
         go. A joint save that is not committed is aborted: from here on nothing commits what is listed."""
-        self._check(directory)
         removal, being_saved = directory.removal(needed, since=since)
-        if being_saved and not self.force:
-            raise LeftAloneError(f"a save is in progress: {being_saved} was written")
+        why = directory.protection or (being_saved and f"a save is in progress: {being_saved} was written")
+        if why and not self.force:
+            raise LeftAloneError(why)
         if self.dry_run:
             return [*removal.values()], None
         commits: dict[str, str] = {}
@@ -370,15 +368,6 @@ class Deleter:
             objects[CLAIM] = end_joint_save(self.store, url) or objects[CLAIM]
         return [*removal.values()], DeletionList(save_id, commits, objects)
 
-    def _announce(self, url: CheckpointURL, path: str, listed: DeletionList, look: Look) -> None:
-        """Write the list of what will be deleted, then ``look`` again; if that fails, withdraw the list."""
-        try:
-            self.store.put(url.key(path), listed.to_json())
-            look()
-        except (LeftAloneError, errors.StorageError):
-            self._withdraw(url, path)
-            raise
-
     def _withdraw(self, url: CheckpointURL, path: str) -> None:
         """Remove the list of a deletion that was given up. A failure is a warning."""
         try:
@@ -388,9 +377,10 @@ class Deleter:
             logger.warning("a deletion of %s was given up, and its list stays until the next prune: %s", url, error)
 
     def delete_all(
-        self, targets: Sequence[DeleteTarget], *, limit: Limit | None = None, look: Look | None = None
+        self, targets: Sequence[DeleteTarget], *, limit: Limit | None = None, look: Callable[[], None] | None = None
     ) -> list[str]:
-        """Delete keys whose ETags are unchanged; ``limit`` bounds each request, ``look`` is called before it.
+        """Delete keys whose ETags are unchanged; ``limit`` bounds each request, ``look`` is called before it and raises
+        if nothing more may be deleted.
 
         Returns:
             Keys that were left alone because they have another ETag.
@@ -409,11 +399,6 @@ class Deleter:
         changed = [delete(self.store, each) for each in runs] if one_by_one else self.store.map(delete, runs)
         return [key for each in changed for key in each]
 
-    def _delete_rest(self, url: CheckpointURL, listed: DeletionList, lists: Iterable[str]) -> None:
-        """Delete the listed objects, and last the lists (relative paths), once the commit is gone."""
-        self.delete_all(_other_targets(url, listed))
-        self.delete_all([DeleteTarget(url.key(path)) for path in lists])
-
 
 def _commit_steps(url: CheckpointURL, listed: DeletionList) -> list[list[DeleteTarget]]:
     """The commits, which are deleted first, in steps: ``.metadata`` after those of single ranks, which it hides."""
@@ -431,7 +416,10 @@ def _other_targets(url: CheckpointURL, listed: DeletionList) -> list[DeleteTarge
     return targets
 
 
-def _check_no_other_save(directory: Directory, seen: Mapping[str, str]) -> None:
-    """Raises LeftAloneError if a save in progress has written since a listing with these ETags by relative path."""
+def _check(directory: Directory, seen: Mapping[str, str]) -> None:
+    """Raises LeftAloneError if it is protected, or a save in progress has written since a listing with these ETags by
+    relative path."""
+    if directory.protection is not None:
+        raise LeftAloneError(directory.protection)
     if others := directory.other_saves(seen):
         raise LeftAloneError(f"a save is in progress: it has written {others[0].path}")

@@ -7,17 +7,15 @@ be a checkpoint of its own. Such data belongs to a checkpoint that names it, and
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import CLAIM, FILES_PREFIX, Kind, What, classify, is_inside, manifest_object
-from dcp_s3.process import reset_in_child
 from dcp_s3.store import ListedObject, Page, Store
 from dcp_s3.url import CheckpointURL
 
@@ -28,8 +26,6 @@ _CONTROL = frozenset(
     {What.MANIFEST, What.METRICS, What.PIN, What.LEASE, What.DELETION, What.COORDINATION, What.CONTROL}
 )
 _OF_CHECKPOINTS = _CONTROL | {What.DATA, What.COMMIT}
-
-logger = logging.getLogger(__name__)
 
 
 class DirectoryEntry(NamedTuple):
@@ -62,6 +58,10 @@ class Directory:
     """Objects named like data of a save to this URL, by relative path."""
     commits: Mapping[int | None, DirectoryEntry] = field(default_factory=dict)
     """The commits, which make it a checkpoint, by rank; rank None is ``.metadata``."""
+    ranks: Sequence[int] = ()
+    """Ranks that have committed without collectives, in order."""
+    committing: Sequence[int | None] = ()
+    """Ranks whose metadata makes it a checkpoint. If there is rank None, only that: it hides the others."""
     manifests: Mapping[int | None, Mapping[str, DirectoryEntry]] = field(default_factory=dict)
     """Manifests by rank (None as above), then by save id."""
     metrics: DirectoryEntry | None = None
@@ -89,6 +89,8 @@ class Directory:
             path = each.key[skip:]
             kind = classify(path)
             found[path] = kinds[kind.what][path] = DirectoryEntry(path, each.size, kind, each.modified_at, each.etag)
+        commits = {entry.kind.rank: entry for entry in kinds[What.COMMIT].values()}
+        ranks = sorted(rank for rank in commits if rank is not None)
         manifests: dict[int | None, dict[str, DirectoryEntry]] = {}
         for entry in kinds[What.MANIFEST].values():
             manifests.setdefault(entry.kind.rank, {})[entry.kind.save_id] = entry
@@ -96,7 +98,9 @@ class Directory:
             objects=found,
             now=now,
             data=kinds[What.DATA],
-            commits={entry.kind.rank: entry for entry in kinds[What.COMMIT].values()},
+            commits=commits,
+            ranks=ranks,
+            committing=[None] if None in commits else ranks,
             manifests=manifests,
             metrics=next(iter(kinds[What.METRICS].values()), None),
             pin=next(iter(kinds[What.PIN].values()), None),
@@ -120,24 +124,14 @@ class Directory:
         return {path: found.size for path, found in self.objects.items()}
 
     @property
-    def ranks(self) -> list[int]:
-        """Ranks that have committed without collectives."""
-        return sorted(rank for rank in self.commits if rank is not None)
-
-    @property
-    def committing(self) -> list[int | None]:
-        """Ranks whose metadata makes it a checkpoint. If there is rank None, only that: it hides the others."""
-        return [None] if None in self.commits else [*self.ranks]
-
-    @property
     def shows_checkpoint(self) -> bool:
         """Whether it is a checkpoint, or was meant to become one."""
-        return any(found.kind.what in _OF_CHECKPOINTS and not found.kind.spread for found in self)
+        return any(found.kind.what in _OF_CHECKPOINTS and not found.kind.spread for found in self.objects.values())
 
     @property
     def ours(self) -> bool:
         """Whether dcp_s3 has written any of it."""
-        return any(found.kind.nonce or found.kind.what in _CONTROL for found in self)
+        return any(found.kind.nonce or found.kind.what in _CONTROL for found in self.objects.values())
 
     def is_spread_of(self, name: str) -> bool:
         """Whether this directory, called ``name``, is no checkpoint but only holds spread data of the one above."""
@@ -164,11 +158,13 @@ class Directory:
         ]
 
     def describe_damage(self, sizes: Mapping[str, int]) -> str | None:
-        """Why it cannot be loaded: names the first object that is `lacking`. None if none is."""
-        for path in self.lacking(sizes):
-            if path not in self.objects:
+        """Why it cannot be loaded: names the first object that is missing or too short. None if none is."""
+        for path, size in sizes.items():
+            found = self.objects.get(path)
+            if found is None:
                 return f"its object {path} is not there"
-            return f"its object {path} has {self.objects[path].size} bytes instead of at least {sizes[path]}"
+            if found.size < size:
+                return f"its object {path} has {found.size} bytes instead of at least {size}"
         return None
 
     # --- protection and deletion -----------------------------------------------------------------
@@ -248,7 +244,7 @@ class Directory:
         needed = {*(entry.path for entry in manifest.objects), manifest_object(manifest.save_id), *self._own_claim}
         return [
             found
-            for found in self
+            for found in self.objects.values()
             if (found.kind.what is What.LEASE and self._has_ended(found))
             or (
                 found.path not in needed
@@ -290,15 +286,5 @@ def list_directory(store: Store, url: CheckpointURL, *prefixes: str) -> Director
 
 
 def time_of(page: Page) -> float:
-    """The store's time when it was listed, in seconds since the epoch; that of this host if the store does not tell,
-    which is said once."""
-    if page.server_time is not None:
-        return page.server_time
-    if not _timeless:
-        _timeless.append(True)
-        logger.warning("the S3 endpoint does not tell its time; ages are by the clock of this host")
-    return time.time()
-
-
-_timeless: list[bool] = []
-reset_in_child(_timeless.clear)
+    """The store's time when it was listed, in seconds since the epoch; that of this host if the store does not tell."""
+    return time.time() if page.server_time is None else page.server_time

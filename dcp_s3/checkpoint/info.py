@@ -157,18 +157,18 @@ def summarize(url: CheckpointURL, directory: Directory, manifests: Mapping[int |
     written = [manifests[rank] for rank in directory.committing if rank in manifests]
     if ranks and not committed:
         if written or directory.manifests.keys() & set(ranks):
-            committed = ranks == list(range(len(written))) and {each.world_size for each in written} == {len(ranks)}
+            committed = ranks == [*range(len(written))] and {each.world_size for each in written} == {len(ranks)}
         else:
             # Data in a directory below counts, unless that is a checkpoint itself: other writers may put theirs there.
             nested = [each for each in directory if each.kind.what is What.NESTED_DATA]
             below = [each for each in nested if each.kind.below not in directory.nested]
             writers = {each.kind.rank for each in (*directory.data.values(), *below)} - {None}
-            committed = ranks == list(range(len(ranks))) and writers <= set(ranks)
+            committed = ranks == [*range(len(ranks))] and writers <= set(ranks)
         if not committed:
             damage = "it may be complete: ranks, or manifests of ranks, are missing, cannot be read, or disagree"
     written = written if committed else []
     commits = directory.commits.values() if committed else ()
-    newest = max((each.modified_at for each in directory), default=None)
+    newest = max((each.modified_at for each in directory.objects.values()), default=None)
     modified_at = max((each.modified_at for each in commits), default=newest)
     data: Collection[ObjectEntry | DirectoryEntry] = [*chain(*(each.objects for each in written))]
     data = data if written else directory.data.values()

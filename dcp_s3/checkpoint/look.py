@@ -14,11 +14,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.commit_state import SaveIdentity, check_metadata, find_crc_mismatch, read_manifest
-from dcp_s3.checkpoint.directory import Directory, list_directory, time_of
+from dcp_s3.checkpoint.commit_state import check_metadata, find_crc_mismatch
+from dcp_s3.checkpoint.directory import Directory, DirectoryEntry, list_directory, time_of
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, summarize
 from dcp_s3.format.control_files import AddedMetrics, Manifest
-from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, METRICS, PIN, SAVE_ID_KEY, What, metadata_object
+from dcp_s3.format.layout import (
+    METADATA,
+    METADATA_CRC_KEY,
+    METRICS,
+    PIN,
+    SAVE_ID_KEY,
+    What,
+    manifest_object,
+    metadata_object,
+)
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.store import Store, same_etag
 from dcp_s3.url import CheckpointURL
@@ -56,7 +65,8 @@ def inspect(store: Store, url: CheckpointURL, *, whole: bool = False) -> Inspect
             elif not directory.whole:
                 directory = list_directory(store, url)
         except errors.ObjectNotFoundError:  # deleted just now
-            directory = replace(directory, commits={rank: directory.commits[rank] for rank in directory.ranks})
+            commits: dict[int | None, DirectoryEntry] = {rank: directory.commits[rank] for rank in directory.ranks}
+            directory = replace(directory, commits=commits, committing=directory.ranks)
     if None not in directory.commits:
         if not directory.whole:
             # Not all of it at first: there may be millions of other things, such as below a run with its boards.
@@ -72,8 +82,7 @@ def inspect(store: Store, url: CheckpointURL, *, whole: bool = False) -> Inspect
             except errors.ObjectNotFoundError:
                 return None  # deleted just now
 
-        ranks = directory.ranks
-        of_ranks = zip(ranks, store.map(manifest_of, ranks), strict=True) if ranks else ()
+        of_ranks = zip(directory.ranks, store.map(manifest_of, directory.ranks), strict=True) if directory.ranks else ()
         manifests = {rank: manifest for rank, manifest in of_ranks if manifest is not None}
 
     info = summarize(url, directory, manifests)
@@ -142,30 +151,31 @@ def _find_manifest(store: Store, url: CheckpointURL, directory: Directory, rank:
     manifests, commit = directory.manifests.get(rank, {}), directory.commits[rank]
     if not manifests:
         return None
-    only, listed = next(iter(manifests.items()))
+    only = next(iter(manifests.values())) if len(manifests) == 1 else None
     # A manifest is written before its commit. A newer one is of a save that is in progress, or was cut off.
-    save_id = only if len(manifests) == 1 and listed.modified_at <= commit.modified_at else None
-    if save_id is None:
-        save_id = store.head(url.key(commit.path)).metadata.get(SAVE_ID_KEY)
-    if save_id is None and len(manifests) == 1:
-        save_id = only
+    if only is not None and only.modified_at <= commit.modified_at:
+        return _read_manifest(store, url, only.path)
+    save_id = store.head(url.key(commit.path)).metadata.get(SAVE_ID_KEY)
+    if save_id is None and only is not None:
+        return _read_manifest(store, url, only.path)
     if save_id is None:
         try:
             metadata = check_metadata(store.get(url.key(commit.path)), url, rank)
         except errors.CheckpointError as error:
             logger.warning("cannot tell which manifest of %s is valid: %s", url, error)
             return None
-        inside = getattr(metadata.storage_meta, "save_id", None)
-        save_id = inside if inside in manifests else None  # another library's save_id may be anything
-    return None if save_id is None else _read_good_manifest(store, SaveIdentity(url, save_id, rank))
+        save_id = str(getattr(metadata.storage_meta, "save_id", None))  # another library's may be anything
+    return _read_manifest(store, url, manifests[save_id].path) if save_id in manifests else None
 
 
-def _read_good_manifest(store: Store, identity: SaveIdentity) -> Manifest | None:
-    """The manifest of a save; None if there is none (lost in a copy, replaced just now) or it cannot be read."""
+def _read_manifest(store: Store, url: CheckpointURL, path: str) -> Manifest | None:
+    """A manifest; None if it is not there (lost in a copy, replaced just now), or cannot be read."""
     try:
-        return read_manifest(store, identity)
-    except errors.CorruptCheckpointError as error:
-        logger.warning("a manifest is not used: %s", error)
+        return Manifest.from_json(store.get(url.key(path)).data)
+    except errors.ObjectNotFoundError:
+        return None
+    except ValueError as error:
+        logger.warning("the manifest %s of %s is not used: %s", path, url, error)
         return None
 
 
@@ -213,7 +223,7 @@ def find_damage(store: Store, url: CheckpointURL, seen: Inspected | None = None)
             if seen is not None and (known is None or known.save_id != save_id):
                 return find_damage(store, url)
             if save_id and METADATA_CRC_KEY in stored.metadata and find_crc_mismatch(stored) is None:
-                manifest = known or _read_good_manifest(store, SaveIdentity(url, save_id, rank))
+                manifest = known or _read_manifest(store, url, manifest_object(save_id, rank))
                 if manifest is not None and not is_newer_than_installed(manifest.writer.get("torch")):
                     needed = {entry.path: entry.size for entry in manifest.objects}
             if needed is None:

@@ -222,13 +222,27 @@ def _apply(
         done = 0
 
         def take(store: Store, step: _Step) -> tuple[str, Any]:
+            """The report's field, and what goes in there."""
             nonlocal done
-            result = _take(replace(deleter, store=store), root.child(step[0]), step)
+            name, field, work = step
+            url = root.child(name)
+            try:
+                result = work(replace(deleter, store=store))
+                if field == "deleted":
+                    logger.info("deleted %s: %d objects, %d bytes", url, result.objects, result.size)
+            except LeftAloneError as error:
+                logger.info("%s is left alone: %s", url, error)
+                field, result = "left_alone", NotDeleted(name, str(error))
+            except errors.DcpS3Error as error:
+                if getattr(error, "setting", "") == STALL_SETTING:
+                    raise  # the other checkpoints would wait as long
+                logger.warning("%s could not be pruned: %s", url, error)
+                field, result = "failures", NotDeleted(name, f"{type(error).__name__}: {error}")
             with counting:
                 done += 1
                 if progress is not None:
                     progress(done, len(finishing) + len(others))
-            return result
+            return field, result
 
         results = [*deleter.store.map(take, finishing), *deleter.store.map(take, others)]
         of: dict[str, Any] = {field: [] for field in _FIELDS}
@@ -275,24 +289,6 @@ def _steps(root: CheckpointURL, plan: Plan) -> tuple[list[_Step], list[_Step]]:
             withdraw = partial(Deleter.withdraw_given_up, url=root.child(info.name), deletion=info.deletion_id)
             steps.append((info.name, "", withdraw))
     return finishing, steps
-
-
-def _take(deleter: Deleter, url: CheckpointURL, step: _Step) -> tuple[str, Any]:
-    """The report's field, and what goes in there."""
-    name, field, work = step
-    try:
-        result = work(deleter)
-    except LeftAloneError as error:
-        logger.info("%s is left alone: %s", url, error)
-        return "left_alone", NotDeleted(name, str(error))
-    except errors.DcpS3Error as error:
-        if getattr(error, "setting", "") == STALL_SETTING:
-            raise  # the other checkpoints would wait as long
-        logger.warning("%s could not be pruned: %s", url, error)
-        return "failures", NotDeleted(name, f"{type(error).__name__}: {error}")
-    if field == "deleted":
-        logger.info("deleted %s: %d objects, %d bytes", url, result.objects, result.size)
-    return field, result
 
 
 def _abort(deleter: Deleter, upload: OpenUpload) -> OpenUpload:
