@@ -116,7 +116,7 @@ class Upload:
     """Key of the object that the upload would become."""
     upload_id: str
     initiated_at: float = 0.0
-    """When the upload was begun, in seconds since the epoch."""
+    """When the upload was begun, in seconds since the epoch, on the store's clock."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A store in this process's memory, for tests."""
+"""A store in this process's memory, and one with faults that a test sets while it runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
@@ -26,7 +27,7 @@ from dcp_s3.store import (
     UserMetadata,
     same_etag,
 )
-from dcp_s3.stores.directory import make_page
+from dcp_s3.stores.wrapper import StoreWrapper
 
 
 @dataclass(frozen=True)
@@ -194,3 +195,74 @@ class MemoryStore(Store):
         return errors.ObjectNotFoundError(
             f"there is no {key} in {self.name}", bucket=self.name, key=key, operation=operation
         )
+
+
+# --- pages of a listing -----------------------------------------------------------------------------
+
+
+def make_page(
+    objects: Iterable[ListedObject], prefix: str, delimiter: str, token: str | None, size: int, now: float
+) -> Page:
+    """A page as S3 would give it.
+
+    Args:
+        token: the last entry of the page before, None for the first page.
+        now: the time, in seconds since the epoch.
+    """
+    entries: dict[str, ListedObject | None] = {}  # None: a common prefix
+    for each in sorted(objects, key=lambda each: _order(each.key)):
+        if not each.key.startswith(prefix):
+            continue
+        end = each.key.find(delimiter, len(prefix)) if delimiter else -1
+        name = each.key if end < 0 else each.key[: end + len(delimiter)]
+        if token is None or _order(name) > _order(token):
+            entries.setdefault(name, each if end < 0 else None)
+    names = list(entries)[:size]
+    found = [(name, entries[name]) for name in names]
+    return Page(
+        tuple(each for _, each in found if each is not None),
+        tuple(name for name, each in found if each is None),
+        names[-1] if len(entries) > size else None,
+        now,
+    )
+
+
+def _order(key: str) -> bytes:
+    return key.encode("utf-8", "surrogatepass")
+
+
+# --- with faults -----------------------------------------------------------------------------------------
+
+Rule = Callable[[str, str], Exception | None]
+_METHODS = ("read", "get", "put", "put_stream", "head", "exists", "page", "delete", "uploads", "abort")
+
+
+class FaultyStore(StoreWrapper):
+    """`rule` is asked before each call of ``store`` (with the method's name, and the key or prefix), and again after it
+    (the method's name with ``after ``); an exception that it returns is raised."""
+
+    def __init__(self, store: Store, rule: Rule = lambda method, key: None) -> None:
+        super().__init__(store)
+        self.rule = rule
+
+    def within(self, limit: Limit) -> FaultyStore:
+        return FaultyStore(self.store.within(limit), lambda method, key: self.rule(method, key))
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        return self._with_faults(name, found) if name in _METHODS else found
+
+    def _with_faults(self, method: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def through(first: Any, *args: Any, **kwargs: Any) -> Any:
+            if method == "delete":
+                first = list(first)
+            named = (first or [""])[0] if method == "delete" else first
+            key = named if isinstance(named, str) else named.key
+            if (fault := self.rule(method, key)) is not None:
+                raise fault
+            result = call(first, *args, **kwargs)
+            if (fault := self.rule(f"after {method}", key)) is not None:
+                raise fault
+            return result
+
+        return through

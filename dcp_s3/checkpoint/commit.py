@@ -138,7 +138,10 @@ def publish(
         if loss := find_loss(store, identity.url, commit.objects):
             give_up(store)
             raise _lost_error(commit, loss)
-        replaced = _find_replaced(store, commit, previous)
+        if previous.etag is not None:  # the commit may have to be taken back
+            with contextlib.suppress(errors.ObjectNotFoundError):
+                found = store.get(identity.metadata_key)
+                replaced = found if found.etag == previous.etag else None
 
     # The commit itself.
     try:
@@ -183,17 +186,6 @@ def publish(
         _delete_replaced(store, identity, previous, old)
     size = sum(entry.size for entry in commit.objects)
     logger.debug("committed %s: %d objects, %d bytes", identity.url, len(commit.objects), size)
-
-
-def _find_replaced(store: Store, commit: Commit, previous: Previous) -> StoredObject | None:
-    """The ``.metadata`` that is about to be replaced; it may have to be put back."""
-    if previous.etag is None:
-        return None
-    try:
-        found = store.get(commit.identity.metadata_key)
-    except errors.ObjectNotFoundError:
-        return None
-    return found if found.etag == previous.etag else None
 
 
 def _withdraw(store: Store, commit: Commit, replaced: StoredObject | None) -> None:

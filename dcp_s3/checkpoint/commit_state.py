@@ -71,11 +71,8 @@ class Previous:
 
 
 def check_absent(store: Store, identity: SaveIdentity) -> None:
-    """Refuse to save over a committed checkpoint, before any byte moves.
-
-    Also looks for a checkpoint of the other kind: one of a save with collectives hides those of single ranks,
-    whichever is saved first.
-    """
+    """Refuse to save over a committed checkpoint, before any byte moves. One of a save with collectives hides those of
+    single ranks, whichever is saved first: both kinds count."""
     rank = 0 if identity.rank is None else identity.rank
     keys = [identity.url.key(metadata_object(each)) for each in (None, rank)]
     if any(store.map(lambda store, key: store.exists(key), keys)):  # both at once: a save begins with this wait
@@ -92,11 +89,7 @@ def exists_error(url: CheckpointURL) -> errors.CheckpointExistsError:
 
 
 def find_state(store: Store, identity: SaveIdentity, *, path: str | None, started_at: float) -> CommitState:
-    """How the commit of a save stands.
-
-    Args:
-        started_at: when the save began, seconds since the epoch.
-    """
+    """How the commit of a save stands that began at ``started_at`` (seconds since the epoch) and wrote ``path``."""
     try:
         save_id = find_save_id(store, identity)
         if save_id == identity.save_id:
@@ -150,11 +143,7 @@ def find_previous(store: Store, identity: SaveIdentity) -> Previous:
 
 
 def check_newest(store: Store, identity: SaveIdentity, previous: Previous, started_at: float) -> None:
-    """Refuse to let a late save replace one that began after it.
-
-    Args:
-        started_at: when it began, seconds since the epoch.
-    """
+    """Refuse to let a late save, which began at ``started_at`` (seconds since the epoch), replace a newer one."""
     # One that is not ours, or damaged: the user asked to overwrite it.
     if previous.etag and find_state(store, identity, path=None, started_at=started_at) is CommitState.REPLACED:
         raise errors.CheckpointExistsError(
@@ -251,10 +240,8 @@ class Beginning:
 
     def is_late(self) -> bool:
         """Whether `LATE` seconds have passed on either clock: one may be set back, the other stops in host sleep."""
-        ages = [time.time() - self.at]
-        if self.monotonic is not None:
-            ages.append(time.monotonic() - self.monotonic)
-        return max(ages) > LATE
+        awake = 0.0 if self.monotonic is None else time.monotonic() - self.monotonic
+        return max(awake, time.time() - self.at) > LATE
 
 
 def find_loss(store: Store, url: CheckpointURL, objects: Sequence[ObjectEntry]) -> str | None:

@@ -202,15 +202,8 @@ class Deleter:
     # --- what is no checkpoint ------------------------------------------------------------------
 
     def delete_uncommitted(self, url: CheckpointURL, *, since: float) -> Deletion:
-        """Delete what a save that was never committed left.
-
-        Args:
-            since: seconds since the epoch on the clock of S3. Nothing in the directory may have been written later.
-
-        Raises:
-            LeftAloneError: it was committed meanwhile, is being saved, or is protected.
-            StorageError, CheckpointError
-        """
+        """Delete what a save that was never committed left, if nothing in the directory was written after ``since``.
+        Arguments and errors: `delete_committed`."""
         found = inspect(self.store, url, whole=True)
         if found is None:
             return Deletion(url.name, 0, 0)  # somebody else was faster

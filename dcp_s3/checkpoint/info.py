@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
@@ -128,19 +128,6 @@ def age_order(info: CheckpointInfo) -> tuple[bool, int, float, str]:
 def newest_first(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
     """The committed checkpoints, in the order in which `latest` tries them."""
     return sorted((info for info in infos if info.committed), key=age_order, reverse=True)
-
-
-def in_grace(info: CheckpointInfo, *, now: float, grace: float) -> CheckpointInfo:
-    """The checkpoint with ``incomplete`` turned into ``in_progress`` or ``leftover``; others are unchanged.
-
-    Args:
-        now: seconds since the epoch, on the clock of S3.
-        grace: seconds for which a save counts as in progress after its newest object.
-    """
-    if info.state != "incomplete":
-        return info
-    young = info.modified_at is None or now - info.modified_at < grace
-    return replace(info, state="in_progress" if young else "leftover")
 
 
 def summarize(url: CheckpointURL, directory: Directory, manifests: Mapping[int | None, Manifest]) -> CheckpointInfo:

@@ -20,7 +20,6 @@ from dcp_s3.checkpoint.info import (
     LeftoverObject,
     age_order,
     find_step,
-    in_grace,
     newest_first,
     summarize,
 )
@@ -80,9 +79,13 @@ class CheckpointCatalog:
         """
         local = self.local()  # first: a checkpoint drained meanwhile is then seen twice, not missed
         now, found = self._look()
-        grace = self.settings.retention_grace
-        infos = merge_local((each.info for each in found), local)
-        return sorted((in_grace(info, now=now, grace=grace) for info in infos), key=age_order)
+        since, infos = now - self.settings.retention_grace, []
+        for info in merge_local((each.info for each in found), local):
+            if info.state == "incomplete":
+                young = info.modified_at is None or info.modified_at > since
+                info = replace(info, state="in_progress" if young else "leftover")
+            infos.append(info)
+        return sorted(infos, key=age_order)
 
     def scan(self) -> CatalogSnapshot:
         """Everything that a plan needs: also leftovers in the directories of committed checkpoints, damage, and open

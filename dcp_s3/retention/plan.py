@@ -25,6 +25,7 @@ from dcp_s3.checkpoint.directory import LEASE_MARGIN
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order
 from dcp_s3.format.layout import CONTROL_PREFIX
 from dcp_s3.retention.policy import PolicyFunction, run_policy
+from dcp_s3.store import Upload
 from dcp_s3.units import format_size, one_line, plural
 
 Action = Literal["keep", "delete"]
@@ -36,17 +37,11 @@ BOARDS_STAY = 86400.0
 
 
 @dataclass(frozen=True)
-class OpenUpload:
+class OpenUpload(Upload):
     """A multipart upload that is neither completed nor aborted."""
 
-    key: str
-    """Key of the object that it would become."""
-    upload_id: str
-    """S3's id of the upload."""
-    initiated_at: float
-    """Seconds since the epoch, on the clock of S3."""
-    checkpoint: str
-    """Name of the directory under the root in which it would lie."""
+    checkpoint: str = ""
+    """Name of the directory under the root in which its object would lie."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ Each policy is idempotent: applied to what it kept, it keeps all of it. So a sec
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -202,7 +203,12 @@ class KeepWithin(Policy):
     duration: float | str | timedelta
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "duration", _seconds(self.duration))
+        given, seconds = self.duration, -1.0
+        with contextlib.suppress(ValueError):
+            seconds = given.total_seconds() if isinstance(given, timedelta) else parse_duration(given)
+        if not 0 <= seconds < math.inf:
+            raise SettingsError(f"KeepWithin: duration = {given!r}, expected seconds, a timedelta, or text like 48h")
+        object.__setattr__(self, "duration", seconds)
 
     def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
         oldest = now - float(self.duration)  # type: ignore[arg-type]
@@ -214,7 +220,11 @@ class KeepWithin(Policy):
         return {info.name: [str(self)] for info in checkpoints if is_young(info)}
 
     def __str__(self) -> str:
-        return f"within:{format_duration(float(self.duration))}"  # type: ignore[arg-type]
+        seconds = float(self.duration)  # type: ignore[arg-type]
+        for unit, length in (("h", 3600), ("m", 60)):
+            if seconds and seconds % length == 0:
+                return f"within:{seconds / length:.0f}{unit}"
+        return f"within:{f'{seconds:f}'.rstrip('0').rstrip('.')}s"
 
 
 @dataclass(frozen=True)
@@ -318,14 +328,6 @@ def best_first(checkpoints: Sequence[CheckpointInfo], metric: str, mode: Mode) -
     return [info for _, info in sorted(found, key=lambda pair: sign * pair[0])]
 
 
-def format_duration(seconds: float) -> str:
-    """Format seconds for `parse_duration`: ``172800`` -> ``48h``. Uses the largest exact unit, up to hours."""
-    for unit, length in (("h", 3600), ("m", 60)):
-        if seconds and seconds % length == 0:
-            return f"{seconds / length:.0f}{unit}"
-    return f"{seconds:f}".rstrip("0").rstrip(".") + "s"
-
-
 def check_count(policy: Policy, name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise SettingsError(f"{type(policy).__name__}: {name} = {value!r}, expected a whole number of 1 or more")
@@ -334,16 +336,6 @@ def check_count(policy: Policy, name: str, value: object) -> None:
 def _check_mode(mode: object) -> None:
     if mode not in ("min", "max"):
         raise SettingsError(f"mode = {mode!r}, expected 'min' or 'max': whether low or high values are better")
-
-
-def _seconds(duration: object) -> float:
-    try:
-        seconds = duration.total_seconds() if isinstance(duration, timedelta) else parse_duration(duration)
-        if 0 <= seconds < math.inf:
-            return seconds
-    except ValueError:
-        pass
-    raise SettingsError(f"KeepWithin: duration = {duration!r}, expected seconds, a timedelta, or text like 48h")
 
 
 # --- policies in one line: latest:3 best:2:val_loss:min every:10000 within:48h daily:7 --------------------
@@ -373,42 +365,35 @@ def policy_from_settings(settings: Settings) -> Policy | None:
         raise SettingsError(f"DCP_S3_RETENTION = {settings.retention!r} is not allowed: {error}") from None
 
 
+_WORDS = {
+    "latest": "latest:K",
+    "best": "best:K:METRIC:min|max[:drop], for example best:2:val_loss:min",
+    "every": "every:STEPS",
+    "within": "within:DURATION (for example 48h)",
+    "daily": "daily:N",
+}
+
+
 def _parse_word(word: str) -> Policy:
     kind, _, rest = word.partition(":")
-    usage, parse = _WORDS.get(kind, ("", None))
-    if parse is None:
-        allowed = ", ".join(each for each, _ in _WORDS.values())
-        raise SettingsError(f"{word!r} is not a policy. Remedy: one of {allowed}")
+    if kind not in _WORDS:
+        raise SettingsError(f"{word!r} is not a policy. Remedy: one of {', '.join(_WORDS.values())}")
     try:
-        return parse(rest)
+        if kind == "within":
+            if rest[-1:].isdigit() or rest.endswith("."):
+                raise SettingsError("without a unit nobody knows whether seconds or hours are meant")
+            return KeepWithin(rest)
+        count, _, best = rest.removesuffix(":drop").partition(":")
+        number = count if kind == "best" else rest
+        if not (number.isascii() and number.isdigit() and len(number) <= 18):
+            raise ValueError
+        if kind == "best":
+            metric, _, mode = best.rpartition(":")
+            missing = "drop" if rest.endswith(":drop") else "keep"
+            return KeepBest(int(count), metric, mode, missing)  # type: ignore[arg-type]  # mode is checked there
+        if kind == "latest":
+            return KeepLatest(int(rest))
+        return KeepEvery(int(rest)) if kind == "every" else KeepDaily(int(rest))
     except (SettingsError, ValueError) as error:
         why = f" ({error})" if isinstance(error, SettingsError) else ""
-        raise SettingsError(f"{word!r} is not a policy: expected {usage}{why}") from None
-
-
-def _number(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise ValueError
-    return int(text)
-
-
-def _parse_best(text: str) -> Policy:
-    drop = text.endswith(":drop")
-    count, _, rest = text.removesuffix(":drop").partition(":")
-    metric, _, mode = rest.rpartition(":")
-    return KeepBest(_number(count), metric, mode, "drop" if drop else "keep")  # type: ignore[arg-type]  # checked there
-
-
-def _parse_within(text: str) -> Policy:
-    if text[-1:].isdigit() or text.endswith("."):
-        raise SettingsError("without a unit nobody knows whether seconds or hours are meant")
-    return KeepWithin(text)
-
-
-_WORDS: dict[str, tuple[str, Callable[[str], Policy]]] = {
-    "latest": ("latest:K", lambda text: KeepLatest(_number(text))),
-    "best": ("best:K:METRIC:min|max[:drop], for example best:2:val_loss:min", _parse_best),
-    "every": ("every:STEPS", lambda text: KeepEvery(_number(text))),
-    "within": ("within:DURATION (for example 48h)", _parse_within),
-    "daily": ("daily:N", lambda text: KeepDaily(_number(text))),
-}
+        raise SettingsError(f"{word!r} is not a policy: expected {_WORDS[kind]}{why}") from None

@@ -26,7 +26,7 @@ from dcp_s3.retention.plan import BOARDS, OpenUpload, Plan
 from dcp_s3.retention.policy import PolicyFunction, parse_policy, policy_from_settings
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.store import DeleteTarget, Store, Upload
+from dcp_s3.store import DeleteTarget, Store
 from dcp_s3.units import format_size, one_line, parse_duration, plural
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
@@ -292,7 +292,7 @@ def _steps(root: CheckpointURL, plan: Plan) -> tuple[list[_Step], list[_Step]]:
 
 
 def _abort(deleter: Deleter, upload: OpenUpload) -> OpenUpload:
-    deleter.store.abort(Upload(upload.key, upload.upload_id))
+    deleter.store.abort(upload)
     return upload
 
 

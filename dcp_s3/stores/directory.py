@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
@@ -43,14 +44,13 @@ class DirectoryStore(Store):
     between slashes, a NUL) are refused. So is a key that extends another object's key by a slash and more.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, page_size: int = 1000) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self._root = Path(path)
         self.name = str(self._root)
-        self._page_size = page_size
         self.limit = UNLIMITED
 
     def within(self, limit: Limit) -> DirectoryStore:
-        other = DirectoryStore(self._root, page_size=self._page_size)
+        other = DirectoryStore(self._root)
         other.limit = limit
         return other
 
@@ -111,9 +111,18 @@ class DirectoryStore(Store):
                 os.close(fd)
 
     def page(self, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
+        """All of them: one page."""
         self.limit.check(f"list of {prefix}")
         with self._clear_errors("list", prefix):
-            return make_page(self._walk(prefix), prefix, delimiter, token, self._page_size, time.time())
+            found = sorted(self._walk(prefix), key=lambda each: each.key.encode("utf-8", "surrogatepass"))
+        objects, prefixes = list[ListedObject](), dict[str, None]()
+        for each in found:
+            end = each.key.find(delimiter, len(prefix)) if delimiter else -1
+            if end < 0:
+                objects.append(each)
+            else:
+                prefixes[each.key[: end + len(delimiter)]] = None
+        return Page(tuple(objects), tuple(prefixes), None, time.time())
 
     def _walk(self, prefix: str) -> Iterator[ListedObject]:
         below = prefix.rpartition("/")[0]
@@ -127,6 +136,8 @@ class DirectoryStore(Store):
                 if name.startswith(HIDDEN):
                     continue
                 key = name if parent == "." else f"{parent}/{name}"
+                if not key.startswith(prefix):
+                    continue
                 try:
                     stat = os.stat(os.path.join(directory, name))
                 except FileNotFoundError:
@@ -146,17 +157,22 @@ class DirectoryStore(Store):
         self, key: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None
     ) -> StreamedObject:
         path, sent = self._path(key), []
-
-        def views() -> Iterator[memoryview]:
-            for piece in pieces:
-                self.limit.check(f"put of {key}")
-                sent.append((piece.checksum(), piece.size))
-                yield from views_of([piece])
-                piece.view = None
-
+        temporary = path.with_name(f"{HIDDEN}{uuid.uuid4().hex}")
         self.limit.check(f"put of {key}")
-        with self._clear_errors("put", key), _new_file(path, views()) as temporary:
-            temporary.rename(path)
+        with self._clear_errors("put", key):
+            try:
+                with _create(temporary) as file:
+                    for piece in pieces:
+                        self.limit.check(f"put of {key}")
+                        sent.append((piece.checksum(), piece.size))
+                        for view in views_of([piece]):
+                            file.write(view)
+                        piece.view = None
+                    file.flush()
+                    os.fsync(file.fileno())
+                temporary.rename(path)
+            finally:
+                temporary.unlink(missing_ok=True)
             flush_directory(path.parent)
         return StreamedObject(sum(size for _, size in sent), combine_crc64nvme(sent))
 
@@ -198,26 +214,13 @@ def _etag(stat: os.stat_result) -> str:
     return f'"{stat.st_ino:x}-{stat.st_mtime_ns:x}-{stat.st_size:x}"'
 
 
-@contextlib.contextmanager
-def _new_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Iterator[Path]:
-    """Write a file with these bytes beside ``path``, flushed to the disk. It is removed unless it was moved."""
-    temporary = path.with_name(f"{HIDDEN}{uuid.uuid4().hex}")
+def _create(path: Path) -> BinaryIO:
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            file = temporary.open("xb")
+            return path.open("xb")
         except FileNotFoundError:
             continue  # somebody deleted the last object of the directory
-        break
-    try:
-        with file:
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def flush_directory(path: Path) -> None:
@@ -231,37 +234,3 @@ def flush_directory(path: Path) -> None:
 def _raise_unless_gone(error: OSError) -> None:
     if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
         raise error
-
-
-# --- pages of a listing -----------------------------------------------------------------------------
-
-
-def make_page(
-    objects: Iterable[ListedObject], prefix: str, delimiter: str, token: str | None, size: int, now: float
-) -> Page:
-    """A page as S3 would give it.
-
-    Args:
-        token: the last entry of the page before, None for the first page.
-        now: the time, in seconds since the epoch.
-    """
-    entries: dict[str, ListedObject | None] = {}  # None: a common prefix
-    for each in sorted(objects, key=lambda each: _order(each.key)):
-        if not each.key.startswith(prefix):
-            continue
-        end = each.key.find(delimiter, len(prefix)) if delimiter else -1
-        name = each.key if end < 0 else each.key[: end + len(delimiter)]
-        if token is None or _order(name) > _order(token):
-            entries.setdefault(name, each if end < 0 else None)
-    names = list(entries)[:size]
-    found = [(name, entries[name]) for name in names]
-    return Page(
-        tuple(each for _, each in found if each is not None),
-        tuple(name for name, each in found if each is None),
-        names[-1] if len(entries) > size else None,
-        now,
-    )
-
-
-def _order(key: str) -> bytes:
-    return key.encode("utf-8", "surrogatepass")

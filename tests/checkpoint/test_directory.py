@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import replace
 
 import pytest
 
-from dcp_s3.checkpoint.directory import Directory
+from dcp_s3.checkpoint.directory import Directory, time_of
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order, newest_first, summarize
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import (
@@ -19,7 +20,7 @@ from dcp_s3.format.layout import (
     new_nonce,
 )
 from dcp_s3.retention.plan import CatalogSnapshot
-from dcp_s3.store import ListedObject
+from dcp_s3.store import ListedObject, Page
 from dcp_s3.url import CheckpointURL
 
 URL = CheckpointURL("bucket", "run/step-20")
@@ -80,6 +81,11 @@ def test_a_save_in_progress(times: dict[str, float], needed: set[str] | None, be
     removal, seen = found.removal(needed, since=500)
     assert seen == being_saved
     assert being_saved or removal.keys() == times.keys()
+
+
+def test_without_the_time_of_the_store_that_of_this_host_counts() -> None:
+    assert time_of(Page((), (), None, 7.0)) == 7.0
+    assert abs(time_of(Page((), ())) - time.time()) < 3600
 
 
 def named(directory: str) -> str:

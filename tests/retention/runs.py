@@ -28,8 +28,7 @@ from dcp_s3.format.layout import (
 from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.store import Upload
 from dcp_s3.url import CheckpointURL, parse_url
-from tests.faulty_store import FaultyStore, Rule
-from tests.memory_store import MemoryStore
+from tests.memory_store import FaultyStore, MemoryStore, Rule
 from tests.retention.making import is_manifest, save_locally
 
 ROOT = "s3://bucket/run"

@@ -6,15 +6,13 @@ import math
 import pickle
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dcp_s3 import KeepLatest, errors
-from dcp_s3.checkpoint.directory import list_directory
+from dcp_s3 import KeepLatest
 from dcp_s3.errors import (
     AccessDeniedError,
     CheckpointNotFoundError,
@@ -30,8 +28,6 @@ from dcp_s3.s3 import retry
 from dcp_s3.settings import Settings
 from dcp_s3.spill.saving import spill_commit
 from dcp_s3.spill.store import SpillStore
-from dcp_s3.store import Page
-from tests.memory_store import MemoryStore
 from tests.retention.runs import HOUR, ROOT, Run
 
 # --- what is listed ------------------------------------------------------------------------------
@@ -226,22 +222,6 @@ def test_latest_looks_again_when_its_choice_is_pruned(run: Run, all_of_it: bool)
 # --- a scan, for a plan --------------------------------------------------------------------------
 
 
-def test_where_the_store_does_not_tell_its_time_that_of_this_host_counts(run: Run) -> None:
-    class Timeless(MemoryStore):
-        def page(self, *arguments: Any, **options: Any) -> Page:
-            return replace(super().page(*arguments, **options), server_time=None)
-
-    before, run.memory.__class__ = time.time(), Timeless
-    run.clock.now = before
-    run.put("step-1", "__0_0-ab12.distcp")
-    assert before <= list_directory(run.store, run.url("step-1")).now <= time.time()
-    assert before <= run.catalog().scan().now <= time.time()
-    with pytest.raises(errors.CheckpointProtectedError, match="in progress"):
-        run.remove("step-1")
-    run.remove("step-1", force=True)
-    assert run.objects() == {}
-
-
 def test_marks_are_seen_and_only_metrics_and_pins_cost_a_request(run: Run) -> None:
     run.save("step-1", metrics={"loss": 1})
     run.put("step-1", lease_object("ab", 600))
@@ -327,6 +307,8 @@ def test_what_is_replaced_or_deleted_meanwhile(run: Run) -> None:
     run.once("head", "", lambda: run.save("step-1", overwrite=True))
     found = run.catalog().scan()
     assert ([info.damage for info in found.checkpoints], found.leftovers) == ([None], ())
+    run.once("get", "step-1/.metadata", lambda: run.save("step-1", overwrite=True))
+    assert run.damages() == [None]
     run.once("head", "", lambda: run.delete("step-1", ".metadata"))
     assert run.damages() == ["its .metadata is listed, but cannot be read"]
 
