@@ -17,13 +17,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit_state import check_metadata
 from dcp_s3.checkpoint.directory import Directory, DirectoryEntry, list_directory
-from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject
+from dcp_s3.checkpoint.info import CheckpointInfo, Deletion, LeftoverObject
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
 from dcp_s3.checkpoint.look import Inspected, inspect
 from dcp_s3.format.control_files import DeletionList
@@ -43,7 +43,7 @@ from dcp_s3.format.layout import (
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.process import torch_imported_alone
-from dcp_s3.store import BATCH, DeleteTarget, Store, same_etag
+from dcp_s3.store import DeleteTarget, Store, batches, same_etag
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -57,23 +57,6 @@ _DELETES_AT_ONCE = 8
 
 class LeftAloneError(errors.DcpS3Error):
     """Something was not deleted because it is not what the plan saw, or is protected."""
-
-
-@dataclass(frozen=True)
-class Deletion:
-    """The objects that were deleted from one checkpoint's directory."""
-
-    name: str
-    """Name of the checkpoint."""
-    objects: int
-    """Number of objects; the deletion's list and other small marks do not count."""
-    size: int
-    """Bytes."""
-
-    @classmethod
-    def of(cls, name: str, gone: Iterable[DirectoryEntry | LeftoverObject]) -> Deletion:
-        sizes = [each.size for each in gone]
-        return cls(name, len(sizes), sum(sizes))
 
 
 @dataclass(frozen=True)
@@ -387,7 +370,7 @@ class Deleter:
             with self.slots:
                 return store.delete(batch)
 
-        runs = [targets[start : start + BATCH] for start in range(0, len(targets), BATCH)]
+        runs = batches(targets)
         one_by_one = look is not None or len(runs) == 1
         changed = [delete(self.store, each) for each in runs] if one_by_one else self.store.map(delete, runs)
         return [key for each in changed for key in each]

@@ -119,6 +119,23 @@ class LeftoverObject:
     """ETag as S3 gave it, with quotes; empty if it gave none."""
 
 
+@dataclass(frozen=True)
+class Deletion:
+    """The objects that were deleted from one checkpoint's directory."""
+
+    name: str
+    """Name of the checkpoint."""
+    objects: int
+    """Number of objects; the deletion's list and other small marks do not count."""
+    size: int
+    """Bytes."""
+
+    @classmethod
+    def of(cls, name: str, gone: Iterable[DirectoryEntry | LeftoverObject]) -> Deletion:
+        sizes = [each.size for each in gone]
+        return cls(name, len(sizes), sum(sizes))
+
+
 def age_order(info: CheckpointInfo) -> tuple[bool, int, float, str]:
     """Sort key: by step (those without one first), then by time, then by name."""
     created = info.created_at or 0.0

@@ -78,7 +78,7 @@ class CheckpointCatalog:
             StorageError: missing bucket, credentials, permissions, network.
         """
         local = self.local()  # first: a checkpoint drained meanwhile is then seen twice, not missed
-        now, found = self._look()
+        now, _, found = self._look()
         since, infos = now - self.settings.retention_grace, []
         for info in merge_local((each.info for each in found), local):
             if info.state == "incomplete":
@@ -104,27 +104,29 @@ class CheckpointCatalog:
             name, _, path = each.key[skip:].partition("/")
             if name and classify(path).what is What.DATA:
                 uploads.append(OpenUpload(each.key, each.upload_id, each.initiated_at, name))
-        boards: list[LeftoverObject] = []
-        now, found = self._look(boards)
-        damages: dict[str, str] = {}
-        seen, loadable = {each.info.name: each for each in found}, None
-        for info in newest_first(each.info for each in found):  # as `latest` does, until one can be loaded
+        now, names, found = self._look(whole=True)
+        boards = self.store.list(self.root.key(BOARD_PREFIX)).objects if BOARDS in names else ()
+        leftovers = [
+            LeftoverObject(each.key, each.size, each.modified_at, BOARDS, etag=each.etag)
+            for each in boards
+            if each.modified_at < now - BOARDS_STAY
+        ]
+        damages, loadable = dict[str, str](), None
+        seen, infos = {each.info.name: each for each in found}, {each.info.name: each.info for each in found}
+        for info in newest_first(infos.values()):  # as `latest` does, until one can be loaded
             damage = info.damage or find_damage(self.store, self.root.child(info.name), seen[info.name])
             if damage is None:
                 loadable = info.url
                 break
             damages[info.url] = damage
+            infos[info.name] = replace(info, damage=damage)
         tell_unreadable(damages, loadable)
-        infos = [
-            replace(info, damage=damages[info.url]) if info.url in damages else info
-            for info in (each.info for each in found)
-        ]
         return CatalogSnapshot(
             root=str(self.root),
             now=now,
-            checkpoints=tuple(sorted(merge_local(infos, local), key=age_order)),
+            checkpoints=tuple(sorted(merge_local(infos.values(), local), key=age_order)),
             uploads=tuple(uploads),
-            leftovers=tuple(sorted(chain(boards, *(each.leftovers for each in found)), key=lambda left: left.key)),
+            leftovers=tuple(sorted(chain(leftovers, *(each.leftovers for each in found)), key=lambda left: left.key)),
         )
 
     def latest(self) -> CheckpointInfo | None:
@@ -138,7 +140,7 @@ class CheckpointCatalog:
         """
         while True:
             damages: dict[str, str] = {}
-            for info in newest_first(each.info for each in self._look()[1]):
+            for info in newest_first(each.info for each in self._look()[2]):
                 url = self.root.child(info.name)
                 damage = find_damage(self.store, url)
                 if damage is None:
@@ -167,28 +169,19 @@ class CheckpointCatalog:
                 found.append(replace(info, state="local", step=step, etag=None, modified_at=None))
         return sorted(found, key=age_order)
 
-    def _look(self, boards: list[LeftoverObject] | None = None) -> tuple[float, list[Inspected]]:
-        """When the root was listed, by the clock of S3, and its checkpoints. With ``boards``, each directory is listed
-        whole, and the list gets the old boards."""
-        skip = len(self.root.key(""))
-        listed = self.store.list(self.root.key(""), "/")
-        names, now = [prefix[skip:-1] for prefix in listed.prefixes], time_of(listed)
-        if boards is not None and BOARDS in names:
-            boards += [
-                LeftoverObject(each.key, each.size, each.modified_at, BOARDS, etag=each.etag)
-                for each in self.store.list(self.root.key(BOARD_PREFIX)).objects
-                if each.modified_at < now - BOARDS_STAY
-            ]
+    def _look(self, *, whole: bool = False) -> tuple[float, list[str], list[Inspected]]:
+        """When the root was listed, by the clock of S3, the names right there, and the checkpoints among them."""
+        listed, skip = self.store.list(self.root.key(""), "/"), len(self.root.key(""))
+        names = [prefix[skip:-1] for prefix in listed.prefixes]
         looked = self.store.map(
-            lambda store, name: inspect(store, self.root.child(name), whole=boards is not None),
+            lambda store, name: inspect(store, self.root.child(name), whole=whole),
             [name for name in names if name not in _NO_CHILD],
         )
         found = [each for each in looked if each is not None]
         if self.settings.step_pattern is not None:
-            found = [
-                replace(each, info=replace(each.info, step=find_step(each.info.name, self.settings))) for each in found
-            ]
-        return now, found
+            steps = (find_step(each.info.name, self.settings) for each in found)
+            found = [replace(each, info=replace(each.info, step=step)) for each, step in zip(found, steps, strict=True)]
+        return time_of(listed), names, found
 
 
 def list_checkpoints(root: URLLike, *, settings: SettingsLike = None) -> list[CheckpointInfo]:

@@ -14,9 +14,9 @@ from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit_state import not_found_error
-from dcp_s3.checkpoint.deletion import Deleter, Deletion, LeftAloneError
+from dcp_s3.checkpoint.deletion import Deleter, LeftAloneError
 from dcp_s3.checkpoint.directory import list_directory
-from dcp_s3.checkpoint.info import LeftoverObject, age_order
+from dcp_s3.checkpoint.info import Deletion, LeftoverObject, age_order
 from dcp_s3.checkpoint.look import inspect
 from dcp_s3.events import Listener, Pruned, PruneFailed, emit
 from dcp_s3.format.layout import DELETION_PREFIX, What, classify

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from dcp_s3 import CheckpointCatalog, CheckpointInfo, Plan, PruneReport, annotate, apply_plan, pin, prune, remove
 from dcp_s3.checkpoint.commit import Commit, Committer, make_commit
 from dcp_s3.checkpoint.commit_state import Beginning, SaveIdentity
-from dcp_s3.checkpoint.deletion import Deletion
+from dcp_s3.checkpoint.info import Deletion
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import (
