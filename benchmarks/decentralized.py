@@ -46,7 +46,7 @@ from benchmarks.measure import Sample, measure
 from benchmarks.report import machine
 from benchmarks.save_load import RESULTS
 from benchmarks.units import MIB
-from dcp_s3.checkpoint.readback import check_readable
+from dcp_s3.checkpoint.commit import check_readable
 from dcp_s3.coordination.merge import MergedSave, Merging, assign
 from dcp_s3.coordination.values import Intent, Key, parse_intent
 from dcp_s3.format.control_files import Manifest

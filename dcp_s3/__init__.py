@@ -60,12 +60,11 @@ if _TYPE_CHECKING:  # the table below again, for type checkers
         list_checkpoints as list_checkpoints,
     )
     from dcp_s3.retention.marks import annotate as annotate, pin as pin, unpin as unpin
-    from dcp_s3.retention.parse import parse_policy as parse_policy
     from dcp_s3.retention.plan import CatalogSnapshot as CatalogSnapshot, Decision as Decision, Plan as Plan
     from dcp_s3.retention.policy import (
         KeepBest as KeepBest, KeepDaily as KeepDaily, KeepEvery as KeepEvery,
         KeepLatest as KeepLatest, KeepWithin as KeepWithin,
-        Policy as Policy,
+        Policy as Policy, parse_policy as parse_policy,
     )
     from dcp_s3.retention.prune import (
         PruneReport as PruneReport, apply_plan as apply_plan, prune as prune, remove as remove,
@@ -102,9 +101,8 @@ _MODULES = {
         "offline.verify_plan": "Problem",
         "retention.catalog": "latest list_checkpoints CheckpointCatalog",
         "retention.marks": "pin unpin annotate",
-        "retention.parse": "parse_policy",
         "retention.plan": "CatalogSnapshot Plan Decision",
-        "retention.policy": "KeepLatest KeepBest KeepEvery KeepWithin KeepDaily Policy",
+        "retention.policy": "KeepLatest KeepBest KeepEvery KeepWithin KeepDaily Policy parse_policy",
         "retention.prune": "prune remove apply_plan PruneReport",
         "save.writer": "S3StorageWriter",
         "settings": "Settings",

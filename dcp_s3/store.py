@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import abc
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from types import TracebackType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from dcp_s3.limit import Limit
+from dcp_s3 import errors
+from dcp_s3.limit import Cancelled, Limit
 from dcp_s3.memory import Piece, ReadTarget
 from dcp_s3.units import format_size
-
-logger = logging.getLogger(__name__)
 
 SelfStore = TypeVar("SelfStore", bound="Store")
 T = TypeVar("T")
@@ -28,11 +27,11 @@ Into = memoryview | Sequence[ReadTarget]
 """Writable, contiguous memory, or several pieces of it, in order."""
 UserMetadata = Mapping[str, str] | None
 """Names in lower case, and their values."""
-_READS = 4
 
 
-@dataclass(frozen=True)
-class ListedObject:
+class ListedObject(NamedTuple):
+    """An object in a listing. A tuple: a listing has many."""
+
     key: str
     size: int
     modified_at: float
@@ -101,8 +100,7 @@ BATCH = 1000
 """Most objects that one request deletes: https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html."""
 
 
-@dataclass(frozen=True)
-class DeleteTarget:
+class DeleteTarget(NamedTuple):
     """An object to delete."""
 
     key: str
@@ -118,7 +116,7 @@ class Upload:
     """Key of the object that the upload would become."""
     upload_id: str
     initiated_at: float = 0.0
-    """When the upload was begun, in seconds since the epoch."""
+    """When the upload was begun, in seconds since the epoch, on the store's clock."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +190,7 @@ class Store(abc.ABC):
 
     def read_width(self) -> int:
         """Number of reads at once that suit the store, to begin with."""
-        return _READS
+        return 4
 
     def adapt_reads(self, *, resize: Callable[[int], None], is_busy: Callable[[], bool], most: int) -> ReadWidth:
         """Adapts the number of reads at once while a transfer runs: calls ``resize``, from a thread of its own."""
@@ -231,12 +229,12 @@ class Store(abc.ABC):
             StorageError: the object is not there.
         """
 
-    @abc.abstractmethod
     def batch(self, *, total: int, ranks: int = 1, keys: Sequence[str] = ()) -> Batch:
         """A batch of data objects of about ``total`` bytes in all, while ``ranks`` ranks write as much at a time.
 
         ``keys`` are those of all its objects: a store that spills must know them beforehand.
         """
+        return PlainBatch(self)
 
     def copy(self, source: Store, source_key: str, key: str) -> None:
         """Copy an object with its user metadata, on S3 without moving its bytes; what is at ``key`` is replaced.
@@ -255,9 +253,13 @@ class Store(abc.ABC):
         """The properties of an object, with ``checksum`` also that. ObjectNotFoundError may mean that there is no such
         bucket."""
 
-    @abc.abstractmethod
     def exists(self, key: str) -> bool:
         """Whether the object exists."""
+        try:
+            self.head(key)
+        except errors.ObjectNotFoundError:
+            return False
+        return True
 
     @abc.abstractmethod
     def page(self, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
@@ -269,7 +271,10 @@ class Store(abc.ABC):
 
     def list(self, prefix: str, delimiter: str = "") -> Page:
         """All objects whose keys start with ``prefix``, as one page."""
-        pages = [self.page(prefix, delimiter)]
+        found = self.page(prefix, delimiter)
+        if found.next_token is None:
+            return found
+        pages = [found]
         while pages[-1].next_token is not None:
             pages.append(self.page(prefix, delimiter, token=pages[-1].next_token))
         return join(pages)
@@ -282,12 +287,11 @@ class Store(abc.ABC):
         them. After a StorageError some may be deleted.
         """
 
-    @abc.abstractmethod
     def uploads(self, prefix: str) -> Sequence[Upload]:
         """Every open multipart upload whose key starts with ``prefix``, in key order; none if the store has none."""
+        return ()
 
-    @abc.abstractmethod
-    def abort(self, upload: Upload) -> None:
+    def abort(self, upload: Upload) -> None:  # noqa: B027 - most stores have no uploads
         """Abort a multipart upload; one that is gone counts as aborted. After a StorageError it may stay open."""
 
     def map(self: SelfStore, function: Callable[[SelfStore, T], U], items: Iterable[T]) -> Sequence[U]:
@@ -352,6 +356,39 @@ class Batch(abc.ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None: ...
+
+
+class PlainBatch(Batch):
+    """Puts each object with `Store.put_stream`, in the caller's thread."""
+
+    def __init__(self, store: Store) -> None:
+        self._cancel, self._lock = threading.Event(), threading.Lock()
+        self._store = store.within(replace(store.limit, cancel=self._cancel))
+        self._written: list[str] = []
+
+    def put_stream(self, key: str, size: int, pieces: Iterable[Piece]) -> StreamedObject:
+        def until_cancelled() -> Iterator[Piece]:
+            for piece in pieces:
+                if self._cancel.is_set():
+                    raise Cancelled
+                yield piece
+
+        result = self._store.put_stream(key, size, until_cancelled())
+        with self._lock:
+            self._written.append(key)
+            self.sent += result.size
+        return result
+
+    def stop(self) -> None:
+        self._cancel.set()
+
+    def __enter__(self) -> PlainBatch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is not None:
+            self.stop()
+            self._store.within(self._store.limit.for_cleanup()).delete(self._written)
 
 
 def join(pages: Sequence[Page]) -> Page:

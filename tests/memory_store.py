@@ -1,19 +1,18 @@
-"""A store in this process's memory, for tests."""
+"""A store in this process's memory, and one with faults that a test sets while it runs."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import TracebackType
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
-from dcp_s3.limit import UNLIMITED, Cancelled, Limit
+from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.memory import Piece, targets_of
 from dcp_s3.store import (
-    Batch,
     DeleteTarget,
     Expect,
     Into,
@@ -28,7 +27,7 @@ from dcp_s3.store import (
     UserMetadata,
     same_etag,
 )
-from dcp_s3.stores.directory import make_page
+from dcp_s3.stores.wrapper import StoreWrapper
 
 
 @dataclass(frozen=True)
@@ -119,9 +118,6 @@ class MemoryStore(Store):
         self.put(key, memoryview(data))
         return StreamedObject(len(data), combine_crc64nvme(crcs))
 
-    def batch(self, *, total: int, ranks: int = 1, keys: Sequence[str] = ()) -> Batch:
-        return PlainBatch(self)
-
     def _check(self, key: str, found: _Entry | None, expect: Expect) -> None:
         if found is None and expect.etag:
             raise self._missing("put", key)
@@ -201,36 +197,72 @@ class MemoryStore(Store):
         )
 
 
-class PlainBatch(Batch):
-    """Puts each object in the caller's thread."""
+# --- pages of a listing -----------------------------------------------------------------------------
 
-    def __init__(self, store: Store) -> None:
-        self._cancel = threading.Event()
-        self._store = store.within(replace(store.limit, cancel=self._cancel))
-        self._lock = threading.Lock()
-        self._written: list[str] = []
 
-    def put_stream(self, key: str, size: int, pieces: Iterable[Piece]) -> StreamedObject:
-        result = self._store.put_stream(key, size, self._until_cancelled(pieces))
-        with self._lock:
-            self._written.append(key)
-            self.sent += result.size
-        return result
+def make_page(
+    objects: Iterable[ListedObject], prefix: str, delimiter: str, token: str | None, size: int, now: float
+) -> Page:
+    """A page as S3 would give it.
 
-    def _until_cancelled(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        for piece in pieces:
-            if self._cancel.is_set():
-                raise Cancelled
-            yield piece
+    Args:
+        token: the last entry of the page before, None for the first page.
+        now: the time, in seconds since the epoch.
+    """
+    entries: dict[str, ListedObject | None] = {}  # None: a common prefix
+    for each in sorted(objects, key=lambda each: _order(each.key)):
+        if not each.key.startswith(prefix):
+            continue
+        end = each.key.find(delimiter, len(prefix)) if delimiter else -1
+        name = each.key if end < 0 else each.key[: end + len(delimiter)]
+        if token is None or _order(name) > _order(token):
+            entries.setdefault(name, each if end < 0 else None)
+    names = list(entries)[:size]
+    found = [(name, entries[name]) for name in names]
+    return Page(
+        tuple(each for _, each in found if each is not None),
+        tuple(name for name, each in found if each is None),
+        names[-1] if len(entries) > size else None,
+        now,
+    )
 
-    def stop(self) -> None:
-        self._cancel.set()
 
-    def __enter__(self) -> PlainBatch:
-        return self
+def _order(key: str) -> bytes:
+    return key.encode("utf-8", "surrogatepass")
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is None:
-            return
-        self.stop()
-        self._store.within(self._store.limit.for_cleanup()).delete(self._written)
+
+# --- with faults -----------------------------------------------------------------------------------------
+
+Rule = Callable[[str, str], Exception | None]
+_METHODS = ("read", "get", "put", "put_stream", "head", "exists", "page", "delete", "uploads", "abort")
+
+
+class FaultyStore(StoreWrapper):
+    """`rule` is asked before each call of ``store`` (with the method's name, and the key or prefix), and again after it
+    (the method's name with ``after ``); an exception that it returns is raised."""
+
+    def __init__(self, store: Store, rule: Rule = lambda method, key: None) -> None:
+        super().__init__(store)
+        self.rule = rule
+
+    def within(self, limit: Limit) -> FaultyStore:
+        return FaultyStore(self.store.within(limit), lambda method, key: self.rule(method, key))
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        return self._with_faults(name, found) if name in _METHODS else found
+
+    def _with_faults(self, method: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def through(first: Any, *args: Any, **kwargs: Any) -> Any:
+            if method == "delete":
+                first = list(first)
+            named = (first or [""])[0] if method == "delete" else first
+            key = named if isinstance(named, str) else named.key
+            if (fault := self.rule(method, key)) is not None:
+                raise fault
+            result = call(first, *args, **kwargs)
+            if (fault := self.rule(f"after {method}", key)) is not None:
+                raise fault
+            return result
+
+        return through

@@ -125,7 +125,7 @@ def test_torch_is_imported_by_one_thread_at_a_time() -> None:
     program = """
 import threading
 from dcp_s3.checkpoint.deletion import end_joint_save
-from dcp_s3.checkpoint.stored_metadata import check_metadata
+from dcp_s3.checkpoint.commit_state import check_metadata
 from dcp_s3.errors import CorruptCheckpointError
 from dcp_s3.url import parse_url
 from tests.memory_store import MemoryStore

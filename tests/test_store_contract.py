@@ -20,11 +20,13 @@ from dcp_s3.memory import Piece, ReadTarget, crc_of, sent_pieces
 from dcp_s3.s3 import listing, operations
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
+from dcp_s3.spill.local import LocalObjects
 from dcp_s3.spill.saving import SpillingStore
 from dcp_s3.spill.store import SpillStore
 from dcp_s3.store import ABSENT, DeleteTarget, Expect, Store
 from dcp_s3.stores.directory import DirectoryStore
-from dcp_s3.stores.wrapper import Overlay
+from dcp_s3.stores.wrapper import StoreWrapper
+from dcp_s3.url import parse_url
 from tests.memory_store import MemoryStore
 from tests.servers import NAMES, S3Server
 
@@ -35,29 +37,11 @@ ODD_KEYS = [
 ]  # fmt: skip
 
 
-class Near:
-    """Copies in memory."""
-
-    def __init__(self, copies: dict[str, bytes]) -> None:
-        self._copies, self.read_bytes = copies, 0
-
-    def read_into(self, key: str, start: int, targets: Sequence[ReadTarget]) -> bool:
-        for target in targets if key in self._copies else ():
-            target.view[:] = self._copies[key][start : start + target.view.nbytes]
-            target.received(0, target.view.nbytes)
-            start += target.view.nbytes
-            self.read_bytes += target.view.nbytes
-        return key in self._copies
-
-    def distrust(self, key: str) -> None:
-        self._copies.pop(key, None)
-
-
 def local(name: str, path: Path) -> Store:
     return {
         "memory store": lambda: MemoryStore(page_size=PAGE),
-        "directory": lambda: DirectoryStore(path / "store", page_size=PAGE),
-        "overlay": lambda: Overlay(Near({}), MemoryStore(page_size=PAGE)),
+        "directory": lambda: DirectoryStore(path / "store"),
+        "overlay": lambda: LocalObjects(MemoryStore(page_size=PAGE), SpillStore(path), parse_url("s3://bucket/run")),
     }[name]()
 
 
@@ -251,7 +235,6 @@ def test_a_stream_that_breaks_off_leaves_nothing(store: Store) -> None:
     assert list(store.uploads("")) == []
 
 
-@pytest.mark.parametrize("store", [name for name in STORES if name != "directory"], indirect=True)
 def test_a_batch_of_streams_is_written_by_many_threads(store: Store) -> None:
     data = {f"run/{number}": random.Random(number).randbytes(MIB + number) for number in range(8)}
     with store.batch(total=8 * MIB, keys=list(data)) as batch, ThreadPoolExecutor(4) as pool:
@@ -261,7 +244,6 @@ def test_a_batch_of_streams_is_written_by_many_threads(store: Store) -> None:
     assert {key: store.get(key).data for key in data} == data
 
 
-@pytest.mark.parametrize("store", [name for name in STORES if name != "directory"], indirect=True)
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_batch_that_fails_or_was_stopped_leaves_nothing(store: Store, stopped: bool) -> None:
     def fail() -> None:
@@ -305,11 +287,13 @@ def test_listings_of_more_than_a_page(store: Store) -> None:
     assert {each.size for each in found.objects} == {1}
     assert all(abs(each.modified_at - time.time()) < 3600 for each in found.objects)
     assert found.server_time is None or abs(found.server_time - time.time()) < 3600
+    assert store.list("nothing").objects == ()
+    if isinstance(store, DirectoryStore):
+        return  # its listings are one page
     page = store.page("run/")
     assert [each.key for each in page.objects] == keys[:PAGE]
     assert page.next_token is not None
     assert [each.key for each in store.page("run/", token=page.next_token).objects] == keys[PAGE : 2 * PAGE]
-    assert store.list("nothing").objects == ()
 
 
 def test_listings_with_a_delimiter(store: Store) -> None:
@@ -449,19 +433,7 @@ def test_a_directory_has_nothing_but_whole_objects(directory: DirectoryStore, tm
     assert os.listdir(tmp_path / "store") == []
 
 
-def test_an_overlay_reads_what_is_near_until_it_is_distrusted() -> None:
-    far, near = MemoryStore(), Near({"k": b"near"})
-    far.put("k", b"far!")
-    far.put("other", b"far!")
-    both = Overlay(near, far).within(Limit())
-    assert [read(both, key, 1, 3) for key in ("k", "other")] == [b"ear", b"ar!"]
-    assert near.read_bytes == 3
-    assert read(both, "k", 0, 4, far.head("k").etag) == b"far!", "of the version that was asked for"
-    both.distrust("k")
-    assert read(both, "k", 0, 4) == b"far!"
-
-
-def test_a_map_of_a_store_around_another_is_carried_out_by_that_one_and_sees_both() -> None:
+def test_a_map_of_a_store_around_another_is_carried_out_by_that_one() -> None:
     maps = []
 
     class Mapping(MemoryStore):
@@ -471,6 +443,6 @@ def test_a_map_of_a_store_around_another_is_carried_out_by_that_one_and_sees_bot
 
     far = Mapping()
     far.put("far", b"far!")
-    both = Overlay(Near({"near": b"near"}), far)
-    assert both.map(lambda store, key: read(store, key, 0, 4), ["near", "far"]) == [b"near", b"far!"]
+    around = StoreWrapper(far)
+    assert around.map(lambda store, key: (type(store), read(store, key, 0, 4)), ["far"]) == [(StoreWrapper, b"far!")]
     assert maps == [far.name]

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.commit_state import SaveIdentity, find_save_id, read_manifest
+from dcp_s3.checkpoint.commit_state import SaveIdentity, find_save_id, not_found_error, read_manifest
 from dcp_s3.checkpoint.directory import list_directory
-from dcp_s3.checkpoint.stored_metadata import not_found_error
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import AttachmentEntry, Manifest, ObjectEntry
 from dcp_s3.format.layout import METADATA, is_attachment_name
@@ -108,25 +107,21 @@ def read_extra(store: Store, url: CheckpointURL) -> dict[str, Any]:
 
 def read_attachment(store: Store, url: CheckpointURL, name: str) -> bytes:
     """The bytes of one attachment. Of another library's checkpoint: those of the object with that name."""
-    before: AttachmentEntry | None = None
-    while True:
-        known = find_attachments(store, url)
-        if known is None and is_attachment_name(name):
-            with contextlib.suppress(errors.ObjectNotFoundError):
-                return store.get(url.key(name)).data
-        entry = (known or {}).get(name)
-        if entry is None:
-            raise missing_error(url, name, known or ())
-        try:
-            return check_bytes(store.get(url.key(entry.path)).data, url, entry)
-        except errors.ObjectNotFoundError as error:
-            if entry == before:
-                raise errors.CorruptCheckpointError(
-                    f"the attachment {name} of {url} is gone: its object {entry.path} is not there. Remedy: load "
-                    "another checkpoint",
-                    url=str(url),
-                ) from error
-            before = entry  # an overwrite may have come in between: then its own is meant
+    known = find_attachments(store, url)
+    if known is None and is_attachment_name(name):
+        with contextlib.suppress(errors.ObjectNotFoundError):
+            return store.get(url.key(name)).data
+    entry = (known or {}).get(name)
+    if entry is None:
+        raise missing_error(url, name, known or ())
+    try:
+        return check_bytes(store.get(url.key(entry.path)).data, url, entry)
+    except errors.ObjectNotFoundError as error:
+        raise errors.CorruptCheckpointError(
+            f"the attachment {name} of {url} is gone: its object {entry.path} is not there. Remedy: read it again if a "
+            "save has just replaced the checkpoint, else load another one",
+            url=str(url),
+        ) from error
 
 
 def missing_error(url: CheckpointURL, name: str, known: Collection[str]) -> errors.EntryNotFoundError:

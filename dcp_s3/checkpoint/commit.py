@@ -6,9 +6,11 @@ A checkpoint exists when its ``.metadata`` does. Everything else is written unde
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +30,11 @@ from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, SAVE_ID_KEY
 from dcp_s3.store import DeleteTarget, Expect, Store, StoredObject
+from dcp_s3.url import CheckpointURL
 from dcp_s3.versions import __version__
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.checkpoint.metadata import Metadata
 
 logger = logging.getLogger(__name__)
@@ -73,7 +77,6 @@ def make_commit(
     Metrics and ``extra`` are part of the manifest, so they exist exactly when the checkpoint does. Later ones lie in
     ``metrics.json``, which names the save that they belong to.
     """
-    from dcp_s3.checkpoint.readback import check_readable
     from dcp_s3.format.metadata import dump_metadata
 
     manifest = Manifest(
@@ -119,21 +122,28 @@ def publish(
             still carry out the commit.
         StorageError: nothing was committed, as far as the answers of S3 tell.
     """
-    identity = commit.identity
-    replaced = None
-    try:
-        store.put(
-            identity.manifest_key,
-            commit.manifest,
-            metadata={METADATA_CRC_KEY: crc_hex(crc64nvme(commit.manifest))},
-        )
-    except errors.DeadlineExceededError:
+    identity, replaced = commit.identity, None
+
+    def give_up(store: Store, whose: str = "of a save that was given up") -> None:
         if not keep_objects:
-            delete_quietly(store.within(store.limit.for_cleanup()), commit.keys, "of a save that was given up")
+            delete_quietly(store, commit.keys, whose)
+
+    try:
+        crc = crc_hex(crc64nvme(commit.manifest))
+        store.put(identity.manifest_key, commit.manifest, metadata={METADATA_CRC_KEY: crc})
+    except errors.DeadlineExceededError:
+        give_up(store.within(store.limit.for_cleanup()))
         raise
     if is_late():
-        _check_whole(store, commit, keep_objects=keep_objects)
-        replaced = _find_replaced(store, commit, previous)
+        if loss := find_loss(store, identity.url, commit.objects):
+            give_up(store)
+            raise _lost_error(commit, loss)
+        if previous.etag is not None:  # the commit may have to be taken back
+            with contextlib.suppress(errors.ObjectNotFoundError):
+                found = store.get(identity.metadata_key)
+                replaced = found if found.etag == previous.etag else None
+
+    # The commit itself.
     try:
         store.put(
             identity.metadata_key,
@@ -149,68 +159,48 @@ def publish(
         publish(store, commit, without, look_again=look_again, keep_objects=keep_objects, is_late=is_late)
         return
     except errors.PreconditionFailedError:
-        if look_again is not None:
-            try:
-                now = look_again()
-            except errors.CheckpointExistsError:
-                delete_quietly(store, commit.keys, "of the save that lost")
-                raise
-            publish(store, commit, now, keep_objects=keep_objects, is_late=is_late)
-            return
-        if not keep_objects:
-            delete_quietly(store, commit.keys, "of the save that lost")
-        raise exists_error(identity.url) from None
-    except errors.DeadlineExceededError:
-        if not _is_committed_after_all(store.within(store.limit.for_cleanup()), identity):
+        try:
+            if look_again is None:
+                raise exists_error(identity.url) from None
+            now = look_again()
+        except errors.CheckpointExistsError:
+            give_up(store, "of the save that lost")
             raise
+        publish(store, commit, now, keep_objects=keep_objects, is_late=is_late)
+        return
+    except errors.DeadlineExceededError:
+        carried_out = False  # without an answer
+        with contextlib.suppress(errors.StorageError):
+            carried_out = is_committed(store.within(store.limit.for_cleanup()), identity)
+        if not carried_out:
+            raise
+
     # A prune first writes its list, then looks for commits: one of the two sees the other.
     if is_late():
-        _check_still_whole(store.within(store.limit.for_cleanup()), commit, replaced, keep_objects=keep_objects)
+        after = store.within(store.limit.for_cleanup())
+        if loss := find_loss(after, identity.url, commit.objects):
+            _withdraw(after, commit, replaced)
+            give_up(after)
+            raise _lost_error(commit, loss)
     if old := previous.keys - commit.keys:
         _delete_replaced(store, identity, previous, old)
     size = sum(entry.size for entry in commit.objects)
     logger.debug("committed %s: %d objects, %d bytes", identity.url, len(commit.objects), size)
 
 
-def _check_whole(store: Store, commit: Commit, *, keep_objects: bool) -> None:
-    """Raises CheckpointDeletedError if an object of the save is gone, or about to be deleted."""
-    loss = find_loss(store, commit.identity.url, commit.objects)
-    if loss is None:
-        return
-    if not keep_objects:
-        delete_quietly(store, commit.keys, "of a save that was given up")
-    raise _lost_error(commit, loss)
-
-
-def _find_replaced(store: Store, commit: Commit, previous: Previous) -> StoredObject | None:
-    """The ``.metadata`` that is about to be replaced; it may have to be put back."""
-    if previous.etag is None:
-        return None
-    try:
-        found = store.get(commit.identity.metadata_key)
-    except errors.ObjectNotFoundError:
-        return None
-    return found if found.etag == previous.etag else None
-
-
-def _check_still_whole(store: Store, commit: Commit, replaced: StoredObject | None, *, keep_objects: bool) -> None:
-    """Withdraw a commit whose objects are gone, or about to be deleted. Raises CheckpointDeletedError."""
+def _withdraw(store: Store, commit: Commit, replaced: StoredObject | None) -> None:
+    """Take back a commit whose objects are gone, or about to be deleted."""
     key = commit.identity.metadata_key
-    loss = find_loss(store, commit.identity.url, commit.objects)
-    if loss is None:
-        return
     try:
         found = store.get(key)
-        if found.data == commit.metadata:
-            if replaced is None:
-                store.delete([DeleteTarget(key, found.etag)])
-            else:
-                store.put(key, replaced.data, expect=Expect(found.etag), metadata=replaced.metadata)
+        if found.data != commit.metadata:
+            return
+        if replaced is None:
+            store.delete([DeleteTarget(key, found.etag)])
+        else:
+            store.put(key, replaced.data, expect=Expect(found.etag), metadata=replaced.metadata)
     except (errors.ObjectNotFoundError, errors.PreconditionFailedError):
         pass  # somebody else deleted or replaced it
-    if not keep_objects:
-        delete_quietly(store, commit.keys, "of a save that was given up")
-    raise _lost_error(commit, loss)
 
 
 def _delete_replaced(store: Store, identity: SaveIdentity, previous: Previous, keys: frozenset[str]) -> None:
@@ -241,14 +231,6 @@ def _lost_error(commit: Commit, loss: str) -> errors.CheckpointDeletedError:
         "grace period (DCP_S3_RETENTION_GRACE) that is longer than any save",
         url=str(commit.identity.url),
     )
-
-
-def _is_committed_after_all(store: Store, identity: SaveIdentity) -> bool:
-    """Whether S3 carried out a commit without answering."""
-    try:
-        return is_committed(store, identity)
-    except errors.StorageError:
-        return False
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> None:
@@ -324,3 +306,75 @@ class Committer:
             if error.key == commit.identity.metadata_key and error.attempts:
                 progress += "; S3 may still carry out the commit request that it did not answer"
             raise deadline.error(f"the save to {commit.identity.url}", progress) from error
+
+
+# --- reading back --------------------------------------------------------------------------------------
+
+# A torch whose pickles changed must not cost a week: the checkpoint that a save replaces is deleted after the commit,
+# and retention deletes earlier ones. So before the first commit of a process, and whenever a pickle names something
+# new, the reader's own code loads what was written.
+_known: set[bytes] = set()  # names in pickles that could be read back
+
+
+def check_readable(data: bytes, url: CheckpointURL, *, of_rank: bool = False) -> None:
+    """Load ``.metadata``, and an item of each dtype in it and one that is no tensor, as a reader would.
+
+    Does nothing if earlier commits of this process had the same names in them.
+    """
+    names = find_names(data)
+    if names <= _known:
+        return
+    import torch
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from dcp_s3.format.metadata import load_metadata
+
+    try:
+        metadata = load_metadata(data, url=str(url), of_rank=of_rank)
+        saved = [each for each in metadata.state_dict_metadata.values() if isinstance(each, TensorStorageMetadata)]
+        _check_items({each.properties.dtype for each in saved}, str(url))
+    except Exception as error:
+        raise errors.SaveProtocolError(
+            f"{url} was not committed: what was written cannot be read back with torch {torch.__version__} and dcp_s3 "
+            f"{__version__}: {type(error).__name__}: {error}. What was there before is untouched. Remedy: save with a "
+            "torch that README names as tested, or with a newer dcp_s3",
+            url=str(url),
+        ) from error
+    _known.update(names)
+
+
+def find_names(data: bytes) -> set[bytes]:
+    """Names of the classes and constants that a pickle of protocol 4 or later looks up."""
+    names: set[bytes] = set()
+    end = data.find(b"\x94\x93")  # MEMOIZE, STACK_GLOBAL
+    while end >= 0:
+        name = data[max(0, end - 256) : end].rpartition(b"\x8c")[2]  # its length, and itself
+        if name and name[0] == len(name) - 1:
+            names.add(name[1:])
+        end = data.find(b"\x94\x93", end + 2)
+    return names
+
+
+def _check_items(dtypes: Iterable[torch.dtype], url: str) -> None:
+    import torch
+
+    from dcp_s3.format.framing import FramingError, compute_frame
+    from dcp_s3.format.safe_items import check_item
+    from dcp_s3.tensor_memory import view_bytes
+
+    shape = torch.Size((2, 3))
+    for dtype in dtypes:
+        try:
+            frame = compute_frame(dtype, shape)
+        except (FramingError, RuntimeError):  # torch.save writes its items
+            continue
+        raw = bytes(range(frame.nbytes))
+        found = torch.load(io.BytesIO(frame.header + raw + frame.trailer), map_location="cpu", weights_only=True)
+        if (found.dtype, found.shape, bytes(view_bytes(found))) != (dtype, shape, raw):
+            raise errors.CorruptCheckpointError(f"torch.load makes another tensor of a {dtype}", url=url)
+    stream = io.BytesIO()
+    torch.save({"a": [1, 0.5, "text", None]}, stream)
+    stream.seek(0)
+    check_item(stream, fqn="a", url=url, verified=True)
+    if torch.load(stream, weights_only=False) != {"a": [1, 0.5, "text", None]}:
+        raise errors.CorruptCheckpointError("torch.load makes another object of a dict", url=url)

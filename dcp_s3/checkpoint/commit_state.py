@@ -1,4 +1,5 @@
-"""What stands at the URL of a save: its own commit, a checkpoint that it would replace, or nothing. Only reads."""
+"""What stands at a URL: a checkpoint's ``.metadata``, a save's own commit, what it would replace, or nothing. Only
+reads."""
 
 from __future__ import annotations
 
@@ -8,14 +9,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import list_directory
-from dcp_s3.checkpoint.stored_metadata import check_metadata
+from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import AttachmentEntry, DeletionList, Manifest, ObjectEntry
-from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
-from dcp_s3.store import ObjectHead, Store
+from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, manifest_object, metadata_object
+from dcp_s3.process import torch_imported_alone
+from dcp_s3.store import ObjectHead, Store, StoredObject
 from dcp_s3.url import CheckpointURL
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +71,8 @@ class Previous:
 
 
 def check_absent(store: Store, identity: SaveIdentity) -> None:
-    """Refuse to save over a committed checkpoint, before any byte moves.
-
-    Also looks for a checkpoint of the other kind: one of a save with collectives hides those of single ranks,
-    whichever is saved first.
-    """
+    """Refuse to save over a committed checkpoint, before any byte moves. One of a save with collectives hides those of
+    single ranks, whichever is saved first: both kinds count."""
     rank = 0 if identity.rank is None else identity.rank
     keys = [identity.url.key(metadata_object(each)) for each in (None, rank)]
     if any(store.map(lambda store, key: store.exists(key), keys)):  # both at once: a save begins with this wait
@@ -86,11 +89,7 @@ def exists_error(url: CheckpointURL) -> errors.CheckpointExistsError:
 
 
 def find_state(store: Store, identity: SaveIdentity, *, path: str | None, started_at: float) -> CommitState:
-    """How the commit of a save stands.
-
-    Args:
-        started_at: when the save began, seconds since the epoch.
-    """
+    """How the commit of a save stands that began at ``started_at`` (seconds since the epoch) and wrote ``path``."""
     try:
         save_id = find_save_id(store, identity)
         if save_id == identity.save_id:
@@ -115,7 +114,6 @@ def is_committed(store: Store, identity: SaveIdentity) -> bool:
 
 def find_previous(store: Store, identity: SaveIdentity) -> Previous:
     """Find what a save with collectives will overwrite: a checkpoint, those of single ranks, or nothing."""
-
     url = identity.url
     keys: set[str] = set()
     etag = None
@@ -123,8 +121,7 @@ def find_previous(store: Store, identity: SaveIdentity) -> Previous:
         key = url.key(metadata_object(rank))
         try:
             stored = store.get(key)
-            if rank is None:
-                etag = stored.etag
+            etag = stored.etag if rank is None else etag
             metadata = check_metadata(stored, url, rank)
         except errors.ObjectNotFoundError:
             continue
@@ -134,30 +131,19 @@ def find_previous(store: Store, identity: SaveIdentity) -> Previous:
         keys.update(url.key(info.relative_path) for info in (metadata.storage_data or {}).values())
         if rank is not None:
             keys.add(key)
-        save_id = getattr(metadata.storage_meta, "save_id", None)
-        if save_id:
-            keys.add(url.key(manifest_object(save_id, rank)))
-            keys.update(map(url.key, _paths_in_manifest(store, url.key(manifest_object(save_id, rank)))))
+        if save_id := getattr(metadata.storage_meta, "save_id", None):
+            manifest = url.key(manifest_object(save_id, rank))
+            keys.add(manifest)
+            with contextlib.suppress(errors.ObjectNotFoundError, ValueError):
+                for entry in Manifest.from_json(store.get(manifest).data).objects:
+                    keys.add(url.key(entry.path))  # also files that its metadata does not name
+                    if isinstance(entry, AttachmentEntry):
+                        keys.add(url.key(entry.attachment))  # the plain copy of an earlier version
     return Previous(frozenset(keys), etag)
 
 
-def _paths_in_manifest(store: Store, manifest_key: str) -> set[str]:
-    """Relative paths of all of a save's objects, also files that its metadata does not name, and of the plain copies of
-    attachments; none if its manifest cannot be read."""
-    try:
-        objects = Manifest.from_json(store.get(manifest_key).data).objects
-    except (errors.ObjectNotFoundError, ValueError):
-        return set()
-    attached = {entry.attachment for entry in objects if isinstance(entry, AttachmentEntry)}
-    return {entry.path for entry in objects} | attached
-
-
 def check_newest(store: Store, identity: SaveIdentity, previous: Previous, started_at: float) -> None:
-    """Refuse to let a late save replace one that began after it.
-
-    Args:
-        started_at: when it began, seconds since the epoch.
-    """
+    """Refuse to let a late save, which began at ``started_at`` (seconds since the epoch), replace a newer one."""
     # One that is not ours, or damaged: the user asked to overwrite it.
     if previous.etag and find_state(store, identity, path=None, started_at=started_at) is CommitState.REPLACED:
         raise errors.CheckpointExistsError(
@@ -179,9 +165,8 @@ def read_manifest(store: Store, identity: SaveIdentity) -> Manifest | None:
         return None
     except ValueError as error:
         raise errors.CorruptCheckpointError(
-            f"what is attached to {identity.url} is unknown: its manifest {identity.manifest_key} cannot "
-            f"be read ({error}). Remedy: use a newer dcp_s3 if a newer one wrote it, else restore the object "
-            "from a backup",
+            f"the manifest {identity.manifest_key} of {identity.url}, which says what is attached, cannot be read "
+            f"({error}). Remedy: use a newer dcp_s3 if a newer one wrote it, else restore the object from a backup",
             url=str(identity.url),
         ) from error
 
@@ -202,6 +187,45 @@ def find_save_id(store: Store, identity: SaveIdentity, head: ObjectHead | None =
     return found
 
 
+# --- .metadata ----------------------------------------------------------------------------------------
+
+
+def fetch_metadata(store: Store, url: CheckpointURL, rank: int | None = None) -> StoredObject:
+    """Fetch the object whose presence is the commit: ``.metadata``, or the one of ``rank``. Not checked yet."""
+    try:
+        return store.get(url.key(metadata_object(rank)))
+    except errors.ObjectNotFoundError:
+        raise not_found_error(url, why=f": it has no {metadata_object(rank)}") from None
+
+
+def not_found_error(
+    url: CheckpointURL, what: str = "no committed checkpoint", why: str = ""
+) -> errors.CheckpointNotFoundError:
+    """The error for a URL where there is ``what``."""
+    return errors.CheckpointNotFoundError(
+        f"there is {what} at {url}{why}. Remedy: check the URL; `dcp-s3 ls` on its parent shows what is there. A save "
+        "that was cut off leaves no checkpoint",
+        url=str(url),
+    )
+
+
+def find_crc_mismatch(stored: StoredObject) -> str | None:
+    """How a manifest differs from the CRC-64/NVME in its user metadata; None if it does not, or has none there."""
+    found, recorded = crc_hex(crc64nvme(stored.data)), stored.metadata.get(METADATA_CRC_KEY)
+    if recorded is None or recorded == found:
+        return None
+    return f"its CRC-64/NVME is {found}, recorded was {recorded}"
+
+
+def check_metadata(stored: StoredObject, url: CheckpointURL, rank: int | None = None) -> Metadata:
+    """The metadata in a fetched object: ``.metadata``, or the one of ``rank``. See `load_metadata`."""
+    with torch_imported_alone():
+        from dcp_s3.format.metadata import load_metadata  # here, for the import of torch takes seconds
+
+    crc = stored.metadata.get(METADATA_CRC_KEY)
+    return load_metadata(stored.data, url=str(url), crc=crc, of_rank=rank is not None)
+
+
 # --- whether the objects of a slow save are still there ------------------------------------------------
 
 
@@ -216,10 +240,8 @@ class Beginning:
 
     def is_late(self) -> bool:
         """Whether `LATE` seconds have passed on either clock: one may be set back, the other stops in host sleep."""
-        ages = [time.time() - self.at]
-        if self.monotonic is not None:
-            ages.append(time.monotonic() - self.monotonic)
-        return max(ages) > LATE
+        awake = 0.0 if self.monotonic is None else time.monotonic() - self.monotonic
+        return max(awake, time.time() - self.at) > LATE
 
 
 def find_loss(store: Store, url: CheckpointURL, objects: Sequence[ObjectEntry]) -> str | None:

@@ -7,17 +7,15 @@ be a checkpoint of its own. Such data belongs to a checkpoint that names it, and
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from dcp_s3.format.control_files import DeletionList, Manifest
+from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import CLAIM, FILES_PREFIX, Kind, What, classify, is_inside, manifest_object
-from dcp_s3.process import reset_in_child
 from dcp_s3.store import ListedObject, Page, Store
 from dcp_s3.url import CheckpointURL
 
@@ -28,8 +26,6 @@ _CONTROL = frozenset(
     {What.MANIFEST, What.METRICS, What.PIN, What.LEASE, What.DELETION, What.COORDINATION, What.CONTROL}
 )
 _OF_CHECKPOINTS = _CONTROL | {What.DATA, What.COMMIT}
-
-logger = logging.getLogger(__name__)
 
 
 class DirectoryEntry(NamedTuple):
@@ -51,43 +47,6 @@ class DirectoryEntry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Deletion:
-    """The objects that were deleted from one checkpoint's directory."""
-
-    name: str
-    """Name of the checkpoint."""
-    objects: int
-    """Number of objects; the deletion's list and other small marks do not count."""
-    size: int
-    """Bytes."""
-
-
-@dataclass(frozen=True)
-class Removal:
-    """The objects that are deleted with a checkpoint."""
-
-    commits: Mapping[str, DirectoryEntry]
-    """The objects that make it a checkpoint, by relative path. They are deleted first."""
-    objects: Mapping[str, DirectoryEntry]
-    """Everything else, by relative path."""
-    being_saved: str | None = None
-    """Relative path of an object of a save in progress; None if there is none."""
-
-    def as_deletion(self, name: str) -> Deletion:
-        """What is reported of it, for the checkpoint of this name."""
-        objects = (*self.commits.values(), *self.objects.values())
-        return Deletion(name, len(objects), sum(found.size for found in objects))
-
-    def to_list(self, save_id: str | None) -> DeletionList:
-        """The list that is written before the first of them is deleted."""
-        return DeletionList(
-            save_id=save_id,
-            commits={path: found.etag for path, found in self.commits.items()},
-            objects={path: found.etag for path, found in self.objects.items()},
-        )
-
-
-@dataclass(frozen=True)
 class Directory:
     """All or some of the objects at one URL. Made by `of` and `of_sizes`."""
 
@@ -99,6 +58,10 @@ class Directory:
     """Objects named like data of a save to this URL, by relative path."""
     commits: Mapping[int | None, DirectoryEntry] = field(default_factory=dict)
     """The commits, which make it a checkpoint, by rank; rank None is ``.metadata``."""
+    ranks: Sequence[int] = ()
+    """Ranks that have committed without collectives, in order."""
+    committing: Sequence[int | None] = ()
+    """Ranks whose metadata makes it a checkpoint. If there is rank None, only that: it hides the others."""
     manifests: Mapping[int | None, Mapping[str, DirectoryEntry]] = field(default_factory=dict)
     """Manifests by rank (None as above), then by save id."""
     metrics: DirectoryEntry | None = None
@@ -120,39 +83,38 @@ class Directory:
         cls, url: CheckpointURL, objects: Iterable[ListedObject], now: float = 0.0, *, whole: bool = False
     ) -> Directory:
         """The directory from a listing of all or some keys below ``url``."""
-        skip = len(url.key(""))
-        paths = ((each.key[skip:], each) for each in objects)
-        listed = (DirectoryEntry(path, o.size, classify(path), o.modified_at, o.etag) for path, o in paths)
-        return cls._of(listed, now, whole)
+        skip, found = len(url.key("")), dict[str, DirectoryEntry]()
+        kinds: defaultdict[What, dict[str, DirectoryEntry]] = defaultdict(dict)
+        for each in objects:
+            path = each.key[skip:]
+            kind = classify(path)
+            found[path] = kinds[kind.what][path] = DirectoryEntry(path, each.size, kind, each.modified_at, each.etag)
+        commits = {entry.kind.rank: entry for entry in kinds[What.COMMIT].values()}
+        ranks = sorted(rank for rank in commits if rank is not None)
+        manifests: dict[int | None, dict[str, DirectoryEntry]] = {}
+        for entry in kinds[What.MANIFEST].values():
+            manifests.setdefault(entry.kind.rank, {})[entry.kind.save_id] = entry
+        return cls(
+            objects=found,
+            now=now,
+            data=kinds[What.DATA],
+            commits=commits,
+            ranks=ranks,
+            committing=[None] if None in commits else ranks,
+            manifests=manifests,
+            metrics=next(iter(kinds[What.METRICS].values()), None),
+            pin=next(iter(kinds[What.PIN].values()), None),
+            leases=tuple(kinds[What.LEASE].values()),
+            deletions=kinds[What.DELETION],
+            coordination=tuple(kinds[What.COORDINATION].values()),
+            nested=frozenset(entry.kind.below for entry in kinds[What.NESTED].values()),
+            whole=whole,
+        )
 
     @classmethod
     def of_sizes(cls, sizes: Mapping[str, int]) -> Directory:
         """The directory from a listing without times: bytes by relative path."""
-        return cls._of((DirectoryEntry(path, size, classify(path)) for path, size in sizes.items()), 0.0, True)
-
-    @classmethod
-    def _of(cls, listed: Iterable[DirectoryEntry], now: float, whole: bool) -> Directory:
-        objects = {found.path: found for found in listed}
-        of: defaultdict[What, list[DirectoryEntry]] = defaultdict(list)
-        for found in objects.values():
-            of[found.kind.what].append(found)
-        manifests: dict[int | None, dict[str, DirectoryEntry]] = {}
-        for found in of[What.MANIFEST]:
-            manifests.setdefault(found.kind.rank, {})[found.kind.save_id] = found
-        return cls(
-            objects=objects,
-            now=now,
-            data={found.path: found for found in of[What.DATA]},
-            commits={found.kind.rank: found for found in of[What.COMMIT]},
-            manifests=manifests,
-            metrics=next(iter(of[What.METRICS]), None),
-            pin=next(iter(of[What.PIN]), None),
-            leases=tuple(of[What.LEASE]),
-            deletions={found.path: found for found in of[What.DELETION]},
-            coordination=tuple(of[What.COORDINATION]),
-            nested=frozenset(found.kind.below for found in of[What.NESTED]),
-            whole=whole,
-        )
+        return cls.of(CheckpointURL("", ""), (ListedObject(*each, 0.0) for each in sizes.items()), whole=True)
 
     # --- what is there ---------------------------------------------------------------------------
 
@@ -160,16 +122,6 @@ class Directory:
     def sizes(self) -> Mapping[str, int]:
         """Bytes by relative path."""
         return {path: found.size for path, found in self.objects.items()}
-
-    @property
-    def ranks(self) -> list[int]:
-        """Ranks that have committed without collectives."""
-        return sorted(rank for rank in self.commits if rank is not None)
-
-    @property
-    def committing(self) -> list[int | None]:
-        """Ranks whose metadata makes it a checkpoint. If there is rank None, only that: it hides the others."""
-        return [None] if None in self.commits else [*self.ranks]
 
     @property
     def shows_checkpoint(self) -> bool:
@@ -181,11 +133,6 @@ class Directory:
         """Whether dcp_s3 has written any of it."""
         return any(found.kind.nonce or found.kind.what in _CONTROL for found in self.objects.values())
 
-    @property
-    def newest(self) -> float | None:
-        """When the last object was written; None if there is none."""
-        return max((found.modified_at for found in self.objects.values()), default=None)
-
     def is_spread_of(self, name: str) -> bool:
         """Whether this directory, called ``name``, is no checkpoint but only holds spread data of the one above."""
         return bool(self.data) and all(
@@ -194,34 +141,11 @@ class Directory:
             if found.kind.what not in (What.OTHER, What.NESTED)
         )
 
-    # --- commits and manifests -------------------------------------------------------------------
-
     def other_saves(self, seen: Mapping[str, str]) -> list[DirectoryEntry]:
         """What saves in progress wrote into our own directory since a listing with these ETags by relative path."""
         manifests = (found for by_id in self.manifests.values() for found in by_id.values())
         records = (found for path, found in self.objects.items() if path.startswith(FILES_PREFIX))
         return [each for each in (*manifests, *self.coordination, *records) if not each.has_etag(seen.get(each.path))]
-
-    def save_id_by_time(self, rank: int | None) -> str | None:
-        """The save that made a commit, if that is clear: there is one manifest, and it is not newer.
-
-        A manifest is written before its commit. A newer one is of a save that is in progress, or was cut off.
-        """
-        commit, manifests = self.commits.get(rank), self.manifests.get(rank, {})
-        if commit is None or len(manifests) != 1:
-            return None
-        [(save_id, manifest)] = manifests.items()
-        return save_id if manifest.modified_at <= commit.modified_at else None
-
-    @property
-    def no_rank_missing(self) -> bool:
-        """Whether ranks 0 to n have committed, and no other rank has data there.
-
-        Data in a directory below counts, unless that is a checkpoint itself: other writers may put theirs there.
-        """
-        below = [each for each in self if each.kind.what is What.NESTED_DATA and each.kind.below not in self.nested]
-        writers = {found.kind.rank for found in (*self.data.values(), *below)} - {None}
-        return bool(self.ranks) and self.ranks == list(range(len(self.ranks))) and writers <= set(self.ranks)
 
     # --- what is missing -------------------------------------------------------------------------
 
@@ -234,11 +158,13 @@ class Directory:
         ]
 
     def describe_damage(self, sizes: Mapping[str, int]) -> str | None:
-        """Why it cannot be loaded: names the first object that is `lacking`. None if none is."""
-        for path in self.lacking(sizes):
-            if path not in self.objects:
+        """Why it cannot be loaded: names the first object that is missing or too short. None if none is."""
+        for path, size in sizes.items():
+            found = self.objects.get(path)
+            if found is None:
                 return f"its object {path} is not there"
-            return f"its object {path} has {self.objects[path].size} bytes instead of at least {sizes[path]}"
+            if found.size < size:
+                return f"its object {path} has {found.size} bytes instead of at least {size}"
         return None
 
     # --- protection and deletion -----------------------------------------------------------------
@@ -254,40 +180,48 @@ class Directory:
         """The lists of one deletion, one per attempt."""
         return [found for found in self.deletions.values() if found.kind.deletion == deletion]
 
-    def removal(self, needed: Collection[str], *, since: float) -> Removal:
-        """The objects to delete with a checkpoint: those that it needs, and leftovers of failed saves. Nobody else's
-        objects, and nothing of a checkpoint in a directory below.
+    def removal(self, needed: Collection[str] | None, *, since: float) -> tuple[dict[str, DirectoryEntry], str | None]:
+        """The objects to delete with a checkpoint: its commits, what it needs, and leftovers of failed saves. Nobody
+        else's objects, and nothing of a checkpoint in a directory below.
 
         Args:
+            needed: relative paths of what the checkpoint needs. None: it was never committed, so that all of our own
+                directory goes, too, except pins, unexpired leases and lists of deletions.
             since: seconds since the epoch on the clock of S3. Objects that were written later and are not needed
                 belong to a save in progress.
+
+        Returns:
+            The objects by relative path, and the path of an object of a save in progress, if there is one.
         """
-        needed = {*needed, *self._own_claim}
-        save_ids = [found.kind.save_id for path in needed if (found := self.objects.get(path)) and found.kind.save_id]
-        objects: dict[str, DirectoryEntry] = {}
+        kept = {*(needed or ()), *self._own_claim}
+        save_ids = [found.kind.save_id for path in kept if (found := self.objects.get(path)) and found.kind.save_id]
+        committed = max((found.modified_at for found in self.commits.values()), default=float("inf"))
+        goes: dict[str, DirectoryEntry] = {}
         being_saved = None
-        for found in self.objects.values():
-            path, what = found.path, found.kind.what
+        for path, found in self.objects.items():
+            what, young = found.kind.what, found.modified_at > since
             if what is What.COMMIT:
-                continue
-            if what is What.METRICS or (path in needed and (what is not What.OTHER or is_inside(path))):
-                objects[path] = found
-            elif what is What.LEASE:
-                if self._has_ended(found):
-                    objects[path] = found
+                goes[path] = found
+                if needed is None and young:
+                    being_saved = being_saved or path
+            elif path in kept and (what is not What.OTHER or is_inside(path)):
+                goes[path] = found
+                if young and found.modified_at > committed:  # a save that overwrites names in use, as others do
+                    being_saved = being_saved or path
             elif what in (What.DATA, What.MANIFEST, What.COORDINATION) or path in self._files:
-                # What the ranks of this very save told each other late, or nobody removed: it is decided.
+                # What the ranks of this very save told each other late, or nobody removed, is decided.
                 nonce = found.kind.save_id if what is What.COORDINATION else ""
-                is_decided = bool(nonce) and any(each.startswith(nonce) for each in save_ids)
-                if found.modified_at > since and not is_decided:
+                if young and not (nonce and any(each.startswith(nonce) for each in save_ids)):
                     being_saved = path
                 elif not found.kind.spread:
-                    objects[path] = found
-        if self.commits:  # a save that overwrites names in use, as other libraries do
-            committed = max(found.modified_at for found in self.commits.values())
-            late = (path for path in needed if path in objects and objects[path].modified_at > max(committed, since))
-            being_saved = being_saved or next(late, None)
-        return Removal({found.path: found for found in self.commits.values()}, objects, being_saved)
+                    goes[path] = found
+            elif (
+                what is What.METRICS
+                or (what is What.LEASE and self._has_ended(found))
+                or (what is What.CONTROL and needed is None)
+            ):
+                goes[path] = found
+        return goes, being_saved
 
     @cached_property
     def _files(self) -> frozenset[str]:
@@ -304,20 +238,10 @@ class Directory:
         claim, commit = self.objects.get(CLAIM), self.commits.get(None)
         return (CLAIM,) if claim and commit and claim.modified_at <= commit.modified_at else ()
 
-    def removal_of_uncommitted(self, *, since: float) -> Removal:
-        """The objects to delete if it was never committed: `removal`, and all of our own directory except pins,
-        unexpired leases and lists of deletions."""
-        removal = self.removal((), since=since)
-        young = (path for path, found in removal.commits.items() if found.modified_at > since)
-        goes = _CONTROL - {What.PIN, What.LEASE, What.DELETION}
-        control = {path: found for path, found in self.objects.items() if found.kind.what in goes}
-        return Removal(removal.commits, {**removal.objects, **control}, removal.being_saved or next(young, None))
-
     def leftovers(self, manifest: Manifest) -> list[DirectoryEntry]:
         """Objects that our checkpoint does not need: those of failed, running or overwritten saves, and leases that
         have ended. Only names that dcp_s3 gives count: nobody else's objects are leftovers."""
-        needed = {entry.path for entry in manifest.objects}
-        needed |= {manifest_object(manifest.save_id), *self._own_claim}
+        needed = {*(entry.path for entry in manifest.objects), manifest_object(manifest.save_id), *self._own_claim}
         return [
             found
             for found in self.objects.values()
@@ -362,15 +286,5 @@ def list_directory(store: Store, url: CheckpointURL, *prefixes: str) -> Director
 
 
 def time_of(page: Page) -> float:
-    """The store's time when it was listed, in seconds since the epoch; that of this host if the store does not tell,
-    which is said once."""
-    if page.server_time is not None:
-        return page.server_time
-    if not _timeless:
-        _timeless.append(True)
-        logger.warning("the S3 endpoint does not tell its time; ages are by the clock of this host")
-    return time.time()
-
-
-_timeless: list[bool] = []
-reset_in_child(_timeless.clear)
+    """The store's time when it was listed, in seconds since the epoch; that of this host if the store does not tell."""
+    return time.time() if page.server_time is None else page.server_time

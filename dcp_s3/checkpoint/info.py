@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
-from dcp_s3.checkpoint.directory import Directory
-from dcp_s3.format.control_files import AddedMetrics, Manifest
-from dcp_s3.format.layout import deletion_id, step_by_patterns, step_of
+from dcp_s3.checkpoint.directory import Directory, DirectoryEntry
+from dcp_s3.format.control_files import Manifest, ObjectEntry
+from dcp_s3.format.layout import What, deletion_id, step_by_patterns, step_of
 from dcp_s3.settings import Settings, compile_step_pattern
 from dcp_s3.units import format_size, one_line
 from dcp_s3.url import CheckpointURL
@@ -118,6 +119,23 @@ class LeftoverObject:
     """ETag as S3 gave it, with quotes; empty if it gave none."""
 
 
+@dataclass(frozen=True)
+class Deletion:
+    """The objects that were deleted from one checkpoint's directory."""
+
+    name: str
+    """Name of the checkpoint."""
+    objects: int
+    """Number of objects; the deletion's list and other small marks do not count."""
+    size: int
+    """Bytes."""
+
+    @classmethod
+    def of(cls, name: str, gone: Iterable[DirectoryEntry | LeftoverObject]) -> Deletion:
+        sizes = [each.size for each in gone]
+        return cls(name, len(sizes), sum(sizes))
+
+
 def age_order(info: CheckpointInfo) -> tuple[bool, int, float, str]:
     """Sort key: by step (those without one first), then by time, then by name."""
     created = info.created_at or 0.0
@@ -129,96 +147,55 @@ def newest_first(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
     return sorted((info for info in infos if info.committed), key=age_order, reverse=True)
 
 
-def with_marks(info: CheckpointInfo, directory: Directory) -> CheckpointInfo:
-    """The checkpoint, completed by the names and times in its listing: pin, leases, deletions, its commit."""
+def summarize(url: CheckpointURL, directory: Directory, manifests: Mapping[int | None, Manifest]) -> CheckpointInfo:
+    """The summary of a directory: a checkpoint with ``.metadata``, one of ranks that committed for themselves, as torch
+    and earlier versions do without collectives, or one that was never committed.
+
+    That of ranks is committed if ranks 0 to n - 1 are there and each manifest says n; without manifests (other
+    writers'), if no rank is missing. Otherwise it has ``damage``: nobody can tell whether it is complete.
+
+    Args:
+        manifests: manifests of the commits by rank, as far as they are clear and can be read.
+    """
+    ranks, damage, committed = directory.ranks, None, None in directory.commits
+    written = [manifests[rank] for rank in directory.committing if rank in manifests]
+    if ranks and not committed:
+        if written or directory.manifests.keys() & set(ranks):
+            committed = ranks == [*range(len(written))] and {each.world_size for each in written} == {len(ranks)}
+        else:
+            # Data in a directory below counts, unless that is a checkpoint itself: other writers may put theirs there.
+            nested = [each for each in directory if each.kind.what is What.NESTED_DATA]
+            below = [each for each in nested if each.kind.below not in directory.nested]
+            writers = {each.kind.rank for each in (*directory.data.values(), *below)} - {None}
+            committed = ranks == [*range(len(ranks))] and writers <= set(ranks)
+        if not committed:
+            damage = "it may be complete: ranks, or manifests of ranks, are missing, cannot be read, or disagree"
+    written = written if committed else []
+    commits = directory.commits.values() if committed else ()
+    newest = max((each.modified_at for each in directory.objects.values()), default=None)
+    modified_at = max((each.modified_at for each in commits), default=newest)
+    data: Collection[ObjectEntry | DirectoryEntry] = [*chain(*(each.objects for each in written))]
+    data = data if written else directory.data.values()
     metadata = directory.commits.get(None)
-    commits = directory.commits.values() if info.committed else ()
-    return replace(
-        info,
+    return CheckpointInfo(
+        url=str(url),
+        name=url.name,
+        state="committed" if committed else "incomplete",
+        step=step_of(url.name),
+        created_at=max((each.created_at for each in written), default=modified_at),
+        world_size=written[0].world_size if written else None,
+        objects=len(data),
+        size=sum(each.size for each in data),
+        metrics={name: value for each in reversed(written) for name, value in each.metrics.items()},
+        foreign=not written and (committed or not directory.ours),
+        save_id=written[0].save_id if written else None,
+        etag=metadata.etag if metadata else None,
+        modified_at=modified_at,
         pinned=directory.pin is not None,
         leased_until=max((found.modified_at + found.kind.seconds for found in directory.leases), default=None),
         deletions=tuple(sorted({found.kind.deletion for found in directory.deletions.values()})),
-        modified_at=max((found.modified_at for found in commits), default=directory.newest),
-        etag=metadata.etag if metadata else None,
-    )
-
-
-def in_grace(info: CheckpointInfo, *, now: float, grace: float) -> CheckpointInfo:
-    """The checkpoint with ``incomplete`` turned into ``in_progress`` or ``leftover``; others are unchanged.
-
-    Args:
-        now: seconds since the epoch, on the clock of S3.
-        grace: seconds for which a save counts as in progress after its newest object.
-    """
-    if info.state != "incomplete":
-        return info
-    young = info.modified_at is None or now - info.modified_at < grace
-    return replace(info, state="in_progress" if young else "leftover")
-
-
-def with_metrics(info: CheckpointInfo, added: AddedMetrics) -> CheckpointInfo:
-    """The checkpoint with the metrics that were added after the save, if they belong to this save."""
-    identity = info.save_id or info.etag
-    return replace(info, metrics={**info.metrics, **added.metrics}) if identity and added.of == identity else info
-
-
-def from_manifest(url: CheckpointURL, manifest: Manifest) -> CheckpointInfo:
-    """A committed checkpoint, from the manifest that its ``.metadata`` names."""
-    return CheckpointInfo(
-        url=str(url),
-        name=url.name,
-        state="committed",
-        step=step_of(url.name),
-        created_at=manifest.created_at,
-        world_size=manifest.world_size,
-        objects=len(manifest.objects),
-        size=manifest.total_size,
-        metrics=manifest.metrics,
-        extra=manifest.extra,
-        save_id=manifest.save_id,
-        started_at=manifest.started_at,
-    )
-
-
-def from_listing(url: CheckpointURL, directory: Directory, *, committed_at: float | None) -> CheckpointInfo:
-    """A checkpoint without a manifest: it is foreign, or was never committed (``committed_at`` None)."""
-    return CheckpointInfo(
-        url=str(url),
-        name=url.name,
-        state="incomplete" if committed_at is None else "committed",
-        step=step_of(url.name),
-        created_at=directory.newest if committed_at is None else committed_at,
-        world_size=None,
-        objects=len(directory.data),
-        size=sum(found.size for found in directory.data.values()),
-        foreign=committed_at is not None or not directory.ours,
-    )
-
-
-def from_rank_manifests(
-    url: CheckpointURL, directory: Directory, manifests: Mapping[int | None, Manifest]
-) -> CheckpointInfo:
-    """The checkpoint of ranks that committed for themselves, as torch and earlier versions do without collectives.
-
-    It is committed if ranks 0 to n - 1 are there and each manifest says n; without manifests (other writers'), if no
-    rank is missing. Otherwise it has ``damage``: nobody can tell whether it is complete.
-
-    Args:
-        manifests: manifests by rank, as far as they are clear and can be read.
-    """
-    ranks = directory.ranks
-    written = [manifests[rank] for rank in ranks if rank in manifests]
-    if not written and not directory.manifests.keys() & set(ranks) and directory.no_rank_missing:
-        return from_listing(url, directory, committed_at=max(directory.commits[rank].modified_at for rank in ranks))
-    if ranks != list(range(len(written))) or {manifest.world_size for manifest in written} != {len(ranks)}:
-        unclear = "it may be complete: ranks, or manifests of ranks, are missing, cannot be read, or disagree"
-        return replace(from_listing(url, directory, committed_at=None), damage=unclear)
-    return replace(
-        from_manifest(url, written[0]),
-        created_at=max(manifest.created_at for manifest in written),
-        objects=sum(len(manifest.objects) for manifest in written),
-        size=sum(manifest.total_size for manifest in written),
-        metrics={name: value for manifest in reversed(written) for name, value in manifest.metrics.items()},
+        damage=damage,
+        extra=written[0].extra if written else {},
         started_at=min((each.started_at for each in written if each.started_at is not None), default=None),
     )
 

@@ -117,26 +117,20 @@ def check_not_deleted(
         deletions: ids that a deletion of the checkpoint may have (`deletion_id`). None: any deletion at the URL counts
             (without collectives a rank does not know the other ranks' save ids).
     """
-    metadata = url.key(metadata_object(rank))
-    until = time.monotonic() + _WITHDRAWAL
-    wait = 0.05
-    while _is_being_deleted(store, url, deletions):
-        if time.monotonic() > until or not store.exists(metadata):
-            break
+    until, wait = time.monotonic() + _WITHDRAWAL, 0.05
+    while True:
+        directory = list_directory(store, url, DELETION_PREFIX)
+        begun = any(
+            (deletions is None or found.kind.deletion in deletions)
+            and directory.now - found.modified_at < DELETION_BEGINS
+            for found in directory.deletions.values()
+        )
+        there = store.exists(url.key(metadata_object(rank)))
+        if there and not begun:
+            return  # A list stays until everything is deleted. There was none, so what is there now stays.
+        if not there or time.monotonic() > until:
+            raise errors.CheckpointDeletedError(
+                f"{url} is being deleted by a prune. Remedy: load another one (`dcp_s3.latest`)", url=str(url)
+            )
         time.sleep(wait)
         wait = min(2 * wait, 1.0)
-    else:
-        # A list stays until everything is deleted. There was none, so what is there now stays.
-        if store.exists(metadata):
-            return
-    raise errors.CheckpointDeletedError(
-        f"{url} is being deleted by a prune. Remedy: load another one (`dcp_s3.latest`)", url=str(url)
-    )
-
-
-def _is_being_deleted(store: Store, url: CheckpointURL, deletions: Collection[str] | None) -> bool:
-    directory = list_directory(store, url, DELETION_PREFIX)
-    return any(
-        (deletions is None or found.kind.deletion in deletions) and directory.now - found.modified_at < DELETION_BEGINS
-        for found in directory.deletions.values()
-    )

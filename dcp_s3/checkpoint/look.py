@@ -11,20 +11,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.directory import Directory, list_directory, time_of
-from dcp_s3.checkpoint.info import (
-    CheckpointInfo,
-    LeftoverObject,
-    from_listing,
-    from_manifest,
-    from_rank_manifests,
-    with_marks,
-    with_metrics,
-)
-from dcp_s3.checkpoint.stored_metadata import check_metadata, find_crc_mismatch
+from dcp_s3.checkpoint.commit_state import check_metadata, find_crc_mismatch
+from dcp_s3.checkpoint.directory import Directory, DirectoryEntry, list_directory, time_of
+from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, summarize
 from dcp_s3.format.control_files import AddedMetrics, Manifest
 from dcp_s3.format.layout import (
     METADATA,
@@ -37,7 +29,7 @@ from dcp_s3.format.layout import (
     metadata_object,
 )
 from dcp_s3.format.saved_entries import needed_objects
-from dcp_s3.store import Store, StoredObject, same_etag
+from dcp_s3.store import Store, same_etag
 from dcp_s3.url import CheckpointURL
 from dcp_s3.versions import is_newer_than_installed
 
@@ -51,7 +43,7 @@ class Inspected:
     info: CheckpointInfo
     directory: Directory
     """The objects that begin with a dot, or all of them if they had to be, or were to be, listed."""
-    manifests: Mapping[int | None, Manifest] = field(default_factory=dict)
+    manifests: Mapping[int | None, Manifest]
     """Manifests of the commits that make it a checkpoint, by rank, as far as they are clear and can be read."""
     leftovers: tuple[LeftoverObject, ...] = ()
     """Objects that a committed checkpoint does not need, if all were to be listed. None are known without a manifest
@@ -65,26 +57,65 @@ def inspect(store: Store, url: CheckpointURL, *, whole: bool = False) -> Inspect
         whole: list all its objects, and say whether one is missing or left over.
     """
     directory = _list_whole(store, url) if whole else list_directory(store, url, ".")
-    found = _inspect_committed(store, url, directory) or _inspect_without_metadata(store, url, directory, whole=whole)
-    if found is None:
-        return None
-    info = with_marks(found.info, found.directory)
-    if found.directory.metrics is not None and info.committed:
-        info = with_metrics(info, read_added(store, url)[1])
+    manifests: dict[int | None, Manifest] = {}
+    if None in directory.commits:
+        try:
+            if manifest := _find_manifest(store, url, directory, None):
+                manifests = {None: manifest}
+            elif not directory.whole:
+                directory = list_directory(store, url)
+        except errors.ObjectNotFoundError:  # deleted just now
+            commits: dict[int | None, DirectoryEntry] = {rank: directory.commits[rank] for rank in directory.ranks}
+            directory = replace(directory, commits=commits, committing=directory.ranks)
+    if None not in directory.commits:
+        if not directory.whole:
+            # Not all of it at first: there may be millions of other things, such as below a run with its boards.
+            directory = list_directory(store, url, ".", "__")
+            if directory.shows_checkpoint and (whole or directory.ranks):
+                directory = list_directory(store, url)
+        if directory.is_spread_of(url.name) or not directory.shows_checkpoint:
+            return None
+
+        def manifest_of(store: Store, rank: int) -> Manifest | None:
+            try:
+                return _find_manifest(store, url, directory, rank)
+            except errors.ObjectNotFoundError:
+                return None  # deleted just now
+
+        of_ranks = zip(directory.ranks, store.map(manifest_of, directory.ranks), strict=True) if directory.ranks else ()
+        manifests = {rank: manifest for rank, manifest in of_ranks if manifest is not None}
+
+    info = summarize(url, directory, manifests)
+    if directory.metrics is not None and info.committed:
+        added, identity = read_added(store, url)[1], info.save_id or info.etag
+        if identity and added.of == identity:
+            info = replace(info, metrics={**info.metrics, **added.metrics})
     if info.pinned:
         info = replace(info, pin_reason=_read_pin_reason(store, url))
-    if info.committed and info.foreign and not found.directory.data:  # S3 may carry out a commit after it was pruned
+    if info.committed and info.foreign and not directory.data:  # S3 may carry out a commit after it was pruned
         info = replace(info, damage=find_damage(store, url))
-    found = replace(found, info=info)
+    found = Inspected(info, directory, manifests)
     return _look_deeper(store, url, found) if whole and info.committed else found
+
+
+def _list_whole(store: Store, url: CheckpointURL) -> Directory:
+    """All objects; if that may be millions of other things, those that begin with a dot."""
+    pages = [store.page(url.key(""))]
+    now = time_of(pages[0])
+    if pages[0].next_token is not None and not Directory.of(url, pages[0].objects).shows_checkpoint:
+        dotted = list_directory(store, url, ".")
+        if not dotted.shows_checkpoint:
+            return dotted
+    while pages[-1].next_token is not None:
+        pages.append(store.page(url.key(""), token=pages[-1].next_token))
+    return Directory.of(url, (each for page in pages for each in page.objects), now, whole=True)
 
 
 def _look_deeper(store: Store, url: CheckpointURL, found: Inspected) -> Inspected:
     """With the time of its newest object, with its damage and leftovers."""
-    directory, listed = found.directory, found.directory.commits.get(None)
+    directory, listed, manifest = found.directory, found.directory.commits.get(None), found.manifests.get(None)
     written_at = max((each.modified_at for each in directory.data.values()), default=None)
     found = replace(found, info=replace(found.info, written_at=written_at))
-    manifest = found.manifests.get(None)
     if manifest is None or listed is None:
         return found  # foreign, or of ranks
     damage = directory.describe_damage({entry.path: entry.size for entry in manifest.objects})
@@ -107,92 +138,44 @@ def _look_deeper(store: Store, url: CheckpointURL, found: Inspected) -> Inspecte
     return replace(found, info=replace(found.info, damage=damage), leftovers=leftovers)
 
 
-def _list_whole(store: Store, url: CheckpointURL) -> Directory:
-    """All objects; if that may be millions of other things, those that begin with a dot."""
-    pages = [store.page(url.key(""))]
-    now = time_of(pages[0])
-    if pages[0].next_token is not None and not Directory.of(url, pages[0].objects).shows_checkpoint:
-        dotted = list_directory(store, url, ".")
-        if not dotted.shows_checkpoint:
-            return dotted
-    while pages[-1].next_token is not None:
-        pages.append(store.page(url.key(""), token=pages[-1].next_token))
-    return Directory.of(url, (each for page in pages for each in page.objects), now, whole=True)
+# --- files of a checkpoint ---------------------------------------------------------------------------
 
 
-def _inspect_committed(store: Store, url: CheckpointURL, directory: Directory) -> Inspected | None:
-    """A checkpoint with ``.metadata``; None without."""
-    commit = directory.commits.get(None)
-    if commit is None:
-        return None
-    try:
-        manifest = find_manifest(store, url, directory, None)
-    except errors.ObjectNotFoundError:
-        return None  # deleted just now
-    if manifest is not None:
-        return Inspected(from_manifest(url, manifest), directory, {None: manifest})
-    directory = directory if directory.whole else list_directory(store, url)
-    return Inspected(from_listing(url, directory, committed_at=commit.modified_at), directory)
-
-
-def _inspect_without_metadata(
-    store: Store, url: CheckpointURL, directory: Directory, *, whole: bool
-) -> Inspected | None:
-    if not directory.whole:
-        # Not all of it at first: this may be a directory with millions of other things, such as a run with its boards.
-        directory = list_directory(store, url, ".", "__")
-        if directory.shows_checkpoint and (whole or directory.ranks):
-            directory = list_directory(store, url)
-    if directory.is_spread_of(url.name) or not directory.shows_checkpoint:
-        return None
-    ranks = directory.ranks
-    if not ranks:
-        return Inspected(from_listing(url, directory, committed_at=None), directory)
-
-    def manifest_of(store: Store, rank: int) -> Manifest | None:
-        try:
-            return find_manifest(store, url, directory, rank)
-        except errors.ObjectNotFoundError:
-            return None  # deleted just now
-
-    manifests = store.map(manifest_of, ranks)
-    by_rank: dict[int | None, Manifest] = {
-        rank: manifest for rank, manifest in zip(ranks, manifests, strict=True) if manifest is not None
-    }
-    return Inspected(from_rank_manifests(url, directory, by_rank), directory, by_rank)
-
-
-def find_manifest(store: Store, url: CheckpointURL, directory: Directory, rank: int | None) -> Manifest | None:
+def _find_manifest(store: Store, url: CheckpointURL, directory: Directory, rank: int | None) -> Manifest | None:
     """The manifest of the save that the commit of ``rank`` (None: ``.metadata``) names. None if it is missing, cannot
     be read, or is not clear.
+
+    Raises:
+        ObjectNotFoundError: there is no such commit.
     """
-    manifests = directory.manifests.get(rank, {})
+    manifests, commit = directory.manifests.get(rank, {}), directory.commits[rank]
     if not manifests:
         return None
-    save_id = directory.save_id_by_time(rank)
-    if save_id is None:
-        save_id = store.head(url.key(metadata_object(rank))).metadata.get(SAVE_ID_KEY)
-    if save_id is None and len(manifests) == 1:
-        [save_id] = manifests
+    only = next(iter(manifests.values())) if len(manifests) == 1 else None
+    # A manifest is written before its commit. A newer one is of a save that is in progress, or was cut off.
+    if only is not None and only.modified_at <= commit.modified_at:
+        return _read_manifest(store, url, only.path)
+    save_id = store.head(url.key(commit.path)).metadata.get(SAVE_ID_KEY)
+    if save_id is None and only is not None:
+        return _read_manifest(store, url, only.path)
     if save_id is None:
         try:
-            metadata = check_metadata(store.get(url.key(metadata_object(rank))), url, rank)
+            metadata = check_metadata(store.get(url.key(commit.path)), url, rank)
         except errors.CheckpointError as error:
             logger.warning("cannot tell which manifest of %s is valid: %s", url, error)
             return None
-        inside = getattr(metadata.storage_meta, "save_id", None)
-        save_id = inside if inside in manifests else None  # another library's save_id may be anything
-    return None if save_id is None else _read_manifest(store, url, save_id, rank)
+        save_id = str(getattr(metadata.storage_meta, "save_id", None))  # another library's may be anything
+    return _read_manifest(store, url, manifests[save_id].path) if save_id in manifests else None
 
 
-def _read_manifest(store: Store, url: CheckpointURL, save_id: str, rank: int | None) -> Manifest | None:
-    """The manifest of a save; None if there is none or it cannot be read."""
+def _read_manifest(store: Store, url: CheckpointURL, path: str) -> Manifest | None:
+    """A manifest; None if it is not there (lost in a copy, replaced just now), or cannot be read."""
     try:
-        return Manifest.from_json(store.get(url.key(manifest_object(save_id, rank))).data)
+        return Manifest.from_json(store.get(url.key(path)).data)
     except errors.ObjectNotFoundError:
-        return None  # lost in a copy, or replaced by another save just now
+        return None
     except ValueError as error:
-        logger.warning("the manifest %s of %s is not used: %s", manifest_object(save_id, rank), url, error)
+        logger.warning("the manifest %s of %s is not used: %s", path, url, error)
         return None
 
 
@@ -213,24 +196,36 @@ def _read_pin_reason(store: Store, url: CheckpointURL) -> str | None:
     """Why a checkpoint is pinned, if the pin says so and may be read. A pin protects whatever is in it."""
     try:
         reason = json.loads(store.get(url.key(PIN)).data)["reason"]
-    except (errors.ObjectNotFoundError, errors.AccessDeniedError):
-        return None
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (errors.ObjectNotFoundError, errors.AccessDeniedError, ValueError, TypeError, KeyError, RecursionError):
         return None
     return " ".join(reason.split()) if isinstance(reason, str) else None  # one line, wherever it is shown
 
 
-def find_damage(store: Store, url: CheckpointURL) -> str | None:
+# --- whether it can be loaded ------------------------------------------------------------------------
+
+
+def find_damage(store: Store, url: CheckpointURL, seen: Inspected | None = None) -> str | None:
     """Why a committed checkpoint cannot be loaded; None if it can. Reads its metadata and lists its objects.
 
     Metadata is decoded, which takes torch, unless it has the checksum that it was saved with, and a manifest that says
     what it names and that no newer torch wrote it.
+
+    Args:
+        seen: what was found there just now, with all its objects. It need not be listed and read again, unless the
+            checkpoint was replaced meanwhile.
     """
-    directory = list_directory(store, url)
+    directory = seen.directory if seen is not None and seen.directory.whole else list_directory(store, url)
     for rank in directory.committing:
         try:
             stored = store.get(url.key(metadata_object(rank)))
-            needed = _objects_of_manifest(store, url, rank, stored)
+            known = None if seen is None else seen.manifests.get(rank)
+            save_id, needed = stored.metadata.get(SAVE_ID_KEY), None
+            if seen is not None and (known is None or known.save_id != save_id):
+                return find_damage(store, url)
+            if save_id and METADATA_CRC_KEY in stored.metadata and find_crc_mismatch(stored) is None:
+                manifest = known or _read_manifest(store, url, manifest_object(save_id, rank))
+                if manifest is not None and not is_newer_than_installed(manifest.writer.get("torch")):
+                    needed = {entry.path: entry.size for entry in manifest.objects}
             if needed is None:
                 metadata = check_metadata(stored, url, rank)
                 if not isinstance(metadata.storage_data, dict):
@@ -252,16 +247,3 @@ def tell_unreadable(unreadable: Mapping[str, str], loadable: str | None) -> None
     then = f"The next one that can be is {loadable}" if loadable else "None of them can be"
     for url, damage in unreadable.items():
         logger.warning("%s cannot be loaded: %s. %s", url, damage.rstrip("."), then)
-
-
-def _objects_of_manifest(
-    store: Store, url: CheckpointURL, rank: int | None, stored: StoredObject
-) -> dict[str, int] | None:
-    """Path and size of each object of a commit; None if only its metadata tells for certain."""
-    save_id = stored.metadata.get(SAVE_ID_KEY)
-    if save_id is None or METADATA_CRC_KEY not in stored.metadata or find_crc_mismatch(stored) is not None:
-        return None
-    manifest = _read_manifest(store, url, save_id, rank)
-    if manifest is None or is_newer_than_installed(manifest.writer.get("torch")):
-        return None
-    return {entry.path: entry.size for entry in manifest.objects}

@@ -18,7 +18,7 @@ import botocore.session
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, encode_crc
 from dcp_s3.checkup.probes import CONFIGURATION, DATA, PROBE, CheckResult, Examination, fail, from_error, ok, skip, warn
-from dcp_s3.retention.parse import policy_from_settings
+from dcp_s3.retention.policy import policy_from_settings
 from dcp_s3.s3.client import find_chain
 from dcp_s3.s3.diagnosis import answered_code, answered_status, to_storage_error
 from dcp_s3.s3.operations import checksum_arguments

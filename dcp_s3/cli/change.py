@@ -230,7 +230,7 @@ def prune(
     """
     from dcp_s3.cli import tables
     from dcp_s3.retention import prune as pruning
-    from dcp_s3.retention.parse import parse_policy, policy_from_settings
+    from dcp_s3.retention.policy import parse_policy, policy_from_settings
     from dcp_s3.settings import resolve_settings
 
     parse_url(root)

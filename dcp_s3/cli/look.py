@@ -158,7 +158,7 @@ def diff(
 
 def _show_settings(as_json: bool) -> None:
     from dcp_s3.cli import tables
-    from dcp_s3.retention.parse import policy_from_settings
+    from dcp_s3.retention.policy import policy_from_settings
     from dcp_s3.s3.client import find_chain
     from dcp_s3.settings import ENV_PREFIX, resolve_settings
 

@@ -28,8 +28,7 @@ from dcp_s3.manager.background import retain
 from dcp_s3.manager.restore import load_error
 from dcp_s3.manager.select_checkpoint import ChosenCheckpoint, choose, impatient, latest_order, step_order
 from dcp_s3.retention.catalog import CheckpointCatalog
-from dcp_s3.retention.parse import parse_policy, policy_from_settings
-from dcp_s3.retention.policy import KeepLatest
+from dcp_s3.retention.policy import KeepLatest, parse_policy, policy_from_settings
 from dcp_s3.settings import resolve_settings
 from dcp_s3.stage.stager import S3Stager
 from dcp_s3.url import is_s3_url

@@ -34,9 +34,8 @@ from dcp_s3.load.weights import Fetched, fetch, find_uncommitted
 from dcp_s3.process import collector_paused
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
-from dcp_s3.spill.local import with_copies
+from dcp_s3.spill.local import LocalObjects, with_copies
 from dcp_s3.store import Counters, Store
-from dcp_s3.stores.wrapper import Overlay
 from dcp_s3.torch_private import ReaderTransforms
 from dcp_s3.units import one_line
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
@@ -272,7 +271,7 @@ class S3StorageReader(StorageReader):
                 (began, before), now = self._began, store.counters()
                 event = Loaded(
                     url=str(url), step=self._step, rank=ranks.rank(), ranks=ranks.world_size(),
-                    bytes=sum(fetcher.fetched), disk_bytes=copies.near.read_bytes if isinstance(copies, Overlay) else 0,
+                    bytes=sum(fetcher.fetched), disk_bytes=copies.read_bytes if isinstance(copies, LocalObjects) else 0,
                     seconds=time.monotonic() - began, hedged=now.hedged - before.hedged,
                     throttled=now.throttled - before.throttled,
                 )  # fmt: skip

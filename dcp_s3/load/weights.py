@@ -24,10 +24,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.commit_state import CommitState, SaveIdentity, find_state
+from dcp_s3.checkpoint.commit_state import CommitState, SaveIdentity, check_metadata, fetch_metadata, find_state
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.lease import ReaderLease
-from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.format import safetensors
 from dcp_s3.format.blocks import make_storage_info

@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit import check_metrics as check_storable
 from dcp_s3.checkpoint.info import find_step
-from dcp_s3.retention.parse import parse_policy, policy_from_settings
-from dcp_s3.retention.policy import PolicyFunction
+from dcp_s3.retention.policy import PolicyFunction, parse_policy, policy_from_settings
 from dcp_s3.retention.prune import check_grace
 from dcp_s3.settings import Settings
 

@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint import look
+from dcp_s3.checkpoint.commit_state import check_metadata, fetch_metadata, not_found_error
 from dcp_s3.checkpoint.info import CheckpointInfo
-from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata, not_found_error
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.saved_entries import SavedEntry, saved_entries
 from dcp_s3.offline.names import matches, no_match_error

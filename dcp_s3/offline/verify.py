@@ -12,8 +12,8 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.commit_state import check_metadata, fetch_metadata, find_crc_mismatch
 from dcp_s3.checkpoint.directory import list_directory
-from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata, find_crc_mismatch
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
 from dcp_s3.limit import UNLIMITED

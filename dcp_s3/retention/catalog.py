@@ -13,29 +13,28 @@ from itertools import chain
 from typing import Any
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.commit_state import check_metadata, not_found_error
 from dcp_s3.checkpoint.directory import Directory, time_of
 from dcp_s3.checkpoint.info import (
     CheckpointInfo,
     LeftoverObject,
     age_order,
     find_step,
-    from_manifest,
-    in_grace,
     newest_first,
+    summarize,
 )
 from dcp_s3.checkpoint.look import Inspected, find_damage, inspect, tell_unreadable
-from dcp_s3.checkpoint.stored_metadata import check_metadata, not_found_error
 from dcp_s3.format.control_files import Manifest
-from dcp_s3.format.layout import BOARD_PREFIX, What, classify, metadata_object
+from dcp_s3.format.layout import BOARD_PREFIX, METADATA, What, classify, metadata_object
 from dcp_s3.format.saved_entries import SavedEntry, needed_objects, saved_entries
 from dcp_s3.retention.plan import BOARDS, BOARDS_STAY, CatalogSnapshot, OpenUpload
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.spill.local import find_commits
 from dcp_s3.spill.store import open_store
-from dcp_s3.store import Store, Upload
+from dcp_s3.store import Store
 from dcp_s3.units import one_line
-from dcp_s3.url import CheckpointURL, URLLike, parse_url
+from dcp_s3.url import URLLike, parse_url
 
 logger = logging.getLogger(__name__)
 
@@ -79,10 +78,14 @@ class CheckpointCatalog:
             StorageError: missing bucket, credentials, permissions, network.
         """
         local = self.local()  # first: a checkpoint drained meanwhile is then seen twice, not missed
-        listing = self._list()
-        grace = self.settings.retention_grace
-        found = merge_local(listing.checkpoints, local)
-        return sorted((in_grace(info, now=listing.now, grace=grace) for info in found), key=age_order)
+        now, _, found = self._look()
+        since, infos = now - self.settings.retention_grace, []
+        for info in merge_local((each.info for each in found), local):
+            if info.state == "incomplete":
+                young = info.modified_at is None or info.modified_at > since
+                info = replace(info, state="in_progress" if young else "leftover")
+            infos.append(info)
+        return sorted(infos, key=age_order)
 
     def scan(self) -> CatalogSnapshot:
         """Everything that a plan needs: also leftovers in the directories of committed checkpoints, damage, and open
@@ -94,25 +97,36 @@ class CheckpointCatalog:
         Raises:
             StorageError: missing bucket, credentials, permissions, network.
         """
-        local = self.local()
+        local, skip = self.local(), len(self.root.key(""))
         # Before the objects: an upload that completes meanwhile is then seen as an upload, an object, or both.
-        uploads = sorted(self.store.uploads(self.root.key("")), key=lambda each: (each.key, each.upload_id))
-        listing = self._list(whole=True)
-        infos = {info.name: info for info in listing.checkpoints}
-        damages: dict[str, str] = {}
+        uploads = []
+        for each in sorted(self.store.uploads(self.root.key("")), key=lambda each: (each.key, each.upload_id)):
+            name, _, path = each.key[skip:].partition("/")
+            if name and classify(path).what is What.DATA:
+                uploads.append(OpenUpload(each.key, each.upload_id, each.initiated_at, name))
+        now, names, found = self._look(whole=True)
+        boards = self.store.list(self.root.key(BOARD_PREFIX)).objects if BOARDS in names else ()
+        leftovers = [
+            LeftoverObject(each.key, each.size, each.modified_at, BOARDS, etag=each.etag)
+            for each in boards
+            if each.modified_at < now - BOARDS_STAY
+        ]
+        damages, loadable = dict[str, str](), None
+        seen, infos = {each.info.name: each for each in found}, {each.info.name: each.info for each in found}
         for info in newest_first(infos.values()):  # as `latest` does, until one can be loaded
-            damage = info.damage or find_damage(self.store, self.root.child(info.name))
+            damage = info.damage or find_damage(self.store, self.root.child(info.name), seen[info.name])
             if damage is None:
-                tell_unreadable(damages, info.url)
+                loadable = info.url
                 break
             damages[info.url] = damage
             infos[info.name] = replace(info, damage=damage)
-        else:
-            tell_unreadable(damages, None)
-        return replace(
-            listing,
+        tell_unreadable(damages, loadable)
+        return CatalogSnapshot(
+            root=str(self.root),
+            now=now,
             checkpoints=tuple(sorted(merge_local(infos.values(), local), key=age_order)),
-            uploads=tuple(each for upload in uploads if (each := open_upload(self.root, upload)) is not None),
+            uploads=tuple(uploads),
+            leftovers=tuple(sorted(chain(leftovers, *(each.leftovers for each in found)), key=lambda left: left.key)),
         )
 
     def latest(self) -> CheckpointInfo | None:
@@ -126,7 +140,7 @@ class CheckpointCatalog:
         """
         while True:
             damages: dict[str, str] = {}
-            for info in newest_first(self._list().checkpoints):
+            for info in newest_first(each.info for each in self._look()[2]):
                 url = self.root.child(info.name)
                 damage = find_damage(self.store, url)
                 if damage is None:
@@ -146,41 +160,28 @@ class CheckpointCatalog:
         >>> CheckpointCatalog("s3://bucket/run", settings={"spill_dir": "/nvme/spill"}).local()
         []
         """
-        spill = open_store(self.settings)
-        found = []
+        spill, found = open_store(self.settings), []
         for journal, data, _ in find_commits(spill) if spill else ():
             url = parse_url(journal.url)
             if str(url) == str(self.root.child(url.name)):
-                info = from_manifest(url, Manifest.from_json(data))
-                found.append(replace(info, state="local", step=find_step(url.name, self.settings)))
+                info = summarize(url, Directory.of_sizes({METADATA: 0}), {None: Manifest.from_json(data)})
+                step = find_step(url.name, self.settings)
+                found.append(replace(info, state="local", step=step, etag=None, modified_at=None))
         return sorted(found, key=age_order)
 
-    def _list(self, *, whole: bool = False) -> CatalogSnapshot:
-        """The checkpoints, without uploads and what waits on this host; if ``whole``, with leftovers."""
-        listed = self.store.list(self.root.key(""), "/")
-        now, skip = time_of(listed), len(self.root.key(""))
+    def _look(self, *, whole: bool = False) -> tuple[float, list[str], list[Inspected]]:
+        """When the root was listed, by the clock of S3, the names right there, and the checkpoints among them."""
+        listed, skip = self.store.list(self.root.key(""), "/"), len(self.root.key(""))
         names = [prefix[skip:-1] for prefix in listed.prefixes]
-        boards: list[LeftoverObject] = []
-        if whole and BOARDS in names:
-            boards = [
-                LeftoverObject(each.key, each.size, each.modified_at, BOARDS, etag=each.etag)
-                for each in self.store.list(self.root.key(BOARD_PREFIX)).objects
-                if each.modified_at < now - BOARDS_STAY
-            ]
-
-        def look(store: Store, name: str) -> Inspected | None:
-            found = inspect(store, self.root.child(name), whole=whole)
-            step = find_step(name, self.settings)
-            return found and replace(found, info=replace(found.info, step=step))
-
-        looked = self.store.map(look, [name for name in names if name not in _NO_CHILD])
-        found = [each for each in looked if each is not None]
-        return CatalogSnapshot(
-            root=str(self.root),
-            now=now,
-            checkpoints=tuple(sorted((each.info for each in found), key=age_order)),
-            leftovers=tuple(sorted(chain(boards, *(each.leftovers for each in found)), key=lambda left: left.key)),
+        looked = self.store.map(
+            lambda store, name: inspect(store, self.root.child(name), whole=whole),
+            [name for name in names if name not in _NO_CHILD],
         )
+        found = [each for each in looked if each is not None]
+        if self.settings.step_pattern is not None:
+            steps = (find_step(each.info.name, self.settings) for each in found)
+            found = [replace(each, info=replace(each.info, step=step)) for each, step in zip(found, steps, strict=True)]
+        return time_of(listed), names, found
 
 
 def list_checkpoints(root: URLLike, *, settings: SettingsLike = None) -> list[CheckpointInfo]:
@@ -248,14 +249,6 @@ def merge_local(found: Iterable[CheckpointInfo], local: Iterable[CheckpointInfo]
     return list(merged.values())
 
 
-def open_upload(root: CheckpointURL, upload: Upload) -> OpenUpload | None:
-    """An open upload of a data object in a directory right under ``root``; None if it is of anything else."""
-    name, _, path = upload.key[len(root.key("")) :].partition("/")
-    if not name or classify(path).what is not What.DATA:
-        return None
-    return OpenUpload(upload.key, upload.upload_id, upload.initiated_at, name)
-
-
 # --- one checkpoint, for people to read ----------------------------------------------------------------
 
 
@@ -302,37 +295,26 @@ def describe(where: URLLike, *, settings: SettingsLike = None, store: Store | No
     looked = inspect(store, url, whole=True)
     if looked is None:
         raise not_found_error(url, "nothing of a checkpoint")
-    directory = looked.directory
+    directory, manifests = looked.directory, list(looked.manifests.values())
     ranks = directory.committing
-    manifests = list(looked.manifests.values())
     commits = store.map(lambda store, rank: store.get(url.key(metadata_object(rank))), ranks)
     metadata = [check_metadata(stored, url, rank) for rank, stored in zip(ranks, commits, strict=True)]
-    needed: set[str] = set()
-    for manifest in manifests:
-        needed |= {entry.path for entry in manifest.attachments.values()}
     entries: dict[str, SavedEntry] = {}
-    for loaded in metadata:
-        needed |= needed_objects(loaded).keys()
-        for entry in saved_entries(loaded):
-            entries[entry.fqn] = _merge(entries.get(entry.fqn), entry)
+    for entry in chain(*map(saved_entries, metadata)):  # each rank describes only what it wrote
+        if before := entries.get(entry.fqn):
+            entry = replace(entry, chunks=before.chunks + entry.chunks, size=before.size + entry.size)
+        entries[entry.fqn] = entry
+    recorded = {entry.path: entry.crc64nvme for manifest in manifests for entry in manifest.objects}
+    attached = {entry.path: name for manifest in manifests for name, entry in manifest.attachments.items()}
+    needed = {*attached, *chain(*map(needed_objects, metadata))}
+    sizes: dict[str, int | None] = dict.fromkeys(needed) | {path: each.size for path, each in directory.data.items()}
     return CheckpointDetails(
         info=looked.info,
         writer=manifests[0].writer if manifests else {},
         items=sum(len(loaded.storage_data or {}) for loaded in metadata),
-        objects=tuple(_objects(directory, manifests, needed)),
+        objects=tuple(
+            ObjectDetails(path, sizes[path], recorded.get(path), path in needed, attached.get(path))
+            for path in sorted(sizes)
+        ),
         entries=tuple(entries.values()),
     )
-
-
-def _merge(before: SavedEntry | None, entry: SavedEntry) -> SavedEntry:
-    """Merge the same entry from the metadata of two ranks: each rank describes only what it wrote."""
-    if before is None:
-        return entry
-    return replace(entry, chunks=before.chunks + entry.chunks, size=before.size + entry.size)
-
-
-def _objects(directory: Directory, manifests: list[Manifest], needed: set[str]) -> list[ObjectDetails]:
-    sizes: dict[str, int | None] = dict.fromkeys(needed) | {path: each.size for path, each in directory.data.items()}
-    crcs = {entry.path: entry.crc64nvme for manifest in manifests for entry in manifest.objects}
-    names = {entry.path: name for manifest in manifests for name, entry in manifest.attachments.items()}
-    return [ObjectDetails(path, sizes[path], crcs.get(path), path in needed, names.get(path)) for path in sorted(sizes)]

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.commit_state import not_found_error
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import check_not_deleted
 from dcp_s3.checkpoint.look import inspect, read_added
-from dcp_s3.checkpoint.stored_metadata import not_found_error
 from dcp_s3.format.control_files import AddedMetrics, check_added
 from dcp_s3.format.layout import METRICS, PIN
 from dcp_s3.s3 import retry
@@ -48,22 +48,21 @@ def annotate(
         CheckpointNotFoundError: no committed checkpoint is there.
         InvalidURLError, SettingsError, StorageError
     """
-    where = parse_url(url)
-    store = store_of(where, resolve_settings(settings)) if store is None else store
+    where, store = _open(url, settings, store)
     check_added(metrics, url=str(where))
-    info = _require_committed(store, where)
+    info, conflicts = _require_committed(store, where), 0
     of = info.save_id or info.etag or ""
-    for conflicts in range(1, _CONFLICTS + 1):
+    while True:
         etag, before = read_added(store, where)
         added = AddedMetrics(of, {**(before.metrics if before.of == of else {}), **metrics})
         try:
             store.put(where.key(METRICS), added.to_json(), expect=Expect(etag or ""))
-            break
+            return dict(added.metrics)
         except errors.PreconditionFailedError:
+            conflicts += 1
             if conflicts == _CONFLICTS:
                 raise
             time.sleep(retry.backoff(min(conflicts, 4)))
-    return dict(added.metrics)
 
 
 def pin(url: URLLike, reason: str | None = None, *, settings: SettingsLike = None, store: Store | None = None) -> None:
@@ -80,8 +79,7 @@ def pin(url: URLLike, reason: str | None = None, *, settings: SettingsLike = Non
         CheckpointDeletedError: a prune is deleting it; it is not pinned.
         InvalidURLError, SettingsError, StorageError
     """
-    where = parse_url(url)
-    store = store_of(where, resolve_settings(settings)) if store is None else store
+    where, store = _open(url, settings, store)
     info = _require_committed(store, where)
     body = {"reason": reason, "pinned_at": time.time()}
     store.put(where.key(PIN), (json.dumps(body) + "\n").encode())
@@ -102,12 +100,16 @@ def unpin(url: URLLike, *, settings: SettingsLike = None, store: Store | None = 
     Raises:
         InvalidURLError, SettingsError, StorageError
     """
-    where = parse_url(url)
-    store = store_of(where, resolve_settings(settings)) if store is None else store
+    where, store = _open(url, settings, store)
     pinned = store.exists(where.key(PIN))
     if pinned:
         store.delete([where.key(PIN)])
     return pinned
+
+
+def _open(url: URLLike, settings: SettingsLike, store: Store | None) -> tuple[CheckpointURL, Store]:
+    where = parse_url(url)
+    return where, store_of(where, resolve_settings(settings)) if store is None else store
 
 
 def _require_committed(store: Store, url: CheckpointURL) -> CheckpointInfo:

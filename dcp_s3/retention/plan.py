@@ -25,6 +25,7 @@ from dcp_s3.checkpoint.directory import LEASE_MARGIN
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order
 from dcp_s3.format.layout import CONTROL_PREFIX
 from dcp_s3.retention.policy import PolicyFunction, run_policy
+from dcp_s3.store import Upload
 from dcp_s3.units import format_size, one_line, plural
 
 Action = Literal["keep", "delete"]
@@ -36,17 +37,11 @@ BOARDS_STAY = 86400.0
 
 
 @dataclass(frozen=True)
-class OpenUpload:
+class OpenUpload(Upload):
     """A multipart upload that is neither completed nor aborted."""
 
-    key: str
-    """Key of the object that it would become."""
-    upload_id: str
-    """S3's id of the upload."""
-    initiated_at: float
-    """Seconds since the epoch, on the clock of S3."""
-    checkpoint: str
-    """Name of the directory under the root in which it would lie."""
+    checkpoint: str = ""
+    """Name of the directory under the root in which its object would lie."""
 
 
 @dataclass(frozen=True)
@@ -177,13 +172,11 @@ class CatalogSnapshot:
         found = {info.name: ["no policy"] for info in committed}
         if policy is not None:
             found = run_policy(policy, committed, now)
+        why = {True: "no policy keeps it", False: "left over: not committed, and older than the grace period"}
         decisions = []
         for info in infos:
             reasons = (*kept[info.name], *found.get(info.name, ()))
-            why = (
-                "no policy keeps it" if info.committed else "left over: not committed, and older than the grace period"
-            )
-            decisions.append(Decision(info, "keep" if reasons else "delete", reasons or (why,)))
+            decisions.append(Decision(info, "keep" if reasons else "delete", reasons or (why[info.committed],)))
         return Plan(
             now=now,
             grace=grace,
@@ -204,21 +197,22 @@ class CatalogSnapshot:
 
     def _active(self, since: float) -> dict[str, str]:
         """Reasons why directories count as being saved to, by name: they have something written after ``since``."""
+        written = "a save is in progress: an object was written within the grace period"
         active: dict[str, str] = {}
         for upload in self.uploads:
             if upload.initiated_at > since:
                 active[upload.checkpoint] = "a save is in progress: an upload was begun within the grace period"
         for leftover in self.leftovers:
             if leftover.modified_at > since and not leftover.is_lease and leftover.checkpoint != BOARDS:
-                active[leftover.checkpoint] = "a save is in progress: an object was written within the grace period"
+                active[leftover.checkpoint] = written
         for info in self.checkpoints:
-            written = info.modified_at
+            newest = info.modified_at
             if info.committed:  # a newer object is of a save in progress, or of a copy
-                written = info.written_at if (info.written_at or 0.0) > (info.modified_at or 0.0) else -math.inf
-            if info.state != "local" and (written is None or written > since):
-                active[info.name] = "a save is in progress: an object was written within the grace period"
+                newest = info.written_at if (info.written_at or 0.0) > (info.modified_at or 0.0) else -math.inf
             if info.waiting or info.state == "local":
                 active[info.name] = "its commit waits in this host's spill directory"
+            elif newest is None or newest > since:
+                active[info.name] = written
         return active
 
 
@@ -227,16 +221,17 @@ def _floors(
 ) -> dict[str, list[str]]:
     """Reasons to keep each checkpoint whatever the policies say, by name. All are in `age_order`."""
     kept: dict[str, list[str]] = {info.name: [] for info in infos}
-    good = [info for info in committed if info.damage is None]
-    by_time, good_by_time = (sorted(each, key=_committed_at) for each in (committed, good))  # stable: then by age
-    for candidates, why in (
-        (committed, "the newest committed checkpoint"),
-        (good, "the newest checkpoint that is not known to be damaged"),
-        (by_time, "the last one that was committed"),
-        (good_by_time, "the last one that was committed and is not known to be damaged"),
+    times = {info.name: info.modified_at for info in committed if not math.isnan(info.modified_at or 0.0)}
+    by_time = sorted(committed, key=lambda info: times.get(info.name) or -math.inf)  # stable: then by age
+    for candidates, why, of_good in (
+        (committed, "the newest committed checkpoint", "the newest checkpoint that is not known to be damaged"),
+        (by_time, "the last one that was committed", "the last one that was committed and is not known to be damaged"),
     ):
-        if candidates and not (kept[candidates[-1].name] and "damaged" in why):
+        good = [info for info in candidates if info.damage is None]
+        if candidates:
             kept[candidates[-1].name].append(why)
+        if good and not kept[good[-1].name]:
+            kept[good[-1].name].append(of_good)
     for info in infos:
         reasons = kept[info.name]
         if info.pinned:
@@ -250,7 +245,3 @@ def _floors(
         if info.committed and info.step is None:
             reasons.append("has no step, so no place in the sequence that policies thin out")
     return kept
-
-
-def _committed_at(info: CheckpointInfo) -> float:
-    return -math.inf if info.modified_at is None or math.isnan(info.modified_at) else info.modified_at

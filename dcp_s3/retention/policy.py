@@ -9,6 +9,7 @@ Each policy is idempotent: applied to what it kept, it keeps all of it. So a sec
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any, Literal, Protocol
 
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.errors import SettingsError
+from dcp_s3.settings import Settings
 from dcp_s3.units import parse_duration
 
 Reasons = Mapping[str, Sequence[str]]
@@ -201,7 +203,12 @@ class KeepWithin(Policy):
     duration: float | str | timedelta
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "duration", _seconds(self.duration))
+        given, seconds = self.duration, -1.0
+        with contextlib.suppress(ValueError):
+            seconds = given.total_seconds() if isinstance(given, timedelta) else parse_duration(given)
+        if not 0 <= seconds < math.inf:
+            raise SettingsError(f"KeepWithin: duration = {given!r}, expected seconds, a timedelta, or text like 48h")
+        object.__setattr__(self, "duration", seconds)
 
     def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
         oldest = now - float(self.duration)  # type: ignore[arg-type]
@@ -213,7 +220,11 @@ class KeepWithin(Policy):
         return {info.name: [str(self)] for info in checkpoints if is_young(info)}
 
     def __str__(self) -> str:
-        return f"within:{format_duration(float(self.duration))}"  # type: ignore[arg-type]
+        seconds = float(self.duration)  # type: ignore[arg-type]
+        for unit, length in (("h", 3600), ("m", 60)):
+            if seconds and seconds % length == 0:
+                return f"within:{seconds / length:.0f}{unit}"
+        return f"within:{f'{seconds:f}'.rstrip('0').rstrip('.')}s"
 
 
 @dataclass(frozen=True)
@@ -238,30 +249,21 @@ class KeepDaily(Policy):
     def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
         newest: dict[str, CheckpointInfo] = {}
         reasons: dict[str, list[str]] = {}
-        for info in sorted(checkpoints, key=lambda info: (_commit_time(info) or 0.0, *age_order(info))):
-            time = _commit_time(info)
-            if time is None:
+        dated: list[tuple[float, CheckpointInfo]] = []
+        for info in checkpoints:
+            time = info.modified_at if info.created_at is None else info.created_at
+            if time is None or not math.isfinite(time):
                 reasons[info.name] = [f"{self}, its time is not known"]
             else:
-                newest[_utc(min(time, now)).strftime("%Y-%m-%d")] = info
+                dated.append((time, info))
+        for time, info in sorted(dated, key=lambda pair: pair[0]):  # stable: of one time by age
+            newest[datetime.fromtimestamp(max(0.0, min(time, now)), timezone.utc).strftime("%Y-%m-%d")] = info
         for day in sorted(newest, reverse=True)[: self.n]:
             reasons[newest[day].name] = [f"{self}, last of {day}"]
         return reasons
 
     def __str__(self) -> str:
         return f"daily:{self.n}"
-
-
-def _commit_time(info: CheckpointInfo) -> float | None:
-    time = info.modified_at if info.created_at is None else info.created_at
-    return time if time is not None and math.isfinite(time) else None
-
-
-def _utc(time: float) -> datetime:
-    try:
-        return datetime.fromtimestamp(max(time, 0.0), timezone.utc)
-    except (OverflowError, ValueError, OSError):
-        return datetime.max.replace(tzinfo=timezone.utc)
 
 
 # --- running -------------------------------------------------------------------------------------
@@ -326,14 +328,6 @@ def best_first(checkpoints: Sequence[CheckpointInfo], metric: str, mode: Mode) -
     return [info for _, info in sorted(found, key=lambda pair: sign * pair[0])]
 
 
-def format_duration(seconds: float) -> str:
-    """Format seconds for `parse_duration`: ``172800`` -> ``48h``. Uses the largest exact unit, up to hours."""
-    for unit, length in (("h", 3600), ("m", 60)):
-        if seconds and seconds % length == 0:
-            return f"{seconds / length:.0f}{unit}"
-    return f"{seconds:f}".rstrip("0").rstrip(".") + "s"
-
-
 def check_count(policy: Policy, name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise SettingsError(f"{type(policy).__name__}: {name} = {value!r}, expected a whole number of 1 or more")
@@ -344,11 +338,62 @@ def _check_mode(mode: object) -> None:
         raise SettingsError(f"mode = {mode!r}, expected 'min' or 'max': whether low or high values are better")
 
 
-def _seconds(duration: object) -> float:
+# --- policies in one line: latest:3 best:2:val_loss:min every:10000 within:48h daily:7 --------------------
+
+
+def parse_policy(text: str) -> Policy | None:
+    """The policy that keeps whatever any of the words keeps; None for empty text, which keeps all.
+
+    Words, in any order: ``latest:K``, ``best:K:METRIC:min|max[:drop]``, ``every:STEPS``, ``within:DURATION``,
+    ``daily:N``.
+
+    >>> parse_policy("latest:3 best:2:val_loss:min every:10000")
+    KeepLatest(k=3) | KeepBest(k=2, metric='val_loss', mode='min', missing='keep') | KeepEvery(steps=10000)
+
+    Raises:
+        SettingsError: a word is not a policy. The error names it and what is allowed.
+    """
+    policies = [_parse_word(word) for word in text.split()]
+    return policies[0] if len(policies) == 1 else AnyOf(tuple(policies)) if policies else None
+
+
+def policy_from_settings(settings: Settings) -> Policy | None:
+    """The policy of the setting ``retention``; None if it is unset."""
     try:
-        seconds = duration.total_seconds() if isinstance(duration, timedelta) else parse_duration(duration)
-        if 0 <= seconds < math.inf:
-            return seconds
-    except ValueError:
-        pass
-    raise SettingsError(f"KeepWithin: duration = {duration!r}, expected seconds, a timedelta, or text like 48h")
+        return parse_policy(settings.retention or "")
+    except SettingsError as error:
+        raise SettingsError(f"DCP_S3_RETENTION = {settings.retention!r} is not allowed: {error}") from None
+
+
+_WORDS = {
+    "latest": "latest:K",
+    "best": "best:K:METRIC:min|max[:drop], for example best:2:val_loss:min",
+    "every": "every:STEPS",
+    "within": "within:DURATION (for example 48h)",
+    "daily": "daily:N",
+}
+
+
+def _parse_word(word: str) -> Policy:
+    kind, _, rest = word.partition(":")
+    if kind not in _WORDS:
+        raise SettingsError(f"{word!r} is not a policy. Remedy: one of {', '.join(_WORDS.values())}")
+    try:
+        if kind == "within":
+            if rest[-1:].isdigit() or rest.endswith("."):
+                raise SettingsError("without a unit nobody knows whether seconds or hours are meant")
+            return KeepWithin(rest)
+        count, _, best = rest.removesuffix(":drop").partition(":")
+        number = count if kind == "best" else rest
+        if not (number.isascii() and number.isdigit() and len(number) <= 18):
+            raise ValueError
+        if kind == "best":
+            metric, _, mode = best.rpartition(":")
+            missing = "drop" if rest.endswith(":drop") else "keep"
+            return KeepBest(int(count), metric, mode, missing)  # type: ignore[arg-type]  # mode is checked there
+        if kind == "latest":
+            return KeepLatest(int(rest))
+        return KeepEvery(int(rest)) if kind == "every" else KeepDaily(int(rest))
+    except (SettingsError, ValueError) as error:
+        why = f" ({error})" if isinstance(error, SettingsError) else ""
+        raise SettingsError(f"{word!r} is not a policy: expected {_WORDS[kind]}{why}") from None

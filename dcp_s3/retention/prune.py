@@ -8,27 +8,25 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.commit_state import not_found_error
 from dcp_s3.checkpoint.deletion import Deleter, LeftAloneError
-from dcp_s3.checkpoint.directory import Deletion, list_directory
-from dcp_s3.checkpoint.info import LeftoverObject, age_order
-from dcp_s3.checkpoint.leftovers import delete_leftovers, delete_uncommitted, finish_deletion, withdraw_given_up
+from dcp_s3.checkpoint.directory import list_directory
+from dcp_s3.checkpoint.info import Deletion, LeftoverObject, age_order
 from dcp_s3.checkpoint.look import inspect
-from dcp_s3.checkpoint.stored_metadata import not_found_error
 from dcp_s3.events import Listener, Pruned, PruneFailed, emit
-from dcp_s3.format.layout import DELETION_PREFIX
+from dcp_s3.format.layout import DELETION_PREFIX, What, classify
 from dcp_s3.limit import STALL_SETTING
-from dcp_s3.retention.catalog import CheckpointCatalog, open_upload
-from dcp_s3.retention.parse import parse_policy, policy_from_settings
+from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.plan import BOARDS, OpenUpload, Plan
-from dcp_s3.retention.policy import PolicyFunction
+from dcp_s3.retention.policy import PolicyFunction, parse_policy, policy_from_settings
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.store import DeleteTarget, Store, Upload
+from dcp_s3.store import DeleteTarget, Store
 from dcp_s3.units import format_size, one_line, parse_duration, plural
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
@@ -40,6 +38,10 @@ MIN_GRACE = 3600.0
 Progress = Callable[[int, int], None]
 """Called with the number of steps (checkpoints, groups of leftovers, uploads) that are done, and of all steps. Runs in
 the prune's threads, one call at a time."""
+
+_Step = tuple[str, str, Callable[[Deleter], Any]]
+"""Name of the checkpoint, field of the report for the result, and the work."""
+_FIELDS = ("deleted", "finished", "leftovers", "aborted", "left_alone", "failures")  # of the report, in their order
 
 
 @dataclass(frozen=True)
@@ -203,14 +205,6 @@ def apply_plan(
     return _apply(store, where, lambda: plan, resolved, progress, on_event)
 
 
-class _Step(NamedTuple):
-    name: str
-    """Name of the checkpoint."""
-    field: str
-    """Field of the report for its result."""
-    work: Callable[[Deleter], Any]
-
-
 def _apply(
     store: Store,
     root: CheckpointURL,
@@ -223,31 +217,39 @@ def _apply(
     began = time.monotonic()
     try:
         plan = make()
-        unfinished = [
-            _Step(each.checkpoint, "finished",
-                  partial(finish_deletion, url=root.child(each.checkpoint), deletion=each.deletion))
-            for each in plan.unfinished
-        ]  # fmt: skip
-        groups = unfinished, _steps(root, plan)
         deleter, counting = Deleter(store.within(store.limit.shared(settings.stall_timeout))), threading.Lock()
-        of: defaultdict[str, list[Any]] = defaultdict(list)
+        finishing, others = _steps(root, plan)
         done = 0
 
-        def take(store: Store, step: _Step) -> None:
+        def take(store: Store, step: _Step) -> tuple[str, Any]:
+            """The report's field, and what goes in there."""
             nonlocal done
-            field, result = _take(deleter.on(store), root, step)
+            name, field, work = step
+            url = root.child(name)
+            try:
+                result = work(replace(deleter, store=store))
+                if field == "deleted":
+                    logger.info("deleted %s: %d objects, %d bytes", url, result.objects, result.size)
+            except LeftAloneError as error:
+                logger.info("%s is left alone: %s", url, error)
+                field, result = "left_alone", NotDeleted(name, str(error))
+            except errors.DcpS3Error as error:
+                if getattr(error, "setting", "") == STALL_SETTING:
+                    raise  # the other checkpoints would wait as long
+                logger.warning("%s could not be pruned: %s", url, error)
+                field, result = "failures", NotDeleted(name, f"{type(error).__name__}: {error}")
             with counting:
                 done += 1
-                if getattr(result, "objects", 1):
-                    of[field].append(result)
                 if progress is not None:
-                    progress(done, sum(map(len, groups)))
+                    progress(done, len(finishing) + len(others))
+            return field, result
 
-        for group in groups:
-            deleter.store.map(take, group)
-        fields = ("deleted", "finished", "leftovers", "aborted", "left_alone", "failures")
-        results: dict[str, Any] = {field: tuple(sorted(of[field], key=_name)) for field in fields}
-        report = PruneReport(str(root), plan, **results)
+        results = [*deleter.store.map(take, finishing), *deleter.store.map(take, others)]
+        of: dict[str, Any] = {field: [] for field in _FIELDS}
+        for field, result in results:
+            if field and getattr(result, "objects", True):
+                of[field].append(result)
+        report = PruneReport(str(root), plan, False, *(tuple(of[field]) for field in _FIELDS))
     except BaseException as error:
         emit(PruneFailed(root=str(root), error=error), on_event)
         raise
@@ -256,67 +258,47 @@ def _apply(
     return report
 
 
-def _steps(root: CheckpointURL, plan: Plan) -> list[_Step]:
-    """All but what finishes earlier deletions."""
+def _steps(root: CheckpointURL, plan: Plan) -> tuple[list[_Step], list[_Step]]:
+    """What finishes earlier deletions, and what is done after that."""
     since = plan.now - plan.grace
-    good = [info for info in plan.kept if info.committed and info.damage is None]
+    deleted, kept = plan.deleted, plan.kept
+    finishing: list[_Step] = [
+        (each.checkpoint, "finished", partial(Deleter.finish, url=root.child(each.checkpoint), deletion=each.deletion))
+        for each in plan.unfinished
+    ]
+    good = [info for info in kept if info.committed and info.damage is None]
     newest = root.child(max(good, key=age_order).name) if good else None  # from which a run would resume
-    steps, leftovers = [], defaultdict[str, list[LeftoverObject]](list)
-    for info in plan.deleted:
-        work: Callable[[Deleter], Any] = partial(delete_uncommitted, url=root.child(info.name), since=since)
+    steps: list[_Step] = []
+    for info in deleted:
+        work: Callable[[Deleter], Any] = partial(Deleter.delete_uncommitted, url=root.child(info.name), since=since)
         if info.committed:
             work = partial(
                 Deleter.delete_committed, url=root.child(info.name), planned=info, since=since, newest=newest
             )
-        steps.append(_Step(info.name, "deleted", work))
-    deleted = {step.name for step in steps}
+        steps.append((info.name, "deleted", work))
+    leftovers, gone = defaultdict[str, list[LeftoverObject]](list), {info.name for info in deleted}
     for left in plan.leftovers:
-        if left.checkpoint not in deleted:
+        if left.checkpoint not in gone:
             leftovers[left.checkpoint].append(left)
     for name, found in leftovers.items():
-        work = partial(delete_leftovers, url=root.child(name), planned=found, since=since)
-        if name == BOARDS:
-            work = partial(_delete_boards, boards=found)
-        steps.append(_Step(name, "leftovers", work))
-    steps += [_Step(each.checkpoint, "aborted", partial(_abort, upload=each)) for each in plan.uploads]
-    for info in plan.kept:
-        if info.committed and info.deletion_id in info.deletions:  # it was given up
-            work = partial(withdraw_given_up, url=root.child(info.name), deletion=info.deletion_id)
-            steps.append(_Step(info.name, "", work))
-    return steps
-
-
-def _take(deleter: Deleter, root: CheckpointURL, step: _Step) -> tuple[str, Any]:
-    """The report's field, and what goes in there."""
-    url = root.child(step.name)
-    try:
-        result = step.work(deleter)
-    except LeftAloneError as error:
-        logger.info("%s is left alone: %s", url, error)
-        return "left_alone", NotDeleted(step.name, str(error))
-    except errors.DcpS3Error as error:
-        if getattr(error, "setting", "") == STALL_SETTING:
-            raise  # the other checkpoints would wait as long
-        logger.warning("%s could not be pruned: %s", url, error)
-        return "failures", NotDeleted(step.name, f"{type(error).__name__}: {error}")
-    if step.field == "deleted":
-        logger.info("deleted %s: %d objects, %d bytes", url, result.objects, result.size)
-    return step.field, result
+        work = partial(Deleter.delete_leftovers, url=root.child(name), planned=found, since=since)
+        steps.append((name, "leftovers", partial(_delete_boards, boards=found) if name == BOARDS else work))
+    steps += [(each.checkpoint, "aborted", partial(_abort, upload=each)) for each in plan.uploads]
+    for info in kept:
+        if info.deletions and info.committed and info.deletion_id in info.deletions:  # it was given up
+            withdraw = partial(Deleter.withdraw_given_up, url=root.child(info.name), deletion=info.deletion_id)
+            steps.append((info.name, "", withdraw))
+    return finishing, steps
 
 
 def _abort(deleter: Deleter, upload: OpenUpload) -> OpenUpload:
-    deleter.store.abort(Upload(upload.key, upload.upload_id))
+    deleter.store.abort(upload)
     return upload
 
 
 def _delete_boards(deleter: Deleter, boards: Sequence[LeftoverObject]) -> Deletion:
     changed = deleter.delete_all([DeleteTarget(each.key, each.etag) for each in boards])
-    gone = [each for each in boards if each.key not in changed]
-    return Deletion(BOARDS, len(gone), sum(each.size for each in gone))
-
-
-def _name(each: Deletion | OpenUpload | NotDeleted) -> tuple[str, str]:
-    return (each.key, each.upload_id) if isinstance(each, OpenUpload) else (each.name, "")
+    return Deletion.of(BOARDS, [each for each in boards if each.key not in changed])
 
 
 # --- one checkpoint on request -----------------------------------------------------------------------
@@ -350,46 +332,41 @@ def remove(
     """
     where, resolved = parse_url(url), resolve_settings(settings)
     root = CheckpointURL(where.bucket, where.prefix.rpartition("/")[0])
-    waits = [info.name for info in CheckpointCatalog(str(root), settings=resolved, store=store).local()]
-    deleter = Deleter(store_of(where, resolved) if store is None else store, force=force, dry_run=dry_run)
-    now = list_directory(deleter.store, where, DELETION_PREFIX).now
-    since = math.inf if force else now - resolved.retention_grace
-    uploads = [
-        each
-        for each in deleter.store.uploads(where.key(""))
-        if (upload := open_upload(root, each)) is not None and upload.checkpoint == where.name
-    ]
+    catalog = CheckpointCatalog(str(root), settings=resolved, store=store)
+    why = None
+    if where.name in [info.name for info in catalog.local()]:
+        why = "its commit waits in this host's spill directory"
+    deleter = Deleter(catalog.store, force=force, dry_run=dry_run)
+    start = where.key("")
+    uploads = [each for each in deleter.store.uploads(start) if classify(each.key[len(start) :]).what is What.DATA]
     found = inspect(deleter.store, where)
     if found is None and not uploads:
         raise not_found_error(where, "nothing of a checkpoint")
-    why = "its commit waits in this host's spill directory" if where.name in waits else None
+    directory = found.directory if found else list_directory(deleter.store, where, DELETION_PREFIX)
+    since = math.inf if force else directory.now - resolved.retention_grace
     if any(each.initiated_at > since for each in uploads):
         why = "a save is in progress: an upload was begun within the grace period"
-    if found is not None:
-        reason = found.info.pin_reason
-        why = f"it is pinned ({reason})" if reason else found.directory.protection or why
-    if why is not None and not force:
-        raise _protected(where, why)
+    if found is not None and (protection := found.directory.protection):
+        why = f"it is pinned ({found.info.pin_reason})" if found.info.pin_reason else protection
     done = []
     try:
+        if why is not None and not force:
+            raise LeftAloneError(why)
         if found is not None:
             info = found.info
             begun = [each for each in info.deletions if not info.committed or each != info.deletion_id]
             if not dry_run:
-                done = [finish_deletion(deleter, where, each) for each in begun]
+                done = [deleter.finish(where, each) for each in begun]
             if info.committed:
                 done.append(deleter.delete_committed(where, info, since=since))
             else:
-                done.append(delete_uncommitted(deleter, where, since=since))
+                done.append(deleter.delete_uncommitted(where, since=since))
     except LeftAloneError as error:
-        raise _protected(where, str(error)) from None
+        raise errors.CheckpointProtectedError(
+            f"{where} was not deleted: {error}. Remedy: `unpin` it, wait, or pass force=True, if nobody needs what is "
+            "there",
+            url=str(where),
+        ) from None
     for each in () if dry_run else uploads:
         deleter.store.abort(each)
     return Deletion(where.name, sum(each.objects for each in done), sum(each.size for each in done))
-
-
-def _protected(url: CheckpointURL, why: str) -> errors.CheckpointProtectedError:
-    return errors.CheckpointProtectedError(
-        f"{url} was not deleted: {why}. Remedy: `unpin` it, wait, or pass force=True, if nobody needs what is there",
-        url=str(url),
-    )

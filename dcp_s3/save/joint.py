@@ -16,10 +16,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.attachments import check_distinct
-from dcp_s3.checkpoint.commit import Commit, delete_quietly, versions
+from dcp_s3.checkpoint.commit import Commit, check_readable, delete_quietly, versions
 from dcp_s3.checkpoint.commit_state import SaveIdentity, exists_error, find_previous, find_save_id
 from dcp_s3.checkpoint.info import find_step
-from dcp_s3.checkpoint.readback import check_readable
 from dcp_s3.coordination import protocol, values
 from dcp_s3.coordination.driving import Driver
 from dcp_s3.coordination.identity import Attempt, current_attempt

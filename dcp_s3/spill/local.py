@@ -7,17 +7,17 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from dcp_s3.checksum import crc_hex
-from dcp_s3.memory import ReadTarget
+from dcp_s3.memory import ReadTarget, targets_of
 from dcp_s3.settings import Settings
 from dcp_s3.spill.journal import Journal, State
 from dcp_s3.spill.store import DamagedFileError, SpillStore, crc_of_file, open_store
-from dcp_s3.store import Store
-from dcp_s3.stores.wrapper import Overlay
+from dcp_s3.store import Into, Moved, ReadWidth, Store
+from dcp_s3.stores.wrapper import StoreWrapper
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -66,18 +66,34 @@ def find_commits(store: SpillStore) -> Iterator[WaitingCommit]:
         yield WaitingCommit(save.journal, *files)
 
 
-class LocalObjects:
-    """Files of objects that a load of one checkpoint need not fetch from S3 (`Overlay`). Each is used only if its size
-    and checksum are right."""
+class LocalObjects(StoreWrapper):
+    """Reads what files in the spill directory have of a checkpoint from there, unless a certain version is asked for;
+    all else is ``store``'s. A file is used only if its size and checksum are right."""
 
-    def __init__(self, store: SpillStore, url: CheckpointURL) -> None:
+    def __init__(self, store: Store, spill: SpillStore, url: CheckpointURL) -> None:
+        super().__init__(store)
         self._lock = threading.Lock()  # held while a file is checked: others wait, which only costs time
-        self._files = {url.key(each.path): each for each in find_waiting(store) if each.url == str(url)}
+        self._files = {url.key(each.path): each for each in find_waiting(spill) if each.url == str(url)}
         self._open: dict[str, int] = {}
         self._descriptors: list[int] = []
-        self.read_bytes = 0
+        self._sizes: list[int] = []  # of what was read from files
 
-    def read_into(self, key: str, start: int, targets: Sequence[ReadTarget]) -> bool:
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that were read from files."""
+        return sum(self._sizes)
+
+    def read(self, key: str, start: int, into: Into, etag: str | None = None, *, moved: Moved | None = None) -> None:
+        targets = targets_of(into)
+        self.limit.check(f"read of {key}")
+        if etag is not None or not self._read_file(key, start, targets):
+            self.store.read(key, start, targets, etag, moved=moved)
+
+    def adapt_reads(self, *, resize: Callable[[int], None], is_busy: Callable[[], bool], most: int) -> ReadWidth:
+        # Not all bytes come from the store: their rate says nothing.
+        return self.store.adapt_reads(resize=resize, is_busy=is_busy, most=min(most, self.read_width()))
+
+    def _read_file(self, key: str, start: int, targets: Sequence[ReadTarget]) -> bool:
         with self._lock:
             fd = self._find(key)
         if fd is None:
@@ -92,8 +108,7 @@ class LocalObjects:
                     target.received(done, count)
                     done += count
                 start += done
-                with self._lock:
-                    self.read_bytes += done
+                self._sizes.append(done)
         except OSError as error:
             logger.warning("%s comes from S3: its local copy cannot be read: %s", key, error)
             self.distrust(key)
@@ -132,8 +147,8 @@ def with_copies(store: Store, settings: Settings, url: CheckpointURL) -> Iterato
     if spill is None:
         yield store
         return
-    with contextlib.closing(LocalObjects(spill, url)) as local:
-        yield Overlay(local, store)
+    with contextlib.closing(LocalObjects(store, spill, url)) as local:
+        yield local
 
 
 def _open_checked(local: LocalObject) -> int | None:

@@ -9,13 +9,13 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.memory import Piece, targets_of, views_of
 from dcp_s3.store import (
-    Batch,
     DeleteTarget,
     Expect,
     Into,
@@ -26,7 +26,6 @@ from dcp_s3.store import (
     Store,
     StoredObject,
     StreamedObject,
-    Upload,
     UserMetadata,
     same_etag,
 )
@@ -41,18 +40,17 @@ class DirectoryStore(Store):
     name, flushed, and renamed; if two processes write one file, one of them wins. Its ETag is made of inode, time and
     size, so that a file that was written again has another one.
 
-    There are no conditions, no user metadata and no batches. Keys that no path can express (empty, ``.`` or ``..``
+    There are no conditions and no user metadata. Keys that no path can express (empty, ``.`` or ``..``
     between slashes, a NUL) are refused. So is a key that extends another object's key by a slash and more.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, page_size: int = 1000) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self._root = Path(path)
         self.name = str(self._root)
-        self._page_size = page_size
         self.limit = UNLIMITED
 
     def within(self, limit: Limit) -> DirectoryStore:
-        other = DirectoryStore(self._root, page_size=self._page_size)
+        other = DirectoryStore(self._root)
         other.limit = limit
         return other
 
@@ -99,13 +97,6 @@ class DirectoryStore(Store):
             key, stat.st_size, stat.st_mtime, _etag(stat), {}, crc_hex(crc) if checksum else None, time.time()
         )
 
-    def exists(self, key: str) -> bool:
-        try:
-            with self._open("look for", key):
-                return True
-        except errors.ObjectNotFoundError:
-            return False
-
     @contextlib.contextmanager
     def _open(self, operation: str, key: str) -> Iterator[int]:
         """Open the file of a key; an OSError in the context becomes a StorageError."""
@@ -120,9 +111,18 @@ class DirectoryStore(Store):
                 os.close(fd)
 
     def page(self, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
+        """All of them: one page."""
         self.limit.check(f"list of {prefix}")
         with self._clear_errors("list", prefix):
-            return make_page(self._walk(prefix), prefix, delimiter, token, self._page_size, time.time())
+            found = sorted(self._walk(prefix), key=lambda each: each.key.encode("utf-8", "surrogatepass"))
+        objects, prefixes = list[ListedObject](), dict[str, None]()
+        for each in found:
+            end = each.key.find(delimiter, len(prefix)) if delimiter else -1
+            if end < 0:
+                objects.append(each)
+            else:
+                prefixes[each.key[: end + len(delimiter)]] = None
+        return Page(tuple(objects), tuple(prefixes), None, time.time())
 
     def _walk(self, prefix: str) -> Iterator[ListedObject]:
         below = prefix.rpartition("/")[0]
@@ -136,6 +136,8 @@ class DirectoryStore(Store):
                 if name.startswith(HIDDEN):
                     continue
                 key = name if parent == "." else f"{parent}/{name}"
+                if not key.startswith(prefix):
+                    continue
                 try:
                     stat = os.stat(os.path.join(directory, name))
                 except FileNotFoundError:
@@ -155,22 +157,24 @@ class DirectoryStore(Store):
         self, key: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None
     ) -> StreamedObject:
         path, sent = self._path(key), []
-
-        def views() -> Iterator[memoryview]:
-            for piece in pieces:
-                self.limit.check(f"put of {key}")
-                sent.append((piece.checksum(), piece.size))
-                yield from views_of([piece])
-                piece.view = None
-
+        temporary = path.with_name(f"{HIDDEN}{uuid.uuid4().hex}")
         self.limit.check(f"put of {key}")
-        with self._clear_errors("put", key), _new_file(path, views()) as temporary:
-            temporary.rename(path)
+        with self._clear_errors("put", key):
+            try:
+                with _create(temporary) as file:
+                    for piece in pieces:
+                        self.limit.check(f"put of {key}")
+                        sent.append((piece.checksum(), piece.size))
+                        for view in views_of([piece]):
+                            file.write(view)
+                        piece.view = None
+                    file.flush()
+                    os.fsync(file.fileno())
+                temporary.rename(path)
+            finally:
+                temporary.unlink(missing_ok=True)
             flush_directory(path.parent)
         return StreamedObject(sum(size for _, size in sent), combine_crc64nvme(sent))
-
-    def batch(self, *, total: int, ranks: int = 1, keys: Sequence[str] = ()) -> Batch:
-        raise NotImplementedError("a directory takes files one by one")
 
     def delete(self, targets: Iterable[str | DeleteTarget]) -> Sequence[str]:
         for key in (each if isinstance(each, str) else each.key for each in targets):
@@ -182,12 +186,6 @@ class DirectoryStore(Store):
                 while (path := path.parent) != self._root:
                     path.rmdir()
         return ()
-
-    def uploads(self, prefix: str) -> Sequence[Upload]:
-        return ()
-
-    def abort(self, upload: Upload) -> None:
-        pass
 
     # --- files ------------------------------------------------------------------------------------------
 
@@ -216,26 +214,13 @@ def _etag(stat: os.stat_result) -> str:
     return f'"{stat.st_ino:x}-{stat.st_mtime_ns:x}-{stat.st_size:x}"'
 
 
-@contextlib.contextmanager
-def _new_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Iterator[Path]:
-    """Write a file with these bytes beside ``path``, flushed to the disk. It is removed unless it was moved."""
-    temporary = path.with_name(f"{HIDDEN}{uuid.uuid4().hex}")
+def _create(path: Path) -> BinaryIO:
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            file = temporary.open("xb")
+            return path.open("xb")
         except FileNotFoundError:
             continue  # somebody deleted the last object of the directory
-        break
-    try:
-        with file:
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def flush_directory(path: Path) -> None:
@@ -249,37 +234,3 @@ def flush_directory(path: Path) -> None:
 def _raise_unless_gone(error: OSError) -> None:
     if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
         raise error
-
-
-# --- pages of a listing -----------------------------------------------------------------------------
-
-
-def make_page(
-    objects: Iterable[ListedObject], prefix: str, delimiter: str, token: str | None, size: int, now: float
-) -> Page:
-    """A page as S3 would give it.
-
-    Args:
-        token: the last entry of the page before, None for the first page.
-        now: the time, in seconds since the epoch.
-    """
-    entries: dict[str, ListedObject | None] = {}  # None: a common prefix
-    for each in sorted(objects, key=lambda each: _order(each.key)):
-        if not each.key.startswith(prefix):
-            continue
-        end = each.key.find(delimiter, len(prefix)) if delimiter else -1
-        name = each.key if end < 0 else each.key[: end + len(delimiter)]
-        if token is None or _order(name) > _order(token):
-            entries.setdefault(name, each if end < 0 else None)
-    names = list(entries)[:size]
-    found = [(name, entries[name]) for name in names]
-    return Page(
-        tuple(each for _, each in found if each is not None),
-        tuple(name for name, each in found if each is None),
-        names[-1] if len(entries) > size else None,
-        now,
-    )
-
-
-def _order(key: str) -> bytes:
-    return key.encode("utf-8", "surrogatepass")

@@ -1,14 +1,13 @@
-"""Stores that wrap another one, and change some of it."""
+"""The base of stores that wrap another one, and change some of it."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from dcp_s3.limit import Limit
-from dcp_s3.memory import ReadTarget, targets_of
-from dcp_s3.store import Into, Moved, ReadWidth, Store
+from dcp_s3.store import Store
 
 SelfWrapper = TypeVar("SelfWrapper", bound="StoreWrapper")
 T = TypeVar("T")
@@ -56,38 +55,3 @@ class StoreWrapper(Store):
     delete: Any = _passed_on("delete")
     uploads: Any = _passed_on("uploads")
     abort: Any = _passed_on("abort")
-
-
-class Copies(Protocol):
-    """Copies of objects that are never replaced."""
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that were read from them."""
-
-    def read_into(self, key: str, start: int, targets: Sequence[ReadTarget]) -> bool:
-        """Fill ``targets`` with the bytes of an object from byte ``start`` on; False if it cannot."""
-
-    def distrust(self, key: str) -> None:
-        """Have no copy of this object from now on."""
-
-
-class Overlay(StoreWrapper):
-    """Reads what ``near`` has from there, unless a certain version is asked for; all else is ``store``'s."""
-
-    def __init__(self, near: Copies, store: Store) -> None:
-        super().__init__(store)
-        self.near = near
-
-    def read(self, key: str, start: int, into: Into, etag: str | None = None, *, moved: Moved | None = None) -> None:
-        targets = targets_of(into)
-        self.limit.check(f"read of {key}")
-        if etag is not None or not self.near.read_into(key, start, targets):
-            self.store.read(key, start, targets, etag, moved=moved)
-
-    def distrust(self, key: str) -> None:
-        self.near.distrust(key)
-
-    def adapt_reads(self, *, resize: Callable[[int], None], is_busy: Callable[[], bool], most: int) -> ReadWidth:
-        # Not all bytes come from the store: their rate says nothing.
-        return self.store.adapt_reads(resize=resize, is_busy=is_busy, most=min(most, self.read_width()))

@@ -14,9 +14,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_s3 import S3StorageWriter, errors
-from dcp_s3.checkpoint import readback
+from dcp_s3.checkpoint import commit as commit_module
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format import allow_list
+from dcp_s3.format import metadata as metadata_module
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, manifest_object
 from dcp_s3.format.metadata import dump_metadata
@@ -210,7 +211,7 @@ def check(state: dict[str, Any]) -> None:
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
     _, metadata = planner.create_global_plan([planner.create_local_plan()])
-    readback.check_readable(dump_metadata(replace(metadata, storage_data={})), parse_url("s3://bucket/run/step-1"))
+    commit_module.check_readable(dump_metadata(replace(metadata, storage_data={})), parse_url("s3://bucket/run/step-1"))
 
 
 def another_tensor(*arguments: Any, load: Any = torch.load, **options: Any) -> Any:
@@ -220,7 +221,7 @@ def another_tensor(*arguments: Any, load: Any = torch.load, **options: Any) -> A
 
 @pytest.mark.parametrize("why", ["what was written cannot be read back", "another tensor"])
 def test_what_could_not_be_read_back_is_not_committed(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    monkeypatch.setattr(readback, "_known", set())  # as in a new process
+    monkeypatch.setattr(commit_module, "_known", set())  # as in a new process
     with monkeypatch.context() as patch:
         if why == "another tensor":
             patch.setattr(torch, "load", another_tensor)
@@ -229,7 +230,7 @@ def test_what_could_not_be_read_back_is_not_committed(monkeypatch: pytest.Monkey
         for _ in range(2):
             with pytest.raises(errors.SaveProtocolError, match=why):
                 check({"a": torch.zeros(3, dtype=torch.int16), "step": 2})
-    with mock.patch.object(readback, "load_metadata", side_effect=readback.load_metadata) as load:
+    with mock.patch("dcp_s3.format.metadata.load_metadata", side_effect=metadata_module.load_metadata) as load:
         check({"a": torch.ones(3), "step": 1})
         check({"b": torch.ones(30), "c": torch.ones(2), "step": 1})
         assert load.call_count == 1, "names that were read back once are not read again"

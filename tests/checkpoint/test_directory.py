@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import replace
 
 import pytest
 
-from dcp_s3.checkpoint.directory import Deletion, Directory
-from dcp_s3.checkpoint.info import (
-    CheckpointInfo,
-    age_order,
-    from_rank_manifests,
-    newest_first,
-    with_marks,
-)
+from dcp_s3.checkpoint.directory import Directory, time_of
+from dcp_s3.checkpoint.info import CheckpointInfo, age_order, newest_first, summarize
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import (
     CLAIM,
@@ -25,7 +20,7 @@ from dcp_s3.format.layout import (
     new_nonce,
 )
 from dcp_s3.retention.plan import CatalogSnapshot
-from dcp_s3.store import ListedObject
+from dcp_s3.store import ListedObject, Page
 from dcp_s3.url import CheckpointURL
 
 URL = CheckpointURL("bucket", "run/step-20")
@@ -41,23 +36,6 @@ def directory(*paths: str, now: float = NOW) -> Directory:
     return Directory.of(URL, [ListedObject(URL.key(path), 10, 50.0, f'"{path}"') for path in paths], now)
 
 
-def of_times(**times: float) -> Directory:
-    """Of a manifest, a commit, ..., by letter, each with the time when it was written."""
-    names = {
-        "manifest": manifest_object("ab"), "other": manifest_object("cd"), "commit": ".metadata",
-        "data": "__0_0-ab.distcp", "stray": "__0_0-cd.distcp", "foreign": "__0_0.distcp",
-    }  # fmt: skip
-    return Directory.of(URL, [ListedObject(URL.key(names[name]), 10, at) for name, at in times.items()], NOW)
-
-
-def test_a_manifest_belongs_to_a_commit_that_is_not_older() -> None:
-    assert of_times(manifest=50, commit=50).save_id_by_time(None) == "ab"
-    assert of_times(manifest=51, commit=50).save_id_by_time(None) is None
-    assert of_times(manifest=50, other=49, commit=50).save_id_by_time(None) is None
-    assert of_times(commit=50).save_id_by_time(None) is None
-    assert of_times(manifest=50).save_id_by_time(None) is None
-
-
 def test_what_goes_with_a_checkpoint() -> None:
     kept = [
         "model.pt",
@@ -70,39 +48,44 @@ def test_what_goes_with_a_checkpoint() -> None:
     ]
     gone = [*NEEDED, *COORDINATION, "__0_7.distcp", "__0_0-cd.distcp", manifest_object("cd"), ".dcp_s3/metrics.json"]
     ended, lasting = lease_object("ab", 60), lease_object("ab", 2000)
-    removal = directory(".metadata", *kept, *gone, ended, lasting).removal(NEEDED, since=500)
-    assert list(removal.commits) == [".metadata"]
-    assert removal.objects.keys() == {*gone, ended}
-    assert removal.as_deletion("step-20") == Deletion("step-20", len(gone) + 2, 10 * (len(gone) + 2))
-    assert removal.being_saved is None
-    listed = removal.to_list("ab")
-    assert listed.commits == {".metadata": '".metadata"'}
-    assert directory(*gone).unchanged(listed.objects) == {path: f'"{path}"' for path in gone}
-    assert directory(*gone).unchanged(listed.objects, until=49) == {}
+    removal, being_saved = directory(".metadata", *kept, *gone, ended, lasting).removal(NEEDED, since=500)
+    assert removal.keys() == {".metadata", *gone, ended}
+    assert being_saved is None
+    etags = {path: found.etag for path, found in removal.items()}
+    assert directory(*gone).unchanged(etags) == {path: f'"{path}"' for path in gone}
+    assert directory(*gone).unchanged(etags, until=49) == {}
+    removal, _ = directory(*kept, *gone, ended, lasting).removal(None, since=500)
+    assert removal.keys() == {*gone, ended, ".dcp_s3/other"}
 
 
-def test_a_save_in_progress() -> None:
-    assert of_times(commit=50, data=50, stray=501).removal({"__0_0-ab.distcp"}, since=500).being_saved
-    assert of_times(commit=50, data=50, other=501).removal({"__0_0-ab.distcp"}, since=500).being_saved
-    assert of_times(commit=50, data=50, stray=499).removal({"__0_0-ab.distcp"}, since=500).being_saved is None
-    # Another library writes over names that are in use.
-    assert of_times(commit=501, foreign=502).removal({"__0_0.distcp"}, since=500).being_saved
-    assert of_times(commit=503, foreign=502).removal({"__0_0.distcp"}, since=500).being_saved is None
-    assert of_times(stray=501).removal_of_uncommitted(since=500).being_saved
-    rank = Directory.of(URL, [ListedObject(URL.key("__0.metadata"), 1, 501)], NOW)
-    assert rank.removal_of_uncommitted(since=500).being_saved == "__0.metadata"
+DATA, FOREIGN = "__0_0-ab.distcp", "__0_0.distcp"
 
 
-def test_what_the_ranks_of_the_committed_save_left_is_no_save_in_progress() -> None:
-    """Its merger died before it had cleaned up, or a sign of life came after that."""
-    left = joint_object("ab", "intent", 1)
-    listed = [
-        *(ListedObject(URL.key(path), 10, 50.0) for path in (".metadata", *NEEDED)),
-        ListedObject(URL.key(left), 1, 501),
-    ]
-    removal = Directory.of(URL, listed, NOW).removal(NEEDED, since=500)
-    assert removal.being_saved is None
-    assert left in removal.objects
+@pytest.mark.parametrize(
+    ("times", "needed", "being_saved"),
+    [
+        ({".metadata": 50, DATA: 50, "__0_0-cd.distcp": 501}, {DATA}, "__0_0-cd.distcp"),
+        ({".metadata": 50, DATA: 50, manifest_object("cd"): 501}, {DATA}, manifest_object("cd")),
+        ({".metadata": 50, DATA: 50, "__0_0-cd.distcp": 499}, {DATA}, None),
+        # Another library writes over names that are in use.
+        ({".metadata": 501, FOREIGN: 502}, {FOREIGN}, FOREIGN),
+        ({".metadata": 503, FOREIGN: 502}, {FOREIGN}, None),
+        ({"__0_0-cd.distcp": 501}, None, "__0_0-cd.distcp"),
+        ({"__0.metadata": 501}, None, "__0.metadata"),
+        # The ranks of the committed save left it: its merger died, or a sign of life came late.
+        ({".metadata": 50, **dict.fromkeys(NEEDED, 50), joint_object("ab", "intent", 1): 501}, NEEDED, None),
+    ],
+)
+def test_a_save_in_progress(times: dict[str, float], needed: set[str] | None, being_saved: str | None) -> None:
+    found = Directory.of(URL, [ListedObject(URL.key(path), 10, at) for path, at in times.items()], NOW)
+    removal, seen = found.removal(needed, since=500)
+    assert seen == being_saved
+    assert being_saved or removal.keys() == times.keys()
+
+
+def test_without_the_time_of_the_store_that_of_this_host_counts() -> None:
+    assert time_of(Page((), (), None, 7.0)) == 7.0
+    assert abs(time_of(Page((), ())) - time.time()) < 3600
 
 
 def named(directory: str) -> str:
@@ -116,8 +99,8 @@ def named(directory: str) -> str:
 def test_spread_data_belongs_to_the_checkpoint_that_names_it() -> None:
     own, other = f"5/{named('5')}", f"7/{named('7')}"
     found = directory(".metadata", own, other, "5/.metadata")
-    assert found.removal({own}, since=500).objects.keys() == {own}
-    assert found.removal({own}, since=40).being_saved is not None
+    assert found.removal({own}, since=500)[0].keys() == {".metadata", own}
+    assert found.removal({own}, since=40)[1] == other
     assert found.leftovers(MANIFEST) == []
     assert not directory(own).shows_checkpoint
     name, _, data = own.partition("/")
@@ -172,7 +155,7 @@ def test_ranks_that_commit_for_themselves_stay_unless_all_are_there(
     manifests: dict[int | None, Manifest] = {
         rank: replace(MANIFEST, rank=rank, world_size=size) for rank, size in worlds.items()
     }
-    info = with_marks(from_rank_manifests(URL, found, manifests), found)
+    info = summarize(URL, found, manifests)
     assert info.committed is committed
     assert ("may be complete" in (info.damage or "")) is not committed
     assert not CatalogSnapshot("s3://bucket/run", 1e9, (info,)).plan(None, grace=1.0).deleted

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from benchmarks.coordinator import State, local_plan, results_of
-from dcp_s3.checkpoint.readback import find_names
+from dcp_s3.checkpoint.commit import find_names
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.coordination import merge as merge_module
 from dcp_s3.coordination.merge import MergedSave, Merging, assign

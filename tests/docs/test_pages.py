@@ -14,7 +14,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from dcp_s3.cli.main import app
-from dcp_s3.retention.parse import parse_policy
+from dcp_s3.retention.policy import parse_policy
 from tests.docs.blocks import DATA, PAGES, ROOT, blocks
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.interpreter import Interpreter

@@ -30,7 +30,7 @@ from tests.end_to_end.states import (
 )  # fmt: skip
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.ranks import run_ranks
-from tests.single_ranks import committing_alone
+from tests.retention.making import committing_alone
 
 URL = f"s3://{BUCKET}/run"
 

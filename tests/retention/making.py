@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_s3 import S3StorageWriter
+from dcp_s3 import S3StorageWriter, ranks
+from dcp_s3.checkpoint.commit_state import SaveIdentity
 from dcp_s3.format.layout import What, classify
-from dcp_s3.url import parse_url
+from dcp_s3.save.save import Save, SaveOptions
+from dcp_s3.spill.saving import open_for_save
+from dcp_s3.url import CheckpointURL, parse_url
 from tests.ranks import run_ranks
-from tests.single_ranks import committing_alone
 
 
 def state() -> dict[str, Any]:
@@ -56,12 +63,12 @@ def _save_without_collectives(url: str, overwrite: bool) -> None:
         dcp.save(state(), storage_writer=writer, use_collectives=False, no_dist=not dist.is_initialized())
 
 
-def save_on_ranks(url: str, ranks: int, *, overwrite: bool = False) -> str:
+def save_on_ranks(url: str, count: int, *, overwrite: bool = False) -> str:
     """Every rank commits for itself; a single one is this process."""
-    if ranks == 1:
+    if count == 1:
         _save_without_collectives(url, overwrite)
     else:
-        run_ranks(ranks, _save_without_collectives, url, overwrite)
+        run_ranks(count, _save_without_collectives, url, overwrite)
     return url
 
 
@@ -92,3 +99,26 @@ def put(s3: Any, url: str, path: str, data: bytes = b"x") -> None:
 def get(s3: Any, url: str, path: str) -> bytes:
     where = parse_url(url)
     return bytes(s3.get_object(Bucket=where.bucket, Key=where.key(path))["Body"].read())
+
+
+# --- as earlier versions saved without collectives: each rank commits a checkpoint for itself ----------
+
+
+class _SaveAlone(Save):
+    def __init__(self, url: CheckpointURL, save_id: str, options: SaveOptions, *_: Any, **__: Any) -> None:
+        rank = ranks.rank()
+        super().__init__(url, save_id, options, rank=rank, is_coordinator=True)
+        self._identity = SaveIdentity(url, save_id, rank)
+        self._base_store, self._committer = open_for_save(
+            self._s3, self._identity, self._beginning, rank=rank, overwrite=False, spills=True, on_event=None
+        )
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, [*results, *([] for _ in range(ranks.world_size() - 1))])
+
+
+@contextlib.contextmanager
+def committing_alone() -> Iterator[None]:
+    """Saves without collectives in the body are those of single ranks."""
+    with mock.patch("dcp_s3.save.writer.begin_joint_save", _SaveAlone):
+        yield

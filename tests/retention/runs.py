@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from dcp_s3 import CheckpointCatalog, CheckpointInfo, Plan, PruneReport, annotate, apply_plan, pin, prune, remove
 from dcp_s3.checkpoint.commit import Commit, Committer, make_commit
 from dcp_s3.checkpoint.commit_state import Beginning, SaveIdentity
-from dcp_s3.checkpoint.directory import Deletion
+from dcp_s3.checkpoint.info import Deletion
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import (
@@ -28,8 +28,7 @@ from dcp_s3.format.layout import (
 from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.store import Upload
 from dcp_s3.url import CheckpointURL, parse_url
-from tests.faulty_store import FaultyStore, Rule
-from tests.memory_store import MemoryStore
+from tests.memory_store import FaultyStore, MemoryStore, Rule
 from tests.retention.making import is_manifest, save_locally
 
 ROOT = "s3://bucket/run"

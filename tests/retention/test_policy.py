@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.errors import SettingsError
-from dcp_s3.retention.parse import parse_policy, policy_from_settings
-from dcp_s3.retention.plan import LEASE_MARGIN, CatalogSnapshot, LeftoverObject, Plan
+from dcp_s3.retention.plan import LEASE_MARGIN, CatalogSnapshot, LeftoverObject, OpenUpload, Plan
 from dcp_s3.retention.policy import (
+    AnyOf,
     KeepBest,
     KeepDaily,
     KeepEvery,
@@ -25,11 +25,86 @@ from dcp_s3.retention.policy import (
     Policy,
     PolicyFunction,
     best_first,
+    parse_policy,
+    policy_from_settings,
     run_policy,
 )
 from dcp_s3.settings import Settings
-from tests.retention import histories as random
-from tests.retention.histories import DAY, NOW, histories, info, policies, single_policies
+
+NOW = 1_700_000_000.0
+DAY = 86400.0
+
+
+def info(name: str = "step-1", **fields: Any) -> CheckpointInfo:
+    """A committed checkpoint an hour old."""
+    step = int(name.rpartition("-")[2]) if name.rpartition("-")[2].isdigit() else None
+    usual: dict[str, Any] = {
+        "state": "committed", "step": step, "created_at": NOW - 3600, "world_size": 1, "objects": 1, "size": 10,
+        "modified_at": NOW - 3600, "save_id": "ab", "etag": '"e"',
+    }  # fmt: skip
+    return CheckpointInfo(url=f"s3://bucket/run/{name}", name=name, **(usual | fields))
+
+
+_times = st.one_of(
+    st.none(), st.floats(NOW - 100 * DAY, NOW), st.floats(NOW, NOW + 10 * DAY), st.sampled_from([0.0, NOW, math.nan])
+)
+_values = st.one_of(
+    st.floats(-3, 3),
+    st.integers(-3, 3),
+    st.booleans(),
+    st.sampled_from([math.nan, math.inf, -math.inf, "good", 10**400]),
+)
+_infos = st.fixed_dictionaries(
+    {
+        "state": st.sampled_from(["committed"] * 6 + ["incomplete", "in_progress", "leftover", "local"]),
+        "step": st.one_of(st.none(), st.integers(0, 60)),
+        "created_at": _times,
+        "modified_at": _times,
+        "written_at": _times,
+        "metrics": st.dictionaries(st.sampled_from(["loss", "acc"]), _values),
+        "pinned": st.sampled_from([False] * 9 + [True]),
+        "leased_until": st.one_of(st.none(), st.none(), st.floats(NOW - 200, NOW + 200)),
+        "waiting": st.sampled_from([False] * 9 + [True]),
+        "damage": st.sampled_from([None, None, None, "broken"]),
+        "foreign": st.booleans(),
+    }
+)
+
+
+# Checkpoints of one root, in any order of step and time.
+histories = st.lists(_infos, max_size=12).map(
+    lambda found: [info(f"c{number}", **fields) for number, fields in enumerate(found)]
+)
+
+
+_counts = st.integers(1, 6)
+single_policies: st.SearchStrategy[Policy] = st.one_of(
+    st.builds(KeepLatest, _counts),
+    st.builds(KeepBest, _counts, st.sampled_from(["loss", "acc", "x:y"]), st.sampled_from(["min", "max"]),
+              st.sampled_from(["keep", "drop"])),
+    st.builds(KeepEvery, st.integers(1, 20)),
+    st.builds(KeepWithin, st.integers(0, 50 * 86400)),
+    st.builds(KeepDaily, _counts),
+)  # fmt: skip
+policies: st.SearchStrategy[Policy] = st.one_of(
+    single_policies, st.lists(single_policies, min_size=1, max_size=3).map(lambda found: AnyOf(tuple(found)))
+)
+
+_places = st.integers(0, 14).map(lambda number: f"c{number}")
+uploads = st.lists(
+    st.builds(
+        lambda place, number, time: OpenUpload(f"run/{place}/__{number}_0-ab.distcp", f"u{number}", time, place),
+        _places, st.integers(0, 99), st.floats(NOW - 3 * DAY, NOW + 60),
+    ),
+    max_size=5,
+)  # fmt: skip
+leftovers = st.lists(
+    st.builds(
+        lambda place, number, time, lease: LeftoverObject(f"run/{place}/{number}", 5, time, place, is_lease=lease),
+        _places, st.integers(0, 99), st.floats(NOW - 3 * DAY, NOW + 60), st.booleans(),
+    ),
+    max_size=5,
+)  # fmt: skip
 
 
 def keeps(policy: PolicyFunction, *infos: CheckpointInfo) -> set[str]:
@@ -214,7 +289,7 @@ def test_the_text_of_a_policy_is_the_policy(policy: Policy) -> None:
 # --- laws ----------------------------------------------------------------------------------------
 
 
-@given(histories(), single_policies)
+@given(histories, single_policies)
 def test_of_what_a_policy_keeps_it_keeps_all(history: list[CheckpointInfo], policy: Policy) -> None:
     chosen = keeps(policy, *history)
     assert keeps(policy, *(found for found in history if found.name in chosen)) == chosen
@@ -301,12 +376,6 @@ def test_leftovers_of_a_committed_checkpoint_go_together_after_the_grace_period(
     assert found.freed == infos[1].size + 3 * 7  # type: ignore[operator]
 
 
-def test_without_a_policy_only_leftovers_go() -> None:
-    found = plan(info("step-1"), info("step-2"), info("step-3", state="incomplete", modified_at=0.0), policy=None)
-    assert [each.name for each in found.deleted] == ["step-3"]
-    assert reasons(found)["step-1"] == ("no policy",)
-
-
 def test_deletions_that_were_cut_off_are_finished_unless_the_checkpoint_is_there_again() -> None:
     foreign = info("step-4", save_id=None)
     found = plan(
@@ -321,10 +390,10 @@ def test_deletions_that_were_cut_off_are_finished_unless_the_checkpoint_is_there
 
 # --- laws ----------------------------------------------------------------------------------------
 
-scenes = st.fixed_dictionaries({"uploads": random.uploads, "leftovers": random.leftovers})
+scenes = st.fixed_dictionaries({"uploads": uploads, "leftovers": leftovers})
 
 
-@given(random.histories(), random.policies, scenes)
+@given(histories, policies, scenes)
 def test_floors_hold(history: list[CheckpointInfo], policy: Policy, scene: dict[str, Any]) -> None:
     deleted = {each.name for each in plan(*history, policy=policy, **scene).deleted}
     committed = sorted((each for each in history if each.committed), key=age_order)
@@ -344,7 +413,7 @@ def test_floors_hold(history: list[CheckpointInfo], policy: Policy, scene: dict[
             assert each.name not in deleted
 
 
-@given(random.histories(), random.policies, random.policies, scenes)
+@given(histories, policies, policies, scenes)
 def test_union_law_and_more_policies_never_delete_more(
     history: list[CheckpointInfo], one: Policy, other: Policy, scene: dict[str, Any]
 ) -> None:
@@ -355,7 +424,7 @@ def test_union_law_and_more_policies_never_delete_more(
     assert found(one) <= found(one | other) <= found(None)
 
 
-@given(random.histories(), random.policies, scenes)
+@given(histories, policies, scenes)
 def test_a_second_plan_after_the_first_deletes_nothing(
     history: list[CheckpointInfo], policy: Policy, scene: dict[str, Any]
 ) -> None:

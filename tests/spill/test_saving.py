@@ -24,8 +24,16 @@ import torch.distributed.checkpoint as dcp
 from dcp_s3 import S3StorageReader, latest
 from dcp_s3.checkpoint.commit_state import Beginning
 from dcp_s3.checksum import crc64nvme
-from dcp_s3.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, SpillError, TransferError
-from dcp_s3.memory import Piece, ReadTarget
+from dcp_s3.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ObjectNotFoundError,
+    SpillError,
+    TransferError,
+)
+from dcp_s3.limit import Limit
+from dcp_s3.memory import Piece
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.spill import background
@@ -40,6 +48,7 @@ from dcp_s3.url import parse_url
 from tests.end_to_end.states import assert_same, blank
 from tests.faulty import BUCKET
 from tests.memory_s3 import Fault
+from tests.memory_store import MemoryStore
 from tests.s3.waiting import LONG, until
 from tests.spill.making import (
     MIB,
@@ -379,9 +388,26 @@ def test_what_is_on_this_host_is_not_fetched(both: Spill) -> None:
 def test_a_damaged_copy_is_not_used(both: Spill, how: str) -> None:
     [key] = both.list_data(both.url("step-1"))
     DAMAGES[how](both.data().path / "object-0")
-    with contextlib.closing(LocalObjects(both.store, parse_url(both.url("step-1")))) as local:
-        assert not local.read_into(key, 0, [ReadTarget(memoryview(bytearray(10)))]), "not even for a moment"
+    with contextlib.closing(LocalObjects(MemoryStore(), both.store, parse_url(both.url("step-1")))) as local:
+        with pytest.raises(ObjectNotFoundError):  # from the store: not even for a moment
+            local.read(key, 0, memoryview(bytearray(10)))
+        assert local.read_bytes == 0
     assert fetched(both)
+
+
+def test_a_copy_is_read_until_it_is_distrusted_unless_a_version_is_asked_for(both: Spill) -> None:
+    [key] = both.list_data(both.url("step-1"))
+    memory, far, near = bytearray(4), MemoryStore(), (both.data().path / "object-0").read_bytes()[1:5]
+    far.put(key, b"01234")
+    with contextlib.closing(LocalObjects(far, both.store, parse_url(both.url("step-1")))) as local:
+        bounded = local.within(Limit())
+        bounded.read(key, 1, memoryview(memory))
+        assert (bytes(memory), local.read_bytes) == (near, 4)
+        bounded.read(key, 1, memoryview(memory), far.head(key).etag)
+        assert bytes(memory) == b"1234"
+        bounded.distrust(key)
+        bounded.read(key, 0, memoryview(memory))
+        assert bytes(memory) == b"0123"
 
 
 def names(spill: Spill, **options: Any) -> tuple[str, str] | None:
