@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_s3 import errors
-from dcp_s3.format.framing import FramingError, compute_frame
+from dcp_s3.format.archive import FramingError, compute_frame
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.safe_items import check_item
 from dcp_s3.tensor_memory import view_bytes

@@ -303,11 +303,7 @@ def tensor_in(head: ArchiveHead, item: torch.Tensor) -> torch.Tensor:
     """The tensor in a stored item (uint8) that has ``head``; mostly without a copy."""
     raw = item[head.raw_offset : head.raw_offset + head.nbytes]
     is_aligned = not (raw.storage_offset() % head.dtype.itemsize or raw.data_ptr() % head.dtype.itemsize)
-    elements = (raw if is_aligned else raw.clone()).view(head.dtype)
-    if head.is_row_major:
-        return elements.view(head.shape)
-    places = [head.order.index(dim) for dim in range(len(head.shape))]
-    return elements.view([head.shape[dim] for dim in head.order]).permute(places)
+    return (raw if is_aligned else raw.clone()).view(head.dtype).view(head.shape)
 
 
 def allocate(sizes: Sequence[int], dtype: torch.dtype, fqn: str, where: str) -> torch.Tensor:

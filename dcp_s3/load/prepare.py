@@ -13,9 +13,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from dcp_s3 import errors
-from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, HeadError, parse_head
+from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, Frame, FrameCache, FramingError, HeadError, parse_head
 from dcp_s3.format.blocks import Range
-from dcp_s3.format.framing import Frame, FrameCache, FramingError
 from dcp_s3.format.metadata import is_unproven
 from dcp_s3.format.safe_items import check_storages
 from dcp_s3.load.boxes import Box
@@ -350,7 +349,7 @@ class ArchiveHeads:
             head = _read(kind, data)
         except HeadError as error:
             return str(error)
-        if not head.is_row_major or head.raw_offset != raw_offset:
+        if head.raw_offset != raw_offset:
             return f"its bytes begin at {head.raw_offset}, the metadata has {raw_offset}"
         return None
 

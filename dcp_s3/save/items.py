@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
 from dcp_s3.errors import SaveProtocolError, StagingError
+from dcp_s3.format.archive import FrameCache, FramingError
 from dcp_s3.format.blocks import (
     MIN_BLOCK,
     Blocks,
@@ -22,7 +23,6 @@ from dcp_s3.format.blocks import (
     make_storage_info,
     pack_crcs,
 )
-from dcp_s3.format.framing import FrameCache, FramingError
 from dcp_s3.format.safe_items import warn_of_unsafe_item
 from dcp_s3.memory import Piece, crc_of, sent_pieces
 from dcp_s3.save.plan import WriteBucket

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import zipfile
@@ -12,8 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, HeadError, parse_head
-from dcp_s3.format.framing import compute_frame
+from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, HeadError, compute_frame, parse_head
 from tests import hostile
 from tests.archives import old, oldest, rewritten, saved, zipped
 from tests.end_to_end.states import DTYPES, bits, random_tensor
@@ -24,19 +24,10 @@ ALL_DTYPES = [*DTYPES, torch.uint16, torch.uint32, torch.uint64]
 SHAPES = [(), (0,), (3, 0, 2), (1,), (7, 9), (129, 33), (2, 1, 3, 1)]
 
 
-def read_with(head: ArchiveHead, data: bytes) -> torch.Tensor:
-    """The tensor, by nothing but its head."""
-    raw = bytearray(data[head.raw_offset : head.raw_offset + head.nbytes])
-    assert len(raw) == head.nbytes
-    sizes = [head.shape[dim] for dim in head.order]
-    found = torch.frombuffer(raw, dtype=head.dtype) if raw else torch.empty(0, dtype=head.dtype)
-    return found.reshape(sizes).permute([head.order.index(dim) for dim in range(len(sizes))])
-
-
 def check_head(data: bytes, expected: torch.Tensor) -> ArchiveHead:
     head = parse_head(data)
     assert (head.dtype, head.shape) == (expected.dtype, tuple(expected.shape))
-    assert bits(read_with(head, data)) == bits(expected)
+    assert data[head.raw_offset : head.raw_offset + head.nbytes] == bits(expected)
     return head
 
 
@@ -55,12 +46,10 @@ WRITERS: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
-def test_every_dtype(dtype: torch.dtype, writer: str) -> None:
-    for shape in SHAPES:
+def test_every_dtype(writer: str) -> None:
+    for dtype, shape in itertools.product(ALL_DTYPES, SHAPES):
         value = random_tensor(shape, dtype)
         head = check_head(WRITERS[writer](saved(value)), value)
-        assert head.is_row_major
         assert head.length == head.raw_offset
 
 
@@ -73,9 +62,12 @@ def test_frames_of_our_own(shape: tuple[int, ...]) -> None:
 
 
 @given(st.permutations([0, 1, 2, 3]), st.lists(st.integers(1, 3), min_size=4, max_size=4))
-def test_dense_tensors_in_any_order(order: list[int], sizes: list[int]) -> None:
+def test_only_contiguous_tensors_are_one_run_of_bytes(order: list[int], sizes: list[int]) -> None:
     value = random_tensor(tuple(sizes), torch.int32).permute(order)
-    assert check_head(saved(value), value).is_row_major == value.is_contiguous()
+    if value.is_contiguous():
+        check_head(saved(value), value)
+    else:
+        assert "not contiguous" in reason(saved(value))
 
 
 def test_a_view_and_a_parameter() -> None:
@@ -94,9 +86,8 @@ def test_the_head_is_enough_and_less_is_not(writer: str) -> None:
     assert parse_head(data[: head.length]) == head
     step = 1 if head.length < 2000 else 37
     for length in range(0, head.length, step):
-        with pytest.raises(HeadError) as failure:
+        with pytest.raises(HeadError):
             parse_head(data[:length])
-        assert failure.value.truncated, length
 
 
 # --- what is not ----------------------------------------------------------------------------------------
@@ -116,8 +107,8 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "a sparse tensor": (saved(torch.eye(3).to_sparse()), "_rebuild_sparse_tensor"),
     "a subclass": (saved(torch.ones(3).as_subclass(Subclass)), "_rebuild_from_type_v2"),
     "a lazy conjugate": (saved(torch.ones(3, dtype=torch.complex64).conj()), "not an ordinary one"),
-    "a strided view": (saved(torch.ones(4, 4)[:, :2]), "not dense"),
-    "an expanded view": (saved(torch.ones(3, 1).expand(3, 4)), "not dense"),
+    "a strided view": (saved(torch.ones(4, 4)[:, :2]), "not contiguous"),
+    "an expanded view": (saved(torch.ones(3, 1).expand(3, 4)), "not contiguous"),
     "compressed": (zipped(saved(torch.ones(3)), zipfile.ZIP_DEFLATED), "compressed"),
     "another byte order": (rewritten(saved(torch.ones(3)), changed={"byteorder": _OTHER_ORDER}), "byte order"),
     "no storage": (rewritten(saved(torch.ones(3)), without=("data/0",)), "ends within"),

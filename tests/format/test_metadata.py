@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import io
 import os
 import pathlib
 import pickle
@@ -110,7 +111,7 @@ def test_every_protocol(protocol: int) -> None:
     }
     if protocol >= 4:  # a memory format cannot be pickled before
         metadata.planner_data["format"] = torch.channels_last
-    found = load_metadata(seal(pickle.dumps(metadata, protocol)), url=URL)
+    found = load_metadata(seal(io.BytesIO(pickle.dumps(metadata, protocol))), url=URL)
     metadata.planner_data["path"] = "/a/b"
     assert found == metadata
     assert pickle.loads(pickle.dumps(found)) == metadata

@@ -17,6 +17,7 @@ from hypothesis import given
 from dcp_s3 import read_tensor
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.errors import CorruptCheckpointError
+from dcp_s3.format.archive import compute_frame
 from dcp_s3.format.blocks import (
     MAX_BLOCK,
     MIN_BLOCK,
@@ -28,8 +29,7 @@ from dcp_s3.format.blocks import (
     pack_crcs,
     widen,
 )
-from dcp_s3.format.cover import find_flaw
-from dcp_s3.format.framing import compute_frame
+from dcp_s3.format.saved_entries import find_flaw
 from dcp_s3.memory import Piece
 from tests.end_to_end.states import DTYPES, bits, random_tensor
 from tests.offline.conftest import Saved
