@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageWriter, errors
-from dcp_s3.spill.background import stop_draining
+from dcp_s3.spill.drain import stop_draining
 from tests.end_to_end import loads
 from tests.end_to_end.loads import failure
 from tests.faulty import BUCKET, FaultyServer, serve

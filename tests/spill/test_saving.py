@@ -28,10 +28,10 @@ from dcp_s3.errors import CheckpointError, CheckpointExistsError, CheckpointNotF
 from dcp_s3.memory import Piece, ReadTarget
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
-from dcp_s3.spill import background
+from dcp_s3.spill import drain
 from dcp_s3.spill import saving as saving_module
 from dcp_s3.spill import store as spill_store
-from dcp_s3.spill.background import drain_in_background, wait_until_drained
+from dcp_s3.spill.drain import drain_in_background, wait_until_drained
 from dcp_s3.spill.journal import State
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.spill.saving import SpillingStore
@@ -301,13 +301,13 @@ def test_who_waits_hears_why(draining: Spill) -> None:
     draining.save(draining.url("step-1"), small_state(1))
     draining.server.rule = lambda _: Fault.error(403, "AccessDenied")
     save = draining.data()
-    until(lambda: any("s3:GetObject" in each.reasons.get(save.name, "") for each in background._running.values()))
+    until(lambda: any("s3:GetObject" in each.reasons.get(save.name, "") for each in drain._running.values()))
     with pytest.raises(TimeoutError, match="s3:GetObject"):
         wait_until_drained(draining.store, save, timeout=0.1)
 
 
 def test_a_forked_child_can_drain_though_the_lock_was_held(spill: Spill) -> None:
-    with background._lock:
+    with drain._lock:
         child = os.fork()
         if not child:
             drain_in_background(spill.store, patience=1)
