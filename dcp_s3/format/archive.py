@@ -44,8 +44,6 @@ PROTOCOL = 2
 
 # --- frames ---------------------------------------------------------------------------------------
 
-_CACHED_FRAMES = 4096
-
 
 @dataclass(frozen=True)
 class Frame:
@@ -72,14 +70,13 @@ class _Recorder:
     """File object for torch.save that records what is written, and the holes between, in bytes."""
 
     def __init__(self) -> None:
-        self.parts: list[bytes | int] = []
+        self.runs: list[list[bytes]] = [[]]
+        """What is written before the first hole, after it, and so on."""
+        self.holes: list[int] = []
         self._position = 0
 
     def write(self, data: bytes) -> int:
-        if self.parts and isinstance(self.parts[-1], bytes) and len(self.parts[-1]) < 2**16:
-            self.parts[-1] += bytes(data)
-        else:
-            self.parts.append(bytes(data))
+        self.runs[-1].append(bytes(data))
         self._position += len(data)
         return len(data)
 
@@ -88,7 +85,8 @@ class _Recorder:
         if target < self._position:
             raise FramingError("torch.save seeked in an unexpected way under skip_data")
         if target > self._position:
-            self.parts.append(target - self._position)
+            self.holes.append(target - self._position)
+            self.runs.append([])
             self._position = target
         return target
 
@@ -99,20 +97,12 @@ class _Recorder:
         pass
 
 
-class FrameCache:
-    """Frames by dtype and shape: torch.save takes about 80 us for one, a look-up less than 1 us.
-
-    Safe to use from several threads; bounded to the most recently used 4096 shapes.
-    """
-
-    def __init__(self) -> None:
-        self.get = functools.lru_cache(maxsize=_CACHED_FRAMES)(compute_frame)
-
-
+@functools.lru_cache(maxsize=4096)
 def compute_frame(dtype: torch.dtype, shape: torch.Size) -> Frame:
     """The frame of a contiguous CPU tensor of ``dtype`` and ``shape`` whose storage holds only its own bytes.
 
-    Allocates (but never touches) memory of the tensor's size.
+    Allocates (but never touches) memory of the tensor's size. torch.save takes about 80 us for a frame, one of the most
+    recent 4096 less than 1 us. Safe to use from several threads.
 
     Raises:
         FramingError: torch's archive layout has changed; callers fall back to torch.save.
@@ -121,16 +111,10 @@ def compute_frame(dtype: torch.dtype, shape: torch.Size) -> Frame:
     recorder = _Recorder()
     with torch.serialization.skip_data():
         torch.save(template, recorder)  # type: ignore[arg-type]
-    parts = recorder.parts
-    holes = [number for number, part in enumerate(parts) if isinstance(part, int)]
-    if [parts[number] for number in holes] != ([template.nbytes] if template.nbytes else []):
+    if recorder.holes != ([template.nbytes] if template.nbytes else []):
         raise FramingError(f"torch.save left other holes than one of {template.nbytes} bytes for the data")
-    at = holes[0] if holes else len(parts)
-    return Frame(_join(parts[:at]), _join(parts[at + 1 :]), template.nbytes)
-
-
-def _join(parts: list[bytes | int]) -> bytes:
-    return b"".join(part for part in parts if isinstance(part, bytes))
+    header, *trailer = (b"".join(run) for run in recorder.runs)
+    return Frame(header, b"".join(trailer), template.nbytes)
 
 
 # --- what a pickle says of tensors ----------------------------------------------------------------

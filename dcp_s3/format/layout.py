@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Iterable
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -264,17 +263,14 @@ _STEPS = (
 )
 
 
-def step_of(name: str) -> int | None:
+def step_of(name: str, pattern: re.Pattern[str] | None = None) -> int | None:
     """The step in the last part of a checkpoint's URL or name: the number after ``step``, ``iter``, ``checkpoint`` or
     ``epoch``, the last of them (``epoch=1-step=1000`` -> 1000); or all of it, if that is a number. None of any other
-    (``llama-8b``): what it was named for is not known."""
-    return step_by_patterns(name.rstrip("/").rpartition("/")[2], _STEPS)
-
-
-def step_by_patterns(name: str, patterns: Iterable[re.Pattern[str]]) -> int | None:
-    """The step from the first pattern that matches in ``name`` with digits as its first group; None if none does."""
-    for pattern in patterns:
-        match = pattern.search(name)
+    (``llama-8b``): what it was named for is not known. With a ``pattern``: the digits that its first group finds."""
+    if pattern is None:
+        name = name.rstrip("/").rpartition("/")[2]
+    for each in _STEPS if pattern is None else (pattern,):
+        match = each.search(name)
         if match and match[1] and match[1].isascii() and match[1].isdigit():
             return int(match[1])
     return None

@@ -181,18 +181,13 @@ def check_item(stream: io.BytesIO, *, fqn: str, url: str, verified: bool) -> Non
         stream.seek(0)
     if error is None:
         return
+    text = f"{fqn!r} in {url} {_describe(names, error)}. It was not unpickled. "
     if not names and not verified:
-        raise CorruptCheckpointError(
-            f"{fqn!r} in {url} {_describe(names, error)}. It was saved without a checksum: it is damaged, or not what "
-            "torch.save writes; S3StorageReader(weights_only=False) hands it to the planner as it is",
-            url=url,
-        )
-    raise UnsafeItemError(
-        f"{fqn!r} in {url} {_describe(names, error)}. It was not unpickled. Remedy, if you trust whoever wrote the "
-        f"checkpoint: {_remedy(names)}",
-        url=url,
-        fqn=fqn,
-    )
+        text += "It was saved without a checksum, and may be damaged: then load an earlier checkpoint. "
+    text += f"Remedy, if you trust whoever wrote the checkpoint: {_remedy(names)}"
+    if not names and not verified:
+        raise CorruptCheckpointError(text, url=url)
+    raise UnsafeItemError(text, url=url, fqn=fqn)
 
 
 def check_storages(stream: io.BytesIO) -> None:

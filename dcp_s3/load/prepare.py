@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from dcp_s3 import errors
-from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, Frame, FrameCache, FramingError, HeadError, parse_head
+from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, Frame, FramingError, HeadError, compute_frame, parse_head
 from dcp_s3.format.blocks import Range
 from dcp_s3.format.metadata import is_unproven
 from dcp_s3.format.safe_items import check_storages
@@ -308,13 +308,12 @@ class ArchiveHeads:
     """
 
     def __init__(self) -> None:
-        self._frames = FrameCache()
         self._parsed: dict[ItemKind, tuple[bytes, ArchiveHead]] = {}
 
     def _frame(self, kind: ItemKind) -> Frame | None:
         """What this torch writes around the bytes of a contiguous tensor; None if it cannot be told."""
         with contextlib.suppress(FramingError, RuntimeError, MemoryError):  # RuntimeError: torch lacks that much memory
-            return self._frames.get(kind.dtype, torch.Size(kind.shape))
+            return compute_frame(kind.dtype, torch.Size(kind.shape))
         return None
 
     def expect(self, kind: ItemKind) -> ArchiveHead | None:

@@ -227,10 +227,15 @@ def test_a_save_to_a_url_for_which_one_waits_is_refused(spill: Spill) -> None:
     spill.drained(url, small_state(1))
 
 
-def test_a_url_that_could_not_be_looked_at_is_looked_at_before_the_commit(draining: Spill) -> None:
-    """A checkpoint of single ranks is there, which no condition of the commit sees."""
-    url = draining.url("step-1")
-    draining.bucket.put("run/step-1/__0.metadata", b"x")
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_url_that_could_not_be_looked_at_is_looked_at_before_the_commit(draining: Spill, overwrite: bool) -> None:
+    """A checkpoint of single ranks is there, which no condition of the commit sees; or with overwrite a newer one."""
+    url = draining.url("last")
+    if overwrite:
+        with mock.patch("dcp_s3.save.save.Beginning", return_value=Beginning(time.time() + 100)):
+            draining.save_to_s3(url, small_state(2), overwrite=True)
+    else:
+        draining.bucket.put("run/last/__0.metadata", b"x")
 
     def refuse_until_data(request: Any) -> Fault | None:
         if request.operation == "PutObject":
@@ -239,30 +244,13 @@ def test_a_url_that_could_not_be_looked_at_is_looked_at_before_the_commit(draini
         return refuse_all(request)
 
     draining.server.rule = refuse_until_data
-    writer = draining.writer(url)
+    writer = draining.writer(url, overwrite=overwrite)
     cause = cause_of(lambda: dcp.save(small_state(1), storage_writer=writer))
     assert isinstance(cause, CheckpointError)
-    assert "a committed checkpoint is at" in str(cause)
-    assert not draining.is_visible(url)
-
-
-def test_a_url_that_could_not_be_looked_at_keeps_a_newer_checkpoint(draining: Spill) -> None:
-    url = draining.url("last")
-    with mock.patch("dcp_s3.save.save.Beginning", return_value=Beginning(time.time() + 100)):
-        draining.save_to_s3(url, small_state(2), overwrite=True)
-
-    def refuse_until_data(request: Any) -> Fault | None:
-        if request.operation == "PutObject":
-            draining.server.rule = allow_all
-            return None
-        return refuse_all(request)
-
-    draining.server.rule = refuse_until_data
-    writer = draining.writer(url, overwrite=True)
-    cause = cause_of(lambda: dcp.save(small_state(1), storage_writer=writer))
-    assert isinstance(cause, CheckpointExistsError)
-    assert "newer than this one" in str(cause)
-    assert_complete(url, small_state(2))
+    assert ("newer than this one" if overwrite else "a committed checkpoint is at") in str(cause)
+    if overwrite:
+        assert_complete(url, small_state(2))
+    assert draining.is_visible(url) == overwrite
 
 
 def test_a_commit_that_neither_s3_nor_the_disk_takes_names_both(spill: Spill) -> None:
