@@ -121,7 +121,6 @@ def test_every_dtype_whole_and_in_parts(
     monkeypatch.setattr(prepare, "check_storages", lambda stream: pytest.fail("loaded by torch"))
     tensors = {str(dtype): random_tensor((7, 10_000), dtype, i) for i, dtype in enumerate(DTYPES)}
     tensors |= {"scalar": random_tensor((), torch.float64), "empty": torch.empty(3, 0)}
-    tensors |= {"transposed": random_tensor((5000, 20), torch.int64).t()}
     values = {f"{writer} {name}": value for writer in WRITERS for name, value in tensors.items()}
     items = {
         f"{writer} {name}": Item(value, write(saved(value)))
