@@ -50,6 +50,8 @@ class SavedEntry:
 
 def saved_entries(metadata: Metadata) -> list[SavedEntry]:
     """The entries that the metadata describes, in their saved order."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     sizes: dict[str, int] = {}
     counts: dict[str, int] = {}
     for index, info in (metadata.storage_data or {}).items():
@@ -57,7 +59,7 @@ def saved_entries(metadata: Metadata) -> list[SavedEntry]:
         counts[index.fqn] = counts.get(index.fqn, 0) + 1
     found = []
     for fqn, saved in metadata.state_dict_metadata.items():
-        tensor: Any = saved if hasattr(saved, "chunks") else None
+        tensor = saved if isinstance(saved, TensorStorageMetadata) else None
         dtype = None if tensor is None else str(tensor.properties.dtype).removeprefix("torch.")
         shape = None if tensor is None else tuple(tensor.size)
         kind = "bytes" if tensor is None else "tensor"
@@ -93,13 +95,17 @@ def find_contradiction(metadata: Metadata, *, filled: bool = True) -> str | None
     somewhere else, and raw bytes must be as many as the chunk has. The fields have been checked one by one. Chunks need
     not fill their tensor if not ``filled``.
     """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     storage = metadata.storage_data
     if storage is None:
         return None  # without places of items: others say so
     for fqn, what in find_flaws(metadata, filled=filled):
         return f"{reprlib.repr(fqn)} {what}"
-    entries: Iterable[Any] = metadata.state_dict_metadata.values()
-    count = sum(len({each.offsets for each in saved.chunks}) if hasattr(saved, "chunks") else 1 for saved in entries)
+    count = 0
+    for saved in metadata.state_dict_metadata.values():
+        tensor = saved if isinstance(saved, TensorStorageMetadata) else None
+        count += 1 if tensor is None else len({each.offsets for each in tensor.chunks})
     if count != len(storage):
         return f"it places {len(storage)} items, and describes {count}"
     places = sorted((each.relative_path, each.offset, each.length, index.fqn) for index, each in storage.items())
@@ -112,13 +118,12 @@ def find_contradiction(metadata: Metadata, *, filled: bool = True) -> str | None
 def find_flaws(metadata: Metadata, *, filled: bool = True) -> Iterable[tuple[str, str]]:
     """The entries that do not lie anywhere, and the tensors whose chunks overlap, do not fill them, or do not have the
     bytes that are stored; each with what is wrong. The metadata says where its items lie."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
     check = functools.cache(functools.partial(find_flaw, filled=filled))  # tensors are cut alike
     storage: dict[Any, Any] = metadata.storage_data
-    entries: dict[str, Any] = metadata.state_dict_metadata
-    for fqn, saved in entries.items():
-        if not hasattr(saved, "chunks"):
+    for fqn, saved in metadata.state_dict_metadata.items():
+        if not isinstance(saved, TensorStorageMetadata):
             if MetadataIndex(fqn) not in storage:
                 yield fqn, "lies in no object"
             continue

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_s3.errors import CorruptCheckpointError, UnsafeMetadataError
 from dcp_s3.format.allow_list import METADATA, PLAIN, MalformedPickleError
 from dcp_s3.format.metadata import PlainCheck, seal
+from dcp_s3.format.saved_entries import saved_entries
 from tests import hostile
 from tests.hostile import call, decode_metadata, make_metadata, metadata_with, name, number, plain, stream, text
 from tests.mutations import mutated
@@ -343,6 +344,22 @@ def test_attributes_that_newer_torch_may_add_are_kept_and_checked() -> None:
         with pytest.raises(CorruptCheckpointError):
             decode_metadata(pickle.dumps(metadata))
         del vars(owner)["newer"]
+
+
+def test_an_entry_is_what_its_class_says() -> None:
+    metadata = make_metadata()
+    vars(metadata.state_dict_metadata["x"])["chunks"] = [1]
+    for data in (pickle.dumps(metadata), seal(io.BytesIO(pickle.dumps(metadata)))):
+        entries = {entry.fqn: entry.kind for entry in saved_entries(decode_metadata(data))}
+        assert entries == {"w": "tensor", "x": "bytes"}
+
+
+def test_items_do_not_lie_at_the_same_bytes() -> None:
+    metadata = make_metadata()
+    one, other, _ = (metadata.storage_data or {}).values()
+    other.relative_path = one.relative_path
+    with pytest.raises(CorruptCheckpointError, match="same bytes"):
+        decode_metadata(pickle.dumps(metadata))
 
 
 def test_the_extension_registry_is_no_way_around() -> None:

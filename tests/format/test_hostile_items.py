@@ -149,9 +149,10 @@ def test_truncated_items(value: Any) -> None:
 def test_python_2_s_names_are_not_imported() -> None:
     """torch's unpickler would take ``UserDict`` for ``collections``, Python's would import a module of that name."""
     for module, qualified in (("UserDict", "OrderedDict"), ("__builtin__", "set")):
-        data = archive(b"\x80\x03" + name(module, qualified) + b")R.")
-        with pytest.raises(errors.UnsafeItemError, match="protocol"):
-            decode_item(data)
+        for begin in (b"\x80\x03", b"\x80\x02\x80\x03"):
+            data = archive(begin + name(module, qualified) + b")R.")
+            with pytest.raises(errors.UnsafeItemError, match="protocol"):
+                decode_item(data)
 
 
 # --- fuzzing --------------------------------------------------------------------------------------------
