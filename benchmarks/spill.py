@@ -39,8 +39,7 @@ from benchmarks.report import machine
 from benchmarks.save_load import RESULTS
 from benchmarks.units import GIB, MIB, parse_size
 from dcp_s3 import S3StorageReader, S3StorageWriter
-from dcp_s3.spill.background import stop_draining
-from dcp_s3.spill.drain import Drainer
+from dcp_s3.spill.drain import Drainer, stop_draining
 from dcp_s3.spill.store import SpillStore
 from tests.memory_s3 import MemoryS3Process
 

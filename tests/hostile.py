@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata as Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3.format import allow_list, safe_items
+from dcp_s3.format.allow_list import Allowed, Mirror, Opaque
 from dcp_s3.format.archive import UNUSUAL_TENSORS
 from dcp_s3.format.blocks import make_storage_info
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.safe_items import check_item
-from dcp_s3.format.unpickling import Allowed, Mirror, Opaque
 from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.settings import Settings

@@ -26,7 +26,7 @@ from dcp_s3 import (
     errors,
     events,
 )
-from dcp_s3.spill.background import stop_draining
+from dcp_s3.spill.drain import stop_draining
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
 from tests.s3.waiting import until

@@ -358,7 +358,7 @@ def find_names(data: bytes) -> set[bytes]:
 def _check_items(dtypes: Iterable[torch.dtype], url: str) -> None:
     import torch
 
-    from dcp_s3.format.framing import FramingError, compute_frame
+    from dcp_s3.format.archive import FramingError, compute_frame
     from dcp_s3.format.safe_items import check_item
     from dcp_s3.tensor_memory import view_bytes
 

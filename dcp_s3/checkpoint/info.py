@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from dcp_s3.checkpoint.directory import Directory, DirectoryEntry
 from dcp_s3.format.control_files import Manifest, ObjectEntry
-from dcp_s3.format.layout import What, deletion_id, step_by_patterns, step_of
+from dcp_s3.format.layout import What, deletion_id, step_of
 from dcp_s3.settings import Settings, compile_step_pattern
 from dcp_s3.units import format_size, one_line
 from dcp_s3.url import CheckpointURL
@@ -203,4 +203,4 @@ def summarize(url: CheckpointURL, directory: Directory, manifests: Mapping[int |
 def find_step(name: str, settings: Settings) -> int | None:
     """The step that ``DCP_S3_STEP_PATTERN``, or else the usual rule, finds in a name; None if there is none."""
     pattern = settings.step_pattern
-    return step_of(name) if pattern is None else step_by_patterns(name, [compile_step_pattern(pattern)])
+    return step_of(name, None if pattern is None else compile_step_pattern(pattern))

@@ -106,16 +106,12 @@ def import_(
     cli.note(f"{url}: {plural(result.tensors, 'tensor')}, {format_size(result.size)}")
 
 
-_PAUSE = 5.0  # seconds between passes of --watch
-
-
 @cli.app.command()
 def drain(
     directory: Annotated[
         Path | None,
         typer.Argument(metavar="[DIR]", help="Spill directory; the default is DCP_S3_SPILL_DIR."),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Keep draining until SIGTERM or Ctrl-C.")] = False,
     status: Annotated[bool, typer.Option("--status", help="Only show what is there.")] = False,
     as_json: cli.AsJSON = False,
 ) -> None:
@@ -124,7 +120,7 @@ def drain(
     Exit status 1: something still waits or was set aside; the reason is shown.
     """
     from dcp_s3.settings import resolve_settings
-    from dcp_s3.spill.drain import Drainer, DrainReport
+    from dcp_s3.spill.drain import Drainer
     from dcp_s3.spill.store import SpillStore
 
     settings = resolve_settings(None)
@@ -137,24 +133,15 @@ def drain(
     if status:
         cli.print_json(found) if as_json else _print_saves(found)
         return
-    total = DrainReport()
     with cli.stop_on_signals() as stop, cli.progress("drain") as callbacks:
-        callbacks["on_total"](None if watch else sum(save["size"] for save in found["saves"]))
-        drainer = Drainer(store, stop=stop, on_progress=callbacks["on_progress"], patience=settings.spill_after)
-        while True:
-            report = drainer.run()
-            total.uploaded += report.uploaded
-            total.committed += report.committed
-            total.discarded += report.discarded
-            total.refused.update(report.refused)
-            total.waiting, total.busy = report.waiting, report.busy
-            for url in report.committed:
-                cli.note(f"committed {url}")
-            if not watch or stop.wait(_PAUSE):
-                break
+        callbacks["on_total"](sum(save["size"] for save in found["saves"]))
+        patience, on_progress = settings.spill_after, callbacks["on_progress"]
+        report = Drainer(store, stop=stop, on_progress=on_progress, patience=patience).run()
+    for url in report.committed:
+        cli.note(f"committed {url}")
     if as_json:
-        cli.print_json(dataclasses.asdict(total))
-    if not _say_drained(store, total):
+        cli.print_json(dataclasses.asdict(report))
+    if not _say_drained(store, report):
         raise typer.Exit(cli.FAILED)
 
 

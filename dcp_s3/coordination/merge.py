@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 from dcp_s3.errors import SaveProtocolError, ShardingError
 from dcp_s3.failures import name_ranks
 from dcp_s3.format.control_files import ObjectEntry
-from dcp_s3.format.cover import Shape, box_text, find_flaw
 from dcp_s3.format.metadata_columns import Ints, StoredItems, dump_items, group_starts, stable_order
 from dcp_s3.format.part import (
     BLOCK,
@@ -38,6 +37,7 @@ from dcp_s3.format.part import (
     path_from,
     unpack,
 )
+from dcp_s3.format.saved_entries import Shape, box_text, find_flaw
 from dcp_s3.process import collector_paused
 
 _MAX_CRC_BYTES = 2**27

@@ -1,59 +1,112 @@
-"""The allow-list: each global that a pickle of metadata or of an item may name, and what is made of which arguments.
+"""The allow-list: each global that a pickle of metadata or of an item may name, and Python's unpickler held to it.
 
-`PLAIN` are plain values, which both may hold; `METADATA` are DCP's classes; `VALUES` are what items may hold besides:
-values of Python's standard library and of numpy. Tensors are in `archive`.
+Looking up globals in a list is not enough: a pickle may also set attributes of a class or function that it named, and
+so change it for the whole process. So each global has a stand-in without attributes to set: an `Allowed`, a class of
+the kind `Sealed`, or a class or constant of C. Only their code runs. Instances of torch's classes are `Mirror`s, with
+whatever attributes a pickle gives them, compared by identity. They become what they stand for once all is checked.
 
-Trainers keep such values in every run: the state of numpy's random numbers, dates, counts, paths. torch's weights-only
-unpickler does not know them, but making one runs no code that a pickle chooses. Not accepted: arrays of objects or
-records, subclasses of arrays, and numpy's generators (their pickles name functions that change with numpy, and trust
-their arguments; ``generator.bit_generator.state`` is a dict of plain values).
+`PLAIN` are plain values, which metadata and items may hold; `METADATA` are DCP's classes. Tensors are in `archive`, and
+what else items may hold is in `safe_items`.
+
+A hostile pickle may still take much time and memory. A very deeply nested tuple as a key even ends the process, but
+whoever can write that can also delete the checkpoint.
 """
 
 from __future__ import annotations
 
+import copyreg
 import functools
-import math
+import io
 import pathlib
-import re
-import sys
-from collections import Counter, OrderedDict, deque
-from datetime import date, datetime, time, timedelta, timezone
-from enum import Enum
-from typing import Any, NamedTuple, TypeAlias, cast
+import pickle
+import pickletools
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, TypeAlias, cast
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from dcp_s3.format.unpickling import (
-    LEAVES,
-    Allowed,
-    MalformedPickleError,
-    Mirror,
-    Opaque,
-    Sealed,
-    UnsafeGlobalError,
-    expect,
-)
 from dcp_s3.torch_private import StorageInfo
 
 Names: TypeAlias = tuple[str, str]
 
-# S3's keys have at most 1024 bytes, local paths 4096.
-_MAX_PATH = 4096
+
+class MalformedPickleError(Exception):
+    """A pickle is truncated, damaged, not a pickle at all, or not as picklers write it."""
 
 
-def table(*rules: tuple[Any, ...], module: str = "") -> dict[Names, Allowed]:
-    """Stand-ins by module and name, from names, calls and signatures (see `Allowed`)."""
-    found = {}
-    for name, *rule in rules:
-        of, _, last = f"{module}.{name}".lstrip(".").rpartition(".")
-        found[of, last] = Allowed(f"{of}.{last}", *rule)
-    return found
+class UnsafeGlobalError(Exception):
+    """A pickle names a global that is not allowed, or that this torch does not have. ``args[0]`` is its name."""
+
+    def __init__(self, module: str, name: str) -> None:
+        full_name = f"{module}.{name}" if module else name
+        super().__init__(full_name if len(full_name) <= 200 else full_name[:200] + "...")
 
 
-# --- plain values ---------------------------------------------------------------------------------
+def expect(condition: bool, what: str) -> None:
+    """Raises `MalformedPickleError` unless the arguments of ``what`` are as picklers write them."""
+    if not condition:
+        raise MalformedPickleError(f"{what} is made from other arguments than pickles have")
+
+
+# --- stand-ins ------------------------------------------------------------------------------------
+
+
+class Allowed:
+    """Stands for a function, or for a class that is called; without ``call``, for one that is only named.
+
+    Args:
+        signatures: the types of arguments that picklers write, if ``call`` does not check them itself.
+    """
+
+    __slots__ = ("_call", "_signatures", "name")
+
+    def __init__(self, name: str, call: Callable[..., Any] | None = None, *signatures: tuple[type, ...]) -> None:
+        self.name, self._call, self._signatures = name, call, frozenset(signatures)
+
+    def __call__(self, *arguments: Any) -> Any:
+        expect(not self._signatures or tuple(map(type, arguments)) in self._signatures, self.name)
+        if self._call is None:
+            raise MalformedPickleError(f"{self.name} is called")
+        return self._call(*arguments)
+
+    def __setstate__(self, state: Any) -> None:
+        # Called by Python's unpickler to set attributes.
+        raise MalformedPickleError(f"the state of {self.name} is set")
+
+
+class Sealed(type):
+    """Metaclass of classes that a pickle may make instances of, but not change."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise MalformedPickleError(f"an attribute of {cls.__name__} itself is set")
+
+
+class Mirror(metaclass=Sealed):
+    """Stands for an instance of a class, as a pickle describes it."""
+
+    @staticmethod
+    def of(cls: type, **methods: Any) -> Any:
+        """A class whose instances stand for those of ``cls``."""
+        return Sealed(cls.__name__, (Mirror,), methods)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Called by Python's unpickler for slots. It puts other attributes into ``__dict__``.
+        raise MalformedPickleError(f"the slots of a {type(self).__name__} are set")
+
+
+class Opaque(metaclass=Sealed):
+    """Stands for an instance of any class, made from any arguments, with any state."""
+
+    __slots__ = ()
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        pass
 
 
 class Value(metaclass=Sealed):
@@ -66,15 +119,126 @@ class Value(metaclass=Sealed):
         raise MalformedPickleError(f"the state of a {type(self).__name__} is set")
 
 
-class _Interval(Value):
-    """A range or a slice itself could double a list again and again."""
+def table(*rules: tuple[Any, ...], module: str = "") -> dict[Names, Allowed]:
+    """Stand-ins by module and name, from names, calls and signatures (see `Allowed`)."""
+    found = {}
+    for name, *rule in rules:
+        of, _, last = f"{module}.{name}".lstrip(".").rpartition(".")
+        found[of, last] = Allowed(f"{of}.{last}", *rule)
+    return found
 
-    __slots__ = ()
 
-    def __init__(self, *bounds: Any) -> None:
-        expect(len(bounds) == 3 and all(bound is None or type(bound) is int for bound in bounds), "a range or slice")
+# --- the unpickler --------------------------------------------------------------------------------
 
 
+class _Unpickler(pickle.Unpickler):
+    """Finds globals and what lies outside of the pickle with functions that are given."""
+
+    find_global: Callable[[str, str], Any]
+    find_outside: Callable[[Any], Any] | None
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self.find_global(module, name)
+
+    def persistent_load(self, found: Any) -> Any:
+        if self.find_outside is None:
+            raise MalformedPickleError("it refers to something outside of it")
+        return self.find_outside(found)
+
+
+def unpickle(
+    stream: io.BytesIO,
+    find_global: Callable[[str, str], Any],
+    find_outside: Callable[[Any], Any] | None = None,
+    *,
+    protocol: int | None = None,
+    proven: bool = False,
+) -> Any:
+    """The value of the pickle at the stream's position, which is after the pickle afterwards.
+
+    Args:
+        find_outside: what makes values of persistent ids.
+        protocol: the only one that it may have; None: any.
+        proven: whether a checksum says that it is not damaged.
+
+    Raises:
+        MalformedPickleError: it cannot be read.
+        UnsafeGlobalError: raised by ``find_global``, or by what it returned.
+    """
+    # Without `peek`, Python reads a pickle without frames opcode by opcode, at a microsecond each.
+    reader = io.BufferedReader(stream)
+    try:
+        # The extension registry's cache bypasses `find_class`, and would keep what it finds. It is nearly always empty.
+        if not proven or protocol is not None or vars(copyreg)["_inverted_registry"]:
+            _check_opcodes(stream.getvalue(), stream.tell(), protocol)
+        unpickler = _Unpickler(reader, encoding="utf-8")  # for texts of protocol 1, as torch.load does
+        unpickler.find_global, unpickler.find_outside = find_global, find_outside
+        value = unpickler.load()
+        end = reader.tell()
+    except (MalformedPickleError, UnsafeGlobalError):
+        raise
+    except Exception as error:  # whatever constructors and hashes raise, and MemoryError
+        raise MalformedPickleError(f"{type(error).__name__}: {str(error)[:200]}") from error
+    finally:
+        reader.detach()  # or it would close the stream when it is freed
+    stream.seek(end)
+    return value
+
+
+# Bytes of an opcode's argument, and of the lengths before arguments that have one.
+_ARGUMENTS = [0] * 256
+for _opcode in pickletools.opcodes:
+    _ARGUMENTS[ord(_opcode.code)] = 0 if _opcode.arg is None else _opcode.arg.n
+_WIDTHS = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT4: 4, pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}  # fmt: skip
+_PUT, _LONG_BINPUT, _STOP, _PROTO = b"pr.\x80"
+_EXTENSIONS, _TWO_LINES = b"\x82\x83\x84", b"ci"
+_LOOKED_AT = bytes((_PUT, _LONG_BINPUT, _PROTO)) + _EXTENSIONS
+
+
+def _check_opcodes(data: bytes, position: int, protocol: int | None) -> None:
+    """Refuse extension opcodes, another protocol, and a damaged pickle that numbers what it remembers beyond its size:
+    Python would make room for all of them.
+
+    Reads it without running it: about 60 ns for each opcode.
+    """
+    end = len(data)
+    while position < end and (opcode := data[position]) != _STOP:
+        position += 1
+        length = _ARGUMENTS[opcode]
+        start = position
+        if length >= 0:
+            position += length
+        elif length == pickletools.UP_TO_NEWLINE:
+            for _ in range(2 if opcode in _TWO_LINES else 1):
+                position = data.find(b"\n", position) + 1 or end
+        else:
+            position += _WIDTHS[length]
+            position += int.from_bytes(data[start:position], "little")
+        if opcode not in _LOOKED_AT:
+            continue
+        argument = data[start:position]
+        if opcode in _EXTENSIONS:
+            raise MalformedPickleError("it refers to Python's extension registry")
+        if opcode == _PROTO and protocol is not None and argument != bytes((protocol,)):
+            raise MalformedPickleError(f"its protocol is not {protocol}")
+        if (opcode == _LONG_BINPUT and int.from_bytes(argument, "little") > end) or (
+            opcode == _PUT and len(argument.strip()) > len(str(end))
+        ):
+            raise MalformedPickleError("it numbers what it remembers beyond its size")
+
+
+# --- plain values ---------------------------------------------------------------------------------
+
+LEAVES = frozenset((
+    str, int, float, bool, type(None), bytes, complex, bytearray, torch.Size, torch.dtype, torch.layout, torch.device,
+    torch.memory_format,
+))  # fmt: skip
+"""Types of values that have no others in them."""
+
+_MAX_PATH = 4096  # S3's keys have at most 1024 bytes, local paths 4096
 # What a defaultdict may call. Some picklers also call them without arguments.
 _FACTORIES = {f"builtins.{cls.__name__}": cls for cls in (bool, dict, float, int, list, set, str, tuple)}
 _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
@@ -108,6 +272,8 @@ def _make_path(kind: type[pathlib.PurePath], *parts: Any) -> str:
     return str(kind(*parts))
 
 
+_POSIX = functools.partial(_make_path, pathlib.PurePosixPath)
+_WINDOWS = functools.partial(_make_path, pathlib.PureWindowsPath)
 PLAIN: dict[Names, Any] = {
     ("torch", "Size"): torch.Size,  # checks its arguments, and has no attributes to set
     **table(
@@ -119,110 +285,75 @@ PLAIN: dict[Names, Any] = {
         ("builtins.bytes", bytes, ()),
         ("builtins.bytearray", _make_bytearray, (), (bytes,), (str, str)),
         ("builtins.complex", complex, (float, float)),
-        ("builtins.range", _Interval),
-        ("builtins.slice", _Interval),
         ("builtins.frozenset", frozenset, (), (list,)),
         *((name, cls, ()) for name, cls in _FACTORIES.items()),
         ("builtins.set", set, (), (list,)),
+        # StorageMeta.checkpoint_id of torch's FileSystemWriter is one.
+        *((f"{module}.{name}", make) for module in ("pathlib", "pathlib._local")
+          for name, make in (("PosixPath", _POSIX), ("PurePosixPath", _POSIX),
+                             ("WindowsPath", _WINDOWS), ("PureWindowsPath", _WINDOWS))),
     ),
-    # StorageMeta.checkpoint_id of torch's FileSystemWriter.
-    **{names: made for module in ("pathlib", "pathlib._local") for names, made in table(
-        ("PosixPath", functools.partial(_make_path, pathlib.PurePosixPath)),
-        ("WindowsPath", functools.partial(_make_path, pathlib.PureWindowsPath)),
-        ("PurePosixPath", functools.partial(_make_path, pathlib.PurePosixPath)),
-        ("PureWindowsPath", functools.partial(_make_path, pathlib.PureWindowsPath)),
-        module=module,
-    ).items()},
 }  # fmt: skip
-_RENAMED = {"unicode": "str", "xrange": "range", "long": "int"}
+_PYTHON_2 = {"unicode": "str", "xrange": "range", "long": "int"}
 
 
-def find_plain(module: str, name: str) -> Any:
-    """The stand-in for a plain value's global; None for other globals. Protocol 2 has Python 2's names."""
+def find(tables: tuple[dict[Names, Any], ...], module: str, name: str) -> Any:
+    """The stand-in for a global of these tables, for a plain value's, or for a dtype; None for other globals. Protocol
+    2 has Python 2's names."""
     if module == "__builtin__":
-        module, name = "builtins", _RENAMED.get(name, name)
-    found = PLAIN.get((module, name))
-    if found is None and module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
-        return vars(torch)[name]
-    return found
+        module, name = "builtins", _PYTHON_2.get(name, name)
+    for each in (*tables, PLAIN):
+        if (module, name) in each:
+            return each[module, name]
+    found = vars(torch).get(name) if module == "torch" else None
+    return found if isinstance(found, torch.dtype) else None
 
 
 # --- metadata: DCP's classes ----------------------------------------------------------------------
 
 _FIELDS = 5  # of the state of a TensorProperties, in all versions of torch; 2.15 adds strides
 _STATE = cast(Any, TensorProperties()).__getstate__()
-_MEMORY_FORMAT = type(_STATE[3])
-"""torch's enumeration in the place of a memory format."""
-
-
-class _Encoding(NamedTuple):
-    """Stands for a member of the enumeration. Members have attributes to set."""
-
-    member: Enum
-
-
-def _set_properties(mirror: Mirror, state: Any) -> None:
-    if type(state) is not tuple or len(state) < _FIELDS or type(state[3]) is not _Encoding:
-        raise MalformedPickleError("the state of a TensorProperties is no tuple of properties")
-    added = [each for value in state[_FIELDS:] for each in (value if type(value) is tuple else [value])]
-    if not LEAVES.issuperset(map(type, added)):
-        raise _unknown_properties(state)
-    vars(mirror).update(_read_properties(state))
+_MEMORY_FORMAT: Any = type(_STATE[3])
+"""torch's enumeration in the place of a memory format. A pickle gets the values of its members, which have attributes
+to set."""
 
 
 @functools.lru_cache(maxsize=256)
-def _read_properties(state: Any) -> dict[str, Any]:
-    """The attributes that torch's own ``__setstate__`` makes of a state, of which it gets what it knows. Nobody changes
-    them."""
-    dtype, layout, requires_grad, encoding, pin_memory, *added = state
-    right = isinstance(dtype, torch.dtype) and isinstance(layout, torch.layout)
-    if not right or type(requires_grad) is not bool or type(pin_memory) is not bool:
-        raise MalformedPickleError("the properties of a tensor are not dtype, layout, flags and memory format")
+def make_properties(state: tuple[Any, ...]) -> TensorProperties:
+    """The properties of a tensor, by torch's own ``__setstate__``, which gets what it knows. Nobody may change them.
+
+    Args:
+        state: dtype, layout, requires_grad, value of torch's enumeration of memory formats, pin_memory, and what later
+            versions of torch add: plain values and tuples of them.
+
+    Raises:
+        MalformedPickleError: it is no such state.
+        UnsafeGlobalError: it has values that this torch does not know.
+    """
+    kinds = tuple(map(type, state[:_FIELDS]))
+    expect(kinds == (torch.dtype, torch.layout, bool, int, bool), "a TensorProperties")
+    dtype, layout, requires_grad, memory_format, pin_memory, *added = state
     properties: Any = TensorProperties.__new__(TensorProperties)
     try:
-        properties.__setstate__((dtype, layout, requires_grad, encoding.member, pin_memory, *added)[: len(_STATE)])
+        for value in added:
+            if not LEAVES.issuperset(map(type, value if type(value) is tuple else (value,))):
+                raise TypeError("values that are not plain")
+        known = dtype, layout, requires_grad, _MEMORY_FORMAT(memory_format), pin_memory, *added
+        properties.__setstate__(known[: len(_STATE)])
     except Exception:  # noqa: BLE001 - whatever a later torch raises
-        raise _unknown_properties(state) from None
-    return dict(vars(properties))
+        raise UnsafeGlobalError("", f"a TensorProperties of {len(state)} values") from None
+    return cast(TensorProperties, properties)
 
 
-def _unknown_properties(state: tuple[Any, ...]) -> UnsafeGlobalError:
-    return UnsafeGlobalError("", f"a TensorProperties of {len(state)} values")
+def _set_properties(mirror: Mirror, state: Any) -> None:
+    expect(type(state) is tuple, "a TensorProperties")
+    vars(mirror).update(vars(make_properties(state)))
 
 
-_DCP = "torch.distributed.checkpoint."
-_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-# Where torch 2.1 and 2.2 had the properties of a tensor. Later releases have other classes of this name.
-_TORCH_2_1 = "torch.distributed._shard.sharded_tensor.metadata"
-_CLASSES = {
-    "metadata": (
-        dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata, dcp.Metadata, dcp.MetadataIndex, dcp.StorageMeta,
-        dcp.TensorStorageMetadata,
-    ),
-    "filesystem": (StorageInfo,),
-}  # fmt: skip
-MIRRORS: dict[type, Any] = {cls: Mirror.of(cls) for classes in _CLASSES.values() for cls in classes} | {
-    TensorProperties: Mirror.of(TensorProperties, __setstate__=_set_properties)
-}
-# The plans of all ranks, which Megatron-Core keeps in ``Metadata.all_local_plans``, to plan its next save faster. They
-# are not kept.
-_PLANS = {
-    **{(_DCP + "planner", name): Opaque
-       for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")},
-    (_DCP + "filesystem", "_StoragePrefix"): Opaque,
-    (_MEGATRON, "MCoreSavePlan"): Opaque,
-}  # fmt: skip
-_ENCODINGS = (f"{_DCP}metadata._MEM_FORMAT_ENCODING", f"{_TORCH_2_1}.MEM_FORMAT_ENCODING")
-_MEMORY_FORMATS = {
-    str(value): value
-    for value in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d, torch.preserve_format)
-}
-
-
-def _make_encoding(value: int) -> _Encoding:
+def _make_encoding(value: int) -> int:
     if value not in _MEMORY_FORMAT._value2member_map_:
         raise UnsafeGlobalError("", f"{_ENCODINGS[0]}({value})")
-    return _Encoding(_MEMORY_FORMAT(value))
+    return value
 
 
 def _get_member(*arguments: Any) -> Any:
@@ -233,18 +364,35 @@ def _get_member(*arguments: Any) -> Any:
         return Opaque()
     if not isinstance(of, Allowed) or of.name not in _ENCODINGS or name not in _MEMORY_FORMAT.__members__:
         raise UnsafeGlobalError("builtins", "getattr")
-    return _Encoding(_MEMORY_FORMAT[name])
+    return _MEMORY_FORMAT[name].value
 
 
+_DCP = "torch.distributed.checkpoint."
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+# Where torch 2.1 and 2.2 had the properties of a tensor. Later releases have other classes of this name.
+_TORCH_2_1 = "torch.distributed._shard.sharded_tensor.metadata"
+_ENCODINGS = (f"{_DCP}metadata._MEM_FORMAT_ENCODING", f"{_TORCH_2_1}.MEM_FORMAT_ENCODING")
+_CLASSES = (
+    dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata, dcp.Metadata, dcp.MetadataIndex, dcp.StorageMeta,
+    dcp.TensorStorageMetadata, StorageInfo,
+)  # fmt: skip
+MIRRORS: dict[type, Any] = {cls: Mirror.of(cls) for cls in _CLASSES} | {
+    TensorProperties: Mirror.of(TensorProperties, __setstate__=_set_properties)
+}
 METADATA: dict[Names, Any] = {
-    **{(_DCP + name, cls.__name__): MIRRORS[cls] for name, classes in _CLASSES.items() for cls in classes},
-    (_DCP + "metadata", "TensorProperties"): MIRRORS[TensorProperties],
+    **{(cls.__module__, cls.__name__): mirror for cls, mirror in MIRRORS.items()},
     (_TORCH_2_1, "TensorProperties"): MIRRORS[TensorProperties],
     # Up to 0.15, Megatron's name of its subclass of torch's; now its class of this name is empty.
     (_MEGATRON, "MCoreMetadata"): MIRRORS[dcp.Metadata],
-    **_PLANS,
+    # The plans of all ranks, which Megatron-Core keeps in ``Metadata.all_local_plans``, to plan its next save faster.
+    # They are not kept.
+    **{(_DCP + "planner", name): Opaque
+       for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")},
+    (_DCP + "filesystem", "_StoragePrefix"): Opaque,
+    (_MEGATRON, "MCoreSavePlan"): Opaque,
     **table(*((enum, _make_encoding, (int,)) for enum in _ENCODINGS), ("builtins.getattr", _get_member)),
-}
+}  # fmt: skip
+_MEMORY_FORMATS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.memory_format)}
 
 
 def find_in_metadata(module: str, name: str) -> Any:
@@ -253,109 +401,10 @@ def find_in_metadata(module: str, name: str) -> Any:
     Raises:
         UnsafeGlobalError: metadata never needs it.
     """
-    found = METADATA.get((module if module != "__builtin__" else "builtins", name)) or find_plain(module, name)
-    if found is not None:
-        return found
-    # torch gives memory formats no module; pickle names the first one that has them.
-    if module.partition(".")[0] == "torch" and "torch." + name.rpartition(".")[2] in _MEMORY_FORMATS:
-        return _MEMORY_FORMATS["torch." + name.rpartition(".")[2]]
-    raise UnsafeGlobalError(module, name)
-
-
-# --- items: numpy ---------------------------------------------------------------------------------
-
-_DTYPE = re.compile(r"b1|[iu][1248]|f(2|4|8|16)|c(8|16|32)|[SU][0-9]{1,9}")
-# The limit of numpy 1; later versions allow 64.
-_MAX_DIMENSIONS = 32
-_MAX_BYTES = 2**62
-
-
-class _Dtype(Value):
-    __slots__ = ("described", "dtype")
-
-    def __init__(self, *arguments: Any) -> None:
-        expect(len(arguments) == 3 and type(arguments[0]) is str and arguments[1:] == (False, True), "numpy.dtype")
-        if not _DTYPE.fullmatch(arguments[0]):
-            raise MalformedPickleError(f"a numpy.dtype of {arguments[0][:20]!r}, which is neither numbers nor texts")
-        self.dtype = np.dtype(arguments[0])
-        self.described = False
-
-    def __setstate__(self, state: Any) -> None:
-        """Take the byte order. A state that numpy would not write could make it read beyond its memory."""
-        expect(not self.described and type(state) is tuple and len(state) == 8, "numpy.dtype")
-        self.described = True
-        if state[1] in ("<", ">"):
-            self.dtype = self.dtype.newbyteorder(state[1])
-        written: Any = self.dtype.__reduce__()[2]
-        expect(state == written, "numpy.dtype")
-
-
-class _Array(Value):
-    __slots__ = ("filled",)
-
-    def __init__(self, *arguments: Any) -> None:
-        expect(len(arguments) == 3 and arguments[0] is _NDARRAY and arguments[1:] == ((0,), b"b"), "numpy.ndarray")
-        self.filled = False
-
-    def __setstate__(self, state: Any) -> None:
-        expect(not self.filled and type(state) is tuple and len(state) == 5 and state[0] == 1, "numpy.ndarray")
-        self.filled = True
-        _, shape, made, in_columns, data = state
-        expect(type(shape) is tuple and len(shape) <= _MAX_DIMENSIONS and type(made) is _Dtype, "numpy.ndarray")
-        expect(all(type(size) is int and size >= 0 for size in shape), "numpy.ndarray")
-        expect(type(in_columns) is bool and type(data) is bytes, "numpy.ndarray")
-        nbytes = made.dtype.itemsize * math.prod(shape)
-        if nbytes != len(data) or made.dtype.itemsize * math.prod(size or 1 for size in shape) > _MAX_BYTES:
-            raise MalformedPickleError(f"a numpy.ndarray of {nbytes} bytes is made from {len(data)}")
-        if made.dtype.kind == "U" and data:
-            points = np.frombuffer(data, np.dtype("u4").newbyteorder(made.dtype.byteorder))
-            if points.max() > sys.maxunicode:
-                raise MalformedPickleError("texts in a numpy.ndarray that are no Unicode")
-
-
-def _make_scalar(made: _Dtype, data: bytes) -> Any:
-    expect(len(data) == made.dtype.itemsize, "a scalar of numpy")
-    return np.frombuffer(data, made.dtype)[0] if data else made.dtype.type()
-
-
-_NDARRAY = Allowed("numpy.ndarray")
-
-
-# --- items: the standard library ------------------------------------------------------------------
-
-
-def _make_date(data: bytes) -> date:
-    expect(len(data) == 4, "datetime.date")
-    return date(int.from_bytes(data[:2], "big"), data[2], data[3])
-
-
-def _make_datetime(data: bytes, zone: timezone | None = None) -> datetime:
-    expect(len(data) == 10, "datetime.datetime")
-    return datetime.combine(_make_date(data[:4]), _make_time(data[4:], zone))
-
-
-def _make_time(data: bytes, zone: timezone | None = None) -> time:
-    expect(len(data) == 6, "datetime.time")
-    return time(data[0], data[1], data[2], int.from_bytes(data[3:], "big"), zone)
-
-
-def _make_deque(items: Any = (), length: int | None = None) -> deque[Any]:
-    expect(not items, "collections.deque")
-    return deque(maxlen=length)
-
-
-VALUES: dict[Names, Any] = {
-    **table(
-        ("numpy.dtype", _Dtype),
-        *((f"numpy.{core}.multiarray._reconstruct", _Array) for core in ("core", "_core")),  # numpy 1, numpy 2
-        *((f"numpy.{core}.multiarray.scalar", _make_scalar, (_Dtype, bytes)) for core in ("core", "_core")),
-        ("collections.Counter", Counter, (), (dict,)),
-        ("collections.deque", _make_deque),
-        ("datetime.date", _make_date, (bytes,)),
-        ("datetime.datetime", _make_datetime, (bytes,), (bytes, timezone)),
-        ("datetime.time", _make_time, (bytes,), (bytes, timezone)),
-        ("datetime.timedelta", timedelta, (int, int, int)),
-        ("datetime.timezone", timezone, (timedelta,), (timedelta, str)),
-    ),
-    ("numpy", "ndarray"): _NDARRAY,
-}
+    found = find((METADATA,), module, name)
+    if found is None and module.partition(".")[0] == "torch":
+        # torch gives memory formats no module; pickle names the first one that has them.
+        found = _MEMORY_FORMATS.get("torch." + name.rpartition(".")[2])
+    if found is None:
+        raise UnsafeGlobalError(module, name)
+    return found

@@ -136,13 +136,10 @@ def make_storage_info(
         blocks: CRCs inside the raw bytes; None without any.
     """
     info = StorageInfo(relative_path, offset, length, transform_descriptors)
-    if raw_offset is not None:
-        setattr(info, _RAW_OFFSET, raw_offset)
-    if crc64nvme is not None:
-        setattr(info, _CRC, crc64nvme)
+    facts: dict[str, Any] = {_RAW_OFFSET: raw_offset, _CRC: crc64nvme}
     if blocks is not None:
-        setattr(info, _BLOCK, blocks.size)
-        setattr(info, _BLOCK_CRCS, blocks.crcs)
+        facts |= {_BLOCK: blocks.size, _BLOCK_CRCS: blocks.crcs}
+    vars(info).update({name: value for name, value in facts.items() if value is not None})
     return info
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter
 
 from dcp_s3.errors import SettingsError
 from dcp_s3.format.layout import What, classify, is_attachment_name, is_inside, manifest_object
 
-FORMAT_VERSION = 1
-"""Of each of these files."""
-
+_T = TypeVar("_T")
 # JSON has no numbers for these, and a loss may well be NaN.
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -30,6 +29,9 @@ def number_to_json(value: Any) -> Any:
 def number_from_json(value: Any) -> Any:
     """A metric's value from JSON: the reverse of `number_to_json`."""
     return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+_Number = Annotated[Any, AfterValidator(number_from_json)]
 
 
 # --- the manifest ---------------------------------------------------------------------------------
@@ -70,6 +72,10 @@ class AttachmentEntry(ObjectEntry):
     """Name of the attachment. It is also the path, relative to the checkpoint, of a plain copy for other tools."""
 
 
+Entry = Annotated[ObjectEntry, PlainValidator(ObjectEntry.of)]
+"""For pydantic: from the fields that `dataclasses.asdict` gave."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """A description of what one save committed."""
@@ -82,15 +88,15 @@ class Manifest:
     """Training step; None if the checkpoint's name has no number."""
     world_size: int
     """Number of ranks that wrote (one, for the manifest of a rank without collectives)."""
-    objects: tuple[ObjectEntry, ...]
+    objects: tuple[Entry, ...]
     """All data objects."""
     items: int
     """Number of saved items (tensor chunks and others)."""
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, _Number] = field(default_factory=dict)
     """The user's metrics, as given with the save."""
     rank: int | None = None
     """Rank, in a save without collectives; otherwise None."""
-    format_version: int = FORMAT_VERSION
+    format_version: Literal[1] = 1
     """Version of this file's format."""
     writer: dict[str, str] = field(default_factory=dict)
     """Libraries that wrote it, and their versions."""
@@ -135,22 +141,10 @@ class Manifest:
         Raises:
             ValueError: not a manifest, or of a version that this one cannot read.
         """
+        return _parse("a dcp_s3 manifest", _MANIFESTS, data)
 
-        with _parsing("a dcp_s3 manifest", data) as fields:
-            return cls(
-                save_id=str(fields["save_id"]),
-                created_at=float(fields["created_at"]),
-                step=None if fields["step"] is None else int(fields["step"]),
-                world_size=int(fields["world_size"]),
-                objects=tuple(map(ObjectEntry.of, fields["objects"])),
-                items=int(fields["items"]),
-                metrics={name: number_from_json(value) for name, value in (fields.get("metrics") or {}).items()},
-                extra=dict(fields.get("extra") or {}),
-                rank=fields.get("rank"),
-                writer=dict(fields.get("writer") or {}),
-                started_at=None if fields.get("started_at") is None else float(fields["started_at"]),
-                coordination=dict(fields.get("coordination") or {}),
-            )
+
+_MANIFESTS = TypeAdapter(Manifest)
 
 
 def attachments_of(objects: Iterable[ObjectEntry]) -> dict[str, AttachmentEntry]:
@@ -178,24 +172,19 @@ def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     Raises:
         SettingsError: it holds something else, or is larger than `MAX_EXTRA_BYTES`.
     """
-    if extra is None:
-        return {}
-    remedy = (
-        "It holds text, numbers, bools, None, lists and dicts of these by text (a tensor: tensor.item() or "
-        "tensor.tolist()). Remedy: convert it, save it in the state, or attach it (S3StorageWriter.attach)"
-    )
     try:
-        text = json.dumps(extra, allow_nan=False)
-        copied = json.loads(text)
+        text = json.dumps({} if extra is None else extra, allow_nan=False)
+        copied: dict[str, Any] = json.loads(text)
+        if not isinstance(copied, dict) or copied != (extra or {}):
+            raise ValueError(f"{reprlib.repr(extra)} would not be the same when it is read back")
+        if len(text) > MAX_EXTRA_BYTES:
+            raise ValueError(f"it has {len(text)} bytes as JSON, at most {MAX_EXTRA_BYTES}: every listing reads them")
     except (TypeError, ValueError, RecursionError) as error:
-        raise SettingsError(f"extra cannot be stored with a checkpoint: {error}. {remedy}") from None
-    if not isinstance(copied, dict) or copied != extra:
-        raise SettingsError(f"extra = {reprlib.repr(extra)} would not be the same when it is read back. {remedy}")
-    if len(text) > MAX_EXTRA_BYTES:
         raise SettingsError(
-            f"extra has {len(text)} bytes as JSON, and at most {MAX_EXTRA_BYTES} are stored with a checkpoint, because "
-            f"every listing reads them. {remedy}"
-        )
+            f"extra cannot be stored with a checkpoint: {error}. It holds text, numbers, bools, None, lists and dicts "
+            "of these by text (a tensor: tensor.item() or tensor.tolist()). Remedy: convert it, save it in the state, "
+            "or attach it (S3StorageWriter.attach)"
+        ) from None
     return copied
 
 
@@ -206,15 +195,16 @@ def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
 class AddedMetrics:
     """Metrics that were added to one save."""
 
-    of: str
+    of: Annotated[str, Field(validation_alias="save_id")]
     """Owner of the metrics: the save id, or for a foreign checkpoint the ETag of its ``.metadata``."""
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, _Number] = field(default_factory=dict)
     """Metrics by name."""
+    format_version: Literal[1] = 1
 
     def to_json(self) -> bytes:
         """UTF-8 JSON."""
         metrics = {name: number_to_json(value) for name, value in self.metrics.items()}
-        fields = {"format_version": FORMAT_VERSION, "save_id": self.of, "metrics": metrics}
+        fields = {"format_version": self.format_version, "save_id": self.of, "metrics": metrics}
         return (json.dumps(fields, indent=1, allow_nan=False) + "\n").encode()
 
     @classmethod
@@ -224,10 +214,7 @@ class AddedMetrics:
         Raises:
             ValueError: not such a file, or of a version that this one cannot read.
         """
-
-        with _parsing("a file of metrics", data) as fields:
-            metrics = {str(name): number_from_json(value) for name, value in fields["metrics"].items()}
-            return cls(str(fields["save_id"]), metrics)
+        return _parse("a file of metrics", TypeAdapter(cls), data)
 
 
 def check_added(metrics: Mapping[str, Any], *, url: str) -> None:
@@ -259,10 +246,11 @@ class DeletionList:
     """ETags of all other objects by relative path; empty where the store gave none."""
     all_versions: bool = False
     """Whether all versions are deleted in a versioned bucket."""
+    format_version: Literal[1] = 1
 
     def to_json(self) -> bytes:
         """UTF-8 JSON."""
-        return (json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}, indent=1) + "\n").encode()
+        return (json.dumps(asdict(self), indent=1) + "\n").encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> DeletionList:
@@ -271,26 +259,21 @@ class DeletionList:
         Raises:
             ValueError: not such a list, of a version that this one cannot read, or it names objects elsewhere.
         """
-
-        with _parsing("a list of a deletion", data) as fields:
-            found = cls(
-                save_id=None if fields["save_id"] is None else str(fields["save_id"]),
-                commits={str(path): str(etag) for path, etag in fields["commits"].items()},
-                objects={str(path): str(etag) for path, etag in fields["objects"].items()},
-                all_versions=bool(fields["all_versions"]),
-            )
-            if outside := [path for path in (*found.commits, *found.objects) if not is_inside(path)]:
-                raise ValueError(f"it names {outside[0]!r}, which is not in the checkpoint")
-            return found
+        found = _parse("a list of a deletion", _DELETIONS, data)
+        if outside := [path for path in (*found.commits, *found.objects) if not is_inside(path)]:
+            raise ValueError(f"it names {outside[0]!r}, which is not in the checkpoint")
+        return found
 
 
-@contextlib.contextmanager
-def _parsing(what: str, data: bytes) -> Iterator[dict[str, Any]]:
-    """The fields of a file. Whatever is found to be wrong with them is a `ValueError`."""
+_DELETIONS = TypeAdapter(DeletionList)
+
+
+def _parse(what: str, kind: TypeAdapter[_T], data: bytes) -> _T:
+    """The file with these bytes. Whatever is found to be wrong with them is a `ValueError`."""
     try:
         fields: dict[str, Any] = json.loads(data)
-        if fields["format_version"] != FORMAT_VERSION:
-            raise ValueError(f"format version {fields['format_version']}, this dcp_s3 reads {FORMAT_VERSION}")
-        yield fields
+        if fields["format_version"] != 1:
+            raise ValueError(f"format version {fields['format_version']}, this dcp_s3 reads 1")
+        return kind.validate_python(fields)
     except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
         raise ValueError(f"not {what}: {error!r}") from error

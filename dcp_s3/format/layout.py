@@ -8,9 +8,8 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Iterable
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 METADATA = ".metadata"
 DCP_VERSION = "1.0.0"
@@ -168,11 +167,17 @@ _RANK_METADATA = re.compile(f"__{_NUMBER}{re.escape(METADATA)}")
 _OUR_DATA = re.compile(f"__{_NUMBER}_{_NUMBER}-([0-9a-f]+){re.escape(DATA_SUFFIX)}")
 _RANK_DATA = re.compile(f"__{_NUMBER}_{_NUMBER}[^0-9].*")
 _SPREAD = re.compile("[0-9a-f]{1,4}")
-_MANIFEST = re.compile(rf"{re.escape(CONTROL_PREFIX)}manifest-([0-9a-f]+)(?:\.{_NUMBER})?\.json")
-_LEASE = re.compile(rf"{re.escape(LEASE_PREFIX)}[0-9a-f]+\.(0|[1-9][0-9]{{0,8}})")
-_JOINT = re.compile(rf"{re.escape(JOINT_PREFIX)}([0-9a-f]+)\.(?:intent|part|roll|merged)\.[0-9a-f]+")
-_JOINT_BEFORE = re.compile(rf"{re.escape(CONTROL_PREFIX)}(?:part|intent|notice)-([0-9a-f]+)\.[0-9a-z.]+")  # version 0.1
-_DELETION = re.compile(rf"{re.escape(DELETION_PREFIX)}([0-9a-f]+)-([0-9a-f]+)\.json")
+_FIXED = {METRICS: Kind(What.METRICS), PIN: Kind(What.PIN), CLAIM: Kind(What.COORDINATION)}
+_CONTROL = [
+    (what, re.compile(re.escape(CONTROL_PREFIX) + pattern))
+    for what, pattern in (
+        (What.MANIFEST, r"manifest-(?P<save_id>[0-9a-f]+)(?:\.(?P<rank>0|[1-9][0-9]*))?\.json"),
+        (What.LEASE, r"lease-[0-9a-f]+\.(?P<seconds>0|[1-9][0-9]{0,8})"),
+        (What.DELETION, r"deletion-(?P<deletion>[0-9a-f]+)-(?P<attempt>[0-9a-f]+)\.json"),
+        (What.COORDINATION, r"joint-(?P<save_id>[0-9a-f]+)\.(?:intent|part|roll|merged)\.[0-9a-f]+"),
+        (What.COORDINATION, r"(?:part|intent|notice)-(?P<save_id>[0-9a-f]+)\.[0-9a-z.]+"),  # of version 0.1
+    )
+]
 
 
 def classify(path: str) -> Kind:
@@ -185,7 +190,7 @@ def classify(path: str) -> Kind:
     if not is_inside(path):
         return Kind(What.OTHER)
     found = _classify_name(rest) if "/" not in rest else None
-    if found is not None and found.nonce and may_be_spread(directory) and path == spread(rest, len(directory)):
+    if found is not None and found.nonce and _SPREAD.fullmatch(directory) and path == spread(rest, len(directory)):
         return Kind(What.DATA, found.rank, found.number, found.nonce, spread=len(directory))
     if rest.startswith(BOARD_PREFIX):
         return Kind(What.OTHER)
@@ -194,11 +199,6 @@ def classify(path: str) -> Kind:
     if path.endswith(DATA_SUFFIX):
         return Kind(What.NESTED_DATA, None if found is None else found.rank, below=directory)
     return Kind(What.OTHER)
-
-
-def may_be_spread(directory: str) -> bool:
-    """Whether a directory is named like those that `spread` makes; ``500`` usually is a checkpoint."""
-    return _SPREAD.fullmatch(directory) is not None
 
 
 def _classify_name(name: str) -> Kind:
@@ -216,23 +216,16 @@ def _classify_name(name: str) -> Kind:
 
 
 def _classify_control(path: str) -> Kind:
-    if path == METRICS:
-        return Kind(What.METRICS)
-    if path == PIN:
-        return Kind(What.PIN)
-    if path == CLAIM:
-        return Kind(What.COORDINATION)
-    if match := _MANIFEST.fullmatch(path):
-        return Kind(What.MANIFEST, rank=None if match[2] is None else int(match[2]), save_id=match[1])
-    if match := _LEASE.fullmatch(path):
-        return Kind(What.LEASE, seconds=int(match[1]))
-    if match := _DELETION.fullmatch(path):
-        return Kind(What.DELETION, deletion=match[1], attempt=match[2])
-    if match := _JOINT.fullmatch(path) or _JOINT_BEFORE.fullmatch(path):
-        return Kind(What.COORDINATION, save_id=match[1])
-    if path.startswith(BOARD_PREFIX) and is_inside(path):
-        return Kind(What.BOARD)
-    return Kind(What.CONTROL if is_inside(path) else What.OTHER)
+    if path in _FIXED:
+        return _FIXED[path]
+    for what, pattern in _CONTROL:
+        if match := pattern.fullmatch(path):
+            found: dict[str, Any] = {name: value for name, value in match.groupdict().items() if value is not None}
+            found |= {name: int(found[name]) for name in ("rank", "seconds") if name in found}
+            return Kind(what, **found)
+    if not is_inside(path):
+        return Kind(What.OTHER)
+    return Kind(What.BOARD if path.startswith(BOARD_PREFIX) else What.CONTROL)
 
 
 def is_inside(relative_path: str) -> bool:
@@ -270,17 +263,14 @@ _STEPS = (
 )
 
 
-def step_of(name: str) -> int | None:
+def step_of(name: str, pattern: re.Pattern[str] | None = None) -> int | None:
     """The step in the last part of a checkpoint's URL or name: the number after ``step``, ``iter``, ``checkpoint`` or
     ``epoch``, the last of them (``epoch=1-step=1000`` -> 1000); or all of it, if that is a number. None of any other
-    (``llama-8b``): what it was named for is not known."""
-    return step_by_patterns(name.rstrip("/").rpartition("/")[2], _STEPS)
-
-
-def step_by_patterns(name: str, patterns: Iterable[re.Pattern[str]]) -> int | None:
-    """The step from the first pattern that matches in ``name`` with digits as its first group; None if none does."""
-    for pattern in patterns:
-        match = pattern.search(name)
+    (``llama-8b``): what it was named for is not known. With a ``pattern``: the digits that its first group finds."""
+    if pattern is None:
+        name = name.rstrip("/").rpartition("/")[2]
+    for each in _STEPS if pattern is None else (pattern,):
+        match = each.search(name)
         if match and match[1] and match[1].isascii() and match[1].isdigit():
             return int(match[1])
     return None

@@ -16,6 +16,7 @@ import math
 import operator
 import pickle
 import reprlib
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeGuard, cast
 
@@ -32,55 +33,31 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import CorruptCheckpointError, UnsafeMetadataError
-from dcp_s3.format.allow_list import MIRRORS, find_in_metadata
-from dcp_s3.format.cover import find_contradiction
-from dcp_s3.format.layout import is_inside
-from dcp_s3.format.unpickling import (
+from dcp_s3.format.allow_list import (
+    LEAVES,
+    MIRRORS,
     MalformedPickleError,
-    PlainCheck,
     UnsafeGlobalError,
-    check_memo,
+    find_in_metadata,
     unpickle,
 )
+from dcp_s3.format.layout import is_inside
+from dcp_s3.format.saved_entries import find_contradiction
 from dcp_s3.process import collector_paused
 from dcp_s3.torch_private import StorageInfo
 from dcp_s3.versions import __version__
 
-# Limit of one item. S3's largest object is 50 TiB, but pickled or encoded items go through memory.
-_MAX_ITEM_BYTES = 2**44
-_MAX_INT = 2**63
-# Attributes that are checked here, all of them of plain types.
-_CHECKED = {
-    Metadata: frozenset({"state_dict_metadata", "storage_data", "storage_meta"}),
-    TensorStorageMetadata: frozenset({"properties", "size", "chunks"}),
-    ChunkStorageMetadata: frozenset({"offsets", "sizes"}),
-    MetadataIndex: frozenset({"fqn", "offset", "index"}),
-    TensorProperties: frozenset({"dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"}),
-    BytesStorageMetadata: frozenset(),
-    StorageInfo: frozenset({
-        "relative_path", "offset", "length", "transform_descriptors",
-        "raw_offset", "crc64nvme", "crc64nvme_block", "crc64nvme_blocks",  # see format/blocks.py
-    }),
-}  # fmt: skip
-_MIRRORS = {cls: (MIRRORS[cls], checked) for cls, checked in _CHECKED.items()}
-_set = object.__setattr__  # for instances whose class refuses it
+# --- writing --------------------------------------------------------------------------------------
+
 _new = copyreg.__newobj__  # type: ignore[attr-defined]  # makes an instance without its constructor: what pickles call
 
 
 def dump_metadata(metadata: Metadata) -> bytes:
     """Pickle ``.metadata`` as torch's FileSystemWriter does.
 
-    Each rank has sent names and shapes of its own. Here one pickled object stands for all that are equal.
+    Each rank has sent names and shapes of its own. Here one pickled object stands for all that are equal. What there is
+    one of for each item is pickled in half of the time that its class's own way takes.
     """
-    stream = io.BytesIO()
-    pickler = pickle.Pickler(stream)
-    pickler.dispatch_table = copyreg.dispatch_table | _reducers()
-    pickler.dump(metadata)
-    return seal_stream(stream)
-
-
-def _reducers() -> dict[type, Callable[[Any], Any]]:
-    """How to pickle what there is one of for each item: in half of the time that their classes' own way takes."""
     names: dict[str, str] = {}
     shapes: dict[torch.Size, torch.Size] = {}
     name, shape, size = names.setdefault, shapes.setdefault, torch.Size
@@ -106,26 +83,26 @@ def _reducers() -> dict[type, Callable[[Any], Any]]:
             state = {name: value for name, value in state.items() if value is not None}  # as torch does
         return _new, (StorageInfo,), state
 
-    return {MetadataIndex: reduce_index, ChunkStorageMetadata: reduce_chunk, StorageInfo: reduce_info}
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream)
+    pickler.dispatch_table = copyreg.dispatch_table | {
+        MetadataIndex: reduce_index, ChunkStorageMetadata: reduce_chunk, StorageInfo: reduce_info,
+    }  # fmt: skip
+    pickler.dump(metadata)
+    return seal(stream)
 
 
 _SEAL = b"\0dcp_s3\1"
 _SEAL_LENGTH = len(_SEAL) + 8
 
 
-def seal(pickled: bytes) -> bytes:
-    """``.metadata`` with this pickle.
+def seal(stream: io.BytesIO) -> bytes:
+    """``.metadata`` with the pickle that was written to a stream, without a copy of it: it may have a gigabyte.
 
     After it: who wrote it (ASCII), the length of that (1 byte), a mark, and the CRC-64/NVME of all that (big-endian).
     """
-    stream = io.BytesIO(pickled)
-    stream.seek(0, io.SEEK_END)
-    return seal_stream(stream)
-
-
-def seal_stream(stream: io.BytesIO) -> bytes:
-    """`seal` what was written to a stream, without a copy: it may have a gigabyte."""
     writer = f"torch {torch.__version__} and dcp_s3 {__version__}".encode("ascii", "replace")[:255]
+    stream.seek(0, io.SEEK_END)
     stream.write(b"".join((writer, bytes([len(writer)]), _SEAL)))
     with stream.getbuffer() as body:
         crc = crc64nvme(body)
@@ -133,24 +110,7 @@ def seal_stream(stream: io.BytesIO) -> bytes:
     return stream.getvalue()
 
 
-def find_writer(data: bytes) -> str | None:
-    """Who wrote ``.metadata``, for messages; None if it has no seal."""
-    if data[-_SEAL_LENGTH:-8] != _SEAL:
-        return None
-    stop = len(data) - _SEAL_LENGTH - 1
-    return data[stop - data[stop] : stop].decode("ascii", "replace")
-
-
-def find_damage(data: bytes, crc: str | None = None) -> str | None:
-    """How the bytes of ``.metadata`` differ from their checksum, in a seal or as ``crc`` in the object's user metadata.
-    None: they do not. Empty: they have none."""
-    if data[-_SEAL_LENGTH:-8] == _SEAL:
-        found, recorded = crc_hex(crc64nvme(memoryview(data)[:-8])), data[-8:].hex()
-    elif crc is not None:
-        found, recorded = crc_hex(crc64nvme(data)), crc
-    else:
-        return ""
-    return None if found == recorded else f"its CRC-64/NVME is {found}, recorded was {recorded}"
+# --- reading --------------------------------------------------------------------------------------
 
 
 def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: bool = False) -> Metadata:
@@ -168,18 +128,30 @@ def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: boo
         CorruptCheckpointError: other bytes than were written, truncated, empty, not DCP metadata, or with impossible
             fields.
     """
-    damage = find_damage(data, crc)
-    if damage:
-        raise CorruptCheckpointError(
-            f"the metadata of {url} is damaged: {damage}. Remedy: load an earlier checkpoint, or restore the object "
-            "from a backup",
-            url=url,
-        )
+    is_sealed = data[-_SEAL_LENGTH:-8] == _SEAL
+    proven = is_sealed or crc is not None
     with collector_paused():
         try:
-            metadata = _load(data, url, proven=damage is None, filled=not of_rank)
+            found, recorded = crc_hex(crc64nvme(memoryview(data)[:-8] if is_sealed else data)), crc
+            if is_sealed:
+                recorded = data[-8:].hex()
+            if proven and found != recorded:
+                raise MalformedPickleError(f"its CRC-64/NVME is {found}, recorded was {recorded}")
+            stream = io.BytesIO(data)
+            metadata = _Checks(url).check(unpickle(stream, find_in_metadata, proven=proven))
+            vars(metadata).pop(_UNPROVEN, None)
+            if not proven:
+                if stream.tell() != len(data):
+                    raise MalformedPickleError("something follows its end")
+                contradiction = find_contradiction(metadata, filled=not of_rank)
+                if contradiction is not None:
+                    raise MalformedPickleError(f"it contradicts itself: {contradiction}")
+                vars(metadata)[_UNPROVEN] = True
         except UnsafeGlobalError as error:
-            writer = find_writer(data) or "an unknown version of torch"
+            writer = "an unknown version of torch"
+            if is_sealed:
+                stop = len(data) - _SEAL_LENGTH - 1
+                writer = data[stop - data[stop] : stop].decode("ascii", "replace")
             raise UnsafeMetadataError(
                 f"the metadata of {url}, written by {writer}, names the global {error}: DCP's metadata never needs it, "
                 f"or torch {torch.__version__} here does not know it, and loading it could run code. Nothing was "
@@ -187,48 +159,43 @@ def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: boo
                 "written that, it was tampered with",
                 url=url,
             ) from None
-        except MalformedPickleError as error:
+        except (MalformedPickleError, TypeError, KeyError) as error:  # names of attributes that have no hash
             raise CorruptCheckpointError(
-                f"the metadata of {url} ({len(data)} bytes) cannot be read: {error}. It is truncated or damaged: load "
+                f"the metadata of {url} ({len(data)} bytes) is damaged or truncated: {str(error)[:1000]}. Remedy: load "
                 "an earlier checkpoint, or restore the object from a backup",
                 url=url,
             ) from None
-    vars(metadata).pop(_UNPROVEN, None)
-    if damage is not None:
-        mark_unproven(metadata)
-    return metadata
-
-
-def _load(data: bytes, url: str, *, proven: bool, filled: bool) -> Metadata:
-    if not proven:
-        check_memo(data)
-    stream = io.BytesIO(data)
-    loaded = unpickle(stream, find_in_metadata)
-    try:
-        metadata = _Checks(url).check(loaded)
-    except (TypeError, KeyError) as error:  # names of attributes that have no hash, and the like
-        raise MalformedPickleError(f"{type(error).__name__}: {str(error)[:200]}") from error
-    if not proven:
-        if stream.tell() != len(data):
-            raise MalformedPickleError("something follows its end")
-        contradiction = find_contradiction(metadata, filled=filled)
-        if contradiction is not None:
-            raise MalformedPickleError(f"it contradicts itself: {contradiction}")
     return metadata
 
 
 _UNPROVEN = "unproven"  # an attribute that only a Metadata has which was loaded
 
 
-def mark_unproven(metadata: Metadata) -> Metadata:
-    """See `is_unproven`. Returns its argument."""
-    setattr(metadata, _UNPROVEN, True)
-    return metadata
-
-
 def is_unproven(metadata: Metadata) -> bool:
     """Whether metadata was loaded without a checksum, so that items themselves must say what they are."""
     return getattr(metadata, _UNPROVEN, False)
+
+
+# Attributes that are checked here, all of them of plain types. Others must be plain values.
+_CHECKED = {
+    Metadata: frozenset({"state_dict_metadata", "storage_data", "storage_meta"}),
+    TensorStorageMetadata: frozenset({"properties", "size", "chunks"}),
+    ChunkStorageMetadata: frozenset({"offsets", "sizes"}),
+    MetadataIndex: frozenset({"fqn", "offset", "index"}),
+    TensorProperties: frozenset({"dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"}),
+    BytesStorageMetadata: frozenset(),
+    StorageMeta: frozenset(),
+    StorageInfo: frozenset({
+        "relative_path", "offset", "length", "transform_descriptors",
+        "raw_offset", "crc64nvme", "crc64nvme_block", "crc64nvme_blocks",  # see format/blocks.py
+    }),
+}  # fmt: skip
+_MIRRORS = {cls: (MIRRORS[cls], checked) for cls, checked in _CHECKED.items()}
+_set = object.__setattr__  # for instances whose class refuses it
+# Limit of one item. S3's largest object is 50 TiB, but pickled or encoded items go through memory.
+_MAX_ITEM_BYTES = 2**44
+_MAX_INT = 2**63
+_MAX_DIMS = 64  # as many as torch's kernels take
 
 
 class _Checks:
@@ -240,31 +207,39 @@ class _Checks:
         self._fits = functools.cache(_fits)  # tensors are cut alike
 
     def check(self, metadata: Any) -> Metadata:
+        """The metadata that a mirror stands for."""
         if type(metadata) is not MIRRORS[Metadata] or type(vars(metadata).get("state_dict_metadata")) is not dict:
-            raise CorruptCheckpointError(
-                f"the metadata of {self._url} is a pickled {type(metadata).__name__}, not DCP metadata", url=self._url
-            )
-        self._check_entries(vars(metadata)["state_dict_metadata"])
-        if vars(metadata).get("storage_data") is not None:
-            vars(metadata)["storage_data"] = self._check_storage(vars(metadata)["storage_data"])
-        self._check_meta(vars(metadata))
-        vars(metadata).pop("all_local_plans", None)  # Megatron's, which are not kept
-        try:
-            self._plain.check_attributes(metadata, _CHECKED[Metadata])
-        except MalformedPickleError as error:
-            self._fail("planner_data", f"cannot be used: {error}")
-        _set(metadata, "__class__", Metadata)
-        return cast(Metadata, metadata)
-
-    def _check_entries(self, entries: dict[Any, Any]) -> None:
-        for fqn, entry in entries.items():
+            raise MalformedPickleError(f"it is a pickled {type(metadata).__name__}, not DCP metadata")
+        fields = vars(metadata)
+        fields.pop("all_local_plans", None)  # Megatron's, which are not kept
+        for fqn, entry in fields["state_dict_metadata"].items():
             if type(fqn) is not str:
-                self._fail(fqn, "is a name that is no string")
+                _fail(fqn, "is a name that is no string")
             if self._is(entry, TensorStorageMetadata):
                 if not self._is_tensor(vars(entry)):
-                    self._fail(fqn, "has no complete description of its shape, dtype and chunks")
+                    _fail(fqn, "has no complete description of its shape, dtype and chunks")
             elif not self._is(entry, BytesStorageMetadata):
-                self._fail(fqn, f"is a {type(entry).__name__}")
+                _fail(fqn, f"is a {type(entry).__name__}")
+        if fields.get("storage_data") is not None:
+            fields["storage_data"] = self._check_storage(fields["storage_data"])
+        # Loading does not need the rest.
+        meta = fields.get("storage_meta")
+        if meta is not None and not (self._is(meta, StorageMeta) and _is_text(vars(meta).get("save_id"))):
+            _fail("storage_meta", "is no StorageMeta with an id of a save")
+        if not _is_text(fields.get("version")):
+            _fail("version", "is no string")
+        self._is(metadata, Metadata)  # with plain values in planner_data
+        return cast(Metadata, metadata)
+
+    def _is(self, value: Any, cls: type) -> bool:
+        """Whether ``value`` stands for an instance of torch's ``cls``. If so, it becomes one."""
+        mirror, checked = _MIRRORS[cls]
+        if type(value) is not mirror:
+            return type(value) is cls  # already: it occurs twice
+        if not checked.issuperset(value.__dict__):
+            self._plain.check_attributes(value, checked)
+        _set(value, "__class__", cls)
+        return True
 
     def _is_tensor(self, fields: dict[str, Any]) -> bool:
         # A damaged pickle may lack attributes.
@@ -285,15 +260,11 @@ class _Checks:
     def _check_storage(self, storage_data: Any) -> dict[Any, Any]:
         """Check where the items lie. Returns that by indices that have torch's hash."""
         if type(storage_data) is not dict:
-            raise CorruptCheckpointError(
-                f"the metadata of {self._url} is damaged: where its items lie is a {type(storage_data).__name__}, "
-                "expected a dict. Load an earlier checkpoint",
-                url=self._url,
-            )
+            _fail("storage_data", f"is a {type(storage_data).__name__}")
         inside: set[str] = set()
         for index, info in storage_data.items():
             if not self._is(index, MetadataIndex) or not _is_index(index.__dict__.get):
-                self._fail(index, "is not the index of an item")
+                _fail(index, "is not the index of an item")
             path = getattr(info, "relative_path", None)
             if type(path) is not str or (path not in inside and not is_inside(path)):
                 raise UnsafeMetadataError(
@@ -303,40 +274,21 @@ class _Checks:
                 )
             inside.add(path)
             if not self._is(info, StorageInfo) or not _is_range(info.__dict__.get):
-                self._fail(index, "lies at no possible range of bytes")
+                _fail(index, "lies at no possible range of bytes")
         return dict(storage_data.items())
 
-    def _is(self, value: Any, cls: type) -> bool:
-        """Whether ``value`` stands for an instance of torch's ``cls``. If so, it becomes one."""
-        mirror, checked = _MIRRORS[cls]
-        if type(value) is not mirror:
-            return type(value) is cls  # already: it occurs twice
-        if not checked.issuperset(value.__dict__):
-            self._plain.check_attributes(value, checked)
-        _set(value, "__class__", cls)
-        return True
 
-    def _check_meta(self, fields: dict[str, Any]) -> None:
-        # Loading does not need these.
-        meta = fields.get("storage_meta")
-        if meta is not None:
-            if type(meta) is not MIRRORS[StorageMeta]:
-                self._fail("storage_meta", f"is a {type(meta).__name__}")
-            self._plain.check_attributes(meta)
-            _set(meta, "__class__", StorageMeta)
-            if not _is_text(vars(meta).get("save_id")):
-                self._fail("storage_meta.save_id", "is no string")
-        if not _is_text(fields.get("version")):
-            self._fail("version", "is no string")
+def _fail(index: object, what: str) -> NoReturn:
+    raise MalformedPickleError(f"{_name(index)} {what}")
 
-    def _fail(self, index: object, what: str) -> NoReturn:
-        raise CorruptCheckpointError(
-            f"the metadata of {self._url} is damaged: {_name(index)} {what}. Load an earlier checkpoint", url=self._url
-        )
+
+def _name(index: object) -> str:
+    fqn = getattr(index, "fqn", index)
+    return reprlib.repr(fqn) if isinstance(fqn, str) else f"a {type(index).__name__}"
 
 
 def _is_shape(value: Any) -> TypeGuard[torch.Size]:
-    return type(value) is torch.Size and (not value or min(value) >= 0)
+    return type(value) is torch.Size and len(value) <= _MAX_DIMS and (not value or min(value) >= 0)
 
 
 def _fits(offsets: torch.Size, sizes: torch.Size, size: torch.Size) -> bool:
@@ -374,6 +326,55 @@ def _is_text(value: object) -> bool:
     return value is None or type(value) is str
 
 
-def _name(index: object) -> str:
-    fqn = getattr(index, "fqn", index)
-    return reprlib.repr(fqn) if isinstance(fqn, str) else f"a {type(index).__name__}"
+# --- plain values ---------------------------------------------------------------------------------
+
+_MAX_DEPTH = 50  # the paths in a nested state are flat
+_TOO_DEEP = f"it is nested more than {_MAX_DEPTH} levels deep, or contains itself"
+
+
+class PlainCheck:
+    """Checks values of one pickle that planners add and nothing here relies on; they may share parts.
+
+    They must be harmless to look at, copy or send on: without a class or function in them, not containing themselves,
+    and not nested deeply.
+    """
+
+    def __init__(self) -> None:
+        # id -> the value (kept so that its id is not reused), and how deeply it is nested.
+        self._known: dict[int, tuple[Any, int]] = {}
+
+    def check_attributes(self, owner: Any, known: frozenset[str] = frozenset()) -> None:
+        """Check the attributes of ``owner`` that are not ``known``.
+
+        Raises:
+            MalformedPickleError: one is no plain value, or no picklers write its name.
+        """
+        for name in vars(owner).keys() - known:
+            if type(name) is not str or name.startswith("__"):
+                raise MalformedPickleError(f"a {type(owner).__name__} has an attribute {str(name)[:50]!r}")
+            self.check(vars(owner)[name])
+
+    def check(self, value: Any) -> None:
+        """Raises `MalformedPickleError` unless ``value`` is plain."""
+        try:
+            self._height(value)
+        except RecursionError:
+            raise MalformedPickleError(_TOO_DEEP) from None
+
+    def _height(self, value: Any) -> int:
+        """How deeply a value is nested."""
+        kind = type(value)
+        if kind in LEAVES:
+            return 0
+        if kind is tuple and LEAVES.issuperset(map(type, value)):  # a path; there are many
+            return 1
+        if id(value) not in self._known:
+            if kind not in (dict, OrderedDict, tuple, list, set, frozenset) or (kind is OrderedDict and vars(value)):
+                raise MalformedPickleError(f"it has a {kind.__name__} where a value belongs, or one with attributes")
+            parts = [*value, *value.values()] if isinstance(value, dict) else value
+            self._known[id(value)] = value, _MAX_DEPTH  # as long as it is under way: it may contain itself
+            height = 1 + max(map(self._height, parts), default=0)
+            if height > _MAX_DEPTH:
+                raise MalformedPickleError(_TOO_DEEP)
+            self._known[id(value)] = value, height
+        return self._known[id(value)][1]

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_s3.format.layout import DCP_VERSION
-from dcp_s3.format.metadata import seal_stream
+from dcp_s3.format.metadata import seal
 from dcp_s3.format.part import (
     BLOCK,
     CRC,
@@ -101,7 +101,7 @@ def dump_items(
     stream.write(get("storage_data") + b"}")
     _write_storage(stream, memo, items, order, starts)
     stream.write(_END + b".")
-    return seal_stream(stream)
+    return seal(stream)
 
 
 def stable_order(values: Ints) -> Ints:

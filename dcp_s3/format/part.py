@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 
 from dcp_s3.checksum import crc64nvme
+from dcp_s3.format import allow_list
 from dcp_s3.format.control_files import AttachmentEntry, ObjectEntry
 from dcp_s3.format.layout import What, classify, is_inside
 from dcp_s3.torch_private import StorageInfo
@@ -293,32 +294,26 @@ def _frozen(value: Any) -> Any:
 
 # --- properties of tensors ------------------------------------------------------------------------
 
-_FIELDS = 5  # of a TensorProperties' state, in all versions of torch
-_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # the others cannot be pickled
-_VALUES: dict[str, dict[str, Any]] = {
-    "dtype": {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)},
-    "layout": {str(each): each for each in vars(torch).values() if isinstance(each, torch.layout)},
-    "memory format": {str(each): each for each in _FORMATS},
+_VALUES = {str(each): each for each in vars(torch).values() if isinstance(each, (torch.dtype, torch.layout))}
+# What stands for a memory format in the state of properties. The other formats cannot be pickled.
+_FORMATS = {
+    str(each): cast(Any, TensorProperties(memory_format=each)).__getstate__()[3].value
+    for each in (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 }
 
 
 def make_properties(text: Sequence[Any]) -> TensorProperties:
-    """The properties of a tensor. Raises `ValueError` if torch knows no such values."""
+    """The properties of a tensor, which nobody may change. Raises `ValueError` if torch knows no such values."""
     try:
-        dtype, layout, requires_grad, memory_format, pin_memory, *added = text
-        if type(requires_grad) is not bool or type(pin_memory) is not bool:
-            raise ValueError("flags that are neither true nor false")
-        found = _VALUES["dtype"][dtype], _VALUES["layout"][layout], _VALUES["memory format"][memory_format]
-    except (KeyError, TypeError, ValueError) as error:
+        dtype, layout, requires_grad, memory_format, *others = text
+        state = _VALUES[dtype], _VALUES[layout], requires_grad, _FORMATS[memory_format], *others
+        return allow_list.make_properties(state)
+    except (KeyError, TypeError, ValueError, allow_list.MalformedPickleError, allow_list.UnsafeGlobalError) as error:
         raise ValueError(f"part has properties of a tensor that this torch does not know: {error}") from None
-    made: Any = TensorProperties(found[0], found[1], requires_grad, found[2], pin_memory)
-    if added:
-        made.__setstate__((*made.__getstate__()[:_FIELDS], *added))
-    return cast(TensorProperties, made)
 
 
 def _properties_text(properties: TensorProperties) -> tuple[Any, ...]:
-    added = list(cast(Any, properties).__getstate__()[_FIELDS:])  # torch 2.15: strides
+    added = list(cast(Any, properties).__getstate__()[5:])  # torch 2.15: strides
     while added and added[-1] is None:
         added.pop()
     text = (

@@ -39,7 +39,7 @@ if hasattr(torch, "float8_e8m0fnu"):
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
-_ALIGNMENT = 8
+_MAX_DIMS = 64  # as many as torch's kernels take
 _NUMBERED = re.compile(r"model-[0-9]{5}-of-([0-9]{5})\.safetensors")
 
 
@@ -133,7 +133,7 @@ def make_header(tensors: Iterable[TensorEntry]) -> bytes:
         places = [offset, offset := offset + tensor.nbytes]
         header[tensor.name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": places}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
         raise SafetensorsError(
             f"the header of {len(header) - 1} tensors would have {len(text)} bytes, safetensors reads {MAX_HEADER}: "
@@ -209,7 +209,7 @@ def _parse_entry(name: str, entry: Any) -> tuple[TensorEntry, int, int]:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
         raise SafetensorsError(f"its header does not describe {name!r}") from None
-    numbers = [start, stop, *shape] if isinstance(shape, list) else [None]
+    numbers = [start, stop, *shape] if isinstance(shape, list) and len(shape) <= _MAX_DIMS else [None]
     if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
         raise SafetensorsError(f"its header gives {name!r} no proper shape or place")
     if not isinstance(dtype, str) or dtype not in DTYPES:

@@ -1,10 +1,16 @@
-"""The contents of a checkpoint, according to its metadata. Pure, and imported without torch."""
+"""The contents of a checkpoint according to its metadata: objects, entries, chunks, and whether it agrees with itself,
+which tells damage where there is no checksum. Pure, and imported without torch."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import reprlib
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import (
@@ -14,24 +20,9 @@ if TYPE_CHECKING:
         TensorStorageMetadata,
     )
 
+Shape: TypeAlias = tuple[int, ...]
 
-def needed_objects(metadata: Metadata) -> dict[str, int]:
-    """Relative path of every data object that the metadata refers to, and the minimum bytes that it needs to hold its
-    items."""
-    needed: dict[str, int] = {}
-    for info in (metadata.storage_data or {}).values():
-        end = int(getattr(info, "offset", 0)) + int(getattr(info, "length", 0))
-        needed[info.relative_path] = max(end, needed.get(info.relative_path, 0))
-    return needed
-
-
-def find_chunk(saved: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata | None:
-    """The saved chunk of a tensor that belongs to the stored item at ``index``; None if there is none."""
-    offset = index.offset if index.offset is not None else (0,) * len(saved.size)
-    hint = index.index
-    if isinstance(hint, int) and 0 <= hint < len(saved.chunks) and saved.chunks[hint].offsets == offset:
-        return saved.chunks[hint]
-    return next((chunk for chunk in saved.chunks if chunk.offsets == offset), None)
+_MAX_FRAMING = 64 * 2**10  # bytes before the raw bytes of a tensor, and after them
 
 
 @dataclass(frozen=True)
@@ -44,7 +35,7 @@ class SavedEntry:
     """``tensor``, or ``bytes`` for any other object."""
     dtype: str | None
     """Dtype of a tensor, without ``torch.``; None otherwise."""
-    shape: tuple[int, ...] | None
+    shape: Shape | None
     """Global shape of a tensor; None otherwise."""
     chunks: int
     """Number of stored chunks."""
@@ -61,17 +52,122 @@ def saved_entries(metadata: Metadata) -> list[SavedEntry]:
     """The entries that the metadata describes, in their saved order."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    def entry(fqn: str, saved: Any, chunks: int, size: int) -> SavedEntry:
-        if isinstance(saved, TensorStorageMetadata):
-            dtype = str(saved.properties.dtype).removeprefix("torch.")
-            return SavedEntry(fqn, "tensor", dtype, tuple(saved.size), chunks, size)
-        return SavedEntry(fqn, "bytes", None, None, chunks, size)
-
     sizes: dict[str, int] = {}
     counts: dict[str, int] = {}
     for index, info in (metadata.storage_data or {}).items():
-        fqn = str(getattr(index, "fqn", index))
-        sizes[fqn] = sizes.get(fqn, 0) + int(getattr(info, "length", 0))
-        counts[fqn] = counts.get(fqn, 0) + 1
-    return [entry(fqn, saved, counts.get(fqn, 0), sizes.get(fqn, 0))
-            for fqn, saved in metadata.state_dict_metadata.items()]  # fmt: skip
+        sizes[index.fqn] = sizes.get(index.fqn, 0) + info.length
+        counts[index.fqn] = counts.get(index.fqn, 0) + 1
+    found = []
+    for fqn, saved in metadata.state_dict_metadata.items():
+        tensor = saved if isinstance(saved, TensorStorageMetadata) else None
+        dtype = None if tensor is None else str(tensor.properties.dtype).removeprefix("torch.")
+        shape = None if tensor is None else tuple(tensor.size)
+        kind = "bytes" if tensor is None else "tensor"
+        found.append(SavedEntry(fqn, kind, dtype, shape, counts.get(fqn, 0), sizes.get(fqn, 0)))
+    return found
+
+
+def needed_objects(metadata: Metadata) -> dict[str, int]:
+    """Relative path of every data object that the metadata refers to, and the minimum bytes that it needs to hold its
+    items."""
+    needed: dict[str, int] = {}
+    for info in (metadata.storage_data or {}).values():
+        needed[info.relative_path] = max(info.offset + info.length, needed.get(info.relative_path, 0))
+    return needed
+
+
+def find_chunk(saved: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata | None:
+    """The saved chunk of a tensor that belongs to the stored item at ``index``; None if there is none."""
+    offset = index.offset if index.offset is not None else (0,) * len(saved.size)
+    hint = index.index
+    if isinstance(hint, int) and 0 <= hint < len(saved.chunks) and saved.chunks[hint].offsets == offset:
+        return saved.chunks[hint]
+    return next((chunk for chunk in saved.chunks if chunk.offsets == offset), None)
+
+
+# --- contradictions -------------------------------------------------------------------------------
+
+
+def find_contradiction(metadata: Metadata, *, filled: bool = True) -> str | None:
+    """Where metadata contradicts itself; None: nowhere.
+
+    The chunks of each tensor must fill it, each element once; each chunk and each object must lie somewhere, each
+    somewhere else, and raw bytes must be as many as the chunk has. The fields have been checked one by one. Chunks need
+    not fill their tensor if not ``filled``.
+    """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    storage = metadata.storage_data
+    if storage is None:
+        return None  # without places of items: others say so
+    for fqn, what in find_flaws(metadata, filled=filled):
+        return f"{reprlib.repr(fqn)} {what}"
+    count = 0
+    for saved in metadata.state_dict_metadata.values():
+        tensor = saved if isinstance(saved, TensorStorageMetadata) else None
+        count += 1 if tensor is None else len({each.offsets for each in tensor.chunks})
+    if count != len(storage):
+        return f"it places {len(storage)} items, and describes {count}"
+    places = sorted((each.relative_path, each.offset, each.length, index.fqn) for index, each in storage.items())
+    for (path, start, length, fqn), (other, begin, _, name) in itertools.pairwise(each for each in places if each[2]):
+        if path == other and begin < start + length:
+            return f"{reprlib.repr(fqn)} and {reprlib.repr(name)} lie at the same bytes of {path}"
+    return None
+
+
+def find_flaws(metadata: Metadata, *, filled: bool = True) -> Iterable[tuple[str, str]]:
+    """The entries that do not lie anywhere, and the tensors whose chunks overlap, do not fill them, or do not have the
+    bytes that are stored; each with what is wrong. The metadata says where its items lie."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+    check = functools.cache(functools.partial(find_flaw, filled=filled))  # tensors are cut alike
+    storage: dict[Any, Any] = metadata.storage_data
+    for fqn, saved in metadata.state_dict_metadata.items():
+        if not isinstance(saved, TensorStorageMetadata):
+            if MetadataIndex(fqn) not in storage:
+                yield fqn, "lies in no object"
+            continue
+        flaw = check(saved.size, tuple((chunk.offsets, chunk.sizes) for chunk in saved.chunks))
+        if flaw is not None:
+            yield fqn, flaw
+        for chunk in saved.chunks:
+            info = storage.get(MetadataIndex(fqn, chunk.offsets))
+            if info is None:
+                yield fqn, f"has a chunk at {tuple(chunk.offsets)} that lies in no object"
+                break
+            size = math.prod(chunk.sizes) * saved.properties.dtype.itemsize
+            stored = info.length - getattr(info, "raw_offset", info.length - size)  # see `blocks`
+            if flaw is None and not 0 <= stored - size <= _MAX_FRAMING:
+                yield fqn, f"has a chunk of {size} bytes, stored are {stored} with their framing"
+                break
+
+
+def find_flaw(shape: Shape, boxes: Sequence[tuple[Shape, Shape]], *, filled: bool = True) -> str | None:
+    """What is wrong with the chunks (offsets and sizes, all inside) of a tensor; None if each element is in one."""
+    boxes = [box for box in boxes if 0 not in box[1]]
+    volume, expected = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
+    if volume > expected or (filled and volume < expected):
+        return f"has {expected} elements, its chunks have {volume}"
+    pair = _find_overlap(boxes) if len(boxes) > 1 else None
+    return None if pair is None else "has chunks that overlap: " + " and ".join(box_text(*box) for box in pair)
+
+
+def _find_overlap(boxes: Sequence[tuple[Shape, Shape]]) -> list[tuple[Shape, Shape]] | None:
+    """Two boxes (offsets, sizes) that overlap, by a sweep along the dimension with the most offsets."""
+    dims = len(boxes[0][0])
+    dim = max(range(dims), key=lambda each: len({offsets[each] for offsets, _ in boxes}))
+    active: list[tuple[int, int]] = []
+    for number in sorted(range(len(boxes)), key=lambda each: (boxes[each][0][dim], *boxes[each][0])):
+        offsets, sizes = boxes[number]
+        del active[: bisect_right(active, (offsets[dim], len(boxes)))]
+        for _, other in active:
+            places = zip(offsets, sizes, *boxes[other], strict=True)
+            if all(at < begin + count and begin < at + size for at, size, begin, count in places):
+                return [boxes[each] for each in sorted((number, other))]
+        insort(active, (offsets[dim] + sizes[dim], number))
+    return None
+
+
+def box_text(offsets: Shape, sizes: Shape) -> str:
+    """A chunk, for messages."""
+    return f"the one of shape {tuple(sizes)} at {tuple(offsets)}"

@@ -21,9 +21,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from dcp_s3 import errors
-from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, HeadError, parse_head
+from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, FramingError, HeadError, compute_frame, parse_head
 from dcp_s3.format.blocks import Range
-from dcp_s3.format.framing import FramingError, compute_frame
 from dcp_s3.format.metadata import is_unproven
 from dcp_s3.format.safe_items import check_item, check_storages
 from dcp_s3.load.exchange import Exchange
@@ -426,6 +425,6 @@ def find_head(kind: ItemKind, data: bytes | memoryview) -> ArchiveHead | None:
         return head
     with contextlib.suppress(HeadError):
         head = parse_head(bytes(data[:MAX_HEAD]))
-        right = (head.dtype, head.shape) == (kind.dtype, tuple(kind.shape)) and head.is_row_major
+        right = (head.dtype, head.shape) == (kind.dtype, tuple(kind.shape))
         return head if right and head.raw_offset + head.nbytes <= kind.length else None
     return None

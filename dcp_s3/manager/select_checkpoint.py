@@ -21,7 +21,7 @@ from dcp_s3.manager.agree import Failures, Ranks
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.policy import AnyOf, KeepBest, Mode, PolicyFunction, best_first
 from dcp_s3.settings import Settings
-from dcp_s3.spill.background import drain_in_background
+from dcp_s3.spill.drain import drain_in_background
 from dcp_s3.spill.local import find_commits, find_waiting
 from dcp_s3.spill.store import open_store
 from dcp_s3.url import parse_url

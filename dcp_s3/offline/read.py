@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.lease import ReaderLease
-from dcp_s3.format.cover import find_flaw
+from dcp_s3.format.saved_entries import find_flaw
 from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import allocate
 from dcp_s3.load.read import LoadExecutor

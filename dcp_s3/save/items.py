@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
 from dcp_s3.errors import SaveProtocolError, StagingError
+from dcp_s3.format.archive import FramingError, compute_frame
 from dcp_s3.format.blocks import (
     MIN_BLOCK,
     Blocks,
@@ -22,7 +23,6 @@ from dcp_s3.format.blocks import (
     make_storage_info,
     pack_crcs,
 )
-from dcp_s3.format.framing import FrameCache, FramingError
 from dcp_s3.format.safe_items import warn_of_unsafe_item
 from dcp_s3.memory import Piece, crc_of, sent_pieces
 from dcp_s3.save.plan import WriteBucket
@@ -87,7 +87,6 @@ class ItemSource:
     """Bytes of a strided tensor that are made contiguous at a time."""
     device_memory: int
     """Bytes of pinned memory, in total, for copies of tensors on a device."""
-    frames: FrameCache = field(default_factory=FrameCache)
 
 
 class ObjectPieces:
@@ -149,7 +148,7 @@ class ObjectPieces:
                 "model before saving"
             )
         try:
-            frame = self._source.frames.get(tensor.dtype, tensor.shape)
+            frame = compute_frame(tensor.dtype, tensor.shape)
         except FramingError:
             written.pieces.append(Piece.of(_serialise(tensor)))
             yield written.pieces[0]

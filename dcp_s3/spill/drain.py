@@ -2,10 +2,13 @@
 
 This needs neither the processes that saved nor their collectives. Whoever drains the coordinator's directory writes
 ``.metadata``, once S3 lists every object that it names with the right size. It does not matter who uploaded them.
+
+In each process that spills, one thread drains while training goes on. Only one process drains at a time.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import mmap
@@ -13,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dcp_s3 import errors
@@ -34,8 +37,9 @@ from dcp_s3.failures import without_tracebacks
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.limit import Limit
 from dcp_s3.memory import Piece
+from dcp_s3.process import reset_in_child
 from dcp_s3.s3.store import store_of
-from dcp_s3.settings import Settings, stored_settings
+from dcp_s3.settings import stored_settings
 from dcp_s3.spill.journal import SpilledCommit, SpilledObject, State
 from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore, crc_of_file
 from dcp_s3.store import Store
@@ -43,6 +47,8 @@ from dcp_s3.units import format_seconds, format_size
 from dcp_s3.url import CheckpointURL, parse_url
 
 logger = logging.getLogger(__name__)
+
+_STOPPED = "the drain was stopped"
 
 
 @dataclass
@@ -100,84 +106,105 @@ class Drainer:
             saves = self._spill_store.scan()
             # Data first: commits wait for it.
             for save in sorted(saves, key=lambda save: save.journal.commit is not None):
-                if self._stop.is_set():
-                    report.waiting.setdefault(save.name, "the drain was stopped")
-                    continue
-                self._drain(save, report)
+                try:
+                    reason = _STOPPED if self._stop.is_set() else self._drain(save, report)
+                except (DamagedFileError, errors.CheckpointExistsError, errors.InvalidURLError) as error:
+                    report.refused[save.name] = str(error)
+                    self._spill_store.refuse(save.path, str(error))
+                except (errors.StorageError, errors.SpillError, errors.SettingsError, OSError) as error:
+                    # A SettingsError here is about AWS's own chain in this process.
+                    logger.debug("the spilled save %s waits: %s", save.name, error)
+                    report.waiting[save.name] = str(error)
+                    without_tracebacks(error)  # they keep the files mapped
+                else:
+                    if reason is not None:
+                        report.waiting[save.name] = reason
         return report
 
-    def _drain(self, save: SpilledSave, report: DrainReport) -> None:
+    def _drain(self, save: SpilledSave, report: DrainReport) -> str | None:
+        """Drain one save, and remove it. Returns why it waits; None if it does not."""
+        url = parse_url(save.journal.url)
+        if strange := [key for key in save.journal.keys if not key.startswith(url.key(""))]:
+            raise DamagedFileError(f"its journal names {strange[0]!r}, which is not below {url}")
         try:
-            url = parse_url(save.journal.url)
-            if strange := [key for key in save.journal.keys if not key.startswith(url.key(""))]:
-                raise DamagedFileError(f"its journal names {strange[0]!r}, which is not below {url}")
-            store = self._store or store_of(url, _settings_of(save), Limit(patience=self._patience))
-            if save.journal.state is State.WRITING:
-                if save.is_being_written():
-                    report.waiting[save.name] = "it is being written"
-                    return
-                # Its process may have finished since the scan: it seals or removes the save before it unlocks.
-                if not save.reload():
-                    return
-            if save.journal.state is State.WRITING:
-                self._discard(save, store, report)
-            elif save.journal.commit is not None:
-                self._commit(save, save.journal.commit, url, store, report)
-            else:
-                self._upload(save, url, store, report)
-        except (DamagedFileError, errors.CheckpointExistsError, errors.InvalidURLError) as error:
-            report.refused[save.name] = str(error)
-            self._spill_store.refuse(save.path, str(error))
-        except (errors.StorageError, errors.SpillError, errors.SettingsError, OSError) as error:
-            # A SettingsError here is about AWS's own chain in this process.
-            logger.debug("the spilled save %s waits: %s", save.name, error)
-            report.waiting[save.name] = str(error)
-            without_tracebacks(error)  # they keep the files mapped
-
-    def _discard(self, save: SpilledSave, store: Store, report: DrainReport) -> None:
-        """Remove everything of a save whose process died while writing: it was never reported durable."""
+            settings = stored_settings(save.journal.settings)
+        except errors.SettingsError as error:
+            raise DamagedFileError(f"the settings in its journal are not allowed: {error}") from None
+        store = self._store or store_of(url, settings, Limit(patience=self._patience))
+        if save.journal.state is State.WRITING:
+            if save.is_being_written():
+                return "it is being written"
+            # Its process may have finished since the scan: it seals or removes the save before it unlocks.
+            if not save.reload():
+                return None
+        if save.journal.state is State.SEALED:
+            if save.journal.commit is not None:
+                return self._commit(save, save.journal.commit, url, store, report)
+            return self._upload(save, url, store, report)
+        # Its process died while writing: it was never reported durable.
         _abort_uploads(save, store)
         # Keep what a checkpoint needs: a journal may reappear after a power failure.
-        needed = find_previous(store, SaveIdentity(parse_url(save.journal.url), save.journal.save_id)).keys
+        needed = find_previous(store, SaveIdentity(url, save.journal.save_id)).keys
         store.delete(key for key in save.journal.keys if key not in needed)
         save.remove()
         report.discarded.append(save.name)
         logger.warning("gave up %s of %s: its process died before the save was done", save.name, save.journal.url)
+        return None
 
-    def _upload(self, save: SpilledSave, url: CheckpointURL, store: Store, report: DrainReport) -> None:
+    def _upload(self, save: SpilledSave, url: CheckpointURL, store: Store, report: DrainReport) -> str | None:
         started, size = time.monotonic(), save.journal.size
         for spilled in save.journal.objects:
             if self._stop.is_set():
-                report.waiting[save.name] = "the drain was stopped"
-                return
+                return _STOPPED
             path = save.path / spilled.file
             _upload_file(store, url.key(spilled.entry.path), path, spilled, self._on_progress)
             # The file is removed before the journal is updated: on a full disk that makes room for the journal. If this
             # process dies in between, the next one finds the object on S3.
             path.unlink(missing_ok=True)
-            save.update(save.journal.without(spilled.file))
+            left = tuple(each for each in save.journal.objects if each.file != spilled.file)
+            save.update(replace(save.journal, objects=left))
             report.uploaded += spilled.entry.size
         _abort_uploads(save, store)  # uploads whose ids were lost, or whose abort failed
         save.remove()
         seconds = time.monotonic() - started
         logger.info("drained %s of %s in %s", format_size(size), save.journal.url, format_seconds(seconds))
         emit(Drained(url=save.journal.url, bytes=size, seconds=seconds))
+        return None
 
     def _commit(
         self, save: SpilledSave, spilled: SpilledCommit, url: CheckpointURL, store: Store, report: DrainReport
-    ) -> None:
+    ) -> str | None:
+        """Commit a save once S3 has all its objects. Returns what is still missing there; None if it is committed."""
+        created_at = save.journal.created_at
         identity = SaveIdentity(url, save.journal.save_id, spilled.rank)
         commit = Commit(identity, *save.read_commit(spilled), spilled.objects)
         if is_committed(store, identity):
             save.remove()  # committed by a drain that died before it could remove the save
-            return
+            return None
         try:
-            reason = self._commit_if_complete(store, commit, save.journal.created_at, overwrite=spilled.overwrite)
+            previous = Previous()
+            if spilled.overwrite:
+                previous = find_previous(store, identity)
+                check_newest(store, identity, previous, created_at)
+            else:
+                check_absent(store, identity)
+            missing = list_directory(store, url).lacking({each.path: each.size for each in commit.objects}, exact=True)
+            refused = self._spill_store.refused_objects(str(url)) if missing else {}
+            for path in missing:
+                if path in refused:
+                    raise DamagedFileError(f"it can never be complete: {path} was set aside because {refused[path]}")
+            if missing:
+                return (
+                    f"{len(missing)} of {len(commit.objects)} objects are not on S3 yet, the first {missing[0]}; they "
+                    "may wait in the spill directories of other hosts"
+                )
+            publish(store, commit, previous, keep_objects=True, is_late=Beginning(created_at, None).is_late)
         except errors.CheckpointDeletedError as error:
-            reason = str(error)
-        if reason is not None:
-            report.waiting[save.name] = reason
-            return
+            return str(error)
+        except errors.CheckpointExistsError:
+            # It may be this very commit: S3 may carry out a request long after its client gave up on it.
+            if not is_committed(store, identity):
+                raise
         save.remove()
         report.committed.append(str(url))
         committed = Manifest.from_json(commit.manifest)
@@ -187,59 +214,20 @@ class Drainer:
             bytes=committed.total_size,
             objects=len(committed.objects),
             ranks=committed.world_size,
-            seconds=max(0.0, time.time() - save.journal.created_at),
+            seconds=max(0.0, time.time() - created_at),
             stall_seconds=None,
             throttled=0,
             spilled_bytes=None,
         )
         logger.info("%s", event)
         emit(event)
-
-    def _commit_if_complete(self, store: Store, commit: Commit, created_at: float, *, overwrite: bool) -> str | None:
-        """Commit a save once S3 has all its objects. Returns what is still missing there; None if it is committed.
-
-        Raises:
-            DamagedFileError: a missing object was set aside.
-            CheckpointDeletedError: a prune deleted its objects.
-            CheckpointExistsError: another checkpoint is there.
-            StorageError: S3 refuses a request.
-        """
-        identity = commit.identity
-        try:
-            previous = Previous()
-            if overwrite:
-                previous = find_previous(store, identity)
-                check_newest(store, identity, previous, created_at)
-            else:
-                check_absent(store, identity)
-            if reason := self._why_incomplete(store, commit):
-                return reason
-            publish(store, commit, previous, keep_objects=True, is_late=Beginning(created_at, None).is_late)
-        except errors.CheckpointExistsError:
-            # It may be this very commit: S3 may carry out a request long after its client gave up on it.
-            if not is_committed(store, identity):
-                raise
         return None
-
-    def _why_incomplete(self, store: Store, commit: Commit) -> str | None:
-        url = commit.identity.url
-        missing = list_directory(store, url).lacking({each.path: each.size for each in commit.objects}, exact=True)
-        if not missing:
-            return None
-        refused = self._spill_store.refused_objects(str(url))
-        for path in missing:
-            if path in refused:
-                raise DamagedFileError(f"it can never be complete: {path} was set aside because {refused[path]}")
-        return (
-            f"{len(missing)} of {len(commit.objects)} objects are not on S3 yet, the first {missing[0]}; they may "
-            "wait in the spill directories of other hosts"
-        )
 
 
 def _upload_file(
     store: Store, key: str, path: Path, spilled: SpilledObject, on_progress: Callable[[int], None]
 ) -> None:
-    """Put a spilled object on S3, unless it is there already; multipart uploads of its key that are open are aborted.
+    """Put a spilled object on S3, unless it is there already.
 
     Raises:
         DamagedFileError: the file is gone or has changed. Nothing was uploaded.
@@ -248,10 +236,6 @@ def _upload_file(
     size, part_size = spilled.entry.size, spilled.part_size
     crc: str | None = None
     is_there = False
-    with contextlib.suppress(errors.StorageError):  # a prune collects those that S3 keeps
-        for upload in store.uploads(key):
-            if upload.key == key:
-                store.abort(upload)
     with contextlib.suppress(errors.ObjectNotFoundError):
         stored = store.head(key, checksum=True)
         is_there, crc = stored.size == size, stored.crc64nvme
@@ -264,11 +248,10 @@ def _upload_file(
         return
     with os.fdopen(fd, "rb") as file:
         found, length = crc_of_file(fd)
-        if length != size:
-            raise DamagedFileError(f"{path.name} has {length} bytes, expected {size}")
-        if crc_hex(found) != spilled.crc64nvme:
+        if (length, crc_hex(found)) != (size, spilled.crc64nvme):
             raise DamagedFileError(
-                f"{path.name} has CRC-64 {crc_hex(found)}, expected {spilled.crc64nvme}: the disk damaged it"
+                f"{path.name} has {length} bytes with CRC-64 {crc_hex(found)}, expected {size} with "
+                f"{spilled.crc64nvme}: the disk damaged it"
             )
         # S3 may have carried out a request of the save before it spilled, and pickling the same value twice may give
         # different bytes.
@@ -292,13 +275,6 @@ def _upload_file(
                     mapped.close()
 
 
-def _settings_of(save: SpilledSave) -> Settings:
-    try:
-        return stored_settings(save.journal.settings)
-    except errors.SettingsError as error:
-        raise DamagedFileError(f"the settings in its journal are not allowed: {error}") from None
-
-
 def _abort_uploads(save: SpilledSave, store: Store) -> None:
     """Abort the multipart uploads of all keys of a save, if the store lists them. No other save uses these keys."""
     for key in save.journal.keys:
@@ -307,7 +283,118 @@ def _abort_uploads(save: SpilledSave, store: Store) -> None:
         except (errors.TransferError, errors.CredentialsError, errors.BucketNotFoundError):
             raise
         except errors.StorageError:
-            return  # the permission to list them, or the operation, is missing
+            return  # the permission to list them, or the operation, is missing: a prune collects those that S3 keeps
         for upload in found:
             if upload.key == key:
                 store.abort(upload)
+
+
+# --- in the background of training ----------------------------------------------------------------
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0  # seconds between passes while S3 refuses
+_REPORT_SECONDS = 30.0
+_EXIT_SECONDS = 5.0
+
+_running: dict[str, BackgroundDrain] = {}  # by absolute path
+_lock = threading.Lock()
+
+
+@reset_in_child
+def _reset_after_fork() -> None:
+    # A lock held by another thread at the time of the fork would stay locked forever.
+    global _lock
+    _lock = threading.Lock()
+    _running.clear()
+
+
+class BackgroundDrain:
+    """Drains one spill directory until it is empty. If the process dies, another can go on."""
+
+    def __init__(self, store: SpillStore, *, patience: float) -> None:
+        self.ended = False
+        self.reasons: dict[str, str] = {}
+        """Why saves wait, by save name, from the last pass."""
+        self.store = store
+        self.wake = threading.Event()
+        """Set when there is something new to drain."""
+        self._stop = threading.Event()
+        self._drainer = Drainer(store, stop=self._stop, patience=patience)
+        self._thread = threading.Thread(target=self._work, name="dcp_s3-drain", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, after the current object if that does not take long."""
+        self._stop.set()
+        self.wake.set()
+        self._thread.join(_EXIT_SECONDS)
+
+    def _work(self) -> None:
+        pause = _SHORTEST_PAUSE
+        while not self._stop.is_set():
+            self.wake.clear()
+            try:
+                report = self._drainer.run()
+            except Exception as error:
+                unexpected = not isinstance(error, errors.SpillError)
+                logger.warning("the drain of %s waits: %s", self.store.path, error, exc_info=unexpected)
+                pause = _LONGEST_PAUSE
+            else:
+                self.reasons = report.waiting
+                if not report.waiting and not report.busy:
+                    with _lock:
+                        self.ended = not self.wake.is_set()
+                    if self.ended:
+                        return
+                moved = report.uploaded or report.committed or report.busy
+                pause = _SHORTEST_PAUSE if moved else min(_LONGEST_PAUSE, 2 * pause)
+            self.wake.wait(pause)
+
+
+def drain_in_background(store: SpillStore, *, patience: float) -> None:
+    """Drain a spill directory now, in this process's thread for it. The thread is started if needed."""
+    key = os.path.abspath(store.path)
+    with _lock:
+        running = _running.get(key)
+        if running is None or running.ended:
+            _running[key] = BackgroundDrain(store, patience=patience)
+        else:
+            running.wake.set()
+
+
+@atexit.register
+def stop_draining() -> None:
+    """End this process's drain threads. `dcp-s3 drain` or the next process uploads what is left."""
+    with _lock:
+        ending = list(_running.values())
+        _running.clear()
+    for running in ending:
+        running.stop()
+        if left := len(running.store.scan()):
+            what = "%d spilled saves are left in %s: `dcp-s3 drain` or the next training process uploads them"
+            logger.warning(what, left, running.store.path)
+
+
+def wait_until_drained(store: SpillStore, save: SpilledSave, *, timeout: float | None = None) -> None:
+    """Wait until a spilled save is on S3, or its commit is done.
+
+    Raises:
+        CheckpointError: the save cannot be drained, and was set aside.
+        TimeoutError: ``timeout`` seconds have passed; the drain goes on.
+    """
+    url = save.journal.url
+    started = reported = time.monotonic()
+    while save.path.exists():
+        now = time.monotonic()
+        is_over = timeout is not None and now - started > timeout
+        if is_over or now - reported > _REPORT_SECONDS:
+            reported = now
+            running = _running.get(os.path.abspath(store.path))
+            reason = running.reasons.get(save.name) if running is not None else None
+            why = f"It waits: {reason}" if reason else "Another process may drain it: see `dcp-s3 drain --status`"
+            if is_over:
+                raise TimeoutError(f"{url} is not on S3 after {timeout:g} s; the drain goes on. {why}")
+            logger.warning("%s has waited for S3 for %.0f s. %s", url, now - started, why)
+        time.sleep(0.05)
+    for refused in store.list_refused():
+        if refused.path.name == save.name:
+            raise errors.CheckpointError(f"{url} was not committed: {refused.reason}", url=url)

@@ -7,20 +7,19 @@ damaged.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import SpillError
-from dcp_s3.format.control_files import ObjectEntry
+from dcp_s3.format.control_files import Entry
 
 MANIFEST, METADATA = "manifest.json", "metadata"
 """Names of a commit's files."""
 _MAGIC = "dcp_s3 journal"
-_Entry = Annotated[ObjectEntry, PlainValidator(ObjectEntry.of)]
 # No other names: they could lead out of the save's directory.
 _FileName = Annotated[str, Field(pattern="^object-[0-9]+$")]
 
@@ -42,7 +41,7 @@ class State(str, Enum):
 class SpilledObject:
     """One data object, stored in a file."""
 
-    entry: _Entry
+    entry: Entry
     """Path relative to the checkpoint, size in bytes and CRC-64."""
     file: _FileName
     """Name of the file in the save's directory."""
@@ -56,7 +55,7 @@ class SpilledObject:
 class SpilledCommit:
     """The coordinator's commit: what to write to S3 when every object is there."""
 
-    objects: tuple[_Entry, ...]
+    objects: tuple[Entry, ...]
     """Every data object of the checkpoint, of all ranks."""
     overwrite: bool = False
     """Whether an older checkpoint at the URL may be replaced."""
@@ -92,10 +91,6 @@ class Journal:
     def size(self) -> int:
         return sum(spilled.entry.size for spilled in self.objects)
 
-    def without(self, file: str) -> Journal:
-        """The journal after the object in ``file`` has reached S3."""
-        return replace(self, objects=tuple(spilled for spilled in self.objects if spilled.file != file))
-
     def to_bytes(self) -> bytes:
         body = json.dumps(asdict(self), indent=1, allow_nan=False).encode() + b"\n"
         return f"{_MAGIC} {crc_hex(crc64nvme(body))}\n".encode() + body
@@ -117,7 +112,3 @@ class Journal:
 
 
 _JOURNALS = TypeAdapter(Journal)
-
-
-def file_name(number: int) -> str:
-    return f"object-{number}"

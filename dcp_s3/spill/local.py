@@ -130,14 +130,26 @@ class LocalObjects(StoreWrapper):
 
     def _find(self, key: str) -> int | None:
         """A descriptor of the object's file; None if there is none that is right."""
-        if key not in self._open:
-            local = self._files.pop(key, None)
-            fd = None if local is None else _open_checked(local)
-            if fd is None:
-                return None
-            self._descriptors.append(fd)
-            self._open[key] = fd
-        return self._open[key]
+        if key in self._open:
+            return self._open[key]
+        local = self._files.pop(key, None)
+        if local is None:
+            return None
+        try:
+            fd = os.open(local.file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None  # it was drained
+        self._descriptors.append(fd)
+        try:
+            crc, size = crc_of_file(fd)
+            if size == local.size and crc_hex(crc) == local.crc64nvme:
+                self._open[key] = fd
+                return fd
+            why = "is damaged"
+        except OSError as error:
+            why = f"cannot be read ({error})"
+        logger.warning("%s %s: %s comes from S3", local.file, why, local.path)
+        return None
 
 
 @contextlib.contextmanager
@@ -149,20 +161,3 @@ def with_copies(store: Store, settings: Settings, url: CheckpointURL) -> Iterato
         return
     with contextlib.closing(LocalObjects(store, spill, url)) as local:
         yield local
-
-
-def _open_checked(local: LocalObject) -> int | None:
-    try:
-        fd = os.open(local.file, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None  # it was drained
-    try:
-        crc, size = crc_of_file(fd)
-        if size == local.size and crc_hex(crc) == local.crc64nvme:
-            return fd
-        why = "is damaged"
-    except OSError as error:
-        why = f"cannot be read ({error})"
-    logger.warning("%s %s: %s comes from S3", local.file, why, local.path)
-    os.close(fd)
-    return None

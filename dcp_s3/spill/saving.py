@@ -25,8 +25,8 @@ from dcp_s3.s3.parts import choose_part_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
-from dcp_s3.spill.background import drain_in_background, wait_until_drained
-from dcp_s3.spill.journal import MANIFEST, METADATA, Journal, SpilledCommit, SpilledObject, file_name
+from dcp_s3.spill.drain import drain_in_background, wait_until_drained
+from dcp_s3.spill.journal import MANIFEST, METADATA, Journal, SpilledCommit, SpilledObject
 from dcp_s3.spill.store import SaveWriter, SpilledSave, SpillStore, open_store
 from dcp_s3.store import Batch, Store, StreamedObject
 from dcp_s3.stores.wrapper import StoreWrapper
@@ -138,18 +138,14 @@ class SpillingBatch(Batch):
         try:
             self._uploader.__exit__(kind, error, _)
         finally:
-            if self._refusal is None:
-                self._close_disk()
+            if self._refusal is None and self._uploader.unclean and not self._is_sealed:
+                for spilled in self._objects.values():
+                    (self._writer.save.path / spilled.file).unlink(missing_ok=True)
+                self._writer.close()  # the drain cleans up
+            elif self._refusal is None:
+                self._writer.__exit__()
         if self._is_sealed and kind is None:
             drain_in_background(self._disk, patience=self._settings.spill_after)
-
-    def _close_disk(self) -> None:
-        if self._uploader.unclean and not self._is_sealed:
-            for spilled in self._objects.values():
-                (self._writer.save.path / spilled.file).unlink(missing_ok=True)
-            self._writer.close()  # as if this process had died: the drain cleans up
-        else:
-            self._writer.__exit__()
 
     @property
     def progress(self) -> str:
@@ -188,9 +184,17 @@ class SpillingBatch(Batch):
             raise refused_by_both(error, refusal) from error
 
     def _spill(self, key: str, size: int, pieces: Iterable[Piece], reason: str) -> StreamedObject:
+        def until_cancelled() -> Iterator[Piece]:
+            for piece in pieces:
+                if self.cancel.is_set():
+                    raise Cancelled
+                yield piece
+            if self.cancel.is_set():
+                raise Cancelled
+
         part_size = choose_part_size(size, self._uploader.part_size)
-        name = file_name(self._journal.keys.index(key))
-        crc, size = self._writer.write_object(name, size, self._until_cancelled(pieces))
+        name = f"object-{self._journal.keys.index(key)}"
+        crc, size = self._writer.write_object(name, size, until_cancelled())
         url, checksums = self._journal.url, self._settings.checksum != "none"
         path = key.removeprefix(parse_url(url).key(""))
         entry = ObjectEntry(path, size, crc_hex(crc) if checksums else None)
@@ -200,14 +204,6 @@ class SpillingBatch(Batch):
         log = logger.info if self._local else logger.warning
         log("spilled %s (%s) to %s: %s", path, format_size(size), self._writer.save.path, reason)
         return StreamedObject(size, crc if checksums else None, spilled=True)
-
-    def _until_cancelled(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        for piece in pieces:
-            if self.cancel.is_set():
-                raise Cancelled
-            yield piece
-        if self.cancel.is_set():
-            raise Cancelled
 
     def settle(self) -> None:
         """Make the spilled objects durable, for the drain.
@@ -249,25 +245,21 @@ class SpillingCommitter(Committer):
         drain_in_background(self._disk, patience=self._settings.spill_after)
 
     def check_url(self, store: Store) -> None:
+        """Refuse to save also where the commit of an earlier save waits for S3."""
+        url, rank = str(self._identity.url), self._identity.rank
+        for save in () if self._overwrite else self._disk.scan():
+            commit = save.journal.commit
+            if commit is not None and (save.journal.url, commit.rank) == (url, rank):
+                raise CheckpointExistsError(
+                    f"a checkpoint for {url} waits in {save.path} to be committed; it is untouched. Remedy: save to "
+                    "another URL, or pass overwrite=True to replace it",
+                    url=url,
+                )
         try:
-            if not self._overwrite:
-                self._check_none_waits()
             super().check_url(store)
         except TransferError as error:
-            logger.warning("whether %s is free is checked at its commit: %s", self._identity.url, error)
+            logger.warning("whether %s is free is checked at its commit: %s", url, error)
             self._unseen = True
-
-    def _check_none_waits(self) -> None:
-        """Refuse to save to a URL where the commit of an earlier save waits for S3."""
-        identity = self._identity
-        for save in self._disk.scan():
-            commit = save.journal.commit
-            if commit is not None and save.journal.url == str(identity.url) and commit.rank == identity.rank:
-                raise CheckpointExistsError(
-                    f"a checkpoint for {identity.url} waits in {save.path} to be committed; it is untouched. Remedy: "
-                    "save to another URL, or pass overwrite=True to replace it",
-                    url=str(identity.url),
-                )
 
     def commit(self, store: Store, commit: Commit, *, spilled: bool) -> bool:
         """Commit on S3 at once if all objects are there, and return True; otherwise leave the commit to the drain."""
@@ -277,7 +269,14 @@ class SpillingCommitter(Committer):
                 if self._unseen:
                     super().check_url(store)
                     check_newest(store, self._identity, self._previous, self._beginning.at)
-                self._publish(store, commit, (lambda: self._look_again(store)) if self._overwrite else None)
+
+                def look_again() -> Previous:
+                    """The checkpoint to overwrite, if it changed since this save began: an older save that spilled."""
+                    previous = find_previous(store, self._identity)
+                    check_newest(store, self._identity, previous, self._beginning.at)
+                    return previous
+
+                self._publish(store, commit, look_again if self._overwrite else None)
             except TransferError as error:
                 logger.warning("the commit of %s waits for S3: %s", commit.identity.url, error)
                 without_tracebacks(error)
@@ -303,12 +302,6 @@ class SpillingCommitter(Committer):
                     f"it is complete on local disks ({self._settings.spill_dir}), from where it still goes to S3",
                 ) from error
         return False
-
-    def _look_again(self, store: Store) -> Previous:
-        """The checkpoint to overwrite, if it changed since this save began: an older save that had spilled."""
-        previous = find_previous(store, self._identity)
-        check_newest(store, self._identity, previous, self._beginning.at)
-        return previous
 
 
 def spill_commit(

@@ -48,12 +48,12 @@ class DamagedFileError(SpillError):
     """A file of a spilled save is missing or has changed."""
 
 
+@dataclass(eq=False)
 class SpilledSave:
     """One save's directory, as the drain sees it."""
 
-    def __init__(self, path: Path, journal: Journal) -> None:
-        self.path = path
-        self.journal = journal
+    path: Path
+    journal: Journal
 
     @property
     def name(self) -> str:
@@ -73,31 +73,23 @@ class SpilledSave:
 
     def read_commit(self, commit: SpilledCommit) -> tuple[bytes, bytes]:
         """The manifest and ``.metadata`` that wait here."""
-
-        def read(name: str) -> bytes:
+        found = []
+        for name in (commit.manifest, commit.metadata):
             try:
-                data = (self.path / name).read_bytes()
+                found.append((self.path / name).read_bytes())
             except FileNotFoundError:
                 raise DamagedFileError(f"the file {name} of its commit is gone") from None
-            if crc_hex(crc64nvme(data)) != commit.checksums.get(name):
+            if crc_hex(crc64nvme(found[-1])) != commit.checksums.get(name):
                 raise DamagedFileError(f"the file {name} of its commit is damaged")
-            return data
-
-        return read(commit.manifest), read(commit.metadata)
+        return found[0], found[1]
 
     def is_being_written(self) -> bool:
         """Whether the process that writes the save is alive and not done."""
         try:
-            fd = os.open(self.path / _WRITER_LOCK, os.O_RDWR | os.O_CLOEXEC)
+            with _locked(self.path / _WRITER_LOCK, os.O_RDWR, wait=False) as is_free:
+                return not is_free
         except FileNotFoundError:
             return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)
-        return False
 
     def remove(self) -> None:
         """Remove the directory. Its journal goes first, so that half a save is never taken for a whole one."""
@@ -114,23 +106,22 @@ class SaveWriter:
     def __init__(self, store: SpillStore, name: str, journal: Journal) -> None:
         self._store = store
         self.save = SpilledSave(store.saves / name, journal)
-        self._lock = -1
+        self._lock = contextlib.ExitStack()
 
     def __enter__(self) -> SaveWriter:
         # Made elsewhere and moved: every directory in saves/ has a journal, and a lock while it is being written.
-        path, new = self.save.path, self._store.path / "new" / self.save.name
-        with as_spill_error(self._store.path, "create a directory"):
+        root, path, new = self._store.path, self.save.path, self._store.path / "new" / self.save.name
+        with as_spill_error(root, "create a directory"):
             self._store.make()
             is_new = not self._store.saves.exists()
-            make_private(self._store.saves)
+            _make_private(self._store.saves)
             if is_new:
-                flush_directory(self._store.path)
-                flush_directory(self._store.path.parent)
-            make_private(new.parent)
+                flush_directory(root)
+                flush_directory(root.parent)
+            _make_private(new.parent)
             new.mkdir(mode=0o700)
             try:
-                self._lock = os.open(new / _WRITER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                self._lock.enter_context(_locked(new / _WRITER_LOCK))
                 write_durably(new / _JOURNAL, self.save.journal.to_bytes())
                 new.rename(path)
                 flush_directory(self._store.saves)
@@ -150,9 +141,8 @@ class SaveWriter:
         self.close()
 
     def close(self) -> None:
-        if self._lock >= 0:
-            unlock(self._lock)
-            self._lock = -1
+        """Release the lock, as if this process had died."""
+        self._lock.close()
 
     def write_file(self, name: str, data: bytes) -> None:
         with as_spill_error(self._store.path, f"write {format_size(len(data))}"):
@@ -229,47 +219,38 @@ class SpillStore:
 
     def scan(self) -> list[SpilledSave]:
         """The saves, oldest first, without damaged and unreadable ones."""
-        return [SpilledSave(path, found) for path, found in self._read() if isinstance(found, Journal)]
+        return [found for found in self._read() if isinstance(found, SpilledSave)]
 
     def list_broken(self) -> list[RefusedSave]:
         """The saves whose journals are damaged, or cannot be read now."""
-        found = []
-        for path, error in self._read():
-            if isinstance(error, JournalError):
-                found.append(RefusedSave(path, f"the journal is damaged: {error}"))
-            elif isinstance(error, OSError):
-                found.append(RefusedSave(path, f"the journal cannot be read: {error}", is_final=False))
-        return found
+        return [found for found in self._read() if isinstance(found, RefusedSave)]
 
-    def _read(self) -> Iterator[tuple[Path, Journal | JournalError | OSError]]:
-        for path in self._directories():
+    def _read(self) -> Iterator[SpilledSave | RefusedSave]:
+        for path in _directories(self.saves):
             try:
-                yield path, Journal.from_bytes((path / _JOURNAL).read_bytes())
+                yield SpilledSave(path, Journal.from_bytes((path / _JOURNAL).read_bytes()))
             except FileNotFoundError:
                 continue  # drained: its journal is removed first
-            except (OSError, JournalError) as error:
-                yield path, error
+            except JournalError as error:
+                yield RefusedSave(path, f"the journal is damaged: {error}")
+            except OSError as error:
+                yield RefusedSave(path, f"the journal cannot be read: {error}", is_final=False)
 
     def tidy(self) -> None:
         """Remove remains of saves whose process died while making or removing them. For the drain."""
-        with contextlib.suppress(OSError):
-            for path in (self.path / "new").iterdir():
+        for path in _directories(self.path / "new"):
+            with contextlib.suppress(OSError):
                 if path.stat().st_mtime < time.time() - _OLD:
                     shutil.rmtree(path, ignore_errors=True)
-        for path in self._directories():
+        for path in _directories(self.saves):
             if not (path / _JOURNAL).exists():
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _directories(self) -> list[Path]:
-        try:
-            return sorted(path for path in self.saves.iterdir() if path.is_dir())
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-
     def refuse(self, path: Path, reason: str) -> None:
+        """Set a save aside for a person."""
         target = self.refused / path.name
         try:
-            make_private(self.refused)
+            _make_private(self.refused)
             with contextlib.suppress(OSError):  # a full disk has no room for it
                 write_durably(path / _REASON, f"{reason}\n".encode())
             path.rename(target)
@@ -280,11 +261,11 @@ class SpillStore:
         logger.error("the spilled save %s cannot be drained and was set aside in %s: %s", path.name, target, reason)
 
     def list_refused(self) -> list[RefusedSave]:
+        """The saves that were set aside."""
         found = []
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for path in sorted(self.refused.iterdir()):
-                reason = path / _REASON
-                found.append(RefusedSave(path, reason.read_text().strip() if reason.exists() else "unknown"))
+        for path in _directories(self.refused):
+            reason = path / _REASON
+            found.append(RefusedSave(path, reason.read_text().strip() if reason.exists() else "unknown"))
         return found
 
     def refused_objects(self, url: str) -> dict[str, str]:
@@ -298,8 +279,9 @@ class SpillStore:
         return found
 
     def size(self) -> int:
+        """Bytes of all files of saves."""
         total = 0
-        for directory in self._directories():
+        for directory in _directories(self.saves):
             with contextlib.suppress(OSError), os.scandir(directory) as entries:
                 for entry in entries:
                     with contextlib.suppress(OSError):  # a journal, which was just moved over the old one
@@ -312,7 +294,7 @@ class SpillStore:
         if self.limit is None:
             yield
             return
-        with locked(self.path / "limit.lock"):
+        with _locked(self.path / "limit.lock"):
             used = self.size()
             if used + size > self.limit:
                 raise SpillError(
@@ -326,20 +308,13 @@ class SpillStore:
     def drainer(self) -> Iterator[bool]:
         """Try to become the only drainer of this directory; yields whether that worked. The lock dies with the
         process."""
-        try:
-            self.make()
-            fd = os.open(self.path / "drainer.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise SpillError(f"cannot drain {self.path}: {error.strerror}") from error
-        try:
+        with contextlib.ExitStack() as stack:
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            yield True
-        finally:
-            unlock(fd)
+                self.make()
+                alone = stack.enter_context(_locked(self.path / "drainer.lock", wait=False))
+            except OSError as error:
+                raise SpillError(f"cannot drain {self.path}: {error.strerror}") from error
+            yield alone
 
 
 def open_store(settings: Settings) -> SpillStore | None:
@@ -347,21 +322,28 @@ def open_store(settings: Settings) -> SpillStore | None:
     return None if settings.spill_dir is None else SpillStore(settings.spill_dir, limit=settings.spill_limit)
 
 
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _directories(path: Path) -> list[Path]:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
+        return sorted(each for each in path.iterdir() if each.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+@contextlib.contextmanager
+def _locked(path: Path, flags: int = os.O_RDWR | os.O_CREAT, *, wait: bool = True) -> Iterator[bool]:
+    """Hold the lock of a file. Yields False if another process holds it, unless it waits for that."""
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        held = True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            held = False
+        yield held
     finally:
-        unlock(fd)
-
-
-def unlock(fd: int) -> None:
-    """Release a lock and close its file. Without the release, a forked child that inherited the file would keep the
-    lock."""
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
+        # Without the release, a forked child that inherited the file would keep the lock.
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -379,7 +361,7 @@ def write_durably(path: Path, data: bytes) -> None:
     flush_directory(path.parent)
 
 
-def make_private(directory: Path) -> None:
+def _make_private(directory: Path) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.suppress(PermissionError):  # another user's: whether it can be used shows below
         directory.chmod(0o700)

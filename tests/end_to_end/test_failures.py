@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.s3.client import close_clients
-from dcp_s3.spill.background import stop_draining
+from dcp_s3.spill.drain import stop_draining
 from tests.end_to_end import loads
 from tests.end_to_end.loads import failure, save
 from tests.end_to_end.states import (

@@ -6,6 +6,7 @@ What trainers keep beside tensors is taken, and none of it can do harm (test_hos
 from __future__ import annotations
 
 import collections
+import contextlib
 import datetime
 import enum
 import io
@@ -65,7 +66,7 @@ class Colour(enum.Enum):
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safe_items, "_inspected", {})
+    monkeypatch.setattr(safe_items, "_inspected", set())
     monkeypatch.setattr(Config, "unpickled", 0)
 
 
@@ -288,9 +289,6 @@ def test_a_save_says_once_what_a_load_will_need(root: str, caplog: pytest.LogCap
         assert "weights_only=False" in message
     assert warnings_of(caplog, root, state) == []
     assert len(warnings_of(caplog, root, {"other": Config(1)})) == 1
-    with torch.serialization.safe_globals([Colour]):
-        (message,) = warnings_of(caplog, root, state)
-        assert "'config'" in message
 
 
 def test_a_save_looks_at_each_item_once_and_at_no_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,14 +313,20 @@ def test_a_save_takes_items_that_are_no_archives(data: bytes, caplog: pytest.Log
     assert stream.tell() == len(data)
 
 
-@pytest.mark.parametrize(
-    ("entry", "why"), [("constants.pkl", "TorchScript"), ("DATA.pkl", "two entries"), ("Data/0", "two entries")]
-)
-def test_entries_that_only_torch_would_see_differently_are_refused(entry: str, why: str) -> None:
-    """torch.load gives an archive with constants.pkl to torch.jit.load, and its reader ignores case."""
+def _with_entry(name: str, content: bytes) -> bytes:
     data = io.BytesIO(save({"a": 1, "t": torch.ones(3)}))
     with zipfile.ZipFile(data, "a") as file:
         (root, *_) = file.namelist()[0].split("/")
-        file.writestr(f"{root}/{entry}", b"x")
-    with pytest.raises(errors.UnsafeItemError, match=why):
-        decode(data.getvalue())
+        file.writestr(f"{root}/{name}", content)
+    return data.getvalue()
+
+
+def test_what_torch_would_load_is_what_is_checked() -> None:
+    """torch.load gives an archive with constants.pkl to torch.jit.load, and its reader ignores case."""
+    with pytest.raises(errors.UnsafeItemError, match="TorchScript"):
+        decode(_with_entry("constants.pkl", b"x"))
+    trip = stream(call("tests.hostile", "trip"))
+    for name_, content in (("DATA.pkl", trip), ("Data.pkl", trip), ("Data/0", b"x"), ("DATA/0", bytes(12))):
+        with contextlib.suppress(errors.UnsafeItemError):
+            assert decode(_with_entry(name_, content))["a"] == 1
+        assert not hostile.was_tripped()

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from dcp_s3.errors import SettingsError
 from dcp_s3.format import layout
-from dcp_s3.format.control_files import MAX_EXTRA_BYTES, Manifest, ObjectEntry, check_extra
+from dcp_s3.format.control_files import (
+    MAX_EXTRA_BYTES,
+    AddedMetrics,
+    DeletionList,
+    Manifest,
+    ObjectEntry,
+    check_extra,
+)
 from dcp_s3.format.layout import Kind, What
 
 _hex = st.text("0123456789abcdef", min_size=1, max_size=16)
@@ -125,40 +132,24 @@ def test_names_that_others_make(path: str, kind: Kind) -> None:
     assert layout.classify(path) == kind
 
 
-@pytest.mark.parametrize("digits", [1, 2, 4])
-def test_spread_data_is_told_by_its_hash(digits: int) -> None:
-    path = layout.spread(layout.data_object(3, 1, layout.new_nonce()), digits)
+def test_spread_data_is_told_by_its_hash() -> None:
+    path = layout.spread(layout.data_object(3, 1, layout.new_nonce()), 2)
     directory, _, name = path.partition("/")
     other = "".join("0" if digit != "0" else "1" for digit in directory)
-    assert layout.classify(path).spread == digits
     assert layout.classify(f"{other}/{name}") == Kind(What.NESTED_DATA, 3, below=other)
     assert layout.classify(f"{directory}/__3_1.distcp") == Kind(What.NESTED_DATA, 3, below=directory)
 
 
-@pytest.mark.parametrize(
-    ("name", "step"),
-    [
-        ("step-00001000", 1000),
-        ("step_5", 5),
-        ("iter_0000100", 100),
-        ("global_step7", 7),
-        ("run2-step-9", 9),
-        ("checkpoint-500", 500),
-        ("500", 500),
-        ("epoch=3-step=100-val_loss=0.25.ckpt", 100),
-        ("s3://bucket/run-4/step-1000/", 1000),
-        ("final", None),
-        ("run-4", None),
-        ("llama-8b", None),
-        ("Meta-Llama-3", None),
-        ("step-8b", None),
-        ("stepfun-3", None),
-        ("s3://bkt/not/there", None),
-        ("s3://bkt/step-3/model", None),
-    ],
-)
-def test_step_of_a_name(name: str, step: int | None) -> None:
-    assert layout.step_of(name) == step
+STEPS = {
+    "step-00001000": 1000, "step_5": 5, "iter_0000100": 100, "global_step7": 7, "run2-step-9": 9, "500": 500,
+    "checkpoint-500": 500, "epoch=3-step=100-val_loss=0.25.ckpt": 100, "s3://bucket/run-4/step-1000/": 1000,
+    **dict.fromkeys(("final", "run-4", "llama-8b", "Meta-Llama-3", "step-8b", "stepfun-3", "s3://bkt/not/there",
+                     "s3://bkt/step-3/model")),
+}  # fmt: skip
+
+
+def test_step_of_a_name() -> None:
+    assert {name: layout.step_of(name) for name in STEPS} == STEPS
 
 
 # --- the manifest ----------------------------------------------------------------------------------------
@@ -225,20 +216,20 @@ def test_manifests_without_it_and_with_later_fields_are_read() -> None:
     assert Manifest.from_json(json.dumps({**fields, "later": [1]}).encode()) == MANIFEST
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b"{}", b"null"])
-def test_what_is_no_manifest(data: bytes) -> None:
-    with pytest.raises(ValueError, match="not a dcp_s3 manifest"):
-        Manifest.from_json(data)
+def test_what_is_no_manifest_or_is_of_a_later_format() -> None:
+    fields = json.loads(MANIFEST.to_json())
+    wrong = [fields | each for each in ({"extra": 5}, {"objects": [1]}, {"save_id": [1]}, {"format_version": 2})]
+    for data in (b"", b"{", b"[]", b"\xff", b"{}", b"null", *(json.dumps(each).encode() for each in wrong)):
+        with pytest.raises(ValueError, match="not a dcp_s3 manifest"):
+            Manifest.from_json(data)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"extra": 5}, "not a dcp_s3 manifest"),
-        ({"format_version": 2}, "version 2"),
-        ({"objects": [1]}, "not a dcp_s3 manifest"),
-    ],
-)
-def test_a_manifest_that_is_wrong_or_of_a_later_format(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Manifest.from_json(json.dumps(json.loads(MANIFEST.to_json()) | wrong).encode())
+def test_added_metrics_and_lists_of_deletions() -> None:
+    added = AddedMetrics("ab", {"loss": math.inf, "note": "x"})
+    assert AddedMetrics.from_json(added.to_json()) == added
+    listed = DeletionList(None, {".metadata": "e"}, {"__0_0-ab.distcp": ""}, all_versions=True)
+    assert DeletionList.from_json(listed.to_json()) == listed
+    outside = DeletionList(None, {}, {"../x": ""})
+    for kind, data in ((AddedMetrics, b"{}"), (DeletionList, b"[]"), (DeletionList, outside.to_json())):
+        with pytest.raises(ValueError, match="not "):
+            kind.from_json(data)

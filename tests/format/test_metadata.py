@@ -1,19 +1,24 @@
-"""`.metadata` is written once for all ranks, and read by an allow-list."""
+"""`.metadata` is written once for all ranks, and read by an allow-list; a part survives its way through the bucket."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import enum
+import io
+import json
 import os
 import pathlib
 import pickle
 import sys
 import types
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -30,9 +35,13 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from dcp_s3.checksum import crc64nvme
 from dcp_s3.errors import CorruptCheckpointError
 from dcp_s3.format.blocks import make_storage_info
+from dcp_s3.format.control_files import AttachmentEntry
 from dcp_s3.format.metadata import dump_metadata, load_metadata, seal
+from dcp_s3.format.part import MAGIC, Part, encode, path_code, path_from, unpack
+from tests.coordination.making_parts import other, part_of, parts, tensor
 from tests.hostile import URL, make_metadata
 
 
@@ -110,7 +119,7 @@ def test_every_protocol(protocol: int) -> None:
     }
     if protocol >= 4:  # a memory format cannot be pickled before
         metadata.planner_data["format"] = torch.channels_last
-    found = load_metadata(seal(pickle.dumps(metadata, protocol)), url=URL)
+    found = load_metadata(seal(io.BytesIO(pickle.dumps(metadata, protocol))), url=URL)
     metadata.planner_data["path"] = "/a/b"
     assert found == metadata
     assert pickle.loads(pickle.dumps(found)) == metadata
@@ -147,3 +156,101 @@ def test_a_flipped_bit_is_found_by_the_seal() -> None:
         changed = data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :]
         with pytest.raises(CorruptCheckpointError, match="step-1"):
             load_metadata(changed, url=URL)
+
+
+# --- parts: what one rank wrote, on its way through the bucket --------------------------------------------
+
+
+@settings(max_examples=40)
+@given(parts(), st.data())
+def test_a_damaged_part_is_refused(part: Part, data: st.DataObject) -> None:
+    packed = bytearray(encode(part))
+    packed[data.draw(st.integers(0, len(packed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(ValueError, match="part"):
+        unpack(bytes(packed))
+
+
+@settings(max_examples=40)
+@given(parts(), st.data())
+def test_a_truncated_part_is_refused(part: Part, data: st.DataObject) -> None:
+    packed = encode(part)
+    with pytest.raises(ValueError, match="part"):
+        unpack(packed[: data.draw(st.integers(0, len(packed) - 1))])
+
+
+@given(st.binary(max_size=200))
+def test_what_is_no_part_is_refused_even_with_its_magic_and_crc(body: bytes) -> None:
+    for data in (body, MAGIC + body):
+        with pytest.raises(ValueError, match="part"):
+            unpack(data + crc64nvme(data).to_bytes(8, "big"))
+
+
+def test_a_later_version_is_named() -> None:
+    data = bytearray(encode(part_of(0, 1, [])))
+    data[len(MAGIC) - 1] = 9
+    with pytest.raises(ValueError, match=r"not a part of a save that this dcp_s3 reads"):
+        unpack(bytes(data))
+
+
+PART = part_of(1, 2, [tensor("w", [4], [2], [2]), other("step")], paths={"w": ("w",), "step": ("step",)})
+WRONG: dict[str, Any] = {
+    "rank": 2,
+    "world_size": -1,
+    "names": ["w"],
+    "paths": ["1"],
+    "properties": [],
+    "shapes": [[4], [-2]],
+    "items": 1,
+}
+
+
+def _with(field: str, value: Any) -> bytes:
+    """`PART` with another value in its head, and a CRC that fits."""
+    data = encode(PART)
+    length = int.from_bytes(data[8:12], "little")
+    head = json.loads(data[12 : 12 + length])
+    head[field] = value
+    text = json.dumps(head).encode()
+    text += b" " * (-(12 + len(text)) % 8)
+    changed = data[:8] + len(text).to_bytes(4, "little") + text + data[12 + length : -8]
+    return changed + crc64nvme(changed).to_bytes(8, "big")
+
+
+def test_the_head_can_be_changed_at_all() -> None:
+    assert unpack(_with("facts", {"throttled": 3})).facts == {"throttled": 3}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_a_wrong_head_is_refused(field: str) -> None:
+    with pytest.raises(ValueError, match="not a part that dcp_s3 writes"):
+        unpack(_with(field, WRONG[field]))
+
+
+@pytest.mark.parametrize(
+    ("path", "size"),
+    [("s3://other/__0_0-ab.distcp", 2000), ("../__1_0-ab.distcp", 2000), (".metadata", 2000)]
+    + [("__1_0-0123456789ab.distcp", size) for size in (1899, -1)],
+)
+def test_objects_lie_in_the_checkpoint_and_hold_their_items(path: str, size: int) -> None:
+    with pytest.raises(ValueError, match="not a part that dcp_s3 writes"):
+        unpack(_with("objects", [{"path": path, "size": size, "crc64nvme": None}]))
+
+
+def test_what_a_part_cannot_hold_is_refused_where_it_is_made() -> None:
+    with pytest.raises(ValueError, match="no object of the part"):
+        encode(dataclasses.replace(PART, objects=()))
+    attached = AttachmentEntry(PART.objects[0].path, 2000, None, "/etc/passwd")
+    with pytest.raises(ValueError, match="attachment"):
+        encode(dataclasses.replace(PART, objects=(attached,)))
+    transformed = dataclasses.replace(PART.written[0].storage, transform_descriptors=["zstd"])
+    with pytest.raises(ValueError, match="cannot hold: transform_descriptors"):
+        encode(dataclasses.replace(PART, written=(dataclasses.replace(PART.written[0], storage=transformed),)))
+    with pytest.raises(ValueError, match="text and numbers"):
+        encode(dataclasses.replace(PART, paths={"w": (1.5,)}))  # type: ignore[dict-item]
+
+
+@given(st.lists(st.one_of(st.text("ab.1 i[", max_size=4), st.integers(-10, 100)), max_size=4))
+def test_a_path_is_short_where_the_name_says_it(path: list[str | int]) -> None:
+    name = ".".join(map(str, path))
+    for each in (name, "another"):
+        assert path_from(each, path_code(each, path)) == tuple(path)

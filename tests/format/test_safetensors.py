@@ -113,6 +113,7 @@ GOOD = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
         (with_header({"a": {**GOOD, "shape": [-2]}}, b"12"), "no proper shape"),
         (with_header({"a": {**GOOD, "shape": [True, 2]}}, b"12"), "no proper shape"),
         (with_header({"a": {**GOOD, "shape": 2}}, b"12"), "no proper shape"),
+        (with_header({"a": {**GOOD, "shape": [1] * 100_000, "data_offsets": [0, 1]}}, b"1"), "no proper shape"),
         (with_header({"a": {**GOOD, "dtype": "F6_E2M3"}}, b"12"), "'F6_E2M3', which torch does not have"),
         (with_header({"a": {**GOOD, "dtype": ["U8"]}}, b"12"), "which torch does not have"),
         (with_header(b"[" * 100_000), "no JSON"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
 import time
@@ -171,7 +172,7 @@ def write_with_newer_torch(run: Run, name: str) -> None:
     data = found.data.replace(b"BytesStorageMetadata", b"NewerStorageMetadata")
     assert data != found.data
     fields = {key: value for key, value in found.metadata.items() if "crc" not in key}
-    run.put(name, ".metadata", seal(data[: -17 - data[-17]]), fields)
+    run.put(name, ".metadata", seal(io.BytesIO(data[: -17 - data[-17]])), fields)
     [manifest] = run.manifests(name)
     read = Manifest.from_json(run.get(name, manifest))
     read.writer["torch"] = "99.0"

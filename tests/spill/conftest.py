@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp_s3.spill import background, saving
+from dcp_s3.spill import drain, saving
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.spill.making import Spill, configure
 
@@ -34,7 +34,7 @@ def anywhere(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spil
 
 @pytest.fixture
 def draining(spill: Spill, monkeypatch: pytest.MonkeyPatch) -> Iterator[Spill]:
-    """With the drain in the background."""
-    monkeypatch.setattr(saving, "drain_in_background", background.drain_in_background)
+    """With the drain in the drain."""
+    monkeypatch.setattr(saving, "drain_in_background", drain.drain_in_background)
     yield spill
-    background.stop_draining()
+    drain.stop_draining()

@@ -36,10 +36,10 @@ from dcp_s3.limit import Limit
 from dcp_s3.memory import Piece
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
-from dcp_s3.spill import background
+from dcp_s3.spill import drain
 from dcp_s3.spill import saving as saving_module
 from dcp_s3.spill import store as spill_store
-from dcp_s3.spill.background import drain_in_background, wait_until_drained
+from dcp_s3.spill.drain import drain_in_background, wait_until_drained
 from dcp_s3.spill.journal import State
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.spill.saving import SpillingStore
@@ -236,10 +236,15 @@ def test_a_save_to_a_url_for_which_one_waits_is_refused(spill: Spill) -> None:
     spill.drained(url, small_state(1))
 
 
-def test_a_url_that_could_not_be_looked_at_is_looked_at_before_the_commit(draining: Spill) -> None:
-    """A checkpoint of single ranks is there, which no condition of the commit sees."""
-    url = draining.url("step-1")
-    draining.bucket.put("run/step-1/__0.metadata", b"x")
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_url_that_could_not_be_looked_at_is_looked_at_before_the_commit(draining: Spill, overwrite: bool) -> None:
+    """A checkpoint of single ranks is there, which no condition of the commit sees; or with overwrite a newer one."""
+    url = draining.url("last")
+    if overwrite:
+        with mock.patch("dcp_s3.save.save.Beginning", return_value=Beginning(time.time() + 100)):
+            draining.save_to_s3(url, small_state(2), overwrite=True)
+    else:
+        draining.bucket.put("run/last/__0.metadata", b"x")
 
     def refuse_until_data(request: Any) -> Fault | None:
         if request.operation == "PutObject":
@@ -248,30 +253,13 @@ def test_a_url_that_could_not_be_looked_at_is_looked_at_before_the_commit(draini
         return refuse_all(request)
 
     draining.server.rule = refuse_until_data
-    writer = draining.writer(url)
+    writer = draining.writer(url, overwrite=overwrite)
     cause = cause_of(lambda: dcp.save(small_state(1), storage_writer=writer))
     assert isinstance(cause, CheckpointError)
-    assert "a committed checkpoint is at" in str(cause)
-    assert not draining.is_visible(url)
-
-
-def test_a_url_that_could_not_be_looked_at_keeps_a_newer_checkpoint(draining: Spill) -> None:
-    url = draining.url("last")
-    with mock.patch("dcp_s3.save.save.Beginning", return_value=Beginning(time.time() + 100)):
-        draining.save_to_s3(url, small_state(2), overwrite=True)
-
-    def refuse_until_data(request: Any) -> Fault | None:
-        if request.operation == "PutObject":
-            draining.server.rule = allow_all
-            return None
-        return refuse_all(request)
-
-    draining.server.rule = refuse_until_data
-    writer = draining.writer(url, overwrite=True)
-    cause = cause_of(lambda: dcp.save(small_state(1), storage_writer=writer))
-    assert isinstance(cause, CheckpointExistsError)
-    assert "newer than this one" in str(cause)
-    assert_complete(url, small_state(2))
+    assert ("newer than this one" if overwrite else "a committed checkpoint is at") in str(cause)
+    if overwrite:
+        assert_complete(url, small_state(2))
+    assert draining.is_visible(url) == overwrite
 
 
 def test_a_commit_that_neither_s3_nor_the_disk_takes_names_both(spill: Spill) -> None:
@@ -310,13 +298,13 @@ def test_who_waits_hears_why(draining: Spill) -> None:
     draining.save(draining.url("step-1"), small_state(1))
     draining.server.rule = lambda _: Fault.error(403, "AccessDenied")
     save = draining.data()
-    until(lambda: any("s3:GetObject" in each.reasons.get(save.name, "") for each in background._running.values()))
+    until(lambda: any("s3:GetObject" in each.reasons.get(save.name, "") for each in drain._running.values()))
     with pytest.raises(TimeoutError, match="s3:GetObject"):
         wait_until_drained(draining.store, save, timeout=0.1)
 
 
 def test_a_forked_child_can_drain_though_the_lock_was_held(spill: Spill) -> None:
-    with background._lock:
+    with drain._lock:
         child = os.fork()
         if not child:
             drain_in_background(spill.store, patience=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,7 @@ def test_what_this_torch_does_not_have_is_named(opcodes: bytes, named: str) -> N
 def test_the_torch_that_wrote_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "2.99.1")
-        data = seal(metadata_with(name("torch", "float1")))
+        data = seal(io.BytesIO(metadata_with(name("torch", "float1"))))
     with pytest.raises(UnsafeMetadataError, match=r"written by torch 2\.99\.1 and dcp_s3 ") as caught:
         load_metadata(data, url="s3://bucket/step-1")
     assert "the versions that wrote it" in str(caught.value)
