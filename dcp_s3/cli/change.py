@@ -96,13 +96,13 @@ def import_(
     overwrite: cli.Overwrite = False,
 ) -> None:
     """Make a checkpoint of safetensors files."""
-    from dcp_s3.offline import import_weights as importing
+    from dcp_s3.offline import weights
     from dcp_s3.offline.names import parse_rules
 
     with cli.wrong_usage(ValueError, hint="--rename"):
         rules = parse_rules(rename or [])
     with cli.progress("import") as callbacks:
-        result = importing.import_weights(source, url, prefix=prefix, rename=rules, overwrite=overwrite, **callbacks)
+        result = weights.import_weights(source, url, prefix=prefix, rename=rules, overwrite=overwrite, **callbacks)
     cli.note(f"{url}: {plural(result.tensors, 'tensor')}, {format_size(result.size)}")
 
 

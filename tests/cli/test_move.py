@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_s3
 from dcp_s3.format.layout import deletion_object, lease_object
-from dcp_s3.offline.copy_source import CopySource
+from dcp_s3.offline import copy as copying
 from dcp_s3.spill.background import stop_draining
 from dcp_s3.spill.store import SpillStore
 from dcp_s3.stores.directory import HIDDEN
@@ -126,7 +126,7 @@ def test_an_upload_does_not_replace_what_another_committed_meanwhile(
     root: str, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"{root}/1"
-    monkeypatch.setattr(CopySource, "check_unchanged", lambda _: put(s3, url, ".metadata", b"theirs"))
+    monkeypatch.setattr(copying._Source, "check_unchanged", lambda _: put(s3, url, ".metadata", b"theirs"))
     assert "already" in run("cp", save_locally(tmp_path), url, status=1).stderr
     assert get(s3, url, ".metadata") == b"theirs"
 

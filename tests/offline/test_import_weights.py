@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import dcp_s3
 from benchmarks.measure import measure
 from dcp_s3 import errors
-from dcp_s3.offline import import_weights
+from dcp_s3.offline import weights as import_weights
 from dcp_s3.offline.copy import copy as download
 from tests.end_to_end.states import assert_same, random_tensor
 from tests.killing import new_process, running

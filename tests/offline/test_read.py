@@ -19,8 +19,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import dcp_s3
 from dcp_s3 import S3StorageWriter, errors
 from dcp_s3.format.metadata import load_metadata
-from dcp_s3.offline.boxes import cut, select
 from dcp_s3.offline.names import new_names
+from dcp_s3.offline.read import cut, select
 from tests.end_to_end.states import assert_same, every_kind, random_tensor
 from tests.ranks import run_ranks
 from tests.servers import S3Server
