@@ -27,7 +27,7 @@ from tests.cli.looking import run
 from tests.end_to_end.states import assert_same
 from tests.faulty import BUCKET, FaultyServer
 from tests.interpreter import Interpreter, Program
-from tests.offline import weights
+from tests.offline import conftest as weights
 from tests.retention.making import delete, get, keys, put, save, save_locally, state, zeros
 from tests.spill.making import allow_all, assert_complete, make_state, refuse_all
 from tests.spread import spread_out

@@ -141,16 +141,16 @@ def test_names_shapes_dtypes_and_objects() -> None:
         "step": b"11", "config": b"same", "other": b"123", "kind": b"",
     })  # fmt: skip
     assert [(each.fqn, each.kind, each.status, each.what, each.size) for each in compare(a, b)] == [
-        ("gone", "tensor", "only in A", "", 16),
-        ("shape", "tensor", "changed", "shape 4 -> 2x2", 16),
-        ("dtype", "tensor", "changed", "dtype float32 -> bfloat16", 16),
-        ("kind", "tensor", "changed", "kind tensor -> bytes", 16),
-        ("scalar", "tensor", "changed", "values", 4),
-        ("empty", "tensor", "same", "", 0),
+        ("gone", "tensor", "only in A", "", 80),  # framing included
+        ("shape", "tensor", "changed", "shape 4 -> 2x2", 80),
+        ("dtype", "tensor", "changed", "dtype float32 -> bfloat16", 80),
+        ("kind", "tensor", "changed", "kind tensor -> bytes", 80),
+        ("scalar", "tensor", "changed", "values", 68),
+        ("empty", "tensor", "same", "", 64),
         ("step", "bytes", "changed", "bytes", 2),
         ("config", "bytes", "same", "", 4),
         ("other", "bytes", "changed", "bytes", 2),
-        ("new", "tensor", "only in B", "", 16),
+        ("new", "tensor", "only in B", "", 80),
     ]
     assert [each.fqn for each in compare(a, b, ["st*", "new"])] == ["step", "new"]
 

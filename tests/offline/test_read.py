@@ -171,9 +171,9 @@ def test_unknown_names(root: str, memory_server: S3Server) -> None:
     assert isinstance(e.value, LookupError)
     with pytest.raises(errors.EntryNotFoundError, match=r"'bias'.*closest of 3: 'model\.layers\.bias'"):
         dcp_s3.read_tensors(root, ["step", "bias"])
-    with pytest.raises(errors.EntryNotFoundError, match=r"no entry that matches 'optim\.\*'"):
+    with pytest.raises(errors.EntryNotFoundError, match=r"no entry 'optim\.\*'"):
         dcp_s3.read_tensors(root, ["model.*", "optim.*"])
-    with pytest.raises(errors.EntryNotFoundError, match=r"'step'.* is no tensor\. Remedy: read_tensors"):
+    with pytest.raises(errors.EntryNotFoundError, match=r"no tensor 'step'.* Remedy: read_tensors"):
         dcp_s3.read_tensor(root, "step")
     with pytest.raises(errors.CheckpointNotFoundError):
         dcp_s3.read_tensor(f"{root}/none", "x")
@@ -182,7 +182,7 @@ def test_unknown_names(root: str, memory_server: S3Server) -> None:
 def test_bad_slices(root: str, memory_server: S3Server) -> None:
     save({"x": torch.ones(2, 3)}, root)
     with pytest.raises(
-        errors.EntryNotFoundError, match=rf"'x' in {root}, of shape \(2, 3\), .*5 in dimension 0"
+        errors.EntryNotFoundError, match=rf"{root} .* of 'x', of shape \(2, 3\).*5 in dimension 0"
     ) as caught:
         dcp_s3.read_tensor(root, "x", 5)
     assert caught.value.fqn == "x"

@@ -51,7 +51,7 @@ from dcp_s3.integrations.megatron.files import Files  # noqa: E402
 
 __all__ = ["MegatronS3Writer", "install"]
 
-# All seen in megatron-core 0.16.1; tests/frameworks/megatron/test_beside.py fails when one moves.
+# All seen in megatron-core 0.16.1; tests/frameworks/test_megatron.py fails when one moves.
 REPLACED = (
     (strategies, "FileSystemWriterAsync"),  # the writer of every save
     (strategies, "save_state_dict_async_finalize"),  # what ends a save
