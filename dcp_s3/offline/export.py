@@ -18,6 +18,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_s3.checkpoint.attachments import find_attachments, read_attachment
+from dcp_s3.checkpoint.stored_metadata import not_found_error
 from dcp_s3.errors import WeightsError
 from dcp_s3.format.safetensors import (
     INDEX,
@@ -29,6 +30,7 @@ from dcp_s3.format.safetensors import (
     plan_shards,
 )
 from dcp_s3.load.boxes import Box
+from dcp_s3.load.weights import is_weights
 from dcp_s3.memory import Piece
 from dcp_s3.offline.names import new_names
 from dcp_s3.offline.place import Place, ahead
@@ -123,6 +125,8 @@ def export(
     few = given.model_copy(update={"concurrency": min(given.max_connections, _CONNECTIONS)})
     target, moved = Place.of(destination, few), on_progress or (lambda _: None)
     with reading_under_lease(parse_url(url), given) as (checkpoint, fill):
+        if is_weights(checkpoint.metadata):
+            raise not_found_error(checkpoint.url, why=": safetensors weights lie there, see `dcp-s3 show`")
         names = checkpoint.match(include)
         files = _plan(checkpoint, names, rename or {}, wanted, most)
         attached = find_attachments(checkpoint.store, checkpoint.url) or {}

@@ -210,15 +210,15 @@ class OpenCheckpoint:
         seconds = self.settings.load_timeout if bounded else None
         limit = Limit(deadline=Deadline.start("DCP_S3_LOAD_TIMEOUT", seconds), hang=seconds)
         self.store = store_of(self.url, self.settings, limit)
-        self._metadata = open_metadata(self.store, self.url)
-        if not isinstance(self._metadata.storage_data, dict):
+        self.metadata = open_metadata(self.store, self.url)
+        if not isinstance(self.metadata.storage_data, dict):
             raise errors.CorruptCheckpointError(
                 f"the metadata of {self.url} does not say where its items lie", url=str(self.url)
             )
 
     def match(self, fqns: str | Iterable[str] | None) -> list[str]:
         """The names that names and patterns stand for, each once, or EntryNotFoundError. None: all of them."""
-        names = self._metadata.state_dict_metadata
+        names = self.metadata.state_dict_metadata
         if fqns is None:
             return list(names)
         found: dict[str, None] = {}
@@ -230,9 +230,9 @@ class OpenCheckpoint:
         return list(found)
 
     def find(self, fqn: str) -> Any:
-        saved = self._metadata.state_dict_metadata.get(fqn)
+        saved = self.metadata.state_dict_metadata.get(fqn)
         if saved is None:
-            near = closest(fqn, list(self._metadata.state_dict_metadata))
+            near = closest(fqn, list(self.metadata.state_dict_metadata))
             raise self._not_found(fqn, f"has no entry {fqn!r}{near}")
         return saved
 
@@ -272,7 +272,7 @@ class OpenCheckpoint:
         nothing = torch.Size((0,))
         with with_copies(self.store, self.settings, self.url) as store:
             fetcher = Fetcher(store, self.url, self.settings, "dcp_s3-download", buffers=buffers)
-            executor = LoadExecutor(fetcher, self._metadata, ReaderTransforms(None), weights_only=weights_only)
+            executor = LoadExecutor(fetcher, self.metadata, ReaderTransforms(None), weights_only=weights_only)
 
             def fill(targets: Sequence[Target], objects: Sequence[str]) -> dict[str, Any]:
                 items = [item for target in targets for item in self._items_of(target)]

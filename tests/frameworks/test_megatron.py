@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_s3 import S3StorageReader, copy, latest, list_checkpoints, verify
 from dcp_s3.integrations import megatron
-from dcp_s3.integrations.megatron import REPLACED, MegatronS3Writer
+from dcp_s3.integrations.megatron import REPLACED
 from tests.faulty import BUCKET, FaultyServer
 from tests.frameworks import megatron_jobs as jobs
 from tests.frameworks.ranks import files_in, kill_in_save, run_example, run_ranks
@@ -75,13 +75,6 @@ def test_a_separation_hint_is_plain_text(root: str) -> None:
     assert 0 < len(optimizer) < len(objects)
     run_ranks(1, jobs.look, url)
     assert verify(url).ok
-
-
-@in_memory
-@pytest.mark.parametrize(("hint", "most"), [(None, 6), ("optim", 3)])
-def test_the_thread_count_is_the_most_objects_of_a_rank(root: str, hint: str | None, most: int) -> None:
-    writer = MegatronS3Writer(f"{root}/a", separation_hint=hint, thread_count=6)
-    assert writer.max_objects == most
 
 
 def _example(arguments: list[str]) -> None:

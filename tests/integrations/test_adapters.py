@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors, integrations
-from dcp_s3.events import Totals
 from dcp_s3.integrations import prometheus, require
 from tests.end_to_end.loads import failure
 from tests.ranks import run_ranks
@@ -289,13 +288,6 @@ def test_it_serves_what_stats_says(serving: Any, root: str) -> None:
     assert [sample.value for sample in found["dcp_s3_saves_last_commit_timestamp_seconds"]] == [stats.saves.last_commit]
     throttled = {sample.labels["bucket"]: sample.value for sample in found["dcp_s3_throttled_requests_total"]}
     assert throttled == {name: state.throttled for name, state in stats.throttle.items()}
-
-
-def test_a_process_that_has_done_nothing(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcp_s3.events._totals", Totals())
-    found = scrape(serving)
-    assert "dcp_s3_saves_last_step" not in found  # there is none: 0 would be a lie
-    assert [sample.value for sample in found["dcp_s3_saves_done_total"]] == [0]
 
 
 def test_a_port_that_is_taken(serving: Any) -> None:

@@ -264,19 +264,6 @@ def test_what_numpy_selects(shape: list[int], before: list[Any], after: list[Any
     assert np.array_equal(box.reshape(found.shape), expected)
 
 
-def test_what_can_not_be_read() -> None:
-    for index, reason in (
-        ((0, -4), "-4 in dimension 1 of 3 elements"),
-        ((0, 0, 0), "3 parts, the tensor 2 dimensions"),
-        ((0, slice(None, None, -1)), "step in dimension 1 is -1"),
-        ((..., 0, ...), "Ellipsis in dimension 1"),
-        ([0, 1], r"\[0, 1\] in dimension 0"),
-        (slice(0.5, 1), "in dimension 0"),
-    ):
-        with pytest.raises(IndexError, match=reason):
-            select(index, (2, 3))
-
-
 @given(st.lists(st.integers(0, 7), max_size=4), st.integers(1, 60))
 def test_pieces_are_the_elements_in_order(shape: list[int], most: int) -> None:
     numbers = torch.arange(math.prod(shape)).view(shape)

@@ -232,8 +232,9 @@ def test_show_says_what_the_files_hold_and_verify_that_they_are_no_checkpoint(we
     assert "safetensors files: 2 tensors, without checksums" in shown.output
     assert "a.weight" in shown.output
     assert CliRunner().invoke(app, ["show", f"{url}-none"]).exit_code == 3
-    with pytest.raises(errors.CheckpointNotFoundError, match=r"safetensors weights lie there, see `dcp-s3 show`"):
-        dcp_s3.verify(url)
+    for work in (dcp_s3.verify, lambda url: dcp_s3.export(url, f"{url}-export")):
+        with pytest.raises(errors.CheckpointNotFoundError, match="safetensors weights lie there, see `dcp-s3 show`"):
+            work(url)
 
 
 # --- import ------------------------------------------------------------------------------------------
