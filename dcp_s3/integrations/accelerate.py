@@ -155,7 +155,8 @@ def model_part(model: nn.Module) -> ModelPart:
 def _has_other_vocabulary(model: Any) -> bool:
     """Whether the embeddings are not those of the base model, which PEFT saves then. PEFT asks the Hub about it; here
     the files count that the model was loaded from."""
-    name, config = getattr(model, "name_or_path", ""), getattr(model, "config", None)
+    name: str = getattr(model, "name_or_path", "")
+    config: Any = getattr(model, "config", None)
     if not name or not hasattr(config, "vocab_size"):
         return False
     try:

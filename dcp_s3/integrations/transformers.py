@@ -42,7 +42,10 @@ PRIVATE = (
     "_save_checkpoint", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "_load_best_model",
 )  # fmt: skip
 
-_AnyTrainer = Any if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    _AnyTrainer = Any
+else:
+    _AnyTrainer = object
 
 
 class S3Checkpoints(_AnyTrainer):
