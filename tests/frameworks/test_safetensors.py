@@ -9,7 +9,7 @@ import pytest
 import safetensors
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -111,12 +111,3 @@ def test_a_model_of_transformers_on_four_ranks(root: str, s3: Any, tmp_path: Pat
     for found in run_ranks(4, load_parallel, f"{root}/hf", mesh):
         assert_same({name: found[name] for name in saved}, saved)
         assert_same(found, dict(theirs.state_dict()))  # the head is tied
-
-
-def test_every_dtype_of_a_file_of_safetensors(root: str, s3: Any, tmp_path: Path) -> None:
-    save_file({name: tensor.contiguous().clone() for name, tensor in model().items()}, tmp_path / "model.safetensors")
-    upload(s3, tmp_path, f"{root}/hf")
-    expected = load_file(tmp_path / "model.safetensors")
-    state = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    dcp_s3.load_safetensors(f"{root}/hf", state)
-    assert_same(state, expected)
