@@ -35,7 +35,8 @@ def cp(
     """Copy a checkpoint; from S3 to S3 without moving its bytes. An interrupted copy goes on when repeated.
 
     A directory is as torch's FileSystemReader reads and its FileSystemWriter writes it. Both URLs are reached through
-    one endpoint with one set of credentials. Elsewhere: copy by way of a directory.
+    one endpoint with one set of credentials. Elsewhere: copy by way of a directory. With --overwrite, the checkpoint
+    that is there is deleted first.
     """
     from dcp_s3.offline.copy import copy
 
@@ -96,13 +97,13 @@ def import_(
     overwrite: cli.Overwrite = False,
 ) -> None:
     """Make a checkpoint of safetensors files."""
-    from dcp_s3.offline import import_weights as importing
+    from dcp_s3.offline import weights
     from dcp_s3.offline.names import parse_rules
 
     with cli.wrong_usage(ValueError, hint="--rename"):
         rules = parse_rules(rename or [])
     with cli.progress("import") as callbacks:
-        result = importing.import_weights(source, url, prefix=prefix, rename=rules, overwrite=overwrite, **callbacks)
+        result = weights.import_weights(source, url, prefix=prefix, rename=rules, overwrite=overwrite, **callbacks)
     cli.note(f"{url}: {plural(result.tensors, 'tensor')}, {format_size(result.size)}")
 
 

@@ -110,8 +110,8 @@ def show(
 def _show_weights(url: str, filter: list[str] | None, everything: bool, as_json: bool) -> None:
     """Show what safetensors files hold; raise what `describe` did if there are none."""
     from dcp_s3.cli import tables
-    from dcp_s3.offline.load_weights import saved_weights
     from dcp_s3.offline.names import matches
+    from dcp_s3.offline.weights import saved_weights
 
     entries = [entry for entry in saved_weights(url) if not filter or matches(entry.fqn, filter)]
     if as_json:

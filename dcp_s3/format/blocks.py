@@ -30,7 +30,7 @@ def block_size(nbytes: int) -> int:
         return MAX_BLOCK
     for count in _COUNTS:
         size, left = divmod(nbytes, count)
-        if size >= MIN_BLOCK and not left and size % _ALIGNMENT == 0:
+        if MIN_BLOCK <= size <= MAX_BLOCK and not left and size % _ALIGNMENT == 0:
             return size
     size = max(MIN_BLOCK, -(-nbytes // _COUNTS[0]))
     return -(-size // _ALIGNMENT) * _ALIGNMENT

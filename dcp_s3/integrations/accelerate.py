@@ -20,7 +20,6 @@ import logging
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -68,12 +67,13 @@ def training_state(accelerator: Accelerator) -> dict[str, Stateful]:
 
     Raises:
         CheckpointError: the accelerator uses DeepSpeed, Megatron-LM or XLA.
+        SaveProtocolError: an optimizer has no parameter of these models.
     """
     check_supported(accelerator)
     models, optimizers = accelerator._models, accelerator._optimizers
     return {
         **{f"model_{n}" if n else "model": model_part(each) for n, each in enumerate(models)},
-        **{f"optimizer_{n}" if n else "optimizer": optimizer_part(each, models) for n, each in enumerate(optimizers)},
+        **{f"optimizer_{n}" if n else "optimizer": OptimizerPart(each, models) for n, each in enumerate(optimizers)},
         # Last also by name, in which order DCP loads: the random number generators come after all else.
         "training": TrainingPart(
             accelerator, accelerator._schedulers, accelerator._dataloaders, accelerator._custom_objects
@@ -105,12 +105,12 @@ def agree(work: Callable[[], T], failed: str) -> list[T]:
 # --- models and optimizers ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class ModelPart(Stateful):
     """The parameters and buffers of a model: plain, DDP, FSDP2 or other DTensors. Names are the module's own, without
     what wrappers put before them, so that each of these loads what another one has saved."""
 
-    model: nn.Module
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
 
     def state_dict(self) -> dict[str, Any]:
         return dict(get_model_state_dict(self.model))
@@ -119,30 +119,21 @@ class ModelPart(Stateful):
         set_model_state_dict(self.model, state_dict)
 
 
-def model_part(model: nn.Module) -> ModelPart:
-    """The part of a model that Accelerate has prepared; of one with PEFT adapters these alone."""
-    inner = extract_model_from_parallel(model)
-    return AdapterPart(model, inner) if hasattr(inner, "peft_config") else ModelPart(model)
-
-
-@dataclass(frozen=True)
 class AdapterPart(ModelPart):
     """What PEFT would save of a model, of all its adapters, and any other parameter that is trained."""
-
-    inner: nn.Module
-    """The model without what Accelerate wraps around it."""
 
     def state_dict(self) -> dict[str, Any]:
         from peft import get_peft_model_state_dict
 
+        inner: Any = extract_model_from_parallel(self.model)
         state = super().state_dict()
-        kept = {_WRAPPERS.sub("", name) for name, each in self.inner.named_parameters() if each.requires_grad}
-        resized = _has_other_vocabulary(self.inner)
+        kept = {_WRAPPERS.sub("", name) for name, each in inner.named_parameters() if each.requires_grad}
+        resized = _has_other_vocabulary(inner)
         ids = {
             id(tensor)
-            for adapter in self.inner.peft_config  # type: ignore[union-attr]
+            for adapter in inner.peft_config
             for tensor in get_peft_model_state_dict(
-                self.inner, state, adapter_name=adapter, save_embedding_layers=resized
+                inner, state, adapter_name=adapter, save_embedding_layers=resized
             ).values()
         }
         return {name: tensor for name, tensor in state.items() if name in kept or id(tensor) in ids}
@@ -153,6 +144,12 @@ class AdapterPart(ModelPart):
 
 
 _WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
+
+
+def model_part(model: nn.Module) -> ModelPart:
+    """The part of a model that Accelerate has prepared; of one with PEFT adapters these alone."""
+    has_adapters = hasattr(extract_model_from_parallel(model), "peft_config")
+    return AdapterPart(model) if has_adapters else ModelPart(model)
 
 
 def _has_other_vocabulary(model: Any) -> bool:
@@ -168,52 +165,42 @@ def _has_other_vocabulary(model: Any) -> bool:
         return False
 
 
-@dataclass(frozen=True)
 class OptimizerPart(Stateful):
-    """The state of torch's own optimizer, by the names of the parameters of the model."""
+    """The state of an optimizer that Accelerate has prepared, by the names of the parameters of its model: one of
+    ``models``, or several."""
 
-    optimizer: torch.optim.Optimizer
-    model: nn.Module
+    def __init__(self, prepared: Any, models: Sequence[nn.Module]) -> None:
+        # Accelerate's wrapper skips steps; DCP makes one, of zero length, where there is no state yet.
+        self.optimizer = getattr(prepared, "optimizer", prepared)
+        stepped = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        owners = [model for model in models if any(id(parameter) in stepped for parameter in model.parameters())]
+        if not owners:
+            raise SaveProtocolError(
+                f"the parameters of a {type(self.optimizer).__name__} belong to none of the {len(models)} models. "
+                "Remedy: prepare the model and its optimizer together"
+            )
+        self.model = owners[0] if len(owners) == 1 else nn.ModuleList(owners)
 
     def state_dict(self) -> dict[str, Any]:
-        # An optimizer that has not stepped gets its state from a step of zero length.
         return dict(get_optimizer_state_dict(self.model, self.optimizer))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         set_optimizer_state_dict(self.model, self.optimizer, state_dict)
 
 
-def optimizer_part(prepared: Any, models: Sequence[nn.Module]) -> OptimizerPart:
-    """The part of an optimizer that Accelerate has prepared, with its model: one of ``models``, or a list of several.
-
-    Raises:
-        SaveProtocolError: its parameters are none of theirs.
-    """
-    # Accelerate's wrapper skips steps; DCP makes one, of zero length, where there is no state yet.
-    optimizer = getattr(prepared, "optimizer", prepared)
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    owners = [model for model in models if any(id(parameter) in stepped for parameter in model.parameters())]
-    if not owners:
-        raise SaveProtocolError(
-            f"the parameters of a {type(optimizer).__name__} belong to none of the {len(models)} models. Remedy: "
-            "prepare the model and its optimizer together"
-        )
-    return OptimizerPart(optimizer, owners[0] if len(owners) == 1 else nn.ModuleList(owners))
-
-
 # --- the rest -------------------------------------------------------------------------------------------
 
 
-@dataclass
 class TrainingPart(Stateful):
     """What is neither model nor optimizer. Of registered objects, the first rank's are saved, as by Accelerate; if they
     hold tensors, those of any rank: they must be alike."""
 
-    accelerator: Accelerator
-    schedulers: list[Any]
-    dataloaders: list[Any]
-    registered: list[Any]
-    loaded_rng: list[dict[str, Any]] = field(default_factory=list)  # by rank
+    def __init__(
+        self, accelerator: Accelerator, schedulers: list[Any], dataloaders: list[Any], registered: list[Any]
+    ) -> None:
+        self.accelerator, self.schedulers = accelerator, schedulers
+        self.dataloaders, self.registered = dataloaders, registered
+        self.loaded: list[dict[str, Any]] = []  # what the ranks had of their own
 
     def state_dict(self) -> dict[str, Any]:
         """Gathers from all ranks what differs between them."""
@@ -243,8 +230,8 @@ class TrainingPart(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         accelerator, rank = self.accelerator, ranks.rank()
-        saved = from_item(state_dict["ranks"])
-        mine = saved[rank if rank < len(saved) else 0]
+        self.loaded = from_item(state_dict["ranks"])
+        dataloaders = self.loaded[rank if rank < len(self.loaded) else 0]["dataloaders"]
         accelerator.step = state_dict["step"]
         for scheduler, state in _pair("schedulers", self.schedulers, from_item(state_dict["schedulers"])):
             scheduler.load_state_dict(state)
@@ -253,14 +240,13 @@ class TrainingPart(Stateful):
         registered = [state_dict["registered"].get(str(each)) for each in range(state_dict["number_of_registered"])]
         for each, state in _pair("registered objects", self.registered, registered):
             each.load_state_dict(from_item(state))
-        for loader, state in _pair("dataloaders", self.dataloaders, mine["dataloaders"]):
-            _load_dataloader(loader, state, len(saved) == ranks.world_size())
-        self.loaded_rng = [each["rng"] for each in saved]
+        for loader, state in _pair("dataloaders", self.dataloaders, dataloaders):
+            _load_dataloader(loader, state, len(self.loaded) == ranks.world_size())
         self.set_rng()
 
     def set_rng(self) -> None:
         """Set this rank's random number generators to what was loaded."""
-        set_rng_state(ranks.rank(), self.loaded_rng, self.accelerator.device)
+        set_rng_state(ranks.rank(), [each["rng"] for each in self.loaded], self.accelerator.device)
 
 
 def _pair(what: str, prepared: list[Any], saved: list[Any]) -> list[tuple[Any, Any]]:
@@ -335,19 +321,15 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(rank: int, saved: Sequence[Mapping[str, Any]], device: torch.device) -> None:
-    """Restore what `rng_state` has returned on each rank; generators that were not saved are left alone. A rank that
-    did not exist gets the state that all ranks had; if they had different ones, it keeps its own, for no rank may draw
-    another's numbers. Which, torch's generator on the CPU tells: whoever seeds ranks differently seeds it, too."""
+    """Restore what `rng_state` has returned on each rank. A rank that did not exist gets the state that all ranks had;
+    if they had different ones, it keeps its own, for no rank may draw another's numbers. Which, torch's generator on
+    the CPU tells: whoever seeds ranks differently seeds it, too."""
     if rank >= len(saved) and not all(torch.equal(states["torch"], saved[0]["torch"]) for states in saved):
-        logger.warning(
-            "the checkpoint has the random number generators of %d ranks: rank %d keeps its own as it was seeded",
-            len(saved), rank,
-        )  # fmt: skip
+        logger.warning("rank %d was not saved: its random number generators stay as they were seeded", rank)
         return
     states = saved[rank if rank < len(saved) else 0]
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
-    if "numpy" in states:
-        numpy.random.set_state(states["numpy"])
+    numpy.random.set_state(states["numpy"])
     if device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type])

@@ -21,7 +21,7 @@ require("lightning", "2.6", "2.7")
 import contextlib
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from typing import Any, NoReturn
@@ -117,8 +117,6 @@ class S3ModelParallelStrategy(ModelParallelStrategy):
         if url is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        if storage_options is not None:
-            raise TypeError(f"{type(self).__name__} has no storage_options. Remedy: pass settings={{...}} to it")
         trainer, ranks = self.lightning_module.trainer, self._ranks
         state = {"state_dict": checkpoint.pop("state_dict")}
         for number, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
@@ -224,14 +222,11 @@ class S3ModelParallelStrategy(ModelParallelStrategy):
         # ModelCheckpoint saves a step twice: one of the best, and the last.
         return Saves(self._ranks, self.settings, S3Stager(self.settings), background=self._background, queue=1)
 
-    @contextlib.contextmanager
-    def _working_saves(self) -> Iterator[Saves]:
+    def _working_saves(self) -> contextlib.AbstractContextManager[Saves]:
         """Those of `Trainer.fit`; outside of it new ones, which have ended afterwards."""
         if self._saves is not None:
-            yield self._saves
-        else:
-            with contextlib.closing(self._make_saves()) as saves:
-                yield saves
+            return contextlib.nullcontext(self._saves)
+        return contextlib.closing(self._make_saves())
 
 
 # --- what Lightning sees ----------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class Saves:
         self._ranks, self._settings, self._stager = ranks, settings, stager
         self._background, self._queues = background or ranks, queue > 0
         self._retention = retention
-        self._in_flight = SavesInFlight(ranks.rank, queue=queue)
+        self.in_flight = SavesInFlight(ranks.rank, queue=queue)
         self._step: int | None = None
         self._begun = 0  # number of the last save that has begun
         self._last: dict[str, int] = {}  # URL -> number of its last save
@@ -64,15 +64,6 @@ class Saves:
         self._committed = 0  # number of the last save that is known to be committed
         self._removals: dict[str, int] = {}  # URL -> number of the save that must end well before
         self._removing = threading.Lock()
-
-    @property
-    def last_good(self) -> int | None:
-        """The last step that was saved or loaded."""
-        return self._in_flight.last_good
-
-    @last_good.setter
-    def last_good(self, step: int) -> None:
-        self._in_flight.last_good = step
 
     def save(self, url: str, step: int, state: dict[str, Any], describe: Describe, *, blocking: bool) -> Any:
         """Save to a URL, and replace the checkpoint that is there. Every rank calls it.
@@ -90,7 +81,7 @@ class Saves:
         def begin() -> None:
             if blocking or step != self._step:
                 self.wait()
-            self._in_flight.make_room()
+            self.in_flight.make_room()
             metrics, attachments = describe()
             writer = S3StorageWriter(url, overwrite=True, metrics=metrics, settings=self._settings)
             for name, data in attachments.items():
@@ -118,13 +109,9 @@ class Saves:
         else:
             upload = functools.partial(save_in_background, state, writer, self._background, self._stager, None)
         saved = functools.partial(self._saved, self._begun, writer)
-        started = self._in_flight.start(step, url, upload, saved, wait=blocking)
+        started = self.in_flight.start(step, url, upload, saved, wait=blocking)
         self._under_way = [each for each in self._under_way if not each.ended.is_set()] + [started]
         return started.begun
-
-    def settle(self) -> None:
-        """Wait for the saves under way. Failures are kept."""
-        self._in_flight.settle()
 
     def wait(self) -> None:
         """Wait for the saves under way.
@@ -132,8 +119,8 @@ class Saves:
         Raises:
             SaveFailedError: the last of them that failed, with the earlier ones as its context.
         """
-        self._in_flight.settle()
-        self._in_flight.raise_failure()
+        self.in_flight.settle()
+        self.in_flight.raise_failure()
 
     def close(self) -> None:
         """Wait for the saves under way, then for what is to be deleted. Then free the buffers.

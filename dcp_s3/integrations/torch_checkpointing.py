@@ -45,13 +45,12 @@ from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageC
 
 @dataclass
 class S3StorageConfig(StorageConfig):
-    """Checkpoints right below an S3 URL. Picklable: savers with a process of their own send it there.
+    """Checkpoints right below an S3 URL. Picklable: savers with a process of their own send it there. Rank and world
+    size are those of this process, of torch.distributed if it is initialised, else of the launcher's environment.
 
     Args:
         root: URL above the checkpoints, ``s3://bucket/run``. They are named relative to it, or by their URLs.
         settings: see `dcp_s3.Settings`; None: from the environment.
-        rank, world_size: of this process; None: from torch.distributed if it is initialised where this is made, else
-            from the launcher's environment.
 
     Raises:
         InvalidURLError, SettingsError
@@ -59,17 +58,15 @@ class S3StorageConfig(StorageConfig):
 
     root: str
     settings: SettingsLike = None
-    rank: int | None = None
-    world_size: int | None = None
+    rank: int = field(init=False)
+    world_size: int = field(init=False)
 
     def __post_init__(self) -> None:
         parse_url(self.root)
         self.settings = resolve_settings(self.settings)
-        if self.rank is None or self.world_size is None:
-            in_group = dist.is_available() and dist.is_initialized()
-            found = launch()
-            self.rank = dist.get_rank() if in_group else found.rank
-            self.world_size = dist.get_world_size() if in_group else found.world_size
+        self.rank, self.world_size = launch().rank or 0, launch().world_size or 1
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
     def create_storage(self) -> S3Storage:
         return S3Storage(self)
@@ -89,15 +86,6 @@ def commit(args: CallbackArgs) -> None:
     args.storage.commit(Path(args.path))
 
 
-@dataclass
-class _Writing:
-    """A checkpoint that this process writes."""
-
-    nonce: str = field(default_factory=new_save_id)
-    files: dict[str, ObjectEntry] = field(default_factory=dict)
-    """By relative path."""
-
-
 class S3Storage(Storage):
     """torch-checkpointing's storage on S3, for any number of threads.
 
@@ -108,8 +96,9 @@ class S3Storage(Storage):
     def __init__(self, config: S3StorageConfig) -> None:
         self._root, self._settings = parse_url(config.root), resolve_settings(config.settings)
         self._store = store_of(self._root, self._settings)
-        self._rank, self._world_size = config.rank or 0, config.world_size or 1
-        self._writing: dict[str, _Writing] = {}
+        self._rank, self._world_size = config.rank, config.world_size
+        # Random id of each save that this process takes part in, and the files that it has written, by relative path.
+        self._writing: dict[str, tuple[str, dict[str, ObjectEntry]]] = {}
         self._open: dict[Path, OpenFile] = {}
         self._lock = threading.Lock()
 
@@ -120,13 +109,13 @@ class S3Storage(Storage):
         name, rest = self._split(path)
         if not is_attachment_name(rest):
             raise OSError(errno.EINVAL, "no file of a checkpoint can have this name", str(path))
-        writing = self._begin(name)
+        _, files = self._begin(name)
 
         def done(stored: StreamedObject) -> None:
             crc = None if stored.crc64nvme is None else crc_hex(stored.crc64nvme)
-            writing.files[rest] = ObjectEntry(rest, stored.size, crc)
+            files[rest] = ObjectEntry(rest, stored.size, crc)
 
-        return WriteStream(self._store, self._key(path), data, done)
+        return WriteStream(self._store, self._root.child(name).key(rest), data, done)
 
     def stream_write(self, path: Path) -> WriteStream:
         return self.get_write_stream(path, None)
@@ -140,7 +129,7 @@ class S3Storage(Storage):
         if name := self._split(path)[0]:
             self._begin(name)
 
-    def _begin(self, name: str) -> _Writing:
+    def _begin(self, name: str) -> tuple[str, dict[str, ObjectEntry]]:
         if name.startswith(DEFAULT_TEMP_DIR_PREFIX):
             raise errors.SaveProtocolError(
                 f"{name} would have to be renamed, and S3 has no rename. Remedy: write_to_temp_dir=False in the "
@@ -148,22 +137,21 @@ class S3Storage(Storage):
             )
         with self._lock:
             if name not in self._writing:
-                url, writing = self._root.child(name), _Writing()
+                url, nonce = self._root.child(name), new_save_id()
                 if self._store.exists(url.key(METADATA)):
                     raise FileExistsError(errno.EEXIST, "it is committed: delete it first", str(url))
-                put_record(self._store, url, self._rank, writing.nonce)
-                self._writing[name] = writing
+                put_record(self._store, url, self._rank, nonce)
+                self._writing[name] = nonce, {}
             return self._writing[name]
 
     def commit(self, path: Path) -> None:
         """See `commit`, the function."""
-        name, rest = self._split(path)
-        if not name or rest:
-            raise errors.SaveProtocolError(f"{path} is not right below {self._root}, where checkpoints are")
-        url, writing = self._root.child(name), self._begin(name)
+        name = self._checkpoint(path)
+        nonce, files = self._begin(name)
         wait = self._settings.stall_timeout or float("inf")
         try:
-            publish_files(self._store, url, self._rank, self._world_size, writing.nonce, writing.files.values(), wait)
+            url = self._root.child(name)
+            publish_files(self._store, url, self._rank, self._world_size, nonce, files.values(), wait)
         finally:
             self._writing.pop(name)
 
@@ -183,11 +171,9 @@ class S3Storage(Storage):
         Raises:
             CheckpointProtectedError: it is pinned, or somebody reads it.
             CheckpointNotFoundError: there is none.
-            OSError: it is part of one.
+            SaveProtocolError: it is part of one.
         """
-        name, rest = self._split(path)
-        if not name or rest:
-            raise PermissionError(errno.EPERM, "only whole checkpoints are deleted", str(path))
+        name = self._checkpoint(path)
         self._writing.pop(name, None)
         remove(str(self._root.child(name)), settings=self._settings)
 
@@ -202,10 +188,10 @@ class S3Storage(Storage):
 
     def _look(self, path: Path) -> OpenFile:
         """Open a file. What was committed is compared with what is there."""
-        (name, rest), key = self._split(path), self._key(path)
-        entry = (self._entries(name) or {}).get(rest)
+        name, rest = self._split(path)
+        entry, key = (self._entries(name) or {}).get(rest), self._root.child(name).key(rest)
         if entry is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+            raise _missing(path)
         head = self._store.head(key, checksum=entry.crc64nvme is not None)
         if head.size != entry.size or (head.crc64nvme and entry.crc64nvme not in (None, head.crc64nvme)):
             raise damaged_error(self._root.bucket, key)
@@ -225,16 +211,17 @@ class S3Storage(Storage):
         self._open.pop(path, None)
         name, rest = self._split(path)
         entries = self._entries(name) if name else {}
-        below = [each for each in entries or () if not rest or f"{each}/".startswith(f"{rest}/")]
-        return bool(below) or (not rest and entries is not None)
+        if not rest:
+            return entries is not None
+        return any(f"{each}/".startswith(f"{rest}/") for each in entries or ())
 
     def isdir(self, path: Path) -> bool:
         name, rest = self._split(path)
-        return self.exists(path) and (not rest or rest not in (self._entries(name) or {}))
+        return self.exists(path) and not (rest and rest in (self._entries(name) or {}))
 
     def ls(self, path: Path) -> list[str]:
         if not self.isdir(path):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+            raise _missing(path)
         name, rest = self._split(path)
         if name:
             below = f"{rest}/" if rest else ""
@@ -246,13 +233,14 @@ class S3Storage(Storage):
         return [each for each, found in zip(names, exists, strict=True) if found]
 
     def remap_path(self, path: Path) -> str:
-        name = self._split(path)[0]
-        return f"s3://{self._root.bucket}/{self._key(path)}" if name else str(self._root)
+        name, rest = self._split(path)
+        url = self._root.child(name) if name else self._root
+        return str(url.child(rest) if rest else url)
 
     def _entries(self, name: str) -> Mapping[str, ObjectEntry] | None:
         """The files of a directory by relative path; None if it does not exist, or is not committed."""
         if name in self._writing:
-            return self._writing[name].files
+            return self._writing[name][1]
         url = self._root.child(name)
         if (committed := find_files(self._store, url)) is not None:
             return committed
@@ -262,17 +250,23 @@ class S3Storage(Storage):
             return None
         return {path: ObjectEntry(path, size) for path, size in found.items()}
 
-    def _key(self, path: Path) -> str:
-        return self._root.child(self._split(path)[0]).key(self._split(path)[1]).rstrip("/")
+    def _checkpoint(self, path: Path) -> str:
+        name, rest = self._split(path)
+        if not name or rest:
+            raise errors.SaveProtocolError(f"{path} is not right below {self._root}, where checkpoints are")
+        return name
 
     def _split(self, path: Path) -> tuple[str, str]:
         """The name of a checkpoint, empty for the root, and the path below it."""
-        text = str(self._root) if path == Path() else os.fspath(path)
-        url = parse_url(text) if is_s3_url(text) else self._root.child(text)
-        inside = url.key("").startswith(self._root.key("")) and url.bucket == self._root.bucket
-        if text.startswith("/") or ".." in text.split("/") or not inside:
+        text, root = os.fspath(path), f"{self._root}/"
+        url = self._root if path == Path() else parse_url(text) if is_s3_url(text) else self._root.child(text)
+        if text.startswith("/") or ".." in text.split("/") or not f"{url}/".startswith(root):
             raise errors.InvalidURLError(
                 f"{text!r} is not below {self._root}. Remedy: a name relative to the root, or a URL below it"
             )
-        name, _, rest = url.key("")[len(self._root.key("")) :].rstrip("/").partition("/")
+        name, _, rest = f"{url}/"[len(root) :].rstrip("/").partition("/")
         return name, rest
+
+
+def _missing(path: Path) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))

@@ -188,7 +188,7 @@ class S3CheckpointManager(CheckpointManager):
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(self.sd_adapter.from_hf(wanted) if from_hf else wanted)
         if chosen is not None:
-            self._saves.last_good = chosen.step
+            self._saves.in_flight.last_good = chosen.step
 
     # --- end -----------------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class S3CheckpointManager(CheckpointManager):
         if not hasattr(self, "_saves"):  # it is called even if __init__ has raised
             super()._close()
             return
-        self._saves.settle()
+        self._saves.in_flight.settle()  # failures are kept
         self.save_future = None
         super()._close()
         self._saves.close()

@@ -33,26 +33,14 @@ require("accelerate", "1.15", "2")
 from transformers import Trainer  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
-from dcp_s3.integrations.accelerate import (  # noqa: E402
-    TrainingPart,
-    agree,
-    check_supported,
-    model_part,
-    optimizer_part,
-)
+from dcp_s3.integrations.accelerate import OptimizerPart, TrainingPart, agree, check_supported, model_part  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
+# The private methods of Trainer (transformers 5.23) that are overridden here.
 PRIVATE = (
-    "_save_checkpoint",
-    "_load_from_checkpoint",
-    "_load_optimizer_and_scheduler",
-    "_load_rng_state",
-    "_load_best_model",
-)
-"""The private methods of Trainer (transformers 5.23) that are overridden here."""
-
-_STATE_FILE = "trainer_state.json"
+    "_save_checkpoint", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "_load_best_model",
+)  # fmt: skip
 
 if TYPE_CHECKING:
     _AnyTrainer = Any
@@ -94,7 +82,6 @@ class S3Checkpoints(_AnyTrainer):
         self._manager: Any = None
         self._resumed: int | None = None  # the step with which this training goes on
         self._training: Any = None  # the part that was loaded, with the random number generators
-        self._best: str | None = None  # the Trainer's best_model_checkpoint when this training goes on
 
     def train(self, resume_from_checkpoint: str | int | bool | None = None, **kwargs: Any) -> Any:
         """Train, as the Trainer does. Returns when the last checkpoint is committed.
@@ -109,22 +96,22 @@ class S3Checkpoints(_AnyTrainer):
                 uses DeepSpeed, or ``resume_from_checkpoint`` is a path.
         """
         check_supported(self.accelerator)
-        wanted, found = resume_from_checkpoint, None
+        wanted, limit = resume_from_checkpoint or None, self.args.save_total_limit
         if isinstance(wanted, str):
             raise CheckpointError(
                 f"resume_from_checkpoint = {wanted!r} is a path. Remedy: the step, a number; to go on from another "
                 f"run, `dcp-s3 cp` its checkpoint below {self.checkpoint_root} first"
             )
-        limit = self.args.save_total_limit
         with contextlib.ExitStack() as stack:
             manager = CheckpointManager(self.checkpoint_root, retention=self._policy(), overwrite=True)
             self._manager = stack.enter_context(manager)
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
             try:
+                folder = None
                 if wanted is not True:  # that is the latest
                     self._refuse_later(wanted or 0)
-                if wanted is not None and wanted is not False:
-                    found = self._find(None if wanted is True else wanted, Path(folder))
+                if wanted is not None:
+                    folder = self._find(None if wanted is True else wanted)
+                found = None if folder is None else stack.enter_context(folder)
                 self.args.save_total_limit = None  # it would be applied to what lies in output_dir
                 return super().train(resume_from_checkpoint=found, **kwargs)
             finally:
@@ -154,30 +141,29 @@ class S3Checkpoints(_AnyTrainer):
         if latest is not None and latest > start:
             raise CheckpointError(
                 f"{self.checkpoint_root} has checkpoints up to step {latest}, and this training would begin after step "
-                f"{start}: the new checkpoints would be the first that retention deletes, and a restart would take "
-                f"step {latest}. Remedy: resume_from_checkpoint=True to go on from there, another checkpoint_root, or "
-                f"delete the later ones (`dcp-s3 rm {self._manager.url(latest)}` and so on)",
+                f"{start}: retention would delete its new ones first. Remedy: resume_from_checkpoint=True to go on "
+                f"from there, another checkpoint_root, or delete the later ones (dcp-s3 rm)",
                 url=self.checkpoint_root,
             )
 
-    def _find(self, wanted: int | None, folder: Path) -> str | None:
-        """The folder with the state of the Trainer, from which it learns where to go on."""
+    def _find(self, wanted: int | None) -> tempfile.TemporaryDirectory[str] | None:
+        """A folder with the state of the Trainer, from which it learns where to go on; None to begin anew."""
         state = {"trainer": ""}
         self._resumed = self._manager.restore(state, wanted)
         if self._resumed is None:
             logger.warning("nothing was saved under %s yet: training begins anew", self.checkpoint_root)
             return None
         trainer = json.loads(state["trainer"])
-        # The Trainer would look for a directory.
-        self._best, trainer["best_model_checkpoint"] = trainer["best_model_checkpoint"], None
-        (folder / _STATE_FILE).write_text(json.dumps(trainer))
-        return str(folder)
+        trainer["best_model_checkpoint"] = None  # the Trainer would look for a directory
+        folder = tempfile.TemporaryDirectory()
+        Path(folder.name, "trainer_state.json").write_text(json.dumps(trainer))
+        return folder
 
     def _everything(self) -> dict[str, Any]:
         model = self.model_wrapped
         return {
             "model": model_part(model),
-            "optimizer": optimizer_part(self.optimizer, [model]),
+            "optimizer": OptimizerPart(self.optimizer, [model]),
             "training": TrainingPart(self.accelerator, [self.lr_scheduler], [], []),
         }
 
@@ -192,11 +178,10 @@ class S3Checkpoints(_AnyTrainer):
             each for each in [*self.callback_handler.callbacks, self.control] if isinstance(each, ExportableState)
         ]
         trainer = dataclasses.asdict(dataclasses.replace(state, stateful_callbacks=callbacks))
+        logged = [entry for entry in state.log_history if entry.get("step") == step]
         metrics = {
             name: value
-            for entry in state.log_history
-            if entry.get("step") == step
-            for name, value in entry.items()
+            for name, value in (pair for entry in logged for pair in entry.items())
             if name != "step" and isinstance(value, (int, float))
         }
         self._manager.save(step, {**self._everything(), "trainer": json.dumps(trainer)}, metrics)
@@ -209,7 +194,8 @@ class S3Checkpoints(_AnyTrainer):
             state = self._everything()
             self._manager.restore(state, self._resumed)
             self._training = state["training"]
-            self.state.best_model_checkpoint = self._best
+            if self.state.best_global_step:
+                self.state.best_model_checkpoint = self._manager.url(self.state.best_global_step)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._resumed is not None:  # after the batches of before were skipped

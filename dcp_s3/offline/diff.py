@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -12,7 +11,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.format.blocks import get_crc, get_raw_offset
-from dcp_s3.offline.inspect import SavedCheckpoint, fetch_saved
+from dcp_s3.format.control_files import Manifest, ObjectEntry
+from dcp_s3.format.saved_entries import SavedEntry, saved_entries
+from dcp_s3.offline.inspect import fetch_saved
 from dcp_s3.offline.names import matches, no_match_error
 from dcp_s3.process import collector_paused
 from dcp_s3.settings import SettingsLike
@@ -44,7 +45,7 @@ class EntryDiff:
     """What changed (``shape``, ``dtype``, ``kind``: old -> new; ``values``; ``bytes`` of an object, whose value may be
     equal), or why it is not known. Empty if nothing did."""
     size: int = 0
-    """Bytes of the values of a tensor, or of the stored object; in A, or in B where only that has it."""
+    """Stored bytes, framing included; in A, or in B where only that has it."""
 
     def __repr__(self) -> str:
         return one_line("EntryDiff", repr(self.fqn), self.status, what=self.what or None)
@@ -137,23 +138,27 @@ def diff(
         CorruptCheckpointError, UnsafeMetadataError
         InvalidURLError, SettingsError, StorageError
     """
-    one, two = fetch_saved(a, b, settings=settings)
+    one, two = fetch_saved(a, settings), fetch_saved(b, settings)
     patterns = None if filter is None else [filter] if isinstance(filter, str) else list(filter)
     entries = compare(one.metadata, two.metadata, patterns)
     if patterns is not None and not entries:
         names = list(one.metadata.state_dict_metadata)
-        raise no_match_error(f"neither {one.url} nor {two.url} has an", patterns, names, str(one.url))
-    attachments = {} if patterns is not None else _compare_attachments(one, two)
+        raise no_match_error(f"neither {one.info.url} nor {two.info.url} has an", patterns, names, one.info.url)
+    attachments = {} if patterns is not None else _compare_attachments(_files(one.manifest), _files(two.manifest))
     ours, theirs = one.info.metrics, two.info.metrics
     pairs = {name: (ours.get(name), theirs.get(name)) for name in dict.fromkeys([*ours, *theirs])}
     metrics = {name: (x, y) for name, (x, y) in pairs.items() if x != y and not (x != x and y != y)}  # NaN equals NaN
     return CheckpointDiff(one.info, two.info, tuple(entries), attachments, metrics)
 
 
-def _compare_attachments(a: SavedCheckpoint, b: SavedCheckpoint) -> dict[str, Status]:
+def _files(manifest: Manifest | None) -> Mapping[str, ObjectEntry]:
+    return {} if manifest is None else {**manifest.files, **manifest.attachments}
+
+
+def _compare_attachments(a: Mapping[str, ObjectEntry], b: Mapping[str, ObjectEntry]) -> dict[str, Status]:
     found: dict[str, Status] = {}
-    for name in sorted({*a.files, *b.files}):
-        one, two = a.files.get(name), b.files.get(name)
+    for name in sorted({*a, *b}):
+        one, two = a.get(name), b.get(name)
         if one is None or two is None:
             found[name] = "only in B" if one is None else "only in A"
         elif one.size == two.size and None in (one.crc64nvme, two.crc64nvme):
@@ -169,75 +174,59 @@ def _compare_attachments(a: SavedCheckpoint, b: SavedCheckpoint) -> dict[str, St
 def compare(a: Metadata, b: Metadata, patterns: Iterable[str] | None = None) -> list[EntryDiff]:
     """Compare two checkpoints by their metadata: entries in the order of ``a``, then those that only ``b`` has; with
     patterns, those that match one."""
-    found = []
+    found: list[EntryDiff] = []
+    status: Status
     with collector_paused():
-        for fqn in dict.fromkeys([*a.state_dict_metadata, *b.state_dict_metadata]):
+        ours, theirs = ({each.fqn: each for each in saved_entries(metadata)} for metadata in (a, b))
+        for fqn in dict.fromkeys([*ours, *theirs]):
             if patterns is not None and not matches(fqn, patterns):
                 continue
-            one, two = (_Stored.of(each, fqn) for each in (a, b))
-            status, what = _compare_entries(one, two)
-            saved = one or two
-            if saved is not None:
-                found.append(EntryDiff(fqn, saved.kind, status, what, saved.size))
+            one, two = ours.get(fqn), theirs.get(fqn)
+            if one is None or two is None:
+                entry, status = (theirs[fqn], "only in B") if one is None else (one, "only in A")
+                found.append(EntryDiff(fqn, entry.kind, status, "", entry.size))
+                continue
+            status = "changed"
+            old = {"kind": one.kind, "shape": _shape(one), "dtype": one.dtype}
+            new = {"kind": two.kind, "shape": _shape(two), "dtype": two.dtype}
+            what = next((f"{name} {old[name]} -> {new[name]}" for name in old if old[name] != new[name]), "")
+            if not what:
+                status, what = _compare_chunks(_chunks(a, fqn), _chunks(b, fqn), is_object=one.kind == "bytes")
+            found.append(EntryDiff(fqn, one.kind, status, what, one.size))
     return found
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """An entry, and what is stored of it."""
-
-    kind: str
-    size: int
-    shape: str
-    dtype: str
-    chunks: Mapping[Any, Any]
-    """Where each chunk that is not empty lies, by offsets and sizes."""
-
-    @classmethod
-    def of(cls, metadata: Metadata, fqn: str) -> _Stored | None:
-        saved, storage = metadata.state_dict_metadata.get(fqn), metadata.storage_data or {}
-        if saved is None:
-            return None
-        if not isinstance(saved, TensorStorageMetadata):
-            info = storage.get(MetadataIndex(fqn))
-            return cls("bytes", info.length if info else 0, "", "", {(): info})
-        dtype = saved.properties.dtype
-        chunks = {
-            (chunk.offsets, chunk.sizes): storage.get(MetadataIndex(fqn, chunk.offsets))
-            for chunk in saved.chunks
-            if 0 not in chunk.sizes
-        }
-        shape = "x".join(map(str, saved.size)) or "scalar"
-        return cls("tensor", math.prod(saved.size) * dtype.itemsize, shape, str(dtype).removeprefix("torch."), chunks)
+def _shape(entry: SavedEntry) -> str:
+    return "x".join(map(str, entry.shape or ())) or "scalar"
 
 
-def _compare_entries(a: _Stored | None, b: _Stored | None) -> tuple[Status, str]:
-    if a is None or b is None:
-        return "only in B" if a is None else "only in A", ""
-    for name in ("kind", "shape", "dtype"):
-        one, two = getattr(a, name), getattr(b, name)
-        if one != two:
-            return "changed", f"{name} {one} -> {two}"
-    doubts = set() if a.chunks.keys() == b.chunks.keys() else {"its chunks are cut differently"}
-    for box in a.chunks.keys() & b.chunks.keys():
-        status, what = _compare_chunks(a.chunks[box], b.chunks[box], is_object=a.kind == "bytes")
-        if status == "changed":
-            return status, what
-        if status == "unknown":
-            doubts.add(what)
+def _chunks(metadata: Metadata, fqn: str) -> dict[Any, Any]:
+    """Where each chunk of an entry lies that is not empty, by offsets and sizes."""
+    saved, storage = metadata.state_dict_metadata[fqn], metadata.storage_data or {}
+    if not isinstance(saved, TensorStorageMetadata):
+        return {(): storage.get(MetadataIndex(fqn))}
+    return {
+        (chunk.offsets, chunk.sizes): storage.get(MetadataIndex(fqn, chunk.offsets))
+        for chunk in saved.chunks
+        if 0 not in chunk.sizes
+    }
+
+
+def _compare_chunks(a: Mapping[Any, Any], b: Mapping[Any, Any], *, is_object: bool) -> tuple[Status, str]:
+    doubts = set() if a.keys() == b.keys() else {"its chunks are cut differently"}
+    for one, two in ((a[box], b[box]) for box in a.keys() & b.keys()):
+        unchecked = [side for side, info in (("A", one), ("B", two)) if get_crc(info) is None]
+        if unchecked:
+            doubts.add(f"no checksum in {' and '.join(unchecked)}")
+        elif (_covered(one), get_crc(one)) == (_covered(two), get_crc(two)):
+            continue
+        elif is_object and not (one.transform_descriptors or two.transform_descriptors):
+            return "changed", "bytes"
+        elif _covered(one) is _covered(two) is None:
+            return "changed", "values"
+        else:
+            doubts.add("it was encoded before it was stored")
     return ("unknown", min(doubts)) if doubts else ("same", "")
-
-
-def _compare_chunks(a: Any, b: Any, *, is_object: bool) -> tuple[Status, str]:
-    unchecked = [side for side, info in (("A", a), ("B", b)) if get_crc(info) is None]
-    if unchecked:
-        return "unknown", f"no checksum in {' and '.join(unchecked)}"
-    one, two = _covered(a), _covered(b)
-    if (one, get_crc(a)) == (two, get_crc(b)):
-        return "same", ""
-    if is_object and not (a.transform_descriptors or b.transform_descriptors):
-        return "changed", "bytes"
-    return ("changed", "values") if one is two is None else ("unknown", "it was encoded before it was stored")
 
 
 def _covered(info: Any) -> Any:

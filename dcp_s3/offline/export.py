@@ -12,12 +12,13 @@ import logging
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_s3.checkpoint.attachments import find_attachments, read_attachment
+from dcp_s3.checkpoint.commit_state import not_found_error
 from dcp_s3.errors import WeightsError
 from dcp_s3.format.safetensors import (
     INDEX,
@@ -29,11 +30,11 @@ from dcp_s3.format.safetensors import (
     plan_shards,
 )
 from dcp_s3.load.plan import Box
+from dcp_s3.load.weights import is_weights
 from dcp_s3.memory import Piece
-from dcp_s3.offline.boxes import cut
 from dcp_s3.offline.names import new_names
 from dcp_s3.offline.place import Place, ahead
-from dcp_s3.offline.read import OpenCheckpoint, Reading, Target, reading_under_lease
+from dcp_s3.offline.read import Fill, OpenCheckpoint, Target, cut, reading_under_lease
 from dcp_s3.s3.parts import MAX_PARTS
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.tensor_memory import view_bytes
@@ -122,27 +123,36 @@ def export(
     given = resolve_settings(settings)
     wanted, most = parse_dtype(dtype), parse_shard_size(max_shard_size)
     few = given.model_copy(update={"concurrency": min(given.max_connections, _CONNECTIONS)})
-    target = Place.of(destination, few)
-    with reading_under_lease(parse_url(url), given) as reading:
-        checkpoint = reading.checkpoint
-        tensors, skipped = _select(checkpoint, include, rename or {}, wanted)
-        files = _plan(str(checkpoint.url), tensors, most)
+    target, moved = Place.of(destination, few), on_progress or (lambda _: None)
+    with reading_under_lease(parse_url(url), given) as (checkpoint, fill):
+        if is_weights(checkpoint.metadata):
+            raise not_found_error(checkpoint.url, why=": safetensors weights lie there, see `dcp-s3 show`")
+        names = checkpoint.match(include)
+        files = _plan(checkpoint, names, rename or {}, wanted, most)
         attached = find_attachments(checkpoint.store, checkpoint.url) or {}
         if _ADAPTER in attached and files[0].name == SINGLE_FILE:
             files = [replace(files[0], name=f"adapter_{SINGLE_FILE}")]  # as PEFT expects it
-        _check(target, files, attached)
+        clash = next((file.name for file in files if file.name in attached), None)
+        if clash is not None:
+            raise WeightsError(f"the checkpoint has an attachment {clash}, in whose place weights would be written")
+        if found := target.names():
+            raise WeightsError(
+                f"{target.name} is not empty (it has {found[0]}). Remedy: empty it, or give another destination"
+            )
+        size = sum(file.size for file in files)
         if on_total is not None:
-            on_total(sum(file.size for file in files))
+            on_total(size)
         for name in attached:
             data = read_attachment(checkpoint.store, checkpoint.url, name)
             _write(target, name, len(data), [data])
         buffers = [torch.empty(BATCH, dtype=torch.uint8) for _ in range(2)]
         for file in files:
-            with contextlib.closing(_contents(file, reading, buffers, on_progress or (lambda _: None))) as views:
+            with contextlib.closing(_contents(file, fill, buffers, moved)) as views:
                 _write(target, file.name, file.size, views)
-    if skipped:
-        logger.info("%s: %d entries that are no tensors were left out", url, skipped)
-    return ExportResult(tuple(file.name for file in files), len(tensors), sum(file.size for file in files), skipped)
+    tensors = sum(len(file.tensors) for file in files)
+    if len(names) > tensors:
+        logger.info("%s: %d entries that are no tensors were left out", url, len(names) - tensors)
+    return ExportResult(tuple(file.name for file in files), tensors, size, len(names) - tensors)
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -190,130 +200,93 @@ class _File:
         return len(self.head) + sum(tensor.entry.nbytes for tensor in self.tensors)
 
 
-def _select(
-    checkpoint: OpenCheckpoint,
-    include: str | Iterable[str] | None,
-    rules: Mapping[str, str],
-    dtype: torch.dtype | None,
-) -> tuple[dict[str, _Tensor], int]:
-    """Tensors by their new names, and the number of other entries."""
-    url, names = str(checkpoint.url), checkpoint.match(include)
-    exported = [name for name in names if isinstance(checkpoint.find(name), TensorStorageMetadata)]
-    if not exported:
-        raise WeightsError(f"{url} has no tensor to export among {len(names)} entries", url=url)
+def _plan(
+    checkpoint: OpenCheckpoint, names: Iterable[str], rules: Mapping[str, str], dtype: torch.dtype | None, most: int
+) -> list[_File]:
+    """The files of the tensors among these entries, the index last."""
+    url = str(checkpoint.url)
+    saved = {name: found for name in names if isinstance(found := checkpoint.find(name), TensorStorageMetadata)}
+    if not saved:
+        raise WeightsError(f"{url} has no tensor to export among these entries", url=url)
     try:
-        renamed = new_names(exported, rules)
-    except ValueError as error:
-        raise WeightsError(f"the entries of {url} cannot be renamed: {error}", url=url) from None
-    chosen = {}
-    for fqn in exported:
-        saved = checkpoint.find(fqn)
-        kept = saved.properties.dtype
-        new = dtype if dtype is not None and kept.is_floating_point else kept
-        chosen[renamed[fqn]] = _Tensor(TensorEntry(renamed[fqn], new, tuple(saved.size)), fqn, kept)
-    return chosen, len(names) - len(exported)
-
-
-def _plan(url: str, tensors: Mapping[str, _Tensor], most: int) -> list[_File]:
-    try:
+        tensors = {}
+        for fqn, new in new_names(saved, rules).items():
+            kept = saved[fqn].properties.dtype
+            written = dtype if dtype is not None and kept.is_floating_point else kept
+            tensors[new] = _Tensor(TensorEntry(new, written, tuple(saved[fqn].size)), fqn, kept)
         shards = plan_shards([each.entry for each in tensors.values()], most)
         files = [
             _File(shard.name, make_header(shard.tensors), [tensors[each.name] for each in shard.tensors])
             for shard in shards
         ]
         return files if len(files) == 1 else [*files, _File(INDEX, make_index(shards))]
-    except SafetensorsError as error:
-        raise WeightsError(f"{url} cannot be exported: {error}. Remedy: leave it out with include", url=url) from None
+    except (SafetensorsError, ValueError) as error:
+        raise WeightsError(
+            f"{url} cannot be exported: {error}. Remedy: leave entries out with include, or choose other names with "
+            "rename", url=url,
+        ) from None  # fmt: skip
 
 
 # --- read ------------------------------------------------------------------------------------------
 
 
-class _Piece(NamedTuple):
-    """A part of a tensor that is read at once."""
-
-    of: _Tensor
-    box: Box
-
-    @property
-    def size(self) -> int:
-        return self.box.numel * self.of.dtype.itemsize
-
-    @property
-    def room(self) -> int:
-        """Bytes that it takes in a buffer."""
-        return -(-self.size // _ALIGNMENT) * _ALIGNMENT
-
-
 def _contents(
-    file: _File, reading: Reading, buffers: Sequence[torch.Tensor], moved: Callable[[int], None]
+    file: _File, fill: Fill, buffers: Sequence[torch.Tensor], moved: Callable[[int], None]
 ) -> Generator[bytes | memoryview, None, None]:
     """The bytes of a file. Tensors are read in batches, each while the caller is busy with the one before; the memory
     of a run of bytes is valid until the next."""
 
-    def read(planned: tuple[Sequence[_Piece], torch.Tensor]) -> list[tuple[_Piece, torch.Tensor]]:
-        batch, buffer = planned
-        found, start = [], 0
-        for piece in batch:
-            found.append((piece, buffer[start : start + piece.size].view(piece.of.dtype).view(piece.box.lengths)))
-            start += piece.room
-        reading.fill([Target(piece.of.fqn, piece.box.offsets, tensor) for piece, tensor in found])
-        return found
+    def read(planned: tuple[list[tuple[_Tensor, Box]], torch.Tensor]) -> list[tuple[_Tensor, torch.Tensor]]:
+        targets, start = [], 0
+        for tensor, box in planned[0]:
+            size = box.numel * tensor.dtype.itemsize
+            memory = planned[1][start : start + size].view(tensor.dtype).view(box.lengths)
+            targets.append(Target(tensor.fqn, box.offsets, memory))
+            start += _aligned(size)
+        fill(targets, ())
+        return [(tensor, target.tensor) for (tensor, _), target in zip(planned[0], targets, strict=True)]
 
     yield file.head
     moved(len(file.head))
     with ahead(read, zip(_batches(file.tensors), itertools.cycle(buffers), strict=False), 1) as batches:
-        for piece, tensor in itertools.chain.from_iterable(batches):
-            for view in _bytes_of(tensor, piece.of.entry.dtype):
+        for tensor, piece in itertools.chain.from_iterable(batches):
+            flat, dtype = piece.view(-1), tensor.entry.dtype
+            converts = dtype != tensor.dtype
+            converted = torch.empty(_CONVERTED if converts else 0, dtype=dtype)
+            for some in torch.split(flat, _CONVERTED) if converts else (flat,):
+                view = view_bytes(converted[: some.numel()].copy_(some) if converts else some)
                 yield view
                 moved(len(view))
 
 
-def _batches(tensors: Iterable[_Tensor]) -> Iterator[list[_Piece]]:
+def _batches(tensors: Iterable[_Tensor]) -> Iterator[list[tuple[_Tensor, Box]]]:
     """Pieces of tensors, together at most a buffer full."""
-    batch: list[_Piece] = []
+    batch: list[tuple[_Tensor, Box]] = []
     used = 0
     for tensor in tensors:
         for box in cut(tensor.entry.shape, _PIECE // tensor.dtype.itemsize):
-            piece = _Piece(tensor, box)
-            if used + piece.room > BATCH or len(batch) == _PIECES:
+            room = _aligned(box.numel * tensor.dtype.itemsize)
+            if used + room > BATCH or len(batch) == _PIECES:
                 yield batch
                 batch, used = [], 0
-            batch.append(piece)
-            used += piece.room
+            batch.append((tensor, box))
+            used += room
     if batch:
         yield batch
 
 
-def _bytes_of(tensor: Any, dtype: torch.dtype) -> Iterator[memoryview]:
-    if dtype == tensor.dtype:
-        yield view_bytes(tensor)
-        return
-    flat = tensor.view(-1)
-    converted = torch.empty(min(_CONVERTED, flat.numel()), dtype=dtype)
-    for start in range(0, flat.numel(), _CONVERTED):
-        some = flat[start : start + _CONVERTED]
-        yield view_bytes(converted[: some.numel()].copy_(some))
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 # --- write -----------------------------------------------------------------------------------------
-
-
-def _check(place: Place, files: Sequence[_File], attached: Mapping[str, Any]) -> None:
-    clash = next((file.name for file in files if file.name in attached), None)
-    if clash is not None:
-        raise WeightsError(f"the checkpoint has an attachment {clash}, in whose place weights would be written")
-    found = place.names()
-    if found:
-        some = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
-        raise WeightsError(f"{place.name} is not empty (it has {some}). Remedy: empty it, or give another destination")
 
 
 def _write(place: Place, name: str, size: int, views: Iterable[bytes | memoryview]) -> None:
     """Write a file front to back; it appears complete."""
     part = max(_PART, -(-size // MAX_PARTS))
     pieces = map(Piece.of, views) if place.url is None else _copies(views, part)
-    place.write(name, size, pieces, part_size=part)
+    place.store.put_stream(place.key(name), size, pieces, part_size=part)
 
 
 def _copies(views: Iterable[bytes | memoryview], size: int) -> Iterator[Piece]:

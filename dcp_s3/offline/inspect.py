@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -12,14 +12,14 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint import look
 from dcp_s3.checkpoint.commit_state import check_metadata, fetch_metadata, not_found_error
 from dcp_s3.checkpoint.info import CheckpointInfo
-from dcp_s3.format.control_files import Manifest, ObjectEntry
+from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.saved_entries import SavedEntry, saved_entries
 from dcp_s3.offline.names import matches, no_match_error
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.store import Store, same_etag
+from dcp_s3.store import same_etag
 from dcp_s3.units import format_count, format_size, one_line, plural
-from dcp_s3.url import CheckpointURL, URLLike, parse_url
+from dcp_s3.url import URLLike, parse_url
 
 _ROUNDS = 3
 
@@ -92,42 +92,32 @@ def inspect(
         CorruptCheckpointError, UnsafeMetadataError: its metadata cannot, or must not, be read.
         InvalidURLError, SettingsError, StorageError
     """
-    [saved] = fetch_saved(url, settings=settings)
+    saved = fetch_saved(url, settings)
     entries = saved_entries(saved.metadata)
     if filter is not None:
         patterns = [filter] if isinstance(filter, str) else list(filter)
         names = [entry.fqn for entry in entries]
         entries = [entry for entry in entries if matches(entry.fqn, patterns)]
         if not entries:
-            raise no_match_error(f"{saved.url} has no", patterns, names, str(saved.url))
+            raise no_match_error(f"{saved.info.url} has no", patterns, names, saved.info.url)
     manifest = saved.manifest
     writer, attached = (dict(manifest.writer), sorted(manifest.attachments)) if manifest else ({}, [])
     return CheckpointEntries(saved.info, writer, tuple(attached), tuple(entries))
 
 
-@dataclass(frozen=True)
-class SavedCheckpoint:
+class SavedCheckpoint(NamedTuple):
     """A committed checkpoint without its data."""
 
-    url: CheckpointURL
     info: CheckpointInfo
     manifest: Manifest | None
     """None if it is foreign."""
     metadata: Metadata
 
-    @property
-    def files(self) -> Mapping[str, ObjectEntry]:
-        """Its attachments and files with names of their own, by name."""
-        return {} if self.manifest is None else {**self.manifest.files, **self.manifest.attachments}
 
-
-def fetch_saved(*urls: URLLike, settings: SettingsLike = None) -> list[SavedCheckpoint]:
-    """Fetch metadata and manifests of checkpoints: three requests for each that dcp_s3 wrote."""
-    resolved = resolve_settings(settings)
-    return [_fetch(store_of(url, resolved), url) for url in map(parse_url, urls)]
-
-
-def _fetch(store: Store, url: CheckpointURL) -> SavedCheckpoint:
+def fetch_saved(where: URLLike, settings: SettingsLike) -> SavedCheckpoint:
+    """Fetch metadata and manifest of one save: three requests for a checkpoint that dcp_s3 wrote."""
+    url = parse_url(where)
+    store = store_of(url, resolve_settings(settings))
     for _ in range(_ROUNDS):
         found = look.inspect(store, url)
         commit = found.directory.commits.get(None) if found else None
@@ -137,7 +127,7 @@ def _fetch(store: Store, url: CheckpointURL) -> SavedCheckpoint:
             raise not_found_error(url, why=why)
         stored = fetch_metadata(store, url)
         if same_etag(stored.etag, commit.etag):
-            return SavedCheckpoint(url, found.info, found.manifests.get(None), check_metadata(stored, url))
+            return SavedCheckpoint(found.info, found.manifests.get(None), check_metadata(stored, url))
     raise errors.CheckpointError(
         f"{url} was replaced {_ROUNDS} times while it was looked at. Remedy: look when nobody saves to it",
         url=str(url),

@@ -37,8 +37,6 @@ class Place:
     name: str
     """Its URL or path, for messages."""
     store: Store
-    prefix: str = ""
-    """What all its keys begin with."""
     url: CheckpointURL | None = None
     """None of a directory."""
     directory: Path | None = None
@@ -48,39 +46,23 @@ class Place:
     def of(cls, where: str | os.PathLike[str], settings: Settings) -> Place:
         if is_s3_url(where):
             url = parse_url(where)
-            store = store_of(url, settings, UNLIMITED.shared(settings.stall_timeout))
-            return cls(str(url), store, url.key(""), url)
+            return cls(str(url), store_of(url, settings, UNLIMITED.shared(settings.stall_timeout)), url)
         return cls(os.fspath(where), DirectoryStore(where), directory=Path(where))
 
     def key(self, path: str) -> str:
-        return self.prefix + path
+        return path if self.url is None else self.url.key(path)
 
     def objects(self) -> dict[str, ListedObject]:
         """Everything there, by relative path."""
-        return {each.key.removeprefix(self.prefix): each for each in self.store.list(self.prefix).objects}
+        prefix = self.key("")
+        return {each.key.removeprefix(prefix): each for each in self.store.list(prefix).objects}
 
     def names(self) -> list[str]:
         """Names of the files and directories right there."""
-        if self.directory is not None:
-            return sorted(os.listdir(self.directory)) if self.directory.exists() else []
-        found = self.store.list(self.prefix, "/")
-        keys = [*(each.key for each in found.objects if each.key != self.prefix), *found.prefixes]
-        return [key.removeprefix(self.prefix).rstrip("/") for key in keys]
-
-    def write(self, path: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None) -> int | None:
-        """Write a file, which appears complete. Returns its CRC-64/NVME, None if checksums are off.
-
-        Not with `Store.put`: in a directory that locks, which not every filesystem can.
-        """
-        return self.store.put_stream(self.key(path), size, pieces, part_size=part_size).crc64nvme
-
-    def remove(self, paths: Iterable[str]) -> None:
-        """Remove files, unfinished ones too; those that are not there count as removed."""
-        if self.directory is None:
-            self.store.delete([self.key(path) for path in paths])
-            return
-        for path in paths:
-            (self.directory / path).unlink(missing_ok=True)
+        prefix = self.key("")
+        found = self.store.list(prefix, "/")
+        keys = [*(each.key for each in found.objects if each.key != prefix), *found.prefixes]
+        return [key.removeprefix(prefix).rstrip("/") for key in keys]
 
 
 def ahead(
@@ -116,11 +98,13 @@ def ahead(
 
 
 def read_ahead(
-    store: Store, key: str, size: int, etag: str | None, *, width: int, moved: OnProgress | None = None
+    store: Store, key: str, size: int, *, width: int, moved: OnProgress
 ) -> contextlib.closing[Generator[Piece, None, None]]:
-    """The bytes of an object from the first to the last; see `ahead`."""
+    """The bytes of one version of an object from the first to the last; see `ahead`."""
 
     import numpy as np  # here: a copy on S3 needs none
+
+    etag = store.head(key).etag or None
 
     def read(start: int) -> Piece:
         block = np.empty(min(BLOCK, size - start), np.uint8).data  # not zeros

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import EllipsisType
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -25,9 +21,9 @@ from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.format.saved_entries import find_flaw
 from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import allocate
+from dcp_s3.load.plan import Box
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.load.weights import open_metadata
-from dcp_s3.offline.boxes import Index, Selection, select
 from dcp_s3.offline.names import closest, matches
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
@@ -35,7 +31,11 @@ from dcp_s3.spill.local import with_copies
 from dcp_s3.torch_private import ReaderTransforms
 from dcp_s3.url import CheckpointURL, parse_url
 
-SMALL_BUFFERS = 32 * 2**20
+_SMALL_BUFFERS = 32 * 2**20
+
+Part = SupportsIndex | slice | EllipsisType
+Index = Part | tuple[Part, ...] | None
+"""An index as in numpy: numbers, slices of step 1, one Ellipsis. None: everything."""
 
 
 def read_tensor(
@@ -112,78 +112,139 @@ def read_tensors(
     return {fqn: found[fqn].reshape(part.shape) if part else found[fqn] for fqn, part in parts.items()}
 
 
+# --- boxes -------------------------------------------------------------------------------------------
+
+
+class Selection(NamedTuple):
+    """The box that an index selects, and the shape of the result."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    shape: tuple[int, ...]
+    """``lengths`` without the dimensions that are indexed by a number."""
+
+
+def select(index: object, sizes: Sequence[int]) -> Selection:
+    """The box that ``index`` selects of a tensor of ``sizes``, or IndexError. Negative numbers count from the end;
+    slices are cut off at the ends of the tensor, numbers must lie in it."""
+    parts: list[Any] = [] if index is None else list(index) if isinstance(index, tuple) else [index]
+    gap = next((number for number, part in enumerate(parts) if part is Ellipsis), None)
+    if gap is None:
+        gap = len(parts)
+        parts.append(Ellipsis)
+    if len(parts) - 1 > len(sizes):
+        raise IndexError(f"it has {len(parts) - 1} parts, the tensor {len(sizes)} dimensions")
+    parts[gap : gap + 1] = [slice(None)] * (len(sizes) - len(parts) + 1)
+    offsets, lengths, shape = [], [], []
+    for dim, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+        try:
+            found: Any = range(size)[part]
+        except (IndexError, TypeError, ValueError) as error:
+            raise IndexError(f"{part!r} in dimension {dim} of {size} elements: {error}") from None
+        if isinstance(found, range):
+            if found.step != 1:
+                raise IndexError(f"its step in dimension {dim} is {found.step}: only 1 can be read")
+            shape.append(len(found))
+        offsets.append(found.start if isinstance(found, range) else found)
+        lengths.append(len(found) if isinstance(found, range) else 1)
+    return Selection(tuple(offsets), tuple(lengths), tuple(shape))
+
+
+def cut(shape: Sequence[int], most: int) -> Iterator[Box]:
+    """Cut a tensor into boxes of at most ``most`` elements (at least 1) that are runs of its elements in row-major
+    order, from the first to the last; none if it is empty."""
+    shape = tuple(shape)
+    if 0 in shape:
+        return
+    row = math.prod(shape[1:])
+    if math.prod(shape) <= most:
+        yield Box((0,) * len(shape), shape)
+    elif row > most:
+        for number in range(shape[0]):
+            for box in cut(shape[1:], most):
+                yield Box((number, *box.offsets), (1, *box.lengths))
+    else:
+        step = most // row
+        for start in range(0, shape[0], step):
+            lengths = (min(step, shape[0] - start), *shape[1:])
+            yield Box((start, *(0 for _ in shape[1:])), lengths)
+
+
 # --- the checkpoint ----------------------------------------------------------------------------------
 
 
+class Target(NamedTuple):
+    """A part of a tensor that is to be read."""
+
+    fqn: str
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+    """Memory of the saved dtype, and of the box's shape."""
+
+
+Fill = Callable[[Sequence[Target], Sequence[str]], dict[str, Any]]
+"""Fills targets, and reads objects by names, which it returns."""
+
+
 @contextlib.contextmanager
-def reading_under_lease(url: CheckpointURL, settings: Settings) -> Iterator[Reading]:
+def reading_under_lease(url: CheckpointURL, settings: Settings) -> Iterator[tuple[OpenCheckpoint, Fill]]:
     """Reads that may take long, of a checkpoint that no prune deletes meanwhile."""
     lease = ReaderLease(store_of(url, settings), url, settings.reader_lease)
     lease.take()
     with lease.renewed():
-        checkpoint = OpenCheckpoint(str(url), settings)
+        checkpoint = OpenCheckpoint(url, settings)
         lease.check_not_deleted(None)
-        with checkpoint.reading(buffers=SMALL_BUFFERS) as reading:
-            yield reading
+        with checkpoint.reading(buffers=_SMALL_BUFFERS) as fill:
+            yield checkpoint, fill
 
 
 class OpenCheckpoint:
     """A checkpoint whose metadata has been read."""
 
-    def __init__(self, url: str | os.PathLike[str], settings: SettingsLike) -> None:
-        self.url: CheckpointURL = parse_url(url)
+    def __init__(self, url: str | os.PathLike[str] | CheckpointURL, settings: SettingsLike) -> None:
+        self.url = url if isinstance(url, CheckpointURL) else parse_url(url)
         self.settings = resolve_settings(settings)
         self.store = store_of(self.url, self.settings)
-        self._metadata: Metadata = open_metadata(self.store, self.url)
-        if not isinstance(self._metadata.storage_data, dict):
+        self.metadata = open_metadata(self.store, self.url)
+        if not isinstance(self.metadata.storage_data, dict):
             raise errors.CorruptCheckpointError(
                 f"the metadata of {self.url} does not say where its items lie", url=str(self.url)
             )
 
+    def match(self, fqns: str | Iterable[str] | None) -> list[str]:
+        """The names that names and patterns stand for, each once, or EntryNotFoundError. None: all of them."""
+        names = self.metadata.state_dict_metadata
+        if fqns is None:
+            return list(names)
+        found: dict[str, None] = {}
+        for fqn in [fqns] if isinstance(fqns, str) else fqns:
+            matching = [fqn] if fqn in names else [name for name in names if matches(name, [fqn])]
+            if not matching:
+                self.find(fqn)  # which raises
+            found.update(dict.fromkeys(matching))
+        return list(found)
+
     def find(self, fqn: str) -> Any:
-        saved = self._metadata.state_dict_metadata.get(fqn)
+        saved = self.metadata.state_dict_metadata.get(fqn)
         if saved is None:
-            raise self._not_found(fqn, f"has no entry {fqn!r}")
+            near = closest(fqn, list(self.metadata.state_dict_metadata))
+            raise self._not_found(fqn, f"has no entry {fqn!r}{near}")
         return saved
 
     def select(self, fqn: str, index: Index) -> Selection:
         """The part of a tensor at an index, or EntryNotFoundError."""
         saved = self.find(fqn)
         if not isinstance(saved, TensorStorageMetadata):
-            raise errors.EntryNotFoundError(
-                f"{fqn!r} in {self.url} is no tensor. Remedy: read_tensors(url, [{fqn!r}]) reads objects, too",
-                url=str(self.url),
-                fqn=fqn,
-            )
+            remedy = f"Remedy: read_tensors(url, [{fqn!r}]) reads objects, too"
+            raise self._not_found(fqn, f"has no tensor {fqn!r}, but an object. {remedy}")
         try:
             return select(index, saved.size)
         except IndexError as error:
-            raise errors.EntryNotFoundError(
-                f"{fqn!r} in {self.url}, of shape {tuple(saved.size)}, cannot be read at {index!r}: {error}",
-                url=str(self.url),
-                fqn=fqn,
-            ) from None
-
-    def match(self, fqns: str | Iterable[str] | None) -> list[str]:
-        """The names that names and patterns stand for, each once, or EntryNotFoundError. None: all of them."""
-        names = self._metadata.state_dict_metadata
-        if fqns is None:
-            return list(names)
-        found: dict[str, None] = {}
-        for fqn in [fqns] if isinstance(fqns, str) else fqns:
-            if fqn not in names and any(character in fqn for character in "*?["):
-                matching = [name for name in names if matches(name, [fqn])]
-                if not matching:
-                    raise self._not_found(fqn, f"has no entry that matches {fqn!r}")
-                found.update(dict.fromkeys(matching))
-            else:
-                self.find(fqn)
-                found[fqn] = None
-        return list(found)
+            what = f"cannot be read at {index!r} of {fqn!r}, of shape {tuple(saved.size)}: {error}"
+            raise self._not_found(fqn, what) from None
 
     def _not_found(self, fqn: str, what: str) -> errors.EntryNotFoundError:
-        near = closest(fqn, list(self._metadata.state_dict_metadata))
-        return errors.EntryNotFoundError(f"{self.url} {what}{near}", url=str(self.url), fqn=fqn)
+        return errors.EntryNotFoundError(f"{self.url} {what}", url=str(self.url), fqn=fqn)
 
     def read(self, wanted: dict[str, Selection | None], *, weights_only: bool = True) -> dict[str, Any]:
         """Read entries; of a tensor the selected box, or all of it."""
@@ -196,19 +257,30 @@ class OpenCheckpoint:
                 targets.append(Target(fqn, box.offsets, tensor))
             else:
                 objects.append(fqn)
-        with self.reading(weights_only=weights_only) as reading:
-            found = reading.fill(targets, objects) | {target.fqn: target.tensor for target in targets}
+        with self.reading(weights_only=weights_only) as fill:
+            found = fill(targets, objects) | {target.fqn: target.tensor for target in targets}
         return {fqn: found[fqn] for fqn in wanted}
 
     @contextlib.contextmanager
-    def reading(self, *, weights_only: bool = True, buffers: int | None = None) -> Iterator[Reading]:
-        """Reads that share a fetcher; ``buffers``: see `Fetcher`."""
+    def reading(self, *, weights_only: bool = True, buffers: int | None = None) -> Iterator[Fill]:
+        """Reads that share a fetcher, one after the other; ``buffers``: see `Fetcher`."""
+        nothing = torch.Size((0,))
         with with_copies(self.store, self.settings, self.url) as store:
             fetcher = Fetcher(store, self.url, self.settings, "dcp_s3-download", buffers=buffers)
-            executor = LoadExecutor(fetcher, self._metadata, ReaderTransforms(None), weights_only=weights_only)
-            yield Reading(self, executor)
+            executor = LoadExecutor(fetcher, self.metadata, ReaderTransforms(None), weights_only=weights_only)
 
-    def items_of(self, target: Target) -> list[ReadItem]:
+            def fill(targets: Sequence[Target], objects: Sequence[str]) -> dict[str, Any]:
+                items = [item for target in targets for item in self._items_of(target)]
+                for fqn in objects:
+                    index = MetadataIndex(fqn)
+                    items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
+                planner = _Planner({MetadataIndex(each.fqn, each.offsets): each.tensor for each in targets})
+                executor.run(LoadPlan(items), planner)
+                return planner.objects
+
+            yield fill
+
+    def _items_of(self, target: Target) -> list[ReadItem]:
         """One item for each saved chunk in the target's box; only one for chunks at the same place."""
         box = target.tensor.shape
         chunk = ChunkStorageMetadata(torch.Size(target.offsets), box)
@@ -221,37 +293,6 @@ class OpenCheckpoint:
                 url=str(self.url),
             )
         return list(items.values())
-
-
-@dataclass(frozen=True)
-class Target:
-    fqn: str
-    offsets: tuple[int, ...]
-    tensor: torch.Tensor
-    """Memory of the saved dtype, and of the box's shape."""
-
-    @property
-    def index(self) -> MetadataIndex:
-        """As that of the items which fill it."""
-        return MetadataIndex(self.fqn, self.offsets)
-
-
-class Reading:
-    """Reads of one checkpoint, one after the other; see `OpenCheckpoint.reading`."""
-
-    def __init__(self, checkpoint: OpenCheckpoint, executor: LoadExecutor) -> None:
-        self.checkpoint, self._executor = checkpoint, executor
-
-    def fill(self, targets: Sequence[Target], objects: Iterable[str] = ()) -> dict[str, Any]:
-        """Fill targets, and read objects, which are returned by name."""
-        planner = _Planner({target.index: target.tensor for target in targets})
-        items = [item for target in targets for item in self.checkpoint.items_of(target)]
-        nothing = torch.Size((0,))
-        for fqn in objects:
-            index = MetadataIndex(fqn)
-            items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
-        self._executor.run(LoadPlan(items), planner)
-        return planner.objects
 
 
 class _Planner(DefaultLoadPlanner):

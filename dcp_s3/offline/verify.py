@@ -5,20 +5,26 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.commit_state import check_metadata, fetch_metadata, find_crc_mismatch
-from dcp_s3.checkpoint.directory import list_directory
+from dcp_s3.checkpoint.commit_state import (
+    check_metadata,
+    fetch_metadata,
+    find_crc_mismatch,
+    not_found_error,
+)
+from dcp_s3.checkpoint.directory import Directory, list_directory
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
 from dcp_s3.limit import UNLIMITED
+from dcp_s3.load.weights import SUFFIX
 from dcp_s3.memory import ReadTarget
-from dcp_s3.offline.place import OnProgress, ahead
+from dcp_s3.offline.place import OnProgress, OnTotal, ahead
 from dcp_s3.offline.verify_plan import (
     Problem,
     StoredData,
@@ -27,12 +33,11 @@ from dcp_s3.offline.verify_plan import (
     cut_range,
     find_items,
     find_mismatches,
-    is_crc,
     place_items,
 )
 from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.store import StoredObject, same_etag
+from dcp_s3.store import same_etag
 from dcp_s3.units import one_line, plural
 from dcp_s3.url import CheckpointURL, parse_url
 
@@ -89,7 +94,7 @@ def verify(
     *,
     full: bool = False,
     settings: SettingsLike = None,
-    on_total: Callable[[int], None] | None = None,
+    on_total: OnTotal | None = None,
     on_progress: OnProgress | None = None,
 ) -> VerifyReport:
     """Check whether a committed checkpoint is still what was saved.
@@ -118,9 +123,12 @@ def verify(
     resolved = resolve_settings(settings)
     store = store_of(parsed, resolved, UNLIMITED.shared(resolved.stall_timeout))
     for _ in range(_ROUNDS):
-        check = _Check(store, parsed)
-        report = check.run(full=full, on_total=on_total, on_progress=on_progress)
-        if report.ok or check.is_current():
+        directory = list_directory(store, parsed)
+        if not directory.commits and any(path.endswith(SUFFIX) for path in directory.objects):
+            raise not_found_error(parsed, why=": safetensors weights lie there, see `dcp-s3 show`")
+        commits = [_read_commit(store, parsed, directory, rank) for rank in directory.committing or [None]]
+        report = _check(store, parsed, directory, commits, full, on_total, on_progress or (lambda _: None))
+        if report.ok or _is_current(store, parsed, directory, commits):
             return report
     raise errors.CheckpointError(
         f"{parsed} was replaced {_ROUNDS} times while it was verified. Remedy: verify it when nobody saves to it",
@@ -134,118 +142,102 @@ class _Commit:
 
     rank: int | None
     """Rank that saved it; None with collectives."""
-    stored: StoredObject
-    manifest_path: str = ""
+    etag: str
+    bytes_read: int
+    """Bytes of both."""
     metadata: Metadata | None = None
     """None if it is damaged."""
+    manifest_path: str = ""
     manifest: Manifest | None = None
     """None if it is missing or damaged."""
     problems: list[Problem] = field(default_factory=list)
-    bytes_read: int = 0
-    """Bytes of both."""
 
 
-class _Check:
-    """One look at a checkpoint."""
-
-    def __init__(self, store: S3Store, url: CheckpointURL) -> None:
-        self._store = store
-        self._url = url
-        self._directory = list_directory(store, url)
-        self._commits = [self._read_commit(rank) for rank in self._directory.committing or [None]]
-
-    def run(
-        self, *, full: bool, on_total: Callable[[int], None] | None, on_progress: OnProgress | None
-    ) -> VerifyReport:
-        items: list[StoredItem] = []
-        entries: list[ObjectEntry] = []
-        problems = self._drop_other_saves()
-        for commit in self._commits:
-            problems += commit.problems
-            if commit.metadata is not None:
-                found, flaws = find_items(
-                    commit.metadata, metadata_object(commit.rank), of_rank=commit.rank is not None
-                )
-                items += found
-                problems += flaws
-            if commit.manifest is not None:
-                problems += check_manifest(commit.manifest, commit.manifest_path, commit.metadata)
-                entries += commit.manifest.objects
-        objects, flaws = place_items(items, entries, self._directory.sizes)
-        problems += flaws
-        check = _ByteCheck(self._store, self._url)
-        if full:
-            checked = [each for each in objects if each.is_checked]
-            if on_total is not None:
-                on_total(sum(each.size for each in checked))
-            problems += check.run(checked, on_progress or (lambda _: None))
-        paths = {item.path for item in items} | {entry.path for entry in entries}
-        recorded = {entry.path for entry in entries if is_crc(entry.crc64nvme)}
-        return VerifyReport(
-            url=str(self._url),
-            mode="full" if full else "fast",
-            objects=len(paths),
-            items=len(items),
-            bytes_read=sum(commit.bytes_read for commit in self._commits) + check.bytes_read,
-            objects_without_checksum=len(paths - recorded),
-            items_without_checksum=sum(item.crc is None for item in items),
-            problems=tuple(problems),
-        )
-
-    def is_current(self) -> bool:
-        """Whether the checkpoint is still the one that was looked at: an overwrite deletes the old one's objects."""
-        for commit in self._commits:
-            listed = self._directory.commits.get(commit.rank)
-            now = fetch_metadata(self._store, self._url, commit.rank)
-            if listed is None or not (same_etag(listed.etag, now.etag) and same_etag(commit.stored.etag, now.etag)):
-                return False
-        return True
-
-    def _read_commit(self, rank: int | None) -> _Commit:
-        commit = _Commit(rank, fetch_metadata(self._store, self._url, rank))
-        stored, path = commit.stored, metadata_object(rank)
-        commit.bytes_read = len(stored.data)
-        try:
-            commit.metadata = check_metadata(stored, self._url, rank)
-        except (errors.CorruptCheckpointError, errors.UnsafeMetadataError) as error:
-            commit.problems.append(Problem(path, None, str(error)))
-        named = stored.metadata.get(SAVE_ID_KEY)
-        save_id = named or str(getattr(getattr(commit.metadata, "storage_meta", None), "save_id", None))
-        commit.manifest_path = manifest_object(save_id, rank)
-        if commit.manifest_path in self._directory.objects:
-            try:
-                commit.manifest = self._read_manifest(commit)
-            except (errors.ObjectNotFoundError, ValueError) as error:
-                commit.problems.append(Problem(commit.manifest_path, None, f"is damaged: {error}"))
-        elif named:
+def _read_commit(store: S3Store, url: CheckpointURL, directory: Directory, rank: int | None) -> _Commit:
+    stored, path = fetch_metadata(store, url, rank), metadata_object(rank)
+    commit = _Commit(rank, stored.etag, len(stored.data))
+    try:
+        commit.metadata = check_metadata(stored, url, rank)
+    except (errors.CorruptCheckpointError, errors.UnsafeMetadataError) as error:
+        commit.problems.append(Problem(path, None, str(error)))
+    named = stored.metadata.get(SAVE_ID_KEY)
+    save_id = named or str(getattr(getattr(commit.metadata, "storage_meta", None), "save_id", None))
+    commit.manifest_path = manifest_object(save_id, rank)
+    if commit.manifest_path not in directory.objects:
+        if named:
             commit.problems.append(Problem(commit.manifest_path, None, f"is missing; {path} names it"))
         return commit
-
-    def _read_manifest(self, commit: _Commit) -> Manifest:
-        stored = self._store.get(self._url.key(commit.manifest_path))
-        commit.bytes_read += len(stored.data)
-        mismatch = find_crc_mismatch(stored)
+    try:
+        found = store.get(url.key(commit.manifest_path))
+        commit.bytes_read += len(found.data)
+        mismatch = find_crc_mismatch(found)
         if mismatch is not None:
             raise ValueError(mismatch)
-        return Manifest.from_json(stored.data)
+        commit.manifest = Manifest.from_json(found.data)
+    except (errors.ObjectNotFoundError, ValueError) as error:
+        commit.problems.append(Problem(commit.manifest_path, None, f"is damaged: {error}"))
+    return commit
 
-    def _drop_other_saves(self) -> list[Problem]:
-        """Of ranks that have each committed, drop those that the last save did not have. Its own may be missing."""
-        ranks = [commit.rank for commit in self._commits if commit.rank is not None]
-        if not ranks:
-            return []
-        manifests = [commit.manifest for commit in self._commits if commit.manifest is not None]
+
+def _is_current(store: S3Store, url: CheckpointURL, directory: Directory, commits: Sequence[_Commit]) -> bool:
+    """Whether the checkpoint is still the one that was looked at: an overwrite deletes the old one's objects."""
+    for commit in commits:
+        listed, now = directory.commits.get(commit.rank), fetch_metadata(store, url, commit.rank)
+        if listed is None or not (same_etag(listed.etag, now.etag) and same_etag(commit.etag, now.etag)):
+            return False
+    return True
+
+
+def _check(
+    store: S3Store, url: CheckpointURL, directory: Directory, commits: Sequence[_Commit], full: bool,
+    on_total: OnTotal | None, on_progress: OnProgress,
+) -> VerifyReport:  # fmt: skip
+    """One look at a checkpoint: who has committed, what metadata and manifests say, what is there, its bytes."""
+    problems: list[Problem] = []
+    if None not in directory.commits and directory.commits:
+        # The last save tells which ranks there are. Commits of other ranks, of an earlier one, are not loaded.
+        manifests = [commit.manifest for commit in commits if commit.manifest is not None]
         last = max(manifests, key=lambda manifest: manifest.created_at, default=None)
-        expected = range(max(ranks) + 1 if last is None else last.world_size)
-        self._commits = [commit for commit in self._commits if commit.rank in expected]
-        wrong = {rank: "is missing: its rank has not committed" for rank in expected if rank not in ranks}
-        for commit in self._commits:
-            if commit.manifest is not None and commit.manifest.world_size != len(expected):
+        size = max(directory.ranks) + 1 if last is None else last.world_size
+        commits = [commit for commit in commits if commit.rank in range(size)]
+        wrong = {rank: "is missing: its rank has not committed" for rank in range(size) if rank not in directory.ranks}
+        for commit in commits:
+            if commit.manifest is not None and commit.manifest.world_size != size:
                 wrong[commit.rank or 0] = "is of a save by another number of ranks than the last one"
-        return [Problem(metadata_object(rank), None, what) for rank, what in sorted(wrong.items())]
-
-
-# --- the bytes ---------------------------------------------------------------------------------------
+        problems = [Problem(metadata_object(rank), None, what) for rank, what in sorted(wrong.items())]
+    items: list[StoredItem] = []
+    entries: list[ObjectEntry] = []
+    for commit in commits:
+        problems += commit.problems
+        if commit.metadata is not None:
+            found, flaws = find_items(commit.metadata, metadata_object(commit.rank), of_rank=commit.rank is not None)
+            items += found
+            problems += flaws
+        if commit.manifest is not None:
+            problems += check_manifest(commit.manifest, commit.manifest_path, commit.metadata)
+            entries += commit.manifest.objects
+    objects, flaws = place_items(items, entries, directory.sizes)
+    problems += flaws
+    bytes_read = sum(commit.bytes_read for commit in commits)
+    if full:
+        checked = [each for each in objects if each.is_checked]
+        if on_total is not None:
+            on_total(sum(each.size for each in checked))
+        flaws, count = _check_bytes(store, url, checked, on_progress)
+        problems += flaws
+        bytes_read += count
+    paths = {item.path for item in items} | {entry.path for entry in entries}
+    recorded = {entry.path for entry in entries if entry.crc64nvme}
+    return VerifyReport(
+        url=str(url),
+        mode="full" if full else "fast",
+        objects=len(paths),
+        items=len(items),
+        bytes_read=bytes_read,
+        objects_without_checksum=len(paths - recorded),
+        items_without_checksum=sum(item.crc is None for item in items),
+        problems=tuple(problems),
+    )
 
 
 @dataclass
@@ -264,58 +256,49 @@ class _Reading:
         return find_mismatches(self.data, self.segments)
 
 
-class _ByteCheck:
-    """Reads every byte of data objects, in parallel, through one block per connection, and compares their checksums.
+def _check_bytes(
+    store: S3Store, url: CheckpointURL, objects: Sequence[StoredData], on_progress: OnProgress
+) -> tuple[list[Problem], int]:
+    """Read every byte of data objects, in parallel, through one block for each connection, and compare their checksums.
+    What does not match is read once more. Returns the problems by object, and how many bytes were read. Progress does
+    not count those that are read again."""
+    cancel = threading.Event()
+    store = store.within(replace(store.limit, cancel=cancel))
+    width, step = store.read_width(), store.settings.max_part_size
+    blocks: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+    for _ in range(width if objects else 0):
+        blocks.put(memoryview(bytearray(BLOCK)))
 
-    What does not match is read once more.
-    """
-
-    def __init__(self, store: S3Store, url: CheckpointURL) -> None:
-        self._cancel = threading.Event()
-        self._store = store.within(replace(store.limit, cancel=self._cancel))
-        self._url = url
-        self._width = store.read_width()
-        self._blocks: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self.bytes_read = 0
-
-    def run(self, objects: Sequence[StoredData], on_progress: OnProgress) -> list[Problem]:
-        """Problems by object. Progress does not count bytes that are read again."""
-        for _ in range(self._width if objects else 0):
-            self._blocks.put(memoryview(bytearray(BLOCK)))
-        doubtful = [each.data for each in self._read_all(objects, on_progress) if each.find_problems()]
-        again = self._read_all(doubtful, lambda _: None)
-        return [problem for each in again for problem in each.find_problems()]
-
-    def _read_all(self, objects: Sequence[StoredData], on_progress: OnProgress) -> list[_Reading]:
-        readings = [_Reading(data) for data in objects]
-        step = self._store.settings.max_part_size
-        requests = ((each, start) for each in readings for start in range(0, each.data.size, step))
-        if readings:
-            with ahead(self._read, requests, self._width, waiting=self._width, cancel=self._cancel) as done:
-                for count in done:
-                    on_progress(count)
-        return readings
-
-    def _read(self, request: tuple[_Reading, int]) -> int:
+    def read(request: tuple[_Reading, int]) -> int:
         reading, start = request
-        length = min(self._store.settings.max_part_size, reading.data.size - start)
+        length = min(step, reading.data.size - start)
         if reading.failure:
-            return length
-        block = self._blocks.get()
+            return 0
+        block = blocks.get()
         try:
-            targets = [
-                ReadTarget(block[:size], checksum=True) for size in cut_range(reading.data, start, length, BLOCK)
-            ]
-            self._store.read(self._url.key(reading.data.path), start, targets)
+            sizes = cut_range(reading.data, start, length, BLOCK)
+            targets = [ReadTarget(block[:size], checksum=True) for size in sizes]
+            store.read(url.key(reading.data.path), start, targets)
         except (errors.ObjectNotFoundError, errors.PreconditionFailedError, errors.OutOfRangeError) as error:
             reading.failure = f"was deleted, replaced or cut off while it was read: {error}"
-            return length
+            return 0
         finally:
-            self._blocks.put(block)
+            blocks.put(block)
         for target in targets:
             reading.segments.append((start, target.view.nbytes, target.crc or 0))
             start += target.view.nbytes
-        with self._lock:
-            self.bytes_read += length
         return length
+
+    bytes_read = 0
+    problems: dict[str, list[Problem]] = {}
+    for moved in (on_progress, lambda _: None):
+        readings = [_Reading(data) for data in objects]
+        requests = ((each, start) for each in readings for start in range(0, each.data.size, step))
+        if readings:
+            with ahead(read, requests, width, waiting=width, cancel=cancel) as done:
+                for count in done:
+                    bytes_read += count
+                    moved(count)
+        problems = {each.data.path: each.find_problems() for each in readings}
+        objects = [data for data in objects if problems[data.path]]
+    return [problem for found in problems.values() for problem in found], bytes_read

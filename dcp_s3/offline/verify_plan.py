@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme_between, crc_hex
 from dcp_s3.format.blocks import get_crc, get_raw_offset
 from dcp_s3.format.control_files import Manifest, ObjectEntry
-from dcp_s3.format.layout import is_inside, manifest_object
+from dcp_s3.format.layout import manifest_object
 from dcp_s3.format.saved_entries import find_chunk, find_flaws
-from dcp_s3.torch_private import StorageInfo
 from dcp_s3.units import one_line
-
-_CRC = re.compile("[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,7 @@ class Problem:
 # --- what the bytes must be --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StoredItem:
+class StoredItem(NamedTuple):
     fqn: str
     path: str
     start: int
@@ -58,10 +54,6 @@ class StoredItem:
     checked_start: int
     """First byte, in the object, that ``crc`` covers."""
     checked_length: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.length
 
 
 @dataclass(frozen=True)
@@ -98,35 +90,21 @@ def find_items(metadata: Metadata, path: str, *, of_rank: bool = False) -> tuple
         return [], [Problem(path, None, "does not say where its items lie")]
     items, problems = [], []
     for index, info in metadata.storage_data.items():
-        item = _make_item(index, info, metadata.state_dict_metadata.get(index.fqn))
-        if item is not None:
-            items.append(item)
-        else:
+        saved, start, length = metadata.state_dict_metadata.get(index.fqn), 0, info.length
+        if isinstance(saved, TensorStorageMetadata):
+            chunk, raw_offset = find_chunk(saved, index), get_raw_offset(info)
+            if chunk is None:
+                length = info.length + 1  # which does not fit
+            elif raw_offset is not None:
+                start, length = raw_offset, chunk.sizes.numel() * saved.properties.dtype.itemsize
+        if start + length > info.length:
             what = f"has no chunk at {tuple(index.offset or ())} that fits into the {info.length} bytes stored there"
             problems.append(Problem(path, index.fqn, what))
+            continue
+        first = info.offset + start
+        items.append(StoredItem(index.fqn, info.relative_path, info.offset, info.length, get_crc(info), first, length))
     flaws = find_flaws(metadata, filled=not of_rank)
     return items, problems + [Problem(path, fqn, flaw) for fqn, flaw in flaws]
-
-
-def _make_item(index: MetadataIndex, info: StorageInfo, saved: object) -> StoredItem | None:
-    checked_start, checked_length = 0, info.length
-    if isinstance(saved, TensorStorageMetadata):
-        chunk, raw_offset = find_chunk(saved, index), get_raw_offset(info)
-        if chunk is None:
-            return None
-        if raw_offset is not None:
-            checked_start, checked_length = raw_offset, chunk.sizes.numel() * saved.properties.dtype.itemsize
-    if checked_start + checked_length > info.length:
-        return None
-    return StoredItem(
-        fqn=index.fqn,
-        path=info.relative_path,
-        start=info.offset,
-        length=info.length,
-        crc=get_crc(info),
-        checked_start=info.offset + checked_start,
-        checked_length=checked_length,
-    )
 
 
 def check_manifest(manifest: Manifest, path: str, metadata: Metadata | None) -> list[Problem]:
@@ -135,25 +113,13 @@ def check_manifest(manifest: Manifest, path: str, metadata: Metadata | None) -> 
     problems = []
     if manifest_object(manifest.save_id, manifest.rank) != path:
         problems.append(f"is of the save {manifest.save_id!r} and the rank {manifest.rank}")
-    named = {entry.path for entry in manifest.objects}
-    if len(named) != len(manifest.objects):
-        problems.append("names an object twice")
-    problems += [
-        f"says of {entry.path!r} what no save says: its path or checksum is impossible"
-        for entry in manifest.objects
-        if not is_inside(entry.path) or not (entry.crc64nvme is None or is_crc(entry.crc64nvme))
-    ]
     if metadata is not None:
-        stored = metadata.storage_data or {}
+        stored, named = metadata.storage_data or {}, {entry.path for entry in manifest.objects}
         if manifest.items != len(stored):
             problems.append(f"counts {manifest.items} items, the metadata {len(stored)}")
         missing = sorted({info.relative_path for info in stored.values()} - named)
         problems += [f"does not name {name}, in which items lie" for name in missing]
     return [Problem(path, None, what) for what in problems]
-
-
-def is_crc(value: object) -> bool:
-    return isinstance(value, str) and _CRC.fullmatch(value) is not None
 
 
 def place_items(
@@ -164,7 +130,7 @@ def place_items(
     by_path: dict[str, list[StoredItem]] = {}
     for item in items:
         by_path.setdefault(item.path, []).append(item)
-    recorded = {entry.path: entry for entry in entries if is_inside(entry.path)}
+    recorded = {entry.path: entry for entry in entries}
     found: list[StoredData] = []
     problems: list[Problem] = []
     for path in sorted(by_path.keys() | recorded.keys()):
@@ -175,12 +141,12 @@ def place_items(
         if entry is not None and entry.size != size:
             problems.append(Problem(path, None, f"has {size} bytes, recorded were {entry.size}"))
         for item in by_path.get(path, ()):
-            if item.stop > size:
-                where = f"lies at bytes {item.start} to {item.stop - 1}, but its object ends at {size}"
+            if (stop := item.start + item.length) > size:
+                where = f"lies at bytes {item.start} to {stop - 1}, but its object ends at {size}"
                 problems.append(Problem(path, item.fqn, where))
             else:
                 inside.append(item)
-        crc = entry.crc64nvme if entry is not None and entry.size == size and is_crc(entry.crc64nvme) else None
+        crc = entry.crc64nvme if entry is not None and entry.size == size else None
         found.append(StoredData(path, size, crc, tuple(inside)))
     return found, problems
 

@@ -125,8 +125,8 @@ def test_diff_says_by_its_status_whether_they_are_the_same(root: str) -> None:
     summary, *lines = run("diff", one, other, status=5).stdout.splitlines()
     assert summary == "13 of 15 entries differ (12 changed, 1 only in B), 2 same"
     assert words("\n".join(lines))[1:] == [
-        ["model.layers.*.w", "12", "changed", "values", "3.0 KiB"],
-        ["model.layers.12.w", "-", "only in B", "-", "256 B"],
+        ["model.layers.*.w", "12", "changed", "values", "21.5 KiB"],
+        ["model.layers.12.w", "-", "only in B", "-", "1.8 KiB"],
     ]
     assert len(words(run("diff", one, other, "--all", status=5).stdout)) == 1 + 1 + 15
     assert run("diff", one, other, "--filter", "*.norm").stdout.splitlines() == ["0 of 1 entries differ, 1 same"]

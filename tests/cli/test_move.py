@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_s3
 from dcp_s3.format.layout import deletion_object, lease_object
-from dcp_s3.offline.copy_source import CopySource
+from dcp_s3.offline import copy as copying
 from dcp_s3.spill.drain import stop_draining
 from dcp_s3.spill.store import SpillStore
 from dcp_s3.stores.directory import HIDDEN
@@ -25,7 +25,7 @@ from tests.cli import looking
 from tests.cli.looking import run
 from tests.end_to_end.states import assert_same
 from tests.faulty import BUCKET, FaultyServer
-from tests.offline import weights
+from tests.offline import conftest as weights
 from tests.retention.making import delete, get, keys, put, save, save_locally, state, zeros
 from tests.spill.making import allow_all, assert_complete, make_state, refuse_all
 from tests.spread import spread_out
@@ -122,7 +122,7 @@ def test_an_upload_does_not_replace_what_another_committed_meanwhile(
     root: str, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"{root}/1"
-    monkeypatch.setattr(CopySource, "check_unchanged", lambda _: put(s3, url, ".metadata", b"theirs"))
+    monkeypatch.setattr(copying._Source, "check_unchanged", lambda _: put(s3, url, ".metadata", b"theirs"))
     assert "already" in run("cp", save_locally(tmp_path), url, status=1).stderr
     assert get(s3, url, ".metadata") == b"theirs"
 

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils.data import DataLoader, TensorDataset
 
 from dcp_s3 import list_checkpoints, read_tensor
-from dcp_s3.errors import CheckpointError, SaveProtocolError
+from dcp_s3.errors import CheckpointError
 from dcp_s3.integrations import accelerate as adapter
-from dcp_s3.integrations.accelerate import PRIVATE, optimizer_part, training_state
+from dcp_s3.integrations.accelerate import PRIVATE, training_state
 from examples import accelerate as example
 from tests.faulty import BUCKET, FaultyServer
 from tests.frameworks.accelerate_runs import (
@@ -214,11 +214,3 @@ def test_a_new_rank_gets_the_random_numbers_that_all_had(rank: int, saved: tuple
     states(9)
     adapter.set_rng_state(rank, before, CPU)
     assert draw() == expected
-
-
-def test_an_optimizer_belongs_to_the_models_whose_parameters_it_has() -> None:
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    both = optimizer_part(torch.optim.SGD([*first.parameters(), *second.parameters()]), [first, second])
-    assert list(both.model.children()) == [first, second]
-    with pytest.raises(SaveProtocolError, match="belong to none of the 1 models"):
-        optimizer_part(torch.optim.SGD(second.parameters()), [first])

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, Dataset
 
 from dcp_s3 import S3StorageWriter, copy, latest, list_checkpoints, verify
-from dcp_s3.errors import InvalidURLError, SaveFailedError
+from dcp_s3.errors import SaveFailedError
 from dcp_s3.integrations.lightning import CheckpointFiles, S3ModelParallelStrategy, find_url
 from examples import lightning as example
 from tests.faulty import BUCKET, FaultyServer
@@ -331,11 +331,6 @@ def test_paths_that_mean_s3() -> None:
     paths = ["s3://bucket/run/last.ckpt", Path("s3://bucket/run"), "s3::bucket/run/last.ckpt", "/data/run", None]
     last = "s3://bucket/run/last.ckpt"
     assert [find_url(path) for path in paths] == [last, "s3://bucket/run", last, None, None]
-
-
-def test_a_dirpath_that_lightning_takes_for_a_local_one_is_refused() -> None:
-    with pytest.raises(InvalidURLError, match="pass it as text"):
-        find_url(ModelCheckpoint(dirpath=Path("s3://bucket/run")).dirpath)
 
 
 def test_what_lightning_sees(faulty: FaultyServer) -> None:

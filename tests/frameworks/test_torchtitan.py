@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 import signal
 import sys
 import threading
@@ -115,13 +114,6 @@ def test_the_config_takes_torchtitans_options_from_the_command_line() -> None:
     found = tyro.cli(Config, args=given)
     assert found == Config(folder=ROOT, retention="latest:3 every:10000", async_mode="async", enable=True)
     assert found._owner is S3CheckpointManager
-
-
-@pytest.mark.parametrize("page", ["frameworks.md", "torchtitan.md"])
-def test_what_the_pages_say_to_paste_saves(page: str) -> None:
-    text = (Path(__file__).parents[2] / "docs" / page).read_text()
-    [pasted] = re.findall(r"config\.checkpoint = (S3CheckpointManager\.Config\([^)]*\))", text)
-    assert eval(pasted, {"S3CheckpointManager": S3CheckpointManager, "URL": ROOT}).enable
 
 
 def test_a_policy_that_is_none_is_refused_before_anything_runs() -> None:

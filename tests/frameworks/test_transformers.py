@@ -24,7 +24,7 @@ from trl import SFTConfig, SFTTrainer
 from dcp_s3 import KeepLatest, inspect, list_checkpoints, read_tensor, read_tensors, remove
 from dcp_s3.demo.train import state_digest
 from dcp_s3.errors import CheckpointError, CheckpointNotFoundError
-from dcp_s3.integrations.accelerate import model_part, optimizer_part
+from dcp_s3.integrations.accelerate import OptimizerPart, model_part
 from dcp_s3.integrations.transformers import PRIVATE, S3Checkpoints, S3Trainer
 from examples import transformers as example
 from tests.faulty import BUCKET, FaultyServer
@@ -141,7 +141,7 @@ def train(run: Run, directory: Path | None, resume: Any = True) -> tuple[int, st
     assert run.sharded == isinstance(model, FSDPModule)
     state = {
         "model": model_part(model).state_dict(),
-        "optimizer": optimizer_part(made.optimizer, [model]).state_dict(),
+        "optimizer": OptimizerPart(made.optimizer, [model]).state_dict(),
         "schedule": made.lr_scheduler.state_dict(),
         "random": torch.get_rng_state(),
         "epoch": made.state.epoch,

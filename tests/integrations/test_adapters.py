@@ -1,28 +1,232 @@
-"""What adapters share: the framework that they need; and Prometheus."""
+"""register() and unregister(): a bare checkpoint_id, torch's own classes, and what stays torch's own; the framework
+that an adapter needs; Prometheus."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
+import pickle
 import re
 import sys
 import urllib.request
+from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from prometheus_client.parser import text_string_to_metric_families
+from torch.distributed.checkpoint import (
+    FileSystemReader,
+    FileSystemWriter,
+    _fsspec_filesystem,
+)
+from torch.distributed.checkpoint._storage_utils import _storage_setup
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_s3
-from dcp_s3 import S3StorageReader, S3StorageWriter, integrations
-from dcp_s3.errors import SettingsError
-from dcp_s3.events import Totals
+from dcp_s3 import S3StorageReader, S3StorageWriter, errors, integrations
 from dcp_s3.integrations import prometheus, require
+from tests.end_to_end.loads import failure
+from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.servers("memory")
+pytestmark = [
+    pytest.mark.servers("memory"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning"),  # of fsspec's writer
+]
 
+# The names were imported before anything is registered.
+_FSSPEC = _fsspec_filesystem.FsspecWriter, _fsspec_filesystem.FsspecReader
+_TORCHS = (FileSystemWriter, FileSystemReader, *_FSSPEC)
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    dcp_s3.register()
+    yield
+    dcp_s3.unregister()
+    assert type(FileSystemWriter("s3://bucket/run")) is FileSystemWriter
+    assert not FileSystemWriter.validate_checkpoint_id("s3://bucket/run")
+
+
+@pytest.fixture
+def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty current directory, in which the test must leave nothing."""
+    directory = tmp_path / "cwd"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    yield directory
+    assert [str(path) for path in directory.rglob("*")] == []
+
+
+def _state(value: float) -> dict[str, Any]:
+    return {"w": torch.full((100,), float(value)), "epoch": int(value)}
+
+
+def _load(**how: Any) -> int:
+    """The value of the state that is there."""
+    found = _state(-1.0)
+    dcp.load(found, **how)
+    assert torch.equal(found["w"], torch.full((100,), float(found["epoch"])))
+    return int(found["epoch"])
+
+
+# --- s3:// -----------------------------------------------------------------------------------------------
+
+
+def test_saves_and_loads_by_checkpoint_id_alone(root: str, s3: Any, bucket: str, registered: None) -> None:
+    dcp.save(_state(2.0), checkpoint_id=root)
+    assert _load(checkpoint_id=root) == 2
+    # It is ours: there is a manifest, and the defaults are ours: fsspec's would overwrite.
+    assert any("manifest-" in each["Key"] for each in s3.list_objects_v2(Bucket=bucket)["Contents"])
+    failure(lambda: dcp.save(_state(3.0), checkpoint_id=root), errors.CheckpointExistsError)
+    failure(lambda: _load(checkpoint_id=f"{root}-missing"), errors.CheckpointNotFoundError)
+    state = _state(3.0)
+    future: Any = dcp.async_save(state, checkpoint_id=f"{root}-async")
+    state["w"].zero_()
+    future.result(60)
+    assert _load(checkpoint_id=f"{root}-async") == 3
+
+
+def test_a_url_that_went_through_pathlib_goes_to_s3(root: str, cwd: Path, registered: None) -> None:
+    """pathlib takes the two slashes for one."""
+    for number, step in enumerate((Path(root, "0"), PurePosixPath(root, "1"), f"{root.replace('//', '/')}/2")):
+        dcp.save(_state(number), checkpoint_id=step)  # type: ignore[arg-type]
+        assert _load(checkpoint_id=step) == number
+    dcp.async_save(_state(3.0), checkpoint_id=Path(root, "3")).result(60)  # type: ignore[union-attr]
+    newest = dcp_s3.latest(Path(root))
+    assert newest is not None
+    assert newest.url == f"{root}/3"
+    dcp.save(_state(9.0), checkpoint_id=Path(root, "9"), storage_writer=S3StorageWriter())
+    assert _load(storage_reader=S3StorageReader(Path(root, "9"))) == 9
+
+
+def test_a_registration_can_overwrite_and_has_settings(root: str, registered: None) -> None:
+    """As with torch's FsspecWriter: a run that goes on from an earlier step saves its later steps again."""
+    with pytest.raises(errors.SettingsError, match="part_size"):
+        dcp_s3.register(settings={"part_size": "1"})
+    dcp_s3.register(overwrite=True, settings={"concurrency": 1})
+    for value in (1.0, 2.0):
+        dcp.save(_state(value), checkpoint_id=root)
+    dcp.async_save(_state(3.0), checkpoint_id=root).result(60)  # type: ignore[union-attr]
+    assert _load(checkpoint_id=root) == 3
+    for reader in (False, True):
+        assert _storage_setup(None, root, reader=reader).settings.concurrency == 1  # type: ignore[union-attr]
+    dcp_s3.register()  # the last call counts
+    error = failure(lambda: dcp.save(_state(4.0), checkpoint_id=root), errors.CheckpointExistsError)
+    assert "overwrite=True" in str(error)
+    for registered_one in (False, True):
+        dcp_s3.register(overwrite=registered_one)
+        assert FileSystemWriter(root).overwrite == registered_one
+        assert [FileSystemWriter(root, overwrite=own).overwrite for own in (False, True)] == [False, True]
+
+
+def _save_on_a_rank(url: str, directory: str) -> None:
+    dcp_s3.register(overwrite=True)
+    dcp.save({"rank": torch.tensor(7), f"of_{dist.get_rank()}": dist.get_rank()}, checkpoint_id=url)
+    found = {"rank": torch.tensor(0), "of_0": -1, "of_1": -1}
+    dcp.load(found, checkpoint_id=url)
+    assert found == {"rank": torch.tensor(7), "of_0": 0, "of_1": 1}
+    for checkpoint_id in (url, Path(url), directory):  # in a process in which nothing is registered
+        saving: Any = dcp.async_save(
+            _state(4.0),
+            checkpoint_id=checkpoint_id,
+            process_group=dist.group.WORLD,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+        saving.result(60)
+    assert [_load(checkpoint_id=each) for each in (url, directory)] == [4, 4]
+
+
+def test_on_ranks_and_in_their_checkpoint_processes(root: str, bucket: str, s3: Any, tmp_path: Path) -> None:
+    run_ranks(2, _save_on_a_rank, root, str(tmp_path / "local"))
+    assert any("manifest-" in each["Key"] for each in s3.list_objects_v2(Bucket=bucket)["Contents"])
+    assert (tmp_path / "local" / ".metadata").is_file()
+
+
+def test_torchs_classes_take_our_urls_and_keep_their_signatures(registered: None) -> None:
+    for each in _TORCHS:
+        assert each.validate_checkpoint_id(Path("s3://bucket"))  # type: ignore[attr-defined]
+        assert "path" in inspect.signature(each).parameters, "jsonargparse and others make objects from them"
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+@pytest.mark.parametrize("classes", [_TORCHS[:2], _FSSPEC], ids=["FileSystem", "Fsspec"])
+def test_what_a_framework_makes_itself(root: str, cwd: Path, registered: None, classes: Any, kind: Any) -> None:
+    """The arguments are those that Accelerate, torchtitan and others give."""
+    writer, reader = classes
+    dcp_s3.register(overwrite=True)
+    made = writer(kind(root), single_file_per_rank=True, thread_count=4, sync_files=False)
+    assert isinstance(made, S3StorageWriter)
+    dcp.save(_state(1.0), storage_writer=made, checkpoint_id=kind(root))
+    assert isinstance(reader(kind(root)), S3StorageReader)
+    assert _load(storage_reader=reader(path=kind(root)), checkpoint_id=kind(root)) == 1
+    dcp.async_save(_state(2.0), storage_writer=writer(kind(root), False, True, 2)).result(60)  # type: ignore[union-attr]
+    assert _load(storage_reader=reader(kind(root))) == 2
+
+
+def test_safetensors_are_refused(root: str, registered: None) -> None:
+    with pytest.raises(errors.SettingsError, match=rf"{root} as safetensors.*dcp-s3 export"):
+        FileSystemWriter(root, serialization_format=SerializationFormat.SAFETENSORS)
+
+
+# --- everything else is torch's --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["path", "Path", "file"])
+def test_other_paths_and_urls_stay_torchs(tmp_path: Path, registered: None, kind: str) -> None:
+    url = {"path": str(tmp_path / "run"), "Path": tmp_path / "run", "file": f"file://{tmp_path}/run"}[kind]
+    writer, reader = _FSSPEC if kind == "file" else _TORCHS[:2]
+    assert type(_storage_setup(None, url, reader=False)) is writer
+    assert type(_storage_setup(None, url, reader=True)) is reader
+    for value in (6.0, 7.0):  # with their own defaults: they overwrite
+        dcp.save(_state(value), checkpoint_id=url)
+    assert _load(checkpoint_id=url) == 7
+    made = writer(url, thread_count=3, overwrite=False)  # type: ignore[operator]
+    assert (type(made), made.thread_count, made.overwrite) == (writer, 3, False)
+    # AsyncCheckpointerType.PROCESS pickles the writer into a process which knows nothing of the registration.
+    pickled = pickle.dumps(writer(url))  # type: ignore[operator]
+    dcp_s3.unregister()
+    dcp.save(_state(1.0), storage_writer=pickle.loads(pickled))
+    assert (tmp_path / "run" / ".metadata").is_file()
+
+
+def test_subclasses_of_the_registered_classes_work(tmp_path: Path, registered: None) -> None:
+    class Writer(_fsspec_filesystem.FsspecWriter):  # type: ignore[misc, name-defined]
+        def __init__(self, path: str, label: str) -> None:
+            if path.startswith("file:"):
+                super().__init__(path, single_file_per_rank=False)
+            self.label = label
+
+    local = type("Local", (FileSystemWriter,), {})
+    assert not local.validate_checkpoint_id("s3://bucket/run"), "what makes files is not chosen for S3"
+    url = f"file://{tmp_path}/run"
+    writer = Writer(url, label="mine")
+    assert (type(writer), writer.label, writer.single_file_per_rank) == (Writer, "mine", False)
+    dcp.save(_state(2.0), storage_writer=writer)
+    assert _load(storage_reader=_fsspec_filesystem.FsspecReader(path=url)) == 2
+    assert type(Writer("s3://bucket/run", "fsspec, s3fs included")) is Writer
+
+
+# --- writers and readers without a URL -------------------------------------------------------------------
+
+
+def test_no_url_at_all_or_none_of_s3_is_an_error_that_says_what_to_pass(tmp_path: Path) -> None:
+    for call in (
+        lambda: dcp.save(_state(1.0), storage_writer=S3StorageWriter()),
+        lambda: dcp.load(_state(1.0), storage_reader=S3StorageReader()),
+    ):
+        assert "checkpoint_id=" in str(failure(call, errors.InvalidURLError))
+    with pytest.raises(errors.InvalidURLError, match="not an S3 URL"):
+        dcp.save(_state(1.0), checkpoint_id=tmp_path, storage_writer=S3StorageWriter("s3://bucket/run"))
+
+
+# --- the framework that an adapter needs ------------------------------------------------------------------
 
 ADAPTERS = {
     "accelerate": "accelerate>=1.15,<2",
@@ -86,13 +290,6 @@ def test_it_serves_what_stats_says(serving: Any, root: str) -> None:
     assert throttled == {name: state.throttled for name, state in stats.throttle.items()}
 
 
-def test_a_process_that_has_done_nothing(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcp_s3.events._totals", Totals())
-    found = scrape(serving)
-    assert "dcp_s3_saves_last_step" not in found  # there is none: 0 would be a lie
-    assert [sample.value for sample in found["dcp_s3_saves_done_total"]] == [0]
-
-
 def test_a_port_that_is_taken(serving: Any) -> None:
-    with pytest.raises(SettingsError, match=rf"cannot be served at 127\.0\.0\.1:{serving.server_port}.*another port"):
+    with pytest.raises(errors.SettingsError, match=rf"served at 127\.0\.0\.1:{serving.server_port}.*another port"):
         prometheus.serve(serving.server_port)

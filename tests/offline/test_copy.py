@@ -87,22 +87,20 @@ def test_foreign_checkpoints_and_ranks_without_collectives(root: str, s3: Any, t
 
 
 @pytest.mark.servers("memory")
-def test_the_old_one_stays_whole_until_the_commit(faulty: FaultyServer) -> None:
+def test_an_overwritten_checkpoint_is_deleted_first(faulty: FaultyServer, s3_of: Any) -> None:
     save(_URL)
     save(_COPY, metrics={"old": 1})
-    before = get_metadata(faulty)
-    faulty.once("PutObject", Fault.error(403, "AccessDenied"), key=".metadata")
+    old = keys(s3_of, _COPY).keys()
+    with pytest.raises(errors.CheckpointExistsError):
+        copy(_URL, _COPY)
+    assert keys(s3_of, _COPY).keys() == old
+    faulty.once("CopyObject", Fault.error(403, "AccessDenied"))
     with pytest.raises(errors.AccessDeniedError):
         copy(_URL, _COPY, True)
-    assert get_metadata(faulty) == before
+    assert not old & keys(s3_of, _COPY).keys()
+    copy(_URL, _COPY)
+    assert keys(s3_of, _COPY) == keys(s3_of, _URL)
     assert_loads(_COPY, state())
-    copy(_URL, _COPY, True)
-    assert get_metadata(faulty) != before
-    assert_loads(_COPY, state())
-
-
-def get_metadata(faulty: FaultyServer) -> bytes:
-    return S3Store(BUCKET, dcp_s3.Settings()).get("copies/step-1/.metadata").data
 
 
 # --- by whom ---------------------------------------------------------------------------------------------
@@ -188,20 +186,6 @@ def test_after_a_kill_a_second_run_finishes(
 # --- written over ----------------------------------------------------------------------------------------
 
 
-def _overwrite_after_the_first_object(monkeypatch: pytest.MonkeyPatch, s3: Any, url: str, directory: Path) -> None:
-    """Let another save write over a foreign checkpoint, whose objects keep their names, during the next copy."""
-    transfer = S3Store.copy
-    happened: list[str] = []
-
-    def copy_one(self: S3Store, source: Any, source_key: str, key: str) -> None:
-        transfer(self, source, source_key, key)
-        if not happened:
-            happened.append(source_key)
-            _put_foreign(s3, url, directory, 2.0)
-
-    monkeypatch.setattr(S3Store, "copy", copy_one)
-
-
 def _put_foreign(s3: Any, url: str, directory: Path, value: float) -> None:
     tensors = {name: torch.full((10,), value) for name in "abcd"}
     writer = dcp.FileSystemWriter(directory, single_file_per_rank=False, overwrite=True)
@@ -217,21 +201,13 @@ def _values(reader: Any) -> set[float]:
 
 
 @pytest.mark.servers("memory")
-def test_a_copy_is_never_of_two_saves(faulty: FaultyServer, s3_of: Any, tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("to_directory", [False, True], ids=["copy", "download"])
+def test_a_copy_is_never_of_two_saves(
+    faulty: FaultyServer, s3_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to_directory: bool
+) -> None:
     (tmp_path / "torch").mkdir()
     _put_foreign(s3_of, _URL, tmp_path / "torch", 1.0)
-    _overwrite_after_the_first_object(monkeypatch, s3_of, _URL, tmp_path / "torch")
-    with pytest.raises(errors.CheckpointError, match="have changed meanwhile"):
-        copy(_URL, _COPY)
-    assert ".metadata" not in keys(s3_of, _COPY)
-    copy(_URL, _COPY)
-    assert _values(S3StorageReader(_COPY)) == {2.0}
-
-
-@pytest.mark.servers("memory")
-def test_nor_is_a_download(faulty: FaultyServer, s3_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "torch").mkdir()
-    _put_foreign(s3_of, _URL, tmp_path / "torch", 1.0)
+    destination = tmp_path / "copy" if to_directory else _COPY
     move = S3Store.map
 
     def move_before(self: S3Store, function: Any, items: Any) -> Any:
@@ -242,10 +218,15 @@ def test_nor_is_a_download(faulty: FaultyServer, s3_of: Any, tmp_path: Path, mon
 
     monkeypatch.setattr(S3Store, "map", move_before)
     with pytest.raises(errors.CheckpointError, match="have changed meanwhile"):
-        copy(_URL, tmp_path / "copy")
-    assert not (tmp_path / "copy" / ".metadata").exists()
+        copy(_URL, destination)
     monkeypatch.setattr(S3Store, "map", move)
-    with pytest.raises(errors.CheckpointExistsError):
-        copy(_URL, tmp_path / "copy")  # what is there is of the first save, in files of the same sizes
-    copy(_URL, tmp_path / "copy", True)
-    assert _values(dcp.FileSystemReader(tmp_path / "copy")) == {2.0}
+    if to_directory:
+        assert not (tmp_path / "copy" / ".metadata").exists()
+        with pytest.raises(errors.CheckpointExistsError):
+            copy(_URL, destination)  # what is there is of the first save, in files of the same sizes
+        copy(_URL, destination, True)
+        assert _values(dcp.FileSystemReader(destination)) == {2.0}
+    else:
+        assert ".metadata" not in keys(s3_of, _COPY)
+        copy(_URL, destination)
+        assert _values(S3StorageReader(_COPY)) == {2.0}

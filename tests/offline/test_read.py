@@ -19,8 +19,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import dcp_s3
 from dcp_s3 import S3StorageWriter, errors
 from dcp_s3.format.metadata import load_metadata
-from dcp_s3.offline.boxes import cut, select
 from dcp_s3.offline.names import new_names
+from dcp_s3.offline.read import cut, select
 from tests.end_to_end.states import assert_same, every_kind, random_tensor
 from tests.ranks import run_ranks
 from tests.servers import S3Server
@@ -171,9 +171,9 @@ def test_unknown_names(root: str, memory_server: S3Server) -> None:
     assert isinstance(e.value, LookupError)
     with pytest.raises(errors.EntryNotFoundError, match=r"'bias'.*closest of 3: 'model\.layers\.bias'"):
         dcp_s3.read_tensors(root, ["step", "bias"])
-    with pytest.raises(errors.EntryNotFoundError, match=r"no entry that matches 'optim\.\*'"):
+    with pytest.raises(errors.EntryNotFoundError, match=r"no entry 'optim\.\*'"):
         dcp_s3.read_tensors(root, ["model.*", "optim.*"])
-    with pytest.raises(errors.EntryNotFoundError, match=r"'step'.* is no tensor\. Remedy: read_tensors"):
+    with pytest.raises(errors.EntryNotFoundError, match=r"no tensor 'step'.* Remedy: read_tensors"):
         dcp_s3.read_tensor(root, "step")
     with pytest.raises(errors.CheckpointNotFoundError):
         dcp_s3.read_tensor(f"{root}/none", "x")
@@ -182,7 +182,7 @@ def test_unknown_names(root: str, memory_server: S3Server) -> None:
 def test_bad_slices(root: str, memory_server: S3Server) -> None:
     save({"x": torch.ones(2, 3)}, root)
     with pytest.raises(
-        errors.EntryNotFoundError, match=rf"'x' in {root}, of shape \(2, 3\), .*5 in dimension 0"
+        errors.EntryNotFoundError, match=rf"{root} .* of 'x', of shape \(2, 3\).*5 in dimension 0"
     ) as caught:
         dcp_s3.read_tensor(root, "x", 5)
     assert caught.value.fqn == "x"
@@ -262,19 +262,6 @@ def test_what_numpy_selects(shape: list[int], before: list[Any], after: list[Any
     assert box.shape == found.lengths
     assert found.shape == expected.shape
     assert np.array_equal(box.reshape(found.shape), expected)
-
-
-def test_what_can_not_be_read() -> None:
-    for index, reason in (
-        ((0, -4), "-4 in dimension 1 of 3 elements"),
-        ((0, 0, 0), "3 parts, the tensor 2 dimensions"),
-        ((0, slice(None, None, -1)), "step in dimension 1 is -1"),
-        ((..., 0, ...), "Ellipsis in dimension 1"),
-        ([0, 1], r"\[0, 1\] in dimension 0"),
-        (slice(0.5, 1), "in dimension 0"),
-    ):
-        with pytest.raises(IndexError, match=reason):
-            select(index, (2, 3))
 
 
 @given(st.lists(st.integers(0, 7), max_size=4), st.integers(1, 60))

@@ -47,11 +47,11 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import (  # no
 )
 from megatron.core.msc_utils import MultiStorageClientFeature  # noqa: E402
 
-from dcp_s3.integrations.megatron.files import Files, SmallFiles  # noqa: E402
+from dcp_s3.integrations.megatron.files import Files  # noqa: E402
 
 __all__ = ["MegatronS3Writer", "install"]
 
-# All seen in megatron-core 0.16.1; tests/frameworks/megatron/test_beside.py fails when one moves.
+# All seen in megatron-core 0.16.1; tests/frameworks/test_megatron.py fails when one moves.
 REPLACED = (
     (strategies, "FileSystemWriterAsync"),  # the writer of every save
     (strategies, "save_state_dict_async_finalize"),  # what ends a save
@@ -86,14 +86,13 @@ def install(*, settings: SettingsLike = None) -> None:
 
 def _replacements(settings: SettingsLike) -> tuple[Callable[..., Any], ...]:
     stock_writer, stock_finalize, stock_save, is_enabled, import_package = _stock.values()
-    small = SmallFiles(settings)
-    files = Files(small, is_enabled, import_package)
+    files = Files(settings, is_enabled, import_package)
     was_on_s3: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # by strategy, of its last save
 
     def make_writer(path: Any, *args: Any, use_msc: bool = False, **options: Any) -> Any:
         if not is_s3_url(path):
             return stock_writer(path, *args, use_msc=is_enabled(), **options)
-        return MegatronS3Writer(path, attachments=small.take(parse_url(path)), settings=settings, **options)
+        return MegatronS3Writer(path, attachments=files.take(parse_url(path)), settings=settings, **options)
 
     def end_save(writer: Any, *args: Any) -> None:
         (finalize if isinstance(writer, MegatronS3Writer) else stock_finalize)(writer, *args)
@@ -109,7 +108,7 @@ def _replacements(settings: SettingsLike) -> tuple[Callable[..., Any], ...]:
         if on_s3 and dist.get_rank() == 0:
             # Megatron writes it after the commit. It belongs to what is committed: no load works without it.
             config = CheckpointingConfig(strategy.backend, strategy.version)
-            small.hold(parse_url(checkpoint_dir), CONFIG_FNAME, json.dumps(dataclasses.asdict(config)).encode())
+            files.hold(parse_url(checkpoint_dir), CONFIG_FNAME, json.dumps(dataclasses.asdict(config)).encode())
         return stock_save(strategy, sharded_state_dict, checkpoint_dir)
 
     return make_writer, end_save, async_save, lambda: True, lambda: files
@@ -146,30 +145,21 @@ class MegatronS3Writer(S3StorageWriter):
     can_run_decentralized_global_plan = True
 
     def __init__(
-        self,
-        checkpoint_dir: str | os.PathLike[str],
-        *,
-        separation_hint: str | None = None,
-        thread_count: int = 2,
-        attachments: Mapping[str, bytes] | None = None,
-        settings: SettingsLike = None,
-    ) -> None:
-        super().__init__(
-            checkpoint_dir,
-            overwrite=True,
-            separate=None if separation_hint is None else [separation_hint],
-            max_objects=max(1, thread_count if separation_hint is None else thread_count // 2),
-            settings=settings,
-        )
+        self, checkpoint_dir: str | os.PathLike[str], *, separation_hint: str | None = None, thread_count: int = 2,
+        attachments: Mapping[str, bytes] | None = None, settings: SettingsLike = None,
+    ) -> None:  # fmt: skip
+        groups = [] if separation_hint is None else [separation_hint]
+        most = max(1, thread_count // (1 + len(groups)))
+        super().__init__(checkpoint_dir, overwrite=True, separate=groups or None, max_objects=most, settings=settings)
         self._failure: DcpS3Error | None = None
         self._prepared: Prepared | None = None
         self._is_sent = False
         self._has_attachments = bool(attachments)
-        for name, data in (attachments or {}).items():
-            try:
+        try:
+            for name, data in (attachments or {}).items():
                 self.attach(name, data)
-            except DcpS3Error as error:
-                self._failure = error
+        except DcpS3Error as error:
+            self._failure = error
 
     # --- planning ----------------------------------------------------------------------------------------
 
@@ -194,9 +184,7 @@ class MegatronS3Writer(S3StorageWriter):
         data = {item.index: _own_memory(planner.resolve_data(item)) for item in plan.items}
         self._prepared = Prepared(self._save, plan, data)
 
-    def get_save_function_and_args(
-        self,
-    ) -> tuple[Callable[..., None] | None, Callable[[], Prepared] | None, list[Any]]:
+    def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, Callable[[], Prepared] | None, list[Any]]:
         """What Megatron runs, here or in another process: the function that saves; the one that brings the data to host
         memory, whose result takes the place of the second argument; the three arguments. None if this rank writes
         nothing."""

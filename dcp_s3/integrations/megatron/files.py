@@ -4,8 +4,8 @@ With `MultiStorageClientFeature` enabled, Megatron reaches all of them through t
 takes that package's place. It carries s3:// paths, and passes others on: to the package if it is there and enabled,
 else to the local file system.
 
-``common.pt`` and ``metadata.json`` belong to a checkpoint: they are its attachments. The former is written before the
-save begins, so it is held until then.
+``common.pt`` and ``metadata.json`` belong to a checkpoint: they are its attachments. They are held until its save
+begins; what Megatron writes of them afterwards is the same again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import functools
 import io
 import os
 import pathlib
-import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import IO, Any
@@ -35,116 +34,18 @@ from dcp_s3.url import CheckpointURL, URLLike, is_s3_url, parse_url
 _ATTACHED = frozenset({COMMON_STATE_FNAME, CONFIG_FNAME})
 
 
-class SmallFiles:
-    """Files on S3, each read and written whole. Thread-safe."""
-
-    def __init__(self, settings: SettingsLike) -> None:
-        self.settings = settings
-        self._lock = threading.Lock()
-        self._held: dict[CheckpointURL, dict[str, bytes]] = {}
-        self._sent: dict[CheckpointURL, bytes | None] = {}  # the last metadata.json of each checkpoint
-
-    def hold(self, url: CheckpointURL, name: str, data: bytes) -> None:
-        """Keep a file for the next save to ``url``."""
-        with self._lock:
-            self._held.setdefault(url, {})[name] = data
-
-    def take(self, url: CheckpointURL) -> dict[str, bytes]:
-        """The files, by name, of the save to ``url`` that begins now. They are not held any more."""
-        with self._lock:
-            found = self._held.pop(url, {})
-            if CONFIG_FNAME in found:
-                self._sent[url] = found[CONFIG_FNAME]
-        return found
-
-    def write(self, path: URLLike, data: bytes) -> None:
-        """Write a file; one that belongs to a checkpoint waits for its save."""
-        directory, name = _split(path)
-        if name == COMMON_STATE_FNAME:
-            self.hold(directory, name, data)
-            return
-        with self._lock:
-            # Megatron writes it after the save, with which it was committed already.
-            was_sent = name == CONFIG_FNAME and self._sent.pop(directory, None) == data
-        if not was_sent:
-            self._store(directory).put(directory.key(name), data)
-
-    def read(self, path: URLLike) -> bytes:
-        """The bytes of a file.
-
-        Raises:
-            FileNotFoundError: there is none.
-            StorageError, CheckpointError
-        """
-        directory, name = _split(path)
-        try:
-            if name in _ATTACHED:
-                return S3StorageReader(str(directory), settings=self.settings).attachment(name)
-            return self._store(directory).get(directory.key(name)).data
-        except (ObjectNotFoundError, CheckpointNotFoundError, EntryNotFoundError) as error:
-            raise FileNotFoundError(f"{parse_url(path)} is not there: {error}") from error
-
-    def is_file(self, path: URLLike) -> bool:
-        """Whether there is a file; whether a checkpoint has it, for those that belong to one."""
-        directory, name = _split(path)
-        if name not in _ATTACHED:
-            return bool(name) and self._store(directory).exists(directory.key(name))
-        try:
-            self.read(path)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def is_dir(self, path: URLLike) -> bool:
-        """Whether anything lies below ``path``."""
-        return bool(self.names(path))
-
-    def exists(self, path: URLLike) -> bool:
-        """Whether there is a file, or anything below ``path``."""
-        return self.is_file(path) or self.is_dir(path)
-
-    def names(self, path: URLLike) -> list[str]:
-        """Names of the files and directories right below ``path``."""
-        url = parse_url(path)
-        prefix = url.key("")
-        found = self._store(url).list(prefix, "/")
-        return [key[len(prefix) :].rstrip("/") for key in (*(each.key for each in found.objects), *found.prefixes)]
-
-    def open(self, path: URLLike, mode: str = "rb", **_: Any) -> IO[Any]:
-        """A file as `open` gives it. What is written is stored when it is closed.
-
-        Raises:
-            FileNotFoundError: there is none to read.
-            ValueError: the mode is one for both reading and writing.
-        """
-        kind, make = mode.replace("b", "").replace("t", ""), io.BytesIO if "b" in mode else _text
-        if kind not in ("r", "w", "a"):
-            raise ValueError(f"{parse_url(path)} cannot be opened with mode {mode!r}: files on S3 are written whole")
-        data = self.read(path) if kind == "r" or (kind == "a" and self.is_file(path)) else b""
-        if kind == "r":
-            return make(data)
-        return _Outgoing(functools.partial(self.write, path), make(data))  # type: ignore[return-value]
-
-    def _store(self, url: CheckpointURL) -> S3Store:
-        return store_of(url, resolve_settings(self.settings))
-
-
 class Files:
-    """What Megatron takes for the package multistorageclient.
+    """What Megatron takes for the package multistorageclient. On S3, files are read and written whole.
 
     Args:
         is_enabled, import_package: whether the real package is there and enabled, and what imports it.
     """
 
-    def __init__(self, small: SmallFiles, is_enabled: Callable[[], bool], import_package: Callable[[], Any]) -> None:
-        self._import_package = import_package
-
-        def save(obj: object, path: URLLike, **options: Any) -> None:
-            with small.open(path, "wb") as stream:
-                torch.save(obj, stream, **options)
-
-        def load(path: URLLike, **options: Any) -> Any:
-            return torch.load(io.BytesIO(small.read(path)), **options)
+    def __init__(
+        self, settings: SettingsLike, is_enabled: Callable[[], bool], import_package: Callable[[], Any]
+    ) -> None:
+        self._settings, self._import_package = settings, import_package
+        self._held: dict[CheckpointURL, dict[str, bytes]] = {}
 
         def route(name: str, on_s3: Callable[..., Any], local: Callable[..., Any], at: int = 0) -> Callable[..., Any]:
             """What is called ``name`` in the package: ``on_s3`` if argument ``at`` is there, else the package's own, or
@@ -159,16 +60,24 @@ class Files:
 
             return call
 
-        self.open = route("open", small.open, builtins.open)
-        self.Path = route("Path", type("S3Path", (_S3Path,), {"small": small}), pathlib.Path)
+        def save(obj: object, path: URLLike, **options: Any) -> None:
+            with self._open(path, "wb") as stream:
+                torch.save(obj, stream, **options)
+
+        def load(path: URLLike, **options: Any) -> Any:
+            return torch.load(io.BytesIO(self._read(path)), **options)
+
+        def is_dir(path: URLLike, **_: Any) -> bool:
+            return bool(self.names(path))
+
+        self.open = route("open", self._open, builtins.open)
+        self.Path = route("Path", type("S3Path", (_S3Path,), {"files": self}), pathlib.Path)
         self.os = SimpleNamespace(
             makedirs=route("os.makedirs", lambda _, **__: None, os.makedirs),  # S3 has no directories
             path=SimpleNamespace(
-                exists=route("os.path.exists", small.exists, os.path.exists),
-                isdir=route(
-                    "os.path.isdir", lambda path, **_: small.is_dir(path), lambda path, **_: os.path.isdir(path)
-                ),
-                isfile=route("os.path.isfile", small.is_file, os.path.isfile),
+                exists=route("os.path.exists", lambda path: self.is_file(path) or is_dir(path), os.path.exists),
+                isdir=route("os.path.isdir", is_dir, lambda path, **_: os.path.isdir(path)),
+                isfile=route("os.path.isfile", self.is_file, os.path.isfile),
             ),
         )
         self.torch = SimpleNamespace(
@@ -176,7 +85,7 @@ class Files:
             load=route("torch.load", load, torch.load),
             MultiStorageFileSystemReader=route(
                 "torch.MultiStorageFileSystemReader",
-                lambda path, **_: _Reader(path, settings=small.settings),
+                lambda path, **_: _Reader(path, settings=settings),
                 lambda path, **_: CachedMetadataFileSystemReader(path),
             ),
         )
@@ -184,12 +93,73 @@ class Files:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._import_package(), name)  # an error of Megatron's if it is not there
 
+    def hold(self, url: CheckpointURL, name: str, data: bytes) -> None:
+        """Keep a file for the next save to ``url``."""
+        self._held.setdefault(url, {})[name] = data
+
+    def take(self, url: CheckpointURL) -> dict[str, bytes]:
+        """The files, by name, of the save to ``url`` that begins now. They are not held any more."""
+        return self._held.pop(url, {})
+
+    def is_file(self, path: URLLike) -> bool:
+        """Whether there is a file; whether a checkpoint has it, for those that belong to one."""
+        directory, name = _split(path)
+        if name not in _ATTACHED:
+            return bool(name) and self._store(directory).exists(directory.key(name))
+        try:
+            self._read(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def names(self, path: URLLike) -> list[str]:
+        """Names of the files and directories right below ``path``."""
+        url = parse_url(path)
+        prefix = url.key("")
+        found = self._store(url).list(prefix, "/")
+        return [key[len(prefix) :].rstrip("/") for key in (*(each.key for each in found.objects), *found.prefixes)]
+
+    def _open(self, path: URLLike, mode: str = "rb", **_: Any) -> IO[Any]:
+        """A file as `open` gives it. What is written is stored when it is closed.
+
+        Raises:
+            FileNotFoundError: there is none to read.
+            ValueError: the mode is one for both reading and writing.
+        """
+        kind, is_text = mode.replace("b", "").replace("t", ""), "b" not in mode
+        if kind not in ("r", "w", "a"):
+            raise ValueError(f"{parse_url(path)} cannot be opened with mode {mode!r}: files on S3 are written whole")
+        data = self._read(path) if kind == "r" or (kind == "a" and self.is_file(path)) else b""
+        stream: IO[Any] = io.StringIO(data.decode()) if is_text else io.BytesIO(data)
+        if kind == "r":
+            return stream
+        return _Outgoing(functools.partial(self._write, path), stream)  # type: ignore[return-value]
+
+    def _write(self, path: URLLike, data: bytes) -> None:
+        directory, name = _split(path)
+        if name in _ATTACHED:
+            self.hold(directory, name, data)
+        else:
+            self._store(directory).put(directory.key(name), data)
+
+    def _read(self, path: URLLike) -> bytes:
+        directory, name = _split(path)
+        try:
+            if name in _ATTACHED:
+                return S3StorageReader(str(directory), settings=self._settings).attachment(name)
+            return self._store(directory).get(directory.key(name)).data
+        except (ObjectNotFoundError, CheckpointNotFoundError, EntryNotFoundError) as error:
+            raise FileNotFoundError(f"{parse_url(path)} is not there: {error}") from error
+
+    def _store(self, url: CheckpointURL) -> S3Store:
+        return store_of(url, resolve_settings(self._settings))
+
 
 class _Outgoing:
     """A file that is stored when it is closed, unless the block that writes it fails."""
 
-    def __init__(self, send: Callable[[bytes], None], buffer: io.BytesIO | io.StringIO) -> None:
-        self._buffer = buffer
+    def __init__(self, send: Callable[[bytes], None], buffer: IO[Any]) -> None:
+        self._buffer: Any = buffer
         self._send: Callable[[bytes], None] | None = send
         buffer.seek(0, io.SEEK_END)
 
@@ -215,19 +185,19 @@ class _Outgoing:
 class _S3Path(pathlib.PurePosixPath):
     """An s3:// path as far as Megatron walks it. As text it has one slash after the scheme, as pathlib makes it."""
 
-    small: SmallFiles
+    files: Files
 
     def iterdir(self) -> Iterator[_S3Path]:
-        return (self / name for name in self.small.names(self))
+        return (self / name for name in self.files.names(self))
 
     def exists(self) -> bool:
-        return self.small.exists(self)
+        return self.is_file() or self.is_dir()
 
     def is_dir(self) -> bool:
-        return self.small.is_dir(self)
+        return bool(self.files.names(self))
 
     def is_file(self) -> bool:
-        return self.small.is_file(self)
+        return self.files.is_file(self)
 
 
 class _Reader(S3StorageReader):
@@ -235,10 +205,6 @@ class _Reader(S3StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata or super().read_metadata(*args, **kwargs)
-
-
-def _text(data: bytes) -> io.StringIO:
-    return io.StringIO(data.decode())
 
 
 def _split(path: URLLike) -> tuple[CheckpointURL, str]:

@@ -1,4 +1,5 @@
-"""What docs/launchers.md tells people to write: it starts the script, a SLURM job stops in time, a restart goes on."""
+"""Examples that are programs: training with hand-made shards, and what docs/launchers.md tells people to write. A SLURM
+job stops in time, a restart goes on."""
 
 from __future__ import annotations
 
@@ -17,11 +18,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dcp_s3 import latest
+from dcp_s3 import latest, read_tensors
 from examples import launchers_train
+from examples.hand_sharded import HEAD, KEYS, QUERIES, WIDTH, train
 from tests.faulty import BUCKET, FaultyServer
 from tests.killing import AtRequest
 from tests.ranks import run_ranks
+from tests.servers import S3Server
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _TORCHRUN = Path(sys.executable).with_name("torchrun")
@@ -124,3 +127,29 @@ def test_before_the_time_limit_a_slurm_job_saves_and_queues_itself_again_and_goe
     begun = json.loads(digests.read_text().splitlines()[0])
     assert (begun["event"], begun["step"]) == ("begun", newest.step)
     assert list(work.iterdir()) == []  # nothing on local disk
+
+
+# --- shards made by hand ----------------------------------------------------------------------------------
+
+
+def _train_in(directory: str, url: str, steps: int) -> int:
+    os.chdir(directory)
+    return train(url, steps)
+
+
+def test_the_training_goes_on_with_other_ranks(root: str, memory_server: S3Server, tmp_path: Path) -> None:
+    assert run_ranks(4, _train_in, str(tmp_path), root, 2) == [0] * 4
+    assert run_ranks(2, _train_in, str(tmp_path), root, 3) == [2] * 2
+    first, last = (read_tensors(f"{root}/step-{step}") for step in (2, 3))
+    rows = HEAD * (QUERIES + 2 * KEYS)
+    shapes = {name: tuple(tensor.shape) for name, tensor in last.items() if name.startswith("momentum.")}
+    assert shapes == {
+        "momentum.qkv.weight": (rows, WIDTH),
+        "momentum.qkv.bias": (rows,),
+        "momentum.dense.weight": (WIDTH, HEAD * QUERIES),
+        "momentum.norm.weight": (WIDTH,),
+        "momentum.norm.bias": (WIDTH,),
+    }
+    assert all(not first[name].equal(last[name]) for name in shapes)
+    assert last["step"] == 3
+    assert not list(tmp_path.iterdir())
