@@ -16,6 +16,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -211,8 +212,9 @@ class _Abortable:
             flight.note(self.sock)
 
     def getresponse(self, *arguments: Any, **options: Any) -> Any:
+        attempts, began = current(), time.monotonic()
         response = super().getresponse(*arguments, **options)  # type: ignore[misc]
-        current().has_head = True
+        attempts.has_head, attempts.latency = True, time.monotonic() - began
         return response
 
 

@@ -93,6 +93,8 @@ class Attempts:
         """Seconds waited for bandwidth."""
         self.has_head = False
         """Whether the head of the answer is there."""
+        self.latency = math.inf
+        """Seconds for which it was waited for, after the whole request was sent."""
         self._is_answered_early = operation in _ANSWERED_EARLY
 
     def __enter__(self) -> None:
@@ -117,6 +119,8 @@ class Attempts:
                 try:
                     result = request()
                     succeeded = True
+                    if not (data or self._is_answered_early):
+                        gate.answered(self.latency)
                     return result
                 except REQUEST_ERRORS as error:
                     if is_throttling(error):
