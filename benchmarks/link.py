@@ -45,23 +45,22 @@ Times = list[tuple[float, float]]
 
 
 def save(endpoint_url: str, state: State, transfers: int) -> Times:
+    """The last checkpoint stays, as ``run``."""
     settings = {"endpoint_url": endpoint_url}
-
-    def once() -> None:
-        dcp.save(state, storage_writer=S3StorageWriter(f"s3://{BUCKET}/run", overwrite=True, settings=settings),
-                 no_dist=True)  # fmt: skip
-
-    return [_timed(once) for _ in range(transfers)]
+    times = []
+    for _ in range(transfers):
+        in_child(lambda: _empty(endpoint_url))
+        writer = S3StorageWriter(f"s3://{BUCKET}/run", settings=settings)
+        times.append(_timed(lambda: dcp.save(state, storage_writer=writer, no_dist=True)))
+    return times
 
 
 def load(endpoint_url: str, state: State, transfers: int) -> Times:
     loaded = {name: torch.full_like(tensor, -2.0) for name, tensor in state.items()}
-    settings = {"endpoint_url": endpoint_url}
-
-    def once() -> None:
-        dcp.load(loaded, storage_reader=S3StorageReader(f"s3://{BUCKET}/run", settings=settings), no_dist=True)
-
-    times = [_timed(once) for _ in range(transfers)]
+    times = []
+    for _ in range(transfers):
+        reader = S3StorageReader(f"s3://{BUCKET}/run", settings={"endpoint_url": endpoint_url})
+        times.append(_timed(lambda: dcp.load(loaded, storage_reader=reader, no_dist=True)))
     if not all(torch.equal(tensor.view(torch.int32), loaded[name].view(torch.int32)) for name, tensor in state.items()):
         raise RuntimeError("it was not loaded as it was saved")
     return times
@@ -78,17 +77,16 @@ def _timed(operation: Callable[[], object]) -> tuple[float, float]:
 def raw(endpoint_url: str, total: int, connections: int, part: int, *, sends: bool) -> Times:
     """Move ``total`` bytes in requests of ``part`` bytes, with their CRC-64 as this package has it."""
     address = urlsplit(endpoint_url)
-    memory = memoryview(bytearray(b"\1") * total)
+    memory = [memoryview(bytearray(b"\1") * part) for _ in range(connections)]
     parts: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    def work() -> None:
+    def work(view: memoryview) -> None:
         with socket.create_connection((address.hostname, address.port)) as sock:
             while True:
                 try:
                     start = parts.get_nowait()
                 except queue.Empty:
                     return
-                view = memory[start : start + part]
                 path = f"/{BUCKET}/raw/{start // part}"
                 if sends:
                     crc = encode_crc(crc64nvme(view))
@@ -112,7 +110,7 @@ def raw(endpoint_url: str, total: int, connections: int, part: int, *, sends: bo
     def once() -> None:
         for start in range(0, total, part):
             parts.put(start)
-        threads = [threading.Thread(target=work) for _ in range(connections)]
+        threads = [threading.Thread(target=work, args=(view,)) for view in memory]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -137,7 +135,7 @@ def _head(sock: socket.socket) -> bytes:
 # --- rounds -------------------------------------------------------------------------------------------------
 
 
-def in_child(function: Callable[[], Times]) -> Times:
+def in_child(function: Callable[[], Times], name: str = "") -> Times:
     """Run ``function`` in a child of this process, which has imported all and begun nothing."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -157,7 +155,10 @@ def in_child(function: Callable[[], Times]) -> Times:
         answer = pipe.read()
     if os.waitpid(child, 0)[1]:
         raise RuntimeError("a child failed")
-    return [(wall, cpu) for wall, cpu in json.loads(answer)]
+    times = [(wall, cpu) for wall, cpu in json.loads(answer)]
+    if times:
+        print(name, *(f"{wall:.2f} s ({cpu:.2f} s of CPU)" for wall, cpu in times), sep="  ", flush=True)
+    return times
 
 
 def main() -> None:
@@ -179,7 +180,7 @@ def main() -> None:
         name: torch.arange(number, number + torch.Size(shape).numel(), dtype=torch.int32).view(torch.float32).view(shape)
         for number, (name, shape) in enumerate(llama_shapes(options.size).items())
     }
-    room = 2 * size + 256 * MIB  # the checkpoint that is overwritten is deleted after the commit
+    room = (2 if options.raw else 1) * size + 512 * MIB
     found: dict[tuple[str, str], list[Times]] = defaultdict(list)
     kinds = [options.only] if options.only else ["save", "load"]
     with contextlib.ExitStack() as stack:
@@ -191,14 +192,22 @@ def main() -> None:
             for kind in kinds:
                 for link, server in servers.items():
                     url, function = server.endpoint_url, save if kind == "save" else load
-                    found[kind, link].append(in_child(lambda: function(url, state, options.transfers)))
+                    times = in_child(lambda: function(url, state, options.transfers), f"{kind}, {link}:")
+                    found[kind, link].append(times)
                     for count in options.raw:
                         name = f"raw {kind}, {count} connections"
-                        found[name, link].append(
-                            in_child(lambda: raw(url, size, count, options.part, sends=kind == "save"))
+                        times = in_child(
+                            lambda: raw(url, size, count, options.part, sends=kind == "save"), f"{name}, {link}:"
                         )
+                        found[name, link].append(times)
     for name in dict.fromkeys(name for name, _ in found):
         _show(name, found[name, "free"], found[name, "slow"], size)
+
+
+def _empty(url: str) -> Times:
+    store = S3Store(BUCKET, resolve_settings({"endpoint_url": url}))
+    store.delete([found.key for found in store.list("run/").objects])
+    return []
 
 
 def _prepare(url: str, state: State, options: argparse.Namespace) -> Times:

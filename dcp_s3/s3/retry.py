@@ -119,8 +119,6 @@ class Attempts:
                 try:
                     result = request()
                     succeeded = True
-                    if not (data or self._is_answered_early):
-                        gate.answered(self.latency)
                     return result
                 except REQUEST_ERRORS as error:
                     if is_throttling(error):
@@ -130,6 +128,8 @@ class Attempts:
                 finally:
                     if data:
                         gate.leave(began, succeeded=succeeded)
+                    elif not self._is_answered_early:
+                        gate.answered(self.latency)
                 if self._limit.cancel is None:
                     time.sleep(wait)
                 elif self._limit.cancel.wait(wait):
