@@ -43,8 +43,8 @@ _FEW, _MANY = 4, 32
 _NEAR_PER_CORE, _FAR_PER_CORE = 2, 16
 _FAR_SECONDS = 0.015
 """Latency from which on a store is taken for S3, or one as far away: S3 begins to answer after 20 to 200 ms."""
-_BUSY = 0.9
-"""Share of its cores from which on a process has no use for more connections."""
+_LEAST_IDLE = 0.1
+"""Share of this host's CPU time that must be idle: more connections cost more, and move nothing without it."""
 _SLOW = 120e6
 """Bytes per second and connection below which more connections may move more: S3's carry 90 MB/s."""
 _WORTH = 1.1
@@ -239,7 +239,7 @@ class Tuning(ReadWidth):
         # What was found stays: of a transfer with a lower ceiling nothing can be learned.
         self._is_over = width.connections > most or most <= 1
         latency = gate.latency if gate.is_far else 0.0
-        self._count, self._since, self._cpu = 0, time.monotonic() + _SETTLE_SECONDS + latency, 0.0
+        self._count, self._since, self._ticks = 0, time.monotonic() + _SETTLE_SECONDS + latency, (0, 0)
 
     def begin(self) -> None:
         """Begin with more connections if it has turned out meanwhile that the store is far away."""
@@ -255,25 +255,27 @@ class Tuning(ReadWidth):
             now = time.monotonic()
             if now < self._since:
                 return
-            if not self._count or not self._is_busy() or now < self._width.known_until:
-                self._count, self._since, self._cpu = count, now, _cpu_seconds()
+            if not self._is_busy() or now < self._width.known_until:
+                self._count, self._since = 0, now
+                return
+            if not self._count:
+                self._count, self._since, self._ticks = count, now, _cpu_ticks()
                 return
             self._count += count
             seconds = now - self._since
             if seconds < _WINDOW_SECONDS or self._is_over:
                 return
-            is_loaded = _cpu_seconds() - self._cpu >= _BUSY * seconds * cores() / local_world_size()
             rate, self._count = self._count / seconds, 0
             if self._gate.is_calm(_CALM_SECONDS):
-                self._decide(rate, now, is_loaded=is_loaded)
+                self._decide(rate, now)
 
-    def _decide(self, rate: float, now: float, *, is_loaded: bool) -> None:
+    def _decide(self, rate: float, now: float) -> None:
         self._width.rate = rate
         smaller, self._smaller = self._smaller, None
         if smaller is not None and rate <= smaller[1] * _WORTH:
             self._width.known_until = now + _TRY_AGAIN_SECONDS
             self._change(smaller[0])
-        elif rate >= _SLOW * self.connections or self.connections >= self._most or is_loaded:
+        elif rate >= _SLOW * self.connections or self.connections >= self._most or _host_is_busy(self._ticks):
             self._width.known_until = now + _TRY_AGAIN_SECONDS
         else:
             self._smaller = self.connections, rate
@@ -298,6 +300,8 @@ class Tuning(ReadWidth):
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._is_over = True
+            if self._smaller is not None:  # whether the last ones are worth it has not been seen
+                self._width.connections = self._smaller[0]
 
 
 # --- what a process knows of a bucket -------------------------------------------------------------------
@@ -341,9 +345,20 @@ def _first(cores: float, ranks: int, *, far: bool) -> int:
     return max(_FEW, min(_MANY, round((_FAR_PER_CORE if far else _NEAR_PER_CORE) * cores / ranks)))
 
 
-def _cpu_seconds() -> float:
-    """CPU time of this process."""
-    return time.process_time()
+def _cpu_ticks() -> tuple[int, int]:
+    """CPU time of this host so far: idle, and in all; zeros on systems that do not tell."""
+    try:
+        with open("/proc/stat") as file:
+            ticks = [int(each) for each in file.readline().split()[1:9]]
+    except (OSError, ValueError):
+        return 0, 0
+    return sum(ticks[3:5]), sum(ticks)
+
+
+def _host_is_busy(since: tuple[int, int]) -> bool:
+    """Whether this host's CPUs were hardly idle since then."""
+    idle, total = (now - before for now, before in zip(_cpu_ticks(), since, strict=True))
+    return idle < _LEAST_IDLE * total
 
 
 def cores() -> int:

@@ -41,7 +41,7 @@ def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known of any bucket: servers of earlier tests may have had the same port."""
     for name in ("_gates", "_widths", "_paces"):
         monkeypatch.setattr(pressure, name, {})
-    monkeypatch.setattr(pressure, "_host_is_busy", lambda: False)
+    monkeypatch.setattr(pressure, "_host_is_busy", lambda since: False)
 
 
 # --- the gate -------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def test_what_a_transfer_found_the_next_begins_with_and_after_a_while_it_is_trie
 def test_when_nothing_is_learned(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     transfer = Transfer(width := Width(4), 85 * MIB, 8000 * MIB, most=4 if why == "no more" else 64)
     transfer.is_busy = why != "idle"
-    monkeypatch.setattr(pressure, "_host_is_busy", lambda: why == "busy host")
+    monkeypatch.setattr(pressure, "_host_is_busy", lambda since: why == "busy host")
     if why == "throttled":
         transfer.gate.throttled(0.0)
     if why == "ended":
@@ -343,12 +343,12 @@ def large_state(value: float) -> dict[str, Any]:
 @pytest.fixture
 def widened(monkeypatch: pytest.MonkeyPatch) -> None:
     """A transfer begins with two connections, and has five (or its ceiling) after the first bytes."""
-    monkeypatch.setattr(pressure, "_first", lambda cores, ranks: 2)
+    monkeypatch.setattr(pressure, "_first", lambda cores, ranks, *, far: 2)
 
     def moved(self: Tuning, count: int) -> None:
         if not self._is_over and self.connections < 5:
             with self._lock:
-                self._change(min(5, self._most), 1.0)
+                self._change(min(5, self._most))
 
     monkeypatch.setattr(Tuning, "moved", moved)
 
