@@ -1,28 +1,28 @@
 """What a slow link costs: saves and loads over one, beside the same without a limit and beside plain sockets.
 
-``python -m benchmarks.link`` starts two in-memory S3 servers, one of which answers after ``--latency`` and moves
-``--connection-rate`` bytes per second over each connection. Each round forks a process that saves ``--transfers`` times
-over either, one that loads as often, and one that moves the same bytes over sockets of its own, in as many parts, over
-``--raw`` connections, with nothing of this package. So the first transfer is the first thing that its process does.
+``python -m benchmarks.link`` starts an in-memory S3 server, in each round once without a limit, and once with a
+``--latency`` before each answer and a ``--connection-rate`` in bytes per second. It forks a process that saves
+``--transfers`` times, one that loads as often, and for each number of ``--raw`` connections one that sends and one that
+receives as many bytes over sockets of its own. So the first transfer is the first thing that its process does.
 Printed are medians of the first and of the last transfer, and the ratios of the throughput to that without a limit.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
+import math
 import os
 import queue
 import socket
 import statistics
 import sys
 import threading
-import time
 import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from urllib.parse import urlsplit
 
 import torch
@@ -51,7 +51,7 @@ def save(endpoint_url: str, state: State, transfers: int) -> Times:
     for _ in range(transfers):
         in_child(lambda: _empty(endpoint_url))
         writer = S3StorageWriter(f"s3://{BUCKET}/run", settings=settings)
-        times.append(_timed(lambda: dcp.save(state, storage_writer=writer, no_dist=True)))
+        times.append(_timed(partial(dcp.save, state, storage_writer=writer, no_dist=True)))
     return times
 
 
@@ -60,7 +60,7 @@ def load(endpoint_url: str, state: State, transfers: int) -> Times:
     times = []
     for _ in range(transfers):
         reader = S3StorageReader(f"s3://{BUCKET}/run", settings={"endpoint_url": endpoint_url})
-        times.append(_timed(lambda: dcp.load(loaded, storage_reader=reader, no_dist=True)))
+        times.append(_timed(partial(dcp.load, loaded, storage_reader=reader, no_dist=True)))
     if not all(torch.equal(tensor.view(torch.int32), loaded[name].view(torch.int32)) for name, tensor in state.items()):
         raise RuntimeError("it was not loaded as it was saved")
     return times
@@ -90,7 +90,9 @@ def raw(endpoint_url: str, total: int, connections: int, part: int, *, sends: bo
                 path = f"/{BUCKET}/raw/{start // part}"
                 if sends:
                     crc = encode_crc(crc64nvme(view))
-                    head = f"PUT {path} HTTP/1.1\r\nContent-Length: {len(view)}\r\nx-amz-checksum-crc64nvme: {crc}\r\n\r\n"
+                    head = (
+                        f"PUT {path} HTTP/1.1\r\nContent-Length: {len(view)}\r\nx-amz-checksum-crc64nvme: {crc}\r\n\r\n"
+                    )
                     sock.sendall(head.encode())
                     for at in range(0, len(view), MIB):
                         sock.sendall(view[at : at + MIB])
@@ -170,52 +172,39 @@ def main() -> None:
     parser.add_argument("--connection-rate", type=parse_size, default=85 * MIB, help="bytes per second; default: 85MiB")
     parser.add_argument("--raw", type=int, nargs="*", default=[32], help="connections of plain sockets")
     parser.add_argument("--part", type=parse_size, default=32 * MIB, help="of plain sockets; default: 32MiB")
-    parser.add_argument("--only", choices=("save", "load"), help="default: both")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)  # a child cannot use threads that its parent had
     os.environ.update(DUMMY_CREDENTIALS, AWS_REGION="us-east-1")
-    size = llama_bytes(options.size)
-    state = {
-        name: torch.arange(number, number + torch.Size(shape).numel(), dtype=torch.int32).view(torch.float32).view(shape)
-        for number, (name, shape) in enumerate(llama_shapes(options.size).items())
-    }
-    room = (2 if options.raw else 1) * size + 512 * MIB
+    size, shapes = llama_bytes(options.size), llama_shapes(options.size)
+    state = {name: torch.arange(math.prod(shape)).to(torch.float32).view(shape) for name, shape in shapes.items()}
     found: dict[tuple[str, str], list[Times]] = defaultdict(list)
-    kinds = [options.only] if options.only else ["save", "load"]
-    with contextlib.ExitStack() as stack:
-        links = {"free": None, "slow": Link(options.latency, options.connection_rate)}
-        servers = {name: stack.enter_context(MemoryS3Process(room, link=link)) for name, link in links.items()}
-        for server in servers.values():
-            in_child(lambda url=server.endpoint_url: _prepare(url, state, options))
-        for _ in range(options.rounds):
-            for kind in kinds:
-                for link, server in servers.items():
-                    url, function = server.endpoint_url, save if kind == "save" else load
-                    times = in_child(lambda: function(url, state, options.transfers), f"{kind}, {link}:")
-                    found[kind, link].append(times)
-                    for count in options.raw:
-                        name = f"raw {kind}, {count} connections"
-                        times = in_child(
-                            lambda: raw(url, size, count, options.part, sends=kind == "save"), f"{name}, {link}:"
-                        )
-                        found[name, link].append(times)
+    links = {"free": None, "slow": Link(options.latency, options.connection_rate)}
+    for _ in range(options.rounds):
+        for link, speed in links.items():
+            with MemoryS3Process(size + 512 * MIB, link=speed) as server:
+                for name, operation in operations(server.endpoint_url, state, options):
+                    found[name, link].append(in_child(operation, f"{name}, {link}:"))
     for name in dict.fromkeys(name for name, _ in found):
         _show(name, found[name, "free"], found[name, "slow"], size)
+
+
+def operations(url: str, state: State, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Times]]]:
+    """What is measured against one server, in this order; it holds one checkpoint at a time."""
+    store, size = S3Store(BUCKET, resolve_settings({"endpoint_url": url})), sum(each.nbytes for each in state.values())
+    in_child(lambda: store.client.create_bucket(Bucket=BUCKET) and [])
+    yield "save", lambda: save(url, state, options.transfers)
+    yield "load", lambda: load(url, state, options.transfers)
+    in_child(lambda: _empty(url))
+    for count in options.raw:
+        move = partial(raw, url, size, count, options.part)
+        yield f"raw save, {count} connections", partial(move, sends=True)
+        yield f"raw load, {count} connections", partial(move, sends=False)
 
 
 def _empty(url: str) -> Times:
     store = S3Store(BUCKET, resolve_settings({"endpoint_url": url}))
     store.delete([found.key for found in store.list("run/").objects])
-    return []
-
-
-def _prepare(url: str, state: State, options: argparse.Namespace) -> Times:
-    S3Store(BUCKET, resolve_settings({"endpoint_url": url})).client.create_bucket(Bucket=BUCKET)
-    if options.only == "load":
-        save(url, state, 1)
-        if options.raw:
-            raw(url, llama_bytes(options.size), 32, options.part, sends=True)
     return []
 
 

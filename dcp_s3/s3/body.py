@@ -35,8 +35,6 @@ _SEND_FAST, _SEND_SLOW = 0.05, 0.5  # seconds for a slice
 _RECEIVE_SECONDS = 0.25
 # Where links are fast, a thread is woken for what comes in so many seconds.
 _WAKE_SECONDS, _MOST_AT_ONCE = 0.02, 2**21
-# TLS may hold a record that is not whole: the kernel gets no more than the rest.
-_HELD = 64 * 2**10
 
 
 class GatherBody:
@@ -153,11 +151,14 @@ class Chunks:
 class BodyReader(io.RawIOBase):
     """Reads the rest of an answer in place of the `io.BufferedReader` that has read its head.
 
-    Where bytes come fast, the kernel wakes the thread for many of them at a time (SO_RCVLOWAT).
+    Where bytes come fast, the kernel wakes the thread for many of them at a time (SO_RCVLOWAT). Not with TLS: it gains
+    nothing there, and OpenSSL may hold a part of those that are waited for.
     """
 
     def __init__(self, head: io.BufferedReader, sock: Any) -> None:
-        self._head, self._sock = head, sock
+        self._head = head
+        is_plain = isinstance(sock, socket.socket) and not isinstance(sock, ssl.SSLSocket)
+        self._plain: socket.socket | None = sock if is_plain else None
         # `SSLSocket.recv_into` only checks and renames its arguments before it calls `read`.
         read = sock.read if isinstance(sock, ssl.SSLSocket) else None
         self._receive: Callable[[Any], Any] = sock.recv_into if read is None else lambda view: read(len(view), view)
@@ -188,7 +189,7 @@ class BodyReader(io.RawIOBase):
                 elif done and time.monotonic() > until:
                     break
                 elif size - done >= _DIRECT:
-                    if size - done < self._least + _HELD:
+                    if size - done < self._least:
                         self._wake_for(size - done)
                     count = attempts.receive(self._receive, view[done:])
                 else:
@@ -212,11 +213,11 @@ class BodyReader(io.RawIOBase):
 
     def _wake_for(self, size: int) -> None:
         """Let the thread sleep until many of the next ``size`` bytes are there, or the stream ends."""
-        least = min(self._step, size - _HELD)
+        least = min(self._step, size)
         least = least if least > _DIRECT else 1
-        if least != self._least and isinstance(self._sock, socket.socket):
+        if least != self._least and self._plain is not None:
             with contextlib.suppress(OSError):  # the system does not have it, or the connection is closed
-                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+                self._plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
             self._least = least
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ _POLL_SECONDS = 0.1  # between looks at whether to give up, while a request wait
 _LOG_SECONDS = 10.0  # between log lines about one bucket
 _LEAST_CEILING = 4  # of a gate that small requests close
 
-# After a change, until new connections are made and answered (besides their latency); then bytes are counted for so long.
+# After a change, until new connections are made and answered (and their latency); then bytes are counted for so long.
 _SETTLE_SECONDS, _WINDOW_SECONDS = 0.1, 0.2
 _CALM_SECONDS = 1.0  # without throttling before bytes per second say something
 _FEW, _MANY = 4, 32
