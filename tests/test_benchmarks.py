@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +56,15 @@ def test_loopback(tls: bool) -> None:
         pytest.skip("nginx is not installed")
     save, load = measure_loopback(3 * MIB, 2, tls=tls)
     assert min(save.wall_seconds, load.wall_seconds) > 0
+
+
+def test_link() -> None:
+    """In a process of its own, which forks."""
+    options = "--size 8MiB --rounds 1 --transfers 2 --raw 2 --part 1MiB --latency 0.001 --connection-rate 50MiB"
+    command = [sys.executable, "-m", "benchmarks.link", *options.split()]
+    told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    for name in ("save, transfer 2", "load, transfer 1", "raw save, 2 connections, transfer 1"):
+        assert f"{name}: free" in told
 
 
 def test_without_ranks(tmp_path: Path, target: Target) -> None:

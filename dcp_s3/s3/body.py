@@ -11,7 +11,9 @@ threads wait for. `BodyReader` receives straight into the caller's memory.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +33,8 @@ _SEND_FAST, _SEND_SLOW = 0.05, 0.5  # seconds for a slice
 
 # Seconds after which what has been received is handed on, so that a slow store is seen to move.
 _RECEIVE_SECONDS = 0.25
+# Where links are fast, a thread is woken for what comes in so many seconds.
+_WAKE_SECONDS, _MOST_AT_ONCE = 0.02, 2**21
 
 
 class GatherBody:
@@ -145,10 +149,16 @@ class Chunks:
 
 
 class BodyReader(io.RawIOBase):
-    """Reads the rest of an answer in place of the `io.BufferedReader` that has read its head."""
+    """Reads the rest of an answer in place of the `io.BufferedReader` that has read its head.
+
+    Where bytes come fast, the kernel wakes the thread for many of them at a time (SO_RCVLOWAT). Not with TLS: it gains
+    nothing there, and OpenSSL may hold a part of those that are waited for.
+    """
 
     def __init__(self, head: io.BufferedReader, sock: Any) -> None:
         self._head = head
+        is_plain = isinstance(sock, socket.socket) and not isinstance(sock, ssl.SSLSocket)
+        self._plain: socket.socket | None = sock if is_plain else None
         # `SSLSocket.recv_into` only checks and renames its arguments before it calls `read`.
         read = sock.read if isinstance(sock, ssl.SSLSocket) else None
         self._receive: Callable[[Any], Any] = sock.recv_into if read is None else lambda view: read(len(view), view)
@@ -156,6 +166,7 @@ class BodyReader(io.RawIOBase):
         # If nothing is buffered, `peek` receives up to a buffer of 8 KiB.
         self._rest = memoryview(head.read1(len(head.peek(1))))
         self._buffer = memoryview(b"")
+        self._least, self._step = 1, 0
 
     def readable(self) -> bool:
         return True
@@ -166,7 +177,9 @@ class BodyReader(io.RawIOBase):
             raise self._error
         view = memoryview(buffer).cast("B")
         size, done = len(view), 0
-        attempts, until = current(), time.monotonic() + _RECEIVE_SECONDS
+        attempts, began = current(), time.monotonic()
+        until = began + _RECEIVE_SECONDS
+        self._wake_for(size)
         try:
             while done < size:
                 if self._rest:
@@ -176,10 +189,13 @@ class BodyReader(io.RawIOBase):
                 elif done and time.monotonic() > until:
                     break
                 elif size - done >= _DIRECT:
+                    if size - done < self._least:
+                        self._wake_for(size - done)
                     count = attempts.receive(self._receive, view[done:])
                 else:
                     if not self._buffer:
                         self._buffer = memoryview(bytearray(_BUFFER))
+                    self._wake_for(0)
                     self._rest = self._buffer[: attempts.receive(self._receive, self._buffer)]
                     if not self._rest:
                         break
@@ -188,12 +204,24 @@ class BodyReader(io.RawIOBase):
                     break
                 done += count
         except OSError as error:
+            self._step = 0
             if not done:
                 raise
             self._error = error
+        self._step = min(_MOST_AT_ONCE, int(done * _WAKE_SECONDS / (time.monotonic() - began + 1e-6)))
         return done
 
+    def _wake_for(self, size: int) -> None:
+        """Let the thread sleep until many of the next ``size`` bytes are there, or the stream ends."""
+        least = min(self._step, size)
+        least = least if least > _DIRECT else 1
+        if least != self._least and self._plain is not None:
+            with contextlib.suppress(OSError):  # the system does not have it, or the connection is closed
+                self._plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+            self._least = least
+
     def close(self) -> None:
+        self._wake_for(0)
         self._rest = self._buffer = memoryview(b"")
         self._head.close()
         super().close()

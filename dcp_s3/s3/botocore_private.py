@@ -16,6 +16,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -188,6 +189,28 @@ class _RawFile(io.RawIOBase):
         super().close()
 
 
+_CONTINUE = b"HTTP/1.1 100 ", b"Continue\r\n\r\n"
+
+
+class _BegunAnswer:
+    """A socket, and its file, of which the first bytes have been received already."""
+
+    def __init__(self, sock: Any, start: bytes) -> None:
+        self._file, self._start, self.sendall = sock.makefile("rb", 0), io.BytesIO(start), sock.sendall
+
+    def makefile(self, *_: Any) -> _BegunAnswer:
+        return self
+
+    def readline(self) -> bytes:
+        line = b""
+        while not line.endswith(b"\n") and (byte := self._start.read(1) or self._file.read(1)):
+            line += byte
+        return line
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class _Abortable:
     """Mixin for a connection: tells the thread's `Flight` its socket, which waits as the `Attempts` say."""
 
@@ -210,9 +233,26 @@ class _Abortable:
         if flight is not None:
             flight.note(self.sock)
 
+    def _handle_expect_response(self, message_body: Any) -> Any:
+        """S3's usual answer to ``Expect`` is read at once. botocore (1.36 to 1.43) reads any answer byte by byte, and
+        the thread waits for the interpreter lock before each."""
+        sock = self.sock
+        start = sock.recv(len(_CONTINUE[0]))  # no more than the shortest status line has
+        if start == _CONTINUE[0]:
+            start += sock.recv(len(_CONTINUE[1]))
+        if start == b"".join(_CONTINUE):
+            return self._send_message_body(message_body)  # type: ignore[attr-defined]
+        self.sock = _BegunAnswer(sock, start)
+        try:
+            return super()._handle_expect_response(message_body)  # type: ignore[misc]
+        finally:
+            if self.sock is not None:
+                self.sock = sock
+
     def getresponse(self, *arguments: Any, **options: Any) -> Any:
+        attempts, began = current(), time.monotonic()
         response = super().getresponse(*arguments, **options)  # type: ignore[misc]
-        current().has_head = True
+        attempts.has_head, attempts.latency = True, time.monotonic() - began
         return response
 
 

@@ -5,9 +5,9 @@ DCP_S3_MAX_BANDWIDTH. All are of one process; a forked child starts afresh.
 throttles. Then half as many as were in flight may be, and one more after each successful round of requests; at as many
 as before, there is no limit again.
 
-S3 gives one connection about 90 MB/s whatever the host can take, other stores give one connection all there is. So a
-transfer begins with few connections. It takes more (`Tuning`) if each of them is slow and more of them move more bytes.
-What one transfer found, the next begins with.
+S3 gives one connection about 90 MB/s whatever the host can take, other stores give one connection all there is. S3 is
+known by the time that it takes to answer: a transfer then begins with many connections, otherwise with few. It takes
+more (`Tuning`) if each of them is slow and more of them move more bytes. What one transfer found, the next begins with.
 """
 
 from __future__ import annotations
@@ -35,10 +35,16 @@ _POLL_SECONDS = 0.1  # between looks at whether to give up, while a request wait
 _LOG_SECONDS = 10.0  # between log lines about one bucket
 _LEAST_CEILING = 4  # of a gate that small requests close
 
-# After a change, until new connections are made and answered; then bytes are counted for so long.
+# After a change, until new connections are made and answered (and their latency); then bytes are counted for so long.
 _SETTLE_SECONDS, _WINDOW_SECONDS = 0.1, 0.2
 _CALM_SECONDS = 1.0  # without throttling before bytes per second say something
 _FEW, _MANY = 4, 32
+# Connections to begin with for each core of a process: it is busy with two that are fast, and with 16 at 90 MB/s.
+_NEAR_PER_CORE, _FAR_PER_CORE = 2, 16
+_FAR_SECONDS = 0.015
+"""Latency from which on a store is taken for S3, or one as far away: S3 begins to answer after 20 to 200 ms."""
+_LEAST_IDLE = 0.1
+"""Share of this host's CPU time that must be idle: more connections cost more, and move nothing without it."""
 _SLOW = 120e6
 """Bytes per second and connection below which more connections may move more: S3's carry 90 MB/s."""
 _WORTH = 1.1
@@ -82,6 +88,8 @@ class Gate:
         self._in_flight = self._waiting = self._throttled = self._decreases = 0
         self._waited = 0.0
         self._decreased_at = self._throttled_at = self._logged_at = -math.inf
+        self.latency = math.inf
+        """Fewest seconds that a small request has waited for the head of its answer."""
 
     def enter(self, check: Callable[[], None]) -> None:
         """Wait for a data request's turn; one call of `leave` must follow. ``check`` is called while it waits, and
@@ -137,6 +145,15 @@ class Gate:
             )  # fmt: skip
         if fell:  # not under the lock: a subscriber may ask for the state
             emit(Throttled(bucket=self._name, limit=limit, decreases=decreases))
+
+    def answered(self, seconds: float) -> None:
+        """Note that a small request was answered after ``seconds``."""
+        self.latency = min(self.latency, seconds)
+
+    @property
+    def is_far(self) -> bool:
+        """Whether the store is known to take its time, as S3 does."""
+        return _FAR_SECONDS <= self.latency < math.inf
 
     def is_calm(self, seconds: float) -> bool:
         """Whether there is no limit, and S3 has not throttled for ``seconds``."""
@@ -221,7 +238,15 @@ class Tuning(ReadWidth):
         self._smaller: tuple[int, float] | None = None
         # What was found stays: of a transfer with a lower ceiling nothing can be learned.
         self._is_over = width.connections > most or most <= 1
-        self._count, self._since = 0, time.monotonic() + _SETTLE_SECONDS
+        latency = gate.latency if gate.is_far else 0.0
+        self._count, self._since, self._ticks = 0, time.monotonic() + _SETTLE_SECONDS + latency, (0, 0)
+
+    def begin(self) -> None:
+        """Begin with more connections if it has turned out meanwhile that the store is far away."""
+        with self._lock:
+            first = min(_first(cores(), local_world_size(), far=self._gate.is_far), self._most)
+            if not self._width.rate and not self._is_over and first > self.connections:
+                self._change(first)
 
     def moved(self, count: int) -> None:
         if self._is_over:
@@ -233,10 +258,14 @@ class Tuning(ReadWidth):
             if not self._is_busy() or now < self._width.known_until:
                 self._count, self._since = 0, now
                 return
-            self._count += count
-            if now - self._since < _WINDOW_SECONDS or self._is_over:
+            if not self._count:
+                self._count, self._since, self._ticks = count, now, _cpu_ticks()
                 return
-            rate, self._count, self._since = self._count / (now - self._since), 0, now
+            self._count += count
+            seconds = now - self._since
+            if seconds < _WINDOW_SECONDS or self._is_over:
+                return
+            rate, self._count = self._count / seconds, 0
             if self._gate.is_calm(_CALM_SECONDS):
                 self._decide(rate, now)
 
@@ -245,18 +274,19 @@ class Tuning(ReadWidth):
         smaller, self._smaller = self._smaller, None
         if smaller is not None and rate <= smaller[1] * _WORTH:
             self._width.known_until = now + _TRY_AGAIN_SECONDS
-            self._change(smaller[0], rate)
-        elif rate >= _SLOW * self.connections or self.connections >= self._most or _host_is_busy():
+            self._change(smaller[0])
+        elif rate >= _SLOW * self.connections or self.connections >= self._most or _host_is_busy(self._ticks):
             self._width.known_until = now + _TRY_AGAIN_SECONDS
         else:
             self._smaller = self.connections, rate
-            self._change(min(self._most, max(2 * self.connections, _MANY)), rate)
+            self._change(min(self._most, max(2 * self.connections, _MANY)))
 
-    def _change(self, connections: int, rate: float) -> None:
+    def _change(self, connections: int) -> None:
         before = self.connections
         logger.debug(
-            "%s: %d connections carried %s/s; %d from now on", self._name, before, format_size(int(rate)), connections
-        )
+            "%s: %d connections carried %s/s; %d from now on", self._name, before,
+            format_size(int(self._width.rate)), connections,
+        )  # fmt: skip
         try:
             self._resize(connections)
         except RuntimeError as error:
@@ -264,11 +294,14 @@ class Tuning(ReadWidth):
             logger.warning("%s: %d connections stay: no thread can be started: %s", self._name, before, error)
             return
         self.connections = self._width.connections = connections
-        self._since = time.monotonic() + _SETTLE_SECONDS
+        latency = self._gate.latency if self._gate.is_far else 0.0
+        self._count, self._since = 0, time.monotonic() + _SETTLE_SECONDS + latency
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._is_over = True
+            if self._smaller is not None:  # whether the last ones are worth it has not been seen
+                self._width.connections = self._smaller[0]
 
 
 # --- what a process knows of a bucket -------------------------------------------------------------------
@@ -298,23 +331,34 @@ def gate_of(settings: Settings, bucket: str) -> Gate:
 
 
 def width_of(settings: Settings, bucket: str, direction: Direction) -> Width:
+    gate, key = gate_of(settings, bucket), (settings.endpoint_url, bucket, direction)
     with _lock:
-        key = (settings.endpoint_url, bucket, direction)
-        return _widths.setdefault(key, Width(_first(cores(), local_world_size())))
+        width = _widths.setdefault(key, Width(0))
+        if not width.rate:  # nothing was measured
+            width.connections = _first(cores(), local_world_size(), far=gate.is_far)
+        return width
 
 
-def _first(cores: float, ranks: int) -> int:
-    """Connections to begin with: two for each core of a process. 32 carry 2.7 GiB/s from S3, which few processes
-    exceed; where there are few cores, more connections than needed cost the most."""
-    return max(_FEW, min(_MANY, round(2 * cores / ranks)))
+def _first(cores: float, ranks: int, *, far: bool) -> int:
+    """Connections to begin with. 32 carry 2.7 GiB/s from S3, which few processes exceed; where there are few cores,
+    more connections than needed cost the most."""
+    return max(_FEW, min(_MANY, round((_FAR_PER_CORE if far else _NEAR_PER_CORE) * cores / ranks)))
 
 
-def _host_is_busy() -> bool:
-    """Whether threads wait for a CPU of this host: more connections then move no more, and cost more."""
+def _cpu_ticks() -> tuple[int, int]:
+    """CPU time of this host so far: idle, and in all; zeros on systems that do not tell."""
     try:
-        return os.getloadavg()[0] > (os.cpu_count() or 1)
-    except (AttributeError, OSError):  # not on every system
-        return False
+        with open("/proc/stat") as file:
+            ticks = [int(each) for each in file.readline().split()[1:9]]
+    except (OSError, ValueError):
+        return 0, 0
+    return sum(ticks[3:5]), sum(ticks)
+
+
+def _host_is_busy(since: tuple[int, int]) -> bool:
+    """Whether this host's CPUs were hardly idle since then."""
+    idle, total = (now - before for now, before in zip(_cpu_ticks(), since, strict=True))
+    return idle < _LEAST_IDLE * total
 
 
 def cores() -> int:

@@ -93,6 +93,8 @@ class Attempts:
         """Seconds waited for bandwidth."""
         self.has_head = False
         """Whether the head of the answer is there."""
+        self.latency = math.inf
+        """Seconds for which it was waited for, after the whole request was sent."""
         self._is_answered_early = operation in _ANSWERED_EARLY
 
     def __enter__(self) -> None:
@@ -126,6 +128,8 @@ class Attempts:
                 finally:
                     if data:
                         gate.leave(began, succeeded=succeeded)
+                    elif not self._is_answered_early:
+                        gate.answered(self.latency)
                 if self._limit.cancel is None:
                     time.sleep(wait)
                 elif self._limit.cancel.wait(wait):

@@ -148,6 +148,10 @@ class Uploader(Batch):
             finally:
                 del refusal  # its traceback has this frame: no cycle
 
+    def begin(self) -> None:
+        """Begin to send parts, with as many connections as the first answer suggests."""
+        self._tuning.begin()
+
     def _resize(self, connections: int) -> None:
         self._pool.resize(connections)
         self._slots.resize(connections + WAITING_PARTS)
@@ -260,6 +264,7 @@ class ObjectUpload:
         """Send the current part of a multipart upload."""
         if self._upload_id is None:
             self._upload_id = multipart.create(self._store, self.key)
+            self._uploader.begin()
         number = len(self._parts) + 1
         if number > MAX_PARTS:
             raise errors.StorageError(

@@ -35,7 +35,7 @@ class Link:
 
 
 class Pace:
-    """Lets so many bytes per second through. Not thread safe.
+    """Lets so many bytes per second of each body through. Not thread safe.
 
     Args:
         rate: bytes per second.
@@ -43,16 +43,23 @@ class Pace:
 
     #: Bytes to move at a time: few sleeps, and short ones.
     STEP = 2**19
+    #: Seconds that are made up for where this process comes late: a link moves bytes while nobody looks.
+    LATE = 0.02
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
         self._free_at = 0.0
 
+    def begin(self) -> None:
+        """A body begins."""
+        self._free_at = time.monotonic()
+
     def moved(self, count: int) -> None:
-        """Sleep until ``count`` bytes more would have come through. A pause is not made up for."""
+        """Sleep until ``count`` bytes more would have come through. A longer pause is not made up for."""
         now = time.monotonic()
-        self._free_at = max(self._free_at, now) + count / self._rate
-        time.sleep(self._free_at - now)
+        self._free_at = max(self._free_at, now - self.LATE) + count / self._rate
+        if self._free_at > now:
+            time.sleep(self._free_at - now)
 
 
 class MalformedRequestError(Exception):
@@ -118,6 +125,11 @@ class Connection:
             headers[name.strip().lower()] = value.strip()
         return Head(words[0], words[1], headers)
 
+    def begin_body(self) -> None:
+        """A body begins, in either direction."""
+        if self._pace is not None:
+            self._pace.begin()
+
     def read_into(self, view: memoryview) -> None:
         if self._buffer:
             ready = min(len(self._buffer), len(view))
@@ -148,6 +160,7 @@ class Connection:
         if self._latency:
             time.sleep(self._latency)
         self._socket.sendall(head, _MORE if pieces else 0)
+        self.begin_body()
         for piece in pieces:
             while piece:
                 count = self._socket.send(piece if self._pace is None else piece[: Pace.STEP])
@@ -213,6 +226,7 @@ class Received:
 def receive(connection: Connection, head: Head, pool: Pool, *, verify: bool) -> Received:
     """Read the body that ``head`` announces into memory of ``pool``; whether to compute its CRC-64/NVME on the way."""
     body, crc = pool.allocate(head.content_length), 0
+    connection.begin_body()
     for view in body.pieces:
         connection.read_into(view)
         if verify:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import itertools
+import socket
+import threading
+import time
 
 import pytest
 from hypothesis import given
@@ -122,3 +125,32 @@ def test_large_views_are_filled_without_a_copy_and_small_ones_with_few_calls() -
     for _ in range(60):
         body.readinto(memoryview(bytearray(4096)))
     assert sock.calls == calls + 2
+
+
+def test_a_thread_that_is_woken_for_many_bytes_is_woken_for_the_last_ones() -> None:
+    """And for the head of the next answer on that connection."""
+    data = bytes(range(256)) * 2**14
+    sock, far = socket.socketpair()
+
+    def serve() -> None:
+        with far:
+            for piece in (data, data[:-100_000], data[-100_000:-70_000], data[-70_000:-5], data[-5:], b"next"):
+                far.sendall(piece)
+                time.sleep(0.05)
+            far.recv(1)
+
+    server = threading.Thread(target=serve)
+    server.start()
+    with sock:
+        sock.settimeout(20)
+        body = BodyReader(io.BufferedReader(socket.SocketIO(sock, "r")), sock)
+        for _ in range(2):
+            view, done = memoryview(bytearray(len(data))), 0
+            while done < len(data):
+                done += body.readinto(view[done:])
+            assert view == data
+        body.close()
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+        assert sock.recv(4) == b"next"
+        sock.sendall(b".")
+    server.join()

@@ -22,9 +22,11 @@ from hypothesis import strategies as st
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.limit import UNLIMITED, Cancelled, Limit
+from dcp_s3.memory import Piece
 from dcp_s3.s3 import pressure, retry
 from dcp_s3.s3.parts import GETS_PER_SECOND, PUTS_PER_SECOND, plan_part_size
 from dcp_s3.s3.pressure import Gate, Tuning, Width
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
@@ -41,7 +43,7 @@ def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known of any bucket: servers of earlier tests may have had the same port."""
     for name in ("_gates", "_widths", "_paces"):
         monkeypatch.setattr(pressure, name, {})
-    monkeypatch.setattr(pressure, "_host_is_busy", lambda: False)
+    monkeypatch.setattr(pressure, "_host_is_busy", lambda since: False)
 
 
 # --- the gate -------------------------------------------------------------------------------------------
@@ -297,7 +299,7 @@ def test_what_a_transfer_found_the_next_begins_with_and_after_a_while_it_is_trie
 def test_when_nothing_is_learned(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     transfer = Transfer(width := Width(4), 85 * MIB, 8000 * MIB, most=4 if why == "no more" else 64)
     transfer.is_busy = why != "idle"
-    monkeypatch.setattr(pressure, "_host_is_busy", lambda: why == "busy host")
+    monkeypatch.setattr(pressure, "_host_is_busy", lambda since: why == "busy host")
     if why == "throttled":
         transfer.gate.throttled(0.0)
     if why == "ended":
@@ -305,6 +307,38 @@ def test_when_nothing_is_learned(why: str, monkeypatch: pytest.MonkeyPatch) -> N
             pass
     transfer.run(3.0)
     assert width.connections == 4
+
+
+def test_connections_whose_worth_was_not_seen_are_not_kept() -> None:
+    transfer = Transfer(width := Width(4), 85 * MIB, 8000 * MIB)
+    with transfer.tuning:
+        while transfer.sizes != [32]:
+            transfer.run(0.01)
+    assert width.connections == 4
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "far", "count"),
+    [(2, 1, False, 4), (2, 1, True, 32), (2, 4, True, 8), (16, 1, False, 32), (96, 8, False, 24), (1, 8, True, 4)],
+)
+def test_a_transfer_begins_with_as_many_as_keep_cores_busy(cores: int, ranks: int, far: bool, count: int) -> None:
+    assert pressure._first(cores, ranks, far=far) == count
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.1])
+def test_a_store_that_answers_late_is_far(faulty: FaultyServer, delay: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by an answer that something is missing, and a rank that asks for nothing beforehand by its first upload."""
+    monkeypatch.setattr(pressure, "cores", lambda: 2)
+    monkeypatch.setattr(pressure, "_FAR_SECONDS", 0.09)  # a busy host answers late
+    faulty.rule = lambda request: Fault.delay(delay) if request.operation != "UploadPart" else None
+    store = S3Store(BUCKET, Settings())
+    if not delay:
+        assert not store.exists("nothing")
+    with store.batch(total=64 * MIB) as batch:
+        batch.put_stream("key", 10 * MIB, [Piece.of(bytes(10 * MIB))], part_size=5 * MIB)
+    assert store.gate.is_far == bool(delay)
+    (upload,) = pressure.widths().values()
+    assert upload["connections"] == store.read_width() == (32 if delay else 4)
 
 
 # --- connections of saves and loads -----------------------------------------------------------------------
@@ -343,12 +377,12 @@ def large_state(value: float) -> dict[str, Any]:
 @pytest.fixture
 def widened(monkeypatch: pytest.MonkeyPatch) -> None:
     """A transfer begins with two connections, and has five (or its ceiling) after the first bytes."""
-    monkeypatch.setattr(pressure, "_first", lambda cores, ranks: 2)
+    monkeypatch.setattr(pressure, "_first", lambda cores, ranks, *, far: 2)
 
     def moved(self: Tuning, count: int) -> None:
         if not self._is_over and self.connections < 5:
             with self._lock:
-                self._change(min(5, self._most), 1.0)
+                self._change(min(5, self._most))
 
     monkeypatch.setattr(Tuning, "moved", moved)
 

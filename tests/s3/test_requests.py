@@ -7,6 +7,7 @@ import os
 import pickle
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from dcp_s3.s3.client import close_clients, get_client
 from dcp_s3.s3.operations import creation_arguments
 from dcp_s3.s3.pressure import Pace
 from dcp_s3.s3.store import S3Store
-from dcp_s3.settings import Settings
+from dcp_s3.settings import Settings, resolve_settings
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.memory_store import MemoryStore
@@ -250,3 +251,37 @@ def test_the_first_failure_is_raised_and_cancels_the_others() -> None:
     assert ended == [True] * (AT_ONCE - 1)
     assert sorted(begun) == list(range(AT_ONCE))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("dcp_s3-requests")]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        ["HTTP/1.1 100 Continue\r\n\r\n"],
+        ["HTTP/1.1 100 ", "Continue\r\nVia: proxy\r\n\r\n"],
+        list("HTTP/1.0 100\r\n\r\n"),
+    ],
+)
+def test_a_body_is_sent_when_the_server_wants_it(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it says so, and in however many pieces."""
+    received = []
+
+    def serve(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        with sock, sock.makefile("rb") as file:
+            head = list(iter(file.readline, b"\r\n"))
+            assert b"Expect: 100-continue\r\n" in head
+            for piece in told:
+                sock.sendall(piece.encode())
+                time.sleep(0.01)
+            received.append(file.read(2**21))
+            sock.sendall(b'HTTP/1.1 200 OK\r\nETag: "e"\r\nContent-Length: 0\r\n\r\n')
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=serve, args=(listener,))
+        server.start()
+        settings = resolve_settings({"endpoint_url": f"http://127.0.0.1:{listener.getsockname()[1]}", "region": "r"})
+        S3Store("bucket", settings).put("key", data := bytes(range(256)) * 2**13)
+        server.join()
+    assert received == [data]
