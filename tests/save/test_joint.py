@@ -19,14 +19,12 @@ from dcp_s3.coordination.values import OPEN
 from dcp_s3.retention.prune import prune
 from dcp_s3.save import joint, save
 from dcp_s3.save.joint import JointSave, begin_joint_save
-from dcp_s3.save.save import SaveOptions
 from dcp_s3.settings import resolve_settings
-from dcp_s3.torch_private import WriterTransforms
 from dcp_s3.url import parse_url
 from tests.memory_store import MemoryStore
 
 URL = parse_url("s3://bucket/run/step-1")
-OPTIONS = SaveOptions(resolve_settings({"rank_timeout": 1.0}), False, {}, (), WriterTransforms(None))
+SETTINGS = resolve_settings({"rank_timeout": 1.0})
 
 
 @pytest.fixture
@@ -49,7 +47,7 @@ def _attempt(rank: int, world_size: int = 2) -> Attempt:
 
 def _save(rank: int, upload: Callable[[JointSave], Any] = lambda _: None) -> JointSave:
     """One rank's save; ``upload`` is called before its data moves."""
-    made = JointSave(URL, OPTIONS, _attempt(rank), None, 1, None)
+    made = JointSave(URL, "", SETTINGS, attempt=_attempt(rank), of_step=1)
     _upload = made._upload
 
     def upload_first(claim: Any, *args: Any, **options: Any) -> Any:
@@ -107,7 +105,7 @@ def test_an_interrupt_while_data_moves_ends_the_save_for_all_and_leaves_no_threa
 
 def test_a_save_of_one_rank_is_not_remembered() -> None:
     counted = count_of(_attempt(0, 1), URL, 1)
-    assert not isinstance(begin_joint_save(URL, "ab", OPTIONS, None, counted=counted), JointSave)
+    assert not isinstance(begin_joint_save(URL, "ab", SETTINGS, counted=counted), JointSave)
     assert counted.is_decided
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter, errors, events, latest, list_checkpoints, verify
-from dcp_s3.save.writer import Save
+from dcp_s3.save.save import Save
 from tests.end_to_end.loads import assert_loads
 from tests.ranks import run_ranks
 from tests.servers import S3Server
@@ -248,20 +248,14 @@ def test_saves_in_another_process(root: str, world_size: int) -> None:
 
 
 def test_a_writer_that_was_pickled_writes(root: str, memory_server: S3Server) -> None:
-    writer = S3StorageWriter(root, overwrite=True, metrics={"loss": 1.5}, separate=["a"], settings={"concurrency": 3})
+    writer = S3StorageWriter(root, overwrite=True, metrics={"loss": 1.5}, settings={"concurrency": 3})
     dcp.save({"a": torch.zeros(3)}, storage_writer=writer)  # it has clients by now
     assert memory_server.secret_key.encode() not in pickle.dumps(writer)
     copy = pickle.loads(pickle.dumps(writer))
     assert copy.settings == writer.settings
     assert copy.settings.concurrency == 3
-    assert (copy.overwrite, copy.metrics, copy.separate, copy.checkpoint_id) == (True, {"loss": 1.5}, ["a"], root)
+    assert (copy.overwrite, copy.metrics, copy.checkpoint_id) == (True, {"loss": 1.5}, root)
     dcp.save({"a": torch.ones(3)}, storage_writer=copy)
     found = {"a": torch.zeros(3)}
     dcp.load(found, storage_reader=pickle.loads(pickle.dumps(S3StorageReader(root))))
     assert torch.equal(found["a"], torch.ones(3))
-
-
-@pytest.mark.parametrize("separate", ["model.", [["model."]]])
-def test_separate_is_a_list_of_beginnings(separate: Any) -> None:
-    with pytest.raises(errors.SettingsError, match=r"separate = .*beginnings of FQNs"):
-        S3StorageWriter("s3://bucket/x", separate=separate)

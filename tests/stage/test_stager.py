@@ -21,7 +21,7 @@ from dcp_s3.errors import SettingsError, StagingError
 from dcp_s3.stage import stager as stager_module
 from tests.faulty import BUCKET, FaultyServer
 from tests.ranks import run_ranks
-from tests.stage.making import PATIENCE, HeldUp, Holder, stage_once
+from tests.stage.making import PATIENCE, HeldUp, Holder, generations_in_use, stage_once
 
 # --- in the background -----------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ def test_a_change_in_place_while_it_is_staged_is_detected(
         with pytest.raises(StagingError, match=message):
             future.result(PATIENCE)
         assert _begin(stager, {"b": state["b"]}).result(PATIENCE)["b"].tolist() == [1, 1]
-        assert stager._pool.in_use <= 1
+        assert generations_in_use(stager._pool) <= 1
 
 
 def test_close_waits_for_the_copy_and_what_is_copied_stays(held_up: HeldUp) -> None:

@@ -1,14 +1,18 @@
-"""The pool: memory is used again, but never while anything can still read it, nor more of it than its budget."""
+"""Host memory: it lives as long as something reads it, is really there, and is given back; the pool uses it again, but
+never while anything can still read it, nor more of it than its budget."""
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import logging
+import mmap
 import os
 import random
 import re
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -18,21 +22,168 @@ import pytest
 import torch
 
 from dcp_s3.errors import StagingError
-from dcp_s3.stage import pool as pool_module
-from dcp_s3.stage.buffers import HostBuffer, measure_available
-from dcp_s3.stage.pool import ALIGNMENT, BufferPool, Slot
+from dcp_s3.stage import memory
+from dcp_s3.stage.handover import map_shared
+from dcp_s3.stage.memory import ALIGNMENT, BufferPool, HostBuffer, Kind, Slot, measure_available
+from dcp_s3.tensor_memory import view_bytes
 from tests.s3.waiting import until
-from tests.stage.making import MIB, PATIENCE, make_pool, no_collector
+from tests.stage.making import MIB, PATIENCE, buffers_of, generations_in_use, make_pool, no_collector
+
+KINDS: tuple[Kind, ...] = ("private", "shared", "file")
+PAGE = mmap.PAGESIZE
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _mapped() -> int:
+    """Bytes of address space of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+
+
+@pytest.fixture(params=KINDS)
+def buffer(request: pytest.FixtureRequest, tmp_path: Path) -> HostBuffer:
+    return HostBuffer(3 * PAGE + 5, request.param, directory=str(tmp_path))
+
+
+def test_memory_can_be_written_and_read(buffer: HostBuffer) -> None:
+    """It starts on a page; only what is shared has a descriptor."""
+    lease = buffer.lease()
+    assert (len(lease), buffer.size) == (3 * PAGE + 5, 3 * PAGE + 5)
+    assert bytes(lease) == bytes(len(lease))
+    tensor = torch.frombuffer(lease, dtype=torch.uint8)
+    assert tensor.data_ptr() == buffer.address
+    assert buffer.address % PAGE == 0
+    tensor.fill_(7)
+    assert bytes(buffer.lease()) == b"\x07" * buffer.size
+    if buffer.kind == "private":
+        return
+    state = os.fstat(buffer.fileno())
+    assert state.st_size == buffer.size
+    assert state.st_blocks * 512 >= buffer.size, "space is reserved"
+    assert not os.get_inheritable(buffer.fileno())
+    mapped = map_shared(os.dup(buffer.fileno()), buffer.size)
+    buffer.lease()[PAGE] = 42
+    assert mapped[PAGE] == 42, "another mapping shows the same"
+
+
+_READERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "slice": lambda t: t[3:5],
+    "dtype": lambda t: t.view(torch.int32),
+    "parameter": lambda t: torch.nn.Parameter(t.view(torch.float32)),
+    "storage": lambda t: t.untyped_storage(),
+    "bytes of a slice": lambda t: view_bytes(t[5:])[1:],
+    "numpy": lambda t: t[3:].numpy(),
+    "a copy": lambda t: t.clone(),
+}
+
+
+@pytest.mark.parametrize("kind", _READERS)
+def test_a_lease_lives_as_long_as_what_reads_it(buffer: HostBuffer, kind: str) -> None:
+    lease, other = buffer.lease(), buffer.lease()
+    alive, others = weakref.ref(lease), weakref.ref(other)
+    tensor = torch.frombuffer(lease, dtype=torch.uint8, count=64, offset=64)
+    kept = _READERS[kind](tensor)
+    del lease, other, tensor
+    gc.collect()
+    assert (alive() is None) == (kind == "a copy")
+    assert others() is None
+    del kept
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_file_leaves_no_name(tmp_path: Path) -> None:
+    directory = tmp_path / "made" / "at need"
+    before = _descriptors()
+    buffer = HostBuffer(PAGE, "file", directory=str(directory))
+    assert _descriptors() == before + 2  # the mapping has a duplicate
+    assert os.listdir(directory) == []
+    state = os.fstat(buffer.fileno())
+    assert (state.st_nlink, state.st_mode & 0o077, state.st_size) == (0, 0, PAGE)
+    assert state.st_dev == os.stat(directory).st_dev
+
+
+# --- no room ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"), [("file", errno.ENOSPC), ("file", errno.EOPNOTSUPP), ("shared", errno.ENOSPC)]
+)
+def test_no_room_names_what_is_full_and_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, number: int
+) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    before = _descriptors()
+    with pytest.raises(StagingError, match="DCP_S3_SPILL_DIR") as failure:
+        HostBuffer(5 * 2**20, kind, directory=str(tmp_path))
+    message = str(failure.value)
+    where = repr(str(tmp_path)) if kind == "file" else "shared memory"
+    for each in ("DCP_S3_STAGING_LIMIT", "5.0 MiB", os.strerror(number), where):
+        assert each in message
+    assert isinstance(failure.value.__cause__, OSError)
+    del failure
+    gc.collect()
+    assert _descriptors() == before
+
+
+def test_a_spill_directory_that_is_a_file_or_cannot_be_written(tmp_path: Path) -> None:
+    """In /proc nobody makes files, root neither."""
+    file = tmp_path / "file"
+    file.write_text("x")
+    for path in (str(file), str(file / "below"), "/proc/self", "/proc/no/such/directory"):
+        with pytest.raises(StagingError, match=r"spill directory.*DCP_S3_SPILL_DIR") as failure:
+            HostBuffer(PAGE, "file", directory=path)
+        assert repr(path) in str(failure.value)
+    assert file.read_text() == "x"
+
+
+# --- memory is given back --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_descriptors_and_memory_are_given_back(kind: Kind, tmp_path: Path) -> None:
+    size = 64 * 2**20
+    before, mapped = _descriptors(), _mapped()
+    for _ in range(20):
+        buffer = HostBuffer(size, kind, directory=str(tmp_path))
+        tensor = torch.frombuffer(buffer.lease(), dtype=torch.uint8)
+        del buffer
+        tensor[-1] = 1
+    assert _mapped() >= mapped + size  # the last one is in use
+    del tensor
+    gc.collect()
+    assert _descriptors() == before
+    assert _mapped() < mapped + size
+
+
+def test_pinned_memory_is_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+    monkeypatch.setattr(memory.torch_private, "pin_memory", lambda address, size: calls.append(("pin", address)))
+    monkeypatch.setattr(memory.torch_private, "unpin_memory", lambda address: calls.append(("unpin", address)))
+    buffer = HostBuffer(PAGE, "private")
+    buffer.pin()
+    address = buffer.address
+    assert calls == [("pin", address)]
+    del buffer
+    assert calls == [("pin", address), ("unpin", address)]
+
+
+# --- the pool ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
 def _reported_waits(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "dcp_s3.stage.pool")
+    caplog.set_level(logging.WARNING, "dcp_s3.stage.memory")
 
 
 def size_of(pool: BufferPool, but: str = "") -> int:
     """Bytes of all buffers, in use and free, but those of one kind."""
-    return sum(buffer.size for buffer in pool.buffers if buffer.kind != but)
+    return sum(buffer.size for buffer in buffers_of(pool) if buffer.kind != but)
 
 
 def test_memory_is_used_again_but_not_while_in_use() -> None:
@@ -40,10 +191,10 @@ def test_memory_is_used_again_but_not_while_in_use() -> None:
     held = [pool.acquire([MIB]) for _ in range(3)]
     addresses = {slots[0].address for slots in held}
     assert len(addresses) == 3
-    assert (pool.in_use, size_of(pool)) == (3, 3 * MIB)
+    assert (generations_in_use(pool), size_of(pool)) == (3, 3 * MIB)
     kept = torch.frombuffer(held[1][0].lease, dtype=torch.uint8, count=5)[2:]
     held.clear()
-    assert (pool.acquire([]), pool.in_use) == ([], 1), "nothing needs no memory"
+    assert (pool.acquire([]), generations_in_use(pool)) == ([], 1), "nothing needs no memory"
     more = [pool.acquire([MIB]) for _ in range(2)]
     assert {slots[0].address for slots in more} == addresses - {kept.data_ptr() - 2}
     assert size_of(pool) == 3 * MIB
@@ -56,7 +207,7 @@ def test_memory_is_used_again_but_not_while_in_use() -> None:
 @pytest.mark.parametrize(
     ("options", "held", "asked", "words"),
     [
-        ({"generations": 2}, 2, MIB, "2 earlier saves still hold their staged copies, as many as may exist at a time"),
+        ({"generations": 2}, 2, MIB, "2 earlier saves still hold their staged copies, as many as may exist at once"),
         ({"generations": 5, "limit": 3 * MIB}, 2, 2 * MIB, "most of the 3.0 MiB .* DCP_S3_SPILL_DIR is not set"),
         ({"generations": 5, "limit": 2 * MIB}, 1, 3 * MIB, "most of the 2.0 MiB"),  # it never can fit
     ],
@@ -65,7 +216,7 @@ def test_memory_is_used_again_but_not_while_in_use() -> None:
 def test_a_request_that_has_to_wait_says_why_and_is_woken(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, options: Any, held: int, asked: int, words: str
 ) -> None:
-    monkeypatch.setattr(pool_module, "_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(memory, "_REPORT_SECONDS", 0.0)
     pool = make_pool(**options)
     kept = [pool.acquire([MIB]) for _ in range(held)]
     with ThreadPoolExecutor(1) as threads, closing(pool):
@@ -119,11 +270,11 @@ def test_a_failed_allocation_leaves_the_pool_usable(
 
     pool = make_pool(limit=MIB, spill_dir=str(tmp_path), generations=1)
     with monkeypatch.context() as patch:
-        patch.setattr(pool_module, "HostBuffer", Failing)
+        patch.setattr(memory, "HostBuffer", Failing)
         for _ in range(3):
             with pytest.raises(StagingError, match="no room"):
                 pool.acquire([2 * MIB, MIB])
-        assert (pool.in_use, size_of(pool)) == (0, MIB if failing == "file" else 0), "what it had is kept"
+        assert (generations_in_use(pool), size_of(pool)) == (0, MIB if failing == "file" else 0), "what it had is kept"
     slots = pool.acquire([2 * MIB, MIB])
     assert [slot.buffer.kind for slot in slots] == ["file", "private"]
     assert size_of(pool) == 3 * MIB
@@ -155,7 +306,7 @@ def test_over_the_budget_with_nothing_in_use_names_both_settings(spill_dir: str 
         pool.acquire([2 * MIB])
     assert "2.0 MiB" in str(failure.value)
     assert spill_dir or "DCP_S3_STAGING_LIMIT" in str(failure.value)
-    assert (pool.in_use, size_of(pool)) == (0, 0)
+    assert (generations_in_use(pool), size_of(pool)) == (0, 0)
     assert len(pool.acquire([MIB])) == 1
 
 
@@ -166,11 +317,11 @@ def test_what_exceeds_the_budget_goes_to_disk(tmp_path: Path) -> None:
     assert pool.acquire([2 * MIB])[0].buffer.kind == "file", "memory is not waited for"
     assert sum({b.size for b in (s.buffer for s in slots) if b.kind != "file"}) <= 2 * MIB
     node = os.fstat(slots[0].buffer.fileno()).st_ino
-    assert pool.in_use == 1
+    assert generations_in_use(pool) == 1
     del slots[1:]
-    assert pool.in_use == 1  # half of it
+    assert generations_in_use(pool) == 1  # half of it
     del slots
-    assert pool.in_use == 0
+    assert generations_in_use(pool) == 0
     assert os.fstat(pool.acquire([3 * MIB])[0].buffer.fileno()).st_ino == node, "files are used again"
 
 
@@ -189,8 +340,8 @@ def test_memory_never_exceeds_the_budget(seed: int, tmp_path: Path) -> None:
         assert all(address % ALIGNMENT == 0 for address, _ in used)
         assert all(address + size <= other for (address, size), (other, _) in itertools.pairwise(used))
         assert size_of(pool, "file") <= limit
-        assert pool.in_use == len(held)
-        assert len(pool.buffers) <= 2 * generations, "sizes that change do not grow it"
+        assert generations_in_use(pool) == len(held)
+        assert len(buffers_of(pool)) <= 2 * generations, "sizes that change do not grow it"
 
 
 # --- limits ---------------------------------------------------------------------------------------------
