@@ -34,9 +34,9 @@ from dcp_s3.format.layout import joint_object, manifest_object, new_nonce
 from dcp_s3.format.part import Part, WrittenItem, digest_of, encode, item_hash
 from dcp_s3.limit import Deadline
 from dcp_s3.process import collector_paused
-from dcp_s3.save.objects import ItemWriteResult, write_buckets
+from dcp_s3.save.objects import write_buckets
 from dcp_s3.save.plan import WriteBucket, plan_buckets
-from dcp_s3.save.save import Save
+from dcp_s3.save.save import Save, objects_of
 from dcp_s3.settings import Settings
 from dcp_s3.store import Batch
 from dcp_s3.url import CheckpointURL
@@ -227,10 +227,11 @@ class JointSave(Save):
 
     def _go_on(self, answer: Any, until: type | None = None) -> Any:
         """Go on with the protocol; raise what the save fails with, if it ends without a commit."""
-        if self._steps is None:
+        steps = self._steps
+        if steps is None:
             raise errors.SaveProtocolError("this save has ended", url=str(self.url))
         with self._withdrawing():
-            found = self._driver.go_on(self._steps, answer, until=until)
+            found = self._driver.go_on(steps, answer, until=until)
         if until is not None and isinstance(found, until):
             return found
         self._end()
@@ -274,17 +275,12 @@ class JointSave(Save):
 
     def _make_part(self, claim: Claim, rank: int, results: Sequence[WriteResult]) -> Part:
         items = {each.item.index: each.item for each in self._held}
+        stored = [(each, items[each.index]) for each in results if each.storage_data is not None]
         written = [
-            WrittenItem(
-                each.index, items[each.index].tensor_data, each.storage_data,
-                items[each.index].type == WriteItemType.SHARD,
-            )
-            for each in results
-            if each.storage_data is not None
-        ]  # fmt: skip
-        objects = [
-            each.object_entry for each in results if isinstance(each, ItemWriteResult) and each.object_entry is not None
+            WrittenItem(each.index, item.tensor_data, each.storage_data, item.type == WriteItemType.SHARD)
+            for each, item in stored
         ]
+        objects, _ = objects_of(results)
         facts: dict[str, Any] = {"started_at": self._beginning.at, "by": self.rank}
         if rank == 0:
             facts |= {"metrics": dict(self.metrics), "extra": dict(self.extra)}
@@ -348,13 +344,8 @@ def _warn_of_spilling(directory: str) -> None:
 def verdict_error(
     url: CheckpointURL, verdict: str, claim: Claim | None, nonce: str | None, error: Exception | None
 ) -> Exception:
-    """What a rank raises if a save was not committed, or may not have been.
-
-    Args:
-        claim: as the rank has seen it last.
-        nonce: of the save; None if the rank has not joined it.
-        error: what failed on this rank, if anything did.
-    """
+    """What a rank raises if a save was not committed, or may not have been: it has seen the claim last, and joined the
+    save of that nonce (None: none), and that error, if any, is its own."""
     if verdict == values.EXISTS:
         return exists_error(url)
     if error is not None and verdict in (values.ABORTED, values.UNKNOWN):

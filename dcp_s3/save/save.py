@@ -87,8 +87,6 @@ class Save:
     spills: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self.written = False
-        """Whether all of this rank's data is written."""
         self.world_size = world_size()  # now: data may be written in a process that has no process group
         self._beginning, self._began = Beginning(), time.monotonic()
         self._s3 = store_of(self.url, self.settings)
@@ -160,7 +158,7 @@ class Save:
                 self._check_same_save(written.url, rank)
         with collector_paused():
             everything = [result for rank in results for result in rank]
-            objects, spilled = _objects_of(everything)
+            objects, spilled = objects_of(everything)
             check_distinct(objects)
             metadata.version, metadata.storage_meta = DCP_VERSION, self.storage_meta
             stored = {each.index: each.storage_data for each in everything if each.storage_data is not None}
@@ -215,8 +213,7 @@ class Save:
 
     def _tell_written(self, results: Sequence[WriteResult], seconds: float) -> None:
         """This rank's objects are complete; they took so many seconds."""
-        self.written = True
-        objects, spilled = _objects_of(results)
+        objects, spilled = objects_of(results)
         self._an_object = objects[0].path if objects else None
         event = Written(
             url=str(self.url), step=self.step, rank=self.rank, bytes=sum(each.size for each in objects),
@@ -263,7 +260,7 @@ class Save:
         return self._base_store.within(Limit(deadline=self._deadline).within(self.settings.save_timeout))
 
 
-def _objects_of(results: Sequence[WriteResult]) -> tuple[list[ObjectEntry], list[int]]:
+def objects_of(results: Sequence[WriteResult]) -> tuple[list[ObjectEntry], list[int]]:
     """The objects that were written, and the sizes in bytes of those that went to a spill directory."""
     written = [(each.object_entry, each.spilled) for each in results if isinstance(each, ItemWriteResult)]
     entries = [(entry, spilled) for entry, spilled in written if entry is not None]

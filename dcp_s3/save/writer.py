@@ -138,7 +138,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             raise SettingsError(f"max_objects = {self.max_objects!r}, expected a whole number above 0")
         self.split_replicated = self.settings.split_replicated if split_replicated is None else split_replicated
         self._url = None if url is None else parse_url(url)  # of saves that were given none
-        self._unused = set() if self._url is None else {self._url}  # that no save has begun with
+        self._had_others = False  # whether it was another one before
         self._attached: dict[str, Attachment] = {}  # to the next save
         self._members = None if process_group is None else dist.get_process_group_ranks(process_group)  # None: all
         self._is_one_of_several = ranks.world_size() > 1
@@ -166,8 +166,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, to ``checkpoint_id`` if given.
 
-        In the thread that made the writer, ``checkpoint_id`` also becomes the URL of later saves without one. DCP
-        passes that of an asynchronous save in another thread; there it is for that save alone.
+        In the thread that made the writer, ``checkpoint_id`` also becomes the URL of later saves without one; but
+        asynchronous ones need their own, once the writer has had several. DCP passes that of an asynchronous save in
+        another thread; there it is for that save alone.
 
         Raises:
             InvalidURLError: ``checkpoint_id`` is not an S3 URL.
@@ -177,19 +178,16 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             return
         url = self._here.url = parse_url(checkpoint_id)
         if self._here.is_home:
+            self._had_others |= self._url not in (None, url)
             self._url = url
-            self._unused.add(url)
 
     @called_by_dcp
     def storage_meta(self) -> StorageMeta | None:
-        """URL and id of the save under way in this thread, or of its next save; for DCP's logs and planners."""
-        here = self._here
-        if here.save is not None and here.save_id is None and not here.save.written:
-            return here.save.storage_meta
-        wait_for_saves()
-        here.url = self._choose_url()
-        here.save_id = here.save_id or new_save_id()
-        if (background := current_save()) is not None:
+        """URL and id of this thread's next save, for DCP's logs and planners."""
+        wait_for_saves()  # before the ranks exchange anything, even failures
+        here, background = self._here, current_save()
+        here.url, here.save_id = self._choose_url(), here.save_id or new_save_id()
+        if background is not None:
             error = CheckpointError(
                 "it was not committed: another rank failed, or something other than dcp_s3. Remedy: the future of "
                 "dcp.async_save has the error",
@@ -206,17 +204,15 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             InvalidURLError: neither the writer nor the save has a URL.
             SaveProtocolError: several URLs are possible for this save, or this rank is not to save alone.
         """
-        wait_for_saves()  # before the ranks exchange anything, even failures
+        wait_for_saves()  # some frameworks do not call storage_meta
         here, url = self._here, self._choose_url()
         save_id = here.save_id or new_save_id()
-        self._unused.discard(url)
         use_collectives, rank = bool(kwargs.get("use_collectives", True)), kwargs.get("rank")
-        rank = ranks.rank() if rank is None else int(rank)  # some frameworks that call this directly do not pass it
+        rank = ranks.rank() if rank is None else int(rank)  # some do not pass it either
         if self.counted is None:
             self._check_ranks(url, rank, use_collectives)
         background, stall_seconds = current_save(), self.stall_seconds
         if background is not None:
-            # Known, as `stage` has returned; the save itself is kept no longer than it takes.
             stall_seconds = background.stall_seconds if stall_seconds is None else stall_seconds
             if use_collectives and not is_coordinator:
                 background.if_unfinished = None  # the coordinator knows whether it is committed
@@ -391,19 +387,18 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         return save
 
     def _choose_url(self) -> CheckpointURL:
-        """URL of the next save in this thread. An InvalidURLError if there is none, a SaveProtocolError if several are
-        possible."""
+        """URL of this thread's next save. An InvalidURLError if there is none, a SaveProtocolError if it may be another
+        one."""
         url = self._here.url or self._url
         if url is None:
             raise InvalidURLError(
                 "S3StorageWriter has no URL. Remedy: S3StorageWriter('s3://bucket/prefix'), or pass "
                 "checkpoint_id='s3://bucket/prefix' to dcp.save"
             )
-        if self._here.url is None and (candidates := self._unused - {url}):
+        if self._here.url is None and self._had_others:
             raise SaveProtocolError(
-                "it is unclear which URL this asynchronous save is for: before it began the writer was given "
-                f"{', '.join(sorted(str(each) for each in candidates | {url}))}; nothing was written. Remedy: "
-                "pass checkpoint_id=... to each dcp.async_save, or make a writer for each"
+                f"it is unclear which URL this asynchronous save is for: {url}, or one that the writer had before; "
+                "nothing was written. Remedy: pass checkpoint_id=... to each dcp.async_save, or make a writer for each"
             )
         return url
 

@@ -166,7 +166,6 @@ class StagedState(dict[str, Any]):
     """A staged state dict, and the memory of its tensors."""
 
     save: AsyncSave | None = None
-    """The save that it is for; None for any other use."""
     error: BaseException | None = None
     """Why it is none: its only value raises this."""
 
@@ -280,7 +279,7 @@ class _BufferUnpickler(pickle.Unpickler):
 def _reduce(state: StagedState) -> tuple[Any, ...]:
     state.begin(sent=True)
     if state.error is not None:
-        return _rebuild_failed, (state.error,)
+        return _rebuild, (state.error,)
     file, descriptors = io.BytesIO(), []
     try:
         _BufferPickler(file, state.buffers).dump(dict(state))
@@ -296,19 +295,18 @@ def _reduce(state: StagedState) -> tuple[Any, ...]:
     except Exception as error:  # noqa: BLE001 - it goes to all ranks
         # Raised here, it would reach only this rank, and the others would wait for its checkpoint process.
         why = StagingError(f"the state cannot be sent to the checkpoint process: {error!r}")
-        return _rebuild_failed, (FailedStaging(why).error,)
-    return _rebuild, (file.getvalue(), descriptors)
+        return _rebuild, (FailedStaging(why).error,)
+    return _rebuild, (None, file.getvalue(), descriptors)
 
 
-def _rebuild(structure: bytes, descriptors: Sequence[tuple[Any, int]]) -> StagedState:
-    buffers = [map_shared(descriptor.detach(), size) for descriptor, size in descriptors]
-    state = StagedState(_BufferUnpickler(io.BytesIO(structure), buffers).load())
-    AsyncSave(sent=True).go_with(state)
-    return state
-
-
-def _rebuild_failed(error: BaseException) -> StagedState:
-    state = FailedStaging(error)
+def _rebuild(
+    error: BaseException | None, structure: bytes = b"", descriptors: Sequence[tuple[Any, int]] = ()
+) -> StagedState:
+    if error is not None:
+        state: StagedState = FailedStaging(error)
+    else:
+        buffers = [map_shared(descriptor.detach(), size) for descriptor, size in descriptors]
+        state = StagedState(_BufferUnpickler(io.BytesIO(structure), buffers).load())
     AsyncSave(sent=True).go_with(state)
     return state
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import operator
 import queue
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -163,9 +164,8 @@ class Snapshot:
         return torch.empty(0, dtype=source.dtype).set_(target.untyped_storage(), 0, source.shape, strides)
 
     def _check_unchanged(self) -> None:
-        if self._versions is None:
-            return
-        changed = sum(before != now for before, now in zip(self._versions, self._read_versions(), strict=True))
+        before = self._versions
+        changed = 0 if before is None else sum(map(operator.ne, before, self._read_versions()))
         if changed:
             raise StagingError(
                 f"{changed} tensors were changed in place while they were staged in the background, so the copy may "
@@ -189,8 +189,6 @@ class Snapshot:
         kind = type(value)
         if kind in _ATOMIC:
             return value
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value)
         known = self._memo.get(id(value))
         if known is not None:
             return known
@@ -209,17 +207,19 @@ class Snapshot:
             items = [self._copy_at(number, entry) for number, entry in enumerate(value)]
             return tuple(items) if kind is tuple else kind._make(items)
         try:
+            if isinstance(value, torch.Tensor):  # the same hole for every occurrence
+                if id(value) not in self._holes:
+                    self._holes[id(value)] = _Hole(self._build(value)), value
+                return self._holes[id(value)][0]
             with _OffloadCopies():
                 return copy.deepcopy(value, self._memo)
+        except StagingError:
+            raise
         except Exception as error:
-            raise self._not_copyable(value, error) from error
-
-    def _not_copyable(self, value: Any, error: Exception) -> StagingError:
-        kind = type(value)
-        return StagingError(
-            f"{self._name()} is a {kind.__module__}.{kind.__qualname__} that cannot be copied ({error}), so an "
-            "asynchronous save of it would not be safe from changes. Remedy: leave it out of the state"
-        )
+            raise StagingError(
+                f"{self._name()} is a {kind.__module__}.{kind.__qualname__} that cannot be copied ({error}), so an "
+                "asynchronous save of it would not be safe from changes. Remedy: leave it out of the state"
+            ) from error
 
     def _copy_at(self, key: Any, value: Any) -> Any:
         if type(value) in _ATOMIC:
@@ -228,17 +228,6 @@ class Snapshot:
         copied = self._copy(value)
         self._path.pop()
         return copied
-
-    def _tensor(self, tensor: torch.Tensor) -> _Hole:
-        """The hole for ``tensor``: the same one for every occurrence."""
-        if id(tensor) not in self._holes:
-            try:
-                self._holes[id(tensor)] = _Hole(self._build(tensor)), tensor
-            except StagingError:
-                raise
-            except Exception as error:
-                raise self._not_copyable(tensor, error) from error
-        return self._holes[id(tensor)][0]
 
     def _name(self) -> str:
         return repr(".".join(map(str, self._path)))

@@ -8,19 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-from dcp_s3 import S3StorageWriter
+from dcp_s3 import S3StorageWriter, errors, verify
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.save.plan import item_size, plan_buckets
+from dcp_s3.save.save import Save
 from tests.end_to_end.loads import assert_loads
 from tests.end_to_end.states import random_tensor
+from tests.ranks import run_ranks
 from tests.servers import S3Server
 
 
@@ -162,6 +166,39 @@ def test_a_save_that_failed_leaves_a_cache_that_works(root: str, bucket: str, me
     for step in (0, 2):
         _assert_complete(memory_server, bucket, f"run/{step}")
         assert_loads(f"{root}/{step}", _state(step))
+
+
+def _save_of_ranks(url: str, *, extra: bool) -> None:
+    state = {"w": torch.ones(9), f"of_{dist.get_rank()}": torch.ones(3)}
+    if extra and dist.get_rank() == 1:
+        state["only_of_1"] = torch.ones(5)
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    dcp.save(state, storage_writer=S3StorageWriter(url), planner=planner)
+
+
+def _after_a_failure(url: str) -> str:
+    _save_of_ranks(f"{url}/0", extra=False)
+    check = Save.prepare_global_plan
+
+    def fail(*_: Any) -> Any:
+        raise errors.SaveProtocolError("two saves overlapped")
+
+    Save.prepare_global_plan = fail  # type: ignore[method-assign]
+    with pytest.raises(CheckpointException):
+        _save_of_ranks(f"{url}/1", extra=True)
+    Save.prepare_global_plan = check  # type: ignore[method-assign]
+    with pytest.raises(CheckpointException) as caught:
+        _save_of_ranks(f"{url}/2", extra=True)
+    return str(next(iter(caught.value.failures.values()))[0])
+
+
+@pytest.mark.servers("memory")
+def test_a_save_whose_ranks_have_plans_of_another_state_is_not_committed(root: str) -> None:
+    for text in run_ranks(2, _after_a_failure, root):
+        assert "'only_of_1' was planned, and no rank has written all of it" in text
+    assert verify(f"{root}/0", full=True).ok
+    with pytest.raises(errors.CheckpointNotFoundError):
+        verify(f"{root}/2")
 
 
 # --- tensors on a device ---------------------------------------------------------------------------------

@@ -68,30 +68,29 @@ def test_memory_can_be_written_and_read(buffer: HostBuffer) -> None:
     assert mapped[PAGE] == 42, "another mapping shows the same"
 
 
-_READERS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "slice": lambda t: t[3:5],
-    "dtype": lambda t: t.view(torch.int32),
-    "parameter": lambda t: torch.nn.Parameter(t.view(torch.float32)),
-    "storage": lambda t: t.untyped_storage(),
-    "bytes of a slice": lambda t: view_bytes(t[5:])[1:],
-    "numpy": lambda t: t[3:].numpy(),
-    "a copy": lambda t: t.clone(),
-}
+_READERS: tuple[Callable[[torch.Tensor], Any], ...] = (
+    lambda t: t[3:5],
+    lambda t: t.view(torch.int32),
+    lambda t: torch.nn.Parameter(t.view(torch.float32)),
+    lambda t: t.untyped_storage(),
+    lambda t: view_bytes(t[5:])[1:],
+    lambda t: t[3:].numpy(),
+)
 
 
-@pytest.mark.parametrize("kind", _READERS)
-def test_a_lease_lives_as_long_as_what_reads_it(buffer: HostBuffer, kind: str) -> None:
-    lease, other = buffer.lease(), buffer.lease()
-    alive, others = weakref.ref(lease), weakref.ref(other)
-    tensor = torch.frombuffer(lease, dtype=torch.uint8, count=64, offset=64)
-    kept = _READERS[kind](tensor)
-    del lease, other, tensor
-    gc.collect()
-    assert (alive() is None) == (kind == "a copy")
-    assert others() is None
-    del kept
-    gc.collect()
-    assert alive() is None
+def test_a_lease_lives_as_long_as_what_reads_it(buffer: HostBuffer) -> None:
+    for read in (*_READERS, torch.clone):
+        lease, other = buffer.lease(), buffer.lease()
+        alive, others = weakref.ref(lease), weakref.ref(other)
+        tensor = torch.frombuffer(lease, dtype=torch.uint8, count=64, offset=64)
+        kept = read(tensor)
+        del lease, other, tensor
+        gc.collect()
+        assert (alive() is None) == (read is torch.clone)
+        assert others() is None
+        del kept
+        gc.collect()
+        assert alive() is None
 
 
 def test_a_file_leaves_no_name(tmp_path: Path) -> None:
@@ -135,10 +134,9 @@ def test_a_spill_directory_that_is_a_file_or_cannot_be_written(tmp_path: Path) -
     """In /proc nobody makes files, root neither."""
     file = tmp_path / "file"
     file.write_text("x")
-    for path in (str(file), str(file / "below"), "/proc/self", "/proc/no/such/directory"):
-        with pytest.raises(StagingError, match=r"spill directory.*DCP_S3_SPILL_DIR") as failure:
+    for path in (str(file), "/proc/self"):
+        with pytest.raises(StagingError, match=rf"spill directory {path!r}.*DCP_S3_SPILL_DIR"):
             HostBuffer(PAGE, "file", directory=path)
-        assert repr(path) in str(failure.value)
     assert file.read_text() == "x"
 
 
@@ -234,17 +232,6 @@ def test_a_request_that_has_to_wait_says_why_and_is_woken(
         assert size_of(pool) == options.get("limit", 2 * MIB), "what is free has made room"
 
 
-def test_close_ends_a_wait() -> None:
-    pool = make_pool(generations=1)
-    held = pool.acquire([100])
-    with ThreadPoolExecutor(1) as threads:
-        waiter = threads.submit(pool.acquire, [100])
-        pool.close()
-        with pytest.raises(StagingError, match="closed"):
-            waiter.result(PATIENCE)
-    del held
-
-
 def test_a_lease_in_a_cycle_is_found_before_waiting(caplog: pytest.LogCaptureFixture) -> None:
     pool = make_pool(generations=1)
     cycle: list[Any] = [pool.acquire([100])]
@@ -280,20 +267,38 @@ def test_a_failed_allocation_leaves_the_pool_usable(
     assert size_of(pool) == 3 * MIB
 
 
-def test_close_frees_what_is_free_and_what_is_in_use_stays_as_long_as_it_is_used() -> None:
+def test_close_frees_what_is_free_ends_waits_and_leaves_what_is_in_use() -> None:
     pool = make_pool()
-    pool.shared = True
-    slots, free = pool.acquire([MIB]), pool.acquire([MIB])
+    free = weakref.ref(pool.acquire([MIB])[0].buffer)
+    assert free() is not None
+    pool.close()
+    assert free() is None
+    pool = make_pool(generations=1)
+    slots = pool.acquire([MIB])
     tensor = torch.frombuffer(slots[0].lease, dtype=torch.uint8, count=3)
-    other = weakref.ref(free[0].buffer)
-    del slots, free
-    pool.close()
-    pool.close()
-    assert (other(), size_of(pool)) == (None, 0)
-    del pool
+    with ThreadPoolExecutor(1) as threads:
+        waiter = threads.submit(pool.acquire, [100])
+        pool.close()
+        with pytest.raises(StagingError, match="closed"):
+            waiter.result(PATIENCE)
+    del slots, pool
     gc.collect()
     tensor.fill_(5)
     assert tensor.tolist() == [5, 5, 5]
+
+
+def test_what_does_not_wait_gets_nothing_while_all_is_in_use() -> None:
+    """As for tensors on a device: a block is used again when nothing refers to its bytes."""
+    pool = make_pool(generations=1)
+    first = pool.acquire_at_once(MIB, pin=False)
+    assert first is not None
+    part, where = first.lease[100:200], first.address
+    del first
+    assert pool.acquire_at_once(MIB, pin=False) is None
+    del part
+    second = pool.acquire_at_once(MIB, pin=False)
+    assert second is not None
+    assert second.address == where
 
 
 # --- the budget ------------------------------------------------------------------------------------------
@@ -325,7 +330,7 @@ def test_what_exceeds_the_budget_goes_to_disk(tmp_path: Path) -> None:
     assert os.fstat(pool.acquire([3 * MIB])[0].buffer.fileno()).st_ino == node, "files are used again"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_memory_never_exceeds_the_budget(seed: int, tmp_path: Path) -> None:
     generator = random.Random(seed)
     limit, generations = 40 * 4096, 3
