@@ -18,9 +18,13 @@ from dcp_s3.url import CheckpointURL
 
 
 class _SaveAlone(Save):
-    def __init__(self, url: CheckpointURL, save_id: str, settings: Settings, **_: Any) -> None:
-        super().__init__(url, save_id, settings, rank=ranks.rank())
-        self._open(SaveIdentity(url, save_id, self.rank))
+    def __init__(
+        self, url: CheckpointURL, save_id: str, settings: Settings, *, replicas: Any, counted: Any, step: Any,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(url, save_id, settings, rank=ranks.rank(), **{**options, "overwrite": False})
+        self._identity = SaveIdentity(url, save_id, self.rank)
+        self._committer._identity = self._identity
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, [*results, *([] for _ in range(ranks.world_size() - 1))])

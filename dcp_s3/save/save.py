@@ -90,18 +90,15 @@ class Save:
         self.world_size = world_size()  # now: data may be written in a process that has no process group
         self._beginning, self._began = Beginning(), time.monotonic()
         self._s3 = store_of(self.url, self.settings)
-        self._open(SaveIdentity(self.url, self.save_id))
+        self._identity = SaveIdentity(self.url, self.save_id)
+        self._base_store, self._committer = open_for_save(
+            self._s3, self._identity, self._beginning, rank=self.rank, overwrite=self.overwrite, spills=self.spills,
+            on_event=self.on_event,
+        )  # fmt: skip
         self.step = find_step(self.url.name, self.settings)
         self._throttled_before = self._s3.counters().throttled
         self._an_object: str | None = None  # path of an object that this rank wrote
         self._deadline: Deadline | None = None
-
-    def _open(self, identity: SaveIdentity) -> None:
-        self._identity = identity
-        self._base_store, self._committer = open_for_save(
-            self._s3, identity, self._beginning, rank=self.rank, overwrite=self.overwrite, spills=self.spills,
-            on_event=self.on_event,
-        )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
         # Some frameworks write in a process of their own. Who listens is in this one, and that one counts anew.
@@ -160,13 +157,14 @@ class Save:
             everything = [result for rank in results for result in rank]
             objects, spilled = objects_of(everything)
             check_distinct(objects)
-            metadata.version, metadata.storage_meta = DCP_VERSION, self.storage_meta
+            metadata.version = DCP_VERSION
+            metadata.storage_meta = StorageMeta(checkpoint_id=str(self.url), save_id=self.save_id)
             stored = {each.index: each.storage_data for each in everything if each.storage_data is not None}
             metadata.storage_data = stored
-            rows = ((each.index.fqn, each.rows) for each in everything if isinstance(each, ItemWriteResult))
-            metadata.state_dict_metadata = with_rows(
-                metadata.state_dict_metadata, ((fqn, chunk) for fqn, chunk in rows if chunk is not None)
-            )
+            parts = [each for each in everything if isinstance(each, ItemWriteResult) and each.rows is not None]
+            if parts:
+                rows = [(each.index.fqn, each.rows) for each in parts]
+                metadata.state_dict_metadata = with_rows(metadata.state_dict_metadata, rows)
             self._check_complete(metadata)
             commit = make_commit(
                 self._identity,
@@ -184,11 +182,6 @@ class Save:
             self._tell_committed(objects, ranks=len(results), spilled=sum(spilled), throttled=throttled)
 
     # --- what it tells --------------------------------------------------------------------------------
-
-    @property
-    def storage_meta(self) -> StorageMeta:
-        """URL and save id, for DCP's logs and for ``.metadata``."""
-        return StorageMeta(checkpoint_id=str(self.url), save_id=self.save_id)
 
     @property
     def throttled(self) -> int:

@@ -152,7 +152,7 @@ def _data(item: WriteItem) -> TensorWriteData:
 
 
 def with_rows(
-    entries: Mapping[str, STORAGE_TYPES], rows: Iterable[tuple[str, ChunkStorageMetadata]]
+    entries: Mapping[str, STORAGE_TYPES], rows: Iterable[tuple[str, ChunkStorageMetadata | None]]
 ) -> dict[str, STORAGE_TYPES]:
     """The metadata of a state's entries with the rows that were written in place of the chunks that they were cut from.
 
@@ -161,7 +161,8 @@ def with_rows(
     """
     parts: dict[str, list[ChunkStorageMetadata]] = {}
     for fqn, chunk in rows:
-        parts.setdefault(fqn, []).append(chunk)
+        if chunk is not None:
+            parts.setdefault(fqn, []).append(chunk)
     found = dict(entries)
     for fqn, cut in parts.items():
         whole = cast(TensorStorageMetadata, entries[fqn])
