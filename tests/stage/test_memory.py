@@ -292,7 +292,7 @@ def test_what_does_not_wait_gets_nothing_while_all_is_in_use() -> None:
     pool = make_pool(generations=1)
     first = pool.acquire_at_once(MIB, pin=False)
     assert first is not None
-    part, where = first.lease[100:200], first.address
+    part, where = torch.frombuffer(first.lease, dtype=torch.uint8)[100:200], first.address
     del first
     assert pool.acquire_at_once(MIB, pin=False) is None
     del part
