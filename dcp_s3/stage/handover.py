@@ -291,7 +291,7 @@ def _reduce(state: StagedState) -> tuple[Any, ...]:
                 private, buffer = buffer, HostBuffer(buffer.size, "shared")
                 copied, source = (torch.frombuffer(each.lease(), dtype=torch.uint8) for each in (buffer, private))
                 copied.copy_(source)
-            descriptors.append((DupFd(buffer.fileno()), buffer.size))
+            descriptors.append((DupFd(buffer.fd), buffer.size))
     except Exception as error:  # noqa: BLE001 - it goes to all ranks
         # Raised here, it would reach only this rank, and the others would wait for its checkpoint process.
         why = StagingError(f"the state cannot be sent to the checkpoint process: {error!r}")

@@ -55,7 +55,8 @@ class HostBuffer:
 
     def __init__(self, size: int, kind: Kind, *, directory: str | None = None) -> None:
         self.size, self.kind = size, kind
-        self._fd = -1
+        self.fd = -1
+        """File descriptor of memory that is not private."""
         self._is_pinned = False
         where = {"private": "in memory", "shared": "in shared memory", "file": f"in the spill directory {directory!r}"}
         try:
@@ -68,11 +69,11 @@ class HostBuffer:
                 if kind == "file":
                     os.makedirs(directory or "", exist_ok=True)
                     with tempfile.TemporaryFile(dir=directory) as file:
-                        self._fd = os.dup(file.fileno())
+                        self.fd = os.dup(file.fileno())
                 else:  # a memory file: not in /dev/shm, which containers keep small
-                    self._fd = os.memfd_create("dcp_s3-staging")
-                os.posix_fallocate(self._fd, 0, size)
-                self._map = mmap.mmap(self._fd, size)
+                    self.fd = os.memfd_create("dcp_s3-staging")
+                os.posix_fallocate(self.fd, 0, size)
+                self._map = mmap.mmap(self.fd, size)
         except OSError as error:
             raise StagingError(
                 f"no room for {format_size(size)} of staged copies {where[kind]}: {error.strerror}. Remedy: set "
@@ -80,10 +81,6 @@ class HostBuffer:
                 "DCP_S3_STAGING_LIMIT to what may stay in memory"
             ) from error
         self.address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
-
-    def fileno(self) -> int:
-        """File descriptor of memory that is not private."""
-        return self._fd
 
     def pin(self) -> None:
         """Register the memory with CUDA, so that copies from a GPU do not block. Without it they are only slower."""
@@ -104,8 +101,8 @@ class HostBuffer:
     def __del__(self) -> None:
         if getattr(self, "_is_pinned", False):
             torch_private.unpin_memory(self.address)
-        if getattr(self, "_fd", -1) >= 0:
-            os.close(self._fd)
+        if getattr(self, "fd", -1) >= 0:
+            os.close(self.fd)
 
 
 class Slot(NamedTuple):

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import operator
 import queue
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +45,8 @@ class _Region(NamedTuple):
     size: int
     """Bytes in the copy."""
     gathered: bool = False
-    """Whether the tensor is copied element by element into row-major order, because it uses less than half of the bytes
-    that it spans. Otherwise all of these are copied, and the copy has its strides."""
+    """Whether the tensor is copied element by element into row-major order, because it uses less than seven eighths of
+    the bytes that it spans. Otherwise all of these are copied, and the copy has its strides."""
 
 
 class _Hole:
@@ -78,8 +77,8 @@ class Snapshot:
     def __init__(self, state: dict[str, Any], *, watched: bool = False) -> None:
         # The plain tensors, each once, including those inside DTensor, ShardedTensor and other wrappers.
         self._tensors: list[torch.Tensor] = []
-        self._watched: list[tuple[torch.Tensor, ...]] = []
-        self._wrappers: list[torch.Tensor] = []
+        # And the wrappers: a change to a DTensor does not change the version of its local tensor.
+        self._watched: list[torch.Tensor] = []
         self._regions: dict[Any, _Region] = {}
         self._holes: dict[int, tuple[_Hole, torch.Tensor]] = {}  # by the tensor's id; kept, so that the id stays unique
         self._memo: dict[int, Any] = {}
@@ -127,7 +126,12 @@ class Snapshot:
             for number, tensor in enumerate(self._tensors):
                 if number not in staged:  # it has no bytes
                     staged[number] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            self._check_unchanged()
+            if self._versions is not None and self._versions != self._read_versions():
+                raise StagingError(
+                    "tensors were changed in place while they were staged in the background, so the copy may mix old "
+                    "and new values and is not saved. Remedy: wait for staging_completion of async_save's response "
+                    "before the next optimizer step, or use a blocking stager: S3Stager(asynchronous=False)"
+                )
             tensors = [staged[number] for number in range(len(self._tensors))]
             filled: dict[str, Any] = _fill(self._structure, tensors)
         self._structure = None
@@ -163,25 +167,10 @@ class Snapshot:
             target.copy_(raw, non_blocking=True)
         return torch.empty(0, dtype=source.dtype).set_(target.untyped_storage(), 0, source.shape, strides)
 
-    def _check_unchanged(self) -> None:
-        before = self._versions
-        changed = 0 if before is None else sum(map(operator.ne, before, self._read_versions()))
-        if changed:
-            raise StagingError(
-                f"{changed} tensors were changed in place while they were staged in the background, so the copy may "
-                "mix old and new values and is not saved. Remedy: wait for staging_completion of async_save's response "
-                "before the next optimizer step, or use a blocking stager: S3Stager(asynchronous=False)"
-            )
-
-    def _read_versions(self) -> list[tuple[int, ...]]:
-        """For each tensor, values that change with its bytes, and when its storage is freed or moved.
-
-        A change to a DTensor does not change the version of its local tensor: the wrappers around it count, too.
-        """
-        return [
-            (each[0].untyped_storage().data_ptr(), *[0 if one.is_inference() else one._version for one in each])
-            for each in self._watched
-        ]
+    def _read_versions(self) -> list[int]:
+        """Values that change with the bytes of the tensors, and when a storage is freed or moved."""
+        versions = [0 if each.is_inference() else each._version for each in self._watched]
+        return [*versions, *(each.untyped_storage().data_ptr() for each in self._tensors)]
 
     # --- the structure ----------------------------------------------------------------------------------
 
@@ -256,7 +245,7 @@ class Snapshot:
             return lambda staged: build(staged).conj()
         number = len(self._tensors)
         self._tensors.append(tensor.detach())
-        self._watched.append((self._tensors[-1], *self._wrappers))
+        self._watched.append(self._tensors[-1])
         if region.size:
             key = (tensor.device, storage.data_ptr(), region.start, tensor.dtype, tensor.shape, tensor.stride())
             self._regions.setdefault(key, region).tensors.append(number)
@@ -265,9 +254,8 @@ class Snapshot:
     def _build_wrapper(self, tensor: Any) -> _Build:
         names, context = tensor.__tensor_flatten__()
         values = {name: getattr(tensor, name) for name in names}
-        self._wrappers.append(tensor)
+        self._watched.append(tensor)
         inner = {n: self._build(value) for n, value in values.items() if isinstance(value, torch.Tensor)}
-        self._wrappers.pop()
         others = {n: value for n, value in values.items() if n not in inner}
         cls, size, stride = type(tensor), tensor.size(), tensor.stride()
 
@@ -345,24 +333,21 @@ def _run_copies(copies: Sequence[_MemoryCopy]) -> None:
     for target, source, size in copies:
         for start in range(0, size, _PIECE):
             pieces.put((target + start, source + start, min(_PIECE, size - start)))
+
+    def run() -> None:
+        with suppress(queue.Empty):
+            while True:
+                ctypes.memmove(*pieces.get_nowait())  # releases the interpreter's lock
+
     helpers = min(_MAX_THREADS, torch.get_num_threads(), pieces.qsize()) - 1
     if helpers < 1:
-        _run_pieces(pieces)
+        run()
         return
     workers = Workers(helpers, "dcp_s3-copy")
     try:
-        futures = [workers.submit(_run_pieces, pieces) for _ in range(helpers)]
-        _run_pieces(pieces)
+        futures = [workers.submit(run) for _ in range(helpers)]
+        run()
         for future in futures:
             future.result()
     finally:
         workers.close()
-
-
-def _run_pieces(pieces: queue.SimpleQueue[_MemoryCopy]) -> None:
-    while True:
-        try:
-            target, source, size = pieces.get_nowait()
-        except queue.Empty:
-            return
-        ctypes.memmove(target, source, size)  # releases the interpreter's lock

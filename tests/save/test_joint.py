@@ -185,18 +185,6 @@ def test_a_save_that_was_replaced_is_not_waited_for(root: str) -> None:
     run_ranks(2, _over_another, root)
 
 
-def _on_such_a_store(root: str) -> str:
-    with pytest.raises(errors.SaveProtocolError) as refused:
-        dcp.save(_names(), storage_writer=S3StorageWriter(root), use_collectives=False)
-    return str(refused.value)
-
-
-@pytest.mark.servers("rclone", "rgw")
-def test_a_store_without_conditional_writes_is_refused(root: str) -> None:
-    assert all("conditional writes" in told for told in run_ranks(2, _on_such_a_store, root))
-    assert list_checkpoints(root) == []
-
-
 def _again_without_a_step(root: str) -> str:
     for step in (1, 2):
         writer = S3StorageWriter(f"{root}/last", overwrite=True, step=step)

@@ -59,11 +59,11 @@ def test_memory_can_be_written_and_read(buffer: HostBuffer) -> None:
     assert bytes(buffer.lease()) == b"\x07" * buffer.size
     if buffer.kind == "private":
         return
-    state = os.fstat(buffer.fileno())
+    state = os.fstat(buffer.fd)
     assert state.st_size == buffer.size
     assert state.st_blocks * 512 >= buffer.size, "space is reserved"
-    assert not os.get_inheritable(buffer.fileno())
-    mapped = map_shared(os.dup(buffer.fileno()), buffer.size)
+    assert not os.get_inheritable(buffer.fd)
+    mapped = map_shared(os.dup(buffer.fd), buffer.size)
     buffer.lease()[PAGE] = 42
     assert mapped[PAGE] == 42, "another mapping shows the same"
 
@@ -99,7 +99,7 @@ def test_a_file_leaves_no_name(tmp_path: Path) -> None:
     buffer = HostBuffer(PAGE, "file", directory=str(directory))
     assert _descriptors() == before + 2  # the mapping has a duplicate
     assert os.listdir(directory) == []
-    state = os.fstat(buffer.fileno())
+    state = os.fstat(buffer.fd)
     assert (state.st_nlink, state.st_mode & 0o077, state.st_size) == (0, 0, PAGE)
     assert state.st_dev == os.stat(directory).st_dev
 
@@ -321,13 +321,13 @@ def test_what_exceeds_the_budget_goes_to_disk(tmp_path: Path) -> None:
     assert [slot.buffer.kind for slot in slots] == ["file", "private", "private"]
     assert pool.acquire([2 * MIB])[0].buffer.kind == "file", "memory is not waited for"
     assert sum({b.size for b in (s.buffer for s in slots) if b.kind != "file"}) <= 2 * MIB
-    node = os.fstat(slots[0].buffer.fileno()).st_ino
+    node = os.fstat(slots[0].buffer.fd).st_ino
     assert generations_in_use(pool) == 1
     del slots[1:]
     assert generations_in_use(pool) == 1  # half of it
     del slots
     assert generations_in_use(pool) == 0
-    assert os.fstat(pool.acquire([3 * MIB])[0].buffer.fileno()).st_ino == node, "files are used again"
+    assert os.fstat(pool.acquire([3 * MIB])[0].buffer.fd).st_ino == node, "files are used again"
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -55,7 +55,7 @@ def test_values_changed_after_stage_returned_do_not_show(held_up: HeldUp) -> Non
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: w.add_(1), "1 tensors were changed in place.*staging_completion"),
+        (lambda w: w.add_(1), "tensors were changed in place.*staging_completion"),
         (lambda w: w[3:5].zero_(), "changed in place"),
         (lambda w: w.untyped_storage().resize_(0), "freed before it was staged"),
     ],
@@ -188,7 +188,7 @@ def _save_and_load(url: str) -> None:
                 saved.upload_completion.result(PATIENCE)
         texts = [str(error) for error, _ in failure.value.failures.values()]
         assert len(texts) == 2
-        assert all("1 tensors were changed in place" in text for text in texts), (kind, texts)
+        assert all("tensors were changed in place" in text for text in texts), (kind, texts)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
     dist.barrier()
