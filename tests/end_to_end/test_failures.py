@@ -33,6 +33,7 @@ from tests.end_to_end.states import (
 )  # fmt: skip
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
+from tests.objects import separate_objects
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
@@ -150,8 +151,8 @@ def make_state() -> dict[str, Any]:
 
 
 def save_two(state: dict[str, Any] | None = None, **settings: Any) -> None:
-    writer = S3StorageWriter(URL, separate=["large", "small"], settings=settings)
-    dcp.save(state or make_state(), storage_writer=writer)
+    with separate_objects("large", "small"):
+        dcp.save(state or make_state(), storage_writer=S3StorageWriter(URL, settings=settings))
 
 
 def load_two(expected: dict[str, Any], **settings: Any) -> None:

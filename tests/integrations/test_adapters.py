@@ -170,9 +170,11 @@ def test_what_a_framework_makes_itself(root: str, cwd: Path, registered: None, c
     assert _load(storage_reader=reader(kind(root))) == 2
 
 
-def test_safetensors_are_refused(root: str, registered: None) -> None:
+def test_safetensors_and_stream_extensions_are_refused(root: str, registered: None) -> None:
     with pytest.raises(errors.SettingsError, match=rf"{root} as safetensors.*dcp-s3 export"):
         FileSystemWriter(root, serialization_format=SerializationFormat.SAFETENSORS)
+    with pytest.raises(errors.SettingsError, match=rf"{root} through stream extensions.*leave _extensions out"):
+        FileSystemWriter(root, _extensions=[object()])  # type: ignore[list-item]
 
 
 # --- everything else is torch's --------------------------------------------------------------------------

@@ -134,8 +134,8 @@ class MegatronS3Writer(S3StorageWriter):
 
     Args:
         checkpoint_dir: ``s3://bucket/prefix`` of the checkpoint, as text or as a path.
-        separation_hint: a prefix of FQNs; what begins with it gets objects of its own.
-        thread_count: most objects of this rank; half of them for each group with ``separation_hint``.
+        separation_hint: is ignored: objects are not grouped by the names of what they hold.
+        thread_count: most objects of this rank.
 
     Raises:
         InvalidURLError: ``checkpoint_dir`` is not an S3 URL.
@@ -148,9 +148,7 @@ class MegatronS3Writer(S3StorageWriter):
         self, checkpoint_dir: str | os.PathLike[str], *, separation_hint: str | None = None, thread_count: int = 2,
         attachments: Mapping[str, bytes] | None = None, settings: SettingsLike = None,
     ) -> None:  # fmt: skip
-        groups = [] if separation_hint is None else [separation_hint]
-        most = max(1, thread_count // (1 + len(groups)))
-        super().__init__(checkpoint_dir, overwrite=True, separate=groups or None, max_objects=most, settings=settings)
+        super().__init__(checkpoint_dir, overwrite=True, max_objects=max(1, thread_count), settings=settings)
         self._failure: DcpS3Error | None = None
         self._prepared: Prepared | None = None
         self._is_sent = False
