@@ -89,6 +89,13 @@ class ItemSource:
     """Bytes of pinned memory, in total, for copies of tensors on a device."""
     frames: FrameCache = field(default_factory=FrameCache)
 
+    def views(self, tensor: torch.Tensor) -> Iterator[memoryview]:
+        """The bytes of a plain tensor. Those of one on a device come through pinned memory."""
+        if tensor.device.type == "cpu":
+            return iterate_bytes(tensor, self.chunk_size)
+        ring = shared_ring(self.device_memory)
+        return iterate_bytes(tensor, min(self.chunk_size, ring.block_size), ring.copy)
+
 
 class ObjectPieces:
     """The bytes of one object, item after item. Each iteration begins anew.
@@ -161,13 +168,8 @@ class ObjectPieces:
                 written.block = block_size(tensor.nbytes)
         header, trailer = Piece.of(frame.header), Piece.of(frame.trailer)
         yield header
-        if tensor.device.type == "cpu":
-            views = iterate_bytes(tensor, self._source.chunk_size)
-        else:
-            ring = shared_ring(self._source.device_memory)
-            views = iterate_bytes(tensor, min(self._source.chunk_size, ring.block_size), ring.copy)
         done = 0
-        for view in views:
+        for view in self._source.views(tensor):
             cuts = cuts_between(done, done + view.nbytes, written.block) if written.block else ()
             piece = Piece.of(view, cuts=cuts)
             done += piece.size

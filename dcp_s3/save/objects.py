@@ -16,12 +16,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3.checksum import crc_hex
 from dcp_s3.errors import DeadlineExceededError
+from dcp_s3.format.blocks import moved_info
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import data_object
 from dcp_s3.limit import Cancelled, Deadline
 from dcp_s3.save.items import ItemSource, ObjectPieces
-from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket
-from dcp_s3.save.split import Rows
+from dcp_s3.save.plan import OBJECTS_PER_RANK, CopiedItems, WriteBucket
+from dcp_s3.save.split import Rows, stored_index
 from dcp_s3.store import Batch, Store
 from dcp_s3.torch_private import WriterTransforms
 from dcp_s3.units import format_size
@@ -42,6 +43,8 @@ class ItemWriteResult(WriteResult):
     """The object's entry, in the result of its first item; None in the others."""
     spilled: bool = False
     """Whether the object is on a local disk, not on S3."""
+    copied: bool = False
+    """Whether S3 copied the object: its bytes were not sent."""
     rows: ChunkStorageMetadata | None = None
     """Place of the item in the tensor, if it is a part of a planned chunk."""
 
@@ -74,11 +77,9 @@ def write_buckets(
     """
     if not buckets:
         return []
-    started, total, deadline = time.monotonic(), sum(planned.size for planned in buckets), store.limit.deadline
-    device: int | None = None
-    if torch.accelerator.is_available() and _is_initialized():
-        torch.accelerator.synchronize()  # the threads below do not wait for work on the caller's stream
-        device = torch.accelerator.current_device_index()
+    started, deadline = time.monotonic(), store.limit.deadline
+    total = sum(planned.size for planned in buckets if planned.copied is None)
+    device = synchronized_device()
     paths = [data_object(names.rank, number, names.nonce) for number in range(len(buckets))]
     keys = [names.url.key(path) for path in paths]
     batch = store.batch(total=total, ranks=ranks, keys=keys)
@@ -89,8 +90,10 @@ def write_buckets(
 
     def write(number: int) -> list[WriteResult]:
         if device is not None:
-            torch.accelerator.set_device_index(device)  # a new thread would make a context on device 0
+            torch.accelerator.set_device_index(device)
         bucket, path = buckets[number], paths[number]
+        if bucket.copied is not None and batch.copy(keys[number], bucket.copied.ranges, bucket.copied.crc):
+            return _copied_results(bucket, bucket.copied, path)
         pieces = ObjectPieces(source, bucket)
         stored = batch.put_stream(keys[number], bucket.size, pieces)
         if bucket.attachment is not None:
@@ -100,12 +103,12 @@ def write_buckets(
         entry = ObjectEntry(path, stored.size, None if crc is None else crc_hex(crc))
         return [
             ItemWriteResult(
-                each.item.stored_index if isinstance(each.item, Rows) else each.item.index,
+                stored_index(each.item),
                 each.length,
                 each.storage_info(path, checksum=crc is not None),
                 None if position else entry,
                 stored.spilled,
-                each.item.chunk if isinstance(each.item, Rows) else None,
+                rows=each.item.chunk if isinstance(each.item, Rows) else None,
             )
             for position, each in enumerate(pieces.written)
         ]
@@ -149,6 +152,26 @@ def _write_all(
         raise
     finally:
         producers.close()
+
+
+def _copied_results(bucket: WriteBucket, copied: CopiedItems, path: str) -> list[WriteResult]:
+    entry = ObjectEntry(path, sum(each.stop - each.start for each in copied.ranges), crc_hex(copied.crc))
+    return [
+        ItemWriteResult(
+            stored_index(item), info.length, moved_info(info, path, offset), None if position else entry,
+            copied=True, rows=item.chunk if isinstance(item, Rows) else None,
+        )
+        for position, (item, (info, offset)) in enumerate(zip(bucket.items, copied.places, strict=True))
+    ]  # fmt: skip
+
+
+def synchronized_device() -> int | None:
+    """Wait for the accelerator, as other threads do not wait for the work on this thread's stream. Returns the device
+    that each of them must set, or it would make a context on device 0; None if no accelerator is in use."""
+    if not (torch.accelerator.is_available() and _is_initialized()):
+        return None
+    torch.accelerator.synchronize()
+    return torch.accelerator.current_device_index()
 
 
 def _is_initialized() -> bool:

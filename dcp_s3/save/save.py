@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3.checkpoint.attachments import Attachment, check_distinct
@@ -26,13 +26,15 @@ from dcp_s3.limit import Deadline, Limit
 from dcp_s3.process import collector_paused
 from dcp_s3.ranks import rank as rank_of_job
 from dcp_s3.ranks import world_size
+from dcp_s3.s3.copy import can_copy
 from dcp_s3.s3.store import store_of
+from dcp_s3.save.incremental import LastSaves, find_unchanged, plan_changes
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, write_buckets
 from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket, check_shards, plan_buckets
 from dcp_s3.save.split import LargeChunk, find_large, split_replicated, with_rows
 from dcp_s3.settings import Settings
 from dcp_s3.spill.saving import drain_url, open_for_save
-from dcp_s3.store import Store
+from dcp_s3.store import Batch, Store
 from dcp_s3.torch_private import WriterTransforms
 from dcp_s3.url import CheckpointURL
 
@@ -63,6 +65,8 @@ class SaveOptions:
     splits: bool = False
     """See `S3StorageWriter.split_replicated`."""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    incremental: bool = False
+    """See `S3StorageWriter.incremental`."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Some frameworks save in a process of their own: who listens is here, and so was the staging.
@@ -158,6 +162,9 @@ class Save:
             self._s3, self._identity, self._beginning, rank=rank, overwrite=options.overwrite, spills=self._spills,
             on_event=options.on_event,
         )  # fmt: skip
+        self._last_saves: LastSaves | None = None
+        if options.incremental and can_copy(self._s3):
+            self._last_saves = LastSaves(url, rank, options.separate)
         self.step = find_step(url.name, self._settings)
         self._throttled_before = self._s3.counters().throttled
         self._an_object: str | None = None  # path of an object that this rank wrote
@@ -199,18 +206,8 @@ class Save:
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Upload this rank's items. Returns when all objects are complete, or raises and leaves nothing open."""
         self._deadline, began = self._start_deadline(), time.monotonic()
-        buckets = plan_buckets(
-            plan.items,
-            max_buckets=self._options.max_objects,
-            min_bucket_size=self._settings.max_part_size,
-            separate=self._options.separate,
-        )
-        buckets += [WriteBucket((), len(each.data), each) for each in self._options.attachments]
-        # Not in the plan: a planner may reuse a cached plan.
-        names = ObjectNames(self.url, self._rank, new_nonce())
-        results = write_buckets(
-            self._store(), buckets, planner, self._options.transforms, names, ranks=self._world_size
-        )
+        # The nonce is not in the plan: a planner may reuse a cached plan.
+        results = self._write_items(plan.items, planner, new_nonce())
         self._tell_written(results, time.monotonic() - began)
         return _RankResults(str(self.url), results, self.throttled)
 
@@ -222,7 +219,7 @@ class Save:
                 self._check_same_save(written.url, rank)
         with collector_paused():
             all_results = [result for rank in results for result in rank]
-            objects, spilled = _objects_of(all_results)
+            objects, spilled, copied = _objects_of(all_results)
             check_distinct(objects)
             metadata.version = DCP_VERSION
             metadata.storage_data = {
@@ -244,7 +241,7 @@ class Save:
             )
         if self._committer.commit(self._store(), commit, spilled=bool(spilled)):
             throttled = sum(rank.throttled for rank in results if isinstance(rank, _RankResults))
-            self._tell_committed(commit, ranks=len(results), spilled=sum(spilled), throttled=throttled)
+            self._tell_committed(commit, ranks=len(results), spilled=spilled, copied=copied, throttled=throttled)
 
     # --- what it tells --------------------------------------------------------------------------------
 
@@ -277,22 +274,23 @@ class Save:
     def _tell_written(self, results: Sequence[WriteResult], seconds: float) -> None:
         """This rank's objects are complete; they took so many seconds."""
         self.written = True
-        objects, spilled = _objects_of(results)
+        objects, spilled, copied = _objects_of(results)
         self._an_object = objects[0].path if objects else None
         event = Written(
             url=str(self.url), step=self.step, rank=self._rank, bytes=sum(each.size for each in objects),
-            objects=len(objects), spilled_bytes=sum(spilled), seconds=seconds,
+            objects=len(objects), spilled_bytes=spilled, copied_bytes=copied, seconds=seconds,
         )  # fmt: skip
         emit(event, self._options.on_event)
 
-    def _tell_committed(self, commit: Commit, *, ranks: int, spilled: int, throttled: int) -> None:
-        """The checkpoint is committed; ``spilled`` bytes and ``throttled`` requests are those of all ranks."""
+    def _tell_committed(self, commit: Commit, *, ranks: int, spilled: int, copied: int | None, throttled: int) -> None:
+        """The checkpoint is committed; ``spilled`` and ``copied`` bytes and ``throttled`` requests are those of all
+        ranks."""
         stall_since = self._options.stall_since
         event = Committed(
             url=str(self.url), step=self.step, bytes=sum(entry.size for entry in commit.objects),
             objects=len(commit.objects), ranks=ranks, seconds=time.monotonic() - self._began,
             stall_seconds=None if stall_since is None else stall_since(self._began), throttled=throttled,
-            spilled_bytes=spilled,
+            spilled_bytes=spilled, copied_bytes=copied,
         )  # fmt: skip
         logger.info("%s", event)
         emit(event, self._options.on_event)
@@ -321,6 +319,37 @@ class Save:
                     "save with a planner that does not cache plans, or start the processes anew"
                 )
 
+    def _write_items(
+        self,
+        items: Sequence[WriteItem],
+        planner: SavePlanner,
+        nonce: str,
+        *,
+        again: bool = False,
+        watch: Callable[[Batch], object] = lambda _: None,
+    ) -> list[WriteResult]:
+        """Write items, and the attachments. ``again``: these are more, which others were to write."""
+        options, last = self._options, None if again else self._last_saves
+        groups: dict[str, Any] = {
+            "max_buckets": options.max_objects, "min_bucket_size": self._settings.max_part_size,
+            "separate": options.separate,
+        }  # fmt: skip
+        saved = {} if last is None else last.find()
+        if saved:
+            unchanged = find_unchanged(items, saved, planner, options.transforms)
+            buckets = plan_changes(items, unchanged, saved, **groups)
+        else:
+            buckets = plan_buckets(items, **groups)
+        if not again:
+            buckets += [WriteBucket((), len(each.data), each) for each in options.attachments]
+        names = ObjectNames(self.url, self._rank, nonce)
+        results = write_buckets(
+            self._store(), buckets, planner, options.transforms, names, ranks=self._world_size, watch=watch
+        )
+        if last is not None:
+            last.remember(items, results)
+        return results
+
     def _store(self) -> Store:
         return self._base_store.within(Limit(deadline=self._deadline).within(self._settings.save_timeout))
 
@@ -337,11 +366,12 @@ def _with_rows(entries: dict[str, Any], results: Sequence[WriteResult]) -> dict[
     return {**entries, **{fqn: with_rows(fqn, entries[fqn], chunks) for fqn, chunks in rows.items()}}
 
 
-def _objects_of(results: Sequence[WriteResult]) -> tuple[list[ObjectEntry], list[int]]:
-    """The objects that were written, and the sizes in bytes of those that went to a spill directory."""
-    written = [(each.object_entry, each.spilled) for each in results if isinstance(each, ItemWriteResult)]
-    entries = [(entry, spilled) for entry, spilled in written if entry is not None]
-    return [entry for entry, _ in entries], [entry.size for entry, spilled in entries if spilled]
+def _objects_of(results: Sequence[WriteResult]) -> tuple[list[ObjectEntry], int, int]:
+    """The objects that were written, the bytes of those in a spill directory, and the bytes that S3 copied."""
+    written = [(each, each.object_entry) for each in results if isinstance(each, ItemWriteResult)]
+    entries = [(each, entry) for each, entry in written if entry is not None]
+    spilled = sum(entry.size for each, entry in entries if each.spilled)
+    return [entry for _, entry in entries], spilled, sum(entry.size for each, entry in entries if each.copied)
 
 
 def wait_committed(url: CheckpointURL, save: Save | None, settings: Settings, timeout: float | None) -> None:

@@ -30,7 +30,7 @@ from dcp_s3.save.group import SaveGroup
 from dcp_s3.save.joint import begin_joint_save
 from dcp_s3.save.plan import OBJECTS_PER_RANK
 from dcp_s3.save.save import Attached, Save, SaveOptions, StallSince, tell_failed, wait_committed
-from dcp_s3.settings import Settings, SettingsLike, resolve_settings
+from dcp_s3.settings import Settings, SettingsLike, check_incremental, resolve_settings
 from dcp_s3.stage.handover import current_save, raise_if_failed, wait_for_saves
 from dcp_s3.stage.stager import shared_stager
 from dcp_s3.torch_private import WriterTransforms
@@ -89,6 +89,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             HSDP), each some of its rows, so that all write about the same bytes. Whatever has the same name and offset
             on several ranks must then have the same values on them. Not in saves without collectives. None: as the
             setting ``split_replicated`` says.
+        incremental: whether tensor chunks that have not changed since the last save of this process are copied by S3
+            rather than sent (frozen layers, adapters). Each checkpoint is whole, as ever. Needs checksums. None: as the
+            setting ``incremental`` says.
         max_objects: most objects that a rank writes, 1 or more, besides attachments; small states get fewer. None: 4.
         process_group: the group that is passed to `dcp.save`, which does not pass it on. None: the default group.
         settings: a `Settings`, or a mapping of settings that override the environment.
@@ -121,6 +124,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         extra: Mapping[str, Any] | None = None,
         separate: Separate | None = None,
         split_replicated: bool | None = None,
+        incremental: bool | None = None,
         max_objects: int | None = None,
         replicas: Replicas = None,
         step: int | None = None,
@@ -143,6 +147,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         if not isinstance(self.max_objects, int) or self.max_objects < 1:
             raise SettingsError(f"max_objects = {self.max_objects!r}, expected a whole number above 0")
         self.split_replicated = self.settings.split_replicated if split_replicated is None else split_replicated
+        self.incremental = self.settings.incremental if incremental is None else incremental
+        check_incremental(self.incremental, self.settings)
         self.replicas, self.step = replicas, step
         self._transforms = WriterTransforms(_extensions)
         self._url = None if url is None else parse_url(url)  # of saves that were given none
@@ -212,7 +218,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         options = SaveOptions(
             self.settings, self.overwrite, dict(self.metrics), self.separate, self._transforms,
             self._attached.take(url), self.on_event, stall_since, self.max_objects, self.split_replicated,
-            check_extra(self.extra),
+            check_extra(self.extra), self.incremental,
         )  # fmt: skip
         if use_collectives:
             save = Save(url, save_id, options, rank=int(rank), is_coordinator=is_coordinator)
