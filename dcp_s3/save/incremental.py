@@ -35,8 +35,8 @@ from dcp_s3.torch_private import StorageInfo, WriterTransforms
 from dcp_s3.url import CheckpointURL
 from dcp_s3.workers import Workers
 
-MOST_COPIES = 16
-"""Most objects of a rank that S3 makes in one save, for each group of names: of the smallest it makes one."""
+MOST_COPIES = 32
+"""Most objects of a rank that S3 makes in one save, for each group of names. Of more it makes half as many."""
 _MOST_RANGES = 4000  # of one object, whose parts S3 limits to 10,000
 _KINDS = 4  # of checkpoints that a rank writes by turns, say the model and the optimizer: all are remembered
 _THREADS = 4
@@ -236,8 +236,9 @@ def _plan_copies(items: Sequence[WriteItem], saved: SavedItems) -> list[WriteBuc
         objects += [runs[start : start + _MOST_RANGES] for start in range(0, len(runs), _MOST_RANGES)]
     objects.sort(key=lambda runs: -sum(run.size for run in runs))
     if len(objects) > MOST_COPIES:
-        rest = [run for runs in objects[MOST_COPIES - 1 :] for run in runs if run.size >= MIN_PART_SIZE]
-        objects = [*objects[: MOST_COPIES - 1], *([rest[:_MOST_RANGES]] if rest else [])]
+        kept = MOST_COPIES // 2 - 1
+        rest = [run for runs in objects[kept:] for run in runs if run.size >= MIN_PART_SIZE]
+        objects = [*objects[:kept], *([rest[:_MOST_RANGES]] if rest else [])]
     frames = FrameCache()
     return [_make_bucket(runs, frames) for runs in objects]
 
