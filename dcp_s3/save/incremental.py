@@ -87,10 +87,11 @@ class LastSaves:
         beside = [kind for kind in newest_first if kind.rstrip("/").rpartition("/")[0] == self._parent]
         return next((found[kind] for kind in (self._kind, *beside) if kind in found), {})
 
-    def remember(self, items: Sequence[WriteItem], results: Sequence[WriteResult]) -> None:
-        """Remember a save of these items that this rank has written."""
+    def remember(self, items: Sequence[WriteItem], results: Sequence[WriteResult], *, more: bool) -> None:
+        """Remember what this rank has written of a save; ``more`` of the one that it has remembered last."""
         found = _memories.setdefault(self._key, collections.OrderedDict())
-        found[self._kind] = saved_items(self._url, items, results)
+        before = found.get(self._kind, {}) if more else {}
+        found[self._kind] = {**before, **saved_items(self._url, items, results)}
         found.move_to_end(self._kind)
         while len(found) > _KINDS:
             found.popitem(last=False)

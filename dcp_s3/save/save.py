@@ -329,13 +329,12 @@ class Save:
         watch: Callable[[Batch], object] = lambda _: None,
     ) -> list[WriteResult]:
         """Write items, and the attachments. ``again``: these are more, which others were to write."""
-        options, last = self._options, None if again else self._last_saves
+        options, last = self._options, self._last_saves
         groups: dict[str, Any] = {
             "max_buckets": options.max_objects, "min_bucket_size": self._settings.max_part_size,
             "separate": options.separate,
         }  # fmt: skip
-        saved = {} if last is None else last.find()
-        if saved:
+        if last is not None and not again and (saved := last.find()):
             unchanged = find_unchanged(items, saved, planner, options.transforms)
             buckets = plan_changes(items, unchanged, saved, **groups)
         else:
@@ -347,7 +346,7 @@ class Save:
             self._store(), buckets, planner, options.transforms, names, ranks=self._world_size, watch=watch
         )
         if last is not None:
-            last.remember(items, results)
+            last.remember(items, results, more=again)
         return results
 
     def _store(self) -> Store:

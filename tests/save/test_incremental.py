@@ -292,7 +292,7 @@ def remember(url: str, fqn: str, rank: int = 0, spilled: bool = False, crc: str 
     each = item(fqn, 10)
     info = make_storage_info("p", 0, 10, raw_offset=0, crc64nvme=None if crc is None else 0)
     result = ItemWriteResult(each.index, 10, info, ObjectEntry("p", 10, crc), spilled)
-    LastSaves(parse_url(url), rank, ()).remember([each], [result])
+    LastSaves(parse_url(url), rank, ()).remember([each], [result], more=False)
 
 
 def recalled(url: str, rank: int = 0, separate: tuple[str, ...] = ()) -> set[str]:
