@@ -27,7 +27,7 @@ from dcp_s3 import errors
 from dcp_s3.s3.pressure import cores
 from dcp_s3.s3.store import S3Store, store_of
 from dcp_s3.settings import child_environment, launch, resolve_settings
-from dcp_s3.stage.buffers import measure_available
+from dcp_s3.stage.memory import measure_available
 from dcp_s3.units import format_size, plural
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 

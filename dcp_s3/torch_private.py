@@ -1,4 +1,4 @@
-"""Every private name of torch that dcp_s3 uses, for distributed checkpoints and for staging: fifteen.
+"""Every private name of torch that dcp_s3 uses, for distributed checkpoints and for staging: fourteen.
 
 All are in torch 2.9 to 2.15 (``make test-torch``). What relies on each, and what to do when it moves, stands in
 ``tests/test_torch_private.py``, which fails then.
@@ -18,7 +18,6 @@ from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint._async_executor import _AsyncCheckpointExecutor as AsyncCheckpointExecutor
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms as ReaderTransforms
-from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as WriterTransforms
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -32,7 +31,7 @@ FileReader = torch._C.PyTorchFileReader  # reads the archives that torch.save wr
 
 __all__ = [
     "AsyncCheckpointExecutor", "FileReader", "FsspecReader", "FsspecWriter", "ReaderTransforms", "ShardedTensor",
-    "StorageInfo", "WriterTransforms", "create_chunk_list", "default_store",
+    "StorageInfo", "create_chunk_list", "default_store",
     "has_checkpoint_process", "is_traceable_wrapper_subclass", "make_wrapper", "narrow_tensor_by_index",
     "pin_memory", "rebuild_sharded_tensor", "record_size", "unpin_memory",
 ]  # fmt: skip

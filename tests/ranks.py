@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import multiprocessing
 import os
 import pickle
@@ -76,8 +77,7 @@ def run_ranks(
     and RanksTimedOut after `timeout` seconds. Either way no process is left. When a rank has failed, the others
     have `grace` seconds to end.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(MODULES)
+    context = _fork_server()
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="dcp-s3-ranks-") as directory:
         environment = {
@@ -101,6 +101,17 @@ def run_ranks(
         finally:
             for each in ranks:
                 each.end()
+
+
+@functools.cache
+def _fork_server() -> Any:
+    """The context of the fork server, which has imported what it imports: on a busy machine that takes minutes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(MODULES)
+    first = context.Process(target=int)
+    first.start()
+    first.join()
+    return context
 
 
 @dataclass

@@ -12,19 +12,19 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3 import ranks
 from dcp_s3.checkpoint.commit_state import SaveIdentity
-from dcp_s3.save.save import Save, SaveOptions
-from dcp_s3.spill.saving import open_for_save
+from dcp_s3.save.save import Save
+from dcp_s3.settings import Settings
 from dcp_s3.url import CheckpointURL
 
 
 class _SaveAlone(Save):
-    def __init__(self, url: CheckpointURL, save_id: str, options: SaveOptions, *_: Any, **__: Any) -> None:
-        rank = ranks.rank()
-        super().__init__(url, save_id, options, rank=rank, is_coordinator=True)
-        self._identity = SaveIdentity(url, save_id, rank)
-        self._base_store, self._committer = open_for_save(
-            self._s3, self._identity, self._beginning, rank=rank, overwrite=False, spills=True, on_event=None
-        )
+    def __init__(
+        self, url: CheckpointURL, save_id: str, settings: Settings, *, replicas: Any, counted: Any, step: Any,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(url, save_id, settings, rank=ranks.rank(), **{**options, "overwrite": False})
+        self._identity = SaveIdentity(url, save_id, self.rank)
+        self._committer._identity = self._identity
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, [*results, *([] for _ in range(ranks.world_size() - 1))])

@@ -60,7 +60,6 @@ _FILES = _DCP + "filesystem"
         (_DCP + "planner_helpers", "_create_chunk_list", "ask tensors for __create_chunk_list__"),
         (_FILES, "_StorageInfo", "a mirror: old metadata names it, so the class stays in pickles"),
         (_FILES, "_StorageReaderTransforms", "FileSystemReader.transforms is one"),
-        (_FILES, "_StorageWriterTransforms", "FileSystemWriter.transforms is one"),
         ("torch.distributed._checkpointable", "_Checkpointable", "see what DCP asks tensors for: dcp_s3.shard"),
         (_DCP + "_storage_utils", "_storage_setup", "see how DCP chooses a writer: dcp_s3.register"),
     ],
@@ -117,8 +116,6 @@ def test_the_signatures_are_what_they_were() -> None:
     for function, parameters in (
         (torch_private.create_chunk_list, "tensor"),
         (torch_private.StorageInfo, "relative_path offset length transform_descriptors"),
-        (torch_private.WriterTransforms, "extensions"),
-        (torch_private.WriterTransforms.transform_save_stream, "self write_item raw_stream"),
         (torch_private.ReaderTransforms, "extension_registry"),
         (torch_private.ReaderTransforms.transform_load_stream, "self read_item transform_descriptors raw_stream"),
     ):

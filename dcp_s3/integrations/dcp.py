@@ -35,8 +35,7 @@ def register(*, overwrite: bool = False, settings: SettingsLike = None) -> None:
     `dcp.async_save` and `dcp.load` choose for ``checkpoint_id="s3://..."``, and those that frameworks make.
 
     Other URLs and paths go where they went before. Another call replaces the arguments of the previous call, and
-    nothing else. Of a writer's own arguments, ``overwrite`` and ``_extensions`` count; how many files and threads it is
-    to use does not.
+    nothing else. Of a writer's own arguments, ``overwrite`` counts; how many files and threads it is to use does not.
 
     >>> register()
     >>> dcp.save(state, checkpoint_id="s3://bucket/other/step-1")
@@ -84,9 +83,14 @@ def _make(cls: type, url: str, given: Mapping[str, Any]) -> S3StorageWriter | S3
             f"{cls.__name__} cannot have {url} as safetensors: dcp_s3 writes DCP's own format. Remedy: save "
             "in that, then `dcp-s3 export URL DEST`"
         )
+    if given.get("_extensions"):
+        raise SettingsError(
+            f"{cls.__name__} cannot write {url} through stream extensions: dcp_s3 only reads what was written through "
+            "them. Remedy: leave _extensions out"
+        )
     own = given.get("overwrite")
     overwrite = overwrite if own is None else bool(own)
-    return S3StorageWriter(url, overwrite=overwrite, settings=settings, _extensions=given.get("_extensions"))
+    return S3StorageWriter(url, overwrite=overwrite, settings=settings)
 
 
 def _new(base: type, cls: type, *args: Any, **kwargs: Any) -> Any:

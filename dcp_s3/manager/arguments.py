@@ -85,11 +85,6 @@ def check_coordination(coordination: object, process_group: object) -> None:
         raise errors.CheckpointError(f"{why}. Remedy: leave process_group out")
 
 
-def check_separate(separate: object) -> None:
-    if isinstance(separate, str):
-        raise errors.SettingsError(f"separate is text, expected a list of FQN prefixes. Remedy: [{_show(separate)}]")
-
-
 def resolve_policy(retention: PolicyFunction | str | None, settings: Settings) -> PolicyFunction | None:
     """None: nothing is deleted."""
     if retention is None:

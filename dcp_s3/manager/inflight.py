@@ -28,7 +28,7 @@ from dcp_s3.errors import SaveFailedError, SaveProtocolError
 from dcp_s3.failures import Failed, first_cause, frames_of_others, left_by_save, panel, without_tracebacks
 from dcp_s3.manager.agree import Ranks, for_others
 from dcp_s3.save.writer import S3StorageWriter
-from dcp_s3.stage.handover import FailedStaging, forget
+from dcp_s3.stage.handover import StagedState
 from dcp_s3.stage.stager import S3Stager, StagedBefore
 from dcp_s3.workers import InTurn
 
@@ -61,11 +61,9 @@ def stage_save(
         return functools.partial(save_in_background, {}, writer, ranks, before, planner)
     with _telling(writer):
         staged = stager.stage_now(state)
-        if isinstance(staged, FailedStaging):  # for the other ranks, which a save with collectives fails on all
-            forget(staged)
+        if isinstance(staged, StagedState) and staged.error is not None:  # saves with collectives fail on all ranks
             raise staged.error
-    stalled = time.monotonic() - began
-    writer.stall_since = lambda _: stalled
+    writer.stall_seconds = time.monotonic() - began
     return functools.partial(InTurn("dcp_s3-save").submit, save_separately, staged, writer, ranks.rank, planner)
 
 

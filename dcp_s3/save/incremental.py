@@ -24,19 +24,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme
 from dcp_s3.format.blocks import cuts_between, get_blocks, get_crc, get_raw_offset
 from dcp_s3.format.framing import FrameCache
-from dcp_s3.save.items import BLOCK_SIZE, ItemSource
-from dcp_s3.save.objects import ItemWriteResult, synchronized_device
-from dcp_s3.save.plan import CopiedItems, WriteBucket, group_items, plan_buckets
-from dcp_s3.save.split import Rows, stored_index
+from dcp_s3.save.objects import PINNED_BLOCK, ItemWriteResult, ObjectPieces, synchronized_device
+from dcp_s3.save.plan import CopiedItems, WriteBucket, plan_buckets
+from dcp_s3.save.split import stored_index
 from dcp_s3.settings import MIN_PART_SIZE
 from dcp_s3.store import CopyRange
-from dcp_s3.tensor_memory import is_plain
-from dcp_s3.torch_private import StorageInfo, WriterTransforms
+from dcp_s3.torch_private import StorageInfo
 from dcp_s3.url import CheckpointURL
 from dcp_s3.workers import Workers
 
 MOST_COPIES = 32
-"""Most objects of a rank that S3 makes in one save, for each group of names. Of more it makes half as many."""
+"""Most objects of a rank that S3 makes in one save. Of more it makes half as many."""
 _MOST_RANGES = 4000  # of one object, whose parts S3 limits to 10,000
 _KINDS = 4  # of checkpoints that a rank writes by turns, say the model and the optimizer: all are remembered
 _THREADS = 4
@@ -68,15 +66,15 @@ SavedItems = Mapping[MetadataIndex, SavedItem]
 
 # --- what the process remembers ---------------------------------------------------------------------------
 
-_memories: dict[tuple[object, ...], collections.OrderedDict[str, SavedItems]] = {}
-"""Of each bucket, rank and grouping: the last items of each kind of checkpoint, the newest last."""
+_memories: dict[tuple[str, int], collections.OrderedDict[str, SavedItems]] = {}
+"""Of each bucket and rank: the last items of each kind of checkpoint, the newest last."""
 
 
 class LastSaves:
     """What a rank saved last to checkpoints with a name like that of ``url``. Kept by the process, not by this."""
 
-    def __init__(self, url: CheckpointURL, rank: int, separate: Sequence[str]) -> None:
-        self._url, self._key = url, (url.bucket, rank, *separate)
+    def __init__(self, url: CheckpointURL, rank: int) -> None:
+        self._url, self._key = url, (url.bucket, rank)
         self._kind = re.sub(r"\d+", "#", url.key(""))
         self._parent = self._kind.rstrip("/").rpartition("/")[0]
 
@@ -115,11 +113,9 @@ def saved_items(url: CheckpointURL, items: Sequence[WriteItem], results: Sequenc
 # --- what has not changed -----------------------------------------------------------------------------------
 
 
-def find_unchanged(
-    items: Sequence[WriteItem], saved: SavedItems, planner: SavePlanner, transforms: WriterTransforms
-) -> set[MetadataIndex]:
+def find_unchanged(items: Sequence[WriteItem], saved: SavedItems, planner: SavePlanner) -> set[MetadataIndex]:
     """The indices of the items that have not changed since they were saved, by their checksums."""
-    source = ItemSource(planner, transforms, BLOCK_SIZE, _THREADS * BLOCK_SIZE)
+    frames = FrameCache()
     # The largest first, so that no thread has much to do when the others are done.
     known = [item for item in items if stored_index(item) in saved]
     todo = collections.deque(sorted(known, key=lambda item: -saved[stored_index(item)].info.length))
@@ -128,12 +124,13 @@ def find_unchanged(
     def work() -> None:
         if device is not None:
             torch.accelerator.set_device_index(device)
+        memory = ObjectPieces(WriteBucket((), 0), planner, frames, PINNED_BLOCK)
         while todo:
             try:
                 item = todo.popleft()
             except IndexError:
                 return
-            if _is_unchanged(item, saved[stored_index(item)], source):
+            if _is_unchanged(item, saved[stored_index(item)], memory):
                 found.add(stored_index(item))
 
     threads = Workers(min(_THREADS, os.cpu_count() or 1), "dcp_s3-compare")
@@ -146,20 +143,17 @@ def find_unchanged(
     return found
 
 
-def _is_unchanged(item: WriteItem, saved: SavedItem, source: ItemSource) -> bool:
+def _is_unchanged(item: WriteItem, saved: SavedItem, memory: ObjectPieces) -> bool:
     """Compare block by block: of what has changed, mostly the first block is read, and no more."""
-    data = source.planner.resolve_data(item)
-    if not isinstance(data, torch.Tensor):
-        return False
-    tensor = item.narrow(data.detach()) if isinstance(item, Rows) else data.detach()
-    if not is_plain(tensor) or (tensor.dtype, tensor.shape) != (saved.dtype, saved.shape):
+    tensor = memory.resolve(item)
+    if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tensor.shape) != (saved.dtype, saved.shape):
         return False
     size = tensor.nbytes
     blocks = get_blocks(saved.info, size) if size else None
     if blocks is None:
         return not size
     crc = done = 0
-    for view in source.views(tensor):
+    for view in memory.views(tensor):
         start = 0
         for stop in (*cuts_between(done, done + view.nbytes, blocks.size), view.nbytes):
             crc = crc64nvme(view[start:stop], crc)
@@ -203,25 +197,23 @@ def plan_changes(
     *,
     max_buckets: int,
     min_bucket_size: int,
-    separate: Sequence[str] = (),
 ) -> list[WriteBucket]:
     """Distribute a rank's items over objects: those that S3 makes of the unchanged ones, and those that are sent.
 
     Args:
         unchanged: indices of items that are in ``saved``, as they are.
-        max_buckets, min_bucket_size, separate: see `plan_buckets`.
+        max_buckets, min_bucket_size: see `plan_buckets`.
     """
-    copied: list[WriteBucket] = []
-    sent: list[WriteBucket] = []
-    for group in group_items(items, separate):
-        same = [item for item in group if stored_index(item) in unchanged]
-        made = _plan_copies(same, saved)
-        copied += made
-        done = {stored_index(item) for bucket in made for item in bucket.items}
-        left = [item for item in same if stored_index(item) not in done]
-        changed = [item for item in group if stored_index(item) not in unchanged]
-        for each in (left, changed):
-            sent += plan_buckets(each, max_buckets=max_buckets, min_bucket_size=min_bucket_size)
+    same = [item for item in items if stored_index(item) in unchanged]
+    copied = _plan_copies(same, saved)
+    done = {stored_index(item) for bucket in copied for item in bucket.items}
+    left = [item for item in same if stored_index(item) not in done]
+    changed = [item for item in items if stored_index(item) not in unchanged]
+    sent = [
+        bucket
+        for each in (left, changed)
+        for bucket in plan_buckets(each, max_buckets=max_buckets, min_bucket_size=min_bucket_size)
+    ]
     return [*copied, *sorted(sent, key=lambda bucket: -bucket.size)]
 
 

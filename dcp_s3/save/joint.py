@@ -8,7 +8,8 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -31,9 +32,10 @@ from dcp_s3.failures import name_ranks
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import joint_object, manifest_object, new_nonce
 from dcp_s3.format.part import Part, WrittenItem, digest_of, encode, item_hash
+from dcp_s3.limit import Deadline
 from dcp_s3.process import collector_paused
-from dcp_s3.save.objects import ItemWriteResult
-from dcp_s3.save.save import Save, SaveOptions
+from dcp_s3.save.save import Save, objects_of
+from dcp_s3.settings import Settings
 from dcp_s3.store import Batch
 from dcp_s3.url import CheckpointURL
 
@@ -44,23 +46,27 @@ _learned: set[int] = set()
 others. It writes them at once from then on."""
 
 
+@dataclass(eq=False, kw_only=True)
 class JointSave(Save):
     """One rank's part in such a save. Without ``counted`` the ranks save in lockstep."""
 
-    _spills = False
+    attempt: Attempt
+    counted: CountedSave | None = None
+    of_step: int | None = None
+    """What tells it from other saves to the URL, besides their count."""
+    replicas: Replicas = None
 
-    def __init__(
-        self,
-        url: CheckpointURL,
-        options: SaveOptions,
-        attempt: Attempt,
-        counted: CountedSave | None,
-        step: int | None,
-        replicas: Replicas,
-    ) -> None:
-        super().__init__(url, "", options, rank=attempt.rank, is_coordinator=attempt.rank == 0)
-        self._attempt, self._counted, self._step = attempt, counted, step
-        self._replicas, self._world_size = replicas, attempt.world_size
+    spills: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        self.rank, self.is_coordinator = self.attempt.rank, self.attempt.rank == 0
+        super().__post_init__()
+        self.world_size = self.attempt.world_size
+        self._deadline = Deadline.start("DCP_S3_SAVE_TIMEOUT", self.settings.save_timeout)
+        member = make_member(self.attempt, self.url, overwrite=self.overwrite)
+        self._driver = Driver(self._store(), self.url, member, self.settings.rank_timeout, self)
+        number = None if self.counted is None else self.counted.number
+        self._steps: protocol.Steps[tuple[str, str | None]] | None = protocol.save(member, number, self.of_step)
         self._nonce: str | None = None
         self._was_committed = False
         self._planner: SavePlanner | None = None
@@ -70,17 +76,11 @@ class JointSave(Save):
         self._replaced: frozenset[str] = frozenset()
         self._batches: list[Batch] = []
         self._ended = threading.Event()
-        self._driver: Driver | None = None
-        self._steps: protocol.Steps[tuple[str, str | None]] | None = None
 
     # --- in the order of DCP's calls ----------------------------------------------------------------
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Join the save, before any byte moves."""
-        self._deadline = self._start_deadline()
-        member = make_member(self._attempt, self.url, overwrite=self._options.overwrite)
-        self._driver = Driver(self._store(), self.url, member, self._settings.rank_timeout, self)
-        self._steps = protocol.save(member, None if self._counted is None else self._counted.number, self._step)
         self._go_on(None, Join)
         return plan
 
@@ -94,15 +94,15 @@ class JointSave(Save):
         began, self._planner = time.monotonic(), planner
         with collector_paused(), self._withdrawing():
             self._held = find_owners(
-                plan.items, lookup_in(planner), world_size=self._world_size, rank=self._rank, replicas=self._replicas
+                plan.items, lookup_in(planner), world_size=self.world_size, rank=self.rank, replicas=self.replicas
             )
             intent = self.join(None)
         asked = self._go_on(intent, Write)
         with self._withdrawing():
             threading.Thread(
-                target=self._going.show_progress, args=(self._ended,), name="dcp_s3-progress", daemon=True
+                target=self._driver.show_progress, args=(self._ended,), name="dcp_s3-progress", daemon=True
             ).start()
-            answer = self._going.carry_out(asked)
+            answer = self._driver.carry_out(asked)
         if answer != b"":
             self._go_on(answer)
         self._tell_written(self._results, time.monotonic() - began)
@@ -152,7 +152,7 @@ class JointSave(Save):
             if len(each.holders) > 1:
                 (writes if self._is_own(each) else leaves).append(item_hash(each.item))
         held = (item_hash(each.item) for each in self._held)
-        digest = digest_of(held, [each.name for each in self._options.attachments])
+        digest = digest_of(held, [each.name for each in self.attachments])
         return Intent("", 0, digest, tuple(writes), tuple(leaves))
 
     def write(self, claim: Claim, rank: int, intent: Intent | None) -> bytes:
@@ -161,19 +161,19 @@ class JointSave(Save):
             own = [each.item for each in self._held if self._is_own(each)]
             self._results = self._upload(claim, own)
             return b""
-        more = {*self._going.read_roll(claim, rank), *(intent.writes if intent is not None else ())}
+        more = {*self._driver.read_roll(claim, rank), *(intent.writes if intent is not None else ())}
         missing = [each.item for each in self._held if more and item_hash(each.item) in more]
         results = self._upload(claim, missing, again=True)
-        if rank == self._rank:
+        if rank == self.rank:
             _learned.update(item_hash(each) for each in missing if each.type != WriteItemType.SHARD)
             results = [*self._results, *results]
         else:
-            logger.warning("%s: rank %d writes what rank %d was to write", self.url, self._rank, rank)
+            logger.warning("%s: rank %d writes what rank %d was to write", self.url, self.rank, rank)
         return encode(self._make_part(claim, rank, results))
 
     def merge(self, claim: Claim, parts: Iterator[bytes]) -> Merged:
         """Make the checkpoint of all parts, and write all of it but ``.metadata``."""
-        merging, sample = (Merging(claim.nonce, self._world_size) for _ in range(2))
+        merging, sample = (Merging(claim.nonce, self.world_size) for _ in range(2))
         for number, data in enumerate(parts):
             if merging.add(data) or not number:
                 sample.add(data)
@@ -189,7 +189,7 @@ class JointSave(Save):
             save_id=identity.save_id,
             created_at=time.time(),
             step=claim.step,
-            world_size=self._world_size,
+            world_size=self.world_size,
             objects=merged.objects,
             items=merged.items,
             metrics=dict(facts.get("metrics") or {}),
@@ -197,11 +197,11 @@ class JointSave(Save):
             writer=versions(),
             started_at=min(float(each["started_at"]) for each in merging.facts),
             coordination={
-                "save": claim.nonce, "run": claim.run, "restart": claim.restart, "merged_by": self._rank,
+                "save": claim.nonce, "run": claim.run, "restart": claim.restart, "merged_by": self.rank,
                 "made_up": made_up,
             },
         )  # fmt: skip
-        self._replaced = find_previous(store, identity).keys if self._options.overwrite else frozenset()
+        self._replaced = find_previous(store, identity).keys if self.overwrite else frozenset()
         store.put(identity.url.key(Key("merged", identity.save_id).path), merged.metadata)
         store.put(identity.manifest_key, manifest.to_json())
         return Merged(identity.save_id, merged.metadata)
@@ -223,27 +223,21 @@ class JointSave(Save):
 
     # --- internal -----------------------------------------------------------------------------------
 
-    @property
-    def _going(self) -> Driver:
-        if self._driver is None:
-            raise errors.SaveProtocolError("this save has not begun", url=str(self.url))
-        return self._driver
-
     def _go_on(self, answer: Any, until: type | None = None) -> Any:
         """Go on with the protocol; raise what the save fails with, if it ends without a commit."""
-        driver, steps = self._going, self._steps
+        steps = self._steps
         if steps is None:
             raise errors.SaveProtocolError("this save has ended", url=str(self.url))
         with self._withdrawing():
-            found = driver.go_on(steps, answer, until=until)
+            found = self._driver.go_on(steps, answer, until=until)
         if until is not None and isinstance(found, until):
             return found
         self._end()
         verdict, self._nonce = found
-        if self._counted is not None:
-            self._counted.decided(verdict)
+        if self.counted is not None:
+            self.counted.decided(verdict)
         if verdict != values.COMMITTED:
-            raise verdict_error(self.url, verdict, driver.claim, self._nonce, driver.error)
+            raise verdict_error(self.url, verdict, self._driver.claim, self._nonce, self._driver.error)
         self._report()
         return None
 
@@ -257,14 +251,14 @@ class JointSave(Save):
         try:
             yield
         except BaseException as error:
-            if self._driver is not None and self._steps is not None:
+            if self._steps is not None:
                 with contextlib.suppress(Exception):
-                    self._driver.leave(self._steps, f"rank {self._rank}: {type(error).__name__}: {error}"[:2000])
+                    self._driver.leave(self._steps, f"rank {self.rank}: {type(error).__name__}: {error}"[:2000])
             self._end()
             raise
 
     def _is_own(self, each: OwnedItem) -> bool:
-        return each.owner == self._rank or (bool(_learned) and item_hash(each.item) in _learned)
+        return each.owner == self.rank or (bool(_learned) and item_hash(each.item) in _learned)
 
     def _upload(self, claim: Claim, items: Sequence[WriteItem], *, again: bool = False) -> list[WriteResult]:
         if self._planner is None:
@@ -274,22 +268,17 @@ class JointSave(Save):
 
     def _make_part(self, claim: Claim, rank: int, results: Sequence[WriteResult]) -> Part:
         items = {each.item.index: each.item for each in self._held}
+        stored = [(each, items[each.index]) for each in results if each.storage_data is not None]
         written = [
-            WrittenItem(
-                each.index, items[each.index].tensor_data, each.storage_data,
-                items[each.index].type == WriteItemType.SHARD,
-            )
-            for each in results
-            if each.storage_data is not None
-        ]  # fmt: skip
-        objects = [
-            each.object_entry for each in results if isinstance(each, ItemWriteResult) and each.object_entry is not None
+            WrittenItem(each.index, item.tensor_data, each.storage_data, item.type == WriteItemType.SHARD)
+            for each, item in stored
         ]
-        facts: dict[str, Any] = {"started_at": self._beginning.at, "by": self._rank}
+        objects, _, _ = objects_of(results)
+        facts: dict[str, Any] = {"started_at": self._beginning.at, "by": self.rank}
         if rank == 0:
-            facts |= {"metrics": dict(self._options.metrics), "extra": dict(self._options.extra)}
+            facts |= {"metrics": dict(self.metrics), "extra": dict(self.extra)}
         paths = None if self._paths is None else {each.index.fqn: self._paths[each.index.fqn] for each in written}
-        return Part(claim.nonce, rank, self._world_size, tuple(written), tuple(objects), paths, facts)
+        return Part(claim.nonce, rank, self.world_size, tuple(written), tuple(objects), paths, facts)
 
     def _report(self) -> None:
         """Tell what was committed: on the first rank, for all."""
@@ -297,7 +286,7 @@ class JointSave(Save):
         try:
             identity = SaveIdentity(self.url, "")
             self.save_id = find_save_id(self._s3, identity) or ""
-            if self._rank != 0:
+            if self.rank != 0:
                 return
             manifest = Manifest.from_json(self._s3.get(self.url.key(manifest_object(self.save_id))).data)
         except (errors.StorageError, ValueError) as error:
@@ -306,36 +295,29 @@ class JointSave(Save):
         if made_up := manifest.coordination.get("made_up"):
             names = name_ranks(map(int, made_up))
             logger.warning("%s is committed without %s, which others made up for", self.url, names)
-        commit = Commit(SaveIdentity(self.url, self.save_id), b"", b"", manifest.objects)
-        self._tell_committed(commit, ranks=self._world_size, spilled=0, copied=None, throttled=self.throttled)
+        self._tell_committed(manifest.objects, ranks=self.world_size, spilled=0, copied=None, throttled=self.throttled)
 
 
 def begin_joint_save(
     url: CheckpointURL,
     save_id: str,
-    options: SaveOptions,
-    replicas: Replicas,
+    settings: Settings,
     *,
+    replicas: Replicas = None,
     counted: CountedSave | None = None,
     step: int | None = None,
-    in_lockstep: bool = True,
+    **options: Any,
 ) -> Save:
-    """A save of all ranks of the job; a plain one, of ``save_id``, if this is the only one. ``in_lockstep``: it is
-    synchronous, so no rank is here while another one is at an earlier save. A SaveProtocolError if nothing tells this
-    attempt from others, or this save from an earlier one."""
-    attempt = current_attempt(url, options.settings) if counted is None else counted.attempt
+    """A save of all ranks of the job; a plain one, of ``save_id``, if this is the only one. If the ``options`` of
+    `Save` have ``is_blocking``, no rank is here while another one is at an earlier save. A SaveProtocolError if nothing
+    tells this attempt from others, or this save from an earlier one."""
+    attempt = current_attempt(url, settings) if counted is None else counted.attempt
     if attempt.world_size == 1:
-        return Save(url, save_id, options, rank=0, is_coordinator=True)
-    if options.transforms.extensions:
-        raise errors.SaveProtocolError(
-            f"{url} is not saved: stream extensions need a save with collectives. Remedy: use_collectives=True, or no "
-            "_extensions",
-            url=str(url),
-        )
-    if options.settings.spill_dir is not None:
-        _warn_of_spilling(str(options.settings.spill_dir))
-    step = find_step(url.name, options.settings) if step is None else step
-    if counted is None and not in_lockstep:
+        return Save(url, save_id, settings, **options)
+    if settings.spill_dir is not None:
+        _warn_of_spilling(str(settings.spill_dir))
+    step = find_step(url.name, settings) if step is None else step
+    if counted is None and not options.get("is_blocking"):
         counted = count_of(attempt, url, step)
         if step is None and not counted.is_new:
             raise errors.SaveProtocolError(
@@ -344,7 +326,7 @@ def begin_joint_save(
                 "each step",
                 url=str(url),
             )
-    return JointSave(url, options, attempt, counted, step, replicas)
+    return JointSave(url, "", settings, attempt=attempt, counted=counted, of_step=step, replicas=replicas, **options)
 
 
 @functools.cache
@@ -355,13 +337,8 @@ def _warn_of_spilling(directory: str) -> None:
 def verdict_error(
     url: CheckpointURL, verdict: str, claim: Claim | None, nonce: str | None, error: Exception | None
 ) -> Exception:
-    """What a rank raises if a save was not committed, or may not have been.
-
-    Args:
-        claim: as the rank has seen it last.
-        nonce: of the save; None if the rank has not joined it.
-        error: what failed on this rank, if anything did.
-    """
+    """What a rank raises if a save was not committed, or may not have been: it has seen the claim last, and joined the
+    save of that nonce (None: none), and that error, if any, is its own."""
     if verdict == values.EXISTS:
         return exists_error(url)
     if error is not None and verdict in (values.ABORTED, values.UNKNOWN):

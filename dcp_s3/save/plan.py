@@ -62,23 +62,7 @@ def item_size(item: WriteItem) -> int:
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize + _FRAMING_BYTES
 
 
-def group_items(items: Sequence[WriteItem], separate: Sequence[str]) -> list[list[WriteItem]]:
-    """Group items by FQN: one group for each beginning in ``separate`` (the first that fits), then one for the rest.
-    Empty groups are left out."""
-    groups: list[list[WriteItem]] = [[] for _ in range(len(separate) + 1)]
-    for item in items:
-        fits = (number for number, prefix in enumerate(separate) if item.index.fqn.startswith(prefix))
-        groups[next(fits, len(separate))].append(item)
-    return [group for group in groups if group]
-
-
-def plan_buckets(
-    items: Sequence[WriteItem],
-    *,
-    max_buckets: int,
-    min_bucket_size: int,
-    separate: Sequence[str] = (),
-) -> list[WriteBucket]:
+def plan_buckets(items: Sequence[WriteItem], *, max_buckets: int, min_bucket_size: int) -> list[WriteBucket]:
     """Distribute a rank's items over objects.
 
     Tensors go largest first into the bucket that is smallest so far (at most 4/3 of the best possible maximum,
@@ -86,20 +70,12 @@ def plan_buckets(
 
     Args:
         items: items of this rank's plan.
-        max_buckets: most objects per group.
-        min_bucket_size: bytes. A group gets fewer buckets rather than smaller ones.
-        separate: beginnings of the FQNs of the groups that get their own objects.
+        max_buckets: most objects.
+        min_bucket_size: bytes. There are fewer buckets rather than smaller ones.
 
     Returns:
         Non-empty buckets, the largest first.
     """
-    buckets: list[WriteBucket] = []
-    for group in group_items(items, separate):
-        buckets.extend(_balance(group, max_buckets=max_buckets, min_bucket_size=min_bucket_size))
-    return sorted(buckets, key=lambda bucket: -bucket.size)
-
-
-def _balance(items: Sequence[WriteItem], *, max_buckets: int, min_bucket_size: int) -> list[WriteBucket]:
     sizes = [item_size(item) for item in items]
     count = max(1, min(max_buckets, len(items), sum(sizes) // max(1, min_bucket_size)))
     numbers: list[list[int]] = [[] for _ in range(count)]
@@ -120,12 +96,13 @@ def _balance(items: Sequence[WriteItem], *, max_buckets: int, min_bucket_size: i
         totals[number] = total + sizes[i]
         heapq.heappush(heap, (totals[number], number))
 
-    return [
+    buckets = [
         # Plan order within a bucket: neighbours in the state stay neighbours on S3, and their reads coalesce.
         WriteBucket(tuple(items[i] for i in sorted(inside)), total)
         for inside, total in zip(numbers, totals, strict=True)
         if inside
     ]
+    return sorted(buckets, key=lambda bucket: -bucket.size)
 
 
 def check_shards(plans: Sequence[SavePlan], *, filled: bool) -> None:

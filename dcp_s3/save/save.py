@@ -7,109 +7,35 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3.checkpoint.attachments import Attachment, check_distinct
-from dcp_s3.checkpoint.commit import Commit, make_commit
+from dcp_s3.checkpoint.commit import make_commit
 from dcp_s3.checkpoint.commit_state import Beginning, CommitState, SaveIdentity, find_state
 from dcp_s3.checkpoint.info import find_step
-from dcp_s3.errors import CheckpointError, SaveProtocolError, TransferError
-from dcp_s3.events import Committed, Listener, SaveFailed, SaveStarted, Written, emit
-from dcp_s3.failures import frames_of_others
+from dcp_s3.errors import CheckpointError, SaveProtocolError
+from dcp_s3.events import Committed, Listener, SaveStarted, Written, emit
 from dcp_s3.format.control_files import ObjectEntry
-from dcp_s3.format.layout import DCP_VERSION, metadata_object, new_nonce
+from dcp_s3.format.layout import DCP_VERSION, new_nonce
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.process import collector_paused
-from dcp_s3.ranks import rank as rank_of_job
 from dcp_s3.ranks import world_size
 from dcp_s3.s3.copy import can_copy
 from dcp_s3.s3.store import store_of
 from dcp_s3.save.incremental import LastSaves, find_unchanged, plan_changes
-from dcp_s3.save.objects import ItemWriteResult, ObjectNames, write_buckets
+from dcp_s3.save.objects import ItemWriteResult, write_buckets
 from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket, check_shards, plan_buckets
 from dcp_s3.save.split import LargeChunk, find_large, split_replicated, with_rows
 from dcp_s3.settings import Settings
-from dcp_s3.spill.saving import drain_url, open_for_save
+from dcp_s3.spill.saving import open_for_save
 from dcp_s3.store import Batch, Store
-from dcp_s3.torch_private import WriterTransforms
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
-
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between looks at S3
-
-StallSince = Callable[[float], "float | None"]
-"""Seconds for which a save that began at a time (of time.monotonic) has held the training up; None: not known."""
-
-
-@dataclass(frozen=True)
-class SaveOptions:
-    """A writer's options for its saves: the arguments of `S3StorageWriter`."""
-
-    settings: Settings
-    overwrite: bool
-    metrics: Mapping[str, Any]
-    separate: Sequence[str]
-    transforms: WriterTransforms
-    attachments: Sequence[Attachment] = ()
-    """Small files that belong to this save."""
-    on_event: Listener | None = None
-    stall_since: StallSince | None = None
-    """None: not known, as for a save that was staged elsewhere."""
-    max_objects: int = OBJECTS_PER_RANK
-    """See `S3StorageWriter.max_objects`."""
-    splits: bool = False
-    """See `S3StorageWriter.split_replicated`."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    incremental: bool = False
-    """See `S3StorageWriter.incremental`."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Some frameworks save in a process of their own: who listens is here, and so was the staging.
-        return {**self.__dict__, "on_event": None, "stall_since": None}
-
-
-class Attached(dict[tuple["CheckpointURL | None", str], Attachment]):
-    """What was attached to saves that have not begun, by their URL (None: the next one, whatever its URL) and its name.
-
-    Saves begin in other threads: each change is one operation.
-    """
-
-    _copied: frozenset[CheckpointURL | None] = frozenset()
-    """URLs whose attachments went to another process, too, which may have saved them by now."""
-
-    def add(self, url: CheckpointURL | None, attachment: Attachment) -> None:
-        """Attach a file. SaveProtocolError if there is another one of that name, with other bytes."""
-        if url in self._copied:
-            self._copied -= {url}
-            self._pop(url)  # of a save that has gone
-        if self.setdefault((url, attachment.name), attachment).data != attachment.data:
-            raise SaveProtocolError(
-                f"{attachment.name!r} is already attached to this save, with other bytes. Remedy: attach it once, or "
-                "under another name"
-            )
-
-    def take(self, url: CheckpointURL) -> list[Attachment]:
-        """What is attached to the save to ``url`` that begins now. It is not kept."""
-        found = Attached()
-        for attachment in [*self._pop(None), *self._pop(url)]:
-            found.add(None, attachment)
-        return list(found.values())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Hand over to a copy of the writer, which saves in another process. Of which save it is nobody knows, so what
-        is attached to a URL stays here, too, until more is attached to it."""
-        other = dict(self)
-        self._pop(None)
-        self._copied = frozenset(url for url, _ in self)
-        return Attached, (other,)
-
-    def _pop(self, url: CheckpointURL | None) -> list[Attachment]:
-        return [self.pop(key) for key in list(self) if key[0] == url]
 
 
 @dataclass
@@ -135,57 +61,66 @@ class _RankResults(list[WriteResult]):
         return type(self), (self.url, list(self), self.throttled)
 
 
+@dataclass(eq=False)
 class Save:
     """One rank's part in one save: the coordinator commits for all."""
 
-    _spills = True
+    url: CheckpointURL
+    save_id: str
+    settings: Settings
+    rank: int = 0
+    is_coordinator: bool = True
+    overwrite: bool = False
+    """Whether a committed checkpoint at the URL is replaced."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    attachments: Sequence[Attachment] = ()
+    """Small files of this rank that belong to the save."""
+    max_objects: int = OBJECTS_PER_RANK
+    """Most objects that this rank writes, besides attachments."""
+    splits: bool = False
+    """Whether ranks share the writing of large chunks that several of them hold."""
+    incremental: bool = False
+    """Whether S3 copies what has not changed since the last save of this process."""
+    on_event: Listener | None = None
+    is_blocking: bool = False
+    """Whether the training waits for the save."""
+    stall_seconds: float | None = None
+    """For which the training has waited if it does not any more; None: not known, as if somebody else staged."""
 
-    def __init__(
-        self,
-        url: CheckpointURL,
-        save_id: str,
-        options: SaveOptions,
-        *,
-        rank: int,
-        is_coordinator: bool,
-    ) -> None:
-        self.url, self.save_id = url, save_id
-        self.written = False
-        """Whether all of this rank's data is written."""
-        self._options, self._settings = options, options.settings
-        self._rank, self._is_coordinator = rank, is_coordinator
-        self._world_size = world_size()  # now: data may be written in a process that has no process group
-        self._identity = SaveIdentity(url, save_id)
+    spills: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self.world_size = world_size()  # now: data may be written in a process that has no process group
         self._beginning, self._began = Beginning(), time.monotonic()
-        self._s3 = store_of(url, self._settings)
+        self._s3 = store_of(self.url, self.settings)
+        self._identity = SaveIdentity(self.url, self.save_id)
         self._base_store, self._committer = open_for_save(
-            self._s3, self._identity, self._beginning, rank=rank, overwrite=options.overwrite, spills=self._spills,
-            on_event=options.on_event,
+            self._s3, self._identity, self._beginning, rank=self.rank, overwrite=self.overwrite, spills=self.spills,
+            on_event=self.on_event,
         )  # fmt: skip
-        self._last_saves: LastSaves | None = None
-        if options.incremental and can_copy(self._s3):
-            self._last_saves = LastSaves(url, rank, options.separate)
-        self.step = find_step(url.name, self._settings)
+        self.step = find_step(self.url.name, self.settings)
         self._throttled_before = self._s3.counters().throttled
         self._an_object: str | None = None  # path of an object that this rank wrote
         self._deadline: Deadline | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_throttled_before": 0}  # another process counts anew
+        # Some frameworks write in a process of their own. Who listens is in this one, and that one counts anew.
+        return {**self.__dict__, "on_event": None, "_throttled_before": 0}
 
     # --- in the order of DCP's calls ----------------------------------------------------------------
 
     def begin(self) -> None:
         """Tell subscribers, and drain what an earlier process left on the disk."""
-        emit(SaveStarted(url=str(self.url), step=self.step, rank=self._rank), self._options.on_event)
+        emit(SaveStarted(url=str(self.url), step=self.step, rank=self.rank), self.on_event)
         self._committer.begin()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check the URL, and mark the plan with this save's URL."""
-        if self._is_coordinator:
+        if self.is_coordinator:
             self._committer.check_url(self._store())
-        large = find_large(plan.items) if self._options.splits else ()
-        return dataclasses.replace(plan, storage_data=_PlanOrigin(str(self.url), self._rank, large))
+        large = find_large(plan.items) if self.splits else ()
+        return dataclasses.replace(plan, storage_data=_PlanOrigin(str(self.url), self.rank, large))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Check that all plans are of this save, and their shards of the same tensors; with `splits`, cut what several
@@ -196,7 +131,7 @@ class Save:
             if isinstance(origin, _PlanOrigin) and origin.url is not None:
                 self._check_same_save(origin.url, origin.rank)
                 origin.url = None
-        if self._options.splits:
+        if self.splits:
             held = [each.large if isinstance(each := plan.storage_data, _PlanOrigin) else () for plan in plans]
             for plan, items in zip(plans, split_replicated(plans, held), strict=True):
                 # In place: if torch caches plans it has cached these, and compares the next ones with what ranks write.
@@ -205,7 +140,8 @@ class Save:
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Upload this rank's items. Returns when all objects are complete, or raises and leaves nothing open."""
-        self._deadline, began = self._start_deadline(), time.monotonic()
+        self._deadline = Deadline.start("DCP_S3_SAVE_TIMEOUT", self.settings.save_timeout)
+        began = time.monotonic()
         # The nonce is not in the plan: a planner may reuse a cached plan.
         results = self._write_items(plan.items, planner, new_nonce())
         self._tell_written(results, time.monotonic() - began)
@@ -213,20 +149,22 @@ class Save:
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit what all ranks have written."""
-        self._deadline = self._deadline or self._start_deadline()
+        self._deadline = self._deadline or Deadline.start("DCP_S3_SAVE_TIMEOUT", self.settings.save_timeout)
         for rank, written in enumerate(results):
             if isinstance(written, _RankResults):
                 self._check_same_save(written.url, rank)
         with collector_paused():
-            all_results = [result for rank in results for result in rank]
-            objects, spilled, copied = _objects_of(all_results)
+            everything = [result for rank in results for result in rank]
+            objects, spilled, copied = objects_of(everything)
             check_distinct(objects)
             metadata.version = DCP_VERSION
-            metadata.storage_data = {
-                result.index: result.storage_data for result in all_results if result.storage_data is not None
-            }
-            metadata.storage_meta = self.storage_meta
-            metadata.state_dict_metadata = _with_rows(metadata.state_dict_metadata, all_results)
+            metadata.storage_meta = StorageMeta(checkpoint_id=str(self.url), save_id=self.save_id)
+            stored = {each.index: each.storage_data for each in everything if each.storage_data is not None}
+            metadata.storage_data = stored
+            parts = [each for each in everything if isinstance(each, ItemWriteResult) and each.rows is not None]
+            if parts:
+                rows = [(each.index.fqn, each.rows) for each in parts]
+                metadata.state_dict_metadata = with_rows(metadata.state_dict_metadata, rows)
             self._check_complete(metadata)
             commit = make_commit(
                 self._identity,
@@ -235,20 +173,15 @@ class Save:
                 objects,
                 step=self.step,
                 world_size=len(results),
-                metrics=self._options.metrics,
-                extra=self._options.extra,
+                metrics=self.metrics,
+                extra=self.extra,
                 started_at=self._beginning.at,
             )
         if self._committer.commit(self._store(), commit, spilled=bool(spilled)):
             throttled = sum(rank.throttled for rank in results if isinstance(rank, _RankResults))
-            self._tell_committed(commit, ranks=len(results), spilled=spilled, copied=copied, throttled=throttled)
+            self._tell_committed(objects, ranks=len(results), spilled=spilled, copied=copied, throttled=throttled)
 
     # --- what it tells --------------------------------------------------------------------------------
-
-    @property
-    def storage_meta(self) -> StorageMeta:
-        """URL and save id, for DCP's logs and for ``.metadata``."""
-        return StorageMeta(checkpoint_id=str(self.url), save_id=self.save_id)
 
     @property
     def throttled(self) -> int:
@@ -273,27 +206,28 @@ class Save:
 
     def _tell_written(self, results: Sequence[WriteResult], seconds: float) -> None:
         """This rank's objects are complete; they took so many seconds."""
-        self.written = True
-        objects, spilled, copied = _objects_of(results)
+        objects, spilled, copied = objects_of(results)
         self._an_object = objects[0].path if objects else None
         event = Written(
-            url=str(self.url), step=self.step, rank=self._rank, bytes=sum(each.size for each in objects),
+            url=str(self.url), step=self.step, rank=self.rank, bytes=sum(each.size for each in objects),
             objects=len(objects), spilled_bytes=spilled, copied_bytes=copied, seconds=seconds,
         )  # fmt: skip
-        emit(event, self._options.on_event)
+        emit(event, self.on_event)
 
-    def _tell_committed(self, commit: Commit, *, ranks: int, spilled: int, copied: int | None, throttled: int) -> None:
+    def _tell_committed(
+        self, objects: Sequence[ObjectEntry], *, ranks: int, spilled: int, copied: int | None, throttled: int
+    ) -> None:
         """The checkpoint is committed; ``spilled`` and ``copied`` bytes and ``throttled`` requests are those of all
         ranks."""
-        stall_since = self._options.stall_since
+        seconds, stalled = time.monotonic() - self._began, self.stall_seconds
+        stalled = seconds if stalled is None and self.is_blocking else stalled
         event = Committed(
-            url=str(self.url), step=self.step, bytes=sum(entry.size for entry in commit.objects),
-            objects=len(commit.objects), ranks=ranks, seconds=time.monotonic() - self._began,
-            stall_seconds=None if stall_since is None else stall_since(self._began), throttled=throttled,
-            spilled_bytes=spilled, copied_bytes=copied,
+            url=str(self.url), step=self.step, bytes=sum(entry.size for entry in objects), objects=len(objects),
+            ranks=ranks, seconds=seconds, stall_seconds=stalled, throttled=throttled, spilled_bytes=spilled,
+            copied_bytes=copied,
         )  # fmt: skip
         logger.info("%s", event)
-        emit(event, self._options.on_event)
+        emit(event, self.on_event)
 
     # --- internal -----------------------------------------------------------------------------------
 
@@ -329,83 +263,29 @@ class Save:
         watch: Callable[[Batch], object] = lambda _: None,
     ) -> list[WriteResult]:
         """Write items, and the attachments. ``again``: these are more, which others were to write."""
-        options, last = self._options, self._last_saves
-        groups: dict[str, Any] = {
-            "max_buckets": options.max_objects, "min_bucket_size": self._settings.max_part_size,
-            "separate": options.separate,
-        }  # fmt: skip
+        sizes: dict[str, int] = {"max_buckets": self.max_objects, "min_bucket_size": self.settings.max_part_size}
+        last = LastSaves(self.url, self.rank) if self.incremental and can_copy(self._s3) else None
         if last is not None and not again and (saved := last.find()):
-            unchanged = find_unchanged(items, saved, planner, options.transforms)
-            buckets = plan_changes(items, unchanged, saved, **groups)
+            buckets = plan_changes(items, find_unchanged(items, saved, planner), saved, **sizes)
         else:
-            buckets = plan_buckets(items, **groups)
+            buckets = plan_buckets(items, **sizes)
         if not again:
-            buckets += [WriteBucket((), len(each.data), each) for each in options.attachments]
-        names = ObjectNames(self.url, self._rank, nonce)
+            buckets += [WriteBucket((), len(each.data), each) for each in self.attachments]
         results = write_buckets(
-            self._store(), buckets, planner, options.transforms, names, ranks=self._world_size, watch=watch
-        )
+            self._store(), buckets, planner, url=self.url, rank=self.rank, nonce=nonce, ranks=self.world_size,
+            watch=watch,
+        )  # fmt: skip
         if last is not None:
             last.remember(items, results, more=again)
         return results
 
     def _store(self) -> Store:
-        return self._base_store.within(Limit(deadline=self._deadline).within(self._settings.save_timeout))
-
-    def _start_deadline(self) -> Deadline | None:
-        return Deadline.start("DCP_S3_SAVE_TIMEOUT", self._settings.save_timeout)
+        return self._base_store.within(Limit(deadline=self._deadline).within(self.settings.save_timeout))
 
 
-def _with_rows(entries: dict[str, Any], results: Sequence[WriteResult]) -> dict[str, Any]:
-    """The metadata of all entries of a state, once tensors are cut."""
-    rows: dict[str, list[ChunkStorageMetadata]] = {}
-    for result in results:
-        if isinstance(result, ItemWriteResult) and result.rows is not None:
-            rows.setdefault(result.index.fqn, []).append(result.rows)
-    return {**entries, **{fqn: with_rows(fqn, entries[fqn], chunks) for fqn, chunks in rows.items()}}
-
-
-def _objects_of(results: Sequence[WriteResult]) -> tuple[list[ObjectEntry], int, int]:
+def objects_of(results: Sequence[WriteResult]) -> tuple[list[ObjectEntry], int, int]:
     """The objects that were written, the bytes of those in a spill directory, and the bytes that S3 copied."""
     written = [(each, each.object_entry) for each in results if isinstance(each, ItemWriteResult)]
     entries = [(each, entry) for each, entry in written if entry is not None]
     spilled = sum(entry.size for each, entry in entries if each.spilled)
     return [entry for _, entry in entries], spilled, sum(entry.size for each, entry in entries if each.copied)
-
-
-def wait_committed(url: CheckpointURL, save: Save | None, settings: Settings, timeout: float | None) -> None:
-    """Wait until ``save`` is committed on S3; if it is None, until any checkpoint is there.
-
-    Raises:
-        TimeoutError: the save is not committed within ``timeout`` seconds; the drain goes on.
-        CheckpointError: the save cannot be committed, or another save has replaced it.
-        StorageError: S3 refuses the request.
-    """
-    deadline = None if timeout is None else time.monotonic() + timeout
-    drain_url(settings, str(url), timeout)
-    store, pause = store_of(url, settings), _SHORTEST_PAUSE
-    while True:
-        try:
-            if save.is_committed() if save is not None else store.exists(url.key(metadata_object())):
-                return
-            reason = "other hosts may still drain"
-        except TransferError as error:
-            reason = str(error)
-        if deadline is not None and time.monotonic() > deadline:
-            raise TimeoutError(f"{url} is not committed after {timeout:g} s: {reason}")
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
-
-
-def tell_failed(
-    url: CheckpointURL | None, error: Exception, settings: Settings, on_event: Listener | None, *, logged: bool
-) -> None:
-    """Tell subscribers to events that a save failed on this rank; with ``logged`` also the log."""
-    step = None if url is None else find_step(url.name, settings)
-    if logged:
-        logger.error(
-            "the asynchronous save%s to %s failed on rank %d: %s: %s%s",
-            "" if step is None else f" of step {step}", url, rank_of_job(), type(error).__name__, error,
-            frames_of_others(error),
-        )  # fmt: skip
-    emit(SaveFailed(url=None if url is None else str(url), step=step, error=error), on_event)

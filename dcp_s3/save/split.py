@@ -10,12 +10,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
 from dcp_s3.errors import SaveProtocolError
@@ -151,18 +156,28 @@ def _data(item: WriteItem) -> TensorWriteData:
     return cast(TensorWriteData, item.tensor_data)  # of tensors
 
 
-def with_rows(fqn: str, whole: TensorStorageMetadata, rows: Sequence[ChunkStorageMetadata]) -> TensorStorageMetadata:
-    """A tensor's metadata with the rows that were written in place of the chunks that they were cut from.
+def with_rows(
+    entries: Mapping[str, STORAGE_TYPES], rows: Iterable[tuple[str, ChunkStorageMetadata | None]]
+) -> dict[str, STORAGE_TYPES]:
+    """The metadata of a state's entries with the rows that were written in place of the chunks that they were cut from.
 
     Raises:
         SaveProtocolError: the rows are not all of these chunks.
     """
-    # The first rows of a chunk begin where it does. Those keep its number, which indices may have as a hint.
-    chunks = {chunk.offsets: chunk for chunk in whole.chunks} | {chunk.offsets: chunk for chunk in rows}
-    written, expected = (sum(math.prod(c.sizes) for c in each) for each in (chunks.values(), whole.chunks))
-    if written != expected:
-        raise SaveProtocolError(
-            f"{written} of the {expected} elements of {fqn!r} were written: the ranks have cut it differently. Remedy: "
-            "save again, with plans that are not cached, or without DCP_S3_SPLIT_REPLICATED"
-        )
-    return dataclasses.replace(whole, chunks=list(chunks.values()))
+    parts: dict[str, list[ChunkStorageMetadata]] = {}
+    for fqn, chunk in rows:
+        if chunk is not None:
+            parts.setdefault(fqn, []).append(chunk)
+    found = dict(entries)
+    for fqn, cut in parts.items():
+        whole = cast(TensorStorageMetadata, entries[fqn])
+        # The first rows of a chunk begin where it does. Those keep its number, which indices may have as a hint.
+        chunks = {chunk.offsets: chunk for chunk in whole.chunks} | {chunk.offsets: chunk for chunk in cut}
+        written, expected = (sum(math.prod(c.sizes) for c in each) for each in (chunks.values(), whole.chunks))
+        if written != expected:
+            raise SaveProtocolError(
+                f"{written} of the {expected} elements of {fqn!r} were written: the ranks have cut it differently. "
+                "Remedy: save again, with plans that are not cached, or without DCP_S3_SPLIT_REPLICATED"
+            )
+        found[fqn] = dataclasses.replace(whole, chunks=list(chunks.values()))
+    return found

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -17,34 +18,37 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_s3 import ranks
-from dcp_s3.checkpoint.attachments import make_attachment
+from dcp_s3.checkpoint.attachments import Attachment, make_attachment
 from dcp_s3.checkpoint.commit import check_metrics
+from dcp_s3.checkpoint.info import find_step
 from dcp_s3.coordination.ownership import Replicas
 from dcp_s3.coordination.processes import CountedSave
-from dcp_s3.errors import CheckpointError, InvalidURLError, SaveProtocolError, SettingsError
-from dcp_s3.events import Listener
-from dcp_s3.failures import called_by_dcp
+from dcp_s3.errors import CheckpointError, InvalidURLError, SaveProtocolError, SettingsError, TransferError
+from dcp_s3.events import Listener, SaveFailed, emit
+from dcp_s3.failures import called_by_dcp, frames_of_others
 from dcp_s3.format.control_files import check_extra
-from dcp_s3.format.layout import new_save_id
-from dcp_s3.save.group import SaveGroup
+from dcp_s3.format.layout import metadata_object, new_save_id
+from dcp_s3.s3.store import store_of
 from dcp_s3.save.joint import begin_joint_save
 from dcp_s3.save.plan import OBJECTS_PER_RANK
-from dcp_s3.save.save import Attached, Save, SaveOptions, StallSince, tell_failed, wait_committed
+from dcp_s3.save.save import Save
 from dcp_s3.settings import Settings, SettingsLike, check_incremental, resolve_settings
-from dcp_s3.stage.handover import current_save, raise_if_failed, wait_for_saves
+from dcp_s3.spill.saving import drain_url
+from dcp_s3.stage.handover import current_save, wait_for_saves
 from dcp_s3.stage.stager import shared_stager
-from dcp_s3.torch_private import WriterTransforms
 from dcp_s3.units import one_line
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
-Separate = Sequence[str]
+logger = logging.getLogger(__name__)
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between looks at S3
 
 
 class _Here(threading.local):
-    """The save of one thread: DCP makes all calls of a save in one thread."""
+    """What a writer knows of the saves of one thread: DCP makes all calls of a save in one thread."""
 
     url: CheckpointURL | None = None
-    """URL of the next save."""
+    """URL of the save under way, or of the next one."""
     save_id: str | None = None
     """Id of the next save; None if not chosen yet."""
     save: Save | None = None
@@ -83,8 +87,6 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             the save. What nobody wrote for it is written later than the rest, and nothing twice.
         step: of its asynchronous saves without collectives, if the URL does not name one and is saved to again: tells
             them apart. A writer for each step, then.
-        separate: beginnings of FQNs that get their own objects, for example ``["model.", "optimizer."]``. Everything
-            else shares the remaining objects.
         split_replicated: whether ranks share the writing of a tensor chunk above 64 MiB that several of them hold (DDP,
             HSDP), each some of its rows, so that all write about the same bytes. Whatever has the same name and offset
             on several ranks must then have the same values on them. Not in saves without collectives. None: as the
@@ -97,19 +99,18 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         settings: a `Settings`, or a mapping of settings that override the environment.
         on_event: called with each event of its saves on this rank, see `dcp_s3.events`. Not called in the process of an
             `AsyncCheckpointerType.PROCESS`.
-        _extensions: torch's stream transforms (experimental), as for FileSystemWriter.
 
     Raises:
         InvalidURLError: ``url`` is not an S3 URL.
-        SettingsError: a setting, in the environment or given here, or ``max_objects`` is not allowed.
+        SettingsError: a setting, in the environment or given here, or ``max_objects`` is not allowed, or something in
+            ``extra`` cannot be stored.
         SaveProtocolError: a metric cannot be stored.
-        SettingsError: something in ``extra`` cannot be stored.
     """
 
     caller_reports = False
     """Whether the caller logs asynchronous saves that fail."""
-    stall_since: StallSince | None = None
-    """How long a save has held the training up, if the caller knows better."""
+    stall_seconds: float | None = None
+    """For which the next save has held the training up, if the caller knows better."""
     counted: CountedSave | None = None
     """The next save, which is one without collectives, if the caller has counted it (`count_save`)."""
     _was_sent = False
@@ -122,7 +123,6 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         overwrite: bool = False,
         metrics: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
-        separate: Separate | None = None,
         split_replicated: bool | None = None,
         incremental: bool | None = None,
         max_objects: int | None = None,
@@ -131,33 +131,26 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         process_group: dist.ProcessGroup | None = None,
         settings: SettingsLike = None,
         on_event: Listener | None = None,
-        _extensions: Sequence[Any] | None = None,
     ) -> None:
         super().__init__()
         self.settings: Settings = resolve_settings(settings)
-        self.on_event = on_event
-        self.overwrite = overwrite
-        self.metrics = dict(metrics or {})
+        self.overwrite, self.replicas, self.step, self.on_event = overwrite, replicas, step, on_event
+        self.metrics, self.extra = dict(metrics or {}), check_extra(extra)
         check_metrics(self.metrics)  # fail now, not at the end of a save
-        self.extra = check_extra(extra)
-        if isinstance(separate, str) or not all(isinstance(each, str) for each in separate or ()):
-            raise SettingsError(f"separate = {separate!r}: expected a list of beginnings of FQNs, such as ['model.']")
-        self.separate = list(separate or ())
         self.max_objects = OBJECTS_PER_RANK if max_objects is None else max_objects
         if not isinstance(self.max_objects, int) or self.max_objects < 1:
             raise SettingsError(f"max_objects = {self.max_objects!r}, expected a whole number above 0")
         self.split_replicated = self.settings.split_replicated if split_replicated is None else split_replicated
         self.incremental = self.settings.incremental if incremental is None else incremental
         check_incremental(self.incremental, self.settings)
-        self.replicas, self.step = replicas, step
-        self._transforms = WriterTransforms(_extensions)
         self._url = None if url is None else parse_url(url)  # of saves that were given none
-        self._unused = set() if self._url is None else {self._url}  # that no save has begun with
+        self._had_others = False  # whether it was another one before
+        self._attached: dict[str, Attachment] = {}  # to the next save
+        self._members = None if process_group is None else dist.get_process_group_ranks(process_group)  # None: all
+        self._is_one_of_several = ranks.world_size() > 1
         self._here = _Here()
         self._here.is_home = True
-        self._attached = Attached()
         self._last: Save | None = None
-        self._group = SaveGroup(process_group)
 
     def __repr__(self) -> str:
         url = [] if self.checkpoint_id is None else [repr(self.checkpoint_id)]
@@ -165,17 +158,23 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     @called_by_dcp
     def __getstate__(self) -> dict[str, Any]:
-        # For AsyncCheckpointerType.PROCESS: from here on only DCP knows how the save ends, in the default group.
-        return {**self.__dict__, "_last": None, "on_event": None, "_was_sent": True, "_group": SaveGroup(None)}
+        # For AsyncCheckpointerType.PROCESS: from here on only DCP knows how the save ends, in the default group, and
+        # what is attached goes with it.
+        attached, self._attached = self._attached, {}
+        return {
+            **self.__dict__, "_attached": attached, "_last": None, "on_event": None, "_was_sent": True,
+            "_members": None, "_is_one_of_several": ranks.world_size() > 1,
+        }  # fmt: skip
 
-    # --- StorageWriter ------------------------------------------------------------------------------
+    # --- StorageWriter: a save, in the order of DCP's calls ------------------------------------------
 
     @called_by_dcp
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, to ``checkpoint_id`` if given.
 
-        In the thread that made the writer, ``checkpoint_id`` also becomes the URL of later saves without one. DCP
-        passes that of an asynchronous save in another thread; there it is for that save alone.
+        In the thread that made the writer, ``checkpoint_id`` also becomes the URL of later saves without one; but
+        asynchronous ones need their own, once the writer has had several. DCP passes that of an asynchronous save in
+        another thread; there it is for that save alone.
 
         Raises:
             InvalidURLError: ``checkpoint_id`` is not an S3 URL.
@@ -185,8 +184,23 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             return
         url = self._here.url = parse_url(checkpoint_id)
         if self._here.is_home:
+            self._had_others |= self._url not in (None, url)
             self._url = url
-            self._unused.add(url)
+
+    @called_by_dcp
+    def storage_meta(self) -> StorageMeta | None:
+        """URL and id of this thread's next save, for DCP's logs and planners."""
+        wait_for_saves()  # before the ranks exchange anything, even failures
+        here, background = self._here, current_save()
+        here.url, here.save_id = self._choose_url(), here.save_id or new_save_id()
+        if background is not None:
+            error = CheckpointError(
+                "it was not committed: another rank failed, or something other than dcp_s3. Remedy: the future of "
+                "dcp.async_save has the error",
+                url=str(here.url),
+            )
+            background.if_unfinished = functools.partial(self._report, error, here.url, not self.caller_reports)
+        return StorageMeta(checkpoint_id=str(here.url), save_id=here.save_id)
 
     @called_by_dcp
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -194,44 +208,36 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
         Raises:
             InvalidURLError: neither the writer nor the save has a URL.
-            SaveProtocolError: several URLs are possible for this save.
+            SaveProtocolError: several URLs are possible for this save, or this rank is not to save alone.
         """
-        wait_for_saves()  # before the ranks exchange anything, even failures
-        here, save_id = self._here, self._next_id
-        url = self._choose_url()
-        self._unused.discard(url)
+        wait_for_saves()  # some frameworks do not call storage_meta
+        here, url = self._here, self._choose_url()
+        save_id = here.save_id or new_save_id()
+        use_collectives, rank = bool(kwargs.get("use_collectives", True)), kwargs.get("rank")
+        rank = ranks.rank() if rank is None else int(rank)  # some do not pass it either
         if self.counted is None:
-            self._group.check_there(url)
-        use_collectives = bool(kwargs.get("use_collectives", True))
-        rank = kwargs.get("rank")
-        if rank is None:  # some frameworks that call this directly do not pass it
-            rank = ranks.rank()
-        background = current_save()
-        if background is not None and use_collectives and not is_coordinator:
-            background.if_unfinished = None  # the coordinator knows whether it is committed
-        stall_since = self.stall_since
+            self._check_ranks(url, rank, use_collectives)
+        background, stall_seconds = current_save(), self.stall_seconds
         if background is not None:
-            stalled = background.stall_seconds  # known, as `stage` has returned; ``background`` may hold the whole save
-            stall_since = stall_since or (lambda _: stalled)
-        elif here.is_home and not self._was_sent:  # in another thread it may be a save that somebody else staged
-            stall_since = stall_since or (lambda began: time.monotonic() - began)
-        options = SaveOptions(
-            self.settings, self.overwrite, dict(self.metrics), self.separate, self._transforms,
-            self._attached.take(url), self.on_event, stall_since, self.max_objects, self.split_replicated,
-            check_extra(self.extra), self.incremental,
-        )  # fmt: skip
+            stall_seconds = background.stall_seconds if stall_seconds is None else stall_seconds
+            if use_collectives and not is_coordinator:
+                background.if_unfinished = None  # the coordinator knows whether it is committed
+        attached, self._attached = self._attached, {}
+        options: dict[str, Any] = {
+            "overwrite": self.overwrite, "metrics": dict(self.metrics), "extra": check_extra(self.extra),
+            "attachments": list(attached.values()), "max_objects": self.max_objects, "splits": self.split_replicated,
+            "incremental": self.incremental, "on_event": self.on_event, "stall_seconds": stall_seconds,
+            # In another thread it may be a save that somebody else staged.
+            "is_blocking": background is None and here.is_home and not self._was_sent,
+        }  # fmt: skip
         if use_collectives:
-            save = Save(url, save_id, options, rank=int(rank), is_coordinator=is_coordinator)
+            save = Save(url, save_id, self.settings, rank=rank, is_coordinator=is_coordinator, **options)
         else:
-            if self.counted is None:
-                self._group.check_rank(url, int(rank))
+            counted, self.counted = self.counted, None
             save = begin_joint_save(
-                url, save_id, options, self.replicas, counted=self.counted, step=self.step,
-                in_lockstep=here.is_home and background is None and not self._was_sent,
-            )  # fmt: skip
-            self.counted = None
-        here.url, here.save_id, here.save = url, None, save
-        self._last = save
+                url, save_id, self.settings, replicas=self.replicas, counted=counted, step=self.step, **options
+            )
+        here.url, here.save_id, here.save, self._last = url, None, save, save
         save.begin()
 
     @called_by_dcp
@@ -241,7 +247,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         Raises:
             CheckpointExistsError, StagingError, StorageError
         """
-        raise_if_failed(item.index.fqn for item in plan.items)
+        background = current_save()
+        if background is not None and background.error is not None:
+            raise background.error
         return self._save.prepare_local_plan(plan)
 
     @called_by_dcp
@@ -280,29 +288,11 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         if (background := current_save()) is not None:
             background.if_unfinished = None
 
-    @called_by_dcp
-    def storage_meta(self) -> StorageMeta | None:
-        """URL and id of the save under way in this thread, or of its next save; for DCP's logs and planners."""
-        here = self._here
-        if here.save is not None and here.save_id is None and not here.save.written:
-            return here.save.storage_meta
-        wait_for_saves()
-        here.url = self._choose_url()
-        if (background := current_save()) is not None:
-            error = CheckpointError(
-                "it was not committed: another rank failed, or something other than dcp_s3. Remedy: the future of "
-                "dcp.async_save has the error",
-                url=str(here.url),
-            )
-            background.if_unfinished = functools.partial(
-                tell_failed, here.url, error, self.settings, self.on_event, logged=not self.caller_reports
-            )
-        return StorageMeta(checkpoint_id=str(here.url), save_id=self._next_id)
+    # --- beside the save -----------------------------------------------------------------------------
 
-    def attach(
-        self, name: str, data: bytes | bytearray | memoryview, *, checkpoint_id: str | os.PathLike[str] | None = None
-    ) -> None:
-        """Add a small file to the next save, on this rank: it is there when the checkpoint is, and goes with it.
+    def attach(self, name: str, data: bytes | bytearray | memoryview) -> None:
+        """Add a small file to the next save, on this rank: it is there when the checkpoint is, and goes with it. Where
+        asynchronous saves follow each other, make a writer for each.
 
         `S3StorageReader.attachment` reads it. It also lies at ``{checkpoint}/{name}``, for other tools. Ranks may
         attach the same bytes under one name; a file of one rank needs a name of its own.
@@ -316,14 +306,16 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         Args:
             name: path relative to the checkpoint, at most 90 bytes of UTF-8, for example ``common.pt``.
             data: bytes of the file, at most 256 MiB. They are copied.
-            checkpoint_id: URL of the save, where several overlap. None: the next one that begins.
 
         Raises:
-            InvalidURLError: ``checkpoint_id`` is not an S3 URL.
             SaveProtocolError: the name cannot be one, other bytes are attached under it, or there is too much data.
         """
-        url = None if checkpoint_id is None else parse_url(checkpoint_id)
-        self._attached.add(url, make_attachment(name, data))
+        attachment = make_attachment(name, data)
+        if self._attached.setdefault(name, attachment).data != attachment.data:
+            raise SaveProtocolError(
+                f"{name!r} is already attached to this save, with other bytes. Remedy: attach it once, or under "
+                "another name"
+            )
 
     def wait_committed(self, timeout: float | None = None) -> None:
         """Wait until the last save of this writer is committed on S3. Useful with ``DCP_S3_DURABILITY=local``.
@@ -346,7 +338,20 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         """
         save = self._last
         url = self._choose_url() if save is None else save.url
-        wait_committed(url, save, self.settings, timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        drain_url(self.settings, str(url), timeout)
+        store, pause = store_of(url, self.settings), _SHORTEST_PAUSE
+        while True:
+            try:
+                if save.is_committed() if save is not None else store.exists(url.key(metadata_object())):
+                    return
+                reason = "other hosts may still drain"
+            except TransferError as error:
+                reason = str(error)
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"{url} is not committed after {timeout:g} s: {reason}")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -357,14 +362,6 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         """
         url = self._here.url or self._url or (self._last.url if self._last is not None else None)
         return None if url is None else str(url)
-
-    def _tell_failed(self, error: Exception) -> None:
-        """Tell subscribers to events that a save failed on this rank; in an asynchronous save also the log."""
-        url = self._here.url or (self._last.url if self._last is not None else self._url)
-        background = current_save()
-        if background is None or background.tell(error):
-            logged = background is not None and not self.caller_reports
-            tell_failed(url, error, self.settings, self.on_event, logged=logged)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -386,6 +383,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     def close(self) -> None:
         """Nothing to release: threads end with each save, and connections belong to the process."""
 
+    # --- internal -------------------------------------------------------------------------------------
+
     @property
     def _save(self) -> Save:
         save = self._here.save or self._last  # a framework may write in a different thread than it plans in
@@ -393,26 +392,51 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             raise SaveProtocolError("there is no save under way: DCP calls set_up_storage_writer first")
         return save
 
-    @property
-    def _next_id(self) -> str:
-        """Random id of the next save in this thread."""
-        if self._here.save_id is None:
-            self._here.save_id = new_save_id()
-        return self._here.save_id
-
     def _choose_url(self) -> CheckpointURL:
-        """URL of the next save in this thread. An InvalidURLError if there is none, a SaveProtocolError if several are
-        possible."""
+        """URL of this thread's next save. An InvalidURLError if there is none, a SaveProtocolError if it may be another
+        one."""
         url = self._here.url or self._url
         if url is None:
             raise InvalidURLError(
                 "S3StorageWriter has no URL. Remedy: S3StorageWriter('s3://bucket/prefix'), or pass "
                 "checkpoint_id='s3://bucket/prefix' to dcp.save"
             )
-        if self._here.url is None and (candidates := self._unused - {url}):
+        if self._here.url is None and self._had_others:
             raise SaveProtocolError(
-                "it is unclear which URL this asynchronous save is for: before it began the writer was given "
-                f"{', '.join(sorted(str(each) for each in candidates | {url}))}; nothing was written. Remedy: "
-                "pass checkpoint_id=... to each dcp.async_save, or make a writer for each"
+                f"it is unclear which URL this asynchronous save is for: {url}, or one that the writer had before; "
+                "nothing was written. Remedy: pass checkpoint_id=... to each dcp.async_save, or make a writer for each"
             )
         return url
+
+    def _check_ranks(self, url: CheckpointURL, rank: int, use_collectives: bool) -> None:
+        """Refuse (SaveProtocolError) a save of some ranks that would be taken for the whole."""
+        if self._is_one_of_several and not ranks.is_initialized():
+            raise SaveProtocolError(
+                f"the save to {url} does not begin: the process group has been destroyed since its writer was made, "
+                "and what this rank alone holds must not be taken for the whole. Remedy: wait for the saves, or close "
+                "the CheckpointManager, before destroy_process_group(); to save this process's state, make a new writer"
+            )
+        is_part = self._members is not None and len(self._members) < ranks.world_size()
+        if not use_collectives and ranks.is_initialized() and (is_part or rank != ranks.rank()):
+            raise SaveProtocolError(
+                f"the save to {url} is one of some ranks, and without collectives all ranks of the job save together. "
+                "Remedy: save in a process group with collectives; to save the state of this rank alone, no_dist=True "
+                "without use_collectives=False"
+            )
+
+    def _tell_failed(self, error: Exception) -> None:
+        """This rank's save failed: tell it, also to the log if it is asynchronous."""
+        url = self._here.url or (self._last.url if self._last is not None else self._url)
+        if (background := current_save()) is not None:
+            background.error, background.if_unfinished = error, None
+        self._report(error, url, background is not None and not self.caller_reports)
+
+    def _report(self, error: Exception, url: CheckpointURL | None, logged: bool) -> None:
+        step = None if url is None else find_step(url.name, self.settings)
+        if logged:
+            logger.error(
+                "the asynchronous save%s to %s failed on rank %d: %s: %s%s",
+                "" if step is None else f" of step {step}", url, ranks.rank(), type(error).__name__, error,
+                frames_of_others(error),
+            )  # fmt: skip
+        emit(SaveFailed(url=None if url is None else str(url), step=step, error=error), self.on_event)

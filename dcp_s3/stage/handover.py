@@ -20,28 +20,26 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import mmap
+import os
 import pickle
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any, NoReturn
-from uuid import uuid4
 
 import torch
 
 from dcp_s3.errors import StagingError
 from dcp_s3.failures import portable, without_tracebacks
 from dcp_s3.process import reset_in_child
-from dcp_s3.stage.buffers import HostBuffer, map_shared
-from dcp_s3.stage.copier import MemoryCopy, run_copies
-from dcp_s3.stage.pool import BufferPool
+from dcp_s3.stage.memory import BufferPool, HostBuffer
 
 logger = logging.getLogger(__name__)
 
-MARK = "__dcp_s3_staging_failed__"
 _LOOK_SECONDS = 0.02
 _REPORT_SECONDS = 30.0
 _LOST_SECONDS = 120.0
@@ -53,7 +51,6 @@ _EXECUTOR = "AsyncCheckpointExecutor"
 _saves: list[AsyncSave] = []
 """The asynchronous saves under way, in order. Changed only by single operations, without a lock that a fork could leave
 locked."""
-_failures: dict[str, BaseException] = {}
 
 reset_in_child(_saves.clear)
 
@@ -70,37 +67,29 @@ class AsyncSave:
         """Set without a lock: by the garbage collector, too, in any thread at any place, even one that waits for it."""
         self.stall_seconds: float | None = None
         """Seconds for which the training waited in `stage`; None: not known."""
-        self.told = False
-        """Whether its failure is logged."""
+        self.error: BaseException | None = None
+        """Why there is no copy of the state, or what failed later."""
         self.if_unfinished: Callable[[], object] | None = None
         """Called if its thread ends as it is, because something other than dcp_s3 failed, or another rank."""
-        self._errors: list[BaseException] = []
-        self._staged_at: float | None = None
-        self._has_begun = False
+        self._lost_at: float | None = None
         self._state: Any = lambda: None
         self._was_sent = sent
         _saves.append(self)
 
-    def go_with(self, state: StagedDict) -> None:
+    def go_with(self, state: StagedState) -> None:
         """``state`` is what is saved, by DCP alone. If it is dropped, the save is over."""
-        state.save = self
-        self._state, self._staged_at = weakref.ref(state), time.monotonic()
+        state.save, self.error = self, state.error
+        self._state, self._lost_at = weakref.ref(state), time.monotonic() + _LOST_SECONDS
         weakref.finalize(state, self.end).atexit = False
 
-    def begin(self, *, sent: bool = False) -> None:
+    def begin(self, *, sent: bool) -> None:
         """The state is taken up: in the thread of the save (always if it is ``sent`` to the checkpoint process), which
         ends with the save, or in a thread of the user's, where nobody can say when its save ends."""
-        self._has_begun = True
+        self._lost_at = None
         if not (sent or self._was_sent or threading.current_thread().name.startswith(_EXECUTOR)):
             self.end()
         elif getattr(_thread, "running", None) is None or _thread.running.save is not self:
             _thread.running = _Running(self)
-
-    def tell(self, error: BaseException) -> bool:
-        """Note a failure of the save. Returns whether it is the first one."""
-        first, self.told, self.if_unfinished = not self.told, True, None
-        self._errors.append(error)
-        return first
 
     def end(self) -> None:
         """Let the next save go on. May be called again."""
@@ -114,18 +103,21 @@ class AsyncSave:
             tell, self.if_unfinished = self.if_unfinished, None
             if tell is not None:
                 tell()
-            for error in self._errors:
-                without_tracebacks(error)
-            self._errors.clear()
+            if self.error is not None:
+                without_tracebacks(self.error)
+                self.error = None
             if (state := self._state()) is not None:
                 state.release()
         finally:
             self.end()
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether its state was staged long ago, and nobody has taken it up."""
-        return not self._has_begun and time.monotonic() - (self._staged_at or time.monotonic()) > _LOST_SECONDS
+    def wait(self) -> bool:
+        """Wait a little. Returns whether the save has ended; one that nobody has begun for a long time is lost."""
+        if not self.has_ended:
+            time.sleep(_LOOK_SECONDS)
+            if self._lost_at is not None and time.monotonic() > self._lost_at:
+                self.end()
+        return self.has_ended
 
 
 class _Running:
@@ -157,10 +149,7 @@ def wait_for_saves() -> None:
         saves = saves[: saves.index(running.save)]
     started = reported = time.monotonic()
     for save in saves:
-        while not save.has_ended:
-            time.sleep(_LOOK_SECONDS)
-            if save.is_lost:
-                save.end()
+        while not save.wait():
             if time.monotonic() - reported > _REPORT_SECONDS:
                 reported = time.monotonic()
                 logger.warning(
@@ -173,35 +162,23 @@ def wait_for_saves() -> None:
 # --- states ------------------------------------------------------------------------------------------------
 
 
-class StagedDict(dict[str, Any]):
-    """What `stage` returns for a save: a state that knows its save."""
-
-    save: AsyncSave | None = None
-
-    def begin(self, *, sent: bool = False) -> None:
-        """The state is taken up, see `AsyncSave.begin`."""
-        if self.save is not None:
-            self.save.begin(sent=sent)
-
-    def items(self) -> Any:
-        """The items, as of any dict. DCP calls this first in the thread of the save."""
-        self.begin()
-        return super().items()
-
-    def release(self) -> None:
-        """The save has ended: let go of memory."""
-
-
-class StagedState(StagedDict):
+class StagedState(dict[str, Any]):
     """A staged state dict, and the memory of its tensors."""
 
+    save: AsyncSave | None = None
+    error: BaseException | None = None
+    """Why it is none: its only value raises this."""
+
     def __init__(
-        self, state: dict[str, Any], tensors: list[torch.Tensor], buffers: list[HostBuffer], pool: BufferPool
+        self,
+        state: dict[str, Any],
+        tensors: Sequence[torch.Tensor] = (),
+        buffers: Sequence[HostBuffer] = (),
+        pool: BufferPool | None = None,
     ) -> None:
         super().__init__(state)
-        self.buffers = buffers
-        self.pool = weakref.ref(pool)
-        self._tensors = tensors
+        self.buffers, self._tensors = buffers, tensors
+        self.pool = None if pool is None else weakref.ref(pool)
         self._released = False
 
     def begin(self, *, sent: bool = False) -> None:
@@ -215,7 +192,13 @@ class StagedState(StagedDict):
                 "the save of this staged state has ended, and its memory is free. Remedy: stage the state again; a "
                 "copy for several saves comes from S3Stager.stage_now"
             )
-        super().begin(sent=sent)
+        if self.save is not None:
+            self.save.begin(sent=sent)
+
+    def items(self) -> Any:
+        """The items, as of any dict. DCP calls this first in the thread of the save."""
+        self.begin()
+        return super().items()
 
     def release(self) -> None:
         """Take the memory from the tensors. Who keeps the error of a save that failed keeps only their shells; a view
@@ -225,10 +208,35 @@ class StagedState(StagedDict):
             for tensor in self._tensors:
                 tensor.set_()  # type: ignore[call-overload]
         self.clear()
-        self._tensors, self.buffers = [], []
+        self._tensors, self.buffers = (), ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
+
+
+class FailedStaging(StagedState):
+    """The state returned for a staging that failed."""
+
+    def __init__(self, error: BaseException) -> None:
+        if portable(error) is None:
+            error = StagingError(f"{type(error).__name__}: {error}")
+        without_tracebacks(error)
+        super().__init__({"__dcp_s3_staging_failed__": _RaiseWhenSaved(error)})
+        self.error = error
+
+
+class _RaiseWhenSaved:
+    """Raises the cause when it is pickled, by any planner or writer."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> NoReturn:
+        logger.error("a state could not be staged: %s: %s", type(self._error).__name__, self._error)
+        raise self._error
+
+
+# --- to the checkpoint process -----------------------------------------------------------------------------
 
 
 class _BufferPickler(ForkingPickler):
@@ -268,86 +276,47 @@ class _BufferUnpickler(pickle.Unpickler):
         return torch._conj(tensor) if conjugate else tensor
 
 
-def _reduce(state: StagedState | FailedStaging) -> tuple[Any, ...]:
+def _reduce(state: StagedState) -> tuple[Any, ...]:
     state.begin(sent=True)
-    if isinstance(state, FailedStaging):
-        forget(state)
-        return _rebuild_failed, (state.error,)
-    file = io.BytesIO()
+    if state.error is not None:
+        return _rebuild, (state.error,)
+    file, descriptors = io.BytesIO(), []
     try:
         _BufferPickler(file, state.buffers).dump(dict(state))
-        shared = [_share(buffer, state.pool()) for buffer in state.buffers]
-        descriptors = [(DupFd(buffer.fileno()), buffer.size) for buffer in shared]
+        for buffer in state.buffers:
+            if buffer.kind == "private":  # another process cannot map it
+                # stage() learns of PROCESS saves only from the first one. From now on its memory is shared at once.
+                if state.pool is not None and (pool := state.pool()) is not None:
+                    pool.shared = True
+                private, buffer = buffer, HostBuffer(buffer.size, "shared")
+                copied, source = (torch.frombuffer(each.lease(), dtype=torch.uint8) for each in (buffer, private))
+                copied.copy_(source)
+            descriptors.append((DupFd(buffer.fd), buffer.size))
     except Exception as error:  # noqa: BLE001 - it goes to all ranks
         # Raised here, it would reach only this rank, and the others would wait for its checkpoint process.
-        failed = FailedStaging(StagingError(f"the state cannot be sent to the checkpoint process: {error!r}"))
-        forget(failed)
-        return _rebuild_failed, (failed.error,)
-    return _rebuild, (file.getvalue(), descriptors)
+        why = StagingError(f"the state cannot be sent to the checkpoint process: {error!r}")
+        return _rebuild, (FailedStaging(why).error,)
+    return _rebuild, (None, file.getvalue(), descriptors)
 
 
-def _share(buffer: HostBuffer, pool: BufferPool | None) -> HostBuffer:
-    """The buffer, or a copy of it if it is private memory, which another process cannot map."""
-    if buffer.kind != "private":
-        return buffer
-    # stage() learns of PROCESS saves only from the first one. From now on its memory is shared from the start.
-    if pool is not None:
-        pool.shared = True
-    shared = HostBuffer(buffer.size, "shared")
-    run_copies([MemoryCopy(shared.address, buffer.address, buffer.size)])
-    return shared
-
-
-def _rebuild(structure: bytes, descriptors: Sequence[tuple[Any, int]]) -> dict[str, Any]:
-    buffers = [map_shared(descriptor.detach(), size) for descriptor, size in descriptors]
-    state = StagedDict(_BufferUnpickler(io.BytesIO(structure), buffers).load())
+def _rebuild(
+    error: BaseException | None, structure: bytes = b"", descriptors: Sequence[tuple[Any, int]] = ()
+) -> StagedState:
+    if error is not None:
+        state: StagedState = FailedStaging(error)
+    else:
+        buffers = [map_shared(descriptor.detach(), size) for descriptor, size in descriptors]
+        state = StagedState(_BufferUnpickler(io.BytesIO(structure), buffers).load())
     AsyncSave(sent=True).go_with(state)
     return state
 
 
-class _RaiseWhenSaved:
-    """Raises the cause when it is pickled, by any planner or writer."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def __reduce__(self) -> NoReturn:
-        logger.error("a state could not be staged: %s: %s", type(self._error).__name__, self._error)
-        raise self._error
-
-
-class FailedStaging(StagedDict):
-    """The state returned for a staging that failed."""
-
-    def __init__(self, error: BaseException) -> None:
-        if portable(error) is None:
-            error = StagingError(f"{type(error).__name__}: {error}")
-        without_tracebacks(error)
-        self.error = error
-        # Unique: a plan that DCP cached for one failure must not be taken for that of another.
-        self.name = f"{MARK}{uuid4().hex}"
-        super().__init__({self.name: _RaiseWhenSaved(error)})
-        _failures[self.name] = error
-
-
-def forget(state: FailedStaging) -> None:
-    """Drop a failure that is raised elsewhere."""
-    _failures.pop(state.name, None)
-
-
-def raise_if_failed(names: Iterable[str]) -> None:
-    """Raise the cause if one of ``names``, the FQNs of a plan, marks a failed staging of this process."""
-    for name in names:
-        if name.startswith(MARK):
-            error = _failures.pop(name, None)
-            if error is not None:
-                raise error
-
-
-def _rebuild_failed(error: BaseException) -> FailedStaging:
-    state = FailedStaging(error)
-    AsyncSave(sent=True).go_with(state)
-    return state
+def map_shared(fd: int, size: int) -> memoryview:
+    """Map the memory behind ``fd`` (of another process's buffer) and close ``fd``."""
+    try:
+        return memoryview(mmap.mmap(fd, size))
+    finally:
+        os.close(fd)
 
 
 ForkingPickler.register(StagedState, _reduce)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from dcp_s3.errors import StagingError
@@ -17,10 +15,8 @@ from dcp_s3.events import Listener, SaveFailed, Staged, emit
 from dcp_s3.failures import without_tracebacks
 from dcp_s3.ranks import world_size
 from dcp_s3.settings import Settings, SettingsLike, local_world_size, resolve_settings
-from dcp_s3.stage.buffers import measure_available, resolve_limit
-from dcp_s3.stage.copier import Copier
-from dcp_s3.stage.handover import AsyncSave, FailedStaging, StagedDict, StagedState, wait_for_saves
-from dcp_s3.stage.pool import BufferPool
+from dcp_s3.stage.handover import AsyncSave, FailedStaging, StagedState, wait_for_saves
+from dcp_s3.stage.memory import BufferPool, measure_available
 from dcp_s3.stage.snapshot import Snapshot
 from dcp_s3.units import format_size, one_line
 from dcp_s3.workers import InTurn
@@ -66,10 +62,9 @@ class S3Stager(AsyncStager):
         self.settings: Settings = resolve_settings(settings)
         self.asynchronous = asynchronous
         limit = self.settings.staging_limit
-        self._pool = BufferPool(
-            limit=resolve_limit(limit, measure_available() if isinstance(limit, float) else 0, local_world_size()),
-            spill_dir=self.settings.spill_dir,
-        )
+        if isinstance(limit, float):  # a fraction of what is there, which the ranks of this host share
+            limit = int(limit * measure_available() / local_world_size())
+        self._pool = BufferPool(limit=limit, spill_dir=self.settings.spill_dir)
         self._background = InTurn("dcp_s3-staging")
         self._closed = False
 
@@ -96,10 +91,7 @@ class S3Stager(AsyncStager):
         wait_for_saves()
         save = AsyncSave()
         try:
-            if not self.asynchronous:
-                result: dict[str, Any] | Future[dict[str, Any]] = self._stage(state_dict, save, began)
-            else:
-                result = self._begin(state_dict, save, began)
+            result: dict[str, Any] | Future[dict[str, Any]] = self._stage(state_dict, save, began)
             save.stall_seconds = time.monotonic() - began
         except BaseException:  # an interrupt at any place, too: later saves would wait for this one
             save.end()
@@ -114,7 +106,8 @@ class S3Stager(AsyncStager):
         >>> copied["weight"].data_ptr() != state["weight"].data_ptr()
         True
         """
-        return self._stage(state_dict, None, time.monotonic())
+        staged: dict[str, Any] = self._stage(state_dict, None, time.monotonic())
+        return staged
 
     def synchronize_staging(self) -> None:
         """Wait for copies under way."""
@@ -132,71 +125,55 @@ class S3Stager(AsyncStager):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _stage(self, state_dict: dict[str, Any], save: AsyncSave | None, began: float) -> dict[str, Any]:
-        def stage() -> dict[str, Any]:
-            snapshot = Snapshot(state_dict)
-            return self._copy(snapshot, Copier(snapshot.tensors), save, began)
+    def _stage(self, state_dict: dict[str, Any], save: AsyncSave | None, began: float) -> Any:
+        """The copy, made now or, for a save of an asynchronous stager, a future of it."""
+        in_background = save is not None and self.asynchronous
+        try:
+            snapshot = Snapshot(state_dict, watched=in_background)
+        except Exception as error:  # noqa: BLE001 - raised if this is the only rank
+            failed = self._failed(error, save)
+            if not in_background:
+                return failed
+            future: Future[dict[str, Any]] = Future()
+            future.set_result(failed)
+            return future
+        if not in_background:
+            return self._copy(snapshot, save, began)
+        copying = self._background.submit(self._copy, snapshot, save, began)
+        copying.add_done_callback(_log_failure)
+        return copying
 
-        staged: dict[str, Any] = self._guard(stage, save)
-        return staged
-
-    def _begin(self, state_dict: dict[str, Any], save: AsyncSave, began: float) -> Future[dict[str, Any]]:
-        """Take the snapshot now, copy its tensors in the background."""
-
-        def begin() -> Future[dict[str, Any]]:
-            snapshot = Snapshot(state_dict)
-            snapshot.watch()
-            copier = Copier(snapshot.tensors)
-            copying = self._background.submit(self._guard, lambda: self._copy(snapshot, copier, save, began), save)
-            copying.add_done_callback(_log_failure)
-            return copying
-
-        begun: Any = self._guard(begin, save)
-        if isinstance(begun, Future):
-            return begun
-        future: Future[dict[str, Any]] = Future()
-        future.set_result(begun)
-        return future
-
-    def _copy(self, snapshot: Snapshot, copier: Copier, save: AsyncSave | None, began: float) -> dict[str, Any]:
+    def _copy(self, snapshot: Snapshot, save: AsyncSave | None, began: float) -> StagedState:
         started = time.monotonic()
-        with torch.no_grad():
-            tensors, slots = copier.copy(snapshot.regions, self._pool)
-        snapshot.check_unchanged()
+        try:
+            filled, tensors, buffers = snapshot.copy(self._pool)
+        except Exception as error:  # noqa: BLE001 - raised if this is the only rank
+            return self._failed(error, save)
         ended = time.monotonic()
-        buffers = list({id(slot.buffer): slot.buffer for slot in slots}.values())
         size = sum(buffer.size for buffer in buffers)
         on_disk = sum(buffer.size for buffer in buffers if buffer.kind == "file")
         logger.debug("staged %s (%s on disk) in %.3f s", format_size(size), format_size(on_disk), ended - started)
-        state = StagedState(snapshot.fill(tensors), tensors, buffers, self._pool)
+        state = StagedState(filled, tensors, buffers, self._pool)
         stalled = None if save is None else save.stall_seconds  # None: the training still waits
         stalled = ended - began if stalled is None else stalled
         emit(Staged(bytes=size, disk_bytes=on_disk, seconds=ended - started, stall_seconds=stalled), self._on_event)
+        if save is not None:
+            save.go_with(state)
         return state
 
-    def _guard(self, work: Callable[[], Any], save: AsyncSave | None) -> Any:
-        """The result of ``work``. If it fails and there are other ranks: a state that carries the failure to them.
-
-        A state goes with ``save``, which is over if ``work`` fails.
-        """
-        try:
-            try:
-                result = work()
-            except Exception as error:
-                logger.debug("staging failed:", exc_info=True)
-                without_tracebacks(error)  # their frames hold a generation, and the error may be kept
-                if world_size() < 2:
-                    # Its writer will never be asked.
-                    emit(SaveFailed(url=None, step=None, error=error), self._on_event)
-                    raise
-                result = FailedStaging(error)
-            if save is not None and isinstance(result, StagedDict):
-                save.go_with(result)
-        except BaseException:
+    def _failed(self, error: Exception, save: AsyncSave | None) -> StagedState:
+        """A state that carries a failure to the other ranks. If there are none, the failure is raised."""
+        logger.debug("staging failed:", exc_info=error)
+        without_tracebacks(error)  # their frames hold a generation, and the error may be kept
+        if world_size() < 2:
+            emit(SaveFailed(url=None, step=None, error=error), self._on_event)  # its writer will never be asked
             if save is not None:
                 save.end()
-            raise
-        return result
+            raise error
+        failed = FailedStaging(error)
+        if save is not None:
+            save.go_with(failed)
+        return failed
 
 
 def _log_failure(copying: Future[dict[str, Any]]) -> None:
@@ -219,7 +196,7 @@ class StagedBefore(AsyncStager):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The copy, once."""
         staged, self._staged = self._staged, None
-        if isinstance(staged, StagedDict):
+        if isinstance(staged, StagedState):
             wait_for_saves()
             save = AsyncSave()
             save.stall_seconds = self._stall_seconds

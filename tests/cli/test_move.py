@@ -27,6 +27,7 @@ from tests.cli.looking import run
 from tests.end_to_end.states import assert_same
 from tests.faulty import BUCKET, FaultyServer
 from tests.interpreter import Interpreter, Program
+from tests.objects import separate_objects
 from tests.offline import weights
 from tests.retention.making import delete, get, keys, put, save, save_locally, state, zeros
 from tests.spill.making import allow_all, assert_complete, make_state, refuse_all
@@ -88,7 +89,8 @@ def test_torch_reads_what_was_downloaded_and_we_what_was_uploaded_again(root: st
 
 
 def test_a_download_that_was_cut_off_is_no_checkpoint_and_goes_on(root: str, s3: Any, tmp_path: Path) -> None:
-    url = save(f"{root}/1", separate=["weight", "half"])
+    with separate_objects("weight", "half"):
+        url = save(f"{root}/1")
     first, second, *_ = sorted(path for path in keys(s3, url) if path.endswith(".distcp"))
     data = get(s3, url, second)
     put(s3, url, second, bytes(len(data)))  # the CRC in the manifest finds it

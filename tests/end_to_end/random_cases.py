@@ -82,7 +82,6 @@ class Case:
     entries: tuple[tuple[tuple[str | int, ...], tuple[Leaf, ...]], ...]
     save: str = "sync"
     overwrite: bool = False
-    separate: tuple[str, ...] = ()
     writing: dict[str, Any] = field(default_factory=dict)
     max_objects: int = 4
     reading: dict[str, Any] = field(default_factory=dict)
@@ -132,7 +131,6 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
         tuple(draw(st.lists(entry, min_size=1, max_size=8))),
         save=draw(st.sampled_from(["sync", "async", "stager", "background"])),
         overwrite=draw(st.booleans()),
-        separate=draw(st.sampled_from([(), ("model", "w"), ("a",)])),
         writing={
             "part_size": draw(st.sampled_from([5 * MIB, 64 * MIB])),
             "checksum": draw(st.sampled_from(["auto", "crc64nvme", "none"])),

@@ -18,6 +18,7 @@ from tests.end_to_end import loads
 from tests.end_to_end.loads import failure
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
+from tests.objects import separate_objects
 
 pytestmark = [
     pytest.mark.timeout(180),  # below what requests may hang without a deadline: eight times LONG
@@ -66,8 +67,8 @@ def make_state() -> dict[str, Any]:
 
 
 def save(state: dict[str, Any] | None = None, **settings: Any) -> None:
-    writer = S3StorageWriter(URL, separate=["large", "small"], settings=settings)
-    dcp.save(state or make_state(), storage_writer=writer)
+    with separate_objects("large", "small"):
+        dcp.save(state or make_state(), storage_writer=S3StorageWriter(URL, settings=settings))
 
 
 def load(expected: dict[str, Any], **settings: Any) -> None:

@@ -134,9 +134,7 @@ def _save(case: Case, url: str) -> None:
     if case.overwrite:
         dcp.save({"old": torch.ones(5), "step": 0}, storage_writer=S3StorageWriter(url, settings=case.writing))
     state = make_state(case, Maker(blank=False))
-    writer = S3StorageWriter(
-        url, overwrite=case.overwrite, separate=case.separate, max_objects=case.max_objects, settings=case.writing
-    )
+    writer = S3StorageWriter(url, overwrite=case.overwrite, max_objects=case.max_objects, settings=case.writing)
     if case.save == "sync":
         dcp.save(state, storage_writer=writer)
         return

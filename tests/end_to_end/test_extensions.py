@@ -1,9 +1,9 @@
-"""torch's stream transforms (`_extensions` and `_extension_registry`, experimental there)."""
+"""What torch wrote through stream transforms (`_extensions` and `_extension_registry`, experimental there)."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -12,10 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 
-from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3 import S3StorageReader, errors
 from tests.end_to_end.loads import failure
 from tests.end_to_end.states import assert_same, blank, random_tensor
-from tests.end_to_end.test_interchange import download, upload
+from tests.end_to_end.test_interchange import upload
 from tests.load.test_foreign_items import Boxes
 
 pytestmark = pytest.mark.servers("memory")
@@ -70,42 +70,41 @@ def make_state() -> dict[str, Any]:
     return {"x": random_tensor((60, 80), torch.float32), "zeros": torch.zeros(10, 5), "n": "text"}
 
 
-def save(state: Any, url: str, extensions: Sequence[StreamTransformExtension]) -> Any:
-    return dcp.save(state, storage_writer=S3StorageWriter(url, _extensions=extensions))
-
-
 def load(state: Any, url: str, extension_registry: ExtensionRegistry | None) -> Any:
     dcp.load(state, storage_reader=S3StorageReader(url, _extension_registry=extension_registry))
     return state
 
 
+@pytest.fixture
+def save(s3: Any, bucket: str, root: str, tmp_path: Path) -> Callable[..., str]:
+    """Saves a state by torch, through extensions, and uploads that; returns its URL."""
+
+    def save(state: Any, extensions: Sequence[StreamTransformExtension]) -> str:
+        writer = dcp.FileSystemWriter(tmp_path / "torch", sync_files=False, _extensions=extensions)
+        dcp.save(state, storage_writer=writer)
+        upload(s3, bucket, "run/torch", tmp_path / "torch")
+        return f"{root}/torch"
+
+    return save
+
+
 @pytest.mark.parametrize("extensions", [[Xor()], [Xor(1), Xor(2)]], ids=["one", "two"])
-def test_what_goes_through_extensions_comes_back_also_to_and_from_torch(
-    s3: Any, bucket: str, root: str, tmp_path: Path, extensions: Sequence[StreamTransformExtension]
+def test_what_torch_wrote_through_extensions_is_read(
+    save: Callable[..., str], extensions: Sequence[StreamTransformExtension]
 ) -> None:
     state = make_state()
-    save(state, root, extensions)
-    assert_same(load(blank(state), root, registry()), state)
+    url = save(state, extensions)
+    assert_same(load(blank(state), url, registry()), state)
     # A box has to be cut from the whole decoded tensor: raw offsets mean nothing here.
-    part, reader = {"x": torch.zeros(6, 3)}, S3StorageReader(root, _extension_registry=registry())
+    part, reader = {"x": torch.zeros(6, 3)}, S3StorageReader(url, _extension_registry=registry())
     dcp.load(part, storage_reader=reader, planner=Boxes({"x": (3, 5)}))
     assert_same(part["x"], state["x"][3:9, 5:8])
 
-    download(s3, bucket, "run", tmp_path / "ours")
-    found = blank(state)
-    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path / "ours", _extension_registry=registry()))
-    assert_same(found, state)
 
-    writer = dcp.FileSystemWriter(tmp_path / "torch", sync_files=False, _extensions=extensions)
-    dcp.save(state, storage_writer=writer)
-    upload(s3, bucket, "run/torch", tmp_path / "torch")
-    assert_same(load(blank(state), f"{root}/torch", registry()), state)
-
-
-def test_an_unknown_extension_is_named_and_nothing_loaded(root: str) -> None:
-    save({"x": torch.ones(30)}, root, [Xor()])
+def test_an_unknown_extension_is_named_and_nothing_loaded(save: Callable[..., str]) -> None:
+    url = save({"x": torch.ones(30)}, [Xor()])
     target = {"x": torch.zeros(30)}
-    error = failure(lambda: load(target, root, None), errors.DcpS3Error)
-    for part in ("'x'", root, "dcp_s3.tests.xor", "_extension_registry"):
+    error = failure(lambda: load(target, url, None), errors.DcpS3Error)
+    for part in ("'x'", url, "dcp_s3.tests.xor", "_extension_registry"):
         assert part in str(error)
     assert not target["x"].any()

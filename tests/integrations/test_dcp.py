@@ -165,9 +165,11 @@ def test_their_own_overwrite_counts(root: str, registered: None, overwrite: bool
         assert writer.overwrite == (overwrite if own is None else own)
 
 
-def test_safetensors_are_refused(root: str, registered: None) -> None:
+def test_safetensors_and_stream_extensions_are_refused(root: str, registered: None) -> None:
     with pytest.raises(errors.SettingsError, match=rf"{root} as safetensors.*dcp-s3 export"):
         FileSystemWriter(root, serialization_format=SerializationFormat.SAFETENSORS)
+    with pytest.raises(errors.SettingsError, match=rf"{root} through stream extensions.*leave _extensions out"):
+        FileSystemWriter(root, _extensions=[object()])  # type: ignore[list-item]
 
 
 # --- everything else is torch's --------------------------------------------------------------------------

@@ -21,7 +21,6 @@ LARGE: Any = {"weight": torch.arange(10_000), "secret": "in the state"}
         ({"retention": LARGE}, "retention = a dict"),
         ({"settings": {"step_pattern": r"iter-(\d+)"}}, r"iter-.* does not find step 12 in 'step-00000012'.*Remedy"),
         ({"retention": "latest:1", "settings": {"retention_grace": "1m"}}, "under 1 h"),
-        ({"separate": "model"}, "separate is text"),
     ],
 )
 def test_arguments_that_are_none(arguments: dict[str, Any], message: str) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import dcp_s3
 from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter, SaveEvery, SaveOnPreemption, errors
+from tests.objects import separate_objects
 from tests.ranks import run_ranks
 
 _SHAPE = (7, 3)  # does not divide evenly
@@ -310,7 +311,8 @@ def test_a_rank_that_cannot_load_says_so_and_the_others_go_on(
     for step in (1, 2):
         state = {"a": torch.ones(1000), "b": torch.ones(1000)}
         url = f"{root}/step-{step:08d}"
-        dcp.save(state, storage_writer=S3StorageWriter(url, separate=["a", "b"]), no_dist=True)
+        with separate_objects("a", "b"):
+            dcp.save(state, storage_writer=S3StorageWriter(url), no_dist=True)
     damaged = min(str(key) for key in memory_server.handle.objects(bucket) if "step-00000002/__" in str(key))
     size = s3.head_object(Bucket=bucket, Key=damaged)["ContentLength"]
     s3.put_object(Bucket=bucket, Key=damaged, Body=bytes(size))

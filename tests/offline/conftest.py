@@ -18,6 +18,7 @@ from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY
 from dcp_s3.url import parse_url
 from tests.end_to_end.states import random_tensor
+from tests.objects import separate_objects
 from tests.retention.making import delete, get, keys
 
 SETTINGS = {"part_size": "5MiB", "retry_attempts": 2}
@@ -114,4 +115,5 @@ class Saved:
 @pytest.fixture
 def saved(memory_server: Any, s3: Any, root: str) -> Saved:
     """A small checkpoint in two objects."""
-    return Saved(s3, root).save(small_state(), writer={"separate": ["weight"]})
+    with separate_objects("weight"):
+        return Saved(s3, root).save(small_state())

@@ -25,6 +25,7 @@ from tests.end_to_end.loads import assert_loads
 from tests.faulty import BUCKET, FaultyServer
 from tests.killing import AtRequest, begin, kill_all, new_process, running, wait_until_quiet
 from tests.memory_s3 import Fault
+from tests.objects import separate_objects
 from tests.retention.making import delete, get, keys, put, save, save_foreign, save_on_ranks, state
 
 _URL, _COPY = f"s3://{BUCKET}/run/step-1", f"s3://{BUCKET}/copies/step-1"
@@ -110,7 +111,8 @@ def get_metadata(faulty: FaultyServer) -> bytes:
 
 @pytest.mark.servers("memory")
 def test_no_data_passes_through_this_machine(faulty: FaultyServer) -> None:
-    save_large(_URL, separate=["weight", "half"])
+    with separate_objects("weight", "half"):
+        save_large(_URL)
     faulty.s3.reset_counters()
     copy(_URL, _COPY)
     requests = faulty.s3.counters.requests
@@ -167,7 +169,8 @@ def test_after_a_kill_a_second_run_finishes(
     monkeypatch.setattr(s3_copy, "PART_SIZE", MIN_PART_SIZE)
     tensor = torch.randint(0, 255, (3 * MIN_PART_SIZE,), dtype=torch.uint8)
     everything = {"t": tensor, **state()}
-    dcp.save(everything, storage_writer=S3StorageWriter(_URL, separate=["weight", "half"]), no_dist=True)
+    with separate_objects("weight", "half"):
+        dcp.save(everything, storage_writer=S3StorageWriter(_URL), no_dist=True)
     close_clients()  # or this process would be connected while it waits for quiet
     moment = AtRequest(operation, count, applied=applied, key=key)
     with moment.on(faulty):

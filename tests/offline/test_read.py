@@ -22,6 +22,7 @@ from dcp_s3.format.metadata import load_metadata
 from dcp_s3.offline.boxes import cut, select
 from dcp_s3.offline.names import new_names
 from tests.end_to_end.states import assert_same, every_kind, random_tensor
+from tests.objects import separate_objects
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
@@ -124,7 +125,8 @@ def _megabytes(count: int) -> dict[str, torch.Tensor]:
 
 def test_only_the_objects_and_bytes_of_what_is_asked_for(root: str, memory_server: S3Server) -> None:
     state = {"model": _megabytes(4), "optim": _megabytes(8), "step": 7}
-    save(state, root, separate=["model", "optim"])
+    with separate_objects("model", "optim"):
+        save(state, root)
     metadata = load_metadata(memory_server.handle.read(root.split("/")[2], "run/.metadata"), url=root)
     model = {f"run/{info.relative_path}" for index, info in metadata.storage_data.items() if "model." in index.fqn}
     others = {f"run/{info.relative_path}" for index, info in metadata.storage_data.items() if "model." not in index.fqn}

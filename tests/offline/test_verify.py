@@ -24,10 +24,10 @@ from dcp_s3.memory import ReadTarget
 from dcp_s3.offline.verify_plan import StoredData, StoredItem, cut_range, find_mismatches
 from dcp_s3.s3.store import S3Store
 from tests.end_to_end.states import every_kind, random_tensor
-from tests.end_to_end.test_extensions import Xor
 from tests.faulty import BUCKET, FaultyServer
 from tests.flipping import flip_in_flight
 from tests.memory_s3 import Fault
+from tests.objects import separate_objects
 from tests.offline.conftest import SETTINGS, Saved, small_state
 from tests.retention.making import save_on_ranks
 from tests.spread import spread_out
@@ -95,7 +95,8 @@ def test_memory_is_a_block_for_each_connection(saved: Saved, monkeypatch: pytest
     monkeypatch.setattr(dcp_s3.offline.verify, "ReadTarget", record)
     monkeypatch.setattr(dcp_s3.offline.verify, "BLOCK", 2**16)
     state = {f"w{n}": random_tensor((1000, 300), torch.float32, n) for n in range(6)}
-    saved.save(state, writer={"separate": list(state), "overwrite": True})
+    with separate_objects(*state):
+        saved.save(state, writer={"overwrite": True})
     saved.flip(saved.data[0], 2**17)
     assert not saved.verify(concurrency=3).ok
     assert 0 < len(buffers) <= 3
@@ -163,14 +164,6 @@ def test_damage_in_flight_is_no_damage(saved: Saved, monkeypatch: pytest.MonkeyP
     assert report.ok, report.problems
     assert len(seen) == 1
     assert report.bytes_read - size in [saved.sizes[path] for path in saved.data], "one object twice"
-
-
-def test_what_went_through_stream_extensions(s3: Any, root: str) -> None:
-    saved = Saved(s3, root).save(small_state(), writer={"_extensions": [Xor()]})
-    assert saved.verify().ok
-    info = saved.info("weight")
-    saved.flip(info.relative_path, info.offset)
-    assert saved.only_problem().fqn == "weight"
 
 
 def test_what_has_no_checksum_is_counted_and_not_read(s3: Any, root: str, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from dcp_s3.s3.pressure import Gate, Tuning, Width
 from dcp_s3.settings import Settings
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
+from tests.objects import separate_objects
 from tests.s3.waiting import LONG, until
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -199,7 +200,8 @@ def test_a_save_and_a_load_go_on_with_as_many_requests_as_s3_takes(faulty: Fault
     faulty.rule = rule
     settings = {"concurrency": 16, "retry_attempts": 100}
     state = {f"t{n}": torch.full((100,), float(n)) for n in range(60)}
-    dcp.save(state, storage_writer=S3StorageWriter(URL, separate=list(state), settings=settings))
+    with separate_objects(*state):
+        dcp.save(state, storage_writer=S3StorageWriter(URL, settings=settings))
     found = {name: torch.zeros(100) for name in state}
     dcp.load(found, storage_reader=S3StorageReader(URL, settings=settings))
     assert all(torch.equal(found[name], state[name]) for name in state)

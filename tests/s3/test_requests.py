@@ -28,6 +28,7 @@ from dcp_s3.settings import Settings
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.memory_store import MemoryStore
+from tests.objects import separate_objects
 from tests.s3.waiting import LONG
 from tests.servers import S3Server
 
@@ -79,7 +80,8 @@ def test_who_requests_pays_for_all_that_has_a_price(faulty: FaultyServer) -> Non
     settings = {"requester_pays": True, "part_size": "5MiB"}
     for step in (1, 2):
         state = {"large": torch.randn(MIB * 3 // 2), "small": torch.randn(100)}
-        dcp.save(state, storage_writer=S3StorageWriter(f"{ROOT}/step-{step}", settings=settings, separate=["small"]))
+        with separate_objects("small"):
+            dcp.save(state, storage_writer=S3StorageWriter(f"{ROOT}/step-{step}", settings=settings))
         dcp.load(state, storage_reader=S3StorageReader(f"{ROOT}/step-{step}", settings=settings))
     copy(f"{ROOT}/step-1", f"s3://{BUCKET}/copy", settings=settings)
     assert prune(ROOT, "latest:1", settings=settings, grace=0, force=True).ok

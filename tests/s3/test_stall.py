@@ -20,6 +20,7 @@ from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
+from tests.objects import separate_objects
 
 ROOT = f"s3://{BUCKET}/run"
 STALL = 2.0
@@ -69,8 +70,8 @@ def state() -> dict[str, torch.Tensor]:
 
 
 def save(step: int = 1, **settings: Any) -> None:
-    writer = S3StorageWriter(f"{ROOT}/step-{step}", separate=["large", "small"], settings=settings)
-    dcp.save(state(), storage_writer=writer)
+    with separate_objects("large", "small"):
+        dcp.save(state(), storage_writer=S3StorageWriter(f"{ROOT}/step-{step}", settings=settings))
 
 
 def save_async() -> None:

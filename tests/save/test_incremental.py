@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -24,7 +24,6 @@ from dcp_s3.save.incremental import LastSaves, SavedItem, SavedObject, find_unch
 from dcp_s3.save.objects import ItemWriteResult
 from dcp_s3.save.plan import WriteBucket
 from dcp_s3.settings import MIN_PART_SIZE, Settings
-from dcp_s3.torch_private import WriterTransforms
 from dcp_s3.url import parse_url
 
 MIB = 2**20
@@ -42,10 +41,8 @@ def item(fqn: str, size: int) -> WriteItem:
 class Model:
     """The saves of one rank, and what lies at each key: which version of which item, of how many bytes."""
 
-    def __init__(self, sizes: Mapping[str, int], separate: Sequence[str] = (), max_buckets: int = 4) -> None:
-        self.groups: dict[str, Any] = {
-            "max_buckets": max_buckets, "min_bucket_size": 8 * MIB, "separate": separate,
-        }  # fmt: skip
+    def __init__(self, sizes: Mapping[str, int], max_buckets: int = 4) -> None:
+        self.groups = {"max_buckets": max_buckets, "min_bucket_size": 8 * MIB}
         self.items = [item(fqn, size) for fqn, size in sizes.items()]
         self.versions = dict.fromkeys(sizes, 0)
         self.saved: dict[MetadataIndex, SavedItem] = {}
@@ -186,26 +183,16 @@ def test_copies_do_not_become_ever_more_objects() -> None:
     assert model.save()[0] == 0
 
 
-def test_groups_of_names_stay_apart() -> None:
-    model = Model({f"{group}.{number}": 6 * MIB for number in range(20) for group in ("model", "optim")}, ["model."])
-    model.save()
-    for number in range(20):
-        model.save(f"model.{number}", f"optim.{number}")
-        for bucket in model.buckets:
-            assert len({each.index.fqn.split(".")[0] for each in bucket.items}) == 1
-
-
 @given(
     st.dictionaries(
         st.text("abc", min_size=1, max_size=6), st.sampled_from([0, 100, 300_000, 2 * MIB, 6 * MIB, 11 * MIB]),
         min_size=1, max_size=25,
     ),
     st.lists(st.integers(0, 2**25 - 1), min_size=1, max_size=8),
-    st.sampled_from([(), ("a",), ("a", "b")]),
 )  # fmt: skip
-def test_any_changes(sizes: dict[str, int], changes: list[int], separate: tuple[str, ...]) -> None:
+def test_any_changes(sizes: dict[str, int], changes: list[int]) -> None:
     """Each save has the right bytes of each item, by checksum, wherever they come from."""
-    model = Model(sizes, separate)
+    model = Model(sizes)
     model.save()
     for bits in changes:
         changed = {fqn for number, fqn in enumerate(sizes) if bits >> number & 1}
@@ -239,7 +226,7 @@ def saved(tensor: torch.Tensor) -> SavedItem:
 def unchanged(before: torch.Tensor, after: Any) -> bool:
     each = item("t", before.numel())
     planner: Any = Planner({"t": after})
-    return bool(find_unchanged([each], {each.index: saved(before)}, planner, WriterTransforms(None)))
+    return bool(find_unchanged([each], {each.index: saved(before)}, planner))
 
 
 @pytest.mark.parametrize("size", [0, 1, 2000, 50_000])
@@ -281,7 +268,7 @@ def test_of_what_has_changed_mostly_the_first_block_is_read(monkeypatch: pytest.
     monkeypatch.setattr(incremental, "crc64nvme", counted)
     planner: Any = Planner({"t": before + 1})
     each = item("t", 4 * MIB)
-    assert not find_unchanged([each], {each.index: state}, planner, WriterTransforms(None))
+    assert not find_unchanged([each], {each.index: state}, planner)
     assert sum(read) == 4 * MIB // 64
 
 
@@ -292,11 +279,11 @@ def remember(url: str, fqn: str, rank: int = 0, spilled: bool = False, crc: str 
     each = item(fqn, 10)
     info = make_storage_info("p", 0, 10, raw_offset=0, crc64nvme=None if crc is None else 0)
     result = ItemWriteResult(each.index, 10, info, ObjectEntry("p", 10, crc), spilled)
-    LastSaves(parse_url(url), rank, ()).remember([each], [result], more=False)
+    LastSaves(parse_url(url), rank).remember([each], [result], more=False)
 
 
-def recalled(url: str, rank: int = 0, separate: tuple[str, ...] = ()) -> set[str]:
-    return {index.fqn for index in LastSaves(parse_url(url), rank, separate).find()}
+def recalled(url: str, rank: int = 0) -> set[str]:
+    return {index.fqn for index in LastSaves(parse_url(url), rank).find()}
 
 
 @pytest.fixture(autouse=True)
@@ -311,7 +298,7 @@ def test_the_last_save_of_the_same_kind_is_found() -> None:
     assert recalled("s3://bucket/run/optim-200") == {"optim"}
     assert recalled("s3://bucket/run/best") == {"optim"}, "the last one beside it"
     assert recalled("s3://bucket/other/model-2") == recalled("s3://other/run/model-2") == set()
-    assert recalled("s3://bucket/run/model-2", rank=1) == recalled("s3://bucket/run/model-2", 0, ("a",)) == set()
+    assert recalled("s3://bucket/run/model-2", rank=1) == set()
     remember("s3://bucket/checkpoint-10/optimizer_0", "optim")
     assert recalled("s3://bucket/checkpoint-20/optimizer_0") == {"optim"}
 

@@ -1,4 +1,4 @@
-"""What a save writes: which item goes into which object, also by a plan out of a cache, and through which memory."""
+"""What a save writes: which item goes into which object, also by a plan out of a cache."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-from dcp_s3 import S3StorageWriter
+from dcp_s3 import S3StorageWriter, errors, verify
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.metadata import load_metadata
-from dcp_s3.save.items import BLOCK_SIZE, PinnedRing, shared_ring
-from dcp_s3.save.plan import group_items, item_size, plan_buckets
-from dcp_s3.tensor_memory import iterate_bytes
+from dcp_s3.save.plan import item_size, plan_buckets
+from dcp_s3.save.save import Save
 from tests.end_to_end.loads import assert_loads
-from tests.end_to_end.states import bits, random_tensor
+from tests.end_to_end.states import random_tensor
+from tests.ranks import run_ranks
 from tests.servers import S3Server
 
 
@@ -59,14 +61,6 @@ def test_every_item_is_in_exactly_one_bucket_and_the_loads_are_balanced(
         loads = [bucket.size for bucket in plan] + [0] * (min(buckets, len(items)) - len(plan))
         assert max(loads) - min(loads) <= max(map(item_size, items)) + others * item_size(bytes_item("x"))
     assert plan == plan_buckets(items, max_buckets=buckets, min_bucket_size=1)
-
-
-def test_a_group_takes_what_its_prefix_is_the_first_to_match() -> None:
-    names = ["a.x", "b.x", "a.y.z", "c", "d.a", "model.w", "model2.w", "mode"]
-    groups = group_items([bytes_item(name) for name in names], ["a.y", "a", "model.", "nothing"])
-    assert [[item.index.fqn for item in group] for group in groups] == [
-        ["a.y.z"], ["a.x"], ["model.w"], ["b.x", "c", "d.a", "model2.w", "mode"],
-    ]  # fmt: skip
 
 
 # --- plans out of the cache ------------------------------------------------------------------------------
@@ -174,47 +168,47 @@ def test_a_save_that_failed_leaves_a_cache_that_works(root: str, bucket: str, me
         assert_loads(f"{root}/{step}", _state(step))
 
 
-# --- on several ranks ------------------------------------------------------------------------------------
+def _save_of_ranks(url: str, *, extra: bool) -> None:
+    state = {"w": torch.ones(9), f"of_{dist.get_rank()}": torch.ones(3)}
+    if extra and dist.get_rank() == 1:
+        state["only_of_1"] = torch.ones(5)
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    dcp.save(state, storage_writer=S3StorageWriter(url), planner=planner)
 
 
-# --- the blocks through which tensors on a device come to the upload (here with CPU tensors) -------------
+def _after_a_failure(url: str) -> str:
+    _save_of_ranks(f"{url}/0", extra=False)
+    check = Save.prepare_global_plan
+
+    def fail(*_: Any) -> Any:
+        raise errors.SaveProtocolError("two saves overlapped")
+
+    Save.prepare_global_plan = fail  # type: ignore[method-assign]
+    with pytest.raises(CheckpointException):
+        _save_of_ranks(f"{url}/1", extra=True)
+    Save.prepare_global_plan = check  # type: ignore[method-assign]
+    with pytest.raises(CheckpointException) as caught:
+        _save_of_ranks(f"{url}/2", extra=True)
+    return str(next(iter(caught.value.failures.values()))[0])
 
 
-MIB = 2**20
+@pytest.mark.servers("memory")
+def test_a_save_whose_ranks_have_plans_of_another_state_is_not_committed(root: str) -> None:
+    for text in run_ranks(2, _after_a_failure, root):
+        assert "'only_of_1' was planned, and no rank has written all of it" in text
+    assert verify(f"{root}/0", full=True).ok
+    with pytest.raises(errors.CheckpointNotFoundError):
+        verify(f"{root}/2")
 
 
-def address(view: memoryview) -> int:
-    return torch.frombuffer(view, dtype=torch.uint8).data_ptr()
-
-
-def test_a_block_is_used_again_when_nothing_refers_to_its_bytes() -> None:
-    ring = PinnedRing(1, pin=False)
-    tensor = random_tensor((MIB,), torch.float32)
-    first = ring.copy(tensor)
-    part = first[100:200]
-    where = address(first)
-    del first
-    second = ring.copy(tensor + 1)
-    assert address(second) != where, "the block is still read through a slice: this one is in ordinary memory"
-    assert bytes(part) == bits(tensor)[100:200]
-    assert bytes(second) == bits(tensor + 1)
-    del part, second
-    assert address(ring.copy(tensor)) == where
-
-
-def test_large_tensors_come_in_pieces_of_a_block() -> None:
-    ring = PinnedRing(3, block_size=2 * MIB, pin=False)
-    tensor = random_tensor((3000, 1001), torch.float32).t()
-    pieces = [bytes(view) for view in iterate_bytes(tensor, ring.block_size, ring.copy)]
-    assert max(map(len, pieces)) <= 2 * MIB
-    assert b"".join(pieces) == bits(tensor.contiguous())
-    assert shared_ring(10 * BLOCK_SIZE) is shared_ring(10 * BLOCK_SIZE), "the process keeps one"
+# --- tensors on a device ---------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_cuda_tensors_come_through_pinned_blocks() -> None:
-    ring = PinnedRing(2, pin=True)
-    tensor = random_tensor((3000, 1001), torch.float32).cuda()
-    for source in (tensor, tensor.t(), tensor.bfloat16()):
-        pieces = [bytes(view) for view in iterate_bytes(source, ring.block_size, ring.copy)]
-        assert b"".join(pieces) == bits(source.cpu().contiguous())
+def test_cuda_tensors_are_saved_through_pinned_blocks(root: str) -> None:
+    tensor = random_tensor((3000, 2001), torch.float32).cuda()
+    state = {"w": tensor, "t": tensor.t(), "half": tensor.bfloat16(), "small": tensor[:3, 5]}
+    for step in range(2):
+        dcp.save(state, storage_writer=S3StorageWriter(f"{root}/{step}"))
+        assert_loads(f"{root}/{step}", {name: value.cpu() for name, value in state.items()})
+        tensor.add_(1)

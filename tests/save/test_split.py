@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
@@ -148,11 +149,13 @@ def test_rows_take_the_place_of_their_chunk_in_the_metadata() -> None:
         return ChunkStorageMetadata(torch.Size([start, 0]), torch.Size([length, 2]))
 
     whole = TensorStorageMetadata(TensorProperties(), torch.Size([6, 2]), [chunk(0, 4), chunk(4, 2)])
-    found = with_rows("w", whole, [chunk(3, 1), chunk(0, 3)])
-    assert found.chunks == [chunk(0, 3), chunk(4, 2), chunk(3, 1)]
+    other = BytesStorageMetadata()
+    found = with_rows({"w": whole, "n": other}, [("w", chunk(3, 1)), ("w", chunk(0, 3))])
+    assert found["n"] is other
+    assert found["w"].chunks == [chunk(0, 3), chunk(4, 2), chunk(3, 1)]
     assert whole.chunks == [chunk(0, 4), chunk(4, 2)]
     with pytest.raises(errors.SaveProtocolError, match=r"10 of the 12 elements of 'w' .*SPLIT_REPLICATED"):
-        with_rows("w", whole, [chunk(0, 3)])
+        with_rows({"w": whole}, [("w", chunk(0, 3))])
 
 
 # --- saves ------------------------------------------------------------------------------------------------

@@ -66,7 +66,6 @@ class Schedule:
     def __init__(self, seed: int, server: FaultyServer, done: Counter[str]) -> None:
         self.rng, self.server, self.done = random.Random(seed), server, done
         self.root, self.steps, self.number = f"{ROOT}-{seed}", 0, 0
-        self.separate = self.rng.choice([None, ["a"], ["a", "b"]])
         self.state: dict[str, Any] = {}
         self.frozen: set[str] = set()
         self.committed: dict[str, dict[str, Any]] = {}
@@ -131,7 +130,7 @@ class Schedule:
             url = f"{self.root}/step-{self.steps}"
         snapshot = {name: value.clone() for name, value in self.state.items()}
         heard: list[Any] = []
-        writer = S3StorageWriter(url, overwrite=overwrite, separate=self.separate, on_event=heard.append)
+        writer = S3StorageWriter(url, overwrite=overwrite, on_event=heard.append)
         kind = self.rng.choice(["well", "well", "lost answers", "killed", "vanishing", "damaged"])
         before = self._metadata(url)
         self.server.rule = self._fault(kind, _prefix(url))

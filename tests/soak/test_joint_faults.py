@@ -24,9 +24,7 @@ from dcp_s3.coordination.identity import Attempt
 from dcp_s3.s3 import retry
 from dcp_s3.save import joint
 from dcp_s3.save.joint import JointSave
-from dcp_s3.save.save import SaveOptions
 from dcp_s3.settings import resolve_settings
-from dcp_s3.torch_private import WriterTransforms
 from dcp_s3.url import parse_url
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
@@ -108,12 +106,13 @@ def _state(number: int, rank: int) -> dict[str, torch.Tensor]:
 
 def _save(url: str, number: int, ranks: int, *, overwrite: bool) -> list[str]:
     """What each rank hears."""
-    options = SaveOptions(resolve_settings({"rank_timeout": 60.0}), overwrite, {}, (), WriterTransforms(None))
+    settings = resolve_settings({"rank_timeout": 60.0})
     told: dict[int, str] = {}
 
     def run(rank: int) -> None:
         attempt = Attempt("run", (0,), f"{number}", float(number), ranks, rank)
-        made, planner = JointSave(parse_url(url), options, attempt, None, number, None), DefaultSavePlanner()
+        made = JointSave(parse_url(url), "", settings, overwrite=overwrite, attempt=attempt, of_step=number)
+        planner = DefaultSavePlanner()
         planner.set_up_planner(_state(number, rank), None, True)
         made.begin()
         try:

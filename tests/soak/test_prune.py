@@ -24,6 +24,7 @@ from dcp_s3.errors import CheckpointNotFoundError
 from dcp_s3.s3 import retry
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
+from tests.objects import separate_objects
 
 SECONDS = float(os.environ.get("DCP_S3_TEST_SECONDS", "10"))
 ROOT = f"s3://{BUCKET}/run"
@@ -45,8 +46,8 @@ def state(number: int) -> dict[str, Any]:
 
 def save(number: int) -> None:
     time.sleep(0.1)  # the training
-    writer = S3StorageWriter(f"{ROOT}/step-{number}", separate=["other"])
-    dcp.save(state(number), storage_writer=writer, no_dist=True)
+    with separate_objects("other"):
+        dcp.save(state(number), storage_writer=S3StorageWriter(f"{ROOT}/step-{number}"), no_dist=True)
 
 
 def dawdle(request: Any) -> Fault | None:

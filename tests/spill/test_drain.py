@@ -29,6 +29,7 @@ from dcp_s3.spill.journal import Journal
 from dcp_s3.spill.store import SpilledSave, SpillStore
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
+from tests.objects import separate_objects
 from tests.ranks import run_ranks
 from tests.spill.making import (
     MIB,
@@ -67,7 +68,8 @@ def test_settings_that_another_version_stored_are_understood(monkeypatch: pytest
 
 def test_a_drain_that_is_stopped_ends_before_the_next_object(spill: Spill) -> None:
     url, state = spill.url("step-1"), {"a": torch.randn(1000), "b": torch.randn(1000)}
-    spill.save(url, state, separate=["a"], max_objects=2)
+    with separate_objects("a"):
+        spill.save(url, state)
     assert len(spill.data().journal.objects) == 2
     stop = threading.Event()
     report = spill.drain(stop=stop, on_progress=lambda _: stop.set())

@@ -35,7 +35,7 @@ from dcp_s3.spill.background import drain_in_background, wait_until_drained
 from dcp_s3.spill.journal import State
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.spill.saving import SpillingStore
-from dcp_s3.stage.buffers import HostBuffer
+from dcp_s3.stage.memory import HostBuffer
 from dcp_s3.url import parse_url
 from tests.end_to_end.states import assert_same, blank
 from tests.faulty import BUCKET

@@ -7,7 +7,7 @@ import io
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from dcp_s3 import S3Stager, S3StorageWriter
-from dcp_s3.stage.copier import Copier
-from dcp_s3.stage.pool import BufferPool
+from dcp_s3.errors import StagingError
+from dcp_s3.stage.memory import BufferPool, HostBuffer
+from dcp_s3.stage.snapshot import Snapshot
 from tests.s3.waiting import until
 
 MIB = 2**20
@@ -31,6 +32,18 @@ STAGERS = ["blocking", "asynchronous", "writer"]
 
 def make_pool(**options: Any) -> BufferPool:
     return BufferPool(**{"limit": None, "generations": 2, "spill_dir": None, **options})
+
+
+def buffers_of(pool: BufferPool) -> list[HostBuffer]:
+    """All buffers, in use and free."""
+    generations_in_use(pool)
+    return [*pool._free, *pool._used()]
+
+
+def generations_in_use(pool: BufferPool) -> int:
+    with suppress(StagingError):  # it may be closed
+        pool._try([])  # takes back what is free
+    return sum(map(bool, pool._in_use))
 
 
 def stage_once(state: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -108,14 +121,14 @@ class HeldUp:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.reached = threading.Event(), threading.Event()
-        copy = Copier.copy
+        copy = Snapshot.copy
 
         def wait(*arguments: Any) -> Any:
             self.reached.set()
             assert self.go.wait(PATIENCE)
             return copy(*arguments)
 
-        monkeypatch.setattr(Copier, "copy", wait)
+        monkeypatch.setattr(Snapshot, "copy", wait)
 
 
 @contextmanager

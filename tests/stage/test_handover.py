@@ -22,7 +22,7 @@ import torch
 
 from dcp_s3 import S3Stager
 from dcp_s3.stage import handover
-from dcp_s3.stage.handover import AsyncSave, StagedDict, StagedState, current_save, wait_for_saves
+from dcp_s3.stage.handover import AsyncSave, StagedState, current_save, wait_for_saves
 from tests.end_to_end.states import assert_same, every_kind, random_tensor
 from tests.s3.waiting import until
 from tests.stage.making import PATIENCE, frozen
@@ -161,9 +161,9 @@ def test_no_descriptors_are_left(process: _Process, shared: bool) -> None:
 # --- one save at a time ------------------------------------------------------------------------------------
 
 
-def _staged() -> StagedDict:
+def _staged() -> StagedState:
     """A state that is staged for a save in another thread, of this process."""
-    state = StagedDict(w=1)
+    state = StagedState({"w": 1})
     AsyncSave().go_with(state)
     return state
 
@@ -197,7 +197,7 @@ def test_two_saves_that_were_staged_at_once_do_not_wait_for_each_other() -> None
     """Two threads that wait in `stage` for one save go on together when it ends."""
     staged = [_staged(), _staged()]
 
-    def run(state: StagedDict) -> None:
+    def run(state: StagedState) -> None:
         assert dict(state.items()) == {"w": 1}
         wait_for_saves()
 
@@ -240,7 +240,7 @@ def test_an_interrupt_in_stage_leaves_no_save(monkeypatch: pytest.MonkeyPatch, a
     def interrupt(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(S3Stager, "_begin" if asynchronous else "_stage", interrupt)
+    monkeypatch.setattr(S3Stager, "_stage", interrupt)
     before = list(handover._saves)
     with pytest.raises(KeyboardInterrupt):
         S3Stager(asynchronous=asynchronous).stage({"w": torch.zeros(3)})

@@ -135,8 +135,8 @@ class MegatronS3Writer(S3StorageWriter):
 
     Args:
         checkpoint_dir: ``s3://bucket/prefix`` of the checkpoint, as text or as a path.
-        separation_hint: a prefix of FQNs; what begins with it gets objects of its own.
-        thread_count: most objects of this rank; half of them for each group with ``separation_hint``.
+        separation_hint: is ignored: objects are not grouped by the names of what they hold.
+        thread_count: most objects of this rank.
 
     Raises:
         InvalidURLError: ``checkpoint_dir`` is not an S3 URL.
@@ -157,8 +157,7 @@ class MegatronS3Writer(S3StorageWriter):
         super().__init__(
             checkpoint_dir,
             overwrite=True,
-            separate=None if separation_hint is None else [separation_hint],
-            max_objects=max(1, thread_count if separation_hint is None else thread_count // 2),
+            max_objects=max(1, thread_count),
             settings=settings,
         )
         self._failure: DcpS3Error | None = None
