@@ -81,6 +81,8 @@ class Written(Event):
     objects: int
     spilled_bytes: int
     """Bytes of them that went to the spill directory."""
+    copied_bytes: int = 0
+    """Bytes of them that S3 copied from the save before, with ``incremental``."""
     seconds: float
     """Seconds since it began to write."""
 
@@ -108,6 +110,8 @@ class Committed(Event):
     """Requests of all ranks that S3 throttled meanwhile."""
     spilled_bytes: int | None
     """Bytes of all ranks that took the way over a spill directory. None if the commit took it: then it is not known."""
+    copied_bytes: int | None = 0
+    """Bytes of all ranks that S3 copied from the save before, with ``incremental``. None: not known."""
 
     def count(self) -> None:
         _add("saves", {"last_step": self.step, "last_commit": self.time}, committed=1)
@@ -123,6 +127,7 @@ class Committed(Event):
                 f"{stall}upload {format_seconds(self.seconds)} ({_rate(self.bytes, self.seconds)}), "
                 f"{self.throttled} throttled, {format_size(self.spilled_bytes)} spilled"
             )
+            how += f", {format_size(self.copied_bytes)} copied" if self.copied_bytes else ""
         return f"{_name(self)} committed: {format_size(self.bytes)}, {ranks}, {how} ({self.url})"
 
 

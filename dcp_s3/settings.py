@@ -171,6 +171,10 @@ class Settings(BaseSettings):
     """Whether ranks that hold the same tensor chunk above 64 MiB (DDP, HSDP) write some of its rows each, rather than
     one of them all. Replicas must then be equal."""
 
+    incremental: bool = False
+    """Whether S3 copies what has not changed since the last save of the process (frozen layers, adapters), rather than
+    that it is sent again. Each checkpoint is whole, as ever. Needs checksums."""
+
     retry_attempts: int = Field(default=8, ge=1, le=100)
     """Attempts for one request, including the first, before the save or load fails."""
     read_timeout: RequestSeconds = 60.0
@@ -227,6 +231,7 @@ class Settings(BaseSettings):
                 raise SettingsError(
                     "DCP_S3_DURABILITY = 'local' needs a local directory. Remedy: set DCP_S3_SPILL_DIR to one"
                 )
+            check_incremental(self.incremental, self)
         except ValidationError as error:
             raise SettingsError(_explain(error, values)) from None
         _warn_of_unknown_variables()
@@ -246,6 +251,15 @@ class Settings(BaseSettings):
     def max_part_size(self) -> int:
         """Most bytes of a part or a ranged GET, unless S3's limits require more."""
         return _LARGE_PART if self.part_size == "auto" else self.part_size
+
+
+def check_incremental(incremental: bool, settings: Settings) -> None:
+    """Refuse (SettingsError) incremental saves without checksums, by which they know what has changed."""
+    if incremental and settings.checksum == "none":
+        raise SettingsError(
+            "incremental saves need checksums, and DCP_S3_CHECKSUM = 'none' turns them off. Remedy: "
+            "DCP_S3_CHECKSUM=auto, or neither incremental=True nor DCP_S3_INCREMENTAL"
+        )
 
 
 def aws_variable(*names: str) -> tuple[str, str] | None:

@@ -132,6 +132,21 @@ class StreamedObject:
 
 
 @dataclass(frozen=True)
+class CopyRange:
+    """A run of bytes of an object, to be copied into another one."""
+
+    key: str
+    start: int
+    """First byte."""
+    stop: int
+    """Byte after the last."""
+    size: int
+    """Size of the whole object in bytes."""
+    crc: int
+    """CRC-64/NVME of the whole object."""
+
+
+@dataclass(frozen=True)
 class Counters:
     """What this process has seen of a store, since it began."""
 
@@ -336,6 +351,14 @@ class Batch(abc.ABC):
             Cancelled: another object of the batch has failed.
             StorageError
         """
+
+    def copy(self, key: str, ranges: Sequence[CopyRange], crc: int) -> bool:
+        """Make an object of ranges of other objects, without moving their bytes, and check it: ``crc`` is its CRC-64.
+
+        Each range but the last has at least 5 MiB. Returns False if the store does not copy, or an object is gone or is
+        another one: then the bytes have to be put.
+        """
+        return False
 
     def settle(self) -> None:  # noqa: B027 - most batches have nothing to do
         """Make what was written durable."""

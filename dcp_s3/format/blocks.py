@@ -7,6 +7,7 @@ are values of the running CRC while a chunk is sent. The CRC of any run of whole
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -141,6 +142,13 @@ def make_storage_info(
         facts |= {_BLOCK: blocks.size, _BLOCK_CRCS: blocks.crcs}
     vars(info).update({name: value for name, value in facts.items() if value is not None})
     return info
+
+
+def moved_info(info: StorageInfo, relative_path: str, offset: int) -> StorageInfo:
+    """The record of an item, once its bytes are copied to another object."""
+    other = copy.copy(info)
+    other.relative_path, other.offset = relative_path, offset
+    return other
 
 
 def get_raw_offset(info: Any) -> int | None:

@@ -30,7 +30,7 @@ from dcp_s3.manager.step_policy import SavePolicyFunction, StepDecisions, asks_r
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.policy import PolicyFunction, policy_name
 from dcp_s3.save.writer import S3StorageWriter
-from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.settings import SettingsLike, check_incremental, resolve_settings
 from dcp_s3.stage.stager import S3Stager
 from dcp_s3.units import one_line
 from dcp_s3.url import parse_url
@@ -74,6 +74,7 @@ class CheckpointManager(RunReader):
         replicas: with ``coordination="s3"``: which ranks hold the same plain tensors, objects and shards made by hand,
             see `S3StorageWriter`.
         overwrite: replace a committed checkpoint of the same step. Otherwise the save fails with CheckpointExistsError.
+        incremental: whether S3 copies what has not changed since the last save, see `S3StorageWriter`.
         weights_only: see `S3StorageReader`.
         on_event: called with each event of its saves, loads and prunes on this rank, see `dcp_s3.events`.
 
@@ -96,11 +97,12 @@ class CheckpointManager(RunReader):
         coordination: Literal["collectives", "s3"] = "collectives",
         replicas: Replicas = None,
         overwrite: bool = False,
+        incremental: bool | None = None,
         weights_only: bool = True,
         on_event: Listener | None = None,
     ) -> None:
         self.on_event, self.read_only, self.overwrite = on_event, read_only, overwrite
-        self.replicas, self.weights_only = replicas, weights_only
+        self.replicas, self.incremental, self.weights_only = replicas, incremental, weights_only
         self._should_save = None if read_only else should_save
         arguments.check_coordination(coordination, process_group)
 
@@ -110,6 +112,7 @@ class CheckpointManager(RunReader):
             self.retention = arguments.resolve_policy(retention, self.settings)
             check_policy(self._should_save)
             arguments.check_settings(self.settings, prunes=self.retention is not None)
+            check_incremental(bool(incremental), self.settings)
             self._catalog = CheckpointCatalog(self.root_url, settings=self.settings)
             self._stager = None if read_only else S3Stager(self.settings, on_event=on_event)
             run = {
@@ -205,8 +208,8 @@ class CheckpointManager(RunReader):
             arguments.check_planner(planner, SavePlanner)
             writer = S3StorageWriter(
                 url, overwrite=self.overwrite or url in self._left, metrics=metrics, extra=extra,
-                replicas=self.replicas, process_group=ranks.group, settings=self.settings,
-                on_event=self.on_event,
+                replicas=self.replicas, incremental=self.incremental, process_group=ranks.group,
+                settings=self.settings, on_event=self.on_event,
             )  # fmt: skip
             for name, data in (attachments or {}).items():
                 writer.attach(name, data)

@@ -49,6 +49,8 @@ _OTHER_REGION_CODES = frozenset({"AuthorizationHeaderMalformed", "IllegalLocatio
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/using-with-s3-policy-actions.html
 _PERMISSIONS = {
     "HeadObject": "GetObject",
+    "CopyObject": "GetObject and s3:PutObject",
+    "UploadPartCopy": "GetObject and s3:PutObject",
     "CreateMultipartUpload": "PutObject",
     "UploadPart": "PutObject",
     "CompleteMultipartUpload": "PutObject",

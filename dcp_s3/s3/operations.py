@@ -35,6 +35,7 @@ class Quirk(enum.Enum):
         "%s refuses checksums (x-amz-checksum-*): parts are sent without, so that it cannot notice damage on the way. "
         "Loads check what they get, as always%s"
     )
+    NO_COPIES = "%s does not copy objects: incremental saves send all bytes%s"
     NO_BATCH_DELETES = "%s has no DeleteObjects: objects are deleted one by one%s"
 
 

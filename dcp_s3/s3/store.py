@@ -9,6 +9,7 @@ from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.memory import Piece
 from dcp_s3.s3 import download, listing, multipart, operations
 from dcp_s3.s3.bucket import Bucket, map_in_threads
+from dcp_s3.s3.copy import copy_object
 from dcp_s3.s3.hedge import hedges_of
 from dcp_s3.s3.pressure import Tuning, width_of
 from dcp_s3.s3.upload import Uploader
@@ -52,7 +53,7 @@ class S3Store(Bucket, Store):
 
     def copy(self, source: Store, source_key: str, key: str) -> None:
         if isinstance(source, S3Store):
-            multipart.copy_object(self, source, source_key, key)
+            copy_object(self, source, source_key, key)
         else:
             super().copy(source, source_key, key)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
@@ -21,12 +21,13 @@ from dcp_s3.memory import Piece, crc_of, views_of
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.body import GatherBody
 from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.copy import AT_ONCE, copy_ranges
 from dcp_s3.s3.listing import delete
 from dcp_s3.s3.multipart import abort_quietly
 from dcp_s3.s3.operations import checksum_arguments, creation_arguments, request_with_checksum
 from dcp_s3.s3.parts import MAX_PARTS, PUTS_PER_SECOND, choose_part_size, plan_part_size
 from dcp_s3.s3.pressure import Tuning, width_of
-from dcp_s3.store import Batch, DeleteTarget, StreamedObject
+from dcp_s3.store import Batch, CopyRange, DeleteTarget, StreamedObject
 from dcp_s3.workers import Slots, Workers
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class Uploader(Batch):
         self._open: set[ObjectUpload] = set()
         self._all: list[ObjectUpload] = []
         self._completed: list[str] = []
+        self._copying = threading.Semaphore(AT_ONCE)
         self.unclean: set[str] = set()
         """Keys with multipart uploads that may have stayed open."""
 
@@ -151,6 +153,13 @@ class Uploader(Batch):
     def begin(self) -> None:
         """Begin to send parts, with as many connections as the first answer suggests."""
         self._tuning.begin()
+
+    def copy(self, key: str, ranges: Sequence[CopyRange], crc: int) -> bool:
+        """See `Batch.copy`. S3 copies beside what is sent."""
+        with self._lock:
+            self._completed.append(key)  # before: S3's answer may be lost
+        store = self.store.within(replace(self.store.limit, cancel=self.cancel))
+        return copy_ranges(store, key, ranges, crc, slots=self._copying, moved=self.took)
 
     def _resize(self, connections: int) -> None:
         self._pool.resize(connections)

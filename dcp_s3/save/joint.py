@@ -33,8 +33,6 @@ from dcp_s3.format.layout import joint_object, manifest_object, new_nonce
 from dcp_s3.format.part import Part, WrittenItem, digest_of, encode, item_hash
 from dcp_s3.limit import Deadline
 from dcp_s3.process import collector_paused
-from dcp_s3.save.objects import write_buckets
-from dcp_s3.save.plan import WriteBucket, plan_buckets
 from dcp_s3.save.save import Save, objects_of
 from dcp_s3.settings import Settings
 from dcp_s3.store import Batch
@@ -160,11 +158,11 @@ class JointSave(Save):
         """Write this rank's share, or what is left to be written of any rank's: then returns its part."""
         if claim.state == OPEN:
             own = [each.item for each in self._held if self._is_own(each)]
-            self._results = self._upload(claim, own, attachments=True)
+            self._results = self._upload(claim, own)
             return b""
         more = {*self._driver.read_roll(claim, rank), *(intent.writes if intent is not None else ())}
         missing = [each.item for each in self._held if more and item_hash(each.item) in more]
-        results = self._upload(claim, missing)
+        results = self._upload(claim, missing, again=True)
         if rank == self.rank:
             _learned.update(item_hash(each) for each in missing if each.type != WriteItemType.SHARD)
             results = [*self._results, *results]
@@ -261,16 +259,11 @@ class JointSave(Save):
     def _is_own(self, each: OwnedItem) -> bool:
         return each.owner == self.rank or (bool(_learned) and item_hash(each.item) in _learned)
 
-    def _upload(self, claim: Claim, items: Sequence[WriteItem], *, attachments: bool = False) -> list[WriteResult]:
+    def _upload(self, claim: Claim, items: Sequence[WriteItem], *, again: bool = False) -> list[WriteResult]:
         if self._planner is None:
             raise errors.SaveProtocolError("this save has ended", url=str(self.url))
-        buckets = plan_buckets(items, max_buckets=self.max_objects, min_bucket_size=self.settings.max_part_size)
-        if attachments:
-            buckets += [WriteBucket((), len(each.data), each) for each in self.attachments]
-        return write_buckets(
-            self._store(), buckets, self._planner, url=self.url, rank=self.rank, nonce=claim.nonce + new_nonce(),
-            ranks=self.world_size, watch=self._batches.append,
-        )  # fmt: skip
+        nonce = claim.nonce + new_nonce()
+        return self._write_items(items, self._planner, nonce, again=again, watch=self._batches.append)
 
     def _make_part(self, claim: Claim, rank: int, results: Sequence[WriteResult]) -> Part:
         items = {each.item.index: each.item for each in self._held}
@@ -279,7 +272,7 @@ class JointSave(Save):
             WrittenItem(each.index, item.tensor_data, each.storage_data, item.type == WriteItemType.SHARD)
             for each, item in stored
         ]
-        objects, _ = objects_of(results)
+        objects, _, _ = objects_of(results)
         facts: dict[str, Any] = {"started_at": self._beginning.at, "by": self.rank}
         if rank == 0:
             facts |= {"metrics": dict(self.metrics), "extra": dict(self.extra)}
@@ -301,7 +294,7 @@ class JointSave(Save):
         if made_up := manifest.coordination.get("made_up"):
             names = name_ranks(map(int, made_up))
             logger.warning("%s is committed without %s, which others made up for", self.url, names)
-        self._tell_committed(manifest.objects, ranks=self.world_size, spilled=0, throttled=self.throttled)
+        self._tell_committed(manifest.objects, ranks=self.world_size, spilled=0, copied=None, throttled=self.throttled)
 
 
 def begin_joint_save(

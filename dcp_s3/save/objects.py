@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3.checksum import crc_hex
 from dcp_s3.errors import DeadlineExceededError, SaveProtocolError
+from dcp_s3.format.archive import FramingError, compute_frame
 from dcp_s3.format.blocks import (
     MIN_BLOCK,
     Blocks,
@@ -23,16 +24,16 @@ from dcp_s3.format.blocks import (
     crcs_of_beginnings,
     cuts_between,
     make_storage_info,
+    moved_info,
     pack_crcs,
 )
 from dcp_s3.format.control_files import ObjectEntry
-from dcp_s3.format.framing import FrameCache, FramingError
 from dcp_s3.format.layout import data_object
 from dcp_s3.format.safe_items import warn_of_unsafe_item
 from dcp_s3.limit import Cancelled, Deadline
 from dcp_s3.memory import Piece, crc_of, sent_pieces
-from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket
-from dcp_s3.save.split import Rows
+from dcp_s3.save.plan import OBJECTS_PER_RANK, CopiedItems, WriteBucket
+from dcp_s3.save.split import Rows, stored_index
 from dcp_s3.stage.memory import BufferPool
 from dcp_s3.store import Batch, Store, StreamedObject
 from dcp_s3.tensor_memory import copy_to_host, is_plain, iterate_bytes, view_bytes
@@ -60,6 +61,8 @@ class ItemWriteResult(WriteResult):
     """The object's entry, in the result of its first item; None in the others."""
     spilled: bool = False
     """Whether the object is on a local disk, not on S3."""
+    copied: bool = False
+    """Whether S3 copied the object: its bytes were not sent."""
     rows: ChunkStorageMetadata | None = None
     """Place of the item in the tensor, if it is a part of a planned chunk."""
 
@@ -90,25 +93,24 @@ def write_buckets(
     """
     if not buckets:
         return []
-    started, total, deadline = time.monotonic(), sum(planned.size for planned in buckets), store.limit.deadline
-    device: int | None = None
-    if torch.accelerator.is_available() and _is_initialized():
-        torch.accelerator.synchronize()  # the threads below do not wait for work on the caller's stream
-        device = torch.accelerator.current_device_index()
+    started, deadline, device = time.monotonic(), store.limit.deadline, synchronized_device()
+    total = sum(planned.size for planned in buckets if planned.copied is None)
     paths = [data_object(rank, number, nonce) for number in range(len(buckets))]
     keys = [url.key(path) for path in paths]
     batch = store.batch(total=total, ranks=ranks, keys=keys)
     watch(batch)
-    frames = FrameCache()
     # Besides what the store holds, each bucket fills a piece.
     blocks = (batch.in_flight + OBJECTS_PER_RANK) * batch.chunk_size // PINNED_BLOCK
     _pinned.generations = max(_pinned.generations, blocks)
 
     def write(number: int) -> list[WriteResult]:
         if device is not None:
-            torch.accelerator.set_device_index(device)  # a new thread would make a context on device 0
-        pieces = ObjectPieces(buckets[number], planner, frames, batch.chunk_size)
-        stored = batch.put_stream(keys[number], buckets[number].size, pieces)
+            torch.accelerator.set_device_index(device)
+        bucket, copied = buckets[number], buckets[number].copied
+        if copied is not None and batch.copy(keys[number], copied.ranges, copied.crc):
+            return _copied_results(bucket.items, copied, paths[number])
+        pieces = ObjectPieces(bucket, planner, batch.chunk_size)
+        stored = batch.put_stream(keys[number], bucket.size, pieces)
         return pieces.results(paths[number], stored)
 
     try:
@@ -149,6 +151,26 @@ def _in_threads(
         producers.close()
 
 
+def _copied_results(items: Sequence[WriteItem], copied: CopiedItems, path: str) -> list[WriteResult]:
+    entry = ObjectEntry(path, sum(each.stop - each.start for each in copied.ranges), crc_hex(copied.crc))
+    return [
+        ItemWriteResult(
+            stored_index(item), info.length, moved_info(info, path, offset), None if position else entry,
+            copied=True, rows=item.chunk if isinstance(item, Rows) else None,
+        )
+        for position, (item, (info, offset)) in enumerate(zip(items, copied.places, strict=True))
+    ]  # fmt: skip
+
+
+def synchronized_device() -> int | None:
+    """Wait for the accelerator, as other threads do not wait for the work on this thread's stream. Returns the device
+    that each of them must set, or it would make a context on device 0; None if no accelerator is in use."""
+    if not (torch.accelerator.is_available() and _is_initialized()):
+        return None
+    torch.accelerator.synchronize()
+    return torch.accelerator.current_device_index()
+
+
 def _is_initialized() -> bool:
     """Whether this process has used the accelerator. A process only for checkpoints should not initialize it."""
     accelerator = torch.accelerator.current_accelerator()
@@ -185,8 +207,8 @@ class ObjectPieces:
         SaveProtocolError: while it is iterated: the planner resolved an item to something that cannot be stored.
     """
 
-    def __init__(self, bucket: WriteBucket, planner: SavePlanner, frames: FrameCache, chunk_size: int) -> None:
-        self._bucket, self._planner, self._frames, self._chunk_size = bucket, planner, frames, chunk_size
+    def __init__(self, bucket: WriteBucket, planner: SavePlanner, chunk_size: int) -> None:
+        self._bucket, self._planner, self._chunk_size = bucket, planner, chunk_size
         self._streams: dict[torch.device, torch.Stream] = {}
         self._written: list[_Written] = []
 
@@ -198,7 +220,7 @@ class ObjectPieces:
         for item in self._bucket.items:
             written = _Written(item, size)
             self._written.append(written)
-            data = self._resolve(item)
+            data = self.resolve(item)
             if isinstance(data, torch.Tensor):
                 for piece in self._frame(written, data):
                     size += piece.size
@@ -209,7 +231,7 @@ class ObjectPieces:
                 yield written.pieces[0]
             written.length = size - written.offset
 
-    def _resolve(self, item: WriteItem) -> torch.Tensor | memoryview:
+    def resolve(self, item: WriteItem) -> torch.Tensor | memoryview:
         """What to store of an item: a tensor that may be framed, or bytes."""
         data = self._planner.resolve_data(item)
         fqn, is_bytes = item.index.fqn, item.type == WriteItemType.BYTE_IO
@@ -227,14 +249,14 @@ class ObjectPieces:
         if not is_plain(tensor):
             return _serialise(tensor)
         try:
-            self._frames.get(tensor.dtype, tensor.shape)
+            compute_frame(tensor.dtype, tensor.shape)
         except FramingError:
             return _serialise(tensor)
         return tensor
 
     def _frame(self, written: _Written, tensor: torch.Tensor) -> Iterator[Piece]:
         """The bytes of a dense tensor: its memory, in the frame that torch.save would put around it."""
-        frame = self._frames.get(tensor.dtype, tensor.shape)
+        frame = compute_frame(tensor.dtype, tensor.shape)
         planned = written.item.tensor_data
         if planned is not None and planned.properties.dtype == tensor.dtype and planned.chunk.sizes == tensor.shape:
             written.raw_offset = len(frame.header)
@@ -242,12 +264,8 @@ class ObjectPieces:
                 written.block = block_size(tensor.nbytes)
         header, trailer = Piece.of(frame.header), Piece.of(frame.trailer)
         yield header
-        if tensor.device.type == "cpu":
-            views = iterate_bytes(tensor, self._chunk_size)
-        else:
-            views = iterate_bytes(tensor, min(self._chunk_size, PINNED_BLOCK), self._copy_from_device)
         done = 0
-        for view in views:
+        for view in self.views(tensor):
             cuts = cuts_between(done, done + view.nbytes, written.block) if written.block else ()
             piece = Piece.of(view, cuts=cuts)
             done += piece.size
@@ -256,6 +274,12 @@ class ObjectPieces:
         if written.raw_offset is None:  # then the CRC covers the frame, too
             written.pieces = [header, *written.pieces, trailer]
         yield trailer
+
+    def views(self, tensor: torch.Tensor) -> Iterator[memoryview]:
+        """The bytes of a plain tensor."""
+        if tensor.device.type == "cpu":
+            return iterate_bytes(tensor, self._chunk_size)
+        return iterate_bytes(tensor, min(self._chunk_size, PINNED_BLOCK), self._copy_from_device)
 
     def _copy_from_device(self, tensor: torch.Tensor) -> memoryview:
         """The bytes of at most a block of a tensor, in row-major order: in pinned memory while earlier ones are
@@ -295,10 +319,9 @@ class ObjectPieces:
             info = make_storage_info(
                 path, each.offset, each.length, raw_offset=each.raw_offset, crc64nvme=item_crc, blocks=blocks
             )
-            rows = each.item if isinstance(each.item, Rows) else None
-            index = each.item.index if rows is None else rows.stored_index
-            place = None if rows is None else rows.chunk
-            results.append(ItemWriteResult(index, each.length, info, None if results else entry, stored.spilled, place))
+            rows, first = each.item.chunk if isinstance(each.item, Rows) else None, None if results else entry
+            index = stored_index(each.item)
+            results.append(ItemWriteResult(index, each.length, info, first, stored.spilled, rows=rows))
         return results
 
 

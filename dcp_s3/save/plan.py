@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from dcp_s3.checkpoint.attachments import Attachment
 from dcp_s3.errors import ShardingError
+from dcp_s3.store import CopyRange
+from dcp_s3.torch_private import StorageInfo
 
 OBJECTS_PER_RANK = 4
 """Most objects of a rank and save, besides attachments: as many are pickled and framed at a time. More would not be
@@ -28,6 +30,18 @@ _UNKNOWN_BYTES = 1024
 
 
 @dataclass(frozen=True)
+class CopiedItems:
+    """Items whose bytes lie on S3 already, from where they are copied."""
+
+    ranges: tuple[CopyRange, ...]
+    """What the object is made of."""
+    crc: int
+    """CRC-64/NVME of the object."""
+    places: tuple[tuple[StorageInfo, int], ...]
+    """The record of each item in the object that has it, and its first byte in the new one."""
+
+
+@dataclass(frozen=True)
 class WriteBucket:
     """What goes into one object: items, or one attachment."""
 
@@ -36,6 +50,8 @@ class WriteBucket:
     size: int
     """Estimated size in bytes."""
     attachment: Attachment | None = None
+    copied: CopiedItems | None = None
+    """How S3 makes the object, if it can. Otherwise its items are sent."""
 
 
 def item_size(item: WriteItem) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3.checkpoint.attachments import Attachment, check_distinct
@@ -24,13 +24,15 @@ from dcp_s3.format.layout import DCP_VERSION, new_nonce
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.process import collector_paused
 from dcp_s3.ranks import world_size
+from dcp_s3.s3.copy import can_copy
 from dcp_s3.s3.store import store_of
+from dcp_s3.save.incremental import LastSaves, find_unchanged, plan_changes
 from dcp_s3.save.objects import ItemWriteResult, write_buckets
 from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket, check_shards, plan_buckets
 from dcp_s3.save.split import LargeChunk, find_large, split_replicated, with_rows
 from dcp_s3.settings import Settings
 from dcp_s3.spill.saving import open_for_save
-from dcp_s3.store import Store
+from dcp_s3.store import Batch, Store
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,8 @@ class Save:
     """Most objects that this rank writes, besides attachments."""
     splits: bool = False
     """Whether ranks share the writing of large chunks that several of them hold."""
+    incremental: bool = False
+    """Whether S3 copies what has not changed since the last save of this process."""
     on_event: Listener | None = None
     is_blocking: bool = False
     """Whether the training waits for the save."""
@@ -138,12 +142,8 @@ class Save:
         """Upload this rank's items. Returns when all objects are complete, or raises and leaves nothing open."""
         self._deadline = Deadline.start("DCP_S3_SAVE_TIMEOUT", self.settings.save_timeout)
         began = time.monotonic()
-        buckets = plan_buckets(plan.items, max_buckets=self.max_objects, min_bucket_size=self.settings.max_part_size)
-        buckets += [WriteBucket((), len(each.data), each) for each in self.attachments]
         # The nonce is not in the plan: a planner may reuse a cached plan.
-        results = write_buckets(
-            self._store(), buckets, planner, url=self.url, rank=self.rank, nonce=new_nonce(), ranks=self.world_size
-        )
+        results = self._write_items(plan.items, planner, new_nonce())
         self._tell_written(results, time.monotonic() - began)
         return _RankResults(str(self.url), results, self.throttled)
 
@@ -155,7 +155,7 @@ class Save:
                 self._check_same_save(written.url, rank)
         with collector_paused():
             everything = [result for rank in results for result in rank]
-            objects, spilled = objects_of(everything)
+            objects, spilled, copied = objects_of(everything)
             check_distinct(objects)
             metadata.version = DCP_VERSION
             metadata.storage_meta = StorageMeta(checkpoint_id=str(self.url), save_id=self.save_id)
@@ -179,7 +179,7 @@ class Save:
             )
         if self._committer.commit(self._store(), commit, spilled=bool(spilled)):
             throttled = sum(rank.throttled for rank in results if isinstance(rank, _RankResults))
-            self._tell_committed(objects, ranks=len(results), spilled=sum(spilled), throttled=throttled)
+            self._tell_committed(objects, ranks=len(results), spilled=spilled, copied=copied, throttled=throttled)
 
     # --- what it tells --------------------------------------------------------------------------------
 
@@ -206,21 +206,25 @@ class Save:
 
     def _tell_written(self, results: Sequence[WriteResult], seconds: float) -> None:
         """This rank's objects are complete; they took so many seconds."""
-        objects, spilled = objects_of(results)
+        objects, spilled, copied = objects_of(results)
         self._an_object = objects[0].path if objects else None
         event = Written(
             url=str(self.url), step=self.step, rank=self.rank, bytes=sum(each.size for each in objects),
-            objects=len(objects), spilled_bytes=sum(spilled), seconds=seconds,
+            objects=len(objects), spilled_bytes=spilled, copied_bytes=copied, seconds=seconds,
         )  # fmt: skip
         emit(event, self.on_event)
 
-    def _tell_committed(self, objects: Sequence[ObjectEntry], *, ranks: int, spilled: int, throttled: int) -> None:
-        """The checkpoint is committed; ``spilled`` bytes and ``throttled`` requests are those of all ranks."""
+    def _tell_committed(
+        self, objects: Sequence[ObjectEntry], *, ranks: int, spilled: int, copied: int | None, throttled: int
+    ) -> None:
+        """The checkpoint is committed; ``spilled`` and ``copied`` bytes and ``throttled`` requests are those of all
+        ranks."""
         seconds, stalled = time.monotonic() - self._began, self.stall_seconds
         stalled = seconds if stalled is None and self.is_blocking else stalled
         event = Committed(
             url=str(self.url), step=self.step, bytes=sum(entry.size for entry in objects), objects=len(objects),
             ranks=ranks, seconds=seconds, stall_seconds=stalled, throttled=throttled, spilled_bytes=spilled,
+            copied_bytes=copied,
         )  # fmt: skip
         logger.info("%s", event)
         emit(event, self.on_event)
@@ -249,12 +253,39 @@ class Save:
                     "save with a planner that does not cache plans, or start the processes anew"
                 )
 
+    def _write_items(
+        self,
+        items: Sequence[WriteItem],
+        planner: SavePlanner,
+        nonce: str,
+        *,
+        again: bool = False,
+        watch: Callable[[Batch], object] = lambda _: None,
+    ) -> list[WriteResult]:
+        """Write items, and the attachments. ``again``: these are more, which others were to write."""
+        sizes: dict[str, int] = {"max_buckets": self.max_objects, "min_bucket_size": self.settings.max_part_size}
+        last = LastSaves(self.url, self.rank) if self.incremental and can_copy(self._s3) else None
+        if last is not None and not again and (saved := last.find()):
+            buckets = plan_changes(items, find_unchanged(items, saved, planner), saved, **sizes)
+        else:
+            buckets = plan_buckets(items, **sizes)
+        if not again:
+            buckets += [WriteBucket((), len(each.data), each) for each in self.attachments]
+        results = write_buckets(
+            self._store(), buckets, planner, url=self.url, rank=self.rank, nonce=nonce, ranks=self.world_size,
+            watch=watch,
+        )  # fmt: skip
+        if last is not None:
+            last.remember(items, results, more=again)
+        return results
+
     def _store(self) -> Store:
         return self._base_store.within(Limit(deadline=self._deadline).within(self.settings.save_timeout))
 
 
-def objects_of(results: Sequence[WriteResult]) -> tuple[list[ObjectEntry], list[int]]:
-    """The objects that were written, and the sizes in bytes of those that went to a spill directory."""
-    written = [(each.object_entry, each.spilled) for each in results if isinstance(each, ItemWriteResult)]
-    entries = [(entry, spilled) for entry, spilled in written if entry is not None]
-    return [entry for entry, _ in entries], [entry.size for entry, spilled in entries if spilled]
+def objects_of(results: Sequence[WriteResult]) -> tuple[list[ObjectEntry], int, int]:
+    """The objects that were written, the bytes of those in a spill directory, and the bytes that S3 copied."""
+    written = [(each, each.object_entry) for each in results if isinstance(each, ItemWriteResult)]
+    entries = [(each, entry) for each, entry in written if entry is not None]
+    spilled = sum(entry.size for each, entry in entries if each.spilled)
+    return [entry for _, entry in entries], spilled, sum(entry.size for each, entry in entries if each.copied)

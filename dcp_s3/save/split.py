@@ -59,6 +59,11 @@ class Rows(WriteItem):
         return whole
 
 
+def stored_index(item: WriteItem) -> MetadataIndex:
+    """The index of an item in ``.metadata``."""
+    return item.stored_index if isinstance(item, Rows) else item.index
+
+
 def find_large(items: Sequence[WriteItem]) -> tuple[LargeChunk, ...]:
     """The chunks of a rank's whole plan that may be cut."""
     return tuple(key for item in items if (key := _key(item)) is not None)

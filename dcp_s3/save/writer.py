@@ -32,7 +32,7 @@ from dcp_s3.s3.store import store_of
 from dcp_s3.save.joint import begin_joint_save
 from dcp_s3.save.plan import OBJECTS_PER_RANK
 from dcp_s3.save.save import Save
-from dcp_s3.settings import Settings, SettingsLike, resolve_settings
+from dcp_s3.settings import Settings, SettingsLike, check_incremental, resolve_settings
 from dcp_s3.spill.saving import drain_url
 from dcp_s3.stage.handover import current_save, wait_for_saves
 from dcp_s3.stage.stager import shared_stager
@@ -91,6 +91,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             HSDP), each some of its rows, so that all write about the same bytes. Whatever has the same name and offset
             on several ranks must then have the same values on them. Not in saves without collectives. None: as the
             setting ``split_replicated`` says.
+        incremental: whether tensor chunks that have not changed since the last save of this process are copied by S3
+            rather than sent (frozen layers, adapters). Each checkpoint is whole, as ever. Needs checksums. None: as the
+            setting ``incremental`` says.
         max_objects: most objects that a rank writes, 1 or more, besides attachments; small states get fewer. None: 4.
         process_group: the group that is passed to `dcp.save`, which does not pass it on. None: the default group.
         settings: a `Settings`, or a mapping of settings that override the environment.
@@ -121,6 +124,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         metrics: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
         split_replicated: bool | None = None,
+        incremental: bool | None = None,
         max_objects: int | None = None,
         replicas: Replicas = None,
         step: int | None = None,
@@ -137,6 +141,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         if not isinstance(self.max_objects, int) or self.max_objects < 1:
             raise SettingsError(f"max_objects = {self.max_objects!r}, expected a whole number above 0")
         self.split_replicated = self.settings.split_replicated if split_replicated is None else split_replicated
+        self.incremental = self.settings.incremental if incremental is None else incremental
+        check_incremental(self.incremental, self.settings)
         self._url = None if url is None else parse_url(url)  # of saves that were given none
         self._had_others = False  # whether it was another one before
         self._attached: dict[str, Attachment] = {}  # to the next save
@@ -220,7 +226,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         options: dict[str, Any] = {
             "overwrite": self.overwrite, "metrics": dict(self.metrics), "extra": check_extra(self.extra),
             "attachments": list(attached.values()), "max_objects": self.max_objects, "splits": self.split_replicated,
-            "on_event": self.on_event, "stall_seconds": stall_seconds,
+            "incremental": self.incremental, "on_event": self.on_event, "stall_seconds": stall_seconds,
             # In another thread it may be a save that somebody else staged.
             "is_blocking": background is None and here.is_home and not self._was_sent,
         }  # fmt: skip

@@ -28,7 +28,7 @@ from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import drain_in_background, wait_until_drained
 from dcp_s3.spill.journal import MANIFEST, METADATA, Journal, SpilledCommit, SpilledObject
 from dcp_s3.spill.store import SaveWriter, SpilledSave, SpillStore, open_store
-from dcp_s3.store import Batch, Store, StreamedObject
+from dcp_s3.store import Batch, CopyRange, Store, StreamedObject
 from dcp_s3.stores.wrapper import StoreWrapper
 from dcp_s3.units import format_size
 from dcp_s3.url import parse_url
@@ -159,6 +159,9 @@ class SpillingBatch(Batch):
 
     def stop(self) -> None:
         self._uploader.stop()
+
+    def copy(self, key: str, ranges: Sequence[CopyRange], crc: int) -> bool:
+        return not self._local and self._uploader.copy(key, ranges, crc)
 
     def put_stream(self, key: str, size: int, pieces: Iterable[Piece]) -> StreamedObject:
         refusal, reason = self._refusal, "DCP_S3_DURABILITY=local"

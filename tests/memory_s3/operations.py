@@ -12,7 +12,16 @@ from urllib.parse import quote, unquote
 from . import directory_bucket
 from .answers import Element, fields, iso_time, parse_complete, parse_delete, xml
 from .http import Received, Response
-from .store import CHECKSUM, S3Error, Store, StoredObject, checksums_of, continuation_token, parse_continuation_token
+from .store import (
+    CHECKSUM,
+    S3Error,
+    Store,
+    StoredObject,
+    checksums_of,
+    continuation_token,
+    crc_of,
+    parse_continuation_token,
+)
 
 
 @dataclass(frozen=True)
@@ -175,12 +184,17 @@ def _copy_source(store: Store, call: Call) -> StoredObject:
 
 
 def _copy_object(store: Store, call: Call) -> Response:
+    """The checksum is the source's, or one of the algorithm that was asked for."""
     source = _copy_source(store, call)
+    checksums = dict(source.checksums)
+    if call.headers.get("x-amz-checksum-algorithm") == "CRC64NVME" and CHECKSUM not in checksums:
+        checksums = {CHECKSUM: crc_of(source.body)}
     stored = store.put(
-        call.bucket, call.key, source.body,
-        headers=source.headers, checksums=source.checksums, **call.conditions,
-    )  # fmt: skip
-    return xml("CopyObjectResult", LastModified=iso_time(stored.modified), ETag=stored.etag)
+        call.bucket, call.key, source.body, headers=source.headers, checksums=checksums, **call.conditions
+    )
+    return xml(
+        "CopyObjectResult", LastModified=iso_time(stored.modified), ETag=stored.etag, **_checksum_fields(checksums)
+    )
 
 
 # --- multipart uploads -------------------------------------------------------------------------------------
@@ -191,7 +205,8 @@ def _checksum_fields(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _create_multipart_upload(store: Store, call: Call) -> Response:
-    upload = store.create_upload(call.bucket, call.key, call.object_headers())
+    algorithm = call.headers.get("x-amz-checksum-algorithm", "")
+    upload = store.create_upload(call.bucket, call.key, call.object_headers(), algorithm=algorithm)
     answer = xml("InitiateMultipartUploadResult", Bucket=call.bucket, Key=call.key, UploadId=upload.id)
     names = ("x-amz-checksum-algorithm", "x-amz-checksum-type")
     echoed = {name: call.headers[name] for name in names if name in call.headers}
@@ -206,8 +221,11 @@ def _upload_part(store: Store, call: Call) -> Response:
 def _upload_part_copy(store: Store, call: Call) -> Response:
     source = _copy_source(store, call)
     span = parse_range(call.headers.get("x-amz-copy-source-range"), source.size)
-    part = store.put_part(*call.upload, call.part_number, source.body if span is None else source.body.slice(*span))
-    return xml("CopyPartResult", LastModified=iso_time(part.modified), ETag=part.etag)
+    body = source.body if span is None else source.body.slice(*span)
+    checked = store.verifies and store.upload(*call.upload).algorithm == "CRC64NVME"
+    part = store.put_part(*call.upload, call.part_number, body, {CHECKSUM: crc_of(body)} if checked else None)
+    fields = _checksum_fields(part.checksums)
+    return xml("CopyPartResult", LastModified=iso_time(part.modified), ETag=part.etag, **fields)
 
 
 def _list_multipart_uploads(store: Store, call: Call) -> Response:

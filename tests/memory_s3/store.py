@@ -83,6 +83,8 @@ class Upload:
     key: str
     headers: Mapping[str, str]
     initiated: float
+    algorithm: str = ""
+    """Of the checksums of its parts."""
     parts: dict[int, Part] = field(default_factory=dict)
 
 
@@ -245,9 +247,9 @@ class Store:
 
     # Multipart uploads
 
-    def create_upload(self, bucket: str, key: str, headers: Mapping[str, str]) -> Upload:
+    def create_upload(self, bucket: str, key: str, headers: Mapping[str, str], *, algorithm: str = "") -> Upload:
         with self._lock:
-            upload = Upload(f"upload-{next(self._numbers):08x}", key, headers, self._clock())
+            upload = Upload(f"upload-{next(self._numbers):08x}", key, headers, self._clock(), algorithm)
             self._bucket(bucket).uploads[upload.id] = upload
             return upload
 
@@ -332,11 +334,16 @@ def _choose(upload: Upload, chosen: Sequence[tuple[int, str]]) -> list[Part]:
     return parts
 
 
-def _verify(body: Body, expected: Mapping[str, str]) -> None:
+def crc_of(body: Body) -> str:
+    """The CRC-64/NVME of a body, as headers have it."""
     crc = 0
-    for piece in body.pieces if CHECKSUM in expected else ():
+    for piece in body.pieces:
         crc = crc64nvme(piece, crc)
-    if expected.get(CHECKSUM, computed := base64_of(crc)) != computed:
+    return base64_of(crc)
+
+
+def _verify(body: Body, expected: Mapping[str, str]) -> None:
+    if CHECKSUM in expected and expected[CHECKSUM] != (computed := crc_of(body)):
         raise S3Error(400, "BadDigest", f"The CRC64NVME you specified is not the object's, {computed}")
 
 
