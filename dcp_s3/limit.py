@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, replace
 
 from dcp_s3.errors import DeadlineExceededError, SettingsError
-from dcp_s3.settings import launch
+from dcp_s3.process import launch
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from dcp_s3 import errors
-from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.limit import UNLIMITED, Cancelled, Limit
-from dcp_s3.memory import Piece, targets_of
+from dcp_s3.memory import Piece, combine_crc64nvme, crc64nvme, crc_hex, targets_of
 from dcp_s3.store import (
     Batch,
     DeleteTarget,

@@ -10,7 +10,7 @@ from unittest import mock
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_s3 import ranks
+from dcp_s3 import process
 from dcp_s3.checkpoint.commit_state import SaveIdentity
 from dcp_s3.save.save import Save, SaveOptions
 from dcp_s3.spill.saving import open_for_save
@@ -19,7 +19,7 @@ from dcp_s3.url import CheckpointURL
 
 class _SaveAlone(Save):
     def __init__(self, url: CheckpointURL, save_id: str, options: SaveOptions, *_: Any, **__: Any) -> None:
-        rank = ranks.rank()
+        rank = process.rank()
         super().__init__(url, save_id, options, rank=rank, is_coordinator=True)
         self._identity = SaveIdentity(url, save_id, rank)
         self._base_store, self._committer = open_for_save(
@@ -27,7 +27,7 @@ class _SaveAlone(Save):
         )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, [*results, *([] for _ in range(ranks.world_size() - 1))])
+        super().finish(metadata, [*results, *([] for _ in range(process.world_size() - 1))])
 
 
 @contextlib.contextmanager

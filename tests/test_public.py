@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 import dcp_s3
-from dcp_s3 import CheckpointInfo, Decision, KeepLatest, Plan, Problem, PruneReport, SaveEvery, versions
+from dcp_s3 import CheckpointInfo, Decision, KeepLatest, Plan, Problem, PruneReport, SaveEvery
+from dcp_s3.process import TESTED, TORCH, release, require_torch
 from dcp_s3.units import one_line
-from dcp_s3.versions import TESTED, TORCH, release, require_torch
 
 _ROOT = Path(__file__).resolve().parents[1]
 _NAMES = [name for name in dcp_s3.__all__ if name != "__version__"]
@@ -114,7 +114,7 @@ def test_torch_and_what_its_check_needs_are_imported_only_with_what_needs_torch(
 
 def test_pyproject_and_readme_say_the_same() -> None:
     (declared,) = re.findall(r'^    "torch>=([\d.]+)"', (_ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert declared == versions.TORCH
+    assert declared == TORCH
     readme = (_ROOT / "README.md").read_text()
     assert f"torch >= {TORCH}" in readme
     rows = re.findall(r"^\| ((?:2\.\d+(?:, )?)+) \|", readme, re.MULTILINE)

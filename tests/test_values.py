@@ -121,7 +121,7 @@ def test_errors_are_one_hierarchy_and_travel_by_pickle() -> None:
         given = {} if kind is errors.MissingKeysError else given  # which has arguments of its own
         error = kind("text", **given)
         copy = pickle.loads(pickle.dumps(error))
-        assert (type(copy), str(copy), vars(copy)) == (kind, "text", error._sent())
+        assert (type(copy), str(copy), vars(copy)) == (kind, "text", vars(error))
         assert set(given) <= set(vars(copy))
     with pytest.raises(TypeError, match="SettingsError has no attribute 'url'"):
         errors.SettingsError("text", url="s3://b/x")

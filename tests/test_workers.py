@@ -11,8 +11,8 @@ import threading
 import pytest
 import torch
 
+from dcp_s3.memory import iterate_bytes
 from dcp_s3.process import collector_paused
-from dcp_s3.tensor_memory import iterate_bytes
 from dcp_s3.workers import InTurn, Workers
 from tests.end_to_end.states import bits, random_tensor
 

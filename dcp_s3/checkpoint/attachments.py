@@ -16,9 +16,9 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.commit_state import SaveIdentity, find_save_id, read_manifest
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.stored_metadata import not_found_error
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import AttachmentEntry, Manifest, ObjectEntry
 from dcp_s3.format.layout import METADATA, is_attachment_name
+from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.store import Store
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL

@@ -24,11 +24,11 @@ from dcp_s3.checkpoint.commit_state import (
     find_save_id,
     is_committed,
 )
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, SAVE_ID_KEY
+from dcp_s3.memory import crc64nvme, crc_hex
+from dcp_s3.process import __version__
 from dcp_s3.store import DeleteTarget, Expect, Store, StoredObject
-from dcp_s3.versions import __version__
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

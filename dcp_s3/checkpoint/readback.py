@@ -16,9 +16,9 @@ from dcp_s3 import errors
 from dcp_s3.format.framing import FramingError, compute_frame
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.safe_items import check_item
-from dcp_s3.tensor_memory import view_bytes
+from dcp_s3.memory import view_bytes
+from dcp_s3.process import __version__
 from dcp_s3.url import CheckpointURL
-from dcp_s3.versions import __version__
 
 _known: set[bytes] = set()  # names in pickles that could be read back
 _SHAPE = torch.Size((2, 3))

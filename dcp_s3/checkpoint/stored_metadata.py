@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dcp_s3 import errors
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import METADATA_CRC_KEY, metadata_object
+from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.process import torch_imported_alone
 from dcp_s3.store import Store, StoredObject
 from dcp_s3.url import CheckpointURL

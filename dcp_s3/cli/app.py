@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from dcp_s3 import errors
 from dcp_s3.format.control_files import number_to_json
-from dcp_s3.versions import __version__
+from dcp_s3.process import __version__
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -184,7 +184,7 @@ def _main(
     if endpoint_url or profile or region:
         from dcp_s3.settings import environment
 
-        stack.enter_context(environment(endpoint_url=endpoint_url, profile=profile, region=region))
+        stack.enter_context(environment(DCP_S3_ENDPOINT_URL=endpoint_url, DCP_S3_PROFILE=profile, DCP_S3_REGION=region))
     stack.enter_context(show_log(verbose))
 
 

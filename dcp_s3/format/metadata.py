@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import CorruptCheckpointError, UnsafeMetadataError
 from dcp_s3.format.allow_list import MIRRORS, find_in_metadata
 from dcp_s3.format.cover import find_contradiction
@@ -42,9 +41,9 @@ from dcp_s3.format.unpickling import (
     check_memo,
     unpickle,
 )
-from dcp_s3.process import collector_paused
+from dcp_s3.memory import crc64nvme, crc_hex
+from dcp_s3.process import __version__, collector_paused
 from dcp_s3.torch_private import StorageInfo
-from dcp_s3.versions import __version__
 
 # Limit of one item. S3's largest object is 50 TiB, but pickled or encoded items go through memory.
 _MAX_ITEM_BYTES = 2**44

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from dcp_s3.errors import SettingsError
+from dcp_s3.events import stats
 from dcp_s3.integrations import require
-from dcp_s3.monitoring import stats
 
 require("prometheus-client", "0.20", "1")
 

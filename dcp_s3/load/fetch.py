@@ -8,6 +8,7 @@ Loads, sharing between ranks, read_tensors, exports and diff use it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import queue
@@ -21,15 +22,12 @@ from typing import Any
 import torch
 
 from dcp_s3 import errors
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.limit import Cancelled
 from dcp_s3.load.items import Transfer
 from dcp_s3.load.plan import ALIGNMENT, ReadRequest, Segment, halve, plan_requests
-from dcp_s3.memory import ReadTarget
-from dcp_s3.process import collect_young
+from dcp_s3.memory import ReadTarget, crc64nvme, crc_hex, view_bytes
 from dcp_s3.settings import Settings
 from dcp_s3.store import Moved, Store
-from dcp_s3.tensor_memory import view_bytes
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
 
@@ -162,7 +160,7 @@ class Fetcher:
         if self._cancel.is_set():
             raise Cancelled
         if next(self._count) % _COLLECT_EVERY == 0:
-            collect_young()
+            gc.collect(1)
         buffer = getattr(self._local, "buffer", None)
         if buffer is None:
             buffer = self._local.buffer = Buffer(pin=self.pin)

@@ -17,12 +17,11 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_s3 import errors
-from dcp_s3.checksum import combine_crc64nvme
 from dcp_s3.format.archive import ArchiveHead
 from dcp_s3.format.blocks import Range
 from dcp_s3.load.boxes import Box, Section, boxes_of_section, covering_run, find_section, row_major_strides
 from dcp_s3.load.plan import Segment, StoredChunk
-from dcp_s3.tensor_memory import is_direct, view_bytes
+from dcp_s3.memory import combine_crc64nvme, is_direct, view_bytes
 from dcp_s3.torch_private import narrow_tensor_by_index
 
 

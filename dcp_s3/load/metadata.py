@@ -15,11 +15,11 @@ from dcp_s3.checkpoint.attachments import check_bytes, find_attachments, missing
 from dcp_s3.checkpoint.commit_state import CommitState, SaveIdentity, find_state
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
-from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import SAVE_ID_KEY, deletion_id
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.load.weights import fetch_weights, version_of
+from dcp_s3.memory import crc64nvme
 from dcp_s3.settings import Settings
 from dcp_s3.spill.local import WaitingCommit, find_commits, with_copies
 from dcp_s3.spill.store import open_store

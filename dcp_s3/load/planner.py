@@ -19,8 +19,8 @@ from dcp_s3 import errors
 from dcp_s3.failures import called_by_dcp
 from dcp_s3.load.boxes import AnyBox, find_overlaps
 from dcp_s3.load.names import find_mismatch, is_other_kind, some
+from dcp_s3.memory import is_plain
 from dcp_s3.process import collector_paused
-from dcp_s3.tensor_memory import is_plain
 from dcp_s3.torch_private import ShardedTensor, create_chunk_list
 
 logger = logging.getLogger(__name__)

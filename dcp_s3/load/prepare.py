@@ -22,7 +22,7 @@ from dcp_s3.load.boxes import Box
 from dcp_s3.load.items import ExpectedHead, ItemTransfer, StreamTransfer, TensorTransfer, is_whole, tensor_in
 from dcp_s3.load.names import Conversion, keeps_values, warn_of_narrowing
 from dcp_s3.load.plan import READ_GAP, StoredChunk, find_stored, ranges_of_box
-from dcp_s3.tensor_memory import is_plain, view_bytes
+from dcp_s3.memory import is_plain, view_bytes
 from dcp_s3.torch_private import ReaderTransforms, narrow_tensor_by_index
 
 SMALL_ITEM = 64 * 2**10

@@ -21,10 +21,9 @@ from dcp_s3.load.peers.exchange import Exchange
 from dcp_s3.load.plan import SMALL_HALF, plan_requests
 from dcp_s3.load.prepare import TransferFactory, find_exclusive
 from dcp_s3.load.weights import get_etags
-from dcp_s3.process import collector_paused
-from dcp_s3.ranks import world_size
+from dcp_s3.memory import counted_as_change, synchronize_accelerator
+from dcp_s3.process import collector_paused, world_size
 from dcp_s3.s3.parts import GETS_PER_SECOND, plan_part_size
-from dcp_s3.tensor_memory import counted_as_change, synchronize_accelerator
 from dcp_s3.torch_private import ReaderTransforms
 
 

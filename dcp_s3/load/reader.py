@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_s3 import errors, ranks
+from dcp_s3 import errors, process
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.info import find_step
 from dcp_s3.checkpoint.lease import ReaderLease
@@ -33,9 +33,9 @@ from dcp_s3.load.peers.pieces import Assignment
 from dcp_s3.load.plan import READ_GAP
 from dcp_s3.load.planner import check_filled, log_unexpected
 from dcp_s3.load.read import LoadExecutor
-from dcp_s3.process import collector_paused
+from dcp_s3.process import collector_paused, launch
 from dcp_s3.s3.store import store_of
-from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
+from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import with_copies
 from dcp_s3.store import Counters, Store
 from dcp_s3.stores.wrapper import Overlay
@@ -161,7 +161,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
             self._deadline = self._error = None
         if self._url is not None and (rank is None or self._began is None):
             self._began = time.monotonic(), self._store().counters()
-            emit(LoadStarted(url=str(self._url), step=self._step, rank=ranks.rank()), self.on_event)
+            emit(LoadStarted(url=str(self._url), step=self._step, rank=process.rank()), self.on_event)
         is_load, self._asked_for_url = self._asked_for_url, False
         if rank is None:
             try:
@@ -206,7 +206,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
         """
         if rank or self._process_group is not None:
             return rank
-        return ranks.rank() if ranks.is_initialized() else launch().rank
+        return process.rank() if process.is_initialized() else launch().rank
 
     @called_by_dcp
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -225,7 +225,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
             )
         self._deadline = Deadline.start("DCP_S3_LOAD_TIMEOUT", self.settings.load_timeout)
         self._metadata, self._is_coordinator = metadata, is_coordinator
-        self._together = kwargs.get("use_collectives", True) and ranks.is_initialized()
+        self._together = kwargs.get("use_collectives", True) and process.is_initialized()
 
     @called_by_dcp
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -322,7 +322,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
             return
         (began, before), now = self._began, self._store().counters()
         event = Loaded(
-            url=str(self._url), step=self._step, rank=ranks.rank(), ranks=ranks.world_size(), bytes=size,
+            url=str(self._url), step=self._step, rank=process.rank(), ranks=process.world_size(), bytes=size,
             disk_bytes=disk_size, seconds=time.monotonic() - began, hedged=now.hedged - before.hedged,
             throttled=now.throttled - before.throttled,
         )  # fmt: skip
@@ -332,7 +332,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
     def _tell_failed(self, error: BaseException) -> None:
         """Tell subscribers to events that a load failed on this rank."""
         url = None if self._url is None else str(self._url)
-        emit(LoadFailed(url=url, step=self._step, rank=ranks.rank(), error=error), self.on_event)
+        emit(LoadFailed(url=url, step=self._step, rank=process.rank(), error=error), self.on_event)
 
     @called_by_dcp
     def storage_meta(self) -> StorageMeta:

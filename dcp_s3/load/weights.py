@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
-from dcp_s3.checksum import crc64nvme
 from dcp_s3.format import safetensors
 from dcp_s3.format.blocks import make_storage_info
 from dcp_s3.format.layout import CONTROL_PREFIX, DATA_SUFFIX, METADATA
 from dcp_s3.format.safetensors import SafetensorsError, TensorEntry
+from dcp_s3.memory import crc64nvme
 from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
 

@@ -18,9 +18,8 @@ from pathlib import Path
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit_state import SaveIdentity, check_absent, exists_error, find_previous
 from dcp_s3.checkpoint.directory import Directory, list_directory
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import CONTROL_PREFIX, METADATA, METADATA_CRC_KEY, SAVE_ID_KEY, What, classify
-from dcp_s3.memory import Piece
+from dcp_s3.memory import Piece, crc64nvme, crc_hex
 from dcp_s3.offline.copy_source import DOWNLOAD_MARKER, CopySource, find_source
 from dcp_s3.offline.place import BLOCK, OnProgress, OnTotal, Place, read_ahead
 from dcp_s3.s3.parts import MAX_PARTS

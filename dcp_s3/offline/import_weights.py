@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from dcp_s3.errors import WeightsError
 from dcp_s3.load.boxes import row_major_strides
 from dcp_s3.load.weights import SUFFIX, FoundTensor, find_weights
+from dcp_s3.memory import view_bytes
 from dcp_s3.offline.boxes import cut
 from dcp_s3.offline.names import new_names
 from dcp_s3.offline.place import Place
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.tensor_memory import view_bytes
 from dcp_s3.units import format_size, one_line, plural
 
 PIECE = 8 * 2**20

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_s3 import errors, ranks
+from dcp_s3 import errors, process
 from dcp_s3.events import Listener
 from dcp_s3.failures import real_causes
 from dcp_s3.format.saved_entries import SavedEntry, saved_entries
@@ -73,7 +73,7 @@ def load_safetensors(
     )  # fmt: skip
     reader.names = prefix, rename or {}, tied or {}
     planner = S3LoadPlanner(allow_partial_load=allow_partial_load)
-    alone = not ranks.is_initialized()
+    alone = not process.is_initialized()
     try:
         state_dict_loader.load(
             state_dict, storage_reader=reader, planner=planner, process_group=process_group, no_dist=alone

@@ -10,12 +10,12 @@ from functools import cached_property
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from dcp_s3.checksum import combine_crc64nvme, crc64nvme_between, crc_hex
 from dcp_s3.format.blocks import get_crc, get_raw_offset
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.cover import find_flaws
 from dcp_s3.format.layout import is_inside, manifest_object
 from dcp_s3.format.saved_entries import find_chunk
+from dcp_s3.memory import combine_crc64nvme, crc64nvme_between, crc_hex
 from dcp_s3.torch_private import StorageInfo
 from dcp_s3.units import one_line
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from dcp_s3 import ranks
+from dcp_s3 import process
 from dcp_s3.errors import SaveProtocolError
 from dcp_s3.url import CheckpointURL
 
@@ -15,11 +15,11 @@ class SaveGroup:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.members = None if group is None else tuple(dist.get_process_group_ranks(group))
         """The ranks of the group; None: all."""
-        self._is_shared = ranks.world_size() > 1
+        self._is_shared = process.world_size() > 1
 
     def check_there(self, url: CheckpointURL) -> None:
         """Refuse (SaveProtocolError) a save of one rank that was one of several when the writer was made."""
-        if self._is_shared and not ranks.is_initialized():
+        if self._is_shared and not process.is_initialized():
             raise SaveProtocolError(
                 f"the save to {url} does not begin: the process group has been destroyed since its writer was made, "
                 "and what this rank alone holds must not be taken for the whole. Remedy: wait for the saves, or close "
@@ -28,8 +28,8 @@ class SaveGroup:
 
     def check_rank(self, url: CheckpointURL, rank: int) -> None:
         """Refuse (SaveProtocolError) a save without collectives of some ranks of the job; ``rank`` is what DCP says."""
-        is_part = self.members is not None and len(self.members) < ranks.world_size()
-        if ranks.is_initialized() and (is_part or rank != ranks.rank()):
+        is_part = self.members is not None and len(self.members) < process.world_size()
+        if process.is_initialized() and (is_part or rank != process.rank()):
             raise SaveProtocolError(
                 f"the save to {url} is one of some ranks, and without collectives all ranks of the job save together. "
                 "Remedy: save in a process group with collectives; to save the state of this rank alone, no_dist=True "

@@ -24,11 +24,10 @@ from dcp_s3.format.blocks import (
 )
 from dcp_s3.format.framing import FrameCache, FramingError
 from dcp_s3.format.safe_items import warn_of_unsafe_item
-from dcp_s3.memory import Piece, crc_of, sent_pieces
+from dcp_s3.memory import Piece, copy_to_host, crc_of, is_plain, iterate_bytes, sent_pieces, view_bytes
 from dcp_s3.save.plan import WriteBucket
 from dcp_s3.save.split import Rows
 from dcp_s3.stage.buffers import HostBuffer
-from dcp_s3.tensor_memory import copy_to_host, is_plain, iterate_bytes, view_bytes
 from dcp_s3.torch_private import StorageInfo, WriterTransforms
 
 BLOCK_SIZE = 16 * 2**20

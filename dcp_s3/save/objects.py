@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_s3.checksum import crc_hex
 from dcp_s3.errors import DeadlineExceededError
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import data_object
 from dcp_s3.limit import Cancelled, Deadline
+from dcp_s3.memory import crc_hex
 from dcp_s3.save.items import ItemSource, ObjectPieces
 from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket
 from dcp_s3.save.split import Rows

@@ -23,9 +23,8 @@ from dcp_s3.failures import frames_of_others
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import DCP_VERSION, metadata_object, new_nonce
 from dcp_s3.limit import Deadline, Limit
-from dcp_s3.process import collector_paused
-from dcp_s3.ranks import rank as rank_of_job
-from dcp_s3.ranks import world_size
+from dcp_s3.process import collector_paused, world_size
+from dcp_s3.process import rank as rank_of_job
 from dcp_s3.s3.store import store_of
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, write_buckets
 from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket, check_shards, plan_buckets

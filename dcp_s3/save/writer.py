@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_s3 import ranks
+from dcp_s3 import process
 from dcp_s3.checkpoint.attachments import make_attachment
 from dcp_s3.checkpoint.commit import check_metrics
 from dcp_s3.coordination.ownership import Replicas
@@ -199,7 +199,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         use_collectives = bool(kwargs.get("use_collectives", True))
         rank = kwargs.get("rank")
         if rank is None:  # some frameworks that call this directly do not pass it
-            rank = ranks.rank()
+            rank = process.rank()
         background = current_save()
         if background is not None and use_collectives and not is_coordinator:
             background.if_unfinished = None  # the coordinator knows whether it is committed

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from dcp_s3.errors import StagingError
 from dcp_s3.events import Listener, SaveFailed, Staged, emit
 from dcp_s3.failures import without_tracebacks
-from dcp_s3.ranks import world_size
-from dcp_s3.settings import Settings, SettingsLike, local_world_size, resolve_settings
+from dcp_s3.process import local_world_size, world_size
+from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.stage.buffers import measure_available, resolve_limit
 from dcp_s3.stage.copier import Copier
 from dcp_s3.stage.handover import AsyncSave, FailedStaging, StagedDict, StagedState, wait_for_saves

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.blocks import get_crc, get_raw_offset
+from dcp_s3.memory import crc64nvme, crc_hex
 from tests.end_to_end.states import assert_same, blank, every_kind, random_tensor
 from tests.flipping import flip_in_flight
 from tests.servers import NAMES

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.control_files import AttachmentEntry
 from dcp_s3.format.part import MAGIC, Part, encode, path_code, path_from, unpack
+from dcp_s3.memory import crc64nvme
 from tests.coordination.making_parts import other, part_of, parts, tensor
 
 

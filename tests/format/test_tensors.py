@@ -15,7 +15,6 @@ import torch
 from hypothesis import given
 
 from dcp_s3 import read_tensor
-from dcp_s3.checksum import crc64nvme
 from dcp_s3.errors import CorruptCheckpointError
 from dcp_s3.format.blocks import (
     MAX_BLOCK,
@@ -30,7 +29,7 @@ from dcp_s3.format.blocks import (
 )
 from dcp_s3.format.cover import find_flaw
 from dcp_s3.format.framing import compute_frame
-from dcp_s3.memory import Piece
+from dcp_s3.memory import Piece, crc64nvme
 from tests.end_to_end.states import DTYPES, bits, random_tensor
 from tests.offline.conftest import Saved
 from tests.servers import S3Server

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, integrations
 from dcp_s3.errors import SettingsError
-from dcp_s3.events import Totals
+from dcp_s3.events import Stats
 from dcp_s3.integrations import prometheus, require
 
 pytestmark = pytest.mark.servers("memory")
@@ -87,7 +87,7 @@ def test_it_serves_what_stats_says(serving: Any, root: str) -> None:
 
 
 def test_a_process_that_has_done_nothing(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcp_s3.events._totals", Totals())
+    monkeypatch.setattr("dcp_s3.events._totals", Stats())
     found = scrape(serving)
     assert "dcp_s3_saves_last_step" not in found  # there is none: 0 would be a lie
     assert [sample.value for sample in found["dcp_s3_saves_done_total"]] == [0]

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.blocks import Blocks, cuts_between, pack_crcs
 from dcp_s3.load.boxes import Box, covering_run
 from dcp_s3.load.plan import SMALL_HALF, ReadRequest, Segment, halve, plan_requests, ranges_of_box
+from dcp_s3.memory import crc64nvme
 
 _BLOCK = 64
 

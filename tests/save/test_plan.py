@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.planner import SavePlanner, TensorWriteData, W
 from dcp_s3 import S3StorageWriter
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.metadata import load_metadata
+from dcp_s3.memory import iterate_bytes
 from dcp_s3.save.items import BLOCK_SIZE, PinnedRing, shared_ring
 from dcp_s3.save.plan import group_items, item_size, plan_buckets
-from dcp_s3.tensor_memory import iterate_bytes
 from tests.end_to_end.loads import assert_loads
 from tests.end_to_end.states import bits, random_tensor
 from tests.servers import S3Server

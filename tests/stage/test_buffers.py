@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from dcp_s3.errors import StagingError
+from dcp_s3.memory import view_bytes
 from dcp_s3.stage import buffers
 from dcp_s3.stage.buffers import HostBuffer, Kind, map_shared
-from dcp_s3.tensor_memory import view_bytes
 
 KINDS: tuple[Kind, ...] = ("private", "shared", "file")
 PAGE = mmap.PAGESIZE

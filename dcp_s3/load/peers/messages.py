@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dcp_s3 import errors, ranks
+from dcp_s3 import errors, process
 from dcp_s3.limit import Deadline
-from dcp_s3.tensor_memory import view_bytes
+from dcp_s3.memory import view_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +63,11 @@ def hash_ranks(members: Sequence[int]) -> int:
 def make_offer(checkpoint: str, version: int, given: dist.ProcessGroup | None, *, shares: bool) -> Offer:
     """The offer of this rank, for a checkpoint and a reader's ``process_group``."""
     return Offer(
-        rank=ranks.rank(),
+        rank=process.rank(),
         shares=shares,
         checkpoint=hash_text(checkpoint),
         version=version,
-        world_size=ranks.world_size() if _has_gloo(None) else 0,
+        world_size=process.world_size() if _has_gloo(None) else 0,
         given=hash_ranks(dist.get_process_group_ranks(given)) if given is not None and _has_gloo(given) else 0,
     )
 

@@ -10,13 +10,12 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_s3 import errors
-from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.format.blocks import Range, widen
 from dcp_s3.load.boxes import Box, Section, find_section
 from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import ItemTransfer, StreamTransfer, Transfer, cut_out, elements_of
 from dcp_s3.load.plan import ALIGNMENT, StoredChunk, box_of
-from dcp_s3.tensor_memory import view_bytes
+from dcp_s3.memory import combine_crc64nvme, crc64nvme, crc_hex, view_bytes
 
 
 class SharedPart(NamedTuple):

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3 import errors
-from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.blocks import Blocks, make_storage_info, pack_crcs
 from dcp_s3.load.boxes import Box, find_section
 from dcp_s3.load.peers import assign as sharing
@@ -33,6 +32,7 @@ from dcp_s3.load.peers.messages import Offer, choose_group, hash_ranks
 from dcp_s3.load.peers.pieces import Assignment, OwnedPiece, ReceivedPiece, SharedItems, SharedPart, SharedPiece
 from dcp_s3.load.plan import StoredChunk, box_of, find_stored
 from dcp_s3.load.read import TransferFactory
+from dcp_s3.memory import crc64nvme
 from dcp_s3.torch_private import ReaderTransforms
 from tests.load.sources import URL, MemoryFetcher
 
