@@ -252,7 +252,7 @@ class _CommitDeadline(Deadline):
     def begin(cls) -> _CommitDeadline:
         """The deadline of a list that is written now."""
         seconds = DELETION_BEGINS / 2
-        return cls("DELETION_BEGINS / 2", seconds, time.monotonic() + seconds, time.time() + seconds)
+        return cls("", seconds, time.monotonic() + seconds, time.time() + seconds)
 
     @property
     def left(self) -> float:

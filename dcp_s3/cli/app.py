@@ -291,37 +291,21 @@ def _bar(*columns: str) -> Progress:
 
 
 @contextlib.contextmanager
-def _handling(handler: Callable[..., object], *numbers: signal.Signals) -> Iterator[None]:
-    """Handle signals during the body, in the main thread."""
+def ended_like_ctrl_c() -> Iterator[None]:
+    """Clean up after SIGTERM and SIGHUP as after Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in numbers}
+
+    def interrupt(*_: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
-
-
-@contextlib.contextmanager
-def stop_on_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM and Ctrl-C set during the body, for commands that then end by themselves."""
-    stop = threading.Event()
-    with _handling(lambda *_: stop.set(), signal.SIGTERM, signal.SIGINT):
-        try:
-            yield stop
-        finally:
-            stop.set()  # for threads that wait for it, whatever has happened
-
-
-def ended_like_ctrl_c() -> contextlib.AbstractContextManager[None]:
-    """Clean up after other signals as after Ctrl-C."""
-
-    def interrupt(*_: Any) -> NoReturn:
-        raise KeyboardInterrupt
-
-    return _handling(interrupt, signal.SIGTERM, signal.SIGHUP)
 
 
 def someone_is_there() -> bool:

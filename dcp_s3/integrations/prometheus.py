@@ -1,7 +1,6 @@
 """`dcp_s3.stats` for Prometheus (``prometheus-client``).
 
-``dcp-s3 drain --watch --metrics-port 9464`` serves them; a training process does with `serve`, or by registering
-`Collector` in the registry that it serves already.
+A training process serves them with `serve`, or by registering `Collector` in the registry that it serves already.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,6 @@ from tests.cli import looking
 from tests.cli.looking import run
 from tests.end_to_end.states import assert_same
 from tests.faulty import BUCKET, FaultyServer
-from tests.interpreter import Interpreter, Program
 from tests.offline import weights
 from tests.retention.making import delete, get, keys, put, save, save_locally, state, zeros
 from tests.spill.making import allow_all, assert_complete, make_state, refuse_all
@@ -232,30 +230,3 @@ def test_a_damaged_journal_is_set_aside_and_reported(directory: Path) -> None:
     assert (directory / "saves" / commit.name).exists()
     shutil.rmtree(commit.path)
     assert "0 waiting" in drain(directory, status=1).stderr  # what is set aside is still to be looked at
-
-
-def wait_for(condition: Any, process: Program) -> None:
-    deadline = time.monotonic() + 40
-    while not condition():
-        assert process.poll() is None, "it ended by itself"
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def test_watch_waits_for_s3_and_ends_with_sigterm(
-    directory: Path, faulty: FaultyServer, tmp_path: Path, interpreter: Interpreter
-) -> None:
-    faulty.rule = refuse_all
-    output = tmp_path / "output.json"
-    with output.open("w") as out:
-        process = interpreter.popen([*_COMMAND, str(directory), "--watch", "--json"], stdout=out)
-        try:
-            wait_for(lambda: faulty.s3.counters.requests.get("HeadObject", 0) > 2, process)
-            faulty.rule = allow_all
-            wait_for(lambda: any(key.endswith("/.metadata") for key in faulty.s3.objects(BUCKET)), process)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
-        finally:
-            process.kill()
-    assert json.loads(output.read_text())["committed"] == [URL]
-    assert_complete(URL, make_state(1))
