@@ -27,8 +27,8 @@ help: ## this list
 
 install: $(DEV) ## create .venv with everything (runtime, tests, lint, benchmarks)
 
-demo: $(DEMO_OR_DEV) ## the demo on a local S3 server; URL=s3://bucket/prefix runs it on yours, ARGS=... is passed on
-	@$(VENV)/bin/dcp-s3 demo $(if $(URL),--url '$(URL)') $(ARGS)
+demo: $(DEMO_OR_DEV) ## the demo on a local S3 server
+	@$(VENV)/bin/dcp-s3 demo
 
 # These wait more than they compute.
 test test-docs: JOBS = 3

@@ -29,8 +29,8 @@ from benchmarks.measure import Sample, measure
 from benchmarks.save_load import DUMMY_CREDENTIALS
 from benchmarks.units import GIB, MIB, parse_size
 from dcp_s3.format.safetensors import PREFIX, header_length, parse_header
+from dcp_s3.memory import view_bytes
 from dcp_s3.offline.copy import copy as download
-from dcp_s3.tensor_memory import view_bytes
 from tests.memory_s3 import MemoryS3Process
 
 State = dict[str, torch.Tensor]

@@ -33,7 +33,7 @@ from benchmarks.measure import measure
 from benchmarks.save_load import DUMMY_CREDENTIALS
 from benchmarks.units import GIB, MIB, parse_size
 from dcp_s3 import S3StorageReader, S3StorageWriter
-from dcp_s3.checksum import crc64nvme, encode_crc
+from dcp_s3.memory import crc64nvme, encode_crc
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import resolve_settings
 from tests.memory_s3 import Link, MemoryS3Process

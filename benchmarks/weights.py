@@ -45,7 +45,7 @@ from dcp_s3.format.safetensors import (
     parse_header,
     plan_shards,
 )
-from dcp_s3.tensor_memory import view_bytes
+from dcp_s3.memory import view_bytes
 from tests.memory_s3 import Link, MemoryS3Process, fetch_counters, reset_counters
 from tests.ranks import run_ranks
 

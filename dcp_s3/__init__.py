@@ -28,8 +28,8 @@ from typing import Any as _Any
 
 from dcp_s3 import errors as errors
 from dcp_s3 import events as events
-from dcp_s3.versions import __version__ as __version__
-from dcp_s3.versions import require_torch as _require_torch
+from dcp_s3.process import __version__ as __version__
+from dcp_s3.process import require_torch as _require_torch
 
 if _TYPE_CHECKING:  # the table below again, for type checkers
     # isort: off
@@ -45,7 +45,7 @@ if _TYPE_CHECKING:  # the table below again, for type checkers
         SaveContinuously as SaveContinuously, SaveEvery as SaveEvery, SaveMoment as SaveMoment,
         SaveOnPreemption as SaveOnPreemption, SavePolicy as SavePolicy,
     )
-    from dcp_s3.monitoring import Stats as Stats, stats as stats
+    from dcp_s3.events import Stats as Stats, stats as stats
     from dcp_s3.offline.copy import CopyResult as CopyResult, copy as copy
     from dcp_s3.offline.diff import CheckpointDiff as CheckpointDiff, EntryDiff as EntryDiff, diff as diff
     from dcp_s3.offline.export import ExportResult as ExportResult, export as export
@@ -84,13 +84,12 @@ _MODULES = {
         "checkup.doctor": "doctor DoctorReport",
         "checkup.probes": "CheckResult",
         "errors": "errors",
-        "events": "events",
+        "events": "events stats Stats",
         "integrations.dcp": "register unregister",
         "load.planner": "S3LoadPlanner",
         "load.reader": "S3StorageReader",
         "manager.manager": "CheckpointManager",
         "manager.step_policy": "SaveEvery SaveContinuously SaveOnPreemption SavePolicy SaveMoment",
-        "monitoring": "stats Stats",
         "offline.copy": "copy CopyResult",
         "offline.diff": "diff CheckpointDiff EntryDiff",
         "offline.export": "export ExportResult",
@@ -99,6 +98,7 @@ _MODULES = {
         "offline.verify": "verify VerifyReport",
         "offline.verify_plan": "Problem",
         "offline.weights": "import_weights load_safetensors ImportResult",
+        "process": "__version__",
         "retention.catalog": "latest list_checkpoints CheckpointCatalog",
         "retention.marks": "pin unpin annotate",
         "retention.plan": "CatalogSnapshot Plan Decision",
@@ -108,7 +108,6 @@ _MODULES = {
         "settings": "Settings",
         "sharding": "shard shard_state Fused",
         "stage.stager": "S3Stager",
-        "versions": "__version__",
     }.items()
     for name in names.split()
 }

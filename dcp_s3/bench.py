@@ -1,32 +1,26 @@
-"""`dcp-s3 bench`: ranks save and load below a user's URL; what limits them is said, what they wrote is removed.
-
-Each rank is a process of its own that runs this module, and prints what it measures, a line of JSON each.
-"""
+"""`dcp-s3 bench`: ranks save and load below a user's URL; what limits them is said, what they wrote is removed."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
+import multiprocessing
 import socket
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcp_s3 import errors
+from dcp_s3.events import stats
+from dcp_s3.failures import real_causes
+from dcp_s3.process import launch
 from dcp_s3.s3.pressure import cores
 from dcp_s3.s3.store import S3Store, store_of
-from dcp_s3.settings import child_environment, launch, resolve_settings
+from dcp_s3.settings import environment, resolve_settings
 from dcp_s3.stage.memory import measure_available
 from dcp_s3.units import format_size, plural
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
@@ -58,13 +52,6 @@ class Transfer:
     """Connections in the end, of the rank with the most of them: what its next transfer begins with."""
     throttled: int
     """Requests that S3 refused with SlowDown or a like error."""
-
-
-def join(ranks: Sequence[Transfer]) -> Transfer:
-    """The same transfer of all ranks as one."""
-    sums = {name: sum(getattr(one, name) for one in ranks) for name in ("bytes", "cpu_seconds", "throttled")}
-    most = {name: max(getattr(one, name) for one in ranks) for name in ("seconds", "connections")}
-    return replace(ranks[0], **sums, **most)
 
 
 @dataclass(frozen=True)
@@ -134,12 +121,11 @@ def bench(
             note(f"{format_size(most)} per rank instead of {format_size(size)}: a quarter of the free memory")
             size = most
     scratch = where.child(f"dcp-s3-bench-{uuid.uuid4().hex[:12]}")
-    parse_url(str(scratch.child("round-999999")))  # its names are not too long
     store = store_of(scratch, settings)
     try:
         store.put(scratch.key("probe"), b"")
         _remove(store, scratch)  # that this may be done is seen before anything large is written
-        found = _run_ranks({"url": str(scratch), "size": size, "ranks": ranks, "rounds": rounds}, progress)
+        found = _run_ranks(str(scratch), size, ranks, rounds, progress)
         _remove(store, scratch)
     except BaseException:
         note(f"removing {scratch}; if that fails, delete what is below it")
@@ -147,7 +133,7 @@ def bench(
         with contextlib.suppress(errors.StorageError):
             _remove(store, scratch)
         raise
-    transfers = tuple(map(join, zip(*found, strict=True)))
+    transfers = tuple(map(_join, zip(*found, strict=True)))
     return BenchReport(str(where), ranks, cores(), settings.max_connections, transfers)
 
 
@@ -161,93 +147,112 @@ def _remove(store: S3Store, url: CheckpointURL) -> None:
         store.delete([each.key for each in store.list(prefix).objects])
 
 
-def _run_ranks(order: dict[str, Any], progress: Callable[[int, int], None]) -> list[list[Transfer]]:
-    """Run a process for each rank; none is left in the end. Returns the transfers of each."""
-    with tempfile.TemporaryDirectory(prefix="dcp_s3-bench-") as directory:
-        with RankProcesses("dcp_s3.bench", [json.dumps(order)], order["ranks"], Path(directory)) as ranks:
-            # If one has failed, the others wait for it: what it said is the cause.
-            while None in (statuses := ranks.statuses()) and not any(statuses):
-                progress(len(ranks.lines(0)), 2 * order["rounds"])
-                time.sleep(0.1)
-        answers = [[json.loads(line) for line in ranks.lines(number)] for number in range(order["ranks"])]
-        failed = []
-        for number, (found, status) in enumerate(zip(answers, statuses, strict=True)):
-            last = found[-1] if found and "error" in found[-1] else {}
-            if last or status:
-                said = last.get("error") or f"its process ended with status {status}: {ranks.last_words(number)}"
-                failed.append((getattr(errors, last.get("kind", "DcpS3Error"), None), f"rank {number}: {said}"))
-    if failed:
-        # What is not dcp_s3's, such as a lost connection to another rank, is likely a consequence.
-        kind, text = min(failed, key=lambda each: each[0] is None)
-        raise (kind or errors.DcpS3Error)(text)
-    return [[Transfer(**answer) for answer in each] for each in answers]
+def _join(ranks: Sequence[Transfer]) -> Transfer:
+    """The same transfer of all ranks as one."""
+    sums = {name: sum(getattr(one, name) for one in ranks) for name in ("bytes", "cpu_seconds", "throttled")}
+    most = {name: max(getattr(one, name) for one in ranks) for name in ("seconds", "connections")}
+    return replace(ranks[0], **sums, **most)
 
 
-# --- ranks as processes on this host ----------------------------------------------------------------------
+# --- ranks, each a process of its own ----------------------------------------------------------------------
 
 
-class RankProcesses:
-    """A process for each rank, as torchrun would start them, with what they print in files.
+@contextlib.contextmanager
+def ranks_here(ranks: int, function: Callable[..., None], *arguments: Any) -> Iterator[Any]:
+    """Have ``function(*arguments)`` run by a process for each rank, as torchrun would start them; none is left in the
+    end. Yields torch's context of them: ``join(seconds)`` is True once all have ended, and raises if one failed."""
+    from torch.multiprocessing.spawn import start_processes
 
-    They are not started by torchrun, so that one SIGKILL each takes all of them down at the same instant, with nobody
-    left to clean up. Leaving the context kills what still runs.
-    """
-
-    def __init__(self, module: str, arguments: Sequence[str], ranks: int, logs: Path, **environment: str) -> None:
-        self.ranks, self._logs, self._processes = ranks, logs, list[subprocess.Popen[bytes]]()
-        logs.mkdir(parents=True, exist_ok=True)
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = str(listener.getsockname()[1])
-        every = child_environment(
-            WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **environment
-        )
-        # Otherwise gloo looks up the host's name, which does not work on every laptop.
-        every.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        try:
-            for rank in range(ranks):
-                with (logs / f"rank{rank}.out").open("wb") as out, (logs / f"rank{rank}.err").open("wb") as err:
-                    process = subprocess.Popen(
-                        [sys.executable, "-m", module, *arguments],
-                        cwd=logs,  # Python finds modules there, too: a directory with nothing else in it
-                        env=every | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        stdin=subprocess.PIPE,  # a rank may end when it does, so with this process
-                        stdout=out,
-                        stderr=err,
-                        start_new_session=True,  # Ctrl-C reaches only this process, which then kills them
-                    )
-                self._processes.append(process)
-        except BaseException:
-            self.kill()
-            raise
-
-    def __enter__(self) -> RankProcesses:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    def kill(self) -> None:
-        """Send SIGKILL to all, then wait until they are gone."""
-        for process in self._processes:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+    every = (ranks, port, function, arguments)
+    started: Any = start_processes(_enter, every, ranks, join=False, daemon=True, start_method="spawn")  # type: ignore[no-untyped-call]
+    try:
+        yield started
+    finally:
+        for process in started.processes:
             process.kill()  # does nothing if it has ended
-        for process in self._processes:
-            process.communicate()
-
-    def statuses(self) -> list[int | None]:
-        """The exit status of each; None while it runs."""
-        return [process.poll() for process in self._processes]
-
-    def lines(self, rank: int) -> list[str]:
-        """The complete lines that a rank has printed."""
-        text = (self._logs / f"rank{rank}.out").read_text(errors="replace")
-        return text[: text.rfind("\n") + 1].splitlines()
-
-    def last_words(self, rank: int) -> str:
-        """The end of what a rank has written to stderr."""
-        return (self._logs / f"rank{rank}.err").read_text(errors="replace")[-3000:].strip() or "(it printed nothing)"
+        for process in started.processes:
+            process.join()
 
 
-# --- one rank ----------------------------------------------------------------------------------------------
+def _enter(rank: int, ranks: int, port: str, function: Callable[..., None], arguments: Sequence[Any]) -> None:
+    link = "lo0" if sys.platform == "darwin" else "lo"  # gloo would look up the host's name, which may not work
+    with environment(
+        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME=link,
+    ):  # fmt: skip
+        function(*arguments)
+
+
+def _run_ranks(
+    url: str, size: int, ranks: int, rounds: int, progress: Callable[[int, int], None]
+) -> list[list[Transfer]]:
+    """The transfers of each rank."""
+    from torch.multiprocessing.spawn import ProcessExitedException
+
+    answers = multiprocessing.get_context("spawn").SimpleQueue()
+    found: list[list[Transfer]] = [[] for _ in range(ranks)]
+    with ranks_here(ranks, _be_rank, url, size, rounds, answers) as running:
+        is_over = False
+        while not is_over:
+            try:
+                is_over = running.join(0.1)
+            except ProcessExitedException as error:
+                raise errors.DcpS3Error(f"rank {error.error_index}: {error}") from None
+            while not answers.empty():
+                rank, answer = answers.get()
+                if isinstance(answer, BaseException):  # the others would wait for it
+                    raise answer
+                found[rank].append(answer)
+            progress(len(found[0]), 2 * rounds)
+    return found
+
+
+def _be_rank(url: str, size: int, rounds: int, answers: Any) -> None:
+    """Put this rank's transfers into ``answers``, or why one failed."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    rank = launch().rank
+    try:
+        for transfer in _transfers(url, size, rounds):
+            answers.put((rank, transfer))
+    except (Exception, CheckpointException) as error:  # noqa: BLE001 - told to the parent, which ends all
+        causes: dict[int, BaseException] = {rank: error}
+        if isinstance(error, CheckpointException):
+            causes = real_causes({number: cause for number, (cause, _) in error.failures.items()})
+        first = min(causes)
+        kind = type(causes[first]) if isinstance(causes[first], errors.DcpS3Error) else errors.DcpS3Error
+        answers.put((rank, kind(f"rank {first}: {str(causes[first]) or type(causes[first]).__name__}")))
+
+
+def _transfers(base: str, size: int, rounds: int) -> Iterator[Transfer]:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from dcp_s3.load.reader import S3StorageReader
+    from dcp_s3.save.writer import S3StorageWriter
+
+    rank = launch().rank
+    torch.set_num_threads(max(1, torch.get_num_threads() // launch().world_size))
+    dist.init_process_group("gloo", timeout=timedelta(days=1))  # the parent ends all ranks if one ends
+    loaded = make_state(rank, size, 0)
+    for number in range(1, rounds + 1):
+        url = parse_url(f"{base}/round-{number}")
+        state = make_state(rank, size, number)
+        dist.barrier()
+        writer = S3StorageWriter(str(url), settings=_NOT_SPILLING)
+        yield _measure("save", number, state, partial(save, dict(state), storage_writer=writer))
+        dist.barrier()
+        reader = S3StorageReader(str(url), settings=_NOT_SPILLING)
+        found = _measure("load", number, loaded, partial(load, dict(loaded), storage_reader=reader))
+        check(state, loaded)
+        yield found
+        dist.barrier()
+        if rank == 0:
+            _remove(store_of(url, resolve_settings(_NOT_SPILLING)), url)  # makes room for the next
 
 
 def make_state(rank: int, size: int, number: int) -> dict[str, Tensor]:
@@ -272,87 +277,15 @@ def check(saved: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> None:
             raise errors.CorruptCheckpointError(f"what was loaded as {name!r} is not what was saved")
 
 
-def _rounds(order: Mapping[str, Any], rank: int) -> Iterator[Transfer]:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.checkpoint.state_dict_loader import load
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    from dcp_s3.load.reader import S3StorageReader
-    from dcp_s3.save.writer import S3StorageWriter
-
-    torch.set_num_threads(max(1, torch.get_num_threads() // order["ranks"]))
-    barrier: Any = lambda: None  # noqa: E731
-    if order["ranks"] > 1:
-        # The parent ends all ranks if one ends: no rank waits for another for long.
-        dist.init_process_group("gloo", timeout=timedelta(days=1))
-        barrier = dist.barrier
-    loaded = make_state(rank, order["size"], 0)
-    for number in range(1, order["rounds"] + 1):
-        url = parse_url(f"{order['url']}/round-{number}")
-        state = make_state(rank, order["size"], number)
-        barrier()
-        writer = S3StorageWriter(str(url), settings=_NOT_SPILLING)
-        yield _measure("save", number, state, partial(save, dict(state), storage_writer=writer))
-        barrier()
-        reader = S3StorageReader(str(url), settings=_NOT_SPILLING)
-        found = _measure("load", number, loaded, partial(load, dict(loaded), storage_reader=reader))
-        check(state, loaded)
-        yield found
-        barrier()
-        if rank == 0:
-            _remove(store_of(url, resolve_settings(_NOT_SPILLING)), url)  # makes room for the next
-
-
 def _measure(direction: str, number: int, state: Mapping[str, Tensor], action: Callable[[], object]) -> Transfer:
-    from dcp_s3.monitoring import stats
+    def throttled() -> int:
+        return sum(each.throttled for each in stats().throttle.values())
 
-    def count() -> dict[str, Any]:
-        found = stats()
-        return {
-            "seconds": time.perf_counter(),
-            "cpu_seconds": time.process_time(),
-            "throttled": sum(each.throttled for each in found.throttle.values()),
-        }
-
-    before = count()
+    refused, cpu, began = throttled(), time.process_time(), time.perf_counter()
     action()
-    spent = {name: after - before[name] for name, after in count().items()}
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     way = {"save": " upload", "load": " download"}[direction]
     links = [int(link["connections"]) for name, link in stats().connections.items() if name.endswith(way)]
     connections = min(max(links, default=0), resolve_settings(_NOT_SPILLING).max_connections)
     size = sum(tensor.nbytes for tensor in state.values())
-    return Transfer(direction, number, size, connections=connections, **spent)
-
-
-def _end_with_parent() -> None:
-    sys.stdin.read()
-    os._exit(0)  # also in the middle of a save
-
-
-def main() -> int:
-    """Be one rank. Returns the exit status."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    from dcp_s3.failures import real_causes
-
-    threading.Thread(target=_end_with_parent, name="dcp_s3-bench", daemon=True).start()
-    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-    try:
-        for transfer in _rounds(json.loads(sys.argv[1]), launch().rank):
-            sys.stdout.write(json.dumps(asdict(transfer)) + "\n")
-            sys.stdout.flush()
-    except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
-        causes = {0: error}
-        if isinstance(error, CheckpointException):
-            causes = real_causes({number: each for number, (each, _) in error.failures.items()})
-        cause = causes[min(causes)]
-        kind = type(cause).__name__
-        sys.stdout.write(json.dumps({"kind": kind, "error": str(cause) or kind}) + "\n")
-        sys.stdout.flush()
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    os._exit(main())  # whatever else still runs
+    return Transfer(direction, number, size, seconds, cpu, connections, throttled() - refused)

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-_SENT_NAMES = 1000  # names that an error carries to each other rank
+_MOST_NAMES = 1000  # that an error has, because it goes to each rank
 _TRACEBACK: Any = BaseException.__dict__["__traceback__"]
 
 
@@ -48,11 +48,7 @@ class DcpS3Error(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # With the attributes; the default would replay ``args`` only.
-        return _rebuild, (type(self), self.args, self._sent())
-
-    def _sent(self) -> dict[str, Any]:
-        """The attributes, as other ranks get them."""
-        return self.__dict__
+        return _rebuild, (type(self), self.args, self.__dict__)
 
 
 def _rebuild(cls: type[DcpS3Error], args: tuple[Any, ...], state: dict[str, Any]) -> DcpS3Error:
@@ -92,12 +88,12 @@ class TransferError(StorageError):
 
 
 class DeadlineExceededError(StorageError):
-    """A save took longer than ``DCP_S3_SAVE_TIMEOUT``, or work made no progress for ``DCP_S3_STALL_TIMEOUT``."""
+    """Work did not finish within its time limit, or made no progress for ``DCP_S3_STALL_TIMEOUT``, and was given up."""
 
     setting: str = ""
-    """Name of the environment variable."""
+    """Name of the environment variable that sets the limit; empty if none does."""
     seconds: float = 0.0
-    """Its value."""
+    """The limit."""
 
 
 class BucketNotFoundError(StorageError):
@@ -230,22 +226,19 @@ class EntryNotFoundError(CheckpointError, IndexError):
 
 
 class MissingKeysError(EntryNotFoundError, RuntimeError):
-    """Names of the state to load are not in the checkpoint. The message has some of both sides.
-
-    Of both lists, other ranks get the first thousand.
-    """
+    """Names of the state to load are not in the checkpoint. The message has some of both sides, the error at most the
+    first thousand of each."""
 
     missing: Sequence[str] = ()
     """Names of the state that are not saved."""
     unexpected: Sequence[str] = ()
     """Saved names that are not in the state."""
 
-    def __init__(self, message: str = "", *, missing: Sequence[str] = (), **attributes: Any) -> None:
-        super().__init__(message, missing=list(missing), fqn=missing[0] if missing else "", **attributes)
-
-    def _sent(self) -> dict[str, Any]:
-        first = {"missing": self.missing[:_SENT_NAMES], "unexpected": self.unexpected[:_SENT_NAMES]}
-        return self.__dict__ | first
+    def __init__(
+        self, message: str = "", *, missing: Sequence[str] = (), unexpected: Sequence[str] = (), **attributes: Any
+    ) -> None:
+        names = {"missing": list(missing[:_MOST_NAMES]), "unexpected": list(unexpected[:_MOST_NAMES])}
+        super().__init__(message, fqn=missing[0] if missing else "", **names, **attributes)
 
 
 class TensorMismatchError(CheckpointError, ValueError):
@@ -254,11 +247,11 @@ class TensorMismatchError(CheckpointError, ValueError):
     fqn: str = ""
     """Name of the first one."""
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-    """Where shapes differ: the saved and the current one of each, by name. Other ranks get the first thousand."""
+    """Where shapes differ: the saved and the current one of each, by name, of at most the first thousand."""
 
-    def _sent(self) -> dict[str, Any]:
-        first = dict(itertools.islice(self.shapes.items(), _SENT_NAMES))
-        return self.__dict__ | ({"shapes": first} if first else {})
+    def __init__(self, message: str = "", *, shapes: Mapping[str, Any] | None = None, **attributes: Any) -> None:
+        first = dict(itertools.islice((shapes or {}).items(), _MOST_NAMES))
+        super().__init__(message, **({"shapes": first} if first else {}), **attributes)
 
 
 class WeightsError(CheckpointError, ValueError):

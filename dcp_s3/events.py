@@ -18,7 +18,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from dcp_s3.process import reset_in_child
 from dcp_s3.units import format_seconds, format_size
@@ -39,18 +40,21 @@ class Event:
     """Seconds since the epoch."""
 
     def count(self) -> None:
-        """Add it to the process's totals."""
+        """Add it to the process's sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveStarted(Event):
-    """A save began on this rank. Its staging, if any, is over."""
-
+class _OfRank(Event):
     url: str
     """URL of the checkpoint."""
     step: int | None
     """Number in its name; None if there is none."""
     rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveStarted(_OfRank):
+    """A save began on this rank. Its staging, if any, is over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,16 +70,13 @@ class Staged(Event):
     """Seconds for which the training waited in `stage`."""
 
     def count(self) -> None:
-        _add("saves", staged_bytes=self.bytes, staging_seconds=self.seconds, stall_seconds=self.stall_seconds)
+        _add("saves", stall_seconds=self.stall_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written(Event):
+class Written(_OfRank):
     """This rank's part of a save is complete: on S3, or in its spill directory."""
 
-    url: str
-    step: int | None
-    rank: int
     bytes: int
     """Bytes of this rank's objects."""
     objects: int
@@ -119,7 +120,6 @@ class Committed(Event):
     def __str__(self) -> str:
         """One line: ``step 1000 committed: 840.0 GiB, 512 ranks, stall 0.14 s, upload 47 s (17.9 GiB/s), ...``."""
         stall = "" if self.stall_seconds is None else f"stall {format_seconds(self.stall_seconds)}, "
-        ranks = f"{self.ranks} rank{'s' if self.ranks != 1 else ''}"
         if self.spilled_bytes is None:
             how = f"{format_seconds(self.seconds)} after it began, from the spill directory"
         else:
@@ -128,7 +128,7 @@ class Committed(Event):
                 f"{self.throttled} throttled, {format_size(self.spilled_bytes)} spilled"
             )
             how += f", {format_size(self.copied_bytes)} copied" if self.copied_bytes else ""
-        return f"{_name(self)} committed: {format_size(self.bytes)}, {ranks}, {how} ({self.url})"
+        return f"{_name(self)} committed: {format_size(self.bytes)}, {plural(self.ranks, 'rank')}, {how} ({self.url})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ class Spilled(Event):
     reason: str
 
     def count(self) -> None:
-        _add("spill", objects=1, bytes=self.bytes, refused_bytes=0 if self.local else self.bytes)
+        _add("spill", bytes=self.bytes, refused_bytes=0 if self.local else self.bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,21 +174,14 @@ class Drained(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadStarted(Event):
+class LoadStarted(_OfRank):
     """A load began on this rank."""
-
-    url: str
-    step: int | None
-    rank: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded(Event):
+class Loaded(_OfRank):
     """A load ended well on this rank."""
 
-    url: str
-    step: int | None
-    rank: int
     ranks: int
     """Ranks that load together."""
     bytes: int
@@ -284,14 +277,14 @@ def subscribe(listener: Listener) -> Subscription:
     global _listeners
     entry = (listener,)  # one listener may subscribe twice
     _listeners = (*_listeners, entry)
-
-    def end() -> None:
-        global _listeners
-        _listeners = tuple(each for each in _listeners if each is not entry)
-
     subscription = Subscription()
-    subscription.callback(end)
+    subscription.callback(_end, entry)
     return subscription
+
+
+def _end(entry: tuple[Listener]) -> None:
+    global _listeners
+    _listeners = tuple(each for each in _listeners if each is not entry)
 
 
 def emit(event: Event, listener: Listener | None = None) -> None:
@@ -315,7 +308,7 @@ def _rate(size: int, seconds: float) -> str:
     return f"{format_size(size / seconds)}/s" if seconds > 0 else "at once"
 
 
-# --- totals ------------------------------------------------------------------------------------------------
+# --- sums -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -334,10 +327,6 @@ class SaveTotals:
     """Seconds in which it wrote them."""
     stall_seconds: float = 0.0
     """Seconds for which stagers held the training up."""
-    staged_bytes: int = 0
-    """Bytes that were copied for asynchronous saves."""
-    staging_seconds: float = 0.0
-    """Seconds that these copies took."""
     last_step: int | None = None
     """Step of the last commit that this process knows of; None before the first, or if it has no number."""
     last_commit: float = 0.0
@@ -361,9 +350,8 @@ class LoadTotals:
 class SpillTotals:
     """The spill tier of this process, since it began."""
 
-    objects: int = 0
-    """Objects that went to the spill directory."""
     bytes: int = 0
+    """Bytes that went to the spill directory."""
     refused_bytes: int = 0
     """Those of them that went there because S3 did not take them, not because of ``DCP_S3_DURABILITY=local``."""
     drained_bytes: int = 0
@@ -386,17 +374,50 @@ class PruneTotals:
 
 
 @dataclass(frozen=True)
-class Totals:
-    """Everything that is counted in this process."""
+class Stats:
+    """What this process has done since it began: for monitoring.
+
+    >>> sorted(stats().to_dict())
+    ['connections', 'hedges', 'loads', 'prunes', 'saves', 'spill', 'throttle']
+    """
 
     saves: SaveTotals = SaveTotals()
     loads: LoadTotals = LoadTotals()
     spill: SpillTotals = SpillTotals()
     prunes: PruneTotals = PruneTotals()
+    throttle: dict[str, Any] = field(default_factory=dict)
+    """By ``{endpoint}/{bucket}``: ``throttled`` requests, the ``limit`` of those in flight that follows, and so on."""
+    hedges: dict[str, Any] = field(default_factory=dict)
+    """By ``{endpoint}/{bucket}`` the second GETs of ranges whose first GET straggled: ``started``, ``won`` and
+    ``wasted`` bytes."""
+    connections: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By ``{endpoint}/{bucket} {direction}`` (``upload``, ``download``): ``connections`` that a transfer begins with,
+    as found by earlier ones, and ``bytes_per_second`` when that was last measured."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts of numbers, for JSON."""
+        return asdict(self)
+
+
+def stats() -> Stats:
+    """What this process has done since it began.
+
+    >>> with CheckpointManager("s3://bucket/run") as manager:
+    ...     saved = manager.save(3000, state)
+    >>> stats().saves.last_step
+    3000
+    """
+    states: dict[str, Any] = {name: read() for name, read in _states.items()}
+    return replace(_totals, **states)
+
+
+def shown_by_stats(**states: Callable[[], Mapping[str, Any]]) -> None:
+    """Have `stats` show what modules that stand above this one count themselves: functions by field of `Stats`."""
+    _states.update(states)
 
 
 def _add(to: str, latest: Mapping[str, float | None] | None = None, **amounts: float) -> None:
-    """Add to the counts of one group of `Totals`, and set its ``latest`` values. Thread safe."""
+    """Add to the counts of one group of `Stats`, and set its ``latest`` values. Thread safe."""
     global _totals
     with _lock:
         group = getattr(_totals, to)
@@ -404,16 +425,12 @@ def _add(to: str, latest: Mapping[str, float | None] | None = None, **amounts: f
         _totals = replace(_totals, **{to: replace(group, **sums, **(latest or {}))})
 
 
-def totals() -> Totals:
-    """What this process has counted so far."""
-    return _totals
-
-
-_totals = Totals()
+_states: dict[str, Callable[[], Mapping[str, Any]]] = {}
+_totals = Stats()
 _lock = threading.Lock()
 
 
 @reset_in_child
 def _begin_anew() -> None:
     global _totals, _lock
-    _totals, _lock = Totals(), threading.Lock()
+    _totals, _lock = Stats(), threading.Lock()

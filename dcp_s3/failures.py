@@ -29,6 +29,7 @@ _MOST_TEXT = 1000
 _MOST_SHORT = 160
 WIDTH = 100
 """Most characters in a line of a panel, unless one word (a URL) is longer."""
+_WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 # Hex names, sizes and times differ from rank to rank even if the cause is the same.
 _OWN = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
 _REMEDY = re.compile(r"[;.,]? *Remedy[:,] *")
@@ -76,7 +77,7 @@ def panel(failed: Failed) -> str:
     else:
         causes, where = _causes(failed.failures), f" on {name_ranks(real_causes(failed.failures))}"
     one = len(causes) == 1
-    lines = textwrap.wrap(f"{failed.what} failed{where}", WIDTH, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(f"{failed.what} failed{where}", WIDTH, **_WHOLE_WORDS)
     for ranks, text in causes:
         cause, *remedies = _REMEDY.split(text)
         lines += _field("Cause" if one else f"On {ranks}", cause)
@@ -89,13 +90,10 @@ def panel(failed: Failed) -> str:
 
 
 def _field(name: str, text: str) -> list[str]:
-    label = f"  {name}: "
     lines: list[str] = []
-    for number, line in enumerate(text.splitlines() or [""]):
-        lines += textwrap.wrap(
-            line, WIDTH, initial_indent="    " if number else label, subsequent_indent="    ",
-            break_long_words=False, break_on_hyphens=False,
-        )  # fmt: skip
+    for line in text.splitlines() or [""]:
+        first = "    " if lines else f"  {name}: "
+        lines += textwrap.wrap(line, WIDTH, initial_indent=first, subsequent_indent="    ", **_WHOLE_WORDS)
     return lines
 
 

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, replace
 
 from dcp_s3.errors import DeadlineExceededError, SettingsError
-from dcp_s3.settings import launch
+from dcp_s3.process import launch
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
@@ -28,12 +28,11 @@ _LEAST_BYTES_PER_SECOND = 1024
 
 @dataclass(frozen=True)
 class Deadline:
-    """The time by which a save or a load of this process must be done."""
+    """The time by which work of this process must be done."""
 
     setting: str
-    """Name of the variable that sets it."""
+    """Name of the variable that sets it; empty: none does."""
     seconds: float
-    """Value of that variable."""
     at: float
     """In seconds of time.monotonic."""
 
@@ -55,12 +54,12 @@ class Deadline:
         """The error to raise when the deadline has passed. ``what`` was not done in time, and came as far as
         ``progress``."""
         came = f": {progress}" if progress else ""
-        return DeadlineExceededError(
-            f"{what} was not done within {self.setting} = {self.seconds:g} s{came}. Remedy: raise or unset "
-            f"{self.setting}, or check the endpoint and the network",
-            setting=self.setting,
-            seconds=self.seconds,
-        )
+        limit, remedy = f"{self.seconds:g} s", "check the endpoint and the network, and try again"
+        if self.setting:
+            limit = f"{self.setting} = {limit}"
+            remedy = f"raise or unset {self.setting}, or check the endpoint and the network"
+        text = f"{what} was not done within {limit}{came}. Remedy: {remedy}"
+        return DeadlineExceededError(text, setting=self.setting, seconds=self.seconds)
 
 
 class Progress:

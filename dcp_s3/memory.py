@@ -1,10 +1,58 @@
-"""Memory that objects are sent from and received into, without copies, and the checksums of its bytes."""
+"""Memory: CRC-64/NVME of bytes, the buffers that are sent and received into, and tensors as such, without copies.
+
+Importing it imports no torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import base64
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from dcp_s3.checksum import combine_crc64nvme, crc64nvme
+from awscrt import checksums
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# --- checksums ---------------------------------------------------------------------------------------------
+
+
+class _CRC(Protocol):
+    """The CRC of ``data``, continuing from ``previous``."""
+
+    def __call__(self, data: bytes | memoryview, previous: int = 0, /) -> int: ...
+
+
+crc64nvme: _CRC = checksums.crc64nvme
+
+
+def combine_crc64nvme(parts: Iterable[tuple[int, int]]) -> int:
+    """The CRC-64/NVME of ranges laid end to end, from their (crc, length) pairs; 0 for none."""
+    crc = 0
+    for part_crc, length in parts:
+        crc = int(checksums.combine_crc64nvme(crc, part_crc, length))
+    return crc
+
+
+def crc64nvme_between(before: int, through: int, length: int) -> int:
+    """The CRC-64/NVME of the last ``length`` bytes of a run, from the CRC of the bytes before them and that of the
+    whole run."""
+    return int(checksums.combine_crc64nvme(before, 0, length)) ^ through
+
+
+def encode_crc(crc: int) -> str:
+    """A CRC-64 as S3's headers have it: base64 of its big-endian bytes."""
+    return base64.b64encode(crc.to_bytes(8, "big")).decode()
+
+
+def crc_hex(crc: int) -> str:
+    """A CRC-64 as 16 hex digits, for manifests and messages."""
+    return f"{crc:016x}"
+
+
+# --- what objects are sent from and received into ----------------------------------------------------------
 
 
 class Piece:
@@ -38,11 +86,10 @@ class Piece:
         """Split it after ``first`` bytes, and then each ``size`` bytes. The parts have its memory from now on."""
         view = self.view
         assert view is not None  # noqa: S101 - a piece has its view until it is sent
-        ends = [*range(first, self.size, size), self.size]
-        starts = [0, *ends[:-1]]
+        starts = [0, *range(first, self.size, size)]
         self.parts = [
             Piece(view[start:end], end - start, cuts=[cut - start for cut in self.cuts if start < cut < end])
-            for start, end in zip(starts, ends, strict=True)
+            for start, end in zip(starts, [*starts[1:], self.size], strict=True)
             if start < end
         ]
         self.view = None
@@ -104,3 +151,95 @@ class ReadTarget:
 
 def targets_of(into: memoryview | Sequence[ReadTarget]) -> Sequence[ReadTarget]:
     return [ReadTarget(into)] if isinstance(into, memoryview) else into
+
+
+# --- tensors -----------------------------------------------------------------------------------------------
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor is dense strided memory of its own dtype (not sparse, quantized or a wrapper)."""
+    import torch
+
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and tensor.device.type != "meta"
+    )
+
+
+def is_direct(tensor: Tensor) -> bool:
+    """Whether the tensor's bytes are one run of CPU memory in row-major order, with no lazy conjugation or negation."""
+    on_host = is_plain(tensor) and tensor.device.type == "cpu"
+    return on_host and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def view_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor for which `is_direct` holds, as a writable memoryview that keeps the tensor alive.
+
+    Made with ctypes, not numpy: torch works without numpy, and numpy has neither bfloat16 nor float8.
+    """
+    size = tensor.nbytes
+    if size == 0:
+        return memoryview(b"")
+    array = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    array._tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
+
+
+@contextlib.contextmanager
+def counted_as_change(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Increment the versions of ``tensors`` on entry and on exit, for a block that writes to their memory.
+
+    Received bytes change memory below autograd and staging, which would not notice. Autograd would compute gradients
+    from changed values, and staging would accept a copy that is half old and half new. Views share the version of their
+    base; tensors of inference mode have none.
+    """
+    from torch.autograd.graph import increment_version
+
+    increment_version(tensors)
+    try:
+        yield
+    finally:
+        increment_version(tensors)
+
+
+def synchronize_accelerator(tensors: Iterable[Tensor | None]) -> None:
+    """Wait for the accelerator if one of ``tensors`` is on it.
+
+    The threads that copy to and from it have streams of their own. What the caller's stream still has to do with a
+    tensor must be done before they begin, and their work must be done before the caller goes on.
+    """
+    if any(tensor is not None and tensor.device.type not in ("cpu", "meta") for tensor in tensors):
+        import torch
+
+        torch.accelerator.synchronize()
+
+
+def copy_to_host(tensor: Tensor) -> memoryview:
+    """The bytes of any plain tensor in row-major order, in CPU memory."""
+    return view_bytes(tensor.resolve_conj().resolve_neg().cpu().contiguous())
+
+
+def iterate_bytes(
+    tensor: Tensor, chunk_size: int, copy: Callable[[Tensor], memoryview] = copy_to_host
+) -> Iterator[memoryview]:
+    """The bytes of any plain tensor in row-major order.
+
+    A tensor for which `is_direct` holds comes as one view, without a copy. Others (on a device, strided, lazily
+    conjugated) are copied with ``copy`` as the caller iterates, about ``chunk_size`` bytes at a time.
+    """
+    if is_direct(tensor):
+        yield view_bytes(tensor)
+        return
+    if tensor.nbytes <= chunk_size or tensor.dim() == 0:
+        yield copy(tensor)
+        return
+    rows = tensor.view(-1) if tensor.is_contiguous() else tensor
+    step = max(1, len(rows) * chunk_size // tensor.nbytes)
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step]
+        if part.dim() > 1 and step == 1:  # one row alone may be too much
+            yield from iterate_bytes(part[0], chunk_size, copy)
+        else:
+            yield copy(part)

@@ -20,7 +20,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dcp_s3.errors import SettingsError
-from dcp_s3.launcher import Launch, read_launch
 from dcp_s3.units import one_line, parse_duration, parse_size, parse_size_or_fraction
 
 logger = logging.getLogger(__name__)
@@ -297,36 +296,20 @@ def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def environment(**values: str | None) -> Iterator[None]:
-    """Let settings have other values in the environment, here and in processes that are started meanwhile. None leaves
-    the environment as it is."""
-    names = {name: ENV_PREFIX + name.upper() for name, value in values.items() if value is not None}
-    before = {variable: os.environ.get(variable) for variable in names.values()}
-    os.environ.update({variable: str(values[name]) for name, variable in names.items()})
+def environment(**variables: str | None) -> Iterator[None]:
+    """Let environment variables have other values, here and in processes that are started meanwhile. None leaves one as
+    it is."""
+    changes = {name: value for name, value in variables.items() if value is not None}
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
     try:
         yield
     finally:
-        for variable, value in before.items():
+        for name, value in before.items():
             if value is None:
-                os.environ.pop(variable, None)
+                os.environ.pop(name, None)
             else:
-                os.environ[variable] = value
-
-
-def child_environment(**changes: str) -> dict[str, str]:
-    """The environment for a process that this one starts: its own, with changes."""
-    return {**os.environ, **changes}
-
-
-def launch() -> Launch:
-    """What the launcher says about this process."""
-    return read_launch(os.environ)
-
-
-def local_world_size() -> int:
-    """Ranks on this host, from the launcher (torchrun sets ``LOCAL_WORLD_SIZE``); otherwise 1."""
-    value = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(value)) if value.isdecimal() else 1
+                os.environ[name] = value
 
 
 _warned: set[str] = set()

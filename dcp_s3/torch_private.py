@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint._async_executor import _AsyncCheckpointExecutor as AsyncCheckpointExecutor
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms as ReaderTransforms
@@ -32,7 +31,7 @@ FileReader = torch._C.PyTorchFileReader  # reads the archives that torch.save wr
 __all__ = [
     "AsyncCheckpointExecutor", "FileReader", "FsspecReader", "FsspecWriter", "ReaderTransforms", "ShardedTensor",
     "StorageInfo", "create_chunk_list", "default_store",
-    "has_checkpoint_process", "is_traceable_wrapper_subclass", "make_wrapper", "narrow_tensor_by_index",
+    "is_traceable_wrapper_subclass", "make_wrapper", "narrow_tensor_by_index",
     "pin_memory", "rebuild_sharded_tensor", "record_size", "unpin_memory",
 ]  # fmt: skip
 
@@ -45,11 +44,6 @@ def default_store() -> Any:
         return None
     # MPI needs no store. That of the fake backend stores nothing.
     return None if dist.get_backend() in ("mpi", "fake") else _get_default_store()
-
-
-def has_checkpoint_process() -> bool:
-    """Whether the process of saves by `AsyncCheckpointerType.PROCESS` is there."""
-    return _async_process_executor._CHECKPOINT_PROCESS is not None
 
 
 def _cudart() -> Any:

@@ -8,17 +8,35 @@ waited for would be lost silently.
 from __future__ import annotations
 
 import collections
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from dcp_s3.errors import DcpS3Error
+
 _Task = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
+def _start(thread: threading.Thread) -> None:
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise DcpS3Error(
+            f"no thread could be started for {thread.name} ({error}): a limit on the threads of this user, host or "
+            "container is reached. Remedy: raise it (ulimit -u, pids.max of the container), or set DCP_S3_CONCURRENCY "
+            "to a smaller number"
+        ) from None
+
+
 class Workers:
-    """``count`` threads (at least one) that run submitted tasks, in order of submission."""
+    """``count`` threads (at least one) that run submitted tasks, in order of submission.
+
+    Raises:
+        DcpS3Error: a thread cannot be started.
+    """
 
     def __init__(self, count: int, name: str) -> None:
         self._name = name
@@ -26,21 +44,27 @@ class Workers:
         self._threads: list[threading.Thread] = []
         self._count = 0
         try:
-            self.resize(count)
+            while self._count < count:
+                self._add()
         except BaseException:
             self.close()
             raise
 
+    def _add(self) -> None:
+        thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}")
+        self._threads.append(thread)  # before it starts: an interrupt meanwhile may leave it running
+        _start(thread)
+        self._count += 1
+
     def resize(self, count: int) -> None:
-        """Have ``count`` threads from now on. Threads too many end when the tasks submitted so far have begun.
+        """Have ``count`` threads from now on, or as many as can be started. Threads too many end when the tasks
+        submitted so far have begun.
 
         To be called by one thread at a time, and not after `close`.
         """
-        while self._count < count:
-            thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}")
-            self._threads.append(thread)  # before start(): an interrupt in it may leave the thread running
-            self._count += 1
-            thread.start()
+        with contextlib.suppress(DcpS3Error):
+            while self._count < count:
+                self._add()
         while self._count > count:
             self._count -= 1
             self._tasks.put(None)
@@ -52,13 +76,11 @@ class Workers:
 
     def close(self) -> None:
         """Cancel tasks that have not begun, wait for the others, and end the threads."""
-        while True:
-            try:
+        with contextlib.suppress(queue.Empty):
+            while True:
                 task = self._tasks.get_nowait()
-            except queue.Empty:
-                break
-            if task is not None:
-                task[0].cancel()
+                if task is not None:
+                    task[0].cancel()
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
@@ -117,12 +139,12 @@ class InTurn:
         self._thread: threading.Thread | None = None
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Run ``function(*arguments)`` once all earlier tasks are done."""
+        """Run ``function(*arguments)`` once all earlier tasks are done; DcpS3Error if no thread can be started."""
         future: Future[Any] = Future()
         with self._lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name=self._name)
-                thread.start()  # waits for the lock
+                _start(thread)  # it waits for the lock
                 self._thread = thread
             self._tasks.append((future, function, arguments))
         return future

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dcp_s3.versions import release
+from dcp_s3.process import release
 
 BEFORE_2_10 = release(torch.__version__) < (2, 10)
 

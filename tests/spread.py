@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, What, classify, spread
 from dcp_s3.format.metadata import dump_metadata, load_metadata
+from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.url import parse_url
 
 

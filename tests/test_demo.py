@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from dcp_s3.bench import RankProcesses
-from dcp_s3.demo.run import Demo, DemoError
+from dcp_s3.demo import Demo, DemoError
 
 
-def _demo(*arguments: str) -> tuple[int, str]:
+def _demo() -> tuple[int, str]:
     """Exit status and output. Ended with SIGTERM, not SIGKILL: the demo then takes its workers along."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "dcp_s3.cli.main", "demo", *arguments],
+        [sys.executable, "-m", "dcp_s3.cli.main", "demo"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -41,18 +40,11 @@ def test_the_demo_interrupts_a_save_and_restores_every_bit_on_another_number_of_
     assert "Traceback" not in output
 
 
-def test_a_url_that_is_none_ends_the_demo_with_a_message_and_status_1() -> None:
-    status, output = _demo("--url", "http://example.com/run")
-    assert status == 1
-    assert "is not an S3 URL" in output
-    assert "Traceback" not in output
-
-
-def test_a_worker_that_fails_is_reported_with_its_log_and_leaving_kills_the_others(tmp_path: Path) -> None:
-    demo = Demo("s3://demo/run", tmp_path, limit=60.0)
-    failing = RankProcesses("dcp_s3.demo.train", ["--no-such-option"], 1, tmp_path / "logs")
-    with failing as workers, pytest.raises(DemoError, match=r"(?s)rank 0 .* status 2.*--url"):
-        list(demo.watch(workers, interval=0.05))
-    with RankProcesses("dcp_s3.demo.train", ["--url", "s3://bucket/run"], 2, tmp_path / "more") as workers:
-        assert workers.statuses() == [None, None]
-    assert workers.statuses() == [-9, -9]
+def test_a_rank_that_fails_is_reported_with_its_error_and_leaving_kills_the_others(tmp_path: Path) -> None:
+    demo = Demo(tmp_path)
+    with (
+        pytest.raises(DemoError, match=r"failed on rank [01]:\nprocess . terminated with exit code 2"),
+        demo.train(2, steps=1, save_every="often") as ranks,  # type: ignore[arg-type]
+    ):
+        ranks.join()
+    assert [process.is_alive() for process in ranks.processes] == [False, False]

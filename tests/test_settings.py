@@ -22,6 +22,8 @@ def test_environment_and_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (settings.part_size, settings.read_timeout, settings.concurrency) == (64 * 2**20, 120.0, 3)
     assert settings.region is None
     assert Settings(part_size="8MiB").part_size == 8 * 2**20
+    monkeypatch.setenv("HOME", "/home/me")
+    assert Settings(spill_dir="~/spill").spill_dir == "/home/me/spill"  # a shell does not always expand it
 
 
 def test_the_environment_is_read_when_the_object_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,13 +68,6 @@ def test_a_bad_value_names_variable_value_and_what_is_allowed(
     assert f"DCP_S3_{name}" in message
     assert value in message
     assert allowed in message
-
-
-def test_the_spill_directory_is_found_again_from_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell does not expand the tilde in every place where an environment is written down."""
-    monkeypatch.setenv("HOME", "/home/me")
-    monkeypatch.setenv("DCP_S3_SPILL_DIR", "~/spill")
-    assert S3StorageWriter("s3://bucket/x").settings.spill_dir == "/home/me/spill"
 
 
 # --- AWS's own chain -------------------------------------------------------------------------------------

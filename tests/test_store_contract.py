@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from dcp_s3 import errors
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.limit import Cancelled, Deadline, Limit
-from dcp_s3.memory import Piece, ReadTarget, crc_of, sent_pieces
+from dcp_s3.memory import Piece, ReadTarget, crc64nvme, crc_hex, crc_of, sent_pieces
 from dcp_s3.s3 import listing, operations
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings

@@ -21,7 +21,6 @@ from torch.distributed._checkpointable import _Checkpointable
 from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
-    _async_process_executor,
 )
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorProperties
@@ -54,7 +53,6 @@ _FILES = _DCP + "filesystem"
         ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor", "drop it: torch deprecates it"),
         ("torch.distributed.distributed_c10d", "_get_default_store", "None: ranks find each other on S3"),
         (_DCP + "_async_executor", "_AsyncCheckpointExecutor.execute_save", "look for dcp.async_save's executors"),
-        (_DCP + "_async_process_executor", "_CHECKPOINT_PROCESS", "has_checkpoint_process: False, saves take turns"),
         (_DCP + "_fsspec_filesystem", "FsspecReader", "torch_private.py tries two modules: add the third"),
         (_DCP + "_fsspec_filesystem", "FsspecWriter", "torch_private.py tries two modules: add the third"),
         (_DCP + "planner_helpers", "_create_chunk_list", "ask tensors for __create_chunk_list__"),
@@ -132,14 +130,6 @@ def test_the_executors_take_what_register_looks_for_by_keyword(executor: Any) ->
         assert found[name].kind is inspect.Parameter.KEYWORD_ONLY, moved(
             f"{executor.__name__}.execute_save takes {name} by position", "register(): it looks into the keywords"
         )
-
-
-def test_the_checkpoint_process_is_where_it_was() -> None:
-    relied_on = "has_checkpoint_process(): overlapping first PROCESS saves start one process"
-    assert _async_process_executor._CHECKPOINT_PROCESS is None, moved("there is a process before a save", relied_on)
-    source = Path(inspect.getfile(_async_process_executor)).read_text()
-    used = "_CHECKPOINT_PROCESS = _AsyncCheckpointProcess("
-    assert used in source, moved(f"{used!r} is not there any more", relied_on)
 
 
 # --- tensors that know their shards ----------------------------------------------------------------------

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dcp_s3 import errors
 from dcp_s3.errors import InvalidURLError
 from dcp_s3.failures import WIDTH, Failed, first_cause, panel
+from dcp_s3.limit import Deadline
 from dcp_s3.units import format_size, parse_duration, parse_size, plural
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
@@ -121,10 +122,20 @@ def test_errors_are_one_hierarchy_and_travel_by_pickle() -> None:
         given = {} if kind is errors.MissingKeysError else given  # which has arguments of its own
         error = kind("text", **given)
         copy = pickle.loads(pickle.dumps(error))
-        assert (type(copy), str(copy), vars(copy)) == (kind, "text", error._sent())
+        assert (type(copy), str(copy), vars(copy)) == (kind, "text", vars(error))
         assert set(given) <= set(vars(copy))
     with pytest.raises(TypeError, match="SettingsError has no attribute 'url'"):
         errors.SettingsError("text", url="s3://b/x")
+
+
+def test_a_deadline_names_its_setting_or_what_else_one_can_do() -> None:
+    assert str(Deadline("DCP_S3_SAVE_TIMEOUT", 9.0, 0.0).error("the save", "1 of 2 parts")) == (
+        "the save was not done within DCP_S3_SAVE_TIMEOUT = 9 s: 1 of 2 parts. Remedy: raise or unset "
+        "DCP_S3_SAVE_TIMEOUT, or check the endpoint and the network"
+    )
+    assert str(Deadline("", 450.0, 0.0).error("the deletion")) == (
+        "the deletion was not done within 450 s. Remedy: check the endpoint and the network, and try again"
+    )
 
 
 # --- failures --------------------------------------------------------------------------------------------

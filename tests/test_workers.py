@@ -11,8 +11,9 @@ import threading
 import pytest
 import torch
 
+from dcp_s3.errors import DcpS3Error
+from dcp_s3.memory import iterate_bytes
 from dcp_s3.process import collector_paused
-from dcp_s3.tensor_memory import iterate_bytes
 from dcp_s3.workers import InTurn, Workers
 from tests.end_to_end.states import bits, random_tensor
 
@@ -66,6 +67,26 @@ def test_in_turn_runs_one_after_the_other_on_a_thread_that_ends() -> None:
         failing.result(60)
     assert not [t for t in threading.enumerate() if t.name == "dcp_s3-test"]
     assert turns.submit(divmod, 7, 2).result(60) == (3, 1)
+
+
+def test_where_no_thread_can_be_started_the_error_says_what_to_raise_and_a_pool_that_stands_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers = Workers(1, "dcp_s3-test")
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for act in (lambda: Workers(2, "dcp_s3-none"), lambda: InTurn("dcp_s3-none").submit(print)):
+            with pytest.raises(DcpS3Error, match=r"dcp_s3-none.*can't start new thread.*Remedy: raise it \(ulimit -u"):
+                act()
+        workers.resize(4)
+    assert workers.submit(divmod, 7, 2).result(60) == (3, 1)
+    workers.resize(2)
+    assert len([thread for thread in threading.enumerate() if thread.name.startswith("dcp_s3-test-")]) == 2
+    workers.close()
 
 
 # --- tensors as memory -----------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from typing import Any
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit_state import SaveIdentity, find_save_id, not_found_error, read_manifest
 from dcp_s3.checkpoint.directory import list_directory
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import AttachmentEntry, Manifest, ObjectEntry
 from dcp_s3.format.layout import METADATA, is_attachment_name
+from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.store import Store
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL

@@ -26,12 +26,12 @@ from dcp_s3.checkpoint.commit_state import (
     find_save_id,
     is_committed,
 )
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, SAVE_ID_KEY
+from dcp_s3.memory import crc64nvme, crc_hex
+from dcp_s3.process import __version__
 from dcp_s3.store import DeleteTarget, Expect, Store, StoredObject
 from dcp_s3.url import CheckpointURL
-from dcp_s3.versions import __version__
 
 if TYPE_CHECKING:
     import torch
@@ -360,7 +360,7 @@ def _check_items(dtypes: Iterable[torch.dtype], url: str) -> None:
 
     from dcp_s3.format.archive import FramingError, compute_frame
     from dcp_s3.format.safe_items import check_item
-    from dcp_s3.tensor_memory import view_bytes
+    from dcp_s3.memory import view_bytes
 
     shape = torch.Size((2, 3))
     for dtype in dtypes:

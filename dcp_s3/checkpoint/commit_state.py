@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import list_directory
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import AttachmentEntry, DeletionList, Manifest, ObjectEntry
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, manifest_object, metadata_object
+from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.process import torch_imported_alone
 from dcp_s3.store import ObjectHead, Store, StoredObject
 from dcp_s3.url import CheckpointURL

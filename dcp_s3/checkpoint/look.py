@@ -29,9 +29,9 @@ from dcp_s3.format.layout import (
     metadata_object,
 )
 from dcp_s3.format.saved_entries import needed_objects
+from dcp_s3.process import is_newer_than_installed
 from dcp_s3.store import Store, same_etag
 from dcp_s3.url import CheckpointURL
-from dcp_s3.versions import is_newer_than_installed
 
 logger = logging.getLogger(__name__)
 

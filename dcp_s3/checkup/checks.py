@@ -16,16 +16,16 @@ import botocore.exceptions as boto
 import botocore.session
 
 from dcp_s3 import errors
-from dcp_s3.checksum import crc64nvme, encode_crc
 from dcp_s3.checkup.probes import CONFIGURATION, DATA, PROBE, CheckResult, Examination, fail, from_error, ok, skip, warn
+from dcp_s3.memory import crc64nvme, encode_crc
+from dcp_s3.process import TESTED, __version__, release
 from dcp_s3.retention.policy import policy_from_settings
 from dcp_s3.s3.client import find_chain
 from dcp_s3.s3.diagnosis import answered_code, answered_status, to_storage_error
-from dcp_s3.s3.operations import checksum_arguments
+from dcp_s3.s3.operations import checksum_arguments, creation_arguments
 from dcp_s3.settings import ENV_PREFIX, resolve_settings, unknown_variables
 from dcp_s3.spill.store import as_spill_error
 from dcp_s3.units import format_size
-from dcp_s3.versions import TESTED, __version__, is_newer_than_tested
 
 # --- this host -----------------------------------------------------------------------------------------
 
@@ -46,7 +46,7 @@ def check_versions(exam: Examination) -> CheckResult:
     versions = {package: importlib.metadata.version(package) for package in ("torch", "awscrt", "boto3")}
     found = f"dcp_s3 {__version__}, Python {platform.python_version()}, "
     found += ", ".join(f"{package} {version}" for package, version in versions.items())
-    if is_newer_than_tested(versions["torch"]):
+    if release(versions["torch"])[:2] > release(TESTED[-1]):
         return warn(
             f"{found}: dcp_s3 was never run with this torch, the newest was {TESTED[-1]}",
             "save and load a small state first; pip install --upgrade dcp-s3, or an earlier torch",
@@ -58,13 +58,12 @@ def check_spill(exam: Examination) -> CheckResult:
     if exam.settings.spill_dir is None:
         return skip("DCP_S3_SPILL_DIR is unset: while S3 is away, saves fail")
     path = Path(exam.settings.spill_dir)
-    there = [each for each in (path, *path.parents) if each.exists()]
-    if not exam.read_only:
-        with as_spill_error(path, "write"), tempfile.TemporaryFile(dir=there[0]) as file:
-            file.write(b"doctor")
-            file.flush()
-            os.fsync(file.fileno())
-    free = shutil.disk_usage(there[0]).free
+    there = next(each for each in (path, *path.parents) if each.exists())
+    with as_spill_error(path, "write"), tempfile.TemporaryFile(dir=there) as file:
+        file.write(b"doctor")
+        file.flush()
+        os.fsync(file.fileno())
+    free = shutil.disk_usage(there).free
     found = f"{path}, {format_size(free)} free"
     return ok(found) if free >= 2**30 else warn(f"{found}: hardly room for a checkpoint", "use a larger disk")
 
@@ -175,13 +174,13 @@ def do_list_uploads(exam: Examination) -> CheckResult | None:
     """Begins an upload, which `do_abort` goes on with."""
     upload = exam.begin_upload()
     remedy = "a lifecycle rule or job of the store's own that aborts them"
-    try:
-        answer = exam.ask("ListMultipartUploads", Prefix=exam.key(""))  # of a directory, as prune asks
-    except errors.StorageError as error:
-        found = f"the store does not list multipart uploads ({_code_if(error, 404, 405, 501)})"
-        return warn(f"{found}: those that were left open may cost storage", remedy, cell="no")
+    # Of a directory, as prune asks.
+    answer, code = exam.attempt((404, 405, 501), "ListMultipartUploads", Prefix=exam.key(""))
+    if code:
+        found = f"the store does not list multipart uploads ({code}): those that were left open may cost storage"
+        return warn(found, remedy, cell="no")
     if upload in [str(each.get("UploadId")) for each in answer.get("Uploads", ())]:
-        return CheckResult("", "ok", "", cell="yes")
+        return ok("", cell="yes")
     found = "allowed, but it does not show an open upload: prune will not find what killed processes leave"
     return warn(found, remedy, cell="not what is open")
 
@@ -194,11 +193,11 @@ def do_abort(exam: Examination) -> None:
 
 def do_delete_batch(exam: Examination) -> CheckResult | None:
     exam.put(PROBE, DATA)
-    try:
-        answer = exam.ask("DeleteObjects", Delete={"Objects": [{"Key": exam.key(PROBE)}]})
-    except errors.StorageError as error:
-        found = f"the store has none ({_code_if(error, 400, 405, 411, 501)}): objects are deleted one by one"
-        return warn(found, "nothing; prune takes a request for each object instead of one for a thousand")
+    delete = {"Objects": [{"Key": exam.key(PROBE)}]}
+    answer, code = exam.attempt((400, 405, 411, 501), "DeleteObjects", Delete=delete)
+    if code:
+        remedy = "nothing; prune takes a request for each object instead of one for a thousand"
+        return warn(f"the store has none ({code}): objects are deleted one by one", remedy)
     for entry in answer.get("Errors", ()):
         return warn(f"{entry.get('Code')} for {entry.get('Key')!r}", "the credentials need s3:DeleteObject")
     return None
@@ -209,13 +208,6 @@ def do_delete_batch(exam: Examination) -> CheckResult | None:
 _REFUSED = (412, 409)  # 409: another conditional write is under way
 _OTHER_ETAG = '"00000000000000000000000000000000"'
 _ONE_WRITER = "save to each URL from one job only, and to a URL of its own for each save"
-
-
-def _code_if(error: errors.StorageError, *statuses: int) -> str:
-    """The code of an answer that has one of these statuses; another error is raised again."""
-    if answered_status(error) not in statuses:
-        raise error
-    return answered_code(error)
 
 
 def _try_condition(exam: Examination, operation: str, consequence: str, remedy: str, **arguments: Any) -> CheckResult:
@@ -242,18 +234,16 @@ def check_if_none_match(exam: Examination) -> CheckResult:
 def check_if_match(exam: Examination) -> CheckResult:
     consequence = "a save that overwrites does not notice one that committed meanwhile"
     found = _try_condition(exam, "PutObject", consequence, _ONE_WRITER, Body=b"third", IfMatch=_OTHER_ETAG)
-    if found.status != "ok":
-        return found
-    try:
-        exam.ask("PutObject", PROBE, Body=b"second", IfMatch=exam.ask("HeadObject", PROBE)["ETag"])
-    except errors.StorageError as error:
-        _code_if(error, *_REFUSED, 404, 501)
-        return warn(
-            "refused even where the ETag is the object's; saves look at the object themselves and then write "
-            "without it, so that one that overwrites may not notice another",
-            _ONE_WRITER,
-            cell="refused always",
-        )
+    if found.status == "ok":
+        etag = exam.ask("HeadObject", PROBE)["ETag"]
+        _, code = exam.attempt((*_REFUSED, 404, 501), "PutObject", PROBE, Body=b"second", IfMatch=etag)
+        if code:
+            found = warn(
+                "refused even where the ETag is the object's; saves look at the object themselves and then write "
+                "without it, so that one that overwrites may not notice another",
+                _ONE_WRITER,
+                cell="refused always",
+            )
     return found
 
 
@@ -263,25 +253,26 @@ def check_conditional_delete(exam: Examination) -> CheckResult:
 
 
 def check_checksums(exam: Examination) -> CheckResult:
-    if exam.settings.checksum == "none":
+    chosen = exam.settings.checksum
+    if chosen == "none":
         return skip("DCP_S3_CHECKSUM=none: nothing is compared, neither by saves nor by loads")
     shown = "CRC-64/NVME"
     ignored = "damage on the way to it goes unnoticed until a load, which always compares"
     remedy = "nothing, if the network has checksums (TLS has); dcp-s3 verify --full after important saves"
-    try:
-        exam.put(PROBE, DATA, **checksum_arguments(exam.settings, crc64nvme(DATA)))
-    except errors.StorageError as error:
-        found = f"the store does not know {shown} ({_code_if(error, 400, 501)})"
-        if exam.settings.checksum == "auto":
+    given = creation_arguments(exam.settings, data=True)
+    right, wrong = (given | checksum_arguments(exam.settings, crc64nvme(data)) for data in (DATA, _OTHER))
+    exam.keys.add(exam.key(PROBE))
+    _, code = exam.attempt((400, 501), "PutObject", PROBE, Body=DATA, **right)
+    if code:
+        found = f"the store does not know {shown} ({code})"
+        if chosen == "auto":
             return warn(f"{found}: objects are sent without; {ignored}", remedy, cell="refused")
         wanted = "DCP_S3_CHECKSUM=auto, which does without where it is not known"
-        return fail(f"{found}, but DCP_S3_CHECKSUM={exam.settings.checksum} insists on it", wanted, cell="refused")
-    try:
-        # A save would send it again, and say so. Here the refusal is what is asked for.
-        exam.ask("PutObject", PROBE, attempts=1, Body=DATA, **checksum_arguments(exam.settings, crc64nvme(_OTHER)))
-    except errors.StorageError as error:
-        found = f"{shown} is compared: a wrong one was refused ({_code_if(error, 400)})"
-        return ok(found, cell=f"compared ({shown})")
+        return fail(f"{found}, but DCP_S3_CHECKSUM={chosen} insists on it", wanted, cell="refused")
+    # A save would send it again, and say so. Here the refusal is what is asked for.
+    _, code = exam.attempt((400,), "PutObject", PROBE, attempts=1, Body=DATA, **wrong)
+    if code:
+        return ok(f"{shown} is compared: a wrong one was refused ({code})", cell=f"compared ({shown})")
     found = f"{shown} is accepted, but not compared: an object was stored with a wrong one; {ignored}"
     return warn(found, remedy, cell=f"not compared ({shown})")
 
@@ -293,7 +284,9 @@ def check_whole_object(exam: Examination) -> CheckResult:
     try:
         exam.complete_upload(exam.begin_upload(ChecksumAlgorithm="CRC64NVME", **whole), **whole, **wrong)
     except errors.StorageError as error:
-        code = _code_if(error, 400, 501)
+        if answered_status(error) not in (400, 501):
+            raise
+        code = answered_code(error)
         if exam.uploads == before:
             return skip(f"no upload with it can be begun ({code}): one of several parts goes without", cell="refused")
         return ok(f"a wrong CRC-64 of a whole object is refused ({code})", cell="compared")
@@ -305,17 +298,13 @@ def check_whole_object(exam: Examination) -> CheckResult:
 def check_copies(exam: Examination) -> CheckResult:
     """Whether objects, and parts of them, are copied inside of the store."""
     exam.put(PROBE, DATA)
-    source: dict[str, Any] = {"CopySource": {"Bucket": exam.url.bucket, "Key": exam.key(PROBE)}}
+    source = {"CopySource": {"Bucket": exam.url.bucket, "Key": exam.key(PROBE)}}
     exam.keys.add(exam.key(_COPY))
-    done: list[str] = []
-    try:
-        if exam.ask("CopyObject", _COPY, **source).get("CopyObjectResult"):
-            done.append("objects")
-        answer = exam.ask("UploadPartCopy", PROBE, UploadId=exam.begin_upload(), PartNumber=1, **source)
-        if answer.get("CopyPartResult"):
-            done.append("parts")
-    except errors.StorageError as error:
-        _code_if(error, 400, 403, 404, 405, 501)
+    refusals = (400, 403, 404, 405, 501)
+    objects, _ = exam.attempt(refusals, "CopyObject", _COPY, **source)
+    part = {"UploadId": exam.begin_upload(), "PartNumber": 1} if objects.get("CopyObjectResult") else None
+    parts = exam.attempt(refusals, "UploadPartCopy", PROBE, **part, **source)[0] if part else {}
+    done = [name for name, is_so in (("objects", part), ("parts", parts.get("CopyPartResult"))) if is_so]
     cell = ", ".join(done) or "no"
     if len(done) == 2:
         return ok("objects and parts of them are copied inside of the store", cell=cell)

@@ -80,8 +80,6 @@ class Check(NamedTuple):
     """The check that must not have failed. A check that was skipped passes its own reason on."""
     operation: str = ""
     """The operation that it tries to be allowed. What it returns is another fault than a refusal."""
-    writes: bool = False
-    """Whether it writes to the bucket."""
     optional: bool = False
     """Whether saves and loads work without what it tries."""
 
@@ -93,24 +91,23 @@ CHECKS = (
     Check("endpoint", checks.check_endpoint, "credentials"),
     Check("clock", checks.check_clock, "endpoint"),
     Check("ListObjectsV2", checks.do_list, "endpoint", "ListObjectsV2"),
-    Check("PutObject", checks.do_put, "ListObjectsV2", "PutObject", writes=True),
-    Check("GetObject", checks.do_get, "PutObject", "GetObject", writes=True),
-    Check("DeleteObject", checks.do_delete, "PutObject", "DeleteObject", writes=True),
-    Check("DeleteObjects", checks.do_delete_batch, "PutObject", "DeleteObjects", writes=True),
-    Check("multipart upload", checks.do_multipart, "PutObject", "UploadPart", writes=True),
-    Check("ListMultipartUploads", checks.do_list_uploads, "multipart upload", "ListMultipartUploads", writes=True),
-    Check("AbortMultipartUpload", checks.do_abort, "multipart upload", "AbortMultipartUpload", writes=True),
-    Check("If-None-Match", checks.check_if_none_match, "PutObject", writes=True, optional=True),
-    Check("If-Match", checks.check_if_match, "PutObject", writes=True, optional=True),
-    Check("conditional delete", checks.check_conditional_delete, "PutObject", writes=True, optional=True),
-    Check("checksums", checks.check_checksums, "PutObject", writes=True, optional=True),
-    Check("whole-object CRC-64", checks.check_whole_object, "multipart upload", writes=True, optional=True),
-    Check("copies", checks.check_copies, "multipart upload", writes=True, optional=True),
+    Check("PutObject", checks.do_put, "ListObjectsV2", "PutObject"),
+    Check("GetObject", checks.do_get, "PutObject", "GetObject"),
+    Check("DeleteObject", checks.do_delete, "PutObject", "DeleteObject"),
+    Check("DeleteObjects", checks.do_delete_batch, "PutObject", "DeleteObjects"),
+    Check("multipart upload", checks.do_multipart, "PutObject", "UploadPart"),
+    Check("ListMultipartUploads", checks.do_list_uploads, "multipart upload", "ListMultipartUploads"),
+    Check("AbortMultipartUpload", checks.do_abort, "multipart upload", "AbortMultipartUpload"),
+    Check("If-None-Match", checks.check_if_none_match, "PutObject", optional=True),
+    Check("If-Match", checks.check_if_match, "PutObject", optional=True),
+    Check("conditional delete", checks.check_conditional_delete, "PutObject", optional=True),
+    Check("checksums", checks.check_checksums, "PutObject", optional=True),
+    Check("whole-object CRC-64", checks.check_whole_object, "multipart upload", optional=True),
+    Check("copies", checks.check_copies, "multipart upload", optional=True),
     Check("lifecycle", checks.check_lifecycle, "ListObjectsV2", optional=True),
     Check("versioning", checks.check_versioning, "ListObjectsV2", optional=True),
     Check("spill disk", checks.check_spill, "settings"),
 )
-
 
 COLUMNS = (
     ("If-None-Match, If-Match, delete", ("If-None-Match", "If-Match", "conditional delete")),
@@ -125,18 +122,13 @@ COLUMNS = (
 
 
 def doctor(
-    url: URLLike,
-    settings: SettingsLike = None,
-    read_only: bool = False,
-    *,
-    on_result: Callable[[CheckResult], object] = lambda _: None,
+    url: URLLike, settings: SettingsLike = None, *, on_result: Callable[[CheckResult], object] = lambda _: None
 ) -> DoctorReport:
     """Examine whether saves and loads below a URL will work, and what the store is able to do.
 
     Nothing is raised for what is found: the report has it, and ``print`` shows all of it. Small probe objects are
-    written below the URL, under a name of their own, and removed again, also after a failure or Ctrl-C. ``read_only``
-    leaves out everything that writes, to the bucket and to the spill directory. ``on_result`` is called after each
-    check.
+    written below the URL, under a name of their own, and removed again, also after a failure or Ctrl-C. ``on_result``
+    is called after each check.
 
     Raises:
         InvalidURLError: the URL is none of S3, or too long for names below it.
@@ -144,45 +136,35 @@ def doctor(
     >>> doctor("s3://bucket/run").ok
     True
     """
-    exam = Examination(parse_url(url), read_only, settings)
+    exam = Examination(parse_url(url), settings)
     parse_url(str(exam.probes))  # its names are not too long
     began = time.monotonic()
     results: dict[str, CheckResult] = {}
-
-    def make(check: Check) -> None:
-        found = _find_reason_to_skip(check, results) or _make(check, exam)
-        results[check.name] = replace(found, name=check.name)
-        on_result(results[check.name])
-
     with exam.removing():
-        for check in CHECKS:
-            if not (check.writes and read_only):
-                make(check)
-        if exam.keys or exam.uploads:
-            make(Check("clean-up", checks.clean_up, optional=True))
+        for check in (*CHECKS, Check("clean-up", checks.clean_up, optional=True)):
+            if check.make is not checks.clean_up or exam.keys or exam.uploads:
+                results[check.name] = replace(_make(check, exam, results), name=check.name)
+                on_result(results[check.name])
     store = exam.server or str(exam.url.bucket)
-    return DoctorReport(str(exam.url), read_only, tuple(results.values()), time.monotonic() - began, store)
+    return DoctorReport(str(exam.url), tuple(results.values()), time.monotonic() - began, store)
 
 
-def _make(check: Check, exam: Examination) -> CheckResult:
-    needed = permission_for(check.operation) if check.operation else None
+def _make(check: Check, exam: Examination, results: Mapping[str, CheckResult]) -> CheckResult:
+    """What a check finds, or why it cannot be made."""
+    needed = results.get(check.needs)
+    if needed is not None and needed.status == "skipped":
+        return needed
+    if needed is not None and needed.status == "failed":
+        return skip(f"not checked: see {check.needs}")
+    permission = permission_for(check.operation) if check.operation else None
     try:
         found = check.make(exam) or ok("")
     except (errors.DcpS3Error, boto.BotoCoreError, boto.ClientError, OSError, ValueError) as error:
-        is_optional = check.optional or (needed is not None and not needed.required)
-        return from_error(
-            error, status="warning" if is_optional else "failed", consequence=needed.without if needed else ""
-        )
-    if found.found or needed is None:
+        status: Status = "warning" if check.optional or (permission and not permission.required) else "failed"
+        return from_error(error, status=status, consequence=permission.without if permission else "")
+    if found.found or permission is None:
         return found
-    return replace(found, found=f"allowed; needed for {needed.used_by.replace('`', '')} ({needed.action})")
-
-
-def _find_reason_to_skip(check: Check, results: Mapping[str, CheckResult]) -> CheckResult | None:
-    needed = results.get(check.needs)
-    if needed is None or needed.passed:
-        return None
-    return needed if needed.status == "skipped" else skip(f"not checked: see {check.needs}")
+    return replace(found, found=f"allowed; needed for {permission.used_by.replace('`', '')} ({permission.action})")
 
 
 # --- the report ----------------------------------------------------------------------------------------
@@ -199,8 +181,6 @@ class DoctorReport:
 
     url: str
     """URL that was examined."""
-    read_only: bool
-    """Whether everything that writes was left out."""
     checks: tuple[CheckResult, ...]
     """The checks, in the order in which they were made."""
     seconds: float = 0.0
@@ -236,7 +216,7 @@ class DoctorReport:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        fields = ("url", "ok", "read_only", "seconds", "row")
+        fields = ("url", "ok", "seconds", "row")
         return {**{name: getattr(self, name) for name in fields}, "checks": [asdict(each) for each in self.checks]}
 
     def __repr__(self) -> str:
@@ -261,8 +241,6 @@ def conclude(report: DoctorReport) -> str:
     counts = Counter(each.status for each in report.checks)
     told = ", ".join(f"{counts[status]} {word}" for status, word in WORDS.items() if counts[status])
     verdict = "saves and loads will work" if report.ok else "saves or loads will not work"
-    if report.ok and report.read_only:
-        verdict = "nothing failed; whether saves work was not tried (read-only)"
     summary = f"{report.url}: {verdict}: {told}, in {report.seconds:.1f} s"
-    row = [] if report.read_only else ["this store's row in the table of docs/stores.md", report.row]
+    row = ["this store's row in the table of docs/stores.md", report.row]
     return "\n".join([summary, *row, *map(format_result, report.failed)])

@@ -7,7 +7,7 @@ import logging
 import secrets
 import string
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from dcp_s3 import errors
 from dcp_s3.limit import Limit
 from dcp_s3.s3.bucket import server_time
 from dcp_s3.s3.client import get_client
-from dcp_s3.s3.diagnosis import answered_status
+from dcp_s3.s3.diagnosis import answered_code, answered_status
 from dcp_s3.s3.operations import creation_arguments
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings
@@ -66,11 +66,6 @@ class CheckResult:
     def __repr__(self) -> str:
         return one_line("CheckResult", repr(self.name), self.status, " ".join(self.found.split()))
 
-    @property
-    def passed(self) -> bool:
-        """Whether checks that build on this one make sense."""
-        return self.status in ("ok", "warning")
-
 
 # Whoever makes a check adds its name.
 ok, skip = partial(CheckResult, "", "ok"), partial(CheckResult, "", "skipped")
@@ -88,7 +83,6 @@ class Examination:
     """What the checks share: requests, what one learns for later ones, and the probe objects."""
 
     url: CheckpointURL
-    read_only: bool
     given: Any
     """Settings as the caller gave them."""
     settings: Settings = field(default_factory=Settings.model_construct)
@@ -126,6 +120,18 @@ class Examination:
             return {**answer, "Body": answer["Body"].read()} if "Body" in answer else answer
 
         return store.call(operation, key, send, attempts=attempts)
+
+    def attempt(
+        self, refusals: Collection[int], operation: str, name: str | None = None, **arguments: Any
+    ) -> tuple[dict[str, Any], str]:
+        """The answer to a request, and an empty text; or nothing, and the code of a refusal with one of these statuses.
+        Another error is raised."""
+        try:
+            return self.ask(operation, name, **arguments), ""
+        except errors.StorageError as error:
+            if answered_status(error) not in refusals:
+                raise
+            return {}, answered_code(error)
 
     def put(self, name: str, data: bytes, **arguments: Any) -> None:
         written = set(self.keys)

@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from dcp_s3 import errors
 from dcp_s3.format.control_files import number_to_json
-from dcp_s3.versions import __version__
+from dcp_s3.process import __version__
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -184,7 +184,7 @@ def _main(
     if endpoint_url or profile or region:
         from dcp_s3.settings import environment
 
-        stack.enter_context(environment(endpoint_url=endpoint_url, profile=profile, region=region))
+        stack.enter_context(environment(DCP_S3_ENDPOINT_URL=endpoint_url, DCP_S3_PROFILE=profile, DCP_S3_REGION=region))
     stack.enter_context(show_log(verbose))
 
 
@@ -291,37 +291,21 @@ def _bar(*columns: str) -> Progress:
 
 
 @contextlib.contextmanager
-def _handling(handler: Callable[..., object], *numbers: signal.Signals) -> Iterator[None]:
-    """Handle signals during the body, in the main thread."""
+def ended_like_ctrl_c() -> Iterator[None]:
+    """Clean up after SIGTERM and SIGHUP as after Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in numbers}
+
+    def interrupt(*_: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
-
-
-@contextlib.contextmanager
-def stop_on_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM and Ctrl-C set during the body, for commands that then end by themselves."""
-    stop = threading.Event()
-    with _handling(lambda *_: stop.set(), signal.SIGTERM, signal.SIGINT):
-        try:
-            yield stop
-        finally:
-            stop.set()  # for threads that wait for it, whatever has happened
-
-
-def ended_like_ctrl_c() -> contextlib.AbstractContextManager[None]:
-    """Clean up after other signals as after Ctrl-C."""
-
-    def interrupt(*_: Any) -> NoReturn:
-        raise KeyboardInterrupt
-
-    return _handling(interrupt, signal.SIGTERM, signal.SIGHUP)
 
 
 def someone_is_there() -> bool:

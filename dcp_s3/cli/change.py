@@ -19,7 +19,6 @@ from dcp_s3.url import parse_url
 
 if TYPE_CHECKING:
     from dcp_s3.retention.prune import PruneReport
-    from dcp_s3.spill.drain import DrainReport
     from dcp_s3.spill.store import SpillStore
 
 
@@ -130,58 +129,19 @@ def drain(
     store = SpillStore(directory or str(settings.spill_dir))
     if not store.path.is_dir():
         raise typer.BadParameter(f"there is no directory {store.path}", param_hint="DIR")
-    found = _find_saves(store)
     if status:
-        cli.print_json(found) if as_json else _print_saves(found)
+        _show_spilled(store, as_json)
         return
-    with cli.stop_on_signals() as stop, cli.progress("drain") as callbacks:
-        callbacks["on_total"](sum(save["size"] for save in found["saves"]))
-        patience, on_progress = settings.spill_after, callbacks["on_progress"]
-        report = Drainer(store, stop=stop, on_progress=on_progress, patience=patience).run()
-    for url in report.committed:
-        cli.note(f"committed {url}")
+    with cli.ended_like_ctrl_c(), cli.progress("drain") as callbacks:
+        callbacks["on_total"](sum(save.journal.size for save in store.scan()))
+        report = Drainer(store, on_progress=callbacks["on_progress"], patience=settings.spill_after).run()
     if as_json:
         cli.print_json(dataclasses.asdict(report))
-    if not _say_drained(store, report):
-        raise typer.Exit(cli.FAILED)
-
-
-def _find_saves(store: SpillStore) -> dict[str, Any]:
-    saves = [
-        {
-            "name": save.name,
-            "url": save.journal.url,
-            "what": "commit" if save.journal.commit is not None else "data",
-            "state": save.journal.state.value,
-            "size": save.journal.size,
-            "created_at": save.journal.created_at,
-        }
-        for save in store.scan()
-    ]
-    refused = [dataclasses.asdict(refused) | {"path": str(refused.path)} for refused in store.list_refused()]
-    damaged = [dataclasses.asdict(found) | {"path": str(found.path)} for found in store.list_broken()]
-    return {"directory": str(store.path), "saves": saves, "damaged": damaged, "refused": refused}
-
-
-def _print_saves(found: dict[str, Any]) -> None:
-    from dcp_s3.cli import tables
-
-    table = tables.make_table(("checkpoint", "what", "state", ">size", ">age"))
-    for save in found["saves"]:
-        age = tables.format_age(time.time() - save["created_at"])
-        tables.add_row(table, (save["url"], save["what"], save["state"], format_size(save["size"]), age))
-    if found["saves"]:
-        tables.show(table)
-    for kind, name in (("damaged", "damaged"), ("refused", "set aside")):
-        for each in found[kind]:
-            cli.print_line(f"{name}: {each['path']}: {each['reason']}")
-
-
-def _say_drained(store: SpillStore, report: DrainReport) -> bool:
-    """Report what was done, for people. Returns whether nothing is left."""
+    for url in report.committed:
+        cli.note(f"committed {url}")
     if report.busy:
         cli.note(f"another process drains {store.path}: nothing was done here")
-        return False
+        raise typer.Exit(cli.FAILED)
     for name, reason in report.refused.items():
         cli.note(f"set aside {name}: {reason}")
     for name, reason in report.waiting.items():
@@ -190,7 +150,33 @@ def _say_drained(store: SpillStore, report: DrainReport) -> bool:
         f"{store.path}: {format_size(report.uploaded)} uploaded, {len(report.committed)} committed, "
         f"{len(report.discarded)} given up, {len(report.waiting)} waiting, {len(report.refused)} set aside"
     )
-    return not report.waiting and not store.list_refused()
+    if report.waiting or store.list_refused():
+        raise typer.Exit(cli.FAILED)
+
+
+def _show_spilled(store: SpillStore, as_json: bool) -> None:
+    """Show what waits in a spill directory, and what was set aside."""
+    from dcp_s3.cli import tables
+
+    saves, table = [], tables.make_table(("checkpoint", "what", "state", ">size", ">age"))
+    for name, journal in ((save.name, save.journal) for save in store.scan()):
+        what, state = "data" if journal.commit is None else "commit", journal.state.value
+        facts = {"name": name, "url": journal.url, "what": what, "state": state}
+        saves.append(facts | {"size": journal.size, "created_at": journal.created_at})
+        age = tables.format_age(time.time() - journal.created_at)
+        tables.add_row(table, (journal.url, what, state, format_size(journal.size), age))
+    damaged, refused = (
+        [dataclasses.asdict(each) | {"path": str(each.path)} for each in found]
+        for found in (store.list_broken(), store.list_refused())
+    )
+    if as_json:
+        cli.print_json({"directory": str(store.path), "saves": saves, "damaged": damaged, "refused": refused})
+        return
+    if saves:
+        tables.show(table)
+    for kind, found in (("damaged", damaged), ("set aside", refused)):
+        for each in found:
+            cli.print_line(f"{kind}: {each['path']}: {each['reason']}")
 
 
 @cli.app.command()

@@ -186,7 +186,6 @@ def doctor(
     url: Annotated[
         str | None, typer.Argument(metavar="URL", help="s3://bucket/prefix below which checkpoints are to lie.")
     ] = None,
-    read_only: Annotated[bool, typer.Option("--read-only", help="Leave out everything that writes.")] = False,
     settings: Annotated[
         bool,
         typer.Option("--settings", help="Only show each setting, and the variable or AWS profile that it comes from."),
@@ -214,7 +213,7 @@ def doctor(
             console.print(text, style=_STYLES[result.status], soft_wrap=True)
 
     with cli.ended_like_ctrl_c():
-        report = checkup.doctor(url, read_only=read_only, on_result=show)
+        report = checkup.doctor(url, on_result=show)
     if as_json:
         cli.print_json(report.to_dict())
     else:
@@ -322,19 +321,14 @@ def bench(
 
 
 @cli.app.command()
-def demo(
-    url: Annotated[
-        str | None,
-        typer.Option(
-            "--url", metavar="URL", help="s3://bucket/prefix to run below; without it, on an S3 server of the demo's."
-        ),
-    ] = None,
-) -> None:
-    """Kill a training run in the middle of a save, restart it on another number of ranks, and check every bit."""
-    from dcp_s3.demo.run import run_demo
+def demo() -> None:
+    """Kill a training run in the middle of a save, restart it on another number of ranks, and check every bit.
 
-    # The training processes must not be left behind.
-    with cli.ended_like_ctrl_c():
-        holds = run_demo(url)
+    It runs on an S3 server of its own, on this host.
+    """
+    from dcp_s3.demo import run_demo
+
+    with cli.ended_like_ctrl_c():  # the training processes must not be left behind
+        holds = run_demo()
     if not holds:
         raise typer.Exit(cli.FAILED)

@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeVar, cast
 import numpy as np
 
 from dcp_s3 import errors
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.coordination.merge import assign
 from dcp_s3.coordination.protocol import Steps, merger_of
 from dcp_s3.coordination.values import (
@@ -47,6 +46,7 @@ from dcp_s3.coordination.values import (
 from dcp_s3.coordination.watch import LOOKS, Watch
 from dcp_s3.failures import without_tracebacks
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, joint_object, metadata_object, new_nonce
+from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.s3.store import S3Store
 from dcp_s3.store import ABSENT, Expect, Store
 from dcp_s3.url import CheckpointURL

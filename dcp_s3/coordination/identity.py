@@ -18,13 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_s3 import ranks
+from dcp_s3 import process
 from dcp_s3.errors import SaveProtocolError, StorageError
 from dcp_s3.format.layout import CLAIM
-from dcp_s3.launcher import Launch
 from dcp_s3.limit import Limit
+from dcp_s3.process import Launch, launch
 from dcp_s3.s3.store import store_of
-from dcp_s3.settings import Settings, launch
+from dcp_s3.settings import Settings
 from dcp_s3.torch_private import default_store
 from dcp_s3.url import CheckpointURL
 
@@ -115,9 +115,9 @@ def current_attempt(where: CheckpointURL, settings: Settings) -> Attempt:
     """
     global _current
     store = default_store()
-    rank, world_size = ranks.rank(), ranks.world_size()
+    rank, world_size = process.rank(), process.world_size()
     found = launch()
-    if not ranks.is_initialized():
+    if not process.is_initialized():
         rank, world_size = found.rank, found.world_size
     # Weak: a store that is not closed keeps its port. What stands in it does not change with the environment.
     of = (settings.run_id, found, rank, world_size) if store is None else (weakref.ref(store),)

@@ -9,9 +9,9 @@ import secrets
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.coordination.identity import Attempt
 from dcp_s3.format import layout
+from dcp_s3.memory import crc64nvme, crc_hex
 
 OPEN, FULL, COMMITTING, ABORTED = "open", "full", "committing", "aborted"
 """States of a claim: ranks may join; all have joined; decided, one way or the other."""

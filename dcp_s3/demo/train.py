@@ -13,7 +13,7 @@ import hashlib
 import json
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,14 +53,14 @@ class TrainState(Stateful):
         self.step = state_dict["step"]
 
 
-def main() -> None:
-    """Train with the options of the command line."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train with these options, or those of the command line."""
     parser = argparse.ArgumentParser(prog="dcp_s3.demo.train", description=__doc__.partition("\n")[0])
     parser.add_argument("--url", required=True, help="s3://bucket/prefix of this run")
     parser.add_argument("--steps", type=int, default=200, help="train to here; default: %(default)s")
     parser.add_argument("--save-every", type=int, default=10, help="steps; default: %(default)s")
     parser.add_argument("--digest-file", type=Path, help="append a hash of what is saved and restored")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
 

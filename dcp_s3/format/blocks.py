@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from dcp_s3.checksum import combine_crc64nvme, crc64nvme_between
+from dcp_s3.memory import combine_crc64nvme, crc64nvme_between
 from dcp_s3.torch_private import StorageInfo
 
 MIN_BLOCK = 8 * 2**10

@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import CorruptCheckpointError, UnsafeMetadataError
 from dcp_s3.format.allow_list import (
     LEAVES,
@@ -43,9 +42,9 @@ from dcp_s3.format.allow_list import (
 )
 from dcp_s3.format.layout import is_inside
 from dcp_s3.format.saved_entries import find_contradiction
-from dcp_s3.process import collector_paused
+from dcp_s3.memory import crc64nvme, crc_hex
+from dcp_s3.process import __version__, collector_paused
 from dcp_s3.torch_private import StorageInfo
-from dcp_s3.versions import __version__
 
 # --- writing --------------------------------------------------------------------------------------
 

@@ -21,10 +21,10 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 
-from dcp_s3.checksum import crc64nvme
 from dcp_s3.format import allow_list
 from dcp_s3.format.control_files import AttachmentEntry, ObjectEntry
 from dcp_s3.format.layout import What, classify, is_inside
+from dcp_s3.memory import crc64nvme
 from dcp_s3.torch_private import StorageInfo
 
 MAGIC = b"dcppart\x03"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-from dcp_s3.versions import release, require_torch
+from dcp_s3.process import release, require_torch
 
 
 def require(package: str, at_least: str, below: str) -> None:

@@ -1,7 +1,8 @@
 """Accelerate: everything that `Accelerator.save_state` saves, as one state for `CheckpointManager`, so that it commits
 once.
 
->>> from dcp_s3.integrations.accelerate import training_state
+>>> from dcp_s3 import process
+from dcp_s3.integrations.accelerate import training_state
 >>> state = training_state(accelerator)
 >>> with CheckpointManager("s3://bucket/run") as manager:
 ...     step = manager.restore(state) or 0
@@ -35,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from dcp_s3 import ranks
+from dcp_s3 import process
 from dcp_s3.errors import CheckpointError, SaveProtocolError
 from dcp_s3.failures import name_failed
 from dcp_s3.integrations import require
@@ -98,7 +99,7 @@ def agree(work: Callable[[], T], failed: str) -> list[T]:
         CheckpointError: it raised on another rank; the message is ``failed`` with the cause. Where it raised, that
             error is raised.
     """
-    group = dist.group.WORLD if ranks.is_initialized() else None
+    group = dist.group.WORLD if process.is_initialized() else None
     return Ranks(group).agree(work, lambda failures: CheckpointError(f"{failed}: {name_failed(failures)}"))
 
 
@@ -221,7 +222,7 @@ class TrainingPart(Stateful):
                 "dataloaders": [_dataloader_state(loader, accelerator) for loader in self.dataloaders],
             }
             # Those with tensors may be large, and are not sent.
-            return mine, [None if ranks.rank() > 0 or _has(torch.Tensor, each) else each for each in own]
+            return mine, [None if process.rank() > 0 or _has(torch.Tensor, each) else each for each in own]
 
         # Everything that may raise on one rank alone, so that the others do not wait for it.
         found = agree(collect, "the state of the training cannot be collected")
@@ -229,7 +230,7 @@ class TrainingPart(Stateful):
         return {**state, "ranks": as_item([mine for mine, _ in found])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        accelerator, rank = self.accelerator, ranks.rank()
+        accelerator, rank = self.accelerator, process.rank()
         self.loaded = from_item(state_dict["ranks"])
         dataloaders = self.loaded[rank if rank < len(self.loaded) else 0]["dataloaders"]
         accelerator.step = state_dict["step"]
@@ -241,12 +242,12 @@ class TrainingPart(Stateful):
         for each, state in _pair("registered objects", self.registered, registered):
             each.load_state_dict(from_item(state))
         for loader, state in _pair("dataloaders", self.dataloaders, dataloaders):
-            _load_dataloader(loader, state, len(self.loaded) == ranks.world_size())
+            _load_dataloader(loader, state, len(self.loaded) == process.world_size())
         self.set_rng()
 
     def set_rng(self) -> None:
         """Set this rank's random number generators to what was loaded."""
-        set_rng_state(ranks.rank(), [each["rng"] for each in self.loaded], self.accelerator.device)
+        set_rng_state(process.rank(), [each["rng"] for each in self.loaded], self.accelerator.device)
 
 
 def _pair(what: str, prepared: list[Any], saved: list[Any]) -> list[tuple[Any, Any]]:

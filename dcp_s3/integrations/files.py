@@ -24,13 +24,11 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit import make_commit, publish
 from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, find_save_id, read_manifest
-from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import FILES_PREFIX, METADATA, new_save_id, step_of
 from dcp_s3.limit import Cancelled
-from dcp_s3.memory import Piece, ReadTarget
+from dcp_s3.memory import Piece, ReadTarget, combine_crc64nvme, crc64nvme, crc_hex, view_bytes
 from dcp_s3.store import Store, StreamedObject
-from dcp_s3.tensor_memory import view_bytes
 from dcp_s3.url import CheckpointURL
 
 _SHORT = 2**18

@@ -1,7 +1,6 @@
 """`dcp_s3.stats` for Prometheus (``prometheus-client``).
 
-``dcp-s3 drain --watch --metrics-port 9464`` serves them; a training process does with `serve`, or by registering
-`Collector` in the registry that it serves already.
+A training process serves them with `serve`, or by registering `Collector` in the registry that it serves already.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from dcp_s3.errors import SettingsError
+from dcp_s3.events import stats
 from dcp_s3.integrations import require
-from dcp_s3.monitoring import stats
 
 require("prometheus-client", "0.20", "1")
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from typing_extensions import Buffer
 
 from dcp_s3 import errors
-from dcp_s3.checksum import crc_hex
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import FILES_PREFIX, METADATA, is_attachment_name, new_save_id
 from dcp_s3.integrations import require
@@ -31,9 +30,11 @@ from dcp_s3.integrations.files import (
     publish_files,
     put_record,
 )
+from dcp_s3.memory import crc_hex
+from dcp_s3.process import launch
 from dcp_s3.retention.prune import remove
 from dcp_s3.s3.store import store_of
-from dcp_s3.settings import SettingsLike, launch, resolve_settings
+from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import StreamedObject
 from dcp_s3.url import is_s3_url, parse_url
 

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcp_s3 import ranks
+from dcp_s3 import process
 from dcp_s3.errors import CheckpointError
 from dcp_s3.integrations import require
 from dcp_s3.manager.arguments import resolve_policy
@@ -135,7 +135,7 @@ class S3Checkpoints(_AnyTrainer):
     def _refuse_later(self, start: int) -> None:
         """Check that no checkpoint is later than the step at which the training begins."""
         [latest, *_] = agree(
-            lambda: self._manager.latest_step() if ranks.rank() == 0 else None,
+            lambda: self._manager.latest_step() if process.rank() == 0 else None,
             f"the training under {self.checkpoint_root} does not begin",
         )
         if latest is not None and latest > start:

@@ -8,6 +8,7 @@ Loads, sharing between ranks, read_tensors, exports and diff use it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import queue
 import sys
@@ -20,15 +21,12 @@ from typing import Any
 import torch
 
 from dcp_s3 import errors
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.limit import Cancelled
 from dcp_s3.load.items import Transfer
 from dcp_s3.load.plan import ALIGNMENT, ReadRequest, Segment, halve, plan_requests
-from dcp_s3.memory import ReadTarget
-from dcp_s3.process import collect_young
+from dcp_s3.memory import ReadTarget, crc64nvme, crc_hex, view_bytes
 from dcp_s3.settings import Settings
 from dcp_s3.store import Moved, Store
-from dcp_s3.tensor_memory import view_bytes
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -136,7 +134,7 @@ class Fetcher:
         if self._cancel.is_set():
             raise Cancelled
         if len(self.fetched) % _COLLECT_EVERY == _COLLECT_EVERY - 1:
-            collect_young()
+            gc.collect(1)
         buffer = getattr(self._local, "buffer", None)
         if buffer is None:
             buffer = self._local.buffer = Buffer(pin=self.pin)

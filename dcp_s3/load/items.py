@@ -17,7 +17,6 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_s3 import errors
-from dcp_s3.checksum import combine_crc64nvme
 from dcp_s3.format.blocks import Range
 from dcp_s3.load.plan import (
     Box,
@@ -28,7 +27,7 @@ from dcp_s3.load.plan import (
     find_section,
     row_major_strides,
 )
-from dcp_s3.tensor_memory import is_direct, view_bytes
+from dcp_s3.memory import combine_crc64nvme, is_direct, view_bytes
 from dcp_s3.torch_private import narrow_tensor_by_index
 
 

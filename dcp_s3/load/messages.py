@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dcp_s3 import errors, ranks
-from dcp_s3.tensor_memory import view_bytes
+from dcp_s3 import errors, process
+from dcp_s3.memory import view_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +55,11 @@ def make_offer(checkpoint: str, version: int, given: dist.ProcessGroup | None, *
         return "cpu:gloo" in dist.get_backend_config(group).split(",")
 
     return Offer(
-        rank=ranks.rank(),
+        rank=process.rank(),
         shares=shares,
         checkpoint=checkpoint,
         version=version,
-        world_size=ranks.world_size() if has_gloo(None) else 0,
+        world_size=process.world_size() if has_gloo(None) else 0,
         given=hash(tuple(dist.get_process_group_ranks(given))) if given is not None and has_gloo(given) else 0,
     )
 

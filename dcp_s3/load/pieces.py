@@ -9,13 +9,12 @@ from typing import NamedTuple
 import torch
 
 from dcp_s3 import errors
-from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.format.blocks import Range, widen
 from dcp_s3.load.assign import Boxes, SharedPart, SharedPiece
 from dcp_s3.load.fetch import Fetcher
 from dcp_s3.load.items import ItemTransfer, Transfer, cut_out, elements_of
 from dcp_s3.load.plan import ALIGNMENT, Box, StoredChunk, box_of, find_section
-from dcp_s3.tensor_memory import view_bytes
+from dcp_s3.memory import combine_crc64nvme, crc64nvme, crc_hex, view_bytes
 
 
 def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:

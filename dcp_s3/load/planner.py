@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from dcp_s3 import errors
 from dcp_s3.errors import MissingKeysError, TensorMismatchError
 from dcp_s3.failures import called_by_dcp
+from dcp_s3.memory import is_plain
 from dcp_s3.process import collector_paused
-from dcp_s3.tensor_memory import is_plain
 from dcp_s3.torch_private import ShardedTensor, create_chunk_list
 from dcp_s3.units import plural
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_s3 import errors, ranks
+from dcp_s3 import errors, process
 from dcp_s3.checkpoint.attachments import check_bytes, find_attachments, missing_error, read_attachment, read_extra
 from dcp_s3.checkpoint.info import find_step
 from dcp_s3.events import Listener, Loaded, LoadFailed, LoadStarted, emit
@@ -31,9 +31,9 @@ from dcp_s3.load.plan import READ_GAP
 from dcp_s3.load.planner import check_filled
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.load.weights import Fetched, fetch, find_uncommitted
-from dcp_s3.process import collector_paused
+from dcp_s3.process import collector_paused, launch
 from dcp_s3.s3.store import store_of
-from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
+from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects, with_copies
 from dcp_s3.store import Counters, Store
 from dcp_s3.torch_private import ReaderTransforms
@@ -153,7 +153,7 @@ class S3StorageReader(StorageReader):
         try:
             url, store = self._here()
             self._began = time.monotonic(), store.counters()
-            emit(LoadStarted(url=str(url), step=self._step, rank=ranks.rank()), self.on_event)
+            emit(LoadStarted(url=str(url), step=self._step, rank=process.rank()), self.on_event)
             metadata = self._fetch_metadata(kwargs.get("rank"))
         except errors.DcpS3Error as error:
             if is_load:
@@ -177,7 +177,7 @@ class S3StorageReader(StorageReader):
             if self._process_group is not None:
                 rank = dist.get_rank(self._process_group)
             else:
-                rank = ranks.rank() if ranks.is_initialized() else launch().rank
+                rank = process.rank() if process.is_initialized() else launch().rank
             try:
                 self._fetched = fetch(store, url, self.settings, rank, include_uncommitted=uncommitted)
             except errors.CheckpointNotFoundError as of_rank:
@@ -200,7 +200,7 @@ class S3StorageReader(StorageReader):
                 url=str(self._url),
             )
         self._metadata = metadata
-        self._together = kwargs.get("use_collectives", True) and ranks.is_initialized()
+        self._together = kwargs.get("use_collectives", True) and process.is_initialized()
 
     @called_by_dcp
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -270,7 +270,7 @@ class S3StorageReader(StorageReader):
             if self._began is not None:
                 (began, before), now = self._began, store.counters()
                 event = Loaded(
-                    url=str(url), step=self._step, rank=ranks.rank(), ranks=ranks.world_size(),
+                    url=str(url), step=self._step, rank=process.rank(), ranks=process.world_size(),
                     bytes=sum(fetcher.fetched), disk_bytes=copies.read_bytes if isinstance(copies, LocalObjects) else 0,
                     seconds=time.monotonic() - began, hedged=now.hedged - before.hedged,
                     throttled=now.throttled - before.throttled,
@@ -311,7 +311,7 @@ class S3StorageReader(StorageReader):
     def _tell_failed(self, error: BaseException) -> None:
         """Tell subscribers to events that a load failed on this rank."""
         url = None if self._url is None else str(self._url)
-        emit(LoadFailed(url=url, step=self._step, rank=ranks.rank(), error=error), self.on_event)
+        emit(LoadFailed(url=url, step=self._step, rank=process.rank(), error=error), self.on_event)
 
     def _here(self) -> tuple[CheckpointURL, Store]:
         """The checkpoint's URL and store."""

@@ -27,12 +27,12 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.commit_state import CommitState, SaveIdentity, check_metadata, fetch_metadata, find_state
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.lease import ReaderLease
-from dcp_s3.checksum import crc64nvme
 from dcp_s3.format import safetensors
 from dcp_s3.format.blocks import make_storage_info
 from dcp_s3.format.layout import CONTROL_PREFIX, DATA_SUFFIX, METADATA, SAVE_ID_KEY, deletion_id
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.safetensors import SafetensorsError, TensorEntry
+from dcp_s3.memory import crc64nvme
 from dcp_s3.settings import Settings
 from dcp_s3.spill.local import WaitingCommit, find_commits
 from dcp_s3.spill.store import open_store

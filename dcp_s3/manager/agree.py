@@ -19,8 +19,8 @@ from dcp_s3.coordination.identity import current_attempt
 from dcp_s3.coordination.processes import CountedSave, count_save
 from dcp_s3.errors import CheckpointError, SaveProtocolError
 from dcp_s3.failures import portable
-from dcp_s3.ranks import is_initialized
-from dcp_s3.settings import Settings, launch
+from dcp_s3.process import is_initialized, launch
+from dcp_s3.settings import Settings
 from dcp_s3.url import CheckpointURL, parse_url
 
 T = TypeVar("T")

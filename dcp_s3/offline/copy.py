@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit_state import SaveIdentity, exists_error, find_previous
 from dcp_s3.checkpoint.directory import Directory, DirectoryEntry
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import AttachmentEntry, Manifest, attachments_of
 from dcp_s3.format.layout import (
     CONTROL_PREFIX,
@@ -30,6 +29,7 @@ from dcp_s3.format.layout import (
 )
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import needed_objects
+from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.offline.place import BLOCK, OnProgress, OnTotal, Place, read_ahead
 from dcp_s3.s3.parts import MAX_PARTS
 from dcp_s3.settings import SettingsLike, resolve_settings

@@ -31,13 +31,12 @@ from dcp_s3.format.safetensors import (
 )
 from dcp_s3.load.plan import Box
 from dcp_s3.load.weights import is_weights
-from dcp_s3.memory import Piece
+from dcp_s3.memory import Piece, view_bytes
 from dcp_s3.offline.names import new_names
 from dcp_s3.offline.place import Place, ahead
 from dcp_s3.offline.read import Fill, OpenCheckpoint, Target, cut, reading_under_lease
 from dcp_s3.s3.parts import MAX_PARTS
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.tensor_memory import view_bytes
 from dcp_s3.units import format_size, one_line, parse_size, plural
 from dcp_s3.url import parse_url
 

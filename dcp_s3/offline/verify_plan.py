@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from dcp_s3.checksum import combine_crc64nvme, crc64nvme_between, crc_hex
 from dcp_s3.format.blocks import get_crc, get_raw_offset
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import manifest_object
 from dcp_s3.format.saved_entries import find_chunk, find_flaws
+from dcp_s3.memory import combine_crc64nvme, crc64nvme_between, crc_hex
 from dcp_s3.units import one_line
 
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, cre
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from dcp_s3 import errors, ranks
+from dcp_s3 import errors, process
 from dcp_s3.errors import WeightsError
 from dcp_s3.events import Listener
 from dcp_s3.failures import real_causes
@@ -28,13 +28,13 @@ from dcp_s3.load.plan import Box, row_major_strides
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.load.weights import SUFFIX, FoundTensor, find_weights, is_weights, open_metadata, rename_entries
+from dcp_s3.memory import view_bytes
 from dcp_s3.offline.names import new_names
 from dcp_s3.offline.place import Place
 from dcp_s3.offline.read import cut
 from dcp_s3.s3.store import store_of
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.tensor_memory import view_bytes
 from dcp_s3.units import format_size, one_line, plural
 from dcp_s3.url import CheckpointURL, parse_url
 
@@ -95,7 +95,7 @@ def load_safetensors(
     )  # fmt: skip
     reader.names = prefix, rename, tied
     planner = S3LoadPlanner(allow_partial_load=allow_partial_load)
-    alone = not ranks.is_initialized()
+    alone = not process.is_initialized()
     try:
         state_dict_loader.load(
             state_dict, storage_reader=reader, planner=planner, process_group=process_group, no_dist=alone

@@ -24,11 +24,10 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 
 from dcp_s3.errors import SettingsError
-from dcp_s3.process import reset_in_child
+from dcp_s3.process import __version__, reset_in_child
 from dcp_s3.s3.botocore_private import make_abortable, send_without_copy
 from dcp_s3.s3.retry import CONNECT_SECONDS
 from dcp_s3.settings import Settings, aws_endpoint_variable, aws_variable, require_endpoint
-from dcp_s3.versions import __version__
 
 # A fixed text: botocore builds its own for each request, which takes a sixth of a request's CPU.
 _USER_AGENT = f"dcp_s3/{__version__} Boto3/{boto3.__version__} Python/{platform.python_version()}"

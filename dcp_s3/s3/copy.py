@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dcp_s3 import errors
-from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
+from dcp_s3.memory import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.s3.bucket import Bucket, map_in_threads
 from dcp_s3.s3.diagnosis import answered_status
 from dcp_s3.s3.download import read

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from dcp_s3.events import shown_by_stats
 from dcp_s3.process import reset_in_child
 from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.pressure import width_of
@@ -167,3 +168,6 @@ def snapshot() -> dict[str, HedgeState]:
     with _lock:
         found = dict(_hedges)
     return {f"{endpoint or 's3:/'}/{name}": hedges.state for (endpoint, name), hedges in found.items()}
+
+
+shown_by_stats(hedges=snapshot)

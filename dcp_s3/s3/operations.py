@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dcp_s3 import errors
-from dcp_s3.checksum import crc64nvme, encode_crc
+from dcp_s3.memory import crc64nvme, encode_crc
 from dcp_s3.process import reset_in_child
 from dcp_s3.s3.body import GatherBody
 from dcp_s3.s3.bucket import Bucket

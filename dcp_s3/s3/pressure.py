@@ -21,9 +21,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from dcp_s3.events import Throttled, emit
-from dcp_s3.process import reset_in_child
-from dcp_s3.settings import Settings, local_world_size
+from dcp_s3.events import Throttled, emit, shown_by_stats
+from dcp_s3.process import local_world_size, reset_in_child
+from dcp_s3.settings import Settings
 from dcp_s3.store import ReadWidth
 from dcp_s3.units import format_size
 
@@ -396,3 +396,6 @@ def widths() -> dict[str, dict[str, float]]:
         f"{_name(endpoint, bucket)} {direction}": {"connections": width.connections, "bytes_per_second": width.rate}
         for (endpoint, bucket, direction), width in found.items()
     }
+
+
+shown_by_stats(throttle=gates, connections=widths)

@@ -15,9 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from dcp_s3 import errors
-from dcp_s3.checksum import combine_crc64nvme
 from dcp_s3.limit import Cancelled, Progress
-from dcp_s3.memory import Piece, crc_of, views_of
+from dcp_s3.memory import Piece, combine_crc64nvme, crc_of, views_of
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.body import GatherBody
 from dcp_s3.s3.bucket import Bucket

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_s3.checksum import combine_crc64nvme, crc64nvme
 from dcp_s3.format.archive import compute_frame
 from dcp_s3.format.blocks import cuts_between, get_blocks, get_crc, get_raw_offset
+from dcp_s3.memory import combine_crc64nvme, crc64nvme
 from dcp_s3.save.objects import PINNED_BLOCK, ItemWriteResult, ObjectPieces, synchronized_device
 from dcp_s3.save.plan import CopiedItems, WriteBucket, plan_buckets
 from dcp_s3.save.split import stored_index

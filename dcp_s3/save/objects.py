@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_s3.checksum import crc_hex
 from dcp_s3.errors import DeadlineExceededError, SaveProtocolError
 from dcp_s3.format.archive import FramingError, compute_frame
 from dcp_s3.format.blocks import (
@@ -31,12 +30,11 @@ from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import data_object
 from dcp_s3.format.safe_items import warn_of_unsafe_item
 from dcp_s3.limit import Cancelled, Deadline
-from dcp_s3.memory import Piece, crc_of, sent_pieces
+from dcp_s3.memory import Piece, copy_to_host, crc_hex, crc_of, is_plain, iterate_bytes, sent_pieces, view_bytes
 from dcp_s3.save.plan import OBJECTS_PER_RANK, CopiedItems, WriteBucket
 from dcp_s3.save.split import Rows, stored_index
 from dcp_s3.stage.memory import BufferPool
 from dcp_s3.store import Batch, Store, StreamedObject
-from dcp_s3.tensor_memory import copy_to_host, is_plain, iterate_bytes, view_bytes
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
 from dcp_s3.workers import Workers

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_s3 import ranks
+from dcp_s3 import process
 from dcp_s3.checkpoint.attachments import Attachment, make_attachment
 from dcp_s3.checkpoint.commit import check_metrics
 from dcp_s3.checkpoint.info import find_step
@@ -147,7 +147,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self._had_others = False  # whether it was another one before
         self._attached: dict[str, Attachment] = {}  # to the next save
         self._members = None if process_group is None else dist.get_process_group_ranks(process_group)  # None: all
-        self._is_one_of_several = ranks.world_size() > 1
+        self._is_one_of_several = process.world_size() > 1
         self._here = _Here()
         self._here.is_home = True
         self._last: Save | None = None
@@ -163,7 +163,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         attached, self._attached = self._attached, {}
         return {
             **self.__dict__, "_attached": attached, "_last": None, "on_event": None, "_was_sent": True,
-            "_members": None, "_is_one_of_several": ranks.world_size() > 1,
+            "_members": None, "_is_one_of_several": process.world_size() > 1,
         }  # fmt: skip
 
     # --- StorageWriter: a save, in the order of DCP's calls ------------------------------------------
@@ -214,7 +214,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         here, url = self._here, self._choose_url()
         save_id = here.save_id or new_save_id()
         use_collectives, rank = bool(kwargs.get("use_collectives", True)), kwargs.get("rank")
-        rank = ranks.rank() if rank is None else int(rank)  # some do not pass it either
+        rank = process.rank() if rank is None else int(rank)  # some do not pass it either
         if self.counted is None:
             self._check_ranks(url, rank, use_collectives)
         background, stall_seconds = current_save(), self.stall_seconds
@@ -410,14 +410,14 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     def _check_ranks(self, url: CheckpointURL, rank: int, use_collectives: bool) -> None:
         """Refuse (SaveProtocolError) a save of some ranks that would be taken for the whole."""
-        if self._is_one_of_several and not ranks.is_initialized():
+        if self._is_one_of_several and not process.is_initialized():
             raise SaveProtocolError(
                 f"the save to {url} does not begin: the process group has been destroyed since its writer was made, "
                 "and what this rank alone holds must not be taken for the whole. Remedy: wait for the saves, or close "
                 "the CheckpointManager, before destroy_process_group(); to save this process's state, make a new writer"
             )
-        is_part = self._members is not None and len(self._members) < ranks.world_size()
-        if not use_collectives and ranks.is_initialized() and (is_part or rank != ranks.rank()):
+        is_part = self._members is not None and len(self._members) < process.world_size()
+        if not use_collectives and process.is_initialized() and (is_part or rank != process.rank()):
             raise SaveProtocolError(
                 f"the save to {url} is one of some ranks, and without collectives all ranks of the job save together. "
                 "Remedy: save in a process group with collectives; to save the state of this rank alone, no_dist=True "
@@ -436,7 +436,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         if logged:
             logger.error(
                 "the asynchronous save%s to %s failed on rank %d: %s: %s%s",
-                "" if step is None else f" of step {step}", url, ranks.rank(), type(error).__name__, error,
+                "" if step is None else f" of step {step}", url, process.rank(), type(error).__name__, error,
                 frames_of_others(error),
             )  # fmt: skip
         emit(SaveFailed(url=None if url is None else str(url), step=step, error=error), self.on_event)

@@ -31,12 +31,11 @@ from dcp_s3.checkpoint.commit_state import (
     is_committed,
 )
 from dcp_s3.checkpoint.directory import list_directory
-from dcp_s3.checksum import crc_hex
 from dcp_s3.events import Committed, Drained, emit
 from dcp_s3.failures import without_tracebacks
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.limit import Limit
-from dcp_s3.memory import Piece
+from dcp_s3.memory import Piece, crc_hex
 from dcp_s3.process import reset_in_child
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import stored_settings

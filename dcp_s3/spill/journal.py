@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import SpillError
 from dcp_s3.format.control_files import Entry
+from dcp_s3.memory import crc64nvme, crc_hex
 
 MANIFEST, METADATA = "manifest.json", "metadata"
 """Names of a commit's files."""

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dcp_s3.checksum import crc_hex
-from dcp_s3.memory import ReadTarget, targets_of
+from dcp_s3.memory import ReadTarget, crc_hex, targets_of
 from dcp_s3.settings import Settings
 from dcp_s3.spill.journal import Journal, State
 from dcp_s3.spill.store import DamagedFileError, SpillStore, crc_of_file, open_store

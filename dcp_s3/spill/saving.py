@@ -14,13 +14,12 @@ from typing import Any
 
 from dcp_s3.checkpoint.commit import Commit, Committer
 from dcp_s3.checkpoint.commit_state import Beginning, Previous, SaveIdentity, check_newest, find_previous
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import CheckpointExistsError, SpillError, TransferError
 from dcp_s3.events import Listener, Spilled, emit
 from dcp_s3.failures import without_tracebacks
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.limit import Cancelled, Limit
-from dcp_s3.memory import Piece
+from dcp_s3.memory import Piece, crc64nvme, crc_hex
 from dcp_s3.s3.parts import choose_part_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader

@@ -26,9 +26,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.errors import SpillError
-from dcp_s3.memory import Piece
+from dcp_s3.memory import Piece, combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.settings import Settings
 from dcp_s3.spill.journal import Journal, JournalError, SpilledCommit, State
 from dcp_s3.stores.directory import flush_directory

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from dcp_s3.errors import StagingError
 from dcp_s3.events import Listener, SaveFailed, Staged, emit
 from dcp_s3.failures import without_tracebacks
-from dcp_s3.ranks import world_size
-from dcp_s3.settings import Settings, SettingsLike, local_world_size, resolve_settings
+from dcp_s3.process import local_world_size, world_size
+from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.stage.handover import AsyncSave, FailedStaging, StagedState, wait_for_saves
 from dcp_s3.stage.memory import BufferPool, measure_available
 from dcp_s3.stage.snapshot import Snapshot

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dcp_s3 import errors
-from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.limit import UNLIMITED, Limit
-from dcp_s3.memory import Piece, targets_of, views_of
+from dcp_s3.memory import Piece, combine_crc64nvme, crc64nvme, crc_hex, targets_of, views_of
 from dcp_s3.store import (
     DeleteTarget,
     Expect,

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_s3 import S3StorageWriter, errors
 from dcp_s3.checkpoint import commit as commit_module
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format import allow_list
 from dcp_s3.format import metadata as metadata_module
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, manifest_object
 from dcp_s3.format.metadata import dump_metadata
+from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.url import parse_url
 from tests.end_to_end import loads
 from tests.end_to_end.loads import assert_loads, failure

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dcp_s3 import versions
 from dcp_s3.checkup import checks
 from dcp_s3.checkup.doctor import PERMISSIONS, doctor, permission_for
-from dcp_s3.checkup.probes import CONFIGURATION, CheckResult, Examination
+from dcp_s3.checkup.probes import CONFIGURATION, Examination
+from dcp_s3.process import release
 from dcp_s3.settings import Settings
 from dcp_s3.url import parse_url
 from tests.servers.process import free_port
@@ -18,23 +19,17 @@ from tests.servers.process import free_port
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
 
 
-def examination(read_only: bool = False, **settings: Any) -> Examination:
-    return Examination(parse_url("s3://bucket/run"), read_only, settings, Settings(**settings))
-
-
-def spill(directory: Path, *, read_only: bool = False) -> CheckResult:
-    return checks.check_spill(examination(read_only, spill_dir=str(directory)))
+def examination(**settings: Any) -> Examination:
+    return Examination(parse_url("s3://bucket/run"), settings, Settings(**settings))
 
 
 # --- this host -------------------------------------------------------------------------------------------
 
 
-def test_a_spill_disk_is_tried_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = spill(tmp_path / "deep" / "spill")
-    assert found.passed
+def test_a_spill_disk_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    found = checks.check_spill(examination(spill_dir=str(tmp_path / "deep" / "spill")))
+    assert found.status in ("ok", "warning")
     assert "free" in found.found
-    monkeypatch.setattr(checks.tempfile, "TemporaryFile", None)
-    assert spill(tmp_path / "spill", read_only=True).passed
     assert list(tmp_path.iterdir()) == []
 
 
@@ -64,13 +59,13 @@ def test_misspelled_settings_are_named_with_the_closest(monkeypatch: pytest.Monk
 
 
 def test_a_torch_newer_than_all_that_was_run_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "TESTED", ("2.9", "2.10"))
-    assert not versions.is_newer_than_tested(f"{versions.TESTED[-1]}.7+cu130")
-    assert versions.is_newer_than_tested("99.0.0")
-    monkeypatch.setattr(checks, "is_newer_than_tested", lambda _: True)
-    found = checks.check_versions(examination(True))
+    installed = ".".join(map(str, release(metadata.version("torch"))[:2]))
+    monkeypatch.setattr(checks, "TESTED", ("2.1", installed))
+    assert checks.check_versions(examination()).status == "ok"
+    monkeypatch.setattr(checks, "TESTED", ("2.1", "2.2"))
+    found = checks.check_versions(examination())
     assert found.status == "warning"
-    assert "never run with this torch, the newest was 2.10" in found.found
+    assert "never run with this torch, the newest was 2.2" in found.found
 
 
 # --- credentials: where they come from and how long they hold, never what they are -----------------------

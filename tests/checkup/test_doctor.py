@@ -51,6 +51,8 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
 
 
 def test_a_good_store_has_nothing_that_failed(faulty: FaultyServer) -> None:
+    with pytest.raises(errors.InvalidURLError):
+        doctor("file:///tmp")
     report = doctor(URL)
     assert report.ok
     assert not report.warnings
@@ -61,17 +63,6 @@ def test_a_good_store_has_nothing_that_failed(faulty: FaultyServer) -> None:
     assert faulty.s3.counters.requests["CompleteMultipartUpload"] >= 1
     keys = {request.key for request in faulty.s3.request_log if request.key}
     assert {bool(re.match(r"run/doctor-probe-[a-z]+/", key)) for key in keys} == {True}, "a digit would be a step"
-
-
-def test_read_only_writes_nothing(faulty: FaultyServer, tmp_path: Path) -> None:
-    report = doctor(URL, {"spill_dir": str(tmp_path / "spill")}, read_only=True)
-    assert report.ok
-    assert not {name for name in faulty.s3.counters.requests if name.startswith(("Put", "Delete", "Create"))}
-    assert not {check.name for check in CHECKS if check.writes} & {each.name for each in report.checks}
-    assert not (tmp_path / "spill").exists()
-    assert "docs/stores.md" not in str(report)
-    with pytest.raises(errors.InvalidURLError):
-        doctor("file:///tmp")
 
 
 # --- the row of the table of stores ------------------------------------------------------------------------

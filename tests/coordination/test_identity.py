@@ -17,7 +17,7 @@ from dcp_s3.coordination import identity
 from dcp_s3.coordination.identity import Attempt, ask, current_attempt, make_attempt, tell
 from dcp_s3.coordination.processes import count_save, end_era
 from dcp_s3.errors import SaveProtocolError, SettingsError, StorageError
-from dcp_s3.launcher import Launch, read_launch
+from dcp_s3.process import Launch, launch
 from dcp_s3.settings import Settings
 from dcp_s3.url import parse_url
 from tests.ranks import run_ranks
@@ -49,24 +49,24 @@ _JOBSET = {"JOBSET_UID": "uid", "JOBSET_RESTART_ATTEMPT": "4"}
     ],
 )
 def test_what_launchers_say(environment: Mapping[str, str], expected: Launch) -> None:
-    assert read_launch(environment) == expected
+    assert launch(environment) == expected
 
 
 def test_a_batch_script_is_one_process_and_a_pod_that_knows_only_its_index_too() -> None:
     batch = {"SLURM_JOB_ID": "71", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}
-    assert read_launch(batch) == Launch("slurm-71.batch", (0,), 0, 1)
-    assert read_launch({"JOB_COMPLETION_INDEX": "3"}).world_size == 1
-    assert read_launch({"JOBSET_UID": "uid"}).run == "", "the same at every attempt"
+    assert launch(batch) == Launch("slurm-71.batch", (0,), 0, 1)
+    assert launch({"JOB_COMPLETION_INDEX": "3"}).world_size == 1
+    assert launch({"JOBSET_UID": "uid"}).run == "", "the same at every attempt"
 
 
 @pytest.mark.parametrize(("rank", "size"), [("4", "4"), ("-1", "4"), ("one", "4"), ("0", "0"), ("0", "many")])
 def test_a_rank_that_is_none_is_refused(rank: str, size: str) -> None:
     with pytest.raises(SettingsError, match=r"RANK = .* WORLD_SIZE = .* whole numbers"):
-        read_launch({"RANK": rank, "WORLD_SIZE": size})
+        launch({"RANK": rank, "WORLD_SIZE": size})
 
 
 def _attempt(environment: Mapping[str, str], **options: Any) -> Attempt:
-    found = read_launch(environment)
+    found = launch(environment)
     return make_attempt(Settings(**options), found, rank=found.rank, world_size=found.world_size)
 
 
@@ -125,7 +125,7 @@ def test_a_store_that_does_not_answer_is_an_error_of_ours() -> None:
             raise dist.DistNetworkError("connection reset")
 
     with pytest.raises(StorageError, match="store of the process group"):
-        make_attempt(Settings(), read_launch({}), rank=1, world_size=2, store=Gone())
+        make_attempt(Settings(), launch({}), rank=1, world_size=2, store=Gone())
 
 
 # --- what the first rank says, whatever earlier ones have left in the store ----------------------

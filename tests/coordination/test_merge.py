@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from benchmarks.coordinator import State, local_plan, results_of
 from dcp_s3.checkpoint.commit import find_names
-from dcp_s3.checksum import crc64nvme
 from dcp_s3.coordination import merge as merge_module
 from dcp_s3.coordination.merge import MergedSave, Merging, assign
 from dcp_s3.errors import DcpS3Error, SaveProtocolError, ShardingError
@@ -30,6 +29,7 @@ from dcp_s3.format.blocks import get_blocks, pack_crcs
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.part import Part, WrittenItem, encode
+from dcp_s3.memory import crc64nvme
 from tests.coordination import oracle
 from tests.coordination.making_parts import SAVE, other, part_of, plain, tensor
 

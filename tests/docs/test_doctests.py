@@ -70,7 +70,7 @@ def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
     with serve(monkeypatch, server):
         assert BUCKET == "bucket"
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(events, "_totals", events.Totals())  # other tests of this process have counted, too
+        monkeypatch.setattr(events, "_totals", events.Stats())  # other tests of this process have counted, too
         state = {"weight": torch.arange(8.0).view(4, 2), "step": 0}
         with dcp_s3.CheckpointManager("s3://bucket/run") as manager:
             for step, loss in ((1000, 1.25), (2000, 1.5)):

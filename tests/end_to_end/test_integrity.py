@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter, errors, read_tensor, verify
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.blocks import get_crc, get_raw_offset
 from dcp_s3.format.metadata import load_metadata
+from dcp_s3.memory import crc64nvme, crc_hex
 from tests.end_to_end.states import assert_same, blank, every_kind, random_tensor
 from tests.flipping import flip_in_flight
 from tests.ranks import run_ranks

@@ -35,12 +35,12 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from dcp_s3.checksum import crc64nvme
 from dcp_s3.errors import CorruptCheckpointError
 from dcp_s3.format.blocks import make_storage_info
 from dcp_s3.format.control_files import AttachmentEntry
 from dcp_s3.format.metadata import dump_metadata, load_metadata, seal
 from dcp_s3.format.part import MAGIC, Part, encode, path_code, path_from, unpack
+from dcp_s3.memory import crc64nvme
 from tests.coordination.making_parts import other, part_of, parts, tensor
 from tests.hostile import URL, make_metadata
 

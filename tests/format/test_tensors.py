@@ -19,7 +19,6 @@ import torch
 from hypothesis import example, given
 
 from dcp_s3 import read_tensor
-from dcp_s3.checksum import crc64nvme
 from dcp_s3.errors import CorruptCheckpointError
 from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, HeadError, compute_frame, parse_head
 from dcp_s3.format.blocks import (
@@ -34,7 +33,7 @@ from dcp_s3.format.blocks import (
     widen,
 )
 from dcp_s3.format.saved_entries import find_flaw
-from dcp_s3.memory import Piece
+from dcp_s3.memory import Piece, crc64nvme
 from tests import hostile
 from tests.archives import old, oldest, rewritten, saved, zipped
 from tests.end_to_end.states import DTYPES, bits, random_tensor

@@ -16,7 +16,6 @@ import torch
 
 import dcp_s3
 from dcp_s3 import errors
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import DeletionList, ObjectEntry
 from dcp_s3.format.layout import deletion_object
 from dcp_s3.integrations.files import (
@@ -28,7 +27,7 @@ from dcp_s3.integrations.files import (
     put_record,
 )
 from dcp_s3.limit import Limit
-from dcp_s3.memory import Piece
+from dcp_s3.memory import Piece, crc64nvme, crc_hex
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.prune import apply_plan, remove
 from dcp_s3.s3.store import store_of

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3 import errors
-from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.blocks import Blocks, make_storage_info, pack_crcs
 from dcp_s3.load import assign as sharing
 from dcp_s3.load.assign import Assignment, SharedPart, SharedPiece, plan_sharing
@@ -32,6 +31,7 @@ from dcp_s3.load.messages import Offer, choose_group
 from dcp_s3.load.pieces import OwnedPiece, ReceivedPiece, SharedItems
 from dcp_s3.load.plan import Box, StoredChunk, box_of, find_section, find_stored
 from dcp_s3.load.read import LoadExecutor
+from dcp_s3.memory import crc64nvme
 from dcp_s3.torch_private import ReaderTransforms
 from tests.load.sources import URL, MemoryFetcher
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from dcp_s3 import errors
-from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.blocks import Range
 from dcp_s3.load.items import Transfer
 from dcp_s3.load.plan import ReadRequest, plan_requests
+from dcp_s3.memory import crc64nvme
 from tests.load.sources import URL, MemoryFetcher
 
 DATA = bytes(range(256)) * 2048

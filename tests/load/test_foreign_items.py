@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.metadata import TensorProperties as Properties
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from dcp_s3 import S3StorageReader, errors
-from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.archive import parse_head
 from dcp_s3.format.blocks import make_storage_info
 from dcp_s3.load import read
 from dcp_s3.load.read import ItemKind, expect_head
+from dcp_s3.memory import crc64nvme
 from tests.archives import old, oldest, records_of, rewritten, saved, zipped
 from tests.end_to_end import loads
 from tests.end_to_end.loads import failure

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.blocks import Blocks, cuts_between, make_storage_info, pack_crcs
 from dcp_s3.load.fetch import Buffer, Reception
 from dcp_s3.load.items import ItemTransfer, TensorTransfer, Transfer
@@ -30,7 +29,7 @@ from dcp_s3.load.plan import (
     plan_requests,
     ranges_of_box,
 )
-from dcp_s3.tensor_memory import view_bytes
+from dcp_s3.memory import crc64nvme, view_bytes
 
 _BLOCK = 64
 

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import dcp_s3
 from dcp_s3 import S3StorageWriter, VerifyReport, verify
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY
 from dcp_s3.format.safetensors import DTYPES, PREFIX, TensorEntry, header_length, make_header, parse_header
+from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.url import parse_url
 from tests.end_to_end.states import bits, random_tensor
 from tests.objects import separate_objects

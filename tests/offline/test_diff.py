@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_s3 import S3StorageWriter, annotate, errors
-from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.blocks import make_storage_info
+from dcp_s3.memory import crc64nvme
 from dcp_s3.offline.diff import compare, diff
 from dcp_s3.offline.inspect import inspect
 from tests.retention.making import save_foreign, save_on_ranks

@@ -18,9 +18,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import dcp_s3
 from dcp_s3 import S3StorageWriter, errors, verify
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.blocks import get_raw_offset
-from dcp_s3.memory import ReadTarget
+from dcp_s3.memory import ReadTarget, crc64nvme, crc_hex
 from dcp_s3.offline.verify_plan import StoredData, StoredItem, cut_range, find_mismatches
 from dcp_s3.s3.store import S3Store
 from tests.end_to_end.states import every_kind, random_tensor

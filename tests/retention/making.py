@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_s3 import S3StorageWriter, ranks
+from dcp_s3 import S3StorageWriter, process
 from dcp_s3.checkpoint.commit_state import SaveIdentity
 from dcp_s3.format.layout import What, classify
 from dcp_s3.save.save import Save
@@ -109,12 +109,12 @@ class _SaveAlone(Save):
         self, url: CheckpointURL, save_id: str, settings: Settings, *, replicas: Any, counted: Any, step: Any,
         **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(url, save_id, settings, rank=ranks.rank(), **{**options, "overwrite": False})
+        super().__init__(url, save_id, settings, rank=process.rank(), **{**options, "overwrite": False})
         self._identity = SaveIdentity(url, save_id, self.rank)
         self._committer._identity = self._identity
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, [*results, *([] for _ in range(ranks.world_size() - 1))])
+        super().finish(metadata, [*results, *([] for _ in range(process.world_size() - 1))])
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ from dcp_s3 import CheckpointCatalog, CheckpointInfo, Plan, PruneReport, annotat
 from dcp_s3.checkpoint.commit import Commit, Committer, make_commit
 from dcp_s3.checkpoint.commit_state import Beginning, SaveIdentity
 from dcp_s3.checkpoint.info import Deletion
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import (
     CLAIM,
@@ -25,6 +24,7 @@ from dcp_s3.format.layout import (
     spread,
     step_of,
 )
+from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.store import Upload
 from dcp_s3.url import CheckpointURL, parse_url

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from dcp_s3 import errors
-from dcp_s3.checksum import crc64nvme
 from dcp_s3.limit import Cancelled
-from dcp_s3.memory import Piece
+from dcp_s3.memory import Piece, crc64nvme
 from dcp_s3.s3 import copy, operations
 from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.store import S3Store

@@ -16,9 +16,8 @@ import pytest
 
 import dcp_s3
 from dcp_s3 import errors
-from dcp_s3.checksum import crc64nvme
 from dcp_s3.limit import Cancelled, Limit, LinkedEvent
-from dcp_s3.memory import ReadTarget
+from dcp_s3.memory import ReadTarget, crc64nvme
 from dcp_s3.s3 import hedge, pressure, retry
 from dcp_s3.s3.download import Race, _Request
 from dcp_s3.s3.hedge import HedgeState, hedges_of

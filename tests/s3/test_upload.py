@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_s3 import errors
-from dcp_s3.checksum import crc64nvme
 from dcp_s3.limit import Cancelled, Limit
-from dcp_s3.memory import Piece
+from dcp_s3.memory import Piece, crc64nvme
 from dcp_s3.s3 import multipart, operations
 from dcp_s3.s3.parts import MAX_PARTS, choose_part_size
 from dcp_s3.s3.store import S3Store

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dcp_s3 import CheckpointManager, S3StorageWriter, errors
-from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
+from dcp_s3.format.archive import compute_frame
 from dcp_s3.format.blocks import Blocks, block_size, get_crc, make_storage_info, moved_info, pack_crcs
 from dcp_s3.format.control_files import ObjectEntry
-from dcp_s3.format.archive import compute_frame
 from dcp_s3.format.layout import data_object
+from dcp_s3.memory import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.save import incremental
 from dcp_s3.save.incremental import LastSaves, SavedItem, SavedObject, find_unchanged, plan_changes, saved_items
 from dcp_s3.save.objects import ItemWriteResult

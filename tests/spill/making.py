@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
-from dcp_s3.checksum import crc64nvme
+from dcp_s3.memory import crc64nvme
 from dcp_s3.s3.operations import checksum_arguments
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings

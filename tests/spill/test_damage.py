@@ -13,9 +13,9 @@ from unittest import mock
 
 import pytest
 
-from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import CheckpointError
 from dcp_s3.format.control_files import AttachmentEntry, ObjectEntry
+from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import wait_until_drained
 from dcp_s3.spill.journal import (

@@ -23,7 +23,6 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageReader, latest
 from dcp_s3.checkpoint.commit_state import Beginning
-from dcp_s3.checksum import crc64nvme
 from dcp_s3.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -33,7 +32,7 @@ from dcp_s3.errors import (
     TransferError,
 )
 from dcp_s3.limit import Limit
-from dcp_s3.memory import Piece
+from dcp_s3.memory import Piece, crc64nvme
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.spill import drain

@@ -22,10 +22,10 @@ import pytest
 import torch
 
 from dcp_s3.errors import StagingError
+from dcp_s3.memory import view_bytes
 from dcp_s3.stage import memory
 from dcp_s3.stage.handover import map_shared
 from dcp_s3.stage.memory import ALIGNMENT, BufferPool, HostBuffer, Kind, Slot, measure_available
-from dcp_s3.tensor_memory import view_bytes
 from tests.s3.waiting import until
 from tests.stage.making import MIB, PATIENCE, buffers_of, generations_in_use, make_pool, no_collector
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
-from dcp_s3.versions import release
+from dcp_s3.process import release
 from tests.end_to_end.states import DTYPES, assert_same, blank, random_tensor
 from tests.ranks import run_ranks
 

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_s3 import ranks
+from dcp_s3 import process
 from dcp_s3.errors import CheckpointError, DcpS3Error, SaveProtocolError
 from dcp_s3.failures import portable
 from dcp_s3.integrations import require
@@ -194,7 +194,7 @@ class MegatronS3Writer(S3StorageWriter):
         if not (prepared.plan.items or self._has_attachments):
             return None, None, []
         self._is_sent = True
-        return write, functools.partial(preload, prepared), [ranks.rank(), prepared, write_results_queue()]
+        return write, functools.partial(preload, prepared), [process.rank(), prepared, write_results_queue()]
 
     def retrieve_write_results(self) -> list[WriteResult] | WRAPPED_EXCEPTION:
         """The results of this rank's save; what made it fail, if it did."""
@@ -209,7 +209,7 @@ class MegatronS3Writer(S3StorageWriter):
         outcome = _take_outcome(self._save.save_id) if self._is_sent else []
         if outcome is None:
             raise CheckpointError(
-                f"the process that saves to {self.checkpoint_id} ended without a result on rank {ranks.rank()}, so "
+                f"the process that saves to {self.checkpoint_id} ended without a result on rank {process.rank()}, so "
                 "nothing was committed. Remedy: see whether it was killed, for example because memory was short",
                 url=str(self.checkpoint_id),
             )
