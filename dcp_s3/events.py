@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from dcp_s3.process import reset_in_child
-from dcp_s3.units import format_seconds, format_size
+from dcp_s3.units import format_seconds, format_size, plural
 
 logger = logging.getLogger(__name__)
 
