@@ -182,7 +182,7 @@ def test_a_save_ends_at_its_deadline(hanging: Hanging, operation: str) -> None:
     error = failure(lambda: save_two(save_timeout=1.5, retry_attempts=100), errors.DeadlineExceededError)
     assert hanging.reached.is_set() == (operation != "throttled")
     assert (error.setting, error.seconds) == ("DCP_S3_SAVE_TIMEOUT", 1.5)
-    said = f"the save_two to {URL} was not done within DCP_S3_SAVE_TIMEOUT = 1.5 s: of about 6.0 MiB of rank 0"
+    said = f"the save to {URL} was not done within DCP_S3_SAVE_TIMEOUT = 1.5 s: of about 6.0 MiB of rank 0"
     assert said in str(error)
     assert_nothing_is_left(hanging)
 
