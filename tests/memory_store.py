@@ -133,18 +133,26 @@ class MemoryStore(Store):
             key, len(found.data), found.modified_at, found.etag, found.metadata, crc, self._storage.clock()
         )
 
-    def exists(self, key: str) -> bool:
-        self.limit.check(f"look for {key}")
-        return key in self._storage.objects
-
     def page(self, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
+        """As S3 would give it; a token is the last entry of the page before."""
         self.limit.check(f"list of {prefix}")
         with self._storage.lock:
-            objects = [
-                ListedObject(key, len(each.data), each.modified_at, each.etag)
-                for key, each in self._storage.objects.items()
-            ]
-        return make_page(objects, prefix, delimiter, token, self._page_size, self._storage.clock())
+            objects = sorted(self._storage.objects.items(), key=lambda each: _order(each[0]))
+        entries: dict[str, ListedObject | None] = {}  # None: a common prefix
+        for key, each in objects:
+            if key.startswith(prefix):
+                end = key.find(delimiter, len(prefix)) if delimiter else -1
+                name = key if end < 0 else key[: end + len(delimiter)]
+                if token is None or _order(name) > _order(token):
+                    listed = ListedObject(key, len(each.data), each.modified_at, each.etag)
+                    entries.setdefault(name, listed if end < 0 else None)
+        names = list(entries)[: self._page_size]
+        return Page(
+            tuple(each for name in names if (each := entries[name]) is not None),
+            tuple(name for name in names if entries[name] is None),
+            names[-1] if len(entries) > self._page_size else None,
+            self._storage.clock(),
+        )
 
     def delete(self, targets: Iterable[str | DeleteTarget]) -> Sequence[str]:
         self.limit.check("delete")
@@ -194,36 +202,6 @@ class MemoryStore(Store):
         return errors.ObjectNotFoundError(
             f"there is no {key} in {self.name}", bucket=self.name, key=key, operation=operation
         )
-
-
-# --- pages of a listing -----------------------------------------------------------------------------
-
-
-def make_page(
-    objects: Iterable[ListedObject], prefix: str, delimiter: str, token: str | None, size: int, now: float
-) -> Page:
-    """A page as S3 would give it.
-
-    Args:
-        token: the last entry of the page before, None for the first page.
-        now: the time, in seconds since the epoch.
-    """
-    entries: dict[str, ListedObject | None] = {}  # None: a common prefix
-    for each in sorted(objects, key=lambda each: _order(each.key)):
-        if not each.key.startswith(prefix):
-            continue
-        end = each.key.find(delimiter, len(prefix)) if delimiter else -1
-        name = each.key if end < 0 else each.key[: end + len(delimiter)]
-        if token is None or _order(name) > _order(token):
-            entries.setdefault(name, each if end < 0 else None)
-    names = list(entries)[:size]
-    found = [(name, entries[name]) for name in names]
-    return Page(
-        tuple(each for _, each in found if each is not None),
-        tuple(name for name, each in found if each is None),
-        names[-1] if len(entries) > size else None,
-        now,
-    )
 
 
 def _order(key: str) -> bytes:

@@ -24,7 +24,6 @@ from dcp_s3.spill.saving import SpillingStore
 from dcp_s3.spill.store import SpillStore
 from dcp_s3.store import ABSENT, DeleteTarget, Expect, Store
 from dcp_s3.stores.directory import DirectoryStore
-from dcp_s3.stores.wrapper import StoreWrapper
 from dcp_s3.url import parse_url
 from tests.memory_store import MemoryStore
 from tests.servers import NAMES, S3Server
@@ -430,18 +429,3 @@ def test_a_directory_has_nothing_but_whole_objects(directory: DirectoryStore, tm
     assert os.listdir(tmp_path / "store/a") == ["b"]
     directory.delete(["a/b", "a/c"])
     assert os.listdir(tmp_path / "store") == []
-
-
-def test_a_map_of_a_store_around_another_is_carried_out_by_that_one() -> None:
-    maps = []
-
-    class Mapping(MemoryStore):
-        def map(self, function: Callable[[Any, Any], Any], items: Any) -> Sequence[Any]:
-            maps.append(self.name)
-            return super().map(function, items)
-
-    far = Mapping()
-    far.put("far", b"far!")
-    around = StoreWrapper(far)
-    assert around.map(lambda store, key: (type(store), read(store, key, 0, 4)), ["far"]) == [(StoreWrapper, b"far!")]
-    assert maps == [far.name]

@@ -310,6 +310,15 @@ def test_what_is_replaced_or_deleted_meanwhile(run: Run) -> None:
     assert ([info.damage for info in found.checkpoints], found.leftovers) == ([None], ())
     run.once("get", "step-1/.metadata", lambda: run.save("step-1", overwrite=True))
     assert run.damages() == [None]
+
+    def replace_and_lose() -> None:
+        run.save("step-1", overwrite=True)
+        run.delete(
+            "step-1", next(path for path in run.objects("step-1") if path.startswith("__") and "abcdef" not in path)
+        )
+
+    run.once("get", "step-1/.metadata", replace_and_lose)
+    assert "is not there" in str(run.damages())
     run.once("head", "", lambda: run.delete("step-1", ".metadata"))
     assert run.damages() == ["its .metadata is listed, but cannot be read"]
 

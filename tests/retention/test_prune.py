@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dcp_s3 import KeepLatest, prune
+from dcp_s3 import KeepLatest
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
 from dcp_s3.errors import (
     AccessDeniedError,
@@ -23,7 +23,6 @@ from dcp_s3.format.layout import deletion_object, lease_object
 from dcp_s3.settings import Settings
 from dcp_s3.spill.saving import spill_commit
 from dcp_s3.spill.store import SpillStore
-from tests.checkpoint.test_directory import named
 from tests.retention.runs import DAY, HOUR, Run, deleted
 
 
@@ -235,21 +234,6 @@ def test_a_save_whose_commit_waits_on_this_host_loses_nothing(run: Run, tmp_path
         run.remove("step-3", settings=spilling)
     assert deleted(run.prune("latest:1", settings=spilling)) == ["step-1"]
     assert (run.objects("step-3"), sorted(tmp_path.rglob("*"))) == (before, files)
-
-
-@pytest.mark.parametrize("committed", [True, False])
-def test_a_nested_checkpoint_named_like_a_hash_is_not_taken(run: Run, committed: bool) -> None:
-    if committed:
-        run.save("")
-    else:
-        run.put("", "__0_0.distcp")
-    nested = [f"5/{named('5')}", f"10/{named('10')}"]
-    for path in [*nested, "10/.metadata"]:
-        run.put("", path)
-    run.clock.now += 2 * DAY
-    prune("s3://bucket", store=run.store)
-    assert {f"run/{path}" for path in nested} <= run.objects().keys()
-    assert "run/__0_0.distcp" not in run.objects()
 
 
 # --- rm ------------------------------------------------------------------------------------------
