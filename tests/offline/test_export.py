@@ -125,6 +125,15 @@ def test_sharded_tensors_in_small_pieces(root: str, place: Place, monkeypatch: p
     assert_same(place.tensors(), dict.fromkeys(["rows", "columns", "grid", "hybrid"], full))
 
 
+def test_a_file_on_s3_of_several_parts(root: str, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "_PART", 5 * MIB)
+    state = {"w": random_tensor((23 * MIB,), torch.uint8, 1)}
+    save(state, f"{root}/x")
+    place = Place(f"{root}/out", tmp_path, s3)
+    dcp_s3.export(f"{root}/x", place.where)
+    assert_same(place.tensors(), state)
+
+
 def test_attachments_become_files(root: str, place: Place) -> None:
     writer = dcp_s3.S3StorageWriter(f"{root}/x")
     writer.attach("config.json", b"{}")
