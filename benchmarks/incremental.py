@@ -101,7 +101,11 @@ def run(size: int, rounds: int, rate: float | None) -> list[Save]:
         state = State(endpoint_url, size)
         for way in ("full", *WAYS):  # to open connections, and for what incremental saves compare with
             state.save(way)
-        saves = [state.save(way) for _ in range(rounds) for way in WAYS]
+        saves = []
+        for _ in range(rounds):
+            for way in WAYS:
+                saves.append(save := state.save(way))
+                print(f"{way:10}{save.sample.wall_seconds:8.3f} s {save.sample.cpu_seconds:8.3f} s of CPU", flush=True)
         state.check()
     return saves
 
