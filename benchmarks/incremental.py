@@ -51,46 +51,42 @@ class Save:
     """Bytes of the tensors that had changed."""
 
 
-class States:
-    """The state of each way, and its saves."""
+class State:
+    """One state for all ways, and its saves."""
 
     def __init__(self, endpoint_url: str, size: int) -> None:
-        self.endpoint_url = endpoint_url
+        self.endpoint_url, self.number = endpoint_url, 0
         self.client = boto3.client("s3", endpoint_url=endpoint_url)
-        each = size // TENSORS // 4
-        self.states = {
-            way: {f"layer.{number}": torch.rand(each) for number in range(TENSORS)} for way in ("frozen", "changing")
+        self.tensors = {
+            f"layer.{number}": torch.randint(2**30, (size // TENSORS // 4,), dtype=torch.int32)
+            for number in range(TENSORS)
         }
-        self.states["full"] = self.states["changing"]  # the memory of one is enough for both
-        self.number = 0
 
     def save(self, way: str) -> Save:
-        state = self.states[way]
-        changed = [value for number, value in enumerate(state.values()) if way != "frozen" or number % 10 == 5]
-        for value in changed:
-            value += 1
+        """Change what changes, and save. Of the checkpoints only the last ``frozen`` one stays."""
         self.number += 1
-        writer = S3StorageWriter(f"s3://{BUCKET}/{way}/step-{self.number}", incremental=way != "full")
+        changed = [value for number, value in enumerate(self.tensors.values()) if way != "frozen" or number % 10 == 5]
+        for value in changed:
+            value += self.number
+        url = f"s3://{BUCKET}/{way}/step-{self.number}"
+        writer = S3StorageWriter(url, incremental=way != "full")
         before = fetch_counters(self.endpoint_url).bytes_in
-        sample = measure(lambda: dcp.save(state, storage_writer=writer, no_dist=True))
+        sample = measure(lambda: dcp.save(self.tensors, storage_writer=writer, no_dist=True))
         sent = fetch_counters(self.endpoint_url).bytes_in - before
-        self._keep_last(way)
+        for key in self._keys(way):
+            if way != "frozen" or not key.startswith(f"{way}/step-{self.number}/"):
+                self.client.delete_object(Bucket=BUCKET, Key=key)
+        for value in changed if way != "frozen" else ():
+            value -= self.number
         return Save(way, sample, sent, sum(value.nbytes for value in changed))
 
     def check(self) -> None:
-        """Load what was saved last, after all others were deleted."""
-        state = self.states["frozen"]
+        """Load the last ``frozen`` one, which is alone by now."""
         (name,) = {key.split("/")[1] for key in self._keys("frozen")}
-        found = {name: torch.zeros_like(value) for name, value in state.items()}
+        found = {name: torch.zeros_like(value) for name, value in self.tensors.items()}
         dcp.load(found, storage_reader=S3StorageReader(f"s3://{BUCKET}/frozen/{name}"), no_dist=True)
-        if wrong := [name for name, value in found.items() if not torch.equal(value, state[name])]:
+        if wrong := [name for name, value in found.items() if not torch.equal(value, self.tensors[name])]:
             raise RuntimeError(f"{name} has other values of {wrong}")
-
-    def _keep_last(self, way: str) -> None:
-        old = [key for key in self._keys(way) if not key.startswith(f"{way}/step-{self.number}/")]
-        for start in range(0, len(old), 1000):
-            keys = [{"Key": key} for key in old[start : start + 1000]]
-            self.client.delete_objects(Bucket=BUCKET, Delete={"Objects": keys, "Quiet": True})
 
     def _keys(self, way: str) -> list[str]:
         found = self.client.list_objects_v2(Bucket=BUCKET, Prefix=f"{way}/")
@@ -100,13 +96,17 @@ class States:
 def run(size: int, rounds: int, rate: float | None) -> list[Save]:
     """Save in each way, ``rounds`` times."""
     link = None if rate is None else Link(rate=rate)
-    with serve_embedded(BUCKET, "us-east-1", 4 * size, link=link) as (endpoint_url, environment):
+    with serve_embedded(BUCKET, "us-east-1", 5 * size // 2, link=link) as (endpoint_url, environment):
         os.environ.update(environment)
-        states = States(endpoint_url, size)
+        state = State(endpoint_url, size)
         for way in ("full", *WAYS):  # to open connections, and for what incremental saves compare with
-            states.save(way)
-        saves = [states.save(way) for _ in range(rounds) for way in WAYS]
-        states.check()
+            state.save(way)
+        saves = []
+        for _ in range(rounds):
+            for way in WAYS:
+                saves.append(save := state.save(way))
+                print(f"{way:10}{save.sample.wall_seconds:8.3f} s {save.sample.cpu_seconds:8.3f} s of CPU", flush=True)
+        state.check()
     return saves
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from rich.console import Console
 
-from benchmarks import coordinator, decentralized, export, foreign, planning, reshard
+from benchmarks import coordinator, decentralized, export, foreign, incremental, planning, reshard
 from benchmarks import ranks as of_ranks
 from benchmarks import tls as of_tls
 from benchmarks.cases import CASES, Target, reason_to_skip
@@ -108,3 +111,13 @@ def test_reshard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for fields in found["loads"]:
         load = Load(**fields)
         assert load.ratio(reshard.CASES[load.case].of) <= reshard.CASES[load.case].limit
+
+
+def test_incremental_saves() -> None:
+    with mock.patch.dict(os.environ):
+        saves = incremental.run(160 * MIB, 1, None)
+    assert [save.way for save in saves] == list(incremental.WAYS)
+    full, frozen, changing = saves
+    assert frozen.sent < 1.05 * frozen.changed
+    assert min(full.sent, changing.sent) > 160 * MIB
+    incremental.show(saves, Console())

@@ -153,13 +153,6 @@ class Uploader(Batch):
         """Begin to send parts, with as many connections as the first answer suggests."""
         self._tuning.begin()
 
-    def copy(self, key: str, ranges: Sequence[CopyRange], crc: int) -> bool:
-        """See `Batch.copy`. S3 copies beside what is sent."""
-        with self._lock:
-            self._completed.append(key)  # before: S3's answer may be lost
-        store = self.store.within(replace(self.store.limit, cancel=self.cancel))
-        return copy_ranges(store, key, ranges, crc, slots=self._copying, moved=self.took)
-
     def _resize(self, connections: int) -> None:
         self._pool.resize(connections)
         self._slots.resize(connections + WAITING_PARTS)
@@ -178,6 +171,13 @@ class Uploader(Batch):
             delete(store, map(DeleteTarget, self._completed))
         except errors.StorageError as error:
             logger.warning("objects of a failed save are left for pruning: %s", error)
+
+    def copy(self, key: str, ranges: Sequence[CopyRange], crc: int) -> bool:
+        """See `Batch.copy`. S3 copies beside what is sent."""
+        with self._lock:
+            self._completed.append(key)  # before: S3's answer may be lost
+        store = self.store.within(replace(self.store.limit, cancel=self.cancel))
+        return copy_ranges(store, key, ranges, crc, slots=self._copying, moved=self.took)
 
     def submit(self, upload: ObjectUpload, function: Any, pieces: list[Piece], *arguments: Any) -> Future[Any]:
         """Run ``function(pieces, ...)`` for ``upload`` on the pool once there is a slot.

@@ -241,10 +241,10 @@ def test_a_tensor_has_not_changed_if_its_bytes_have_not(size: int) -> None:
 
 @pytest.mark.parametrize(
     "after",
-    [torch.zeros(8, dtype=torch.int32), torch.zeros(4, 2), torch.zeros(9), torch.zeros(8).to_sparse(), b"text"],
-    ids=["dtype", "shape", "size", "sparse", "not_a_tensor"],
+    [torch.zeros(8, dtype=torch.int32), torch.zeros(4, 2), torch.zeros(9), torch.zeros(8).to_sparse()],
+    ids=["dtype", "shape", "size", "sparse"],
 )
-def test_another_dtype_shape_or_kind_is_a_change(after: Any) -> None:
+def test_another_dtype_shape_or_layout_is_a_change(after: Any) -> None:
     assert not unchanged(torch.zeros(8), after)
 
 
