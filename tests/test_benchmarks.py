@@ -115,9 +115,9 @@ def test_reshard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_incremental_saves() -> None:
     with mock.patch.dict(os.environ):
-        saves = incremental.run(160 * MIB, 1, None)
-    assert [save.way for save in saves] == list(incremental.WAYS)
-    full, frozen, changing = saves
+        saves = incremental.run(160 * MIB, 2, None)
+    assert [save.way for save in saves] == [*incremental.WAYS, *incremental.WAYS]
+    full, frozen, changing = saves[3:]
     assert frozen.sent < 1.05 * frozen.changed
     assert min(full.sent, changing.sent) > 160 * MIB
     incremental.show(saves, Console())

@@ -78,6 +78,7 @@ def test_what_is_gone_is_not_copied(
     faulty: FaultyServer, what: tuple[list[CopyRange], bytes], change: str, when: str
 ) -> None:
     store = make_store()
+    asked: list[str] = []
 
     def happen() -> None:
         faulty.rule = lambda _: None
@@ -93,9 +94,12 @@ def test_what_is_gone_is_not_copied(
 
     if when == "before":
         happen()
+        faulty.rule = lambda request: asked.append(request.operation)
     else:
         faulty.rule = rule
     assert not copy_to(store, "new", what)
+    assert set(asked) <= {"HeadObject"}
+    faulty.rule = lambda _: None
     assert not store.exists("new")
     assert not faulty.s3.open_uploads(BUCKET)
 

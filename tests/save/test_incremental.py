@@ -172,9 +172,9 @@ def test_all_changed_is_planned_like_a_save_that_is_not_incremental() -> None:
 
 def test_copies_do_not_become_ever_more_objects() -> None:
     """Layer after layer is frozen."""
-    sizes = {f"layer{number}": 6 * MIB if number % 2 else 10_000 for number in range(150)}
+    sizes = {f"layer{number}": 6 * MIB if number % 2 else 10_000 for number in range(100)}
     model = Model(sizes)
-    for number in range(150):
+    for number in range(100):
         model.save(*list(sizes)[number:])
         copies = [bucket for bucket in model.buckets if bucket.copied]
         assert len(copies) <= incremental.MOST_COPIES
