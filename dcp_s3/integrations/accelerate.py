@@ -1,8 +1,7 @@
 """Accelerate: everything that `Accelerator.save_state` saves, as one state for `CheckpointManager`, so that it commits
 once.
 
->>> from dcp_s3 import process
-from dcp_s3.integrations.accelerate import training_state
+>>> from dcp_s3.integrations.accelerate import training_state
 >>> state = training_state(accelerator)
 >>> with CheckpointManager("s3://bucket/run") as manager:
 ...     step = manager.restore(state) or 0

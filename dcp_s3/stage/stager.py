@@ -74,16 +74,18 @@ class S3Stager(AsyncStager):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
         """A training-safe copy of ``state_dict`` in CPU memory, or with ``asynchronous`` a future of it.
 
-        Tensors that share memory also share it in the copy. Of a small view of a large storage only the view is copied.
-        `dcp.async_save` calls this. The copy is for that one save, and its memory is free when the save has ended. If
-        the asynchronous save before it still uploads, this waits for it first.
+        `dcp.async_save` calls this. It first waits for the asynchronous save before it. The copy is for that one save;
+        its memory is free when the save has ended.
 
-        With several ranks a failure does not raise here, because the other ranks could not learn of it. The returned
-        state instead makes the save fail on all ranks, with the cause.
+        Each tensor is copied by itself, and only what it covers of its storage. Tied weights (one view under two names)
+        are copied once; overlapping views do not share memory in the copy.
+
+        With several ranks a failure does not raise here, because the other ranks could not learn of it. Instead, the
+        returned state makes the save fail on all ranks, with the cause.
 
         Raises:
-            StagingError: the state exceeds ``DCP_S3_STAGING_LIMIT`` and there is no ``DCP_S3_SPILL_DIR``.
-            StagingError: there is no room, or something in the state cannot be copied.
+            StagingError: there is no room (``DCP_S3_STAGING_LIMIT`` without ``DCP_S3_SPILL_DIR``, memory, disk), or
+                something in the state cannot be copied.
         """
         if self._closed:
             raise StagingError("this S3Stager was closed. Remedy: close it after the last save, or make a new one")
