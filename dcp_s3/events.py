@@ -93,8 +93,8 @@ class Written(_OfRank):
 
 @dataclass(frozen=True, kw_only=True)
 class Committed(Event):
-    """A checkpoint was committed by this process: it is whole, and `latest` from now on. One in each job and save;
-    without collectives one on each rank. Of a spilled save the drain commits: only `subscribe` hears of it."""
+    """This process committed a checkpoint: it is whole, and `latest` finds it. One event for each save of a job;
+    without collectives one on each rank. The drain commits spilled saves; only `subscribe` gets its events."""
 
     url: str
     step: int | None
@@ -110,7 +110,7 @@ class Committed(Event):
     throttled: int
     """Requests of all ranks that S3 throttled meanwhile."""
     spilled_bytes: int | None
-    """Bytes of all ranks that took the way over a spill directory. None if the commit took it: then it is not known."""
+    """Bytes of all ranks that went to a spill directory first. None, not known, if the commit itself waited there."""
     copied_bytes: int | None = 0
     """Bytes of all ranks that S3 copied from the save before, with ``incremental``. None: not known."""
 
@@ -133,7 +133,7 @@ class Committed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveFailed(Event):
-    """A save failed on this rank; on the first rank also an asynchronous save of which another one failed."""
+    """A save failed on this rank. The first rank also gets it if an asynchronous save failed on another rank."""
 
     url: str | None
     """URL of the checkpoint, if it is known."""

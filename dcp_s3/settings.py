@@ -147,8 +147,9 @@ class Settings(BaseSettings):
     """Bytes in one part of a multipart upload, and the most that one ranged GET fetches. ``auto``: 8 to 64 MiB, so that
     every connection has parts to send; more where very many ranks would exceed S3's limit on requests."""
     concurrency: Annotated[int | Literal["auto"], BeforeValidator(_parse_connections)] = "auto"
-    """Most requests in flight per process in each direction. Below that, connections grow for as long as more of them
-    move more bytes, and what was found is kept for the next save or load. ``auto``: 64, which carry 5 GiB/s from S3."""
+    """Most requests in flight per process in each direction. Up to that, a process adds connections while more of them
+    move more bytes, and begins the next save or load with the number found. ``auto``: 64, which carry 5 GiB/s from
+    S3."""
     max_bandwidth: Size | None = Field(default=None, ge=2**16)
     """Most bytes per second that a process uploads (``200MiB``), all its saves together. Unset: no limit."""
     checksum: Literal["auto", "crc64nvme", "none"] = "auto"
@@ -164,15 +165,15 @@ class Settings(BaseSettings):
     expected_bucket_owner: str | None = Field(default=None, pattern=r"^\d{12}$")
     """AWS account id (12 digits) that must own the bucket. If another account owns it, S3 refuses every request."""
     requester_pays: bool = False
-    """Whether to accept the costs of requests to a bucket whose owner has them paid by who makes them."""
+    """Pay for the requests, if the bucket is one with Requester Pays. Without it S3 refuses them."""
 
     split_replicated: bool = False
-    """Whether ranks that hold the same tensor chunk above 64 MiB (DDP, HSDP) write some of its rows each, rather than
-    one of them all. Replicas must then be equal."""
+    """Split tensor chunks above 64 MiB that several ranks hold (DDP, HSDP) by rows among these ranks, instead of
+    having one of them write all. Replicas must then be equal."""
 
     incremental: bool = False
-    """Whether S3 copies what has not changed since the last save of the process (frozen layers, adapters), rather than
-    that it is sent again. Each checkpoint is whole, as ever. Needs checksums."""
+    """Have S3 copy what has not changed since the last save of the process (frozen layers, adapters), instead of
+    sending it again. Each checkpoint stays whole on its own. Needs checksums."""
 
     retry_attempts: int = Field(default=8, ge=1, le=100)
     """Attempts for one request, including the first, before the save or load fails."""
@@ -205,11 +206,13 @@ class Settings(BaseSettings):
     (``spill_dir``); it is then uploaded and committed in the background."""
 
     run_id: str | None = Field(default=None, min_length=1, max_length=200)
-    """Name of this start of the job, for saves without collectives: the same on all ranks, and never used again, unless
-    torchrun or SLURM count the restart. Unset: what the process group and the launcher say (torchrun, SLURM)."""
+    """Name of this start of the job, for saves without collectives: the same on all ranks, and another one at each
+    start, unless torchrun or SLURM count the restarts. Unset: from the process group or the launcher (torchrun,
+    SLURM)."""
     rank_timeout: RequestSeconds = 300.0
-    """Seconds without progress (it has not joined, or no byte of it moves) after which a rank is given up in a save
-    without collectives. Longer than what one rank may do before it saves, for example an evaluation."""
+    """Seconds without progress after which a save without collectives takes a rank for dead: it has not joined the
+    save, or none of its bytes moves. Must be longer than what one rank may do before it saves, for example an
+    evaluation."""
 
     retention: str | None = None
     """Policies in one line, for example ``latest:3 best:2:val_loss:min every:10000 within:48h daily:7``: what prune

@@ -30,11 +30,12 @@ _Boxes = tuple[AnyBox, ...]
 
 
 class S3LoadPlanner(DefaultLoadPlanner):
-    """Makes the plan that torch's DefaultLoadPlanner makes, sooner; pass it to `dcp.load` as ``planner``.
+    """Makes the same plan as torch's DefaultLoadPlanner, faster, with better errors. Pass it to `dcp.load` as
+    ``planner``.
 
-    torch compares all pairs of saved and local chunks that overlap in the longest dimension, for each tensor. Here they
-    are compared once for all tensors that are cut alike. Takes the same arguments; subclasses may override the same
-    methods.
+    torch compares all pairs of saved and local chunks that overlap in the longest dimension, for each tensor. This
+    planner compares them once for all tensors that are cut alike. It takes the same arguments; subclasses may override
+    the same methods.
 
     Python's garbage collector is off while the items are made.
 

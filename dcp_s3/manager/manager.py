@@ -41,12 +41,12 @@ logger = logging.getLogger(__name__)
 class CheckpointManager(RunReader):
     """Saves and restores the checkpoints of a run, ``{root}/step-00001000`` and so on, and applies a retention policy.
 
-    With torch.distributed, every rank makes one and calls `save`, `should_save` and `restore`, on which the ranks
-    agree: an error on one rank is an error on all, and the others name it. The other methods are local.
+    With torch.distributed, every rank makes one, and all ranks call `save`, `should_save` and `restore`. If one rank
+    fails in such a call, all ranks raise, and name that rank. The other methods are local.
 
-    Use it in a ``with``. Saves run in the background, one upload at a time. One that fails is logged at once, by the
-    first rank, and raised once by the next `save`, `wait` or `close` of each rank, as `SaveFailedError`. After each
-    commit, retention runs on the first rank. It never fails the training: its failures are logged and counted.
+    Use it in a ``with``. Saves run in the background, one upload at a time. The first rank logs a save that fails at
+    once; the next `save`, `wait` or `close` of each rank raises it, once, as `SaveFailedError`. After each commit,
+    retention runs on the first rank. It never fails the training: its failures are logged and counted.
 
     >>> with CheckpointManager("s3://bucket/run", retention="latest:3 best:1:val_loss:min") as manager:
     ...     first = manager.restore(state) or 0
@@ -62,19 +62,19 @@ class CheckpointManager(RunReader):
         retention: a policy (``KeepLatest(3) | KeepBest(2, "val_loss", "min")``), or text in the form of
             ``DCP_S3_RETENTION``. None: the policy in ``DCP_S3_RETENTION``. If that is unset, or the text is empty,
             nothing is deleted.
-        should_save: a policy of which steps to save (``SaveEvery(steps=1000) | SaveOnPreemption()``), or a function of
-            a `SaveMoment`: `save` does nothing for the others. None: `save` always saves. See `should_save`.
-        read_only: only read: nothing is saved, annotated, pruned or drained, and what waits on disks does not count.
-            Needs permission to read only, and may be of another run's root. Only ``DCP_S3_READER_LEASE`` writes.
+        should_save: which steps to save: a policy (``SaveEvery(steps=1000) | SaveOnPreemption()``), or a function of a
+            `SaveMoment`. `save` returns False at all other steps. None: `save` always saves.
+        read_only: never save, annotate, prune or drain. Needs permission to read only, works for another run's root,
+            and ignores checkpoints that wait on local disks. Only ``DCP_S3_READER_LEASE`` writes.
         process_group: a group with a CPU backend, for these saves and loads alone. None: a new gloo group of all ranks.
-        coordination: how the ranks come together: in ``collectives``, or on ``s3``, without a process group. There a
-            rank that fails alone raises alone, and the save is aborted, which the others hear, or find out after
-            ``DCP_S3_RANK_TIMEOUT``. Ranks are those of torch.distributed, or what the launcher says. What waits on
-            disks does not count.
+        coordination: ``collectives``: the ranks meet in a process group. ``s3``: they meet through objects on S3, and
+            no rank waits for another one. There, a rank that fails raises alone and aborts the save; if it cannot,
+            the others abort it after ``DCP_S3_RANK_TIMEOUT``. Ranks are those of torch.distributed, else the
+            launcher's. Checkpoints that wait on local disks are ignored.
         replicas: with ``coordination="s3"``: which ranks hold the same plain tensors, objects and shards made by hand,
             see `S3StorageWriter`.
         overwrite: replace a committed checkpoint of the same step. Otherwise the save fails with CheckpointExistsError.
-        incremental: whether S3 copies what has not changed since the last save, see `S3StorageWriter`.
+        incremental: have S3 copy tensors that have not changed since the last save, see `S3StorageWriter`.
         weights_only: see `S3StorageReader`.
         on_event: called with each event of its saves, loads and prunes on this rank, see `dcp_s3.events`.
 
@@ -175,8 +175,8 @@ class CheckpointManager(RunReader):
             Whether the step is saved: False if the policy ``should_save`` says no.
 
         Raises:
-            SaveFailedError: with ``blocking``: this save failed. Or an earlier save failed, and this state was not
-                saved, or with ``coordination="s3"`` is being saved all the same. Or a rank cannot go on.
+            SaveFailedError: this save failed (with ``blocking``, or before it began on some rank). Or an earlier one
+                did: then this state is not saved, but with ``coordination="s3"`` it is.
             SaveProtocolError: the ranks save different steps, or a metric cannot be stored.
             SettingsError: something in ``extra`` cannot be stored.
             StagingError: the state cannot be copied.

@@ -110,8 +110,8 @@ def parts(policy: SavePolicyFunction | None) -> tuple[SavePolicyFunction, ...]:
 class SaveEvery(SavePolicy):
     """Saves every so many steps, or every so many seconds.
 
-    Every N steps are the steps N, 2N, 3N and so on, wherever a run began; step 0 is not one of them. The seconds count
-    from the begin of the last save, of whatever reason, on the clock of the first rank.
+    ``steps=N`` saves the steps N, 2N, 3N and so on, wherever a run began; not step 0. The seconds count from the
+    beginning of the last save, whatever caused it, on the clock of the first rank.
 
     >>> SaveEvery(steps=1000) | SaveEvery(seconds="10m")
     SaveEvery(steps=1000) | SaveEvery(seconds=600)

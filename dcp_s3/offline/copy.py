@@ -88,7 +88,7 @@ def copy(
         on_progress: called with the number of bytes as they are copied, from several threads.
 
     Returns:
-        What was copied; ``moved`` counts bytes copied by this call, wherever they passed.
+        What was copied. ``moved`` counts the bytes that this call copied, through this host or inside of S3.
 
     Raises:
         CheckpointExistsError: another checkpoint is at the destination.

@@ -149,7 +149,8 @@ class CatalogSnapshot:
     uploads: tuple[OpenUpload, ...] = ()
     """Open multipart uploads of data objects in directories right under the root, by key."""
     leftovers: tuple[LeftoverObject, ...] = ()
-    """Objects in committed checkpoints' directories that the checkpoints do not need, and boards (`BOARDS`), by key."""
+    """Objects in committed checkpoints' directories that the checkpoints do not need, and old messages between ranks
+    (``board-*``), by key."""
 
     def __repr__(self) -> str:
         counts = {"uploads": len(self.uploads) or None, "leftovers": len(self.leftovers) or None}

@@ -74,7 +74,8 @@ class PruneReport:
     finished: tuple[Deletion, ...] = ()
     """Deletions that an earlier prune had begun."""
     leftovers: tuple[Deletion, ...] = ()
-    """Objects deleted from the directories of checkpoints that stay, and old boards, from ``.dcp_s3``."""
+    """Objects deleted from the directories of checkpoints that stay, and old messages between ranks
+    (``.dcp_s3/board-*``)."""
     aborted: tuple[OpenUpload, ...] = ()
     """Multipart uploads that were aborted."""
     left_alone: tuple[NotDeleted, ...] = ()

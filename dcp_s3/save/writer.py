@@ -63,14 +63,14 @@ class _Here(threading.local):
 class S3StorageWriter(StorageWriter, AsyncStager):
     """Writes checkpoints to S3. Pass it to `dcp.save` or `dcp.async_save` as ``storage_writer``.
 
-    Nothing is visible before the commit at the end. If any rank fails, there is no new checkpoint, and an old one at
-    the same URL stays whole.
+    Readers see nothing of a save before its commit, at the end. If any rank fails, there is no new checkpoint, and an
+    old one at the same URL stays whole.
 
-    One writer may be used for several saves, if each is given its ``checkpoint_id``. A save keeps its URL, arguments
-    and id from beginning to end, and waits for the asynchronous saves of this process before it.
+    One writer serves several saves if each is given its own ``checkpoint_id``. A save keeps its URL, arguments and id
+    from beginning to end. It first waits for the asynchronous saves that this process began before.
 
-    An asynchronous save that fails is logged by the rank that fails, since nobody may look at its future, if dcp_s3
-    staged its state (as it does unless ``async_stager`` is somebody else's).
+    The rank on which an asynchronous save fails logs the error, because nobody may look at the future. This needs
+    dcp_s3's own stager: pass no other one as ``async_stager``.
 
     >>> saved = dcp.save(state, storage_writer=S3StorageWriter("s3://bucket/run/step-3000", metrics={"val_loss": 1.75}))
     >>> latest("s3://bucket/run").metrics
@@ -80,20 +80,19 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         url: ``s3://bucket/prefix`` of the checkpoint. Optional if each save passes ``checkpoint_id``.
         overwrite: replace a committed checkpoint at the URL. Otherwise CheckpointExistsError.
         metrics: user metrics (numbers, text, bools), stored beside the checkpoint.
-        extra: whatever else belongs to the checkpoint: text, numbers, bools, None, lists and dicts of these, at most
-            64 KiB as JSON. That of the first rank is stored. Read by `S3StorageReader.extra`.
-        replicas: for saves without collectives: ranks that hold the same plain tensors and objects as this one, or a
-            function of the FQN that returns them, also for shards that are no DTensors (these know). None: all ranks of
-            the save. What nobody wrote for it is written later than the rest, and nothing twice.
-        step: of its asynchronous saves without collectives, if the URL does not name one and is saved to again: tells
-            them apart. A writer for each step, then.
-        split_replicated: whether ranks share the writing of a tensor chunk above 64 MiB that several of them hold (DDP,
-            HSDP), each some of its rows, so that all write about the same bytes. Whatever has the same name and offset
-            on several ranks must then have the same values on them. Not in saves without collectives. None: as the
-            setting ``split_replicated`` says.
-        incremental: whether tensor chunks that have not changed since the last save of this process are copied by S3
-            rather than sent (frozen layers, adapters). Each checkpoint is whole, as ever. Needs checksums. None: as the
-            setting ``incremental`` says.
+        extra: other values to store with the checkpoint: text, numbers, bools, None, lists and dicts of these, at most
+            64 KiB as JSON. The first rank's are stored. `S3StorageReader.extra` reads them.
+        replicas: for saves without collectives: the ranks that hold the same plain tensors and objects as this one; or
+            a function that returns them for a FQN, and is also asked about shards made by hand (DTensors need no such
+            answer). None: all ranks. Items that end up without a writer are written after the rest; none is lost.
+        step: the step of an asynchronous save without collectives. Needed to tell saves apart if several go to one URL
+            that names no step. Make a writer for each of them.
+        split_replicated: split tensor chunks above 64 MiB that several ranks hold (DDP, HSDP) by rows among these
+            ranks, so that all write about the same number of bytes. The replicas must have equal values. Not in saves
+            without collectives. None: the setting ``split_replicated``.
+        incremental: have S3 copy tensor chunks that have not changed since the last save of this process (frozen
+            layers, adapters), instead of sending them. Each checkpoint stays whole on its own. Needs checksums. None:
+            the setting ``incremental``.
         max_objects: most objects that a rank writes, 1 or more, besides attachments; small states get fewer. None: 4.
         process_group: the group that is passed to `dcp.save`, which does not pass it on. None: the default group.
         settings: a `Settings`, or a mapping of settings that override the environment.
