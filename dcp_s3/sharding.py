@@ -237,9 +237,9 @@ def shard_state(
     Args:
         plan: for each tensor, by its name (keys joined by dots: ``model.layers.0.weight``) or a pattern of names
             (``*.weight``, as in `fnmatch`): the dimension along which it is split, a `Fused`, or None if each rank
-            holds all of it. A name counts before patterns, of these the first that fits. Every tensor must be in it,
-            so that no misspelt name makes shards look like replicas, of which one is saved; ``"*": None`` at the end
-            takes all the rest. Exempt are numbers (0 dimensions), DTensors and shards, which know how they are split.
+            holds all of it. An exact name takes precedence; of several patterns that match, the first counts. Every
+            tensor must be in it, so that no misspelt name makes shards look like replicas, of which one is saved;
+            ``"*": None`` at the end takes all the rest. Numbers (0 dimensions), DTensors and shards need no entry.
         group: the ranks that share the tensors, in the order of their shards, which are of one shape. All of them call
             this, once: they compare plans and shapes.
         rank: without ``group``: place of this rank's shards, of ``world_size``.
