@@ -1,4 +1,4 @@
-"""`dcp-s3 bench`: ranks save and load below a user's URL; what limits them is said, what they wrote is removed."""
+"""`dcp-s3 bench`: processes save and load below a URL; the report says what limits them; their objects are removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deletes one checkpoint, or what is none. May be interrupted anywhere, and may meet readers, saves and other prunes.
+"""Deletes one checkpoint, or leftovers. Safe against interruption anywhere, readers, saves and other prunes.
 
 1. Look: it is still what the plan saw. A joint save to its URL that shows nothing new is aborted, so that it does not
    commit what is deleted here.

@@ -1,1 +1,1 @@
-"""Examines what training will meet. The function is `dcp_s3.doctor`; a package of that name would hide it."""
+"""`dcp_s3.doctor`, which checks a host and a store before a run. A package called `doctor` would hide the function."""

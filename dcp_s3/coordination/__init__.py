@@ -1,1 +1,1 @@
-"""Saves without collectives: what the ranks of one save tell each other, through the store alone."""
+"""Saves without collectives: the protocol, and the objects by which the ranks meet."""

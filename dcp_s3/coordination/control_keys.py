@@ -1,4 +1,4 @@
-"""Small values that the ranks of one attempt leave for each other, by key, without a collective."""
+"""A small key-value store on S3 for messages between the ranks of one attempt, without collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process remembers of its joint saves, for as long as it lives, whatever writers and managers it makes."""
+"""What a process remembers for saves without collectives: its count of saves, and those that it left."""
 
 from __future__ import annotations
 

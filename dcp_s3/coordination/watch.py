@@ -1,4 +1,4 @@
-"""What a rank has seen of the others in a joint save, and which of them are silent."""
+"""The failure detector of a save without collectives: the progress of each rank, and which of them are silent."""
 
 from __future__ import annotations
 

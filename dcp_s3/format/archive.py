@@ -1,4 +1,4 @@
-"""What torch.save writes for a tensor: a zip archive, of which it is known where the tensor's bytes lie.
+"""The zip archive that torch.save writes for a tensor, and where the tensor's bytes lie in it.
 
 The archive has ``data.pkl`` (how the tensor is made from a storage), small records, the storage's raw bytes as
 ``data/0``, and more records. A local header precedes each record. Its sizes are zero: a data descriptor after the

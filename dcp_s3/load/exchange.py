@@ -1,4 +1,4 @@
-"""Pieces on their way between the ranks of a load: fetched by their owners, sent to the others by gloo.
+"""The exchange between the ranks of a load: each piece is fetched by its owner and sent to the others by gloo.
 
 The ranks greet each other first (`messages`). From then on every rank goes through the pieces in the order of their
 numbers to the end, whatever fails: instead of what it has not sent yet it sends the cause, and it drops what it still

@@ -1,4 +1,4 @@
-"""The pieces of an exchange where they are fetched, sent, and received."""
+"""One piece of an exchange: where it is fetched, how it is sent, and where it is received."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Operations that need no process group: read single tensors, verify, download and upload."""
+"""Operations that need no process group: read, inspect, compare, verify, copy, export, import."""

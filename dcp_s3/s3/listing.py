@@ -1,4 +1,4 @@
-"""Listings and deletions: objects, their versions, open multipart uploads.
+"""Listings and deletions: objects, open multipart uploads.
 
 Deletions go in batches, and only while the objects have the expected ETag.
 """

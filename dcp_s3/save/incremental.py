@@ -1,4 +1,4 @@
-"""What has not changed since the save before is copied by S3 instead of sent.
+"""Incremental saves: decides which objects and ranges S3 copies from the save before, and which are sent.
 
 A tensor chunk has not changed if its checksum, dtype and shape are those of the save before, which this process
 remembers. S3 then makes objects of the old ones: whole objects of which nothing has changed, and runs of unchanged

@@ -1,4 +1,4 @@
-"""Staged states on their way: to the thread of their save, to the checkpoint process, and failures to the other ranks.
+"""Hands a staged state to the thread of its save or to the checkpoint process, and a failed staging to the other ranks.
 
 One asynchronous save at a time. If two saves of one process group overlap, their collectives mix: one rank's plan of
 the first save meets another rank's plan of the second. DCP leaves it to its caller to avoid that. torch also sends all
