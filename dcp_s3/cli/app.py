@@ -35,12 +35,12 @@ NOBODY_READS = 141
 """The reader of the output has gone: what a shell makes of SIGPIPE. No mistake, so the table leaves it out."""
 
 MEANINGS = {
-    DONE: "done; of verify: good",
+    DONE: "done; verify: the checkpoint is good",
     FAILED: "failed: S3 or the disk refused, or something is protected, exists already, or waits",
     USAGE: "wrong usage: an argument, an option, a URL or a setting",
     NOTHING_THERE: "nothing is there",
     DAMAGED: "damaged: a checkpoint is not what was saved",
-    DIFFERENT: "different: of diff, or not known to be the same",
+    DIFFERENT: "diff: something differs, or is not known to be the same",
     INTERRUPTED: "ended by Ctrl-C",
 }
 

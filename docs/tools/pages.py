@@ -29,8 +29,8 @@ _MADE = "<!-- Made by docs/tools/pages.py from the code: `make pages`. Do not ed
 FIRST = {
     "endpoint_url": "S3 is not AWS: `https://minio:9000`.",
     "spill_dir": "Local NVMe, so that training goes on while S3 does not answer: [When S3 does not answer](spill.md).",
-    "staging_limit": "Asynchronous saves copy the state to host memory; this bounds it: [saves](async.md).",
-    "save_timeout": "After which a save is given up rather than waited for: a hung network does not hang the training.",
+    "staging_limit": "Bounds the host memory to which asynchronous saves copy the state: [saves](async.md).",
+    "save_timeout": "Ends a save that takes longer, so that a hung network does not hang the training.",
     "retention": "What `prune` keeps, in one line: [Retention](retention.md).",
 }
 
@@ -39,9 +39,9 @@ _SETTINGS = """# Settings
 Environment variables with the prefix `DCP_S3_`, read when a writer, a reader or a manager is made, never at import. In
 Python the same names, in lower case and without the prefix, override them:
 `S3StorageWriter(url, settings={{"part_size": "64MiB"}})`. Sizes are written like `64MiB`, durations like `30s`, `5m`,
-`24h`. What is unset follows AWS's own chain (`AWS_ENDPOINT_URL_S3`, profiles, instance roles); credentials always do.
-`dcp-s3 doctor --settings` shows what is in force, and where each value comes from. A variable that does not exist is
-reported, and a value that is not allowed names what is.
+`24h`. Endpoint, region and profile, if unset, come from AWS's own chain (`AWS_ENDPOINT_URL_S3`, profiles, instance roles);
+credentials always do. `dcp-s3 doctor --settings` shows what is in force, and where each value comes from. A variable with
+the prefix that is no setting is named in one warning; a value that is not allowed is an error that says what is.
 
 ## The five that matter first
 
@@ -58,7 +58,7 @@ The others are for special cases: part sizes and connections find their own valu
 _CLI = """# Command line
 
 `pip install dcp-s3` brings `dcp-s3`. Data goes to stdout, notes and progress to stderr; `--json` prints one JSON
-document. `dcp-s3 COMMAND --help` says what stands here. Examples: [start](start.md),
+document. `dcp-s3 COMMAND --help` prints the same text as this page. Examples: [start](start.md),
 [retention](retention.md#command-line), [export](export.md).
 
 ## Exit status

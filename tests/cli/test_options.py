@@ -204,7 +204,7 @@ def test_what_is_damaged_is_status_4(name: str, root: str, s3: Any) -> None:
 
 def test_the_table_is_in_the_help_and_in_the_documentation() -> None:
     shown = " ".join(run("--help").stdout.split())
-    page = (Path(__file__).resolve().parents[2] / "docs" / "retention.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
     for status, meaning in cli.MEANINGS.items():
         assert f"{status} {meaning}" in shown
         assert f"| {status} | {meaning} |" in page
