@@ -57,19 +57,18 @@ class S3StorageReader(StorageReader):
         url: ``s3://bucket/prefix`` of the checkpoint. May be left out if each load passes ``checkpoint_id``.
         include_uncommitted: also read a checkpoint whose commit still waits in this host's spill directory. With
             several hosts, other hosts' parts may be missing there.
-        weights_only: items that are no tensors (numbers, texts, whatever the state held) are pickles. The planner
-            unpickles them without restriction, so it is given only what cannot run code: what torch's weights-only
-            unpickler accepts, with its own list (``torch.serialization.add_safe_globals``) as it is when the item has
-            arrived, and the plain values named in docs/security.md. The check reads each such item once more, without
-            its tensors: about 0.1 ms for a small one, 0.15 s for each MB of pickled numbers and texts. False:
-            everything is unpickled, so whoever can write to the bucket can run code here.
+        weights_only: load items that are no tensors (numbers, texts and so on; they are pickles) only if they cannot
+            run code: what torch's weights-only unpickler accepts, your ``torch.serialization.add_safe_globals``
+            included, and the plain values named in docs/security.md. Others are an UnsafeItemError. The check takes
+            about 0.1 ms for a small item, at most 0.15 s for each MB of pickled numbers and texts. False: everything is
+            unpickled, so anybody who can write to the bucket can run code here.
         allow_dtype_cast: whether a load may convert a saved tensor to another dtype, as torch's readers do. One warning
             names the tensors whose values may not all fit. False: `TensorMismatchError`, before anything is changed.
         load_sharing: whether data that several ranks of a load need is read from S3 once and sent between the ranks.
             Needs a process group with gloo for CPU tensors. False on one rank means False on all.
-        process_group: a group of the ranks that load together, in the same order, with gloo for CPU tensors. In it they
-            exchange what several of them need, which is then read once. Needed where ``dcp.load`` is given a group of
-            some ranks, or where the default group has no gloo. None: the default group, if all its ranks load.
+        process_group: a group of the ranks that load together, in the same order, with gloo for CPU tensors. The ranks
+            send each other through it what several of them need. Needed if ``dcp.load`` is given a group of some
+            ranks, or if the default group has no gloo. None: the default group, if all its ranks load.
         settings: a `Settings`, or a mapping of those that differ from the environment.
         on_event: called with each event of its loads on this rank, see `dcp_s3.events`.
         _extension_registry: torch's registry of stream extensions (experimental there).
