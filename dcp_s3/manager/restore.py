@@ -111,7 +111,7 @@ class RunReader(ABC):
     ) -> int | None:
         """Load a checkpoint into ``state``, in place. Every rank calls it; the first rank chooses for all.
 
-        Waits for the saves under way first. Those that have failed are never merged with later ones.
+        Waits for the saves under way first. Saves that failed before stay failed, whatever the ranks do next.
 
         >>> with CheckpointManager("s3://bucket/run", read_only=True) as manager:
         ...     manager.restore(state), manager.restore(state, 1000), manager.restore(state, "best", metric="val_loss")

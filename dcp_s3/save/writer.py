@@ -290,11 +290,11 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     # --- beside the save -----------------------------------------------------------------------------
 
     def attach(self, name: str, data: bytes | bytearray | memoryview) -> None:
-        """Add a small file to the next save, on this rank: it is there when the checkpoint is, and goes with it. Where
-        asynchronous saves follow each other, make a writer for each.
+        """Add a small file to this rank's next save. It is committed, copied, verified and deleted with the checkpoint.
 
-        `S3StorageReader.attachment` reads it. It also lies at ``{checkpoint}/{name}``, for other tools. Ranks may
-        attach the same bytes under one name; a file of one rank needs a name of its own.
+        If several asynchronous saves have attachments, make a writer for each. `S3StorageReader.attachment` reads the
+        file; ``dcp-s3 cp`` into a directory writes it under its name. Ranks may attach the same bytes under one name; a
+        file of one rank needs a name of its own.
 
         >>> writer = S3StorageWriter("s3://bucket/run/step-3000")
         >>> writer.attach("config.json", b'{"layers": 32}')
@@ -319,8 +319,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     def wait_committed(self, timeout: float | None = None) -> None:
         """Wait until the last save of this writer is committed on S3. Useful with ``DCP_S3_DURABILITY=local``.
 
-        Every rank may call it. The last save is the one that began last, in any thread. A writer that has not written
-        itself (after a restart, on a rank with nothing to write, or if another process does its saves) waits for any
+        Every rank may call it. The last save is the one that began last, in any thread. A writer that has not saved in
+        this process (after a restart, on a rank with nothing to write, or if another process saves) waits for any
         checkpoint at its URL.
 
         >>> writer = S3StorageWriter("s3://bucket/run/step-3000")
