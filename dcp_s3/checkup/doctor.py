@@ -207,7 +207,7 @@ class DoctorReport:
 
     @property
     def warnings(self) -> tuple[CheckResult, ...]:
-        """The checks that found something to be known."""
+        """The checks that ended with a warning."""
         return tuple(each for each in self.checks if each.status == "warning")
 
     def __getitem__(self, name: str) -> CheckResult:

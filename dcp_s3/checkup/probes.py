@@ -54,8 +54,8 @@ class CheckResult:
     name: str
     """Name of the check."""
     status: Status
-    """``failed``: saves or loads will not work. ``warning``: they work, and something is to be known. ``skipped``: not
-    checked."""
+    """``failed``: saves or loads will not work. ``warning``: they work, with the limit that ``found`` names.
+    ``skipped``: not checked."""
     found: str
     """What was found: a clause for people."""
     remedy: str = ""

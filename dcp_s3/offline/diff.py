@@ -40,7 +40,7 @@ class EntryDiff:
     kind: str
     """``tensor``, or ``bytes`` for any other object; of A if they differ."""
     status: Status
-    """``unknown``: the checksums that are stored do not tell."""
+    """``unknown``: the stored checksums cannot decide it."""
     what: str = ""
     """What changed (``shape``, ``dtype``, ``kind``: old -> new; ``values``; ``bytes`` of an object, whose value may be
     equal), or why it is not known. Empty if nothing did."""
