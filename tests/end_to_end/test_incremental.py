@@ -75,6 +75,7 @@ def test_bytes_that_cross_the_link_are_those_that_changed(root: str, memory_serv
         assert "UploadPart" not in counters.requests
 
 
+@pytest.mark.servers("memory", "rgw")
 def test_overwriting_a_checkpoint_copies_from_the_one_that_it_replaces(root: str, bucket: str, s3: Any) -> None:
     for step in (1, 2, 3):
         written = save(f"{root}/last", make_state(step), overwrite=True)
@@ -273,6 +274,7 @@ def test_a_bucket_of_s3_express_gets_all_bytes(draining: Spill) -> None:  # noqa
     assert_loads(f"s3://{bucket}/run/2", make_state(2))
 
 
+@pytest.mark.servers("memory", "rgw")
 def test_bits_are_compared_not_values(root: str) -> None:
     """-0.0 equals 0.0, and NaN equals nothing."""
     state = {"zero": torch.zeros(2 * MIB), "nan": torch.full((2 * MIB,), float("nan"))}
