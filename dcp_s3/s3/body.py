@@ -191,7 +191,7 @@ class BodyReader(io.RawIOBase):
                 elif size - done >= _DIRECT:
                     if size - done < self._least:
                         self._wake_for(size - done)
-                    count = attempts.receive(self._receive, view[done:])
+                    count = attempts.receive(self._receive_many, view[done:])
                 else:
                     if not self._buffer:
                         self._buffer = memoryview(bytearray(_BUFFER))
@@ -210,6 +210,23 @@ class BodyReader(io.RawIOBase):
             self._error = error
         self._step = min(_MOST_AT_ONCE, int(done * _WAKE_SECONDS / (time.monotonic() - began + 1e-6)))
         return done
+
+    def _receive_many(self, view: memoryview) -> int:
+        """Receive; what has come is taken if that is less than was waited for: the link is slow by now."""
+        try:
+            return int(self._receive(view))
+        except TimeoutError:
+            if self._least == 1 or (sock := self._plain) is None:
+                raise
+            self._wake_for(0)
+            timeout = sock.gettimeout()
+            sock.settimeout(0)
+            try:
+                return sock.recv_into(view)
+            except BlockingIOError:
+                raise TimeoutError("timed out") from None
+            finally:
+                sock.settimeout(timeout)
 
     def _wake_for(self, size: int) -> None:
         """Let the thread sleep until many of the next ``size`` bytes are there, or the stream ends."""

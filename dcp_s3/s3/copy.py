@@ -55,9 +55,10 @@ def copy_object(store: Bucket, source: Bucket, source_key: str, key: str) -> Non
 
 def copy_ranges(
     store: Bucket, key: str, ranges: Sequence[CopyRange], crc: int, *, slots: threading.Semaphore,
-    moved: Callable[[int], None],
+    moved: Callable[[int], None], stays_open: Callable[[str], object] = lambda _: None,
 ) -> bool:  # fmt: skip
-    """See `Batch.copy`. ``slots`` bounds the requests under way, and ``moved`` is called with the bytes of each."""
+    """See `Batch.copy`. ``slots`` bounds the requests under way, ``moved`` is called with the bytes of each, and
+    ``stays_open`` with the key if a multipart upload could not be aborted."""
     if not can_copy(store):
         return False
     size = sum(each.stop - each.start for each in ranges)
@@ -66,8 +67,8 @@ def copy_ranges(
         heads = dict(zip([each.key for each in wanted], map_in_threads(store, _find_source, wanted), strict=True))
         sources = [_Source(_origin(store, store, heads[each.key]), each.start, each.stop) for each in ranges]
         is_whole = len(ranges) == 1 and size == ranges[0].size
-        answer = _copy(store, sources, key, is_whole=is_whole, crc=crc, slots=slots, moved=moved)
-        if _is_good(store, key, size, crc, answer.get("ChecksumCRC64NVME")):
+        answer = _copy(store, sources, key, is_whole=is_whole, crc=crc, slots=slots, moved=moved, stays_open=stays_open)
+        if _is_good(store, key, size, crc, answer.get("ChecksumCRC64NVME"), slots):
             return True
         delete(store, [key])
         logger.warning("s3://%s/%s is sent: S3's copy of it was not what had been saved before", store.name, key)
@@ -108,6 +109,7 @@ def _copy(
     metadata: Mapping[str, str] | None = None,
     slots: contextlib.AbstractContextManager[Any] | None = None,
     moved: Callable[[int], None] = lambda _: None,
+    stays_open: Callable[[str], object] = lambda _: None,
 ) -> dict[str, Any]:
     """Make an object of ``sources``, end to end; each but the last has S3's smallest part. Returns S3's last answer."""
     size = sum(each.stop - each.start for each in sources)
@@ -117,7 +119,8 @@ def _copy(
         if store.settings.checksum != "none":
             arguments["ChecksumAlgorithm"] = "CRC64NVME"
         with slots:
-            answer = request_with_checksum(store, "CopyObject", key, arguments, data=True)
+            quirk = Quirk.NO_CHECKSUMS_OF_COPIES  # of these alone: it may well check what is sent
+            answer = request_with_checksum(store, "CopyObject", key, arguments, data=True, quirk=quirk)
         moved(size)
         return dict(answer.get("CopyObjectResult") or {})
     parts = [part for each in sources for part in _cut(each, max(PART_SIZE, -(-2 * size // MAX_PARTS)))]
@@ -136,7 +139,8 @@ def _copy(
         etags = map_in_threads(store, copy_part, range(1, len(parts) + 1))
         return complete(store, key, upload_id, etags, size=size, crc=crc)
     except BaseException:
-        abort_quietly(store.within(store.limit.for_cleanup()), key, upload_id)
+        if not abort_quietly(store.within(store.limit.for_cleanup()), key, upload_id):
+            stays_open(key)
         raise
 
 
@@ -148,7 +152,9 @@ def _cut(source: _Source, part: int) -> list[_Source]:
     return [_Source(source.origin, start, stop) for start, stop in itertools.pairwise(ends)]
 
 
-def _is_good(store: Bucket, key: str, size: int, crc: int, answered: str | None) -> bool:
+def _is_good(
+    store: Bucket, key: str, size: int, crc: int, answered: str | None, slots: contextlib.AbstractContextManager[Any]
+) -> bool:
     """Whether an object is what it should be: by the checksum that S3 tells, otherwise by its bytes."""
     reported = None if answered is None else base64.b64decode(answered).hex()
     if reported is None:
@@ -156,16 +162,17 @@ def _is_good(store: Bucket, key: str, size: int, crc: int, answered: str | None)
         if found.size != size:
             return False
         reported = found.crc64nvme
-    return _read_crc(store, key, size) == crc if reported is None else reported == crc_hex(crc)
+    return _read_crc(store, key, size, slots) == crc if reported is None else reported == crc_hex(crc)
 
 
-def _read_crc(store: Bucket, key: str, size: int) -> int:
+def _read_crc(store: Bucket, key: str, size: int, slots: contextlib.AbstractContextManager[Any]) -> int:
     def crc_between(store: Bucket, span: tuple[int, int]) -> tuple[int, int]:
-        crc, block = 0, memoryview(bytearray(min(_BLOCK, span[1] - span[0])))
-        for start in range(*span, _BLOCK):
-            view = block[: min(_BLOCK, span[1] - start)]
-            read(store, key, start, view)
-            crc = crc64nvme(view, crc)
+        with slots:  # many copies are read at a time: it bounds the blocks of all
+            crc, block = 0, memoryview(bytearray(min(_BLOCK, span[1] - span[0])))
+            for start in range(*span, _BLOCK):
+                view = block[: min(_BLOCK, span[1] - start)]
+                read(store, key, start, view)
+                crc = crc64nvme(view, crc)
         return crc, span[1] - span[0]
 
     ends = [size * number // _READERS for number in range(_READERS + 1)]

@@ -35,6 +35,7 @@ class Quirk(enum.Enum):
         "%s refuses checksums (x-amz-checksum-*): parts are sent without, so that it cannot notice damage on the way. "
         "Loads check what they get, as always%s"
     )
+    NO_CHECKSUMS_OF_COPIES = "%s refuses checksums of copies (x-amz-checksum-algorithm): copies are made without%s"
     NO_COPIES = "%s does not copy objects: incremental saves send all bytes%s"
     NO_BATCH_DELETES = "%s has no DeleteObjects: objects are deleted one by one%s"
 
@@ -85,16 +86,18 @@ _UNKNOWN_HEADER = frozenset(
 
 
 def request_with_checksum(
-    bucket: Bucket, operation: str, key: str, arguments: Mapping[str, Any], *, data: bool = False
-) -> dict[str, Any]:
+    bucket: Bucket, operation: str, key: str, arguments: Mapping[str, Any], *, data: bool = False,
+    quirk: Quirk = Quirk.NO_CHECKSUMS,
+) -> dict[str, Any]:  # fmt: skip
     """Send a request with a checksum, and from when S3 refuses one that it does not know, without.
 
     Stores other than AWS may not know ``x-amz-checksum-*``. Most ignore it; to those that refuse it nobody could
     save otherwise. Only ``DCP_S3_CHECKSUM=auto`` tries without. The CRCs of items and objects are recorded in any
-    case, so that loads are checked.
+    case, so that loads are checked. ``quirk`` is what a refusal shows.
     """
     plain = {name: value for name, value in arguments.items() if not name.startswith("Checksum")}
-    if bucket.settings.checksum == "auto" and len(plain) < len(arguments) and not knows(Quirk.NO_CHECKSUMS, bucket):
+    is_known = knows(Quirk.NO_CHECKSUMS, bucket) or knows(quirk, bucket)
+    if bucket.settings.checksum == "auto" and len(plain) < len(arguments) and not is_known:
         try:
             return bucket.request(operation, key, arguments, data=data)
         except errors.StorageError as error:
@@ -103,7 +106,7 @@ def request_with_checksum(
                 raise
             refused = str(error)
         answer = bucket.request(operation, key, plain, data=data)  # fails, too, if it was refused for another reason
-        learn(Quirk.NO_CHECKSUMS, bucket, refused)
+        learn(quirk, bucket, refused)
         return answer
     return bucket.request(operation, key, plain if bucket.settings.checksum == "auto" else arguments, data=data)
 

@@ -177,7 +177,7 @@ class Uploader(Batch):
         with self._lock:
             self._completed.append(key)  # before: S3's answer may be lost
         store = self.store.within(replace(self.store.limit, cancel=self.cancel))
-        return copy_ranges(store, key, ranges, crc, slots=self._copying, moved=self.took)
+        return copy_ranges(store, key, ranges, crc, slots=self._copying, moved=self.took, stays_open=self.unclean.add)
 
     def submit(self, upload: ObjectUpload, function: Any, pieces: list[Piece], *arguments: Any) -> Future[Any]:
         """Run ``function(pieces, ...)`` for ``upload`` on the pool once there is a slot.

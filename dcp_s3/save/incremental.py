@@ -144,8 +144,11 @@ def find_unchanged(items: Sequence[WriteItem], saved: SavedItems, planner: SaveP
 
 def _is_unchanged(item: WriteItem, saved: SavedItem, memory: ObjectPieces) -> bool:
     """Compare block by block: of what has changed, mostly the first block is read, and no more."""
+    kind, planned = (saved.dtype, saved.shape), item.tensor_data
+    if planned is None or (planned.properties.dtype, planned.chunk.sizes) != kind:
+        return False
     tensor = memory.resolve(item)
-    if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tensor.shape) != (saved.dtype, saved.shape):
+    if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tensor.shape) != kind:
         return False
     size = tensor.nbytes
     blocks = get_blocks(saved.info, size) if size else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -100,6 +101,8 @@ def write_buckets(
     # Besides what the store holds, each bucket fills a piece.
     blocks = (batch.in_flight + OBJECTS_PER_RANK) * batch.chunk_size // PINNED_BLOCK
     _pinned.generations = max(_pinned.generations, blocks)
+    # What S3 does not copy is sent, but of many such objects no more are framed at a time than of others.
+    sending = threading.Semaphore(max(OBJECTS_PER_RANK, sum(planned.copied is None for planned in buckets)))
 
     def write(number: int) -> list[WriteResult]:
         if device is not None:
@@ -107,8 +110,9 @@ def write_buckets(
         bucket, copied = buckets[number], buckets[number].copied
         if copied is not None and batch.copy(keys[number], copied.ranges, copied.crc):
             return _copied_results(bucket.items, copied, paths[number])
-        pieces = ObjectPieces(bucket, planner, batch.chunk_size)
-        stored = batch.put_stream(keys[number], bucket.size, pieces)
+        with sending:
+            pieces = ObjectPieces(bucket, planner, batch.chunk_size)
+            stored = batch.put_stream(keys[number], bucket.size, pieces)
         return pieces.results(paths[number], stored)
 
     try:

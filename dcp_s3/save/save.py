@@ -76,7 +76,7 @@ class Save:
     attachments: Sequence[Attachment] = ()
     """Small files of this rank that belong to the save."""
     max_objects: int = OBJECTS_PER_RANK
-    """Most objects that this rank writes, besides attachments."""
+    """Most objects that this rank writes, besides attachments; see `S3StorageWriter`."""
     splits: bool = False
     """Whether ranks share the writing of large chunks that several of them hold."""
     incremental: bool = False

@@ -94,6 +94,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             layers, adapters), instead of sending them. Each checkpoint stays whole on its own. Needs checksums. None:
             the setting ``incremental``.
         max_objects: most objects that a rank writes, 1 or more, besides attachments; small states get fewer. None: 4.
+            With ``incremental`` twice as many are sent at most, and at most 32 are made by S3.
         process_group: the group that is passed to `dcp.save`, which does not pass it on. None: the default group.
         settings: a `Settings`, or a mapping of settings that override the environment.
         on_event: called with each event of its saves on this rank, see `dcp_s3.events`. Not called in the process of an

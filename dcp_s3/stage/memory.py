@@ -57,7 +57,7 @@ class HostBuffer:
         self.size, self.kind = size, kind
         self.fd = -1
         """File descriptor of memory that is not private."""
-        self._is_pinned = False
+        self._is_pinned = self._is_refused = False
         where = {"private": "in memory", "shared": "in shared memory", "file": f"in the spill directory {directory!r}"}
         try:
             if kind == "private":
@@ -84,12 +84,13 @@ class HostBuffer:
 
     def pin(self) -> None:
         """Register the memory with CUDA, so that copies from a GPU do not block. Without it they are only slower."""
-        if self._is_pinned or self.kind == "file":
+        if self._is_pinned or self._is_refused or self.kind == "file":
             return
         try:
             torch_private.pin_memory(self.address, self.size)
         except RuntimeError as error:
-            logger.warning("%s of staging memory stays unpinned: %s", format_size(self.size), error)
+            self._is_refused = True  # it is used many times, and each would cost a warning
+            logger.warning("%s of staging memory stays unpinned: %s", format_size(self.size), str(error))
         else:
             self._is_pinned = True
 

@@ -132,6 +132,7 @@ class S3Stager(AsyncStager):
         in_background = save is not None and self.asynchronous
         try:
             snapshot = Snapshot(state_dict, watched=in_background)
+            copying = self._background.submit(self._copy, snapshot, save, began) if in_background else None
         except Exception as error:  # noqa: BLE001 - raised if this is the only rank
             failed = self._failed(error, save)
             if not in_background:
@@ -139,9 +140,8 @@ class S3Stager(AsyncStager):
             future: Future[dict[str, Any]] = Future()
             future.set_result(failed)
             return future
-        if not in_background:
+        if copying is None:
             return self._copy(snapshot, save, began)
-        copying = self._background.submit(self._copy, snapshot, save, began)
         copying.add_done_callback(_log_failure)
         return copying
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_s3 import CheckpointManager, S3StorageWriter, events, latest, prune, verify
 from dcp_s3.s3 import retry
-from dcp_s3.save import incremental
+from dcp_s3.save import incremental, objects
 from tests.end_to_end.loads import assert_loads
 from tests.end_to_end.states import assert_same, blank
 from tests.end_to_end.test_interchange import download
@@ -75,7 +75,7 @@ def test_bytes_that_cross_the_link_are_those_that_changed(root: str, memory_serv
         assert "UploadPart" not in counters.requests
 
 
-@pytest.mark.servers("memory", "moto")  # rclone copies no parts
+@pytest.mark.servers("memory", "moto", "rgw")  # rclone copies no parts
 def test_overwriting_a_checkpoint_copies_from_the_one_that_it_replaces(root: str, bucket: str, s3: Any) -> None:
     for step in (1, 2, 3):
         written = save(f"{root}/last", make_state(step), overwrite=True)
@@ -94,6 +94,32 @@ def test_what_was_pruned_meanwhile_is_sent(root: str, bucket: str, s3: Any) -> N
     assert save(f"{root}/step-3", make_state(3)).copied_bytes > 12 * MIB
     prune(root, "latest:1")
     assert_loads(f"{root}/step-3", make_state(3))
+
+
+@pytest.mark.servers("memory")
+def test_of_many_copies_that_fail_few_are_framed_at_a_time(
+    root: str, bucket: str, s3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now: list[int] = []
+    most: list[int] = []
+    iterate = objects.ObjectPieces.__iter__
+
+    def counted(self: Any) -> Any:
+        now.append(1)
+        most.append(len(now))
+        yield from iterate(self)
+        now.pop()
+
+    state = {f"w{number}": torch.full((1_500_000,), float(number)) for number in range(12)}
+    options: dict[str, Any] = {"max_objects": 12, "settings": {"part_size": "5MiB"}}
+    assert save(f"{root}/step-1", state, **options).objects == 12
+    for each in s3.list_objects_v2(Bucket=bucket)["Contents"]:
+        s3.delete_object(Bucket=bucket, Key=each["Key"])
+    monkeypatch.setattr(objects.ObjectPieces, "__iter__", counted)
+    written = save(f"{root}/step-2", state, **options)
+    assert (written.objects, written.copied_bytes) == (12, 0)
+    assert max(most) <= 4
+    assert_loads(f"{root}/step-2", state)
 
 
 @pytest.mark.servers("memory")
@@ -248,7 +274,7 @@ def test_a_bucket_of_s3_express_gets_all_bytes(draining: Spill) -> None:  # noqa
     assert_loads(f"s3://{bucket}/run/2", make_state(2))
 
 
-@pytest.mark.servers("memory", "moto")  # rclone copies no parts
+@pytest.mark.servers("memory", "moto", "rgw")  # rclone copies no parts
 def test_bits_are_compared_not_values(root: str) -> None:
     """-0.0 equals 0.0, and NaN equals nothing."""
     state = {"zero": torch.zeros(2 * MIB), "nan": torch.full((2 * MIB,), float("nan"))}

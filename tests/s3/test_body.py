@@ -157,3 +157,24 @@ def test_a_thread_that_is_woken_for_many_bytes_is_woken_for_the_last_ones() -> N
         sock.sendall(b".")
         assert sock.recv(4) == b"next"
     server.join()
+
+
+def test_bytes_that_trickle_after_a_burst_arrive() -> None:
+    """Fewer than are waited for, but a connection on which some come is not broken."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as sock,
+        server.accept()[0] as sender,
+    ):
+        threading.Thread(target=sender.sendall, args=(bytes(2**24 + 2000),), daemon=True).start()
+        body = BodyReader(sock.makefile("rb"), sock)
+        view, done = memoryview(bytearray(2**25)), 0
+        with Attempts(hang=0.5):
+            sock.settimeout(0.5)
+            while done < 2**24:
+                done += body.readinto(view[done : min(done + 2**23, 2**24)])
+            assert body._step > 2000, "it was fast"
+            assert body.readinto(view[done : done + 2**23]) == 2000
+            assert sock.gettimeout() == 0.5
+            with pytest.raises(TimeoutError):
+                body.readinto(view)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -138,6 +141,27 @@ def test_what_s3_refuses_is_sent(
     assert copy.can_copy(store) == (status != 501), "a store that does not copy is not asked again"
 
 
+def test_a_store_that_refuses_checksums_of_copies_still_checks_what_is_sent(faulty: FaultyServer) -> None:
+    def rule(request: Any) -> Fault | None:
+        names = {name.lower() for name in request.headers}
+        refused = request.operation == "CopyObject" and "x-amz-checksum-algorithm" in names
+        return Fault.error(501, "NotImplemented") if refused else None
+
+    store, faulty.rule = make_store(), rule
+    assert copy_to(store, "new", WHOLE)
+    assert store.get("new").data == WHOLE[1]
+    assert not operations.knows(operations.Quirk.NO_CHECKSUMS, store)
+    assert copy.can_copy(store)
+
+
+def test_an_upload_of_a_copy_that_stays_open_is_known(faulty: FaultyServer) -> None:
+    store, refused = make_store(), ("UploadPartCopy", "AbortMultipartUpload")
+    faulty.rule = lambda request: Fault.error(403, "AccessDenied") if request.operation in refused else None
+    with Uploader(store) as uploader:
+        assert not uploader.copy("new", JOINED[0], crc64nvme(JOINED[1]))
+    assert uploader.unclean == {"new"}, "whoever has a journal keeps it"
+
+
 @pytest.mark.parametrize("what", [WHOLE, JOINED], ids=["whole", "joined"])
 def test_a_copy_that_is_not_what_it_should_be_is_deleted(
     faulty: FaultyServer, what: tuple[list[CopyRange], bytes]
@@ -155,13 +179,36 @@ def test_where_s3_tells_no_checksum_the_copy_is_read(bucket: str, monkeypatch: p
     def without(self: Bucket, key: str, *, checksum: bool = False) -> ObjectHead:
         return head(self, key)
 
+    def is_good(key: str, size: int, crc: int) -> bool:
+        return copy._is_good(store, key, size, crc, None, threading.Semaphore(2))
+
     monkeypatch.setattr(Bucket, "head", without)
-    assert copy._is_good(store, "a", len(A), crc64nvme(A), None)
-    assert copy._is_good(store, "b", len(B), crc64nvme(B), None)
-    assert not copy._is_good(store, "a", len(A), crc64nvme(A) ^ 1, None)
-    assert not copy._is_good(store, "b", len(B) + 1, crc64nvme(B), None)
+    assert is_good("a", len(A), crc64nvme(A))
+    assert is_good("b", len(B), crc64nvme(B))
+    assert not is_good("a", len(A), crc64nvme(A) ^ 1)
+    assert not is_good("b", len(B) + 1, crc64nvme(B))
     monkeypatch.setattr(copy, "_BLOCK", 100_000)
-    assert copy._is_good(store, "a", len(A), crc64nvme(A), None)
+    assert is_good("a", len(A), crc64nvme(A))
+
+
+def test_copies_that_are_read_share_the_memory_for_it(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, slots, lock = make_store(bucket), threading.Semaphore(3), threading.Lock()
+    now: list[int] = []
+    most: list[int] = []
+
+    def read(*_: Any) -> None:
+        with lock:
+            now.append(1)
+            most.append(len(now))
+        time.sleep(0.01)
+        with lock:
+            now.pop()
+
+    monkeypatch.setattr(copy, "read", read)
+    with ThreadPoolExecutor(4) as threads:
+        for each in [threads.submit(copy._read_crc, store, "a", len(A), slots) for _ in range(4)]:
+            each.result()
+    assert max(most) == 3
 
 
 def test_a_batch_that_fails_leaves_no_copies(faulty: FaultyServer) -> None:

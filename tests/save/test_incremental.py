@@ -29,12 +29,10 @@ from dcp_s3.url import parse_url
 MIB = 2**20
 
 
-def item(fqn: str, size: int) -> WriteItem:
-    data = TensorWriteData(
-        ChunkStorageMetadata(torch.Size([0]), torch.Size([size])),
-        TensorProperties(dtype=torch.uint8),
-        torch.Size([size]),
-    )
+def item(fqn: str, *shape: int, dtype: torch.dtype = torch.uint8) -> WriteItem:
+    size = torch.Size(shape)
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
+    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), size)
     return WriteItem(MetadataIndex(fqn, torch.Size([0])), WriteItemType.SHARD, tensor_data=data)
 
 
@@ -223,8 +221,9 @@ def saved(tensor: torch.Tensor) -> SavedItem:
     return SavedItem(SavedObject("k", len(data), 0), info, tensor.dtype, tensor.shape)
 
 
-def unchanged(before: torch.Tensor, after: Any) -> bool:
-    each = item("t", before.numel())
+def unchanged(before: torch.Tensor, after: Any, planned: torch.Tensor | None = None) -> bool:
+    planned = before if planned is None else planned
+    each = item("t", *planned.shape, dtype=planned.dtype)
     planner: Any = Planner({"t": after})
     return bool(find_unchanged([each], {each.index: saved(before)}, planner))
 
@@ -246,6 +245,12 @@ def test_a_tensor_has_not_changed_if_its_bytes_have_not(size: int) -> None:
 )
 def test_another_dtype_shape_or_layout_is_a_change(after: Any) -> None:
     assert not unchanged(torch.zeros(8), after)
+
+
+@pytest.mark.parametrize("planned", [torch.zeros(8, dtype=torch.bfloat16), torch.zeros(4, 2)], ids=["dtype", "shape"])
+def test_what_is_planned_as_something_else_than_it_is_has_changed(planned: torch.Tensor) -> None:
+    """Its item is no raw bytes of what the metadata say."""
+    assert not unchanged(torch.zeros(8), torch.zeros(8), planned)
 
 
 def test_strided_and_conjugated_tensors_are_compared_by_what_is_saved_of_them() -> None:

@@ -171,6 +171,21 @@ def test_pinned_memory_is_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [("pin", address), ("unpin", address)]
 
 
+def test_memory_that_cannot_be_pinned_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(address: int, size: int) -> None:
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(memory.torch_private, "pin_memory", refuse)
+    pool = BufferPool(limit=None, spill_dir=None)
+    for _ in range(3):
+        slot = pool.acquire_at_once(PAGE, pin=True)
+        assert slot is not None
+        del slot
+    assert caplog.text.count("stays unpinned: no more") == 1
+
+
 # --- the pool ----------------------------------------------------------------------------------------------
 
 

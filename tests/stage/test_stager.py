@@ -94,6 +94,17 @@ def test_close_waits_for_the_copy_and_what_is_copied_stays(held_up: HeldUp) -> N
 # --- distributed tensors ---------------------------------------------------------------------------------
 
 
+def test_where_no_thread_can_be_started_the_other_ranks_learn_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with S3Stager(asynchronous=True) as stager:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        monkeypatch.setattr(stager_module, "world_size", lambda: 2)
+        staged: Any = _begin(stager, {"w": torch.ones(3)}).result(PATIENCE)
+    assert "can't start new thread" in str(staged.error)
+
+
 def _stage_distributed() -> None:
     from torch.distributed._shard.sharded_tensor import init_from_local_shards
     from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
