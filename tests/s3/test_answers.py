@@ -42,7 +42,7 @@ FORGED = {
     "to the login": Fault.forge(302, PAGE, HTML),  # with a Location, aiohttp would go there
     "done": Fault.forge(200, PAGE, HTML, applied=True),
     # The in-memory server sends Content-Length first and ETag last.
-    **{f"cut off after {size}": Fault.cut_head(size) for size in range(0, 260, 9)},
+    **{f"cut off after {size}": Fault.cut_head(size) for size in range(0, 260, 13)},
 }
 KEYS = ["a", "b"]
 
