@@ -1,4 +1,4 @@
-"""What is asked of S3, and what is made of its answers, without a server."""
+"""What is asked of S3, and what is made of its answers: without a server, and of deletes with one."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from dcp_s3.s3.operations import Quirk
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.store import ABSENT, DeleteTarget, Expect
+from tests.faulty import BUCKET, FaultyServer
+from tests.memory_s3 import Fault
 
 STORE = S3Store("b", Settings(retry_attempts=3))
 
@@ -174,3 +176,61 @@ def test_a_listing_that_does_not_go_on_is_an_error(answers: list[dict[str, Any]]
 
 def test_no_such_upload_for_a_bucket_without_uploads_means_none() -> None:
     assert carry_out(lambda: STORE.uploads("k"), refusal(404, "NoSuchUpload"))[0] == ()
+
+
+# --- deletes, with a server ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(faulty: FaultyServer) -> S3Store:
+    """With the objects a, b, c."""
+    store = S3Store(BUCKET, Settings())
+    for key in "abc":
+        store.put(key, b"1")
+    return store
+
+
+def test_credentials_that_have_expired_say_nothing_of_the_store(store: S3Store, faulty: FaultyServer) -> None:
+    faulty.rule = lambda request: Fault.error(400, "ExpiredToken") if request.operation == "DeleteObjects" else None
+    with pytest.raises(errors.CredentialsError):
+        store.delete(["a", "b"])
+    assert not operations.knows(Quirk.NO_BATCH_DELETES, store)
+    assert set(faulty.s3.objects(BUCKET)) == set("abc")
+
+
+@pytest.mark.parametrize("keys", [["a"], ["a", "b"]])
+def test_a_store_that_refuses_conditions_that_hold_is_asked_without(
+    store: S3Store, faulty: FaultyServer, keys: list[str]
+) -> None:
+    faulty.rule = lambda request: Fault.error(412, "PreconditionFailed") if "if-match" in request.headers else None
+    assert store.delete([DeleteTarget(key, store.head(key).etag) for key in keys]) == []
+    assert not set(keys) & faulty.s3.objects(BUCKET).keys()
+
+
+def test_throttled_keys_are_tried_again(store: S3Store, faulty: FaultyServer) -> None:
+    left = [6]
+
+    def throttle(request: Any) -> Fault | None:
+        if request.operation == "DeleteObjects" and left[0]:
+            left[0] -= 1
+            return Fault.delete_partly("SlowDown") if left[0] % 2 else Fault.error(503, "SlowDown")
+        return None
+
+    faulty.rule = throttle
+    assert store.delete(["a", "b"]) == []
+    assert (left, faulty.s3.objects(BUCKET)) == ([0], {"c": 1})
+
+
+def test_newlines_in_keys_of_a_batch(store: S3Store, faulty: FaultyServer) -> None:
+    """XML makes spaces of them unless they are escaped."""
+    for key in ("a\n-2\r", "a -2 "):
+        store.put(key, b"1")
+    assert store.delete(["a\n-2\r", "b"]) == []
+    assert faulty.s3.objects(BUCKET).keys() == {"a", "a -2 ", "c"}
+
+
+def test_a_key_that_is_never_deleted_fails_and_the_others_go(store: S3Store, faulty: FaultyServer) -> None:
+    faulty.rule = lambda _: Fault.delete_partly("AccessDenied")
+    with pytest.raises(errors.AccessDeniedError, match="'a' was not deleted"):
+        store.delete(["a", "b", "c"])
+    assert faulty.s3.objects(BUCKET) == {"a": 1}

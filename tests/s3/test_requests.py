@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest, list_checkpoints
 from dcp_s3.limit import Limit
 from dcp_s3.memory import Piece
 from dcp_s3.offline.copy import copy
@@ -96,6 +96,37 @@ def test_who_requests_pays_for_all_that_has_a_price(faulty: FaultyServer) -> Non
         "CompleteMultipartUpload", "AbortMultipartUpload", "ListObjectsV2", "ListMultipartUploads",
         "DeleteObject", "DeleteObjects",
     }  # fmt: skip
+
+
+EXPRESS = "training--use1-az4--x-s3"
+
+
+def test_checkpoints_of_a_directory_bucket_are_saved_found_loaded_replaced_and_pruned(faulty: FaultyServer) -> None:
+    """As the in-memory server knows directory buckets (S3 Express One Zone)."""
+    run = f"s3://{EXPRESS}/run"
+    faulty.s3.create_bucket(EXPRESS)
+    store = S3Store(EXPRESS, Settings())
+
+    def state(value: float) -> dict[str, torch.Tensor]:
+        return {"large": torch.full((3 * MIB,), value), "small": torch.full((9,), value)}
+
+    for step in (1, 2, 3, 3):
+        writer = S3StorageWriter(f"{run}/step-{step}", overwrite=True, settings={"part_size": "5MiB"})
+        dcp.save(state(step), storage_writer=writer)
+    store.client.create_multipart_upload(Bucket=EXPRESS, Key="run/step-2/left-open")
+    for upload in store.uploads("run/step-2/left"):
+        store.abort(upload)
+    assert [info.name for info in list_checkpoints(run)] == ["step-1", "step-2", "step-3"]
+    found = latest(run)
+    assert found is not None
+    loaded = state(0)
+    dcp.load(loaded, storage_reader=S3StorageReader(str(found.url)))
+    assert all(torch.equal(loaded[name], value) for name, value in state(3).items())
+    assert prune(run, "latest:1", grace=0, force=True).ok
+    assert [info.name for info in list_checkpoints(run)] == ["step-3"]
+    assert {key.split("/")[1] for key in faulty.s3.objects(EXPRESS)} == {"step-3"}
+    assert faulty.s3.open_uploads(EXPRESS) == []
+    assert faulty.s3._operations.refused == [], "nothing was asked for that such a bucket does not take"
 
 
 # --- bandwidth ------------------------------------------------------------------------------------------
