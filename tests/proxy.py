@@ -9,7 +9,6 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from types import TracebackType
 from urllib.parse import urlsplit
 
 _BLOCK = 64 * 1024
@@ -52,7 +51,7 @@ class FaultyProxy:
         self._start(self._accept)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for each in [self._listener, *self._sockets]:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)

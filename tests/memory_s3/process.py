@@ -7,7 +7,6 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
 
 from .http import Link
 
@@ -53,10 +52,5 @@ class MemoryS3Process:
     def __enter__(self) -> MemoryS3Process:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
