@@ -19,22 +19,11 @@ class FaultyProxy:
     """Forwards connections to a server; of those that it chooses by ``seed``, it resets both ends after some bytes.
 
     A connection may be cut while it carries a request (``request``: the server has at most a part of it) or an answer
-    (``response``: the server has done what was asked). ``cuts`` counts both.
-
-    Args:
-        endpoint_url: of the server, ``http://host:port``.
-        seed: of the choices.
-        share: of the connections that are cut.
-        directions: in which connections are cut.
+    (``response``: the server has done what was asked). ``cuts`` counts both; ``share`` of the connections are cut.
     """
 
     def __init__(
-        self,
-        endpoint_url: str,
-        *,
-        seed: int,
-        share: float = 0.5,
-        directions: Sequence[str] = ("request", "response"),
+        self, endpoint_url: str, *, seed: int, share: float = 0.5, directions: Sequence[str] = ("request", "response")
     ) -> None:
         parts = urlsplit(endpoint_url)
         self._server = (parts.hostname or "", parts.port or 80)

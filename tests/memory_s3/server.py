@@ -45,18 +45,9 @@ class MemoryS3:
         clock: Callable[[], float] = time.time,
         link: Link | None = None,
     ) -> None:
-        """Take the settings; :meth:`start` does the work.
-
-        Args:
-            port: Port to listen on; 0 picks a free one.
-            preallocate: Bytes of memory to touch at start, so that receiving costs no page faults.
-            verify_checksums: Refuse bodies whose ``x-amz-checksum-*`` is wrong (BadDigest).
-            fault: Asked before each request is handled; may be replaced at any time.
-            record_requests: Keep every request's head in :attr:`request_log`.
-            clock: The server's time in seconds since the epoch: of what is stored, and in its answers' Date.
-            link: What lies between clients and the server. None: nothing but the kernel.
-
-        """
+        """Take the settings: a port (0: a free one), bytes of memory to touch at start, whether bodies with a wrong
+        checksum are refused, what is asked before each request, whether heads are kept in `request_log`, the server's
+        time, what lies between it and clients."""
         self.fault = fault
         self._address = ("127.0.0.1", port)
         self._verify_checksums = verify_checksums
@@ -299,11 +290,7 @@ class MemoryS3:
         return keep
 
     def _wait(self, connection: Connection, seconds: float) -> None:
-        """Sleep, but not for a client that has hung up.
-
-        Raises:
-            ConnectionError: it has.
-        """
+        """Sleep; ConnectionError if the client hangs up meanwhile."""
         if connection.wait_for_end(seconds):
             raise ConnectionError("the client hung up")
 
@@ -326,13 +313,7 @@ class MemoryS3:
             return self._error(S3Error(500, "InternalError", "See the server's log"), info)
 
     def _send(
-        self,
-        connection: Connection,
-        info: RequestInfo,
-        response: Response,
-        *,
-        keep: bool,
-        limit: int | None = None,
+        self, connection: Connection, info: RequestInfo, response: Response, *, keep: bool, limit: int | None = None
     ) -> None:
         has_body = info.method != "HEAD" and response.status not in (204, 304)
         headers = {

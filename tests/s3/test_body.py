@@ -61,9 +61,6 @@ def test_what_is_sent_once_more_is_no_progress() -> None:
     assert "3.0 MiB had moved before" in str(progress.error("UploadPart", "3 attempts"))
 
 
-# --- bodies of answers -----------------------------------------------------------------------------
-
-
 class _Socket:
     """Gives at most so many bytes at a time, in turn."""
 

@@ -104,9 +104,6 @@ def state_of(bucket: S3Store) -> HedgeState:
     return hedges_of(bucket).state
 
 
-# --- what breaks ------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("unhedged")
 def test_a_broken_body_resumes_at_the_byte_reached(faulty: FaultyServer) -> None:
     faulty.rule = script = Script(*[Fault.truncate(after_bytes=4_000_000)] * 2)
@@ -139,9 +136,6 @@ def test_an_object_replaced_between_attempts_is_not_mixed(faulty: FaultyServer) 
     faulty.rule = Script(Fault.truncate(after_bytes=1000), replace)
     with pytest.raises(errors.PreconditionFailedError, match="changed by someone else"):
         target.read("k", 0, [ReadTarget(memoryview(bytearray(len(DATA))))])
-
-
-# --- who wins ----------------------------------------------------------------------------------------
 
 
 def test_a_late_head_is_overtaken(faulty: FaultyServer) -> None:
@@ -179,9 +173,6 @@ def test_a_second_request_that_is_slower_is_ended(faulty: FaultyServer) -> None:
     fetch(bucket)
     assert state_of(bucket).won == 0
     assert state_of(bucket).started >= 1
-
-
-# --- failures ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fault", [Fault.error(500, "InternalError"), Fault.reset(), Fault.truncate(MIB)])
@@ -247,9 +238,6 @@ def test_a_second_request_wins_only_with_the_version_of_what_is_there(
     assert cursor.full is wins
 
 
-# --- what ends a race --------------------------------------------------------------------------------
-
-
 def test_cancelling_ends_both_at_once(faulty: FaultyServer) -> None:
     bucket, cancel = put(), threading.Event()
     faulty.rule = script = Script(rest=Fault.straggle(NEVER))
@@ -258,9 +246,6 @@ def test_cancelling_ends_both_at_once(faulty: FaultyServer) -> None:
         assert script.arrived[1].wait(LONG)
         cancel.set()
         assert isinstance(read.exception(LONG), Cancelled)
-
-
-# --- when there is none ------------------------------------------------------------------------------
 
 
 def _slow_to_all(bucket: S3Store, _: pytest.MonkeyPatch) -> None:
@@ -283,9 +268,6 @@ def test_what_is_not_raced(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
     faulty.rule = script = Script(Fault.straggle(0.4))
     fetch(bucket)
     assert len(script.seen) == 1
-
-
-# --- what is left ------------------------------------------------------------------------------------
 
 
 def test_connections_that_were_shut_down_are_not_used_again(

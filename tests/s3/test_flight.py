@@ -62,9 +62,6 @@ def test_every_request_of_a_connection_has_the_timeout_for_sending(
     assert {timeout for _, timeout in found} == {70}
 
 
-# --- what it may wait for ----------------------------------------------------------------------------
-
-
 def get(bucket: S3Store, flight: Flight) -> bytes:
     with flight.on_this_thread():
         return bytes(bucket.client.get_object(Bucket="bucket", Key="k")["Body"].read())
@@ -118,18 +115,6 @@ def test_a_socket_that_was_let_go_is_not_touched() -> None:
         assert len(os.listdir("/proc/self/fd")) == descriptors, "all are given back"
 
 
-# --- TLS ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def certificate(tmp_path: Path) -> Path:
-    """One for 127.0.0.1, with its key."""
-    authority, path = trustme.CA(), tmp_path / "certificate.pem"
-    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(path))
-    authority.cert_pem.write_to_path(str(path), append=True)
-    return path
-
-
 class TlsProxy(FaultyProxy):
     """Forwards TLS connections to a server without."""
 
@@ -142,7 +127,11 @@ class TlsProxy(FaultyProxy):
 
 
 @pytest.fixture
-def tls(faulty: FaultyServer, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def tls(faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of a proxy whose certificate is trusted."""
+    authority, certificate = trustme.CA(), tmp_path / "certificate.pem"
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(certificate))
+    authority.cert_pem.write_to_path(str(certificate), append=True)
     monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
     with TlsProxy(faulty.s3.endpoint_url, certificate) as proxy:
         yield proxy.url

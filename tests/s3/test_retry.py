@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import botocore.exceptions as boto
@@ -169,44 +169,10 @@ def test_an_error_names_its_remedy(code: str, operation: str, remedy: str) -> No
 ROOT = f"s3://{BUCKET}/run"
 STALL = 2.0
 LONG = 30.0
+FAULTS = {"never answers": Fault.straggle(LONG), "refuses": Fault.error(503, "SlowDown"), "trickles": Fault.drip(1)}
 MIB = 2**20
 # Not one of them may end the work before the time without progress is over.
 SETTINGS = {"stall_timeout": STALL, "retry_attempts": 100, "part_size": "5MiB"}
-
-
-class Unwell:
-    """What some requests get from now on, until it recovers."""
-
-    def __init__(self, faulty: FaultyServer) -> None:
-        self._faulty = faulty
-        self._released = threading.Event()
-
-    def never_answers(self) -> Fault:
-        self._released.wait(LONG)
-        return Fault.reset()
-
-    def refuses(self) -> Fault:
-        return Fault.error(503, "SlowDown")
-
-    def trickles(self) -> Fault:
-        return Fault.drip(1)
-
-    def begin(self, fault: str, *operations: str, key: str = "") -> None:
-        def rule(request: Any) -> Fault | None:
-            return getattr(self, fault)() if request.operation in operations and key in request.key else None
-
-        self._faulty.rule = rule
-
-    def recover(self) -> None:
-        self._released.set()
-        self._faulty.rule = lambda _: None
-
-
-@pytest.fixture
-def unwell(faulty: FaultyServer) -> Iterator[Unwell]:
-    found = Unwell(faulty)
-    yield found
-    found.recover()
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -245,13 +211,15 @@ def cause(error: BaseException) -> BaseException:
     return error
 
 
-@pytest.mark.parametrize("fault", ["never_answers", "refuses", "trickles"])
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("what", WORK)
-def test_what_makes_no_progress_ends(unwell: Unwell, what: str, fault: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_makes_no_progress_ends(
+    faulty: FaultyServer, what: str, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
     work, operations = WORK[what]
     for step in (1, 2):
         save(step)
-    unwell.begin(fault, *operations)
+    faulty.rule = lambda request: FAULTS[fault] if request.operation in operations else None
     began = time.monotonic()
     with pytest.raises((CheckpointException, errors.StorageError)) as caught:
         work()
@@ -264,7 +232,7 @@ def test_what_makes_no_progress_ends(unwell: Unwell, what: str, fault: str, capl
     assert "had moved before" in str(error)
     assert "Remedy" in str(error)
     assert [each for each in caplog.messages if "next to nothing moved for" in each]
-    unwell.recover()
+    faulty.rule = lambda _: None
     save(3)
     dcp.load(state(), storage_reader=S3StorageReader(f"{ROOT}/step-3"))
 
@@ -285,8 +253,8 @@ def test_s3_may_be_long_at_work_if_it_says_so(
     assert faulty.s3.read(BUCKET, "to") == data
 
 
-def test_0_seconds_bound_nothing(unwell: Unwell) -> None:
-    unwell.begin("refuses", *_WRITES)
+def test_0_seconds_bound_nothing(faulty: FaultyServer) -> None:
+    faulty.rule = lambda request: FAULTS["refuses"] if request.operation in _WRITES else None
     with pytest.raises(CheckpointException) as caught:
         save(stall_timeout=0, retry_attempts=3)
     assert isinstance(cause(caught.value), errors.TransferError)

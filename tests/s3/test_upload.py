@@ -61,33 +61,26 @@ def upload(target: S3Store, data: bytes, key: str = "k") -> None:
 DATA = random.Random(1).randbytes(4 * PART + 99)
 
 
+PASSING = [
+    Fault.error(503, "SlowDown"), Fault.error(500, "InternalError"), Fault.reset(), Fault.reset_request(100_000),
+    Fault.apply_then_reset(),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_faults_that_pass_do_not_harm(faulty: FaultyServer, seed: int) -> None:
-    rng = random.Random(seed)
-    lock = threading.Lock()
-    hits: list[str] = []
+    rng, lock, hits = random.Random(seed), threading.Lock(), list[Fault]()
 
-    def rule(request: Any) -> Any:
+    def rule(_: Any) -> Fault | None:
         with lock:
-            fault = rng.choice(
-                [
-                    Fault.error(503, "SlowDown"),
-                    Fault.error(500, "InternalError"),
-                    Fault.reset(),
-                    Fault.reset_request(after_bytes=100_000),
-                    Fault.apply_then_reset(),
-                    *[None] * 8,
-                ]
-            )
-            if fault is not None:
-                hits.append(request.operation)
+            fault = rng.choice([*PASSING, *[None] * 8])
+            hits.extend([fault] if fault else [])
             return fault
 
     target = make_bucket("bucket", retry_attempts=20)
     faulty.rule = rule
     for round_ in range(6):
         upload(target, DATA, f"k{round_}")
-    faulty.rule = lambda _: None
     assert hits
     assert all(faulty.s3.read("bucket", f"k{round_}") == DATA for round_ in range(6))
 
@@ -166,9 +159,6 @@ def test_a_batch_that_is_stopped_cancels_what_is_under_way_and_what_begins_later
     assert faulty.s3.objects("bucket") == {}
 
 
-# --- stores that refuse checksums --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("answer", "refusing"),
     [
@@ -195,9 +185,8 @@ def test_a_store_that_refuses_checksums_is_written_to_without(
     target, counts = make_bucket("bucket"), []
     for key in "ab":
         for data in (DATA, DATA[:100]):
-            assert target.put_stream(key, len(data), [Piece.of(data)]).crc64nvme == crc64nvme(data), (
-                "known all the same"
-            )
+            stored = target.put_stream(key, len(data), [Piece.of(data)])
+            assert stored.crc64nvme == crc64nvme(data), "known all the same"
             assert faulty.s3.read("bucket", key) == data
         counts.append(len(refused))
     assert 0 < counts[0] == counts[1], "it is remembered"
@@ -219,9 +208,6 @@ def test_waiting_for_bandwidth_is_not_s3s_slowness(faulty: FaultyServer) -> None
         uploader.put_stream("k", len(data), [Piece.of(data)])
     assert time.monotonic() - began > 1
     assert faulty.s3.read("bucket", "k") == data
-
-
-# --- multipart uploads that are open -----------------------------------------------------------------
 
 
 KEY = "run/ke y+ü%"
