@@ -68,9 +68,7 @@ class MemoryS3:
         self._in_flight = 0
         self.reset_counters()
 
-    def start(self) -> MemoryS3:
-        if self._listener is not None:
-            raise RuntimeError("the server runs already")
+    def __enter__(self) -> MemoryS3:
         self._pool = Pool(self._preallocate)
         self._listener = socket.create_server(self._address, backlog=1024)
         self._address = self._listener.getsockname()[:2]
@@ -80,26 +78,19 @@ class MemoryS3:
         self._acceptor.start()
         return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the port and every connection, and wait for the threads."""
-        listener, self._listener = self._listener, None
-        if listener is None or self._acceptor is None:
-            return
+        assert self._listener is not None
+        assert self._acceptor is not None
         with contextlib.suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)  # wakes accept(), which close() does not
-        listener.close()
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept(), which close() does not
+        self._listener.close()
         self._acceptor.join()
         with self._lock:
             connections = dict(self._connections)
         for connection, thread in connections.items():
             connection.shut_down()
             thread.join()
-
-    def __enter__(self) -> MemoryS3:
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     # What tests look at
 
@@ -163,7 +154,7 @@ class MemoryS3:
             try:
                 sock, _ = listener.accept()
             except OSError:
-                return  # stop() has closed the listener
+                return  # the listener is closed
             connection = Connection(sock, self._link)
             thread = threading.Thread(target=self._serve, args=(connection,), name="memory-s3-connection", daemon=True)
             with self._lock:
@@ -313,7 +304,13 @@ class MemoryS3:
             return self._error(S3Error(500, "InternalError", "See the server's log"), info)
 
     def _send(
-        self, connection: Connection, info: RequestInfo, response: Response, *, keep: bool, limit: int | None = None
+        self,
+        connection: Connection,
+        info: RequestInfo,
+        response: Response,
+        *,
+        keep: bool,
+        limit: int | None = None,
     ) -> None:
         has_body = info.method != "HEAD" and response.status not in (204, 304)
         headers = {

@@ -25,21 +25,13 @@ from tests.spill.making import Spill, assert_complete, damage, small_state
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
-def spoil_settings(name: str, value: str) -> Callable[[Spill], SpilledSave]:
-    """Of the journal of a save."""
-
+def spoil_journal(of: Callable[[Journal], dict[str, Any]]) -> Callable[[Spill], SpilledSave]:
     def change(spill: Spill) -> SpilledSave:
         save = spill.data()
-        save.update(replace(save.journal, settings={**save.journal.settings, name: value}))
+        save.update(replace(save.journal, **of(save.journal)))
         return save
 
     return change
-
-
-def spoil_url(spill: Spill) -> SpilledSave:
-    save = spill.data()
-    save.update(replace(save.journal, url="/not/s3"))
-    return save
 
 
 def spoil(name: str, how: Callable[[Path], object]) -> Callable[[Spill], SpilledSave]:
@@ -62,9 +54,9 @@ SPOILED: list[tuple[Callable[[Spill], SpilledSave], str]] = [
     (spoil("manifest.json", lambda path: damage(path, 100)), "is damaged"),
     (spoil("metadata", Path.unlink), "is gone"),
     (spoil("manifest.json", Path.unlink), "is gone"),
-    (spoil_settings("part_size", "1"), "part_size"),
-    (spoil_settings("endpoint_url", "nonsense"), "endpoint_url"),
-    (spoil_url, "/not/s3"),
+    (spoil_journal(lambda journal: {"settings": {**journal.settings, "part_size": "1"}}), "part_size"),
+    (spoil_journal(lambda journal: {"settings": {**journal.settings, "endpoint_url": "nonsense"}}), "endpoint_url"),
+    (spoil_journal(lambda _: {"url": "/not/s3"}), "/not/s3"),
 ]
 
 

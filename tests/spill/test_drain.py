@@ -27,7 +27,7 @@ from dcp_s3.spill import saving as saving_module
 from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.journal import Journal
 from dcp_s3.spill.store import SpilledSave, SpillStore
-from tests.faulty import BUCKET, FaultyServer
+from tests.faulty import BUCKET
 from tests.memory_s3 import Fault
 from tests.objects import separate_objects
 from tests.ranks import run_ranks
@@ -308,12 +308,6 @@ def test_the_save_of_a_live_process_stays_and_one_whose_process_died_leaves_neit
 URL = f"s3://{BUCKET}/run/step-1"
 
 
-@pytest.fixture
-def _settings(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"PART_SIZE": "5MiB", "RETRY_ATTEMPTS": "2", "SPILL_AFTER": "2s"}.items():
-        monkeypatch.setenv(f"DCP_S3_{name}", value)
-
-
 def _shard(seed: int) -> dict[str, DTensor]:
     mesh, full = init_device_mesh("cpu", (dist.get_world_size(),)), full_state(seed)["a"]
     return {"a": distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)}
@@ -323,16 +317,12 @@ def full_state(seed: int) -> dict[str, torch.Tensor]:
     return {"a": torch.arange(3 * 2**20, dtype=torch.float32).view(2, -1) + seed}
 
 
-def _writer(directories: list[str], **options: Any) -> S3StorageWriter:
-    os.environ["DCP_S3_SPILL_DIR"] = directories[dist.get_rank() % len(directories)]
-    return S3StorageWriter(URL, settings={"durability": "local"}, **options)
-
-
 def _overwrite_and_wait(directories: list[str]) -> None:
     for name in ("drain_in_background", "wait_until_drained"):  # the test drains
         setattr(saving_module, name, lambda *_, **__: None)
     dcp.save(_shard(0), storage_writer=S3StorageWriter(URL))
-    writer = _writer(directories, overwrite=True)
+    os.environ["DCP_S3_SPILL_DIR"] = directories[dist.get_rank()]
+    writer = S3StorageWriter(URL, settings={"durability": "local"}, overwrite=True)
     dcp.save(_shard(1), storage_writer=writer)
     with pytest.raises(TimeoutError):
         writer.wait_committed(timeout=0.5)
@@ -344,7 +334,7 @@ def _overwrite_and_wait(directories: list[str]) -> None:
     writer.wait_committed(timeout=20)
 
 
-@pytest.mark.usefixtures("_settings")
+@pytest.mark.usefixtures("spill")
 def test_the_commit_waits_for_all_and_no_rank_takes_the_checkpoint_that_is_overwritten_for_its_own(
     tmp_path: Path,
 ) -> None:
