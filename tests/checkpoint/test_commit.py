@@ -27,6 +27,7 @@ from tests.end_to_end.loads import assert_loads, failure
 from tests.end_to_end.states import random_tensor
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
+from tests.retention.making import keys
 from tests.retention.runs import Run, nothing
 
 SMALL = {"part_size": "5MiB", "concurrency": 3, "retry_attempts": 3}
@@ -45,20 +46,15 @@ def run() -> Run:
     return Run()
 
 
-def keys(s3: Any, bucket: str) -> list[str]:
-    return [found["Key"] for found in s3.list_objects_v2(Bucket=bucket).get("Contents", [])]
-
-
 def test_the_manifest_names_exactly_what_is_there(root: str, s3: Any, bucket: str) -> None:
     metadata = save(state_of(1), f"{root}/step-00000012", metrics={"loss": 1.5})
-    key = f"run/step-00000012/{manifest_object(metadata.storage_meta.save_id)}"
+    path = manifest_object(metadata.storage_meta.save_id)
+    key = f"run/step-00000012/{path}"
     manifest = Manifest.from_json(s3.get_object(Bucket=bucket, Key=key)["Body"].read())
     assert (manifest.step, manifest.world_size, manifest.items) == (12, 1, 2)
     assert manifest.metrics == {"loss": 1.5}
-    stored = {
-        k: s3.head_object(Bucket=bucket, Key=k)["ContentLength"] for k in keys(s3, bucket) if k.endswith(".distcp")
-    }
-    assert {f"run/step-00000012/{entry.path}": entry.size for entry in manifest.objects} == stored
+    there = {entry.path: entry.size for entry in manifest.objects}
+    assert {k: size for k, size in keys(s3, f"{root}/step-00000012").items() if k not in (path, ".metadata")} == there
     assert {info.relative_path for info in metadata.storage_data.values()} == {e.path for e in manifest.objects}
     for name in (key, "run/step-00000012/.metadata"):
         found = s3.get_object(Bucket=bucket, Key=name)

@@ -186,6 +186,9 @@ def test_any_function_is_a_policy() -> None:
     policy = KeepEvery(4) | odd_steps
     assert keeps(policy, *steps(1, 2, 4)) == {"step-1", "step-4"}
     assert str(policy) == "every:4 odd_steps"
+    for none in ("latest:3", KeepLatest(1) | "latest:3"):  # type: ignore[operator]
+        with pytest.raises(SettingsError, match="latest:3"):
+            run_policy(none, [], NOW)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -209,12 +212,6 @@ def test_nonsense_of_a_users_policy_is_an_error(answer: Any, said: str) -> None:
             run_policy(policy, steps(1, 2), NOW)
         assert "mine" in str(caught.value)
         assert "nothing is deleted" in str(caught.value)
-
-
-def test_what_is_no_function_is_refused() -> None:
-    for policy in ("latest:3", KeepLatest(1) | "latest:3"):  # type: ignore[operator]
-        with pytest.raises(SettingsError, match="latest:3"):
-            run_policy(policy, [], NOW)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

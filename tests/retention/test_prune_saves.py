@@ -102,15 +102,21 @@ def test_a_commit_that_s3_carries_out_after_a_prune_is_damaged_and_goes(run: Run
     assert deleted(run.prune("latest:1")) == ["step-3", "step-4"]
 
 
-def test_a_pin_while_s3_is_slow_to_delete_is_refused_or_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds by which this host's time is later than it is."""
+    late, real = [0.0], time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: real() + late[0])
+    return late
+
+
+def test_a_pin_while_s3_is_slow_to_delete_is_refused_or_kept(run: Run, late: list[float]) -> None:
     run.steps(1, 2)
-    now, real = [0.0], time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: real() + now[0])
 
     def throttle(method: str, key: str) -> Exception | None:
         if method != "delete" or not key.endswith("step-1/.metadata"):
             return None
-        now[0] += DELETION_BEGINS
+        late[0] += DELETION_BEGINS
         run.clock.now += DELETION_BEGINS
         return errors.TransferError("SlowDown")
 
@@ -124,17 +130,9 @@ def test_a_pin_while_s3_is_slow_to_delete_is_refused_or_kept(run: Run, monkeypat
     assert lists(run, "step-1") == []
 
 
-def test_a_list_whose_time_was_over_before_its_first_delete_is_withdrawn(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_whose_time_was_over_before_its_first_delete_is_withdrawn(run: Run, late: list[float]) -> None:
     run.steps(1, 2)
-    real, late = time.monotonic, [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: real() + late[0])
-
-    def dawdle() -> None:
-        late[0] = DELETION_BEGINS
-
-    run.once("put", "deletion-", dawdle)
+    run.once("put", "deletion-", lambda: late.insert(0, DELETION_BEGINS))
     report = run.prune("latest:1")
     assert [(each.name, "too slow" in each.reason) for each in report.left_alone] == [("step-1", True)]
     assert (lists(run, "step-1"), run.names()) == ([], ["step-1", "step-2"])

@@ -54,12 +54,10 @@ def never() -> None:
 def closed_gate(*, taken: bool = False) -> Gate:
     """With one place, which may be taken."""
     gate = Gate("http://host/bucket")
-    gate.enter(never)
-    gate.enter(never)
-    gate.throttled(time.monotonic())
-    gate.leave(0, succeeded=False)
-    if not taken:
-        gate.leave(0, succeeded=False)
+    while gate.state.limit != 1:
+        gate.throttled(time.monotonic())
+    if taken:
+        gate.enter(never)
     return gate
 
 
