@@ -39,7 +39,7 @@ from dcp_s3.s3 import retry
 from tests.faulty import FaultyServer, serve
 from tests.interpreter import Interpreter
 from tests.servers import NAMES, S3Server, Servers, ServerUnavailable
-from tests.servers.external import BUCKET as EXTERNAL_BUCKET
+from tests.servers.server import BUCKET as EXTERNAL_BUCKET
 
 # The same examples in every run, so that a failure is the change's own; --hypothesis-profile=search looks for new ones.
 settings.register_profile("repeatable", derandomize=True, deadline=None)

@@ -208,8 +208,6 @@ def _order(key: str) -> bytes:
     return key.encode("utf-8", "surrogatepass")
 
 
-# --- with faults -----------------------------------------------------------------------------------------
-
 Rule = Callable[[str, str], Exception | None]
 _METHODS = ("read", "get", "put", "put_stream", "head", "exists", "page", "delete", "uploads", "abort")
 

@@ -9,7 +9,6 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from types import TracebackType
 from urllib.parse import urlsplit
 
 _BLOCK = 64 * 1024
@@ -20,13 +19,7 @@ class FaultyProxy:
     """Forwards connections to a server; of those that it chooses by ``seed``, it resets both ends after some bytes.
 
     A connection may be cut while it carries a request (``request``: the server has at most a part of it) or an answer
-    (``response``: the server has done what was asked). ``cuts`` counts both.
-
-    Args:
-        endpoint_url: of the server, ``http://host:port``.
-        seed: of the choices.
-        share: of the connections that are cut.
-        directions: in which connections are cut.
+    (``response``: the server has done what was asked). ``cuts`` counts both; ``share`` of the connections are cut.
     """
 
     def __init__(
@@ -52,7 +45,7 @@ class FaultyProxy:
         self._start(self._accept)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for each in [self._listener, *self._sockets]:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,7 @@
 """All uses of private parts of botocore, urllib3 and http.client, each with the versions it was seen in.
 
 Where one has changed, requests still work, but are slower or cannot be broken off, and each may hang for as long as
-the first user of its client said. `tests/s3/test_flight.py` and `tests/s3/test_body.py` notice.
+the first user of its client said. `tests/s3/test_flight.py` notices.
 
 A thread that waits for S3 wakes at once when its socket is shut down. botocore keeps the socket to itself until the
 head of the answer is there, so the clients' connections note it for the `Flight` of their thread.

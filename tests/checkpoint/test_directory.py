@@ -111,9 +111,6 @@ def test_spread_data_belongs_to_the_checkpoint_that_names_it() -> None:
     assert not directory("notes.txt").is_spread_of(name)
 
 
-# --- the summary -----------------------------------------------------------------------------------------
-
-
 def test_order_is_step_then_time_then_name_and_no_step_comes_first() -> None:
     rows: list[tuple[str, int | None, float | None]] = [
         ("b", 10, 2.0), ("a", 10, 2.0), ("late", 9, 99.0), ("early", 10, 1.0), ("stepless", None, 1000.0),

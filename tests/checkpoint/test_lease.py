@@ -40,9 +40,6 @@ def take(run: Run) -> ReaderLease:
     return lease
 
 
-# --- loads -----------------------------------------------------------------------------------------------
-
-
 def of_loads(faulty: FaultyServer) -> list[str]:
     return [key for key in faulty.s3.objects(BUCKET) if "/lease-" in key]
 
@@ -96,9 +93,6 @@ def test_a_load_that_fails_and_a_reader_that_is_reset_leave_no_lease(leasing: Fa
     assert of_loads(leasing) == []
 
 
-# --- one lease -------------------------------------------------------------------------------------------
-
-
 def test_it_is_renewed_while_it_is_needed(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     lease, renewals, failed = take(run), threading.Semaphore(0), list[str]()
     lease._seconds = 0.03  # type: ignore[assignment]
@@ -134,9 +128,6 @@ def test_a_lease_that_can_not_be_written_or_deleted_is_a_warning(
         pass
     assert said in caplog.text
     assert len(leases(run)) == left
-
-
-# --- deletions -------------------------------------------------------------------------------------------
 
 
 def test_a_deletion_that_has_begun_is_seen(run: Run) -> None:

@@ -21,7 +21,7 @@ from tests.end_to_end.states import assert_same, blank
 from tests.end_to_end.test_interchange import download
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
-from tests.spill.conftest import draining, faulty, spill  # noqa: F401 - fixtures
+from tests.spill.conftest import draining, spill  # noqa: F401 - fixtures
 from tests.spill.making import Spill
 
 MIB = 2**20

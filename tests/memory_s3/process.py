@@ -7,7 +7,6 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from types import TracebackType
 
 from .http import Link
 
@@ -33,7 +32,7 @@ class MemoryS3Process:
         self._process: subprocess.Popen[str] | None = None
         self.endpoint_url = ""
 
-    def start(self) -> MemoryS3Process:
+    def __enter__(self) -> MemoryS3Process:
         self._process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT
         )
@@ -43,20 +42,7 @@ class MemoryS3Process:
             raise RuntimeError(f"the server did not start: status {self._process.wait()}")
         return self
 
-    def stop(self) -> None:
-        if self._process is None:
-            return
-        process, self._process = self._process, None
+    def __exit__(self, *_: object) -> None:
+        assert self._process is not None
         with contextlib.suppress(OSError):
-            process.communicate()  # closes its standard input, which ends it
-
-    def __enter__(self) -> MemoryS3Process:
-        return self.start()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.stop()
+            self._process.communicate()  # closes its standard input, which ends it

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from email.utils import formatdate
-from types import TracebackType
 from urllib.parse import parse_qsl, unquote
 
 from . import answers, counters
@@ -46,18 +45,9 @@ class MemoryS3:
         clock: Callable[[], float] = time.time,
         link: Link | None = None,
     ) -> None:
-        """Take the settings; :meth:`start` does the work.
-
-        Args:
-            port: Port to listen on; 0 picks a free one.
-            preallocate: Bytes of memory to touch at start, so that receiving costs no page faults.
-            verify_checksums: Refuse bodies whose ``x-amz-checksum-*`` is wrong (BadDigest).
-            fault: Asked before each request is handled; may be replaced at any time.
-            record_requests: Keep every request's head in :attr:`request_log`.
-            clock: The server's time in seconds since the epoch: of what is stored, and in its answers' Date.
-            link: What lies between clients and the server. None: nothing but the kernel.
-
-        """
+        """Take the settings: a port (0: a free one), bytes of memory to touch at start, whether bodies with a wrong
+        checksum are refused, what is asked before each request, whether heads are kept in `request_log`, the server's
+        time, what lies between it and clients."""
         self.fault = fault
         self._address = ("127.0.0.1", port)
         self._verify_checksums = verify_checksums
@@ -78,9 +68,7 @@ class MemoryS3:
         self._in_flight = 0
         self.reset_counters()
 
-    def start(self) -> MemoryS3:
-        if self._listener is not None:
-            raise RuntimeError("the server runs already")
+    def __enter__(self) -> MemoryS3:
         self._pool = Pool(self._preallocate)
         self._listener = socket.create_server(self._address, backlog=1024)
         self._address = self._listener.getsockname()[:2]
@@ -90,31 +78,19 @@ class MemoryS3:
         self._acceptor.start()
         return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the port and every connection, and wait for the threads."""
-        listener, self._listener = self._listener, None
-        if listener is None or self._acceptor is None:
-            return
+        assert self._listener is not None
+        assert self._acceptor is not None
         with contextlib.suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)  # wakes accept(), which close() does not
-        listener.close()
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept(), which close() does not
+        self._listener.close()
         self._acceptor.join()
         with self._lock:
             connections = dict(self._connections)
         for connection, thread in connections.items():
             connection.shut_down()
             thread.join()
-
-    def __enter__(self) -> MemoryS3:
-        return self.start()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.stop()
 
     # What tests look at
 
@@ -178,7 +154,7 @@ class MemoryS3:
             try:
                 sock, _ = listener.accept()
             except OSError:
-                return  # stop() has closed the listener
+                return  # the listener is closed
             connection = Connection(sock, self._link)
             thread = threading.Thread(target=self._serve, args=(connection,), name="memory-s3-connection", daemon=True)
             with self._lock:
@@ -305,11 +281,7 @@ class MemoryS3:
         return keep
 
     def _wait(self, connection: Connection, seconds: float) -> None:
-        """Sleep, but not for a client that has hung up.
-
-        Raises:
-            ConnectionError: it has.
-        """
+        """Sleep; ConnectionError if the client hangs up meanwhile."""
         if connection.wait_for_end(seconds):
             raise ConnectionError("the client hung up")
 

@@ -123,13 +123,8 @@ class Run:
         ranks: int = 1,
         late: bool = False,
     ) -> tuple[Committer, Commit]:
-        """A save as the writer does it, up to its commit.
-
-        Args:
-            digits: of the directories of a spread checkpoint.
-            rank: that commits for itself.
-            late: whether it began so long ago that a prune may have taken its objects.
-        """
+        """A save as the writer does it, up to its commit: with ``digits`` spread over directories, of a ``rank`` that
+        commits for itself, so ``late`` that a prune may have taken its objects."""
         identity = SaveIdentity(self.url(name), new_save_id(), rank)
         committer = Committer(identity, Beginning(at=0.0) if late else Beginning(), overwrite=overwrite)
         committer.check_url(self.memory)

@@ -186,6 +186,9 @@ def test_any_function_is_a_policy() -> None:
     policy = KeepEvery(4) | odd_steps
     assert keeps(policy, *steps(1, 2, 4)) == {"step-1", "step-4"}
     assert str(policy) == "every:4 odd_steps"
+    for none in ("latest:3", KeepLatest(1) | "latest:3"):  # type: ignore[operator]
+        with pytest.raises(SettingsError, match="latest:3"):
+            run_policy(none, [], NOW)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -211,12 +214,6 @@ def test_nonsense_of_a_users_policy_is_an_error(answer: Any, said: str) -> None:
         assert "nothing is deleted" in str(caught.value)
 
 
-def test_what_is_no_function_is_refused() -> None:
-    for policy in ("latest:3", KeepLatest(1) | "latest:3"):  # type: ignore[operator]
-        with pytest.raises(SettingsError, match="latest:3"):
-            run_policy(policy, [], NOW)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -230,9 +227,6 @@ def test_what_is_no_function_is_refused() -> None:
 def test_bad_arguments(make: Any) -> None:
     with pytest.raises(SettingsError, match="expected"):
         make()
-
-
-# --- one line ------------------------------------------------------------------------------------
 
 
 def test_a_line_of_policies() -> None:
@@ -286,15 +280,6 @@ def test_the_text_of_a_policy_is_the_policy(policy: Policy) -> None:
     assert run_policy(parsed, steps(1, 20), NOW) == run_policy(policy, steps(1, 20), NOW)  # type: ignore[arg-type]
 
 
-# --- laws ----------------------------------------------------------------------------------------
-
-
-@given(histories, single_policies)
-def test_of_what_a_policy_keeps_it_keeps_all(history: list[CheckpointInfo], policy: Policy) -> None:
-    chosen = keeps(policy, *history)
-    assert keeps(policy, *(found for found in history if found.name in chosen)) == chosen
-
-
 # --- plans: what is kept whatever the policies say -----------------------------------------------------
 
 
@@ -314,28 +299,21 @@ def reasons(found: Plan) -> dict[str, tuple[str, ...]]:
     return {each.checkpoint.name: each.reasons for each in found.decisions}
 
 
-INFOS: dict[str, tuple[list[CheckpointInfo], set[int]]] = {
-    "after a rollback also the last committed one": (
-        [info("step-900", modified_at=NOW - 3 * DAY), info("step-500", modified_at=NOW - DAY),
-         info("step-100", modified_at=NOW - 9 * DAY)], {900, 500},
-    ),
-    "the last one by the clock of S3": (
-        [info("step-1", created_at=NOW + 99 * DAY, modified_at=NOW - 9 * DAY), info("step-2", modified_at=NOW - DAY),
-         info("step-3", modified_at=NOW - 2 * DAY)], {2, 3},
-    ),
-    "pinned, leased and without a step": (
-        [info("step-1", pinned=True), info("step-2", leased_until=NOW + 9),
-         info("step-3", leased_until=NOW - LEASE_MARGIN + 1), info("step-4", leased_until=NOW - LEASE_MARGIN),
-         info("final"), info("step-5", foreign=True), info("step-6")], {1, 2, 3, 0, 6},
-    ),
-    "a pinned leftover": ([info("step-1", state="incomplete", modified_at=0.0, pinned=True)], {1}),
-}  # fmt: skip
+def test_what_is_pinned_or_leased_or_has_no_step_is_kept() -> None:
+    infos = [
+        info("step-1", pinned=True), info("step-2", leased_until=NOW + 9),
+        info("step-3", leased_until=NOW - LEASE_MARGIN + 1), info("step-4", leased_until=NOW - LEASE_MARGIN),
+        info("final"), info("step-5", foreign=True), info("step-6"),
+        info("step-7", state="incomplete", modified_at=0.0, pinned=True),
+        info("step-8", state="incomplete", modified_at=0.0),
+    ]  # fmt: skip
+    assert kept(*infos) == {"step-1", "step-2", "step-3", "final", "step-6", "step-7"}
 
 
-@pytest.mark.parametrize("why", INFOS)
-def test_what_is_kept_whatever_the_policies_say(why: str) -> None:
-    infos, steps = INFOS[why]
-    assert {found.step or 0 for found in plan(*infos).kept} == steps
+def test_after_a_rollback_the_last_committed_one_by_the_clock_of_s3_is_kept_too() -> None:
+    wrong_clock = info("step-1", created_at=NOW + 99 * DAY, modified_at=NOW - 9 * DAY)
+    infos = [wrong_clock, info("step-5", modified_at=NOW - DAY), info("step-9", modified_at=NOW - 3 * DAY)]
+    assert kept(*infos) == {"step-5", "step-9"}
 
 
 def test_a_damaged_newest_one_does_not_cost_the_last_good_one() -> None:
@@ -387,8 +365,6 @@ def test_deletions_that_were_cut_off_are_finished_unless_the_checkpoint_is_there
     assert [(each.checkpoint, each.deletion) for each in found.unfinished] == [("step-1", "ab"), ("step-2", "cd")]
     assert not found.empty
 
-
-# --- laws ----------------------------------------------------------------------------------------
 
 scenes = st.fixed_dictionaries({"uploads": uploads, "leftovers": leftovers})
 

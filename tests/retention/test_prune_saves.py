@@ -13,14 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from dcp_s3 import KeepLatest, Plan, PruneReport
+from dcp_s3 import KeepLatest, Plan, PruneReport, errors
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
 from dcp_s3.coordination import processes
-from dcp_s3.errors import (
-    CheckpointDeletedError,
-    CheckpointProtectedError,
-    TransferError,
-)
 from dcp_s3.format.control_files import DeletionList
 from dcp_s3.format.layout import CLAIM, deletion_object, manifest_object
 from dcp_s3.retention.plan import BOARDS_STAY
@@ -33,9 +28,6 @@ def lists(run: Run, name: str) -> list[str]:
     return [path for path in run.objects(name) if "deletion-" in path]
 
 
-# --- saves that commit late ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_save_whose_objects_a_prune_took_is_not_committed(run: Run, overwrite: bool) -> None:
     run.steps(3, *([2] if overwrite else []))
@@ -43,7 +35,7 @@ def test_a_save_whose_objects_a_prune_took_is_not_committed(run: Run, overwrite:
     committer, commit = run.begin("step-2", overwrite=overwrite, late=True)
     run.clock.now += 2 * DAY
     run.prune("latest:3")
-    with pytest.raises(CheckpointDeletedError, match="objects are gone"):
+    with pytest.raises(errors.CheckpointDeletedError, match="objects are gone"):
         committer.commit(run.store, commit, spilled=False)
     assert run.objects("step-2") == before
     assert set(run.damages()) == {None}
@@ -61,7 +53,9 @@ def test_a_commit_whose_objects_go_after_its_first_look_is_withdrawn(run: Run, o
     if how == "listed":
         change = partial(run.put, "step-2", deletion_object("ab", "cd"), listed)
     run.once("put", "step-2/.metadata", change)
-    with pytest.raises(CheckpointDeletedError, match="about to delete 1 of its 1" if how == "listed" else "gone"):
+    with pytest.raises(
+        errors.CheckpointDeletedError, match="about to delete 1 of its 1" if how == "listed" else "gone"
+    ):
         committer.commit(run.store, commit, spilled=False)
     left = run.objects("step-2")
     assert {key: size for key, size in left.items() if key not in (path, deletion_object("ab", "cd"))} == before
@@ -108,20 +102,23 @@ def test_a_commit_that_s3_carries_out_after_a_prune_is_damaged_and_goes(run: Run
     assert deleted(run.prune("latest:1")) == ["step-3", "step-4"]
 
 
-# --- deletions that are slow, or refused -----------------------------------------------------------------
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds by which this host's time is later than it is."""
+    late, real = [0.0], time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: real() + late[0])
+    return late
 
 
-def test_a_pin_while_s3_is_slow_to_delete_is_refused_or_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pin_while_s3_is_slow_to_delete_is_refused_or_kept(run: Run, late: list[float]) -> None:
     run.steps(1, 2)
-    now, real = [0.0], time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: real() + now[0])
 
     def throttle(method: str, key: str) -> Exception | None:
         if method != "delete" or not key.endswith("step-1/.metadata"):
             return None
-        now[0] += DELETION_BEGINS
+        late[0] += DELETION_BEGINS
         run.clock.now += DELETION_BEGINS
-        return TransferError("SlowDown")
+        return errors.TransferError("SlowDown")
 
     run.rule = throttle
     assert not run.prune("latest:1").ok
@@ -133,17 +130,9 @@ def test_a_pin_while_s3_is_slow_to_delete_is_refused_or_kept(run: Run, monkeypat
     assert lists(run, "step-1") == []
 
 
-def test_a_list_whose_time_was_over_before_its_first_delete_is_withdrawn(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_list_whose_time_was_over_before_its_first_delete_is_withdrawn(run: Run, late: list[float]) -> None:
     run.steps(1, 2)
-    real, late = time.monotonic, [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: real() + late[0])
-
-    def dawdle() -> None:
-        late[0] = DELETION_BEGINS
-
-    run.once("put", "deletion-", dawdle)
+    run.once("put", "deletion-", lambda: late.insert(0, DELETION_BEGINS))
     report = run.prune("latest:1")
     assert [(each.name, "too slow" in each.reason) for each in report.left_alone] == [("step-1", True)]
     assert (lists(run, "step-1"), run.names()) == ([], ["step-1", "step-2"])
@@ -158,7 +147,7 @@ def test_a_save_that_has_written_no_data_is_in_progress_and_then_a_leftover(run:
     run.put("step-2", path)
     assert run.states() == {"step-1": "committed", "step-2": "in_progress"}
     assert not run.prune().deleted
-    with pytest.raises(CheckpointProtectedError, match="save is in progress"):
+    with pytest.raises(errors.CheckpointProtectedError, match="save is in progress"):
         run.remove("step-2")
     run.clock.now += 2 * DAY
     assert run.states() == {"step-1": "committed", "step-2": "leftover"}
@@ -273,8 +262,8 @@ def cut_off(mixed: Mixed, plan: Plan, requests: int, *, applied: bool) -> int:
         mixed.check_committed()
         if not method.startswith("after "):
             left -= 1
-            return TransferError("the process is dead") if left < (0 if applied else 1) else None
-        return TransferError("the process is dead") if left <= 0 else None
+            return errors.TransferError("the process is dead") if left < (0 if applied else 1) else None
+        return errors.TransferError("the process is dead") if left <= 0 else None
 
     mixed.run.rule = die
     mixed.run.apply(plan)
@@ -285,15 +274,6 @@ def cut_off(mixed: Mixed, plan: Plan, requests: int, *, applied: bool) -> int:
 
 def make_plan(mixed: Mixed) -> Plan:
     return mixed.run.catalog().scan().plan(KeepLatest(1), grace=HOUR)
-
-
-def test_a_prune_alone_does_all(mixed: Mixed) -> None:
-    objects = len(mixed.keys)
-    report = mixed.run.prune("latest:1")
-    mixed.check_done()
-    assert (report.ok, report.left_alone) == (True, ())
-    assert deleted(report) == ["step-1", "step-2", "step-5"]
-    assert report.objects == objects - len(mixed.keep)
 
 
 @pytest.mark.parametrize("applied", [True, False])
@@ -322,7 +302,7 @@ def test_cut_off_again_and_again_it_gets_there(mixed: Mixed, seed: int) -> None:
 
 def cut_off_after_the_commit(mixed: Mixed) -> None:
     """So that lists name what is left."""
-    dead = TransferError("the process is dead")
+    dead = errors.TransferError("the process is dead")
     mixed.run.rule = lambda method, key: dead if method == "delete" and ".metadata" not in key else None
     assert not mixed.run.prune("latest:1").ok
     mixed.run.rule = nothing
@@ -349,9 +329,6 @@ def test_a_checkpoint_that_came_back_from_a_copy_is_not_torn_by_an_old_list(mixe
     assert "run/step-1/.metadata" in mixed.keys
     mixed.check_committed()
     assert report.ok
-
-
-# --- two at once ---------------------------------------------------------------------------------
 
 
 class Turns:

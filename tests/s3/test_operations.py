@@ -1,7 +1,8 @@
-"""What is asked of S3, and what is made of its answers, without a server."""
+"""What is asked of S3, and what is made of its answers; also of those that a proxy or captive portal gave."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 from botocore.exceptions import ClientError
 
 from dcp_s3 import errors
+from dcp_s3.memory import Piece
 from dcp_s3.s3 import bucket, multipart, operations
 from dcp_s3.s3.operations import Quirk
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
-from dcp_s3.store import ABSENT, DeleteTarget, Expect
+from dcp_s3.store import ABSENT, DeleteTarget, Expect, Upload
+from tests.faulty import BUCKET, FaultyServer
+from tests.memory_s3 import Fault
 
 STORE = S3Store("b", Settings(retry_attempts=3))
 
@@ -57,16 +61,8 @@ def carry_out(operation: Callable[[], Any], *answers: Any) -> tuple[Any, list[di
     return result, [arguments for _, arguments in client.asked], [name for name, _ in client.asked]
 
 
-class Body:
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-    def read(self) -> bytes:
-        return self.data
-
-
 def body(data: bytes, etag: str = '"e"') -> dict[str, Any]:
-    return {"Body": Body(data), "ETag": etag, "Metadata": {"Who": "me"}}
+    return {"Body": io.BytesIO(data), "ETag": etag, "Metadata": {"Who": "me"}}
 
 
 def conditions(requests: list[dict[str, Any]]) -> list[set[str]]:
@@ -174,3 +170,207 @@ def test_a_listing_that_does_not_go_on_is_an_error(answers: list[dict[str, Any]]
 
 def test_no_such_upload_for_a_bucket_without_uploads_means_none() -> None:
     assert carry_out(lambda: STORE.uploads("k"), refusal(404, "NoSuchUpload"))[0] == ()
+
+
+# --- deletes, with a server ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(faulty: FaultyServer) -> S3Store:
+    """With the objects a, b, c."""
+    store = S3Store(BUCKET, Settings())
+    for key in "abc":
+        store.put(key, b"1")
+    return store
+
+
+def test_credentials_that_have_expired_say_nothing_of_the_store(store: S3Store, faulty: FaultyServer) -> None:
+    faulty.rule = lambda request: Fault.error(400, "ExpiredToken") if request.operation == "DeleteObjects" else None
+    with pytest.raises(errors.CredentialsError):
+        store.delete(["a", "b"])
+    assert not operations.knows(Quirk.NO_BATCH_DELETES, store)
+    assert set(faulty.s3.objects(BUCKET)) == set("abc")
+
+
+@pytest.mark.parametrize("keys", [["a"], ["a", "b"]])
+def test_a_store_that_refuses_conditions_that_hold_is_asked_without(
+    store: S3Store, faulty: FaultyServer, keys: list[str]
+) -> None:
+    faulty.rule = lambda request: Fault.error(412, "PreconditionFailed") if "if-match" in request.headers else None
+    assert store.delete([DeleteTarget(key, store.head(key).etag) for key in keys]) == []
+    assert not set(keys) & faulty.s3.objects(BUCKET).keys()
+
+
+def test_throttled_keys_are_tried_again(store: S3Store, faulty: FaultyServer) -> None:
+    left = [6]
+
+    def throttle(request: Any) -> Fault | None:
+        if request.operation == "DeleteObjects" and left[0]:
+            left[0] -= 1
+            return Fault.delete_partly("SlowDown") if left[0] % 2 else Fault.error(503, "SlowDown")
+        return None
+
+    faulty.rule = throttle
+    assert store.delete(["a", "b"]) == []
+    assert (left, faulty.s3.objects(BUCKET)) == ([0], {"c": 1})
+
+
+def test_newlines_in_keys_of_a_batch(store: S3Store, faulty: FaultyServer) -> None:
+    """XML makes spaces of them unless they are escaped."""
+    for key in ("a\n-2\r", "a -2 "):
+        store.put(key, b"1")
+    assert store.delete(["a\n-2\r", "b"]) == []
+    assert faulty.s3.objects(BUCKET).keys() == {"a", "a -2 ", "c"}
+
+
+def test_a_key_that_is_never_deleted_fails_and_the_others_go(store: S3Store, faulty: FaultyServer) -> None:
+    faulty.rule = lambda _: Fault.delete_partly("AccessDenied")
+    with pytest.raises(errors.AccessDeniedError, match="'a' was not deleted"):
+        store.delete(["a", "b", "c"])
+    assert faulty.s3.objects(BUCKET) == {"a": 1}
+
+
+# --- answers that are not S3's: their heads were cut off, or others gave them -----------------------------
+
+MIB = 2**20
+DATA = bytes(range(256)) * (12 * MIB // 256)
+
+
+def upload(key: str) -> None:
+    store = S3Store(BUCKET, Settings(part_size="5MiB"))
+    store.put_stream(key, len(DATA), [Piece.of(memoryview(DATA))], part_size=5 * MIB)
+
+
+def begin(key: str) -> str:
+    client = S3Store(BUCKET, Settings()).client
+    upload_id: str = client.create_multipart_upload(Bucket=BUCKET, Key=key)["UploadId"]
+    client.upload_part(Bucket=BUCKET, Key=key, UploadId=upload_id, PartNumber=1, Body=b"part")
+    return upload_id
+
+
+PAGE = b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head><body>Welcome to the guest network</body></html>"
+HTML = {"Content-Type": "text/html"}
+FORGED = {
+    "empty": Fault.forge(200),
+    "page": Fault.forge(200, PAGE, HTML),
+    "page of XML": Fault.forge(200, b"<html><body/></html>", HTML),
+    "page not found": Fault.forge(404, PAGE, HTML),
+    "no content": Fault.forge(204),
+    "another page": Fault.forge(203, PAGE, {**HTML, "ETag": '"static"'}),
+    "to the login": Fault.forge(302, PAGE, HTML),  # with a Location, aiohttp would go there
+    "done": Fault.forge(200, PAGE, HTML, applied=True),
+    # The in-memory server sends Content-Length first and ETag last.
+    **{f"cut off after {size}": Fault.cut_head(size) for size in range(0, 260, 13)},
+}
+KEYS = ["a", "b"]
+
+
+def ranged(bucket: S3Store) -> bytes:
+    memory = bytearray(900)
+    bucket.read("a", 100, memoryview(memory))
+    return bytes(memory)
+
+
+def read_of_no_bucket() -> type[Exception]:
+    with pytest.raises(errors.BucketNotFoundError) as failure:
+        S3Store("no-such-bucket", Settings()).get("key")
+    return failure.type
+
+
+DO: dict[str, Callable[[S3Store, str], Any]] = {
+    "PutObject": lambda bucket, _: bucket.put("new", DATA[:1000]),
+    "GetObject": lambda bucket, _: bucket.get("a").data,
+    "HeadObject": lambda bucket, _: bucket.head("a").size,
+    "ListObjectsV2": lambda bucket, _: [each.key for each in bucket.list("").objects],
+    "ListMultipartUploads": lambda bucket, _: [each.upload_id for each in bucket.uploads("upload")],
+    "DeleteObject": lambda bucket, _: bucket.delete(["a"]),
+    "DeleteObjects": lambda bucket, _: bucket.delete(KEYS),
+    "AbortMultipartUpload": lambda bucket, upload_id: bucket.abort(Upload("upload", upload_id)),
+    **dict.fromkeys(("CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"), lambda *_: upload("new")),
+}
+"""What takes a request of that name, and whose result is right only if S3 answered."""
+READS: dict[str, Callable[[S3Store, str], Any]] = {
+    "GetObject of a range": lambda bucket, _: ranged(bucket),
+    "GetObject of no bucket": lambda *_: read_of_no_bucket(),
+}
+
+
+def prepare() -> tuple[S3Store, str]:
+    bucket = S3Store(BUCKET, Settings(retry_attempts=3))
+    for key in KEYS:
+        bucket.put(key, DATA[:1000])
+    return bucket, begin("upload")
+
+
+def is_plausible(operation: str, fault: Fault) -> bool:
+    """Whether S3 may give this answer: to a HEAD none has a body, and that of a deletion has nothing else."""
+    return (operation, fault.status) in {("HeadObject", 404), ("DeleteObject", 204), ("AbortMultipartUpload", 204)}
+
+
+def state(faulty: FaultyServer) -> tuple[dict[str, int], list[str]]:
+    return faulty.s3.objects(BUCKET), faulty.s3.open_uploads(BUCKET)
+
+
+@pytest.mark.parametrize("operation", [*DO, *READS])
+def test_an_answer_that_s3_did_not_give_is_not_believed(faulty: FaultyServer, operation: str) -> None:
+    bucket, upload_id = prepare()
+    before = state(faulty)
+    work = {**DO, **READS}[operation]
+    expected = work(bucket, upload_id)
+    after = state(faulty)
+    for name, fault in FORGED.items():
+        if is_plausible(operation, fault):
+            continue
+        for key in faulty.s3.objects(BUCKET):
+            bucket.delete([key])
+        for each in bucket.uploads(""):
+            bucket.abort(each)
+        bucket, upload_id = prepare()
+        assert state(faulty) == before
+        if operation == "ListMultipartUploads":
+            expected = [upload_id]
+        # What was done before another answered for it shows as done, or is done again.
+        seen = faulty.once(operation.partition(" ")[0], fault)
+        assert work(bucket, upload_id) == expected, name
+        assert seen
+        assert faulty.s3.objects(BUCKET) == after[0], name
+        if operation != "CreateMultipartUpload":  # one whose id was lost is left to prune
+            assert faulty.s3.open_uploads(BUCKET) == after[1], name
+
+
+@pytest.mark.parametrize("operation", DO)
+def test_answers_that_s3_never_gives_are_an_error(faulty: FaultyServer, operation: str) -> None:
+    _, upload_id = prepare()
+    for fault in (Fault.forge(200), Fault.forge(200, PAGE, HTML), Fault.forge(302), Fault.forge(404, PAGE, HTML)):
+        if is_plausible(operation, fault):
+            continue
+        faulty.rule = lambda request, fault=fault: fault if request.operation == operation else None
+        with pytest.raises(errors.TransferError, match="proxy"):
+            DO[operation](S3Store(BUCKET, Settings(retry_attempts=3, part_size="5MiB")), upload_id)
+
+
+@pytest.mark.parametrize("operation", ["ListObjectsV2", "ListMultipartUploads"])
+def test_a_page_that_was_cut_off_is_not_the_last_one(faulty: FaultyServer, operation: str) -> None:
+    """Of a body without a length, that is: one whose length is known is an error by itself."""
+    bucket, upload_id = prepare()
+    expected = DO[operation](bucket, upload_id)
+    root = "ListBucketResult" if operation == "ListObjectsV2" else "ListMultipartUploadsResult"
+    start = f"<{root}><Name>{BUCKET}</Name>"
+    for body in (start, f"{start}<IsTruncated>true</IsTruncated></{root}>", f"<{root}>", f"<Some{root}></Some{root}>"):
+        seen = faulty.once(operation, Fault.forge(200, body.encode()))
+        assert DO[operation](bucket, upload_id) == expected, body
+        assert seen
+
+
+@pytest.mark.parametrize("operation", ["PutObject", "UploadPart"])
+def test_a_checksum_of_other_bytes_is_not_taken_for_ours(faulty: FaultyServer, operation: str) -> None:
+    bucket, upload_id = prepare()
+    other = {"ETag": '"0123"', "x-amz-checksum-crc64nvme": "AAAAAAAAAAA="}
+    seen = faulty.once(operation, Fault.forge(200, b"", other))
+    DO[operation](bucket, upload_id)
+    assert seen
+    key = "new"
+    assert faulty.s3.read(BUCKET, key) == (DATA[:1000] if operation == "PutObject" else DATA)
+    faulty.rule = lambda request: Fault.forge(200, b"", other) if request.operation == operation else None
+    with pytest.raises(errors.TransferError, match="checksum"):
+        DO[operation](bucket, upload_id)

@@ -47,22 +47,14 @@ def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pressure, "_host_is_busy", lambda since: False)
 
 
-# --- the gate -------------------------------------------------------------------------------------------
-
-
 def never() -> None:
     pytest.fail("it waits")
 
 
-def closed_gate(limit: int, *, taken: bool = False) -> Gate:
-    """With ``limit`` places, of which one may be taken."""
+def closed_gate(*, taken: bool = False) -> Gate:
+    """With one place, which may be taken."""
     gate = Gate("http://host/bucket")
-    for _ in range(2 * limit):
-        gate.enter(never)
-    gate.throttled(time.monotonic())
-    for _ in range(2 * limit):
-        gate.leave(0, succeeded=False)
-    while (gate.state.limit or 0) > limit:
+    while gate.state.limit != 1:
         gate.throttled(time.monotonic())
     if taken:
         gate.enter(never)
@@ -150,7 +142,7 @@ def _fail_once(failures: list[Exception]) -> str:
 
 
 def test_a_throttled_request_has_no_place_while_it_waits_and_small_ones_need_none() -> None:
-    gate, waiting, go_on = closed_gate(1), threading.Event(), threading.Event()
+    gate, waiting, go_on = closed_gate(), threading.Event(), threading.Event()
 
     class Waits(threading.Event):
         def wait(self, timeout: float | None = None) -> bool:
@@ -170,7 +162,7 @@ def test_a_throttled_request_has_no_place_while_it_waits_and_small_ones_need_non
 
 
 def test_waiting_at_the_gate_uses_up_the_patience_and_ends_when_it_is_cancelled() -> None:
-    gate, cancel = closed_gate(1, taken=True), threading.Event()
+    gate, cancel = closed_gate(taken=True), threading.Event()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(call, lambda: "never", gate, limit=Limit(cancel=cancel))
         until(lambda: gate.state.waiting == 1)
@@ -181,9 +173,6 @@ def test_waiting_at_the_gate_uses_up_the_patience_and_ends_when_it_is_cancelled(
     assert failure.value.key == "k"
     assert gate.state.waiting == 0
     assert gate.state.waited > 0
-
-
-# --- a server that throttles ------------------------------------------------------------------------------
 
 
 def test_a_save_and_a_load_go_on_with_as_many_requests_as_s3_takes(faulty: FaultyServer) -> None:
@@ -341,9 +330,6 @@ def test_a_store_that_answers_late_is_far(faulty: FaultyServer, delay: float, mo
     assert store.gate.is_far == bool(delay)
     (upload,) = pressure.widths().values()
     assert upload["connections"] == store.read_width() == (32 if delay else 4)
-
-
-# --- connections of saves and loads -----------------------------------------------------------------------
 
 
 class Crowd:

@@ -1,28 +1,36 @@
-"""What is tried again, what is not, and what it is called in the end."""
+"""What is tried again, what is not, what it is called in the end; and what makes no progress ends."""
+
+from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import botocore.exceptions as boto
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 import urllib3.exceptions
+from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_s3 import errors
-from dcp_s3.limit import Cancelled, Deadline, Limit
+from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3.limit import STALL_SETTING, Cancelled, Deadline, Limit, Progress
+from dcp_s3.offline.copy import copy
+from dcp_s3.retention.prune import prune
 from dcp_s3.s3 import diagnosis, retry
 from dcp_s3.s3.pressure import Gate
+from dcp_s3.s3.store import S3Store
+from dcp_s3.settings import Settings
+from tests.faulty import BUCKET, FaultyServer
+from tests.memory_s3 import Fault
+from tests.objects import separate_objects
 
 
 def client_error(code: str, status: int) -> boto.ClientError:
     return boto.ClientError(
         {"Error": {"Code": code, "Message": "no"}, "ResponseMetadata": {"HTTPStatusCode": status}}, "PutObject"
     )
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "backoff", lambda _: 0.0)
 
 
 def failing(times: int, error: Exception) -> tuple[Callable[[], str], list[int]]:
@@ -57,7 +65,10 @@ PASSING = [
 
 
 @pytest.mark.parametrize("error", PASSING, ids=repr)
-def test_what_passes_is_tried_again_and_the_last_error_says_what_failed(error: Exception) -> None:
+def test_what_passes_is_tried_again_and_the_last_error_says_what_failed(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "backoff", lambda _: 0.0)
     request, calls = failing(2, error)
     assert call(request, operation="PutObject", bucket="b", key="k", attempts=3) == "done"
     assert len(calls) == 3
@@ -120,18 +131,12 @@ def test_what_fails_when_it_is_cancelled_is_not_the_cause(error: Exception) -> N
         call(request, operation="UploadPart", bucket="b", attempts=1, cancel=cancel)
 
 
-def deadline_in(seconds: float) -> Deadline:
-    deadline = Deadline.start("DCP_S3_SAVE_TIMEOUT", seconds)
-    assert deadline is not None
-    return deadline
-
-
 def test_a_wait_that_would_outlast_the_deadline_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "backoff", lambda _: 3600.0)
-    error = client_error("SlowDown", 503)
+    error, deadline = client_error("SlowDown", 503), Deadline.start("DCP_S3_SAVE_TIMEOUT", 60.0)
     request, calls = failing(99, error)
     with pytest.raises(errors.DeadlineExceededError, match="1 attempts, the last: SlowDown: no") as failure:
-        call(request, operation="GetObject", bucket="b", attempts=5, deadline=deadline_in(60))
+        call(request, operation="GetObject", bucket="b", attempts=5, deadline=deadline)
     assert failure.value.__cause__ is error
     assert len(calls) == 1
 
@@ -157,3 +162,152 @@ def test_an_error_names_its_remedy(code: str, operation: str, remedy: str) -> No
     failure = client_error(code, 403 if code == "AccessDenied" else 503)
     error = diagnosis.to_storage_error(failure, operation, "b", "k", 8)
     assert remedy in str(error).partition("Remedy: ")[2]
+
+
+# --- DCP_S3_STALL_TIMEOUT: whatever S3 does instead of moving bytes ----------------------------------
+
+ROOT = f"s3://{BUCKET}/run"
+STALL = 2.0
+LONG = 30.0
+FAULTS = {"never answers": Fault.straggle(LONG), "refuses": Fault.error(503, "SlowDown"), "trickles": Fault.drip(1)}
+MIB = 2**20
+# Not one of them may end the work before the time without progress is over.
+SETTINGS = {"stall_timeout": STALL, "retry_attempts": 100, "part_size": "5MiB"}
+
+
+def state() -> dict[str, torch.Tensor]:
+    return {"large": torch.randn(MIB * 3 // 2), "small": torch.randn(100)}
+
+
+def save(step: int = 1, **settings: Any) -> None:
+    with separate_objects("large", "small"):
+        dcp.save(state(), storage_writer=S3StorageWriter(f"{ROOT}/step-{step}", settings=settings))
+
+
+def save_async() -> None:
+    future: Any = dcp.async_save(state(), storage_writer=S3StorageWriter(f"{ROOT}/step-9", settings=SETTINGS))
+    future.result(LONG)
+
+
+def load() -> None:
+    dcp.load(state(), storage_reader=S3StorageReader(f"{ROOT}/step-1", settings=SETTINGS))
+
+
+_WRITES = ("PutObject", "UploadPart", "CreateMultipartUpload")
+WORK: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
+    "async save": (save_async, _WRITES),
+    "load": (load, ("GetObject",)),
+    "prune": (
+        lambda: prune(ROOT, "latest:1", grace=0, force=True, settings=SETTINGS),
+        ("DeleteObject", "DeleteObjects"),
+    ),
+    "copy": (lambda: copy(f"{ROOT}/step-1", f"s3://{BUCKET}/copy", settings=SETTINGS), ("CopyObject", "PutObject")),
+}
+
+
+def cause(error: BaseException) -> BaseException:
+    if isinstance(error, CheckpointException):
+        ((error, _),) = error.failures.values()
+    return error
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("what", WORK)
+def test_what_makes_no_progress_ends(
+    faulty: FaultyServer, what: str, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    work, operations = WORK[what]
+    for step in (1, 2):
+        save(step)
+    faulty.rule = lambda request: FAULTS[fault] if request.operation in operations else None
+    began = time.monotonic()
+    with pytest.raises((CheckpointException, errors.StorageError)) as caught:
+        work()
+    assert STALL <= time.monotonic() - began < LONG, "neither before nor long after"
+    error = cause(caught.value)
+    assert isinstance(error, errors.DeadlineExceededError), repr(error)
+    assert (error.setting, error.seconds, error.bucket) == (STALL_SETTING, STALL, BUCKET)
+    assert error.operation in operations
+    assert error.key in str(error)
+    assert "had moved before" in str(error)
+    assert "Remedy" in str(error)
+    assert [each for each in caplog.messages if "next to nothing moved for" in each]
+    faulty.rule = lambda _: None
+    save(3)
+    dcp.load(state(), storage_reader=S3StorageReader(f"{ROOT}/step-3"))
+
+
+@pytest.mark.parametrize(
+    ("operation", "size"), [("CompleteMultipartUpload", 11 * MIB), ("UploadPartCopy", 11 * MIB), ("CopyObject", MIB)]
+)
+def test_s3_may_be_long_at_work_if_it_says_so(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, operation: str, size: int
+) -> None:
+    monkeypatch.setattr("dcp_s3.s3.copy.PART_SIZE", 6 * MIB)
+    store, data = S3Store(BUCKET, Settings(stall_timeout=0.5, retry_attempts=1)), bytes(size)
+    S3Store(BUCKET, Settings()).put("from", data)  # in its own time
+    faulty.once(operation, Fault.crawl(100))
+    began = time.monotonic()
+    store.copy(store, "from", "to")
+    assert time.monotonic() - began > 1, "the answer came slowly"
+    assert faulty.s3.read(BUCKET, "to") == data
+
+
+def test_0_seconds_bound_nothing(faulty: FaultyServer) -> None:
+    faulty.rule = lambda request: FAULTS["refuses"] if request.operation in _WRITES else None
+    with pytest.raises(CheckpointException) as caught:
+        save(stall_timeout=0, retry_attempts=3)
+    assert isinstance(cause(caught.value), errors.TransferError)
+
+
+# --- arithmetic, on a clock of its own ---------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("dcp_s3.limit.time", clock)
+    return clock
+
+
+@pytest.mark.parametrize(("seconds", "per_second", "ends"), [
+    (600, 1, True), (600, 1000, True), (600, 64 * 1024, False), (600, 1100, False), (2, 1, True), (2, 64 * 1024, False),
+    (86400, 1, True),
+])  # fmt: skip
+def test_a_slow_link_is_no_stall_and_a_trickle_is(clock: Clock, seconds: float, per_second: int, ends: bool) -> None:
+    progress = Progress(seconds)
+    with progress:
+        for _ in range(3000):
+            clock.now += seconds / 1000
+            progress.moved(int(per_second * clock.now) - int(per_second * (clock.now - seconds / 1000)))
+            if progress.is_over("GetObject"):
+                break
+    assert progress.is_over("GetObject") == ends
+    if ends:
+        assert clock.now <= 1.1 * seconds
+
+
+def test_what_succeeds_is_progress_and_time_without_requests_is_none(clock: Clock) -> None:
+    progress = Progress(10)
+    with progress:
+        for _ in range(5):
+            clock.now += 9
+            with progress:
+                pass
+            assert not progress.is_over("GetObject")
+    clock.now += 100
+    with progress:
+        assert not progress.is_over("GetObject")
+        clock.now += 9
+        with pytest.raises(OSError), progress:
+            raise OSError
+        clock.now += 1
+        assert progress.is_over("GetObject")

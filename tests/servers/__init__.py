@@ -1,17 +1,14 @@
-"""Real S3 servers for the tests, one module each; `Servers` starts each at its first use."""
+"""Real S3 servers for the tests; `Servers` starts each at its first use."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
 
-from . import external as _external
-from .external import external
-from .moto import moto
 from .process import ServerStartError
-from .rclone import rclone
+from .programs import moto, rclone
 from .rgw import rgw
-from .server import S3Server, ServerUnavailable, memory
+from .server import ENDPOINT, S3Server, ServerUnavailable, external, memory
 
 __all__ = ["NAMES", "S3Server", "ServerStartError", "ServerUnavailable", "Servers"]
 
@@ -24,7 +21,7 @@ _START: dict[str, Callable[[], contextlib.AbstractContextManager[S3Server]]] = {
 }
 
 # What a test runs on unless it says otherwise.
-NAMES = tuple(n for n in _START if n != "external" or _external.ENDPOINT)
+NAMES = tuple(n for n in _START if n != "external" or ENDPOINT)
 
 
 class Servers:
@@ -33,7 +30,7 @@ class Servers:
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
         self._outcome: dict[str, S3Server | ServerUnavailable | ServerStartError] = {}
-        if _external.ENDPOINT:
+        if ENDPOINT:
             # At once: its credentials are looked up in the environment, which each test clears.
             with contextlib.suppress(ServerUnavailable):
                 self.get("external")

@@ -3,86 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
-import boto3
 import pytest
-from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import ClientError
 
-from tests.memory_s3 import Fault, MemoryS3
+from dcp_s3 import errors
+from dcp_s3.s3.store import S3Store
+from dcp_s3.settings import Settings
+from tests.faulty import BUCKET, FaultyServer
+from tests.memory_s3 import Fault
 
-BUCKET = "bucket"
-MIB = 1 << 20
-
-
-def client(memory: MemoryS3) -> Any:
-    return boto3.client(
-        "s3", endpoint_url=memory.endpoint_url, aws_access_key_id="test", aws_secret_access_key="secret",
-        region_name="us-east-1",
-        config=Config(s3={"addressing_style": "path"}, retries={"total_max_attempts": 1, "mode": "standard"}),
-    )  # fmt: skip
+NOT_APPLIED = [Fault.error(503, "SlowDown"), Fault.reset(), Fault.reset_request(100_000), Fault.forge(203)]
+APPLIED = [Fault.forge(200, applied=True), Fault.apply_then_reset(), Fault.cut_head(20), Fault.repeat(), None]
 
 
-def refused(call: Any, **arguments: Any) -> str:
-    with pytest.raises(ClientError) as error:
-        call(**arguments)
-    return str(error.value.response["Error"]["Code"])
+@pytest.mark.parametrize("fault", [*NOT_APPLIED, *APPLIED])
+def test_what_is_applied_and_what_is_not(faulty: FaultyServer, fault: Fault | None) -> None:
+    faulty.rule = lambda _: fault
+    with contextlib.suppress(errors.StorageError):
+        S3Store(BUCKET, Settings(retry_attempts=1)).put("k", bytes(2**20))
+    assert faulty.s3.objects(BUCKET) == ({"k": 2**20} if fault in APPLIED else {})
 
 
-@pytest.fixture
-def memory() -> Iterator[MemoryS3]:
-    with MemoryS3(preallocate=16 * MIB) as running:
-        running.create_bucket(BUCKET)
-        yield running
-
-
-def test_a_wrong_checksum_and_a_wrong_list_of_parts_are_refused(memory: MemoryS3) -> None:
-    s3 = client(memory)
-    other = s3.put_object(Bucket=BUCKET, Key="other", Body=b"other", ChecksumAlgorithm="CRC64NVME")["ChecksumCRC64NVME"]
-    assert refused(s3.put_object, Bucket=BUCKET, Key="k", Body=b"data", ChecksumCRC64NVME=other) == "BadDigest"
+def test_a_wrong_checksum_of_a_whole_upload_and_what_directory_buckets_do_not_take_is_refused(
+    faulty: FaultyServer,
+) -> None:
+    s3: Any = S3Store(BUCKET, Settings()).client
     upload = {"Bucket": BUCKET, "Key": "k"}
     upload["UploadId"] = s3.create_multipart_upload(**upload)["UploadId"]
-    etags = [s3.upload_part(**upload, PartNumber=number, Body=b"small")["ETag"] for number in (1, 2)]
-    for numbers, chosen, code in (
-        ((1,), etags[1:], "InvalidPart"), ((2, 1), etags[::-1], "InvalidPartOrder"), ((1, 2), etags, "EntityTooSmall"),
-    ):  # fmt: skip
-        parts = [{"PartNumber": number, "ETag": etag} for number, etag in zip(numbers, chosen, strict=True)]
-        assert refused(s3.complete_multipart_upload, **upload, MultipartUpload={"Parts": parts}) == code
-    whole = {"MultipartUpload": {"Parts": [{"PartNumber": 1, "ETag": etags[0]}]}, "ChecksumCRC64NVME": other}
-    assert refused(s3.complete_multipart_upload, **upload, **whole) == "BadDigest"
-    assert list(memory.objects(BUCKET)) == ["other"]
-
-
-@pytest.mark.parametrize(
-    ("fault", "applied"),
-    [
-        (Fault.error(503, "SlowDown"), False), (Fault.reset(), False), (Fault.reset_request(100_000), False),
-        (Fault.forge(203, b"<html/>"), False), (Fault.forge(200, applied=True), True),
-        (Fault.apply_then_reset(), True), (Fault.cut_head(20), True), (Fault.drip(10_000), True),
-        (Fault.repeat(), True), (Fault.delay(0), True),
-    ],
-    ids=lambda value: getattr(value, "kind", value),
-)  # fmt: skip
-def test_what_is_applied_and_what_is_not(memory: MemoryS3, fault: Fault, applied: bool) -> None:
-    memory.fault = lambda request: fault
-    with contextlib.suppress(ClientError, BotoCoreError, ConnectionError):
-        client(memory).put_object(Bucket=BUCKET, Key="k", Body=b"x" * MIB)
-    assert memory.objects(BUCKET) == ({"k": MIB} if applied else {})
-
-
-def test_what_directory_buckets_refuse(memory: MemoryS3) -> None:
-    name, s3 = "express--use1-az4--x-s3", client(memory)
-    memory.create_bucket(name)
-    where = {"Bucket": name, "Key": "run/k"}
-    s3.put_object(**where, Body=b"data")
-    for call, arguments, code in (
-        (s3.list_object_versions, {"Bucket": name}, "NotImplemented"),
-        (s3.get_object, {**where, "VersionId": "1"}, "NotImplemented"),
-        (s3.put_object, {**where, "StorageClass": "STANDARD"}, "InvalidStorageClass"),
-        (s3.list_objects_v2, {"Bucket": name, "Prefix": "ru"}, "InvalidRequest"),
-        (s3.list_objects_v2, {"Bucket": name, "Delimiter": "-"}, "InvalidArgument"),
-    ):
-        assert refused(call, **arguments) == code
-    assert [each["Key"] for each in s3.list_objects_v2(Bucket=name, Prefix="run/")["Contents"]] == ["run/k"]
+    parts = [{"PartNumber": 1, "ETag": s3.upload_part(**upload, PartNumber=1, Body=b"small")["ETag"]}]
+    with pytest.raises(ClientError, match="BadDigest"):
+        s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts}, ChecksumCRC64NVME="AAAAAAAAAAA=")
+    assert faulty.s3.objects(BUCKET) == {}
+    faulty.s3.create_bucket("express--use1-az4--x-s3")
+    with pytest.raises(ClientError, match="InvalidRequest"):
+        s3.list_objects_v2(Bucket="express--use1-az4--x-s3", Prefix="ru")
+    assert len(faulty.s3._operations.refused) == 1

@@ -8,14 +8,8 @@ from pathlib import Path
 import pytest
 
 from dcp_s3.spill import drain, saving
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.spill.making import Spill, configure
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    with serve(monkeypatch) as server:
-        yield server
 
 
 @pytest.fixture

@@ -82,9 +82,6 @@ class Spill:
         (save,) = [save for save in self.store.scan() if save.journal.commit is not None]
         return save
 
-    def commit_waits(self) -> bool:
-        return bool(list(self.path.glob("saves/*-commit-*")))
-
     def key(self) -> str:
         """Of the one object that waits."""
         save = self.data()
@@ -100,17 +97,19 @@ class Spill:
         return [key for key in self.list(url) if key.endswith(".distcp")]
 
     def files(self) -> list[str]:
-        """All files, without those of locks."""
-        if not self.path.is_dir():
-            return []
-        found = (path for path in self.path.rglob("*") if path.is_file() and path.suffix != ".lock")
-        return sorted(str(path.relative_to(self.path)) for path in found)
+        return list_files(self.path)
 
     def assert_empty(self) -> None:
         assert list((self.path / "saves").iterdir()) == []
         assert not (self.path / "refused").exists()
         if self._server is not None:
             assert self._server.s3.open_uploads(BUCKET) == []
+
+
+def list_files(path: Path) -> list[str]:
+    """All files, without those of locks."""
+    found = (each for each in path.rglob("*") if each.is_file() and each.suffix != ".lock")
+    return sorted(str(each.relative_to(path)) for each in found)
 
 
 def configure(monkeypatch: pytest.MonkeyPatch, path: Path, **settings: str) -> None:

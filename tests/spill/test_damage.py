@@ -18,94 +18,69 @@ from dcp_s3.format.control_files import AttachmentEntry, ObjectEntry
 from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import wait_until_drained
-from dcp_s3.spill.journal import (
-    Journal,
-    JournalError,
-    SpilledCommit,
-    SpilledObject,
-    State,
-)
+from dcp_s3.spill.journal import Journal, JournalError, SpilledCommit, SpilledObject, State
+from dcp_s3.spill.store import SpilledSave
 from tests.spill.making import Spill, assert_complete, damage, small_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
-FILES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "flipped": (damage, "the disk damaged it"),
-    "truncated": (lambda path: os.truncate(path, 100), "has 100 bytes"),
-    "missing": (Path.unlink, "is gone"),
-}
+
+def spoil_journal(of: Callable[[Journal], dict[str, Any]]) -> Callable[[Spill], SpilledSave]:
+    def change(spill: Spill) -> SpilledSave:
+        save = spill.data()
+        save.update(replace(save.journal, **of(save.journal)))
+        return save
+
+    return change
 
 
-@pytest.mark.parametrize("how", FILES)
-def test_a_damaged_file_is_refused_and_never_becomes_a_checkpoint(spill: Spill, how: str) -> None:
-    spoil, reason = FILES[how]
-    bad, good = spill.url("step-1"), spill.url("step-2")
-    spill.save(bad, small_state(1))
-    damaged, commit = spill.data(), spill.commit()
-    spoil(damaged.path / "object-0")
-    spill.save(good, small_state(2))
-    report = spill.drain()
-    assert report.committed == [good]
-    # Its commit waits for nothing any more, and says why.
-    assert report.refused.keys() == {damaged.name, commit.name}
-    assert all(reason in text for text in report.refused.values())
-    assert report.waiting == {}
-    assert {refused.path.name: refused.reason for refused in spill.store.list_refused()} == report.refused
-    assert spill.drain().committed == []
-    assert not spill.is_visible(bad)
-    assert_complete(good, small_state(2))
-    with pytest.raises(CheckpointError, match=reason):
-        wait_until_drained(spill.store, commit, timeout=1)
+def spoil(name: str, how: Callable[[Path], object]) -> Callable[[Spill], SpilledSave]:
+    """A file of a save, or of a commit."""
+
+    def change(spill: Spill) -> SpilledSave:
+        save = spill.data() if name in ("journal", "object-0") else spill.commit()
+        how(save.path / name)
+        return save
+
+    return change
 
 
-@pytest.mark.parametrize(
-    ("path", "reason", "lost"),
-    [
-        ("journal", "journal is damaged", None),
-        ("metadata", "is damaged", None),
-        ("manifest.json", "is damaged", None),
-        ("metadata", "is gone", Path.unlink),
-        ("manifest.json", "is gone", Path.unlink),
-    ],
-)
-def test_a_damaged_or_lost_file_of_ours_is_set_aside_and_the_rest_drains(
-    spill: Spill, path: str, reason: str, lost: Any
+SPOILED: list[tuple[Callable[[Spill], SpilledSave], str]] = [
+    (spoil("object-0", damage), "the disk damaged it"),
+    (spoil("object-0", lambda path: os.truncate(path, 100)), "has 100 bytes"),
+    (spoil("object-0", Path.unlink), "is gone"),
+    (spoil("journal", lambda path: damage(path, 100)), "journal is damaged"),
+    (spoil("metadata", lambda path: damage(path, 100)), "is damaged"),
+    (spoil("manifest.json", lambda path: damage(path, 100)), "is damaged"),
+    (spoil("metadata", Path.unlink), "is gone"),
+    (spoil("manifest.json", Path.unlink), "is gone"),
+    (spoil_journal(lambda journal: {"settings": {**journal.settings, "part_size": "1"}}), "part_size"),
+    (spoil_journal(lambda journal: {"settings": {**journal.settings, "endpoint_url": "nonsense"}}), "endpoint_url"),
+    (spoil_journal(lambda _: {"url": "/not/s3"}), "/not/s3"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), SPOILED)
+def test_what_is_damaged_or_makes_no_sense_is_set_aside_and_the_rest_drains(
+    spill: Spill, change: Callable[[Spill], SpilledSave], reason: str
 ) -> None:
     bad, good = spill.url("step-1"), spill.url("step-2")
     spill.save(bad, small_state(1))
-    save = spill.data() if path == "journal" else spill.commit()
-    (lost or damage)(save.path / path, *([] if lost else [100]))
+    commit, save = spill.commit(), change(spill)
     (spill.store.saves / "README").write_text("a stray file does no harm")
     spill.save(good, small_state(2))
     report = spill.drain()
     assert report.committed == [good]
-    assert reason in report.refused[save.name]
-    assert (spill.store.refused / save.name / ("object-0" if path == "journal" else "journal")).exists()
+    assert reason in report.refused[save.name].lower()
+    assert (spill.store.refused / save.name).is_dir()
+    assert {each.path.name: each.reason for each in spill.store.list_refused()} == report.refused
+    assert spill.drain().committed == []
     assert not spill.is_visible(bad)
     assert_complete(good, small_state(2))
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"settings": {"part_size": "1"}}, "part_size"),
-        ({"settings": {"endpoint_url": "nonsense"}}, "endpoint_url"),
-        ({"url": "/not/s3"}, "/not/s3"),
-    ],
-    ids=str,
-)
-def test_journals_that_make_no_sense_are_refused(spill: Spill, change: dict[str, Any], reason: str) -> None:
-    bad, good = spill.url("step-1"), spill.url("step-2")
-    spill.save(bad, small_state(1))
-    wrong = spill.data()
-    if "settings" in change:
-        change = {"settings": {**wrong.journal.settings, **change["settings"]}}
-    wrong.update(replace(wrong.journal, **change))
-    spill.save(good, small_state(2))
-    report = spill.drain()
-    assert report.committed == [good]
-    assert reason in report.refused[wrong.name].lower()
-    assert not spill.is_visible(bad)
+    if reason in ("the disk damaged it", "has 100 bytes"):  # its commit waits for nothing any more, and says why
+        assert report.waiting == {}
+        with pytest.raises(CheckpointError, match=reason):
+            wait_until_drained(spill.store, commit, timeout=1)
 
 
 @pytest.mark.parametrize("how", ["a name that leads elsewhere", "a link"])

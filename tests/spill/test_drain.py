@@ -27,7 +27,7 @@ from dcp_s3.spill import saving as saving_module
 from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.journal import Journal
 from dcp_s3.spill.store import SpilledSave, SpillStore
-from tests.faulty import BUCKET, FaultyServer
+from tests.faulty import BUCKET
 from tests.memory_s3 import Fault
 from tests.objects import separate_objects
 from tests.ranks import run_ranks
@@ -44,19 +44,6 @@ from tests.spill.making import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
-# --- complete --------------------------------------------------------------------------------------------
-
-
-def test_a_drained_checkpoint_is_bit_identical(anywhere: Spill) -> None:
-    spill, url, state = anywhere, anywhere.url("step-1"), make_state(1)
-    spill.save(url, state)
-    assert spill.list(url) == []
-    size = spill.data().journal.size
-    assert spill.drain() == DrainReport(uploaded=size, committed=[url])
-    assert_complete(url, state)
-    spill.assert_empty()
-    assert spill.drain() == DrainReport()
 
 
 def test_settings_that_another_version_stored_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,18 +70,18 @@ def test_a_drain_that_is_stopped_ends_before_the_next_object(spill: Spill) -> No
     spill.drained(url, state)
 
 
-# --- uploads of earlier processes ------------------------------------------------------------------------
-
-
-def test_multipart_uploads_of_an_object_that_are_open_are_aborted(anywhere: Spill) -> None:
-    spill, url, state = anywhere, anywhere.url("step-1"), large_state(1)
+def test_a_drained_checkpoint_is_bit_identical_and_open_uploads_of_its_objects_are_aborted(anywhere: Spill) -> None:
+    spill, url, state = anywhere, anywhere.url("step-1"), make_state(1)
     spill.save(url, state)
+    assert spill.list(url) == []
     key, data = spill.key(), (spill.data().path / "object-0").read_bytes()
     for size in (PART, 2 * PART):
         begin_multipart(spill.bucket, key, data[:size])
-    assert spill.drain().committed == [url]
+    assert spill.drain() == DrainReport(uploaded=len(data), committed=[url])
     assert_complete(url, state)
     assert list(spill.bucket.uploads(key)) == []
+    spill.assert_empty()
+    assert spill.drain() == DrainReport()
 
 
 @pytest.mark.servers("memory", "rgw")
@@ -139,9 +126,6 @@ def test_a_commit_whose_drain_died_before_it_could_say_so_is_not_done_twice(spil
     assert spill.drain() == DrainReport()
     assert_complete(url, state)
     spill.assert_empty()
-
-
-# --- S3 changes meanwhile --------------------------------------------------------------------------------
 
 
 def test_without_an_object_or_with_one_of_another_size_it_waits_and_is_never_visible(
@@ -213,9 +197,6 @@ def test_a_commit_that_s3_carries_out_late_is_ours_and_keeps_its_objects(spill: 
     assert (report.committed, report.refused) == ([url], {})
     assert_complete(url, state)
     spill.assert_empty()
-
-
-# --- S3 refuses ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -302,14 +283,22 @@ def test_a_journal_that_comes_back_after_a_power_failure_costs_no_committed_chec
     assert_complete(url, small_state(1))
 
 
-def test_a_save_whose_process_died_leaves_neither_objects_nor_uploads(spill: Spill) -> None:
+def test_the_save_of_a_live_process_stays_and_one_whose_process_died_leaves_neither_objects_nor_uploads(
+    spill: Spill,
+) -> None:
     url, key = spill.url("step-1"), "run/step-1/__0_0-ab.distcp"
     spill.bucket.put("run/step-1/__0_1-ab.distcp", b"x")
     begin_multipart(spill.bucket, key, bytes(MIB))
     keys = (key, "run/step-1/__0_1-ab.distcp")
     with spill.store.begin(Journal(url, "1", 1.0, Settings().model_dump(), keys=keys), "0") as writer:
-        writer.close()
-        assert spill.drain().discarded == [writer.save.name]
+        writer.write_file("object-0", b"abc")
+        assert writer.save.is_being_written()
+        assert spill.drain() == DrainReport(waiting={writer.save.name: "it is being written"})
+        assert (writer.save.path / "object-0").read_bytes() == b"abc"
+        writer.close()  # the kernel does that when a process dies
+        assert not writer.save.is_being_written()
+        assert spill.drain() == DrainReport(discarded=[writer.save.name])
+    assert not writer.save.path.exists()
     assert spill.list(url) == []
     assert spill.server.s3.open_uploads(BUCKET) == []
 
@@ -317,12 +306,6 @@ def test_a_save_whose_process_died_leaves_neither_objects_nor_uploads(spill: Spi
 # --- several ranks, with a spill directory each or one for all -----------------------------------------
 
 URL = f"s3://{BUCKET}/run/step-1"
-
-
-@pytest.fixture
-def _settings(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"PART_SIZE": "5MiB", "RETRY_ATTEMPTS": "2", "SPILL_AFTER": "2s"}.items():
-        monkeypatch.setenv(f"DCP_S3_{name}", value)
 
 
 def _shard(seed: int) -> dict[str, DTensor]:
@@ -334,16 +317,12 @@ def full_state(seed: int) -> dict[str, torch.Tensor]:
     return {"a": torch.arange(3 * 2**20, dtype=torch.float32).view(2, -1) + seed}
 
 
-def _writer(directories: list[str], **options: Any) -> S3StorageWriter:
-    os.environ["DCP_S3_SPILL_DIR"] = directories[dist.get_rank() % len(directories)]
-    return S3StorageWriter(URL, settings={"durability": "local"}, **options)
-
-
 def _overwrite_and_wait(directories: list[str]) -> None:
     for name in ("drain_in_background", "wait_until_drained"):  # the test drains
         setattr(saving_module, name, lambda *_, **__: None)
     dcp.save(_shard(0), storage_writer=S3StorageWriter(URL))
-    writer = _writer(directories, overwrite=True)
+    os.environ["DCP_S3_SPILL_DIR"] = directories[dist.get_rank()]
+    writer = S3StorageWriter(URL, settings={"durability": "local"}, overwrite=True)
     dcp.save(_shard(1), storage_writer=writer)
     with pytest.raises(TimeoutError):
         writer.wait_committed(timeout=0.5)
@@ -355,7 +334,7 @@ def _overwrite_and_wait(directories: list[str]) -> None:
     writer.wait_committed(timeout=20)
 
 
-@pytest.mark.usefixtures("_settings")
+@pytest.mark.usefixtures("spill")
 def test_the_commit_waits_for_all_and_no_rank_takes_the_checkpoint_that_is_overwritten_for_its_own(
     tmp_path: Path,
 ) -> None:

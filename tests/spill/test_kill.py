@@ -67,24 +67,18 @@ _CHANGES = ("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.trunca
 
 @dataclass(frozen=True)
 class Job:
-    """What a process that will be killed is to do; pickled."""
+    """What a process that will be killed is to do; pickled. Each life of a rank begins with steps of its own."""
 
     seed: int
-    """Of the states, and of how they are saved."""
-    directory: Path
-    """For reports, output and rendezvous."""
+    directory: Path  # for reports, output and rendezvous
     environment: Mapping[str, str]
-    """All of it."""
     rank: int
     world_size: int
     life: int
-    """Number of the processes of this rank before it: each begins with steps of its own."""
-    die_at_change: int | None = None
-    """It kills itself when it is about to change its spill directory for this time; None: never."""
+    die_at_change: int | None = None  # of its spill directory, which it is about to make for this time
 
     @property
     def report(self) -> Path:
-        """Where the process says what has happened."""
         return self.directory / f"report-{self.life}-{self.rank}.txt"
 
     def begin(self) -> None:
@@ -161,25 +155,16 @@ def drain(job: Job, spill_directories: list[Path], *, forever: bool = False) -> 
     job.report.write_text(json.dumps(refused))
 
 
-# --- the kills -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Scene:
     """Who trains, and who is killed."""
 
     ranks: int = 1
-    """Processes that train."""
-    shared: bool = False
-    """Whether they share one spill directory."""
-    victims: tuple[int, ...] | None = None
-    """The ranks that are killed; None for all."""
-    drains: int = 0
-    """Processes that only drain, killed one after the other, before the last one."""
-    beside: bool = False
-    """Whether a process that only drains runs beside the training, and dies with it."""
-    lives: int = 1
-    """How often training is started and killed before the drain."""
+    shared: bool = False  # one spill directory
+    victims: tuple[int, ...] | None = None  # ranks; None: all
+    drains: int = 0  # processes that only drain, killed one after the other, before the last one
+    beside: bool = False  # one that only drains runs beside the training, and dies with it
+    lives: int = 1  # how often training is started and killed before the drain
 
 
 SCENES = {
@@ -318,9 +303,6 @@ class KillPoint:
         for directory in set(self._spill):
             problems += [f"{path} is left" for name in ("saves", "refused") for path in (directory / name).glob("*")]
         assert not problems, "\n".join(problems)
-
-
-# --- the server ------------------------------------------------------------------------------------------
 
 
 def bad_weather(seed: float) -> Callable[[Any], Fault | None]:

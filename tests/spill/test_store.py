@@ -25,17 +25,9 @@ from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.journal import Journal, State
 from dcp_s3.spill.store import SaveWriter, SpilledSave, SpillStore
-from tests.faulty import BUCKET, FaultyServer
+from tests.faulty import BUCKET
 from tests.memory_s3 import Fault
-from tests.spill.making import (
-    MIB,
-    Spill,
-    allow_all,
-    assert_complete,
-    cause_of,
-    refuse_all,
-    small_state,
-)
+from tests.spill.making import MIB, Spill, allow_all, assert_complete, cause_of, list_files, refuse_all, small_state
 
 
 def make_journal(**changes: Any) -> Journal:
@@ -54,17 +46,9 @@ def fill(writer: SaveWriter, name: str) -> None:
     writer.write_object(name, MIB, [Piece.of(memoryview(bytes(MIB)))])
 
 
-def list_files(path: Path) -> list[str]:
-    """All files, without those of locks."""
-    return sorted(str(each.relative_to(path)) for each in path.rglob("*") if each.is_file() and each.suffix != ".lock")
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> SpillStore:
     return SpillStore(tmp_path / "spill")
-
-
-# --- durable writes --------------------------------------------------------------------------------------
 
 
 class Crash(Exception):
@@ -129,22 +113,6 @@ def test_a_sealed_save_is_there_with_its_files_and_another_leaves_nothing(store:
     assert list_files(store.path) == []
 
 
-# --- what a process leaves that dies ---------------------------------------------------------------------
-
-
-def test_the_save_of_a_live_process_stays_and_that_of_a_dead_one_goes(store: SpillStore, faulty: FaultyServer) -> None:
-    with store.begin(make_journal(keys=("run/step-1/x",)), "0") as writer:
-        writer.write_file("object-0", b"abc")
-        (save,) = store.scan()
-        assert save.is_being_written()
-        assert Drainer(store).run().waiting == {save.name: "it is being written"}
-        assert (save.path / "object-0").read_bytes() == b"abc"
-        writer.close()  # the kernel does that when a process dies
-        assert not save.is_being_written()
-        assert Drainer(store).run() == DrainReport(discarded=[save.name])
-    assert not save.path.exists()
-
-
 def test_what_is_left_of_a_save_that_was_being_removed_or_never_began_goes(store: SpillStore) -> None:
     save = seal(store)
     (save.path / "journal").unlink()
@@ -158,9 +126,6 @@ def test_what_is_left_of_a_save_that_was_being_removed_or_never_began_goes(store
     assert not save.path.exists()
     assert not old.exists()
     assert young.exists(), "its process may be about to begin"
-
-
-# --- the limit -------------------------------------------------------------------------------------------
 
 
 def test_who_reserve_at_once_never_exceed_the_limit(store: SpillStore) -> None:
@@ -194,9 +159,6 @@ def test_the_limit_counts_what_is_there_and_is_free_again_when_it_has_gone(store
         assert not (writer.save.path / "object-1").exists()
     with limited.begin(make_journal(), "0") as writer:
         fill(writer, "object-0")
-
-
-# --- locks -----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
