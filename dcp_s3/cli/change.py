@@ -34,8 +34,7 @@ def cp(
     """Copy a checkpoint; from S3 to S3 without moving its bytes. An interrupted copy goes on when repeated.
 
     A directory is as torch's FileSystemReader reads and its FileSystemWriter writes it. Both URLs are reached through
-    one endpoint with one set of credentials. Elsewhere: copy by way of a directory. With --overwrite, the checkpoint
-    that is there is deleted first.
+    one endpoint with one set of credentials. Elsewhere: copy by way of a directory.
     """
     from dcp_s3.offline.copy import copy
 
