@@ -34,8 +34,7 @@ def cp(
     """Copy a checkpoint; from S3 to S3 without moving its bytes. An interrupted copy goes on when repeated.
 
     A directory has the layout of torch's FileSystemReader and FileSystemWriter. Both URLs are reached through one
-    endpoint with one set of credentials; between two endpoints, copy by way of a directory. With --overwrite, the
-    checkpoint at TO is deleted first.
+    endpoint with one set of credentials; between two endpoints, copy by way of a directory.
     """
     from dcp_s3.offline.copy import copy
 

@@ -275,5 +275,5 @@ def _parse(what: str, kind: TypeAdapter[_T], data: bytes) -> _T:
         if fields["format_version"] != 1:
             raise ValueError(f"format version {fields['format_version']}, this dcp_s3 reads 1")
         return kind.validate_python(fields)
-    except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError, ValueError, OverflowError) as error:
         raise ValueError(f"not {what}: {error!r}") from error

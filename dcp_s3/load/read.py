@@ -303,7 +303,16 @@ class LoadExecutor:
             due.loaded = None
             if self._weights_only:
                 check_item(loaded, fqn=due.item.storage_index.fqn, url=self._url, verified=due.checked)
-            planner.load_bytes(due.item, loaded)
+            try:
+                planner.load_bytes(due.item, loaded)
+            except Exception as error:
+                if due.checked:
+                    raise  # the bytes are what was saved: only the caller can judge why they cannot be unpickled
+                raise errors.CorruptCheckpointError(
+                    f"{due.item.storage_index.fqn!r} in {self._url} cannot be unpickled: {type(error).__name__}: "
+                    f"{error}. It was saved without a checksum: either it is damaged, or a class is missing here",
+                    url=self._url,
+                ) from error
 
 
 def keeps_values(saved: torch.dtype, target: torch.dtype) -> bool:

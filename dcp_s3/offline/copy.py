@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.commit_state import SaveIdentity, exists_error, find_previous
+from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, exists_error, find_previous
 from dcp_s3.checkpoint.directory import Directory, DirectoryEntry
 from dcp_s3.format.control_files import AttachmentEntry, Manifest, attachments_of
 from dcp_s3.format.layout import (
@@ -33,7 +33,7 @@ from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.offline.place import BLOCK, OnProgress, OnTotal, Place, read_ahead
 from dcp_s3.s3.parts import MAX_PARTS
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.store import ABSENT, ListedObject, Store, same_etag
+from dcp_s3.store import ABSENT, Expect, ListedObject, Store, same_etag
 from dcp_s3.stores.directory import HIDDEN
 from dcp_s3.units import format_size, one_line, plural
 from dcp_s3.url import URLLike, is_s3_url, parse_url
@@ -84,7 +84,8 @@ def copy(
 
     Args:
         source: URL of the checkpoint, or a directory that torch's FileSystemReader reads.
-        overwrite: replace what is at ``destination``. A checkpoint there is deleted before the copy begins.
+        overwrite: replace what is at ``destination``. A checkpoint on S3 stays whole until the new one is committed,
+            unless objects that must be copied have the names of its own: then it is lost at once.
         on_progress: called with the number of bytes as they are copied, from several threads.
 
     Returns:
@@ -230,9 +231,15 @@ class _Copy:
 
     def run(self, overwrite: bool, on_total: OnTotal | None) -> CopyResult:
         source, target = self.source, self.target
-        self._make_room(overwrite)
-        finished = self._finished(target.objects())
+        old = self._make_room(overwrite)
+        there = target.objects()
+        finished = self._finished(there)
         wanted = {path: size for path, size in source.files.items() if path not in finished}
+        if old is not None:
+            commits = [found.path for found in Directory.of_sizes(dict.fromkeys(there, 0)).commits.values()]
+            if old.keys & set(map(target.key, wanted)) or not commits == [METADATA] == [*source.commits]:
+                target.store.delete(map(target.key, commits))
+                old = replace(old, etag=None)
         if on_total is not None:
             on_total(sum(wanted.values()))
         self.remote.map(self._move, sorted(wanted))
@@ -246,12 +253,15 @@ class _Copy:
                 url=target.name,
             )
         source.check_unchanged()
-        written = {**source.files, **self._commit()}
+        written = {**source.files, **self._commit(None if old is None else old.etag)}
+        if old is not None:
+            needed = (*source.files, *source.commits, *source.attachments)
+            target.store.delete(sorted(old.keys - set(map(target.key, needed))))
         return CopyResult(len(written), sum(written.values()), sum(wanted.values()))
 
-    def _make_room(self, overwrite: bool) -> None:
-        """Refuse to replace another checkpoint, or delete it, its commit first. Mark a directory, which must be empty
-        or have the mark of this very checkpoint."""
+    def _make_room(self, overwrite: bool) -> Previous | None:
+        """Refuse to replace another checkpoint, or say what it is on S3; None if there is none. Mark a directory, which
+        must be empty or have the mark of this very checkpoint, or loses what is in the way."""
         source, target = self.source, self.target
         there, mark = target.objects(), b""
         commits = [found.path for found in Directory.of_sizes(dict.fromkeys(there, 0)).commits.values()]
@@ -274,13 +284,13 @@ class _Copy:
             )
         if not is_ours and not overwrite:
             raise error
-        if not is_ours:
-            # In a directory, files may have the right size by chance.
-            old = source.files if target.url is None else find_previous(target.store, SaveIdentity(target.url, "")).keys
-            target.store.delete([target.key(name) for name in commits])
-            target.store.delete(sorted(old))
-        if target.url is None:
-            target.store.put(_MARKER, mark)
+        if target.url is not None:
+            return None if is_ours else find_previous(target.store, SaveIdentity(target.url, ""))
+        if not is_ours:  # files may have the right size by chance
+            target.store.delete(commits)
+            target.store.delete(sorted(source.files))
+        target.store.put(_MARKER, mark)
+        return None
 
     def _is_ours(self, commit: str) -> bool:
         expected = self.source.commits.get(commit)
@@ -336,21 +346,26 @@ class _Copy:
                 url=origin.name,
             )
 
-    def _commit(self) -> dict[str, int]:
+    def _commit(self, replaced: str | None) -> dict[str, int]:
         """Write the metadata of a copy whose files are all there: it is a checkpoint then. In a directory, attachments
-        get plain copies for other tools before. Returns the bytes of what was written, by relative path."""
+        get plain copies for other tools before. Returns the bytes of what was written, by relative path.
+
+        Args:
+            replaced: ETag of the ``.metadata`` that is replaced.
+        """
         source, target = self.source, self.target
         plain: dict[str, bytes] = {}
         if target.url is None:
             plain = {name: target.store.get(each.path).data for name, each in source.attachments.items()}
             for name, data in plain.items():
                 target.store.put(name, data)
+        expect = ABSENT if replaced is None else Expect(replaced)
         for name, data in source.commits.items():
             fields = {METADATA_CRC_KEY: crc_hex(crc64nvme(data))}
             if name in source.save_ids:
                 fields[SAVE_ID_KEY] = source.save_ids[name]
             try:
-                target.store.put(target.key(name), data, expect=ABSENT, metadata=fields)
+                target.store.put(target.key(name), data, expect=expect, metadata=fields)
             except errors.PreconditionFailedError:
                 raise exists_error(parse_url(target.name)) from None
         if target.url is None:

@@ -11,7 +11,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.metadata import TensorProperties as Properties
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
@@ -255,3 +261,13 @@ def test_a_checksum_of_the_whole_item_is_compared(memory_server: S3Server, s3: A
         put(s3, bucket, {"t": Item(value, bytes(damaged), attributes)})
         error = failure(lambda: loads.load({"t": torch.zeros(size, size)}, root), errors.CorruptCheckpointError)
         assert "CRC-64" in str(error)
+
+
+def test_damage_that_only_torch_finds(memory_server: S3Server, s3: Any, bucket: str, root: str) -> None:
+    data = saved({"a": 1}).replace(b"little", b"litt1e")
+    place = {MetadataIndex("a"): make_storage_info("__0_0.distcp", 0, len(data))}
+    metadata = Metadata({"a": BytesStorageMetadata()}, {"a": ("a",)}, place)
+    s3.put_object(Bucket=bucket, Key="run/__0_0.distcp", Body=data)
+    s3.put_object(Bucket=bucket, Key="run/.metadata", Body=pickle.dumps(metadata))
+    error = failure(lambda: dcp.load({"a": None}, storage_reader=S3StorageReader(root)), errors.CorruptCheckpointError)
+    assert "cannot be unpickled" in str(error)

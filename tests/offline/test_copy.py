@@ -88,19 +88,20 @@ def test_foreign_checkpoints_and_ranks_without_collectives(root: str, s3: Any, t
 
 
 @pytest.mark.servers("memory")
-def test_an_overwritten_checkpoint_is_deleted_first(faulty: FaultyServer, s3_of: Any) -> None:
+def test_the_old_one_stays_whole_until_the_commit(faulty: FaultyServer, s3_of: Any) -> None:
     save(_URL)
     save(_COPY, metrics={"old": 1})
-    old = keys(s3_of, _COPY).keys()
+    before = get(s3_of, _COPY, ".metadata")
     with pytest.raises(errors.CheckpointExistsError):
         copy(_URL, _COPY)
-    assert keys(s3_of, _COPY).keys() == old
-    faulty.once("CopyObject", Fault.error(403, "AccessDenied"))
+    faulty.once("PutObject", Fault.error(403, "AccessDenied"), key=".metadata")
     with pytest.raises(errors.AccessDeniedError):
         copy(_URL, _COPY, True)
-    assert not old & keys(s3_of, _COPY).keys()
-    copy(_URL, _COPY)
+    assert get(s3_of, _COPY, ".metadata") == before
+    assert_loads(_COPY, state())
+    copy(_URL, _COPY, True)
     assert keys(s3_of, _COPY) == keys(s3_of, _URL)
+    assert copy(_URL, _COPY, True).moved == 0
     assert_loads(_COPY, state())
 
 
