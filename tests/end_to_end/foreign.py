@@ -33,7 +33,6 @@ def interchange_state() -> dict[str, Any]:
 
 
 def assert_same_interchange_state(found: dict[str, Any]) -> None:
-    """Every bit is that of `interchange_state`."""
     found, expected = dict(found), interchange_state()
     found_large, expected_large = found.pop("large"), expected.pop("large")
     assert_same(found, expected)
@@ -58,7 +57,6 @@ def without_dcp_s3() -> Iterator[None]:
 
 
 def make_reader(client: str, place: str) -> StorageReader:
-    """A foreign StorageReader: of a directory (``filesystem``) or an s3:// URL."""
     if client == "filesystem":
         return dcp.FileSystemReader(place)
     if client == "fsspec":
@@ -71,7 +69,6 @@ def make_reader(client: str, place: str) -> StorageReader:
 
 
 def make_writer(client: str, place: str, **options: Any) -> StorageWriter:
-    """A foreign StorageWriter to a directory (``filesystem``) or an s3:// URL."""
     if client == "filesystem":
         return dcp.FileSystemWriter(place, sync_files=False, **options)
     if client == "fsspec":
@@ -100,7 +97,6 @@ def _connector_config() -> Any:
 
 
 def read(client: str, place: str) -> None:
-    """Load all of `interchange_state` with a foreign reader and compare every bit."""
     with without_dcp_s3():
         found = blank(interchange_state())
         dcp.load(found, storage_reader=make_reader(client, place))
@@ -108,13 +104,11 @@ def read(client: str, place: str) -> None:
 
 
 def write(client: str, place: str, options: dict[str, Any]) -> None:
-    """Save `interchange_state` with a foreign writer."""
     with without_dcp_s3():
         dcp.save(interchange_state(), storage_writer=make_writer(client, place, **options))
 
 
 def read_tensors_from_directory(directory: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """Read float tensors as torch does."""
     with without_dcp_s3():
         state = {name: torch.zeros(shape) for name, shape in shapes.items()}
         dcp.load(state, storage_reader=dcp.FileSystemReader(directory))

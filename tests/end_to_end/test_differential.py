@@ -39,7 +39,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _whole_memory(tensor: torch.Tensor) -> bytes:
-    """Of the tensor and of its neighbours."""
     storage = _local(tensor).detach().untyped_storage()
     return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()
 
@@ -62,7 +61,6 @@ def describe(value: Any) -> Any:
 
 
 def counters(state: Any) -> dict[tuple[Any, ...], tuple[int, int]]:
-    """Version counters of the tensors of a state, and of those in DTensors."""
     return {
         path: (value._version, _local(value)._version)
         for path, value in leaves_of(state)
@@ -194,7 +192,6 @@ def _on_first_rank(action: Any) -> None:
 
 @contextlib.contextmanager
 def _shared_directory() -> Iterator[pathlib.Path]:
-    """A temporary directory that all ranks know."""
     with tempfile.TemporaryDirectory(prefix="dcp-s3-") as name:
         names = [name]
         if dist.is_initialized():
@@ -204,7 +201,6 @@ def _shared_directory() -> Iterator[pathlib.Path]:
 
 
 def run_all(found: list[Case], root: str) -> None:
-    """`run` each; a failure says which it was."""
     for number, case in enumerate(found):
         try:
             run(case, f"{root}/{number}")

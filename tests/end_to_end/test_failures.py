@@ -55,12 +55,10 @@ def pickled(error: BaseException) -> BaseException:
 
 
 @pytest.mark.parametrize("make", [S3StorageWriter, S3StorageReader])
-@pytest.mark.parametrize("url", ["/tmp/x", "gs://bucket/x", "s3://", "bucket/x"])
-def test_wrong_url(make: Any, url: str) -> None:
-    with pytest.raises(errors.InvalidURLError, match="s3://bucket/prefix"):
-        make(url)
-    with pytest.raises(errors.InvalidURLError, match="s3://bucket/prefix"):
-        make().reset(url)
+def test_wrong_url(make: Any) -> None:
+    for give in (make, make().reset):
+        with pytest.raises(errors.InvalidURLError, match="s3://bucket/prefix"):
+            give("gs://bucket/x")
 
 
 @pytest.mark.servers("rgw", "rclone")
@@ -92,8 +90,6 @@ LONG = 30.0
 
 
 class Hanging(FaultyServer):
-    """A server that never answers some requests."""
-
     def __init__(self) -> None:
         super().__init__()
         self.reached = threading.Event()
@@ -146,9 +142,6 @@ def assert_nothing_is_left(hanging: Hanging) -> None:
 def assert_no_threads() -> None:
     names = [thread.name for thread in threading.enumerate()]
     assert not [name for name in names if name.startswith("dcp_s3-") and name != "dcp_s3-drain"]
-
-
-# --- deadlines ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "PutObject", "throttled"])

@@ -102,7 +102,6 @@ def assert_corrupt(saved: Saved, said: str = "") -> None:
 @pytest.mark.parametrize("fqn", ITEMS)
 @pytest.mark.parametrize("place", [0, 0.5, 1])
 def test_a_flipped_bit_in_an_item(saved: Saved, fqn: str, place: float) -> None:
-    """A load says which bytes of an object are damaged, what they should be and are."""
     info, (start, length) = saved.info(fqn), saved.covered(fqn)
     saved.flip(info.relative_path, start + int(place * (length - 1)))
     message = str(saved.failure_of_load())
@@ -138,9 +137,6 @@ def test_a_truncated_object_and_one_that_is_gone(saved: Saved) -> None:
     assert_corrupt(saved, f"its object {path} does not exist")
 
 
-# --- in flight ------------------------------------------------------------------------------------------
-
-
 def stored_bytes(saved: Saved, fqn: str) -> bytes:
     """A few bytes in the middle of the item that are nowhere else."""
     if fqn == "objects.text":
@@ -168,9 +164,6 @@ def test_damage_in_flight_is_repaired_once(
     seen = flip_in_flight(monkeypatch, stored_bytes(saved, fqn), times=100)
     assert_corrupt(saved, repr(fqn))
     assert len(seen) == 2
-
-
-# --- without checksums ----------------------------------------------------------------------------------
 
 
 def test_checksums_are_recorded_for_every_item(s3: Any, root: str) -> None:

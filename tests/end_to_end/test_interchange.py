@@ -41,7 +41,6 @@ def check_load(url: str) -> None:
 
 
 def download(s3: Any, bucket: str, prefix: str, directory: Path) -> Path:
-    """Every object below ``prefix``, with boto3 alone."""
     for found in s3.list_objects_v2(Bucket=bucket, Prefix=prefix + "/")["Contents"]:
         path = directory / found["Key"].removeprefix(prefix + "/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,13 +49,9 @@ def download(s3: Any, bucket: str, prefix: str, directory: Path) -> Path:
 
 
 def upload(s3: Any, bucket: str, prefix: str, directory: Path) -> None:
-    """Every file of ``directory``, with boto3 alone."""
     for path in sorted(directory.rglob("*")):
         if path.is_file():
             s3.upload_file(str(path), bucket, f"{prefix}/{path.relative_to(directory)}")
-
-
-# --- from this library ----------------------------------------------------------------------------------
 
 
 def test_torch_reads_a_downloaded_checkpoint(server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path) -> None:
@@ -83,9 +78,6 @@ def test_other_s3_clients_read_a_checkpoint_in_place(
 ) -> None:
     save(root, **settings)
     run_foreign(server, foreign.read, client, root)
-
-
-# --- to this library ------------------------------------------------------------------------------------
 
 
 def test_reads_what_torch_wrote_and_boto3_uploaded(
@@ -148,7 +140,6 @@ class _XorWriter(io.BytesIO):
 
 
 def registry() -> ExtensionRegistry:
-    """torch's own extensions and ours."""
     found = ExtensionRegistry()
     found.register(Xor)
     return found

@@ -61,13 +61,11 @@ def _state(seed: int) -> dict[str, Any]:
 
 
 def _save(*, alone: bool, **options: Any) -> None:
-    """Without collectives: merged into one checkpoint, or alone."""
     with committing_alone() if alone else contextlib.nullcontext():
         dcp.save(_state(10), storage_writer=S3StorageWriter(URL, **options), use_collectives=False)
 
 
 def _load(**options: Any) -> int:
-    """Returns the number of collectives."""
     state = _state(-1)
     with counted() as found:
         dcp.load(state, storage_reader=S3StorageReader(URL), **options)

@@ -40,8 +40,6 @@ def _nothing_ran_and_no_class_was_changed() -> Iterator[None]:
     assert not hostile.was_tripped()
 
 
-# --- what the allowed globals do ------------------------------------------------------------------------
-
 _ARGUMENTS = {
     "none": b")",
     "None": b"N\x85",
@@ -80,14 +78,8 @@ def test_what_is_allowed_is_harmless(module: str, qualified: str) -> None:
         cases += [
             found + arguments + b"Rq\x01" + use for use in (b"h\x01a", b"K\x01K\x02s", b"(K\x01K\x02e", b"(K\x01\x90")
         ]
-    cases += [
-        found,
-        b"]" + found + b"a",
-        b"}" + found + b"K\x01s",
-        found + b"Q",
-        found + b"K\x01a",
-        found + b"K\x01K\x02s",
-    ]
+    cases += [found, b"]" + found + b"a", b"}" + found + b"K\x01s"]
+    cases += [found + use for use in (b"Q", b"K\x01a", b"K\x01K\x02s")]
     refused = 0
     for opcodes in cases:
         for data in (metadata_with(opcodes), stream(opcodes)):
@@ -98,7 +90,6 @@ def test_what_is_allowed_is_harmless(module: str, qualified: str) -> None:
             else:
                 assert repr(pickle.loads(pickle.dumps(loaded))) == repr(loaded), "what is loaded is plain data"
     assert refused > len(cases)
-    assert not hostile.was_tripped()
 
 
 @pytest.mark.parametrize(
@@ -131,7 +122,6 @@ def test_no_other_global(opcodes: bytes) -> None:
         if opcodes == call("tests.hostile", "trip"):
             assert isinstance(refused.value, UnsafeMetadataError)
             assert "names the global tests.hostile.trip" in str(refused.value)
-    assert not hostile.was_tripped()
 
 
 # --- fields ---------------------------------------------------------------------------------------------
@@ -245,8 +235,6 @@ def test_impossible_ranges_and_paths_out_of_the_checkpoint() -> None:
         with pytest.raises(error, match="'w'"):
             decode_metadata(pickle.dumps(metadata))
 
-
-# --- fuzzing --------------------------------------------------------------------------------------------
 
 _VALID = [pickle.dumps(make_metadata(), protocol) for protocol in (2, 4)]
 _SNIPPETS = [

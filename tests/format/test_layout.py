@@ -152,9 +152,6 @@ def test_step_of_a_name() -> None:
     assert {name: layout.step_of(name) for name in STEPS} == STEPS
 
 
-# --- the manifest ----------------------------------------------------------------------------------------
-
-
 MANIFEST = Manifest(
     save_id="ab12",
     created_at=1e9,

@@ -150,14 +150,6 @@ def test_what_is_cut_off_or_something_else_is_damage_of_the_checkpoint_named(cha
         load_metadata(change(dump_metadata(make_metadata())), url=URL)
 
 
-def test_a_flipped_bit_is_found_by_the_seal() -> None:
-    data = dump_metadata(make_metadata())
-    for position in range(len(data)):
-        changed = data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :]
-        with pytest.raises(CorruptCheckpointError, match="step-1"):
-            load_metadata(changed, url=URL)
-
-
 # --- parts: what one rank wrote, on its way through the bucket --------------------------------------------
 
 

@@ -39,7 +39,6 @@ class Recording(FaultyServer):
             self.gets.setdefault(run, []).append((request.key, int(last) - int(first) + 1))
 
     def fetched(self, run: str) -> int:
-        """Bytes of data objects."""
         return sum(size for key, size in self.gets[run] if key.endswith(".distcp"))
 
     def metadata_gets(self, run: str) -> int:

@@ -189,17 +189,6 @@ def test_dtensors_and_sharded_tensors() -> None:
 # --- what is wrong ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flatten", [True, False])
-def test_missing_keys(flatten: bool) -> None:
-    metadata = Metadata({"x": saved_as((2,), grid((2,), (1,))), "other": BytesStorageMetadata()})
-    state = {"x": torch.zeros(2), "y": torch.zeros(2)}
-    for planner in (DefaultLoadPlanner, S3LoadPlanner):
-        with pytest.raises(RuntimeError, match=r"^Missing key in checkpoint state_dict: y\."):
-            make_plan(planner(flatten_state_dict=flatten), state, metadata)
-    plan = assert_same_plan(state, metadata, flatten_state_dict=flatten, allow_partial_load=True)
-    assert [item.dest_index.fqn for item in plan.items] == ["x"]
-
-
 @pytest.mark.servers("memory")
 @pytest.mark.parametrize("times", [0, 2])
 def test_a_plan_that_does_not_fill_the_state_is_refused(root: str, times: int) -> None:

@@ -84,9 +84,6 @@ def test_foreign_checkpoints_and_ranks_without_collectives(root: str, s3: Any, t
     assert keys(s3, f"{root}/4") == keys(s3, url)
 
 
-# --- replacing -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.servers("memory")
 def test_an_overwritten_checkpoint_is_deleted_first(faulty: FaultyServer, s3_of: Any) -> None:
     save(_URL)
@@ -137,9 +134,6 @@ def test_a_damaged_copy_is_found_by_the_checksum_of_the_store(faulty: FaultyServ
 @pytest.fixture
 def s3_of(faulty: FaultyServer) -> Any:
     return boto3.client("s3", endpoint_url=faulty.s3.endpoint_url)
-
-
-# --- killed ----------------------------------------------------------------------------------------------
 
 
 def _copy_in_a_process(environment: Mapping[str, str], output: Path) -> None:

@@ -60,7 +60,6 @@ class Model:
         return [around[0], (self.crc(fqn, version), frame.nbytes), around[1]]
 
     def save(self, *changed: str) -> tuple[int, int]:
-        """Save after these have changed. Returns the bytes sent and those copied."""
         for fqn in changed:
             self.versions[fqn] += 1
         url = parse_url(f"s3://bucket/run/step-{next(self.numbers)}")
@@ -254,6 +253,8 @@ def test_strided_and_conjugated_tensors_are_compared_by_what_is_saved_of_them() 
     assert not unchanged(tensor.t(), tensor.reshape(70, 300))
     complex_ = torch.randn(300, dtype=torch.complex64)
     assert unchanged(complex_.conj().resolve_conj(), complex_.conj())
+    assert unchanged(torch.full((9,), torch.nan), torch.full((9,), torch.nan))
+    assert not unchanged(torch.zeros(9), -torch.zeros(9)), "bits are compared"
 
 
 def test_of_what_has_changed_mostly_the_first_block_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,9 +315,6 @@ def test_what_waits_on_a_disk_or_has_no_checksum_is_not_remembered() -> None:
     assert recalled("s3://bucket/run/2") == set()
     remember("s3://bucket/run/1", "t", crc=None)
     assert recalled("s3://bucket/run/2") == set()
-
-
-# --- refused --------------------------------------------------------------------------------------------------
 
 
 def test_without_checksums_nothing_is_incremental() -> None:

@@ -201,9 +201,6 @@ def test_a_save_whose_ranks_have_plans_of_another_state_is_not_committed(root: s
         verify(f"{root}/2")
 
 
-# --- tensors on a device ---------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_tensors_are_saved_through_pinned_blocks(root: str) -> None:
     tensor = random_tensor((3000, 2001), torch.float32).cuda()

@@ -136,14 +136,6 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(
         assert end == shape[cut]
 
 
-@given(st.lists(st.integers(64, 2000), min_size=1, max_size=20), st.integers(2, 16))
-def test_the_rank_that_writes_most_writes_hardly_more_than_the_mean(megabytes: list[int], ranks: int) -> None:
-    items = [tensor(f"t{number}", (4 * size + 1, MIB // 4)) for number, size in enumerate(megabytes)]
-    loads = [sum(map(item_size, each)) for each in plan(*[items] * ranks)]
-    if sum(megabytes) >= 16 * ranks:
-        assert max(loads) <= 1.1 * sum(loads) / ranks
-
-
 def test_rows_take_the_place_of_their_chunk_in_the_metadata() -> None:
     def chunk(start: int, length: int) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(torch.Size([start, 0]), torch.Size([length, 2]))

@@ -35,7 +35,6 @@ def make_pool(**options: Any) -> BufferPool:
 
 
 def buffers_of(pool: BufferPool) -> list[HostBuffer]:
-    """All buffers, in use and free."""
     generations_in_use(pool)
     return [*pool._free, *pool._used()]
 

@@ -25,14 +25,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter
 from dcp_s3.stage.handover import wait_for_saves
 from tests.end_to_end.loads import assert_loads
-from tests.end_to_end.states import DTYPES, bits, random_tensor
+from tests.end_to_end.states import DTYPES, assert_same, random_tensor
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 from tests.stage.making import PATIENCE, PROCESS, STAGERS, THREAD, Saver, UntilFile, WaitingPlanner
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
-_SAVES = 3
 # --- what is saved ---------------------------------------------------------------------------------------
 
 
@@ -73,19 +72,14 @@ class _Job:
 
 def _leaves(state: dict[str, Any]) -> dict[str, Any]:
     flat, _ = flatten_state_dict(state)
-    locals_ = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in flat.items()}
-    return {
-        name: (each.dtype, tuple(each.shape), zlib.crc32(bits(each))) if isinstance(each, torch.Tensor) else each
-        for name, each in locals_.items()
-    }
+    return {name: each.to_local() if isinstance(each, DTensor) else each for name, each in flat.items()}
 
 
 def _assert_saved(url: str, step: int) -> None:
     """It loads, into another job with other values, as the state of that step."""
     state = _Job(100).state()
     dcp.load(state, storage_reader=S3StorageReader(url))
-    wanted, loaded = _leaves(_Job(step).state()), _leaves(state)
-    assert [name for name in wanted.keys() | loaded.keys() if loaded[name] != wanted[name]] == []
+    assert_same(_leaves(state), _leaves(_Job(step).state()))
 
 
 # --- slow saves ------------------------------------------------------------------------------------------
@@ -93,7 +87,6 @@ def _assert_saved(url: str, step: int) -> None:
 
 @contextmanager
 def _count_sent() -> Iterator[list[int]]:
-    """Bytes of each write to any multiprocessing pipe by this process."""
     sent: list[int] = []
     connection: Any = multiprocessing.connection.Connection
     original = connection._send_bytes
@@ -113,7 +106,7 @@ def _save_three(url: str, directory: str, stager_name: str, kind: AsyncCheckpoin
     """One after the other, all changed in between; each one's upload cannot go on before the next one waits for it."""
     job, stager = _Job(0), Saver(stager_name).stager
     rank = dist.get_rank() if dist.is_initialized() else 0
-    go = [Path(directory, f"go-{step}-{rank}") for step in range(_SAVES)]
+    go = [Path(directory, f"go-{step}-{rank}") for step in range(3)]
     uploads: list[Future[Any]] = []
 
     def wait() -> None:
@@ -123,7 +116,7 @@ def _save_three(url: str, directory: str, stager_name: str, kind: AsyncCheckpoin
         wait_for_saves()
 
     with mock.patch("dcp_s3.stage.stager.wait_for_saves", wait), _count_sent() as sent:
-        for step in range(_SAVES):
+        for step in range(3):
             if step:
                 job.change(step)
             answer: Any = dcp.async_save(
@@ -139,14 +132,14 @@ def _save_three(url: str, directory: str, stager_name: str, kind: AsyncCheckpoin
                 answer.staging_completion.result(PATIENCE)
                 answer = answer.upload_completion
             uploads.append(answer)
-        job.change(_SAVES)
+        job.change(3)
         go[-1].touch()
         for upload in uploads:
             upload.result(PATIENCE)
     if kind is PROCESS:
         # 6 MB and more in each of three states: none of them went through the pipe.
         assert 0 < sum(sent) < 2_000_000, sum(sent)
-    for step in range(_SAVES):
+    for step in range(3):
         _assert_saved(f"{url}/{step}", step)
     if stager is not None:
         stager.close()
@@ -167,8 +160,6 @@ def test_three_saves_in_a_row_are_each_the_state_at_their_call(
     else:
         _save_three(root, str(tmp_path), stager, kind)
 
-
-# --- a script that ends ----------------------------------------------------------------------------------
 
 _SCRIPT = """
 import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
@@ -204,9 +195,6 @@ def test_a_script_may_end_right_after_an_asynchronous_save(
     assert ended.returncode == 0, ended.stderr
     expected = {"x": torch.arange(3_000_000), "y": {"z": torch.ones(3, dtype=torch.bfloat16), "epoch": 7}}
     assert_loads(root, expected)
-
-
-# --- CUDA ------------------------------------------------------------------------------------------------
 
 
 def _work_on(tensor: torch.Tensor) -> None:
