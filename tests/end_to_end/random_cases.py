@@ -164,12 +164,7 @@ def _laid_out(shape: tuple[int, ...], dtype: torch.dtype, layout: str, seed: int
 
 
 class Maker:
-    """Makes the entries of a state.
-
-    Args:
-        blank: those that are loaded into; otherwise, those that are saved.
-        resharded: those that are saved, sharded as those that are loaded into.
-    """
+    """Makes the entries of a state that is loaded into (``blank``) or saved, or that as it is sharded when loaded."""
 
     def __init__(self, *, blank: bool, resharded: bool = False) -> None:
         self.blank = blank

@@ -118,9 +118,6 @@ def test_damage_is_found(faulty: FaultyServer) -> None:
     assert not verify(URL).ok
 
 
-# --- names and data that cannot be --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -154,9 +151,6 @@ def test_of_another_library(faulty: FaultyServer, tmp_path: Path) -> None:
     assert _read() == b"stock"
     with pytest.raises(errors.EntryNotFoundError, match="it has none"):
         _read("metadata.json")
-
-
-# --- spilling, ranks, processes -----------------------------------------------------------------------------
 
 
 def test_it_spills(faulty: FaultyServer, tmp_path: Path) -> None:

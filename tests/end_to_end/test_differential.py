@@ -108,11 +108,7 @@ def load(case: Case, reader: Any, *, s3_planner: bool) -> tuple[dict[Any, Any], 
 
 
 def run(case: Case, root: str) -> None:
-    """Save a state by both, load each by both, and compare.
-
-    Args:
-        root: under which it is saved; of this case alone.
-    """
+    """Save a state by both, load each by both, and compare."""
     with _shared_directory() as directory:
         _save(case, f"{root}/ours")
         client, bucket = boto3.client("s3", endpoint_url=os.environ["DCP_S3_ENDPOINT_URL"]), parse_url(root).bucket
@@ -180,9 +176,6 @@ def _compare_with_saved(case: Case, found: list[tuple[tuple[Any, ...], Any]], wr
             assert repr(value) == repr(saved[path]), f"{writer}: {path} is not what was saved"
 
 
-# --- between the ranks ----------------------------------------------------------------------------------
-
-
 def _on_first_rank(action: Any) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         action()
@@ -207,8 +200,6 @@ def run_all(found: list[Case], root: str) -> None:
         except BaseException as error:
             raise AssertionError(f"{error}\nof number {number}: {case}") from error
 
-
-# --- tests -----------------------------------------------------------------------------------------------
 
 STATES = int(os.environ.get("DCP_S3_TEST_STATES", "9"))
 _SECONDS = 20

@@ -85,6 +85,14 @@ def test_what_was_pruned_meanwhile_is_sent(root: str, bucket: str, s3: Any) -> N
 
 
 @pytest.mark.servers("memory")
+def test_a_new_process_sends_everything_once(root: str) -> None:
+    save(f"{root}/step-1", make_state(1))
+    incremental._memories.clear()
+    assert save(f"{root}/step-2", make_state(2)).copied_bytes == 0
+    assert save(f"{root}/step-3", make_state(3)).copied_bytes > 0
+
+
+@pytest.mark.servers("memory")
 def test_attachments_and_empty_tensors(root: str) -> None:
     for step in (1, 2, 3):
         writer = S3StorageWriter(f"{root}/step-{step}", incremental=True)
@@ -164,21 +172,6 @@ def test_each_rank_copies_what_it_has_saved(root: str, memory_server: Any, how: 
     _load_on_one(root)
     for step in (1, 2, 3):
         assert verify(f"{root}/step-{step}", full=True).ok
-
-
-def _restart_resharded(root: str, ranks: int) -> None:
-    state = _sharded(ranks)
-    writer = S3StorageWriter(f"{root}/step-{ranks}", incremental=True)
-    dcp.save({name: state[name] for name in ("w", "adapter", "of_0") if name in state}, storage_writer=writer)
-
-
-@pytest.mark.servers("memory")
-def test_after_a_resharded_restart_all_is_sent(root: str, memory_server: Any) -> None:
-    run_ranks(2, _restart_resharded, root, 2)
-    memory_server.handle.reset_counters()
-    run_ranks(1, _restart_resharded, root, 1)
-    assert not {"CopyObject", "UploadPartCopy"} & set(memory_server.handle.counters.requests)
-    assert_loads(f"{root}/step-1", {"w": torch.arange(8 * MIB, dtype=torch.float32).reshape(8, MIB)})
 
 
 def test_where_s3_is_down_nothing_is_copied_and_all_is_spilled(

@@ -74,12 +74,7 @@ class _Uneven(nn.Module):
 
 
 class Job:
-    """A model and its optimizer on a mesh. All ranks make it; those outside of the mesh have no state.
-
-    Args:
-        mesh: where the model lies.
-        alone: each rank has a plain model of its own, and torch.distributed is not needed.
-    """
+    """A model and its optimizer on a mesh, whose ranks alone have a state; or one on each rank ``alone``."""
 
     def __init__(self, mesh: Mesh, alone: bool = False) -> None:
         self.mesh = mesh

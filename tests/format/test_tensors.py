@@ -83,14 +83,6 @@ def _chunks(draw: st.DrawFn) -> tuple[bytes, list[int]]:
     return data, draw(st.lists(ends, max_size=4))
 
 
-@given(_chunks())
-def test_the_record_does_not_depend_on_the_pieces(chunk: tuple[bytes, list[int]]) -> None:
-    data, ends = chunk
-    found = _record(data, ends, _BLOCK)
-    assert found.is_for(len(data))
-    assert found.crcs == pack_crcs(crc64nvme(data[:end]) for end in range(_BLOCK, len(data), _BLOCK))
-
-
 @given(_chunks(), st.data())
 def test_every_range_can_be_widened_to_one_with_a_checksum(chunk: tuple[bytes, list[int]], draw: st.DataObject) -> None:
     data, ends = chunk
@@ -192,8 +184,6 @@ def test_the_head_is_enough_and_less_is_not(writer: str) -> None:
         with pytest.raises(HeadError):
             parse_head(data[:length])
 
-
-# --- heads: what is not ----------------------------------------------------------------------------------------
 
 _OTHER_ORDER = b"big" if sys.byteorder == "little" else b"little"
 

@@ -136,9 +136,6 @@ def test_random_chunks_and_objects(tensors: list[tuple[list[Box], list[Box]]], d
     assert details(found) == details(expected)
 
 
-# --- real states ------------------------------------------------------------------------------------------
-
-
 def _sharded_tensor(shape: tuple[int, ...], boxes: list[Box]) -> ShardedTensor:
     """With every world-size-th box on this rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -184,9 +181,6 @@ def _plan_on_ranks() -> None:
 
 def test_dtensors_and_sharded_tensors() -> None:
     run_ranks(4, _plan_on_ranks)
-
-
-# --- what is wrong ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.servers("memory")

@@ -180,9 +180,6 @@ def test_after_a_kill_a_second_run_finishes(
     assert get(s3_of, _COPY, ".metadata") == get(s3_of, _URL, ".metadata")
 
 
-# --- written over ----------------------------------------------------------------------------------------
-
-
 def _put_foreign(s3: Any, url: str, directory: Path, value: float) -> None:
     tensors = {name: torch.full((10,), value) for name in "abcd"}
     writer = dcp.FileSystemWriter(directory, single_file_per_rank=False, overwrite=True)

@@ -27,8 +27,6 @@ from tests.offline.conftest import SETTINGS, Saved, small_state
 from tests.retention.making import save_on_ranks
 from tests.spread import spread_out
 
-# --- good ones ------------------------------------------------------------------------------------------
-
 
 def test_a_good_checkpoint(s3: Any, root: str) -> None:
     state = {**every_kind(), "large": random_tensor((1500, 1000), torch.float32)}
@@ -300,8 +298,6 @@ def test_ranks_that_commit_for_themselves(s3: Any, root: str) -> None:
     saved.delete("__1.metadata")
     assert str(saved.verify(full=False).problems[0]).startswith("__1.metadata: is missing")
 
-
-# --- what else may happen -------------------------------------------------------------------------------
 
 FAULTY_URL = f"s3://{BUCKET}/run/step-1"
 

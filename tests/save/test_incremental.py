@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,14 +204,6 @@ def test_any_changes(sizes: dict[str, int], changes: list[int]) -> None:
 # --- what has changed ---------------------------------------------------------------------------------------
 
 
-class Planner:
-    def __init__(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-    def resolve_data(self, wanted: WriteItem) -> Any:
-        return self.state[wanted.index.fqn]
-
-
 def saved(tensor: torch.Tensor) -> SavedItem:
     data = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
     block = block_size(len(data)) if data else 64
@@ -224,7 +217,7 @@ def saved(tensor: torch.Tensor) -> SavedItem:
 
 def unchanged(before: torch.Tensor, after: Any) -> bool:
     each = item("t", before.numel())
-    planner: Any = Planner({"t": after})
+    planner: Any = SimpleNamespace(resolve_data=lambda _: after)
     return bool(find_unchanged([each], {each.index: saved(before)}, planner))
 
 
@@ -267,7 +260,7 @@ def test_of_what_has_changed_mostly_the_first_block_is_read(monkeypatch: pytest.
     before = torch.zeros(4 * MIB, dtype=torch.uint8)
     state = saved(before)
     monkeypatch.setattr(incremental, "crc64nvme", counted)
-    planner: Any = Planner({"t": before + 1})
+    planner: Any = SimpleNamespace(resolve_data=lambda _: before + 1)
     each = item("t", 4 * MIB)
     assert not find_unchanged([each], {each.index: state}, planner)
     assert sum(read) == 4 * MIB // 64

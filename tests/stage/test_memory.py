@@ -225,9 +225,6 @@ def test_a_lease_in_a_cycle_is_found_before_waiting(caplog: pytest.LogCaptureFix
     assert caplog.records == [], "it did not wait"
 
 
-# --- failures, and the end -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("failing", ["private", "file"])
 def test_a_failed_allocation_leaves_the_pool_usable(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -251,9 +251,6 @@ def test_wrappers_of_tensors_and_subclasses_with_memory_of_their_own() -> None:
     assert staged["w"].a.tolist() == [7] * 4
 
 
-# --- aliases, and where the bytes lie --------------------------------------------------------------------
-
-
 def test_the_same_view_twice_is_staged_once_and_no_copy_is_aliased_to_the_original() -> None:
     base, large = torch.arange(24.0).view(4, 6), torch.arange(1_000_000.0)
     state = {"base": base, "same": base, "row": base[1], "t": base.t(), "bytes": base.view(torch.uint8)}

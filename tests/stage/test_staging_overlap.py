@@ -32,8 +32,6 @@ from tests.stage.making import PATIENCE, PROCESS, STAGERS, THREAD, Saver, UntilF
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
-# --- what is saved ---------------------------------------------------------------------------------------
-
 
 class _Job:
     """What a training has; DTensors where there are ranks."""
