@@ -47,7 +47,6 @@ def assert_same_interchange_state(found: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def without_dcp_s3() -> Iterator[None]:
-    """Fails if dcp_s3 was imported, and makes its import impossible."""
     imported = [name for name in sys.modules if name.partition(".")[0] == "dcp_s3"]
     assert not imported, imported
     sys.modules["dcp_s3"] = None  # type: ignore[assignment]
@@ -116,7 +115,6 @@ def read_tensors_from_directory(directory: str, shapes: dict[str, tuple[int, ...
 
 
 def convert_directories(directories: list[str], file: str) -> None:
-    """All that is in checkpoints, in full, by its name, as torch's own reader reads it; for torch.load."""
     with without_dcp_s3():
         torch.save([_read_directory(directory) for directory in directories], file)
 

@@ -135,8 +135,6 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
 
 
 def _laid_out(shape: tuple[int, ...], dtype: torch.dtype, layout: str, seed: int | None) -> torch.Tensor:
-    """A tensor in memory of its own, of random bits or of zeros."""
-
     def make(*sizes: int) -> torch.Tensor:
         return torch.zeros(sizes, dtype=dtype) if seed is None else random_tensor(sizes, dtype, seed)
 

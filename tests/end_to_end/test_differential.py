@@ -69,7 +69,6 @@ def counters(state: Any) -> dict[tuple[Any, ...], tuple[int, int]]:
 
 
 def _record(planner: Any) -> tuple[list[str], list[str]]:
-    """In which order objects stand in the plan of a planner, and in which it is asked to load them."""
     planned: list[str] = []
     loaded: list[str] = []
     finish, load_bytes = planner.finish_plan, planner.load_bytes

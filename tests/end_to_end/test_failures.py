@@ -207,11 +207,7 @@ def test_a_process_group_that_is_a_part_of_the_world(root: str, bucket: str, mem
     assert _ranks_with_objects(memory_server.handle.objects(bucket)) == {0, 1}
 
 
-# --- failures --------------------------------------------------------------------------------------------
-
-
 def _large_state(fill: float) -> dict[str, Any]:
-    """Four entries; on each of two ranks 6 MB of each, so that each becomes an object of several parts."""
     return {f"e{n}": distribute(torch.full((2, 1_500_000), fill + n), Shard(0)) for n in range(4)}
 
 

@@ -68,7 +68,6 @@ class Saved(offline.Saved):
         return info.offset + get_raw_offset(info), entry.size.numel() * entry.properties.dtype.itemsize
 
     def failure_after(self, change: Callable[[Metadata], None]) -> errors.DcpS3Error:
-        """What a load fails with if the metadata is changed so; it is put back."""
         original = self.get(".metadata")
         self.change_metadata(change)
         error = self.failure_of_load()
@@ -138,7 +137,6 @@ def test_a_truncated_object_and_one_that_is_gone(saved: Saved) -> None:
 
 
 def stored_bytes(saved: Saved, fqn: str) -> bytes:
-    """A few bytes in the middle of the item that are nowhere else."""
     if fqn == "objects.text":
         return b"something"
     start, length = saved.covered(fqn)
@@ -176,7 +174,6 @@ def test_checksums_are_recorded_for_every_item(s3: Any, root: str) -> None:
 
 
 def test_damage_without_checksums_is_found_by_lengths_and_by_unpickling(s3: Any, root: str) -> None:
-    """What other writers wrote has no checksums either."""
     saved = Saved(s3, root, checksum="none")
     info = saved.info("objects.text")
     data = saved.get(info.relative_path)

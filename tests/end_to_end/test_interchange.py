@@ -156,8 +156,6 @@ def load_through(state: Any, url: str, extension_registry: ExtensionRegistry | N
 
 @pytest.fixture
 def save_through(s3: Any, bucket: str, root: str, tmp_path: Path) -> Callable[..., str]:
-    """Saves a state by torch, through extensions, and uploads that; returns its URL."""
-
     def save(state: Any, extensions: Sequence[StreamTransformExtension]) -> str:
         writer = dcp.FileSystemWriter(tmp_path / "torch", sync_files=False, _extensions=extensions)
         dcp.save(state, storage_writer=writer)

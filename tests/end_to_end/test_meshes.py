@@ -243,7 +243,6 @@ def make_state(mesh: Mesh) -> dict[str, Any]:
 
 
 def replicas_on(mesh: Mesh) -> Callable[[str], Sequence[int]] | None:
-    """Who holds the same, where that has to be said."""
     places = mesh.shape[1]
     everyone = range(mesh.ranks)
 
@@ -261,7 +260,6 @@ def replicas_on(mesh: Mesh) -> Callable[[str], Sequence[int]] | None:
 
 
 def save_in(ways: Sequence[str], mesh: Mesh, root: str) -> dict[str, tuple[list[str], int]]:
-    """Save the state in each way. Returns the collectives of each: what was called, and what the group counted."""
     state, replicas = make_state(mesh), replicas_on(mesh)
     called = {}
     for way in ways:
@@ -303,7 +301,6 @@ def look(server: S3Server, bucket: str, url: str) -> tuple[Any, ...]:
 
 
 def _check(server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path) -> None:
-    """Each way stored the same, which is what the names say, for torch and for us."""
     urls = {way: url_of(root, way) for way in WAYS}
     reference = look(server, bucket, urls["together"])
     for way, url in urls.items():

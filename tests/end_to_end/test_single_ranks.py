@@ -21,13 +21,7 @@ from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.collectives import counted
-from tests.end_to_end.states import (
-    assert_same,
-    distribute,
-    failures_by_rank,
-    random_values,
-    rank_of,
-)  # fmt: skip
+from tests.end_to_end.states import assert_same, distribute, failures_by_rank, random_values, rank_of
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.ranks import run_ranks
 from tests.retention.making import committing_alone

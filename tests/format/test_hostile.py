@@ -70,7 +70,6 @@ _STATES = {
 
 @pytest.mark.parametrize(("module", "qualified"), [*METADATA, *PLAIN])
 def test_what_is_allowed_is_harmless(module: str, qualified: str) -> None:
-    """Called, made, given state, appended to, with odd arguments: data, or our error."""
     found = name(module, qualified)
     cases = [found + arguments + opcode for arguments in _ARGUMENTS.values() for opcode in (b"R", b"\x81")]
     cases += [made + state + b"b" for state in _STATES.values() for made in (found, found + b")\x81", found + b")R")]

@@ -141,8 +141,6 @@ def test_python_2_s_names_are_not_imported() -> None:
                 decode_item(data)
 
 
-# --- fuzzing --------------------------------------------------------------------------------------------
-
 _ITEMS = [save({"a": [1, (2.5, {"x"})], "t": torch.ones(2, 2), "s": torch.Size([1]), "b": b"x"})]
 _TENSORS = [save(torch.arange(4.0).reshape(2, 2))]
 _SNIPPETS = [
@@ -153,17 +151,13 @@ _SNIPPETS = [
 ]  # fmt: skip
 
 
-def _pickle_of(data: bytes) -> tuple[int, int]:
-    start = data.index(b"\x80\x02")
-    return start, data.index(b"PK", start)
-
-
 @st.composite
 def mutated_items(draw: st.DrawFn, items: list[bytes], snippets: list[bytes]) -> bytes:
     data = draw(st.sampled_from(items))
     if data.startswith(b"PK") and draw(st.booleans()):
         # An archive around a changed pickle: what is changed in place seldom stays an archive.
-        start, end = _pickle_of(data)
+        start = data.index(b"\x80\x02")
+        end = data.index(b"PK", start)
         return archive(draw(mutated(data[start:end], snippets)), ("data/0", bytes(16)))
     return draw(mutated(data, snippets))
 
@@ -187,9 +181,6 @@ def test_mutated_tensors(data: bytes) -> None:
     with contextlib.suppress(errors.CorruptCheckpointError):
         assert decode_tensor(data).shape == (2, 2)
     assert not hostile.was_tripped()
-
-
-# --- values of numpy and of the standard library --------------------------------------------------------
 
 
 def test_what_the_user_has_not_allowed_is_not_called() -> None:

@@ -29,7 +29,7 @@ from dcp_s3.load.assign import Assignment, SharedPart, SharedPiece, plan_sharing
 from dcp_s3.load.exchange import Exchange
 from dcp_s3.load.messages import Offer, choose_group
 from dcp_s3.load.pieces import OwnedPiece, ReceivedPiece, SharedItems
-from dcp_s3.load.plan import Box, StoredChunk, find_stored
+from dcp_s3.load.plan import Box, find_stored
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.memory import crc64nvme
 from dcp_s3.torch_private import ReaderTransforms
@@ -110,14 +110,6 @@ def plan(case: Case) -> list[Assignment] | None:
     return plan_sharing(case.metadata, case.plans, max_piece=PIECE, max_gap=0)
 
 
-def stored_of(case: Case, item: ReadItem) -> StoredChunk:
-    return find_stored(case.metadata, item.storage_index, item.type, URL)
-
-
-def whole(tensor: torch.Tensor) -> Box:
-    return Box((0,) * tensor.dim(), tuple(tensor.shape))
-
-
 # --- who fetches what --------------------------------------------------------------------------------
 
 
@@ -146,7 +138,7 @@ def test_every_byte_comes_from_one_place(case: Case, replicas: int) -> None:
         assert not any(piece.peers for rank, piece in views.items() if rank != owner)
         for part in views[owner].parts:
             item = case.plans[owner][part.items[0]]
-            stored = stored_of(case, item)
+            stored = find_stored(case.metadata, item.storage_index, item.type, URL)
             assert part.start % BLOCK == 0
             assert part.stop % BLOCK == 0 or part.stop == stored.nbytes
             fetched.append((item.storage_index.fqn, part.start, part.stop))

@@ -80,8 +80,6 @@ pytestmark = [
     pytest.mark.timeout(180),
 ]
 
-_LOGGER = "dcp_s3.load.read"
-
 
 def test_what_is_converted_comes_through_bounded_memory(
     memory_server: S3Server, root: str, monkeypatch: pytest.MonkeyPatch
@@ -102,10 +100,6 @@ def test_what_is_converted_comes_through_bounded_memory(
     assert 2**19 < max(sizes) < 2**20 + 2**12, "a quarter of 4 MiB for each of 4 connections"
 
 
-def _messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == _LOGGER]
-
-
 def test_one_warning_counts_and_names_what_was_narrowed(
     memory_server: S3Server, root: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -120,8 +114,9 @@ def test_one_warning_counts_and_names_what_was_narrowed(
         "exact": torch.zeros(3, dtype=torch.float64),
     }
     dcp.load(target, storage_reader=S3StorageReader(root))
-    (message,) = _messages(caplog)
-    assert caplog.records[[record.name for record in caplog.records].index(_LOGGER)].levelno == logging.WARNING
+    (record,) = (record for record in caplog.records if record.name == "dcp_s3.load.read")
+    message = record.getMessage()
+    assert record.levelno == logging.WARNING
     for part in (root, "10 tensors", "9 from torch.float32 to torch.bfloat16 (model.w0, ",
                  "1 from torch.int64 to torch.float32 (n)", "S3StorageReader(allow_dtype_cast=False)"):  # fmt: skip
         assert part in message, message

@@ -76,7 +76,6 @@ class Placed:
 
 @st.composite
 def objects(draw: st.DrawFn) -> tuple[bytes, list[Placed]]:
-    """An object of chunks, and items that load boxes of them: several from the same chunk, too."""
     data, items = b"", []
     for _ in range(draw(st.integers(1, 4))):
         sizes = tuple(draw(st.lists(st.integers(1, 12), max_size=3)))
@@ -159,14 +158,6 @@ def test_a_changed_byte_that_is_fetched_is_noticed_and_repaired(
         assert torch.equal(item.target, item.expected)
 
 
-def test_a_range_that_came_in_one_piece_and_is_damaged_never_gets_to_its_place() -> None:
-    item = Placed(torch.arange(6, dtype=torch.float32), 0, Box((0,), (6,)), "strided")
-    transfer = item.transfer(checked=True, max_gap=0)
-    receive_all(bytes(24), [transfer], max_request=10**6, max_gap=0, seed=0)
-    assert len(transfer.mismatches()) == 1
-    assert not item.target.any()
-
-
 # --- by threads -----------------------------------------------------------------------------------------
 
 DATA = bytes(range(256)) * 2048
@@ -229,16 +220,6 @@ def test_what_does_not_match_is_fetched_once_more_and_not_from_the_disk(caplog: 
     assert source.distrusted == ["a"]
     assert sum(size for _, _, size in source.asked) == 300_000
     assert f"checksum of 'at100000' in {URL} does not match; fetching it again" in caplog.text
-
-
-def test_what_is_to_be_fetched_instead_is_fetched_and_finished() -> None:
-    class Elsewhere(Bytes):
-        def finish(self) -> Transfer:
-            return instead
-
-    instead = Bytes(300_000, 10)
-    assert fetch(MemoryFetcher({"a": DATA}), requests_for(Elsewhere(0, 10)), threads=1) == [instead]
-    assert instead.data == DATA[300_000:300_010]
 
 
 def test_an_error_of_the_caller_cancels_what_is_under_way() -> None:

@@ -23,7 +23,7 @@ from tests.archives import records_of, rewritten, saved
 from tests.end_to_end import loads
 from tests.end_to_end.loads import failure
 from tests.end_to_end.states import DTYPES, assert_same, random_tensor
-from tests.format.test_tensors import WRITERS
+from tests.format.test_tensors import BOXES, WRITERS
 from tests.servers import S3Server
 
 MIB = 2**20
@@ -124,20 +124,11 @@ def test_every_dtype_whole_and_in_parts(
     assert_same(found, wanted)
 
 
-BOXES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
-    "all": ((0, 0), (48, 32768)),
-    "first rows": ((0, 0), (3, 32768)),
-    "rows in the middle": ((17, 0), (2, 32768)),
-    "last row": ((47, 0), (1, 32768)),
-    "columns": ((10, 1000), (3, 31)),
-}
-
-
 def test_only_what_is_needed_is_fetched(memory_server: S3Server, s3: Any, bucket: str, root: str) -> None:
     values = {f"t{i}": torch.arange(i, 48 * 32768 + i, dtype=torch.int32).view(48, -1) for i in range(2)}
     items = {name: Item(value, saved(value)) for name, value in values.items()}
     overhead = put(s3, bucket, items)
-    for (row, column), (rows, columns) in BOXES.values():
+    for (row, column), (rows, columns) in BOXES:
         wanted = {name: value[row : row + rows, column : column + columns] for name, value in values.items()}
         for dtype in (torch.int32, torch.int64):
             blank = {name: torch.zeros(rows, columns, dtype=dtype) for name in values}
@@ -152,10 +143,6 @@ def test_only_what_is_needed_is_fetched(memory_server: S3Server, s3: Any, bucket
 
 
 # --- items that are not as expected ---------------------------------------------------------------------
-
-
-class Subclass(torch.Tensor):
-    pass
 
 
 def _swapped(value: torch.Tensor) -> bytes:

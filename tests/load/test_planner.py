@@ -52,7 +52,6 @@ def chunks(boxes: list[Box]) -> list[ChunkStorageMetadata]:
 
 @st.composite
 def chunkings(draw: st.DrawFn) -> tuple[list[Box], list[Box]]:
-    """Saved and local chunks of a tensor: grids, and boxes anywhere; empty, equal and overlapping ones among them."""
     dims = draw(st.integers(0, 4))
     shape = tuple(draw(st.lists(st.integers(0, 9), min_size=dims, max_size=dims)))
 

@@ -25,15 +25,7 @@ from dcp_s3 import S3StorageReader, S3StorageWriter
 from dcp_s3.load.exchange import Exchange
 from tests.end_to_end.states import random_tensor, random_values
 from tests.faulty import BUCKET
-from tests.load.conftest import (
-    RUN,
-    SMALL,
-    Recording,
-    copy_checkpoint,
-    large_state,
-    load_into,
-    place_on,
-)
+from tests.load.conftest import RUN, SMALL, Recording, copy_checkpoint, large_state, load_into, place_on
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.timeout(120)]
@@ -41,7 +33,6 @@ ROWS, COLUMNS = 1200, 400
 
 
 def _base_state(blank: bool) -> dict[str, Any]:
-    """Replicated: tensors large and small, scalars, objects."""
     state: dict[str, Any] = {f"norm{n}": random_values(n, 30 + n) * (not blank) for n in range(12)}
     state["large"] = torch.zeros(ROWS, 900) if blank else random_values(50, ROWS, 900)
     state["scalar"] = torch.tensor(0.0 if blank else 3.5)
@@ -197,7 +188,6 @@ def test_random_states_on_random_placements(recording: Recording, seed: int) -> 
 
 
 def _groups() -> dict[str, list[str]]:
-    """For each way to load: the group that data is shared in."""
     url = f"{RUN}/good"
     dcp.save(large_state(False), storage_writer=S3StorageWriter(url, settings=SMALL))
     group, pair = dist.new_group([0, 1, 2]), dist.new_group([0, 2])

@@ -104,11 +104,6 @@ class Saved:
         change(fields)
         self.put(self.manifest, json.dumps(fields).encode(), {})
 
-    def sign_manifest(self) -> None:
-        """Give it the checksum that `commit.publish` records."""
-        data = self.get(self.manifest)
-        self.put(self.manifest, data, {METADATA_CRC_KEY: crc_hex(crc64nvme(data))})
-
     def verify(self, *, full: bool = True, **settings: Any) -> VerifyReport:
         return verify(self.url, full=full, settings={**SETTINGS, **settings})
 
@@ -119,7 +114,6 @@ class Saved:
 
 @pytest.fixture
 def saved(memory_server: Any, s3: Any, root: str) -> Saved:
-    """A small checkpoint in two objects."""
     with separate_objects("weight"):
         return Saved(s3, root).save(small_state())
 
@@ -128,7 +122,6 @@ def saved(memory_server: Any, s3: Any, root: str) -> Saved:
 
 
 def model() -> dict[str, torch.Tensor]:
-    """Tensors of every dtype that safetensors knows, and of odd shapes."""
     found = {f"dtypes.{name}": random_tensor((5, 7), dtype, n) for n, (name, dtype) in enumerate(DTYPES.items())}
     large = random_tensor((300, 70), torch.float32, 1)
     return found | {
@@ -171,6 +164,5 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def lengthen(path: Path) -> None:
-    """Damage: a header that is longer than the file."""
     data = path.read_bytes()
     path.write_bytes(struct.pack("<Q", len(data)) + data[8:])

@@ -37,9 +37,6 @@ def save_large(url: str, **options: Any) -> torch.Tensor:
     return tensor
 
 
-# --- what is copied --------------------------------------------------------------------------------------
-
-
 def test_a_copy_is_the_checkpoint_without_pin_leases_and_leftovers(root: str, s3: Any) -> None:
     url = f"{root}/step 7+%é"
     writer = S3StorageWriter(url, metrics={"loss": 0.25})

@@ -38,8 +38,6 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Stored(NamedTuple):
-    """A tensor, and how it is stored."""
-
     tensor: torch.Tensor
     boxes: Sequence[Box]
     """The chunks."""

@@ -15,6 +15,7 @@ from benchmarks.measure import measure
 from dcp_s3 import errors
 from dcp_s3.offline import export
 from tests.end_to_end.states import assert_same, random_tensor
+from tests.end_to_end.test_interchange import download
 from tests.offline.conftest import model, read, save, save_sharded
 from tests.ranks import run_ranks
 from tests.retention.making import get, keys, put
@@ -38,10 +39,8 @@ class Place:
             return Path(self.where)
         copy = self._directory / "copy"
         shutil.rmtree(copy, ignore_errors=True)
-        for name in keys(self._s3, self.where):
-            path = copy / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(get(self._s3, self.where, name))
+        if keys(self._s3, self.where):
+            download(self._s3, *self.where.removeprefix("s3://").split("/", 1), copy)
         return copy
 
     def put(self, name: str, data: bytes) -> None:
@@ -186,7 +185,6 @@ def test_a_lease_keeps_prune_away(root: str, s3: Any, tmp_path: Path) -> None:
 
 
 def test_a_failed_export_leaves_whole_files_without_an_index(root: str, place: Place, s3: Any) -> None:
-    """The tensor of the last of three files cannot be read."""
     save({name: random_tensor((1000,), torch.float32, n) for n, name in enumerate("abc")}, f"{root}/x")
     (path,) = (path for path in keys(s3, f"{root}/x") if path.endswith(".distcp"))
     data = bytearray(get(s3, f"{root}/x", path))

@@ -111,9 +111,6 @@ def test_only_the_objects_and_bytes_of_what_is_asked_for(root: str, memory_serve
     assert traffic.bytes < 4096
 
 
-# --- what is wrong ----------------------------------------------------------------------------------------
-
-
 def test_unknown_names(root: str, memory_server: S3Server) -> None:
     save({"model": {"layers": {"weight": torch.ones(1), "bias": torch.ones(1)}}, "step": 1}, root)
     with pytest.raises(

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 import dcp_s3
 from dcp_s3 import S3StorageWriter, errors, verify
 from dcp_s3.format.blocks import get_raw_offset
+from dcp_s3.format.layout import METADATA_CRC_KEY
 from dcp_s3.memory import ReadTarget, crc64nvme, crc_hex
 from dcp_s3.s3.store import S3Store
 from tests.end_to_end.states import every_kind, random_tensor
@@ -118,7 +119,8 @@ def test_a_flipped_bit_in_an_item_names_its_entry(saved: Saved, fqn: str) -> Non
 
 
 def test_a_flipped_bit_anywhere_is_found(saved: Saved) -> None:
-    saved.sign_manifest()
+    data = saved.get(saved.manifest)
+    saved.put(saved.manifest, data, {METADATA_CRC_KEY: crc_hex(crc64nvme(data))})  # as it is saved
     assert saved.verify().ok
     sizes = saved.sizes
     assert len(sizes) == 4
@@ -160,7 +162,6 @@ def test_damage_in_flight_is_no_damage(saved: Saved, monkeypatch: pytest.MonkeyP
 
 
 def test_what_has_no_checksum_is_counted_and_not_read(s3: Any, root: str, tmp_path: Path) -> None:
-    """Written by torch and uploaded as it is, or saved without checksums."""
     dcp.save(small_state(), storage_writer=dcp.FileSystemWriter(tmp_path, thread_count=2), no_dist=True)
     foreign = Saved(s3, f"{root}/foreign")
     for file in tmp_path.iterdir():
@@ -252,7 +253,6 @@ WRONG_MANIFESTS: list[tuple[Callable[[Any], Any], str]] = [
     (set_field(items=5), "counts 5 items, the metadata 4"),
     (set_field(format_version=2), "format version 2, this dcp_s3 reads 1"),
     (set_field(objects=[]), "in which items lie"),
-    (set_objects(path="../x"), "../x: is missing"),
     (set_objects(size=3), "recorded were 3"),
     (lambda manifest: manifest["objects"].append({"path": "gone", "size": 3}), "gone: is missing"),
 ]

@@ -39,8 +39,6 @@ MIB = 2**20
 
 @pytest.fixture
 def weights(s3: Any, root: str) -> Callable[..., str]:
-    """A function that puts a model on S3, in files of at most so many bytes, and returns the URL."""
-
     def upload(tensors: Mapping[str, torch.Tensor], most: int = 5 * 10**9) -> str:
         url = f"{root}/hf"
         shards = plan_shards([TensorEntry(name, each.dtype, tuple(each.shape)) for name, each in tensors.items()], most)
@@ -127,7 +125,6 @@ def test_leases_of_readers_are_no_save(weights: Callable[..., str], s3: Any) -> 
 
 
 def test_files_of_which_some_are_missing(weights: Callable[..., str], s3: Any) -> None:
-    """As after an export that was cut off: the index is written last."""
     url = weights({"a": torch.ones(3), "b": torch.ones(3)}, most=12)
     for name in (INDEX, "model-00002-of-00002.safetensors"):
         delete(s3, url, name)

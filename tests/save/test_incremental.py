@@ -191,7 +191,6 @@ def test_copies_do_not_become_ever_more_objects() -> None:
     st.lists(st.integers(0, 2**25 - 1), min_size=1, max_size=8),
 )  # fmt: skip
 def test_any_changes(sizes: dict[str, int], changes: list[int]) -> None:
-    """Each save has the right bytes of each item, by checksum, wherever they come from."""
     model = Model(sizes)
     model.save()
     for bits in changes:

@@ -29,7 +29,6 @@ from tests.servers import S3Server
 
 
 def tensor_item(fqn: str, rows: int, whole: int | None = None) -> WriteItem:
-    """A shard of ``rows`` uint8 elements of a tensor of ``whole``."""
     size = torch.Size([rows if whole is None else whole])
     chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([rows]))
     data = TensorWriteData(chunk, TensorProperties(dtype=torch.uint8), size)
@@ -86,8 +85,6 @@ def _empty_caches() -> Iterator[None]:
 
 
 class _CountingPlanner(DefaultSavePlanner):
-    """Tells whether the plan came from the cache."""
-
     def __init__(self) -> None:
         super().__init__(enable_plan_caching=True)
 

@@ -36,7 +36,6 @@ MIB = 2**20
 
 
 def tensor(fqn: str, shape: tuple[int, ...], at: tuple[int, ...] | None = None) -> WriteItem:
-    """A chunk of uint8 elements."""
     offsets = torch.Size(at or (0,) * len(shape))
     chunk = ChunkStorageMetadata(offsets, torch.Size(shape))
     data = TensorWriteData(chunk, TensorProperties(dtype=torch.uint8), torch.Size([10 * n for n in shape]))
@@ -153,16 +152,11 @@ def test_rows_take_the_place_of_their_chunk_in_the_metadata() -> None:
 # --- saves ------------------------------------------------------------------------------------------------
 
 
-def _cut_small_tensors() -> None:
-    split.LARGE, split.SMALLEST, split._CRUMB = 2**16, 2**14, 2**10
-
-
 def _full(step: int) -> torch.Tensor:
     return torch.arange(40 * 1024, dtype=torch.float32).reshape(160, 256) + step
 
 
 def _state(step: int, *, extra: bool = False) -> dict[str, Any]:
-    """Replicated tensors, a DTensor replicated in pairs of ranks, and what each rank has alone."""
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (2, size // 2))
     state: dict[str, Any] = {
@@ -186,8 +180,7 @@ def _expected(step: int, ranks: int, *, extra: bool = False) -> dict[str, Any]:
 
 
 def _save(url: str, how: str) -> list[int]:
-    """Bytes that this rank wrote in each save."""
-    _cut_small_tensors()
+    split.LARGE, split.SMALLEST, split._CRUMB = 2**16, 2**14, 2**10
     heard: list[Any] = []
     # The fourth changes the plan of one rank only, the fifth is like it.
     for step, extra in enumerate((False, False, False, True, True)):

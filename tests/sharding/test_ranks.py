@@ -93,14 +93,11 @@ def in_dtensors(full: dict[str, torch.Tensor], mesh: DeviceMesh, columns: bool) 
 
 
 class _Groups:
-    """The first ranks of the world, as groups."""
-
     def __init__(self) -> None:
         self.groups = {world: dist.new_group(list(range(world))) for world in WORLDS}
         self.rank = dist.get_rank()
 
     def run(self, world: int, work: Callable[..., None], *args: Any) -> None:
-        """``work(*args, group)`` on the first ``world`` ranks."""
         if self.rank < world:
             work(*args, self.groups[world])
         dist.barrier()
@@ -168,9 +165,6 @@ def test_any_number_of_ranks_loads_what_any_other_saved(
     directory = download(s3, bucket, "run/tp4", tmp_path)
     found = run_foreign(memory_server, read_tensors_from_directory, str(directory), shapes)
     assert_equal(found, {f"model.{name}": each for name, each in full_state().items()})
-
-
-# --- what does not fit ------------------------------------------------------------------------------------
 
 
 _BOXES: dict[str, tuple[list[tuple[int, int, int]], str]] = {

@@ -237,7 +237,6 @@ def test_the_shards_of_all_ranks_hold_each_element_once(data: st.DataObject) -> 
         ({"m.w": True}, "along True, which is no dimension"),
         ({"m.w": Fused(2, (4,))}, "along 2, which is no dimension"),
         ({"m.w": Fused(0, (2, 1))}, r"'m\.w' has length 4 along 0, but the plan has parts of \(2, 1\)"),
-        ({"m.w": Fused(0, (5, -1))}, r"parts of \(5, -1\)"),
         ({"m.w": Fused(0, (2, 2), copies=(1,))}, r"with \(1,\) copies"),
         ({"m.w": Fused(0, (2, 2), copies=(1, 3))}, r"with \(1, 3\) copies on 2 ranks"),
     ],

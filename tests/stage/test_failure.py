@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,11 +33,6 @@ from tests.stage.making import MIB, PATIENCE, PROCESS, STAGERS, THREAD, Saver, n
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"), pytest.mark.timeout(180)]
 
 ROOT = f"s3://{BUCKET}"
-
-
-class _CannotBeCopied:
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise TypeError("a lock, say")
 
 
 class _CannotBePickled:
@@ -68,8 +64,6 @@ def _full_disk() -> Iterator[None]:
 
 
 class _Case:
-    """Settings of the rank that fails, and the states that fail and pass there."""
-
     def __init__(self, name: str, directory: str) -> None:
         self.rank = 0 if name == "uncopyable" else 1
         self.settings: dict[str, Any] = {}
@@ -80,7 +74,7 @@ class _Case:
         elif name == "over budget":
             self.settings, self.good = {"staging_limit": "3MiB"}, _make_state(2, value=5.0)
         else:
-            self.bad = {**self.bad, "extra": {"lock": _CannotBeCopied()}}
+            self.bad = {**self.bad, "extra": {"lock": threading.Lock()}}
         self.words = CASES[name]
 
 
@@ -132,7 +126,6 @@ def _fail_on_one_rank(directory: str, staging: str, kind: AsyncCheckpointerType)
 def test_staging_that_fails_on_one_rank_fails_the_save_on_all_and_the_next_is_right(
     faulty: FaultyServer, tmp_path: Path, staging: str, kind: AsyncCheckpointerType, ranks: int
 ) -> None:
-    """And nothing of the state that failed is kept."""
     assert run_ranks(ranks, _fail_on_one_rank, str(tmp_path), staging, kind) == [True] * ranks
     keys = list(faulty.s3.objects(BUCKET))
     assert [key for key in keys if "-bad/" in key] == []

@@ -47,7 +47,6 @@ def buffer(request: pytest.FixtureRequest, tmp_path: Path) -> HostBuffer:
 
 
 def test_memory_can_be_written_and_read(buffer: HostBuffer) -> None:
-    """It starts on a page; only what is shared has a descriptor."""
     lease = buffer.lease()
     assert (len(lease), buffer.size) == (3 * PAGE + 5, 3 * PAGE + 5)
     assert bytes(lease) == bytes(len(lease))
@@ -163,7 +162,6 @@ def _reported_waits(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def size_of(pool: BufferPool, but: str = "") -> int:
-    """Bytes of all buffers, in use and free, but those of one kind."""
     return sum(buffer.size for buffer in buffers_of(pool) if buffer.kind != but)
 
 
@@ -279,9 +277,6 @@ def test_what_does_not_wait_gets_nothing_while_all_is_in_use() -> None:
     second = pool.acquire_at_once(MIB, pin=False)
     assert second is not None
     assert second.address == where
-
-
-# --- the budget ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spill_dir", [None, "/proc/self", __file__])

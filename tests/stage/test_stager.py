@@ -161,7 +161,6 @@ _SETTINGS = {"part_size": "5MiB"}
 
 
 def _loaded(kind: str) -> torch.Tensor:
-    """What both ranks read, into memory in which it can be received and into others."""
     if kind == "replicated":
         return distribute_tensor(torch.zeros(600, 500), init_device_mesh("cpu", (2,)), [Replicate()])
     return {

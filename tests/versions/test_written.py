@@ -49,7 +49,6 @@ WHOLE = (6, 5)
 
 
 def one_rank() -> dict[str, Any]:
-    """Dtypes, strides and other entries that all supported versions have."""
     return {
         "dtypes": {str(dtype): random_tensor((2, 3), dtype, i) for i, dtype in enumerate(DTYPES)},
         "scalar": random_tensor((), torch.bfloat16, 1),
@@ -66,8 +65,6 @@ def whole(name: str) -> torch.Tensor:
 
 
 def ranks(blank: bool = False) -> dict[str, Any]:
-    """Of each of several ranks: shards along both dimensions, and what all have."""
-
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     placements = {"rows": Shard(0), "columns": Shard(1), "replicated": Replicate()}
     state: dict[str, Any] = {
