@@ -132,6 +132,7 @@ def decode(data: bytes) -> Any:
     return torch.load(found, weights_only=False)
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
 def test_a_state_of_all_of_them_loads_and_the_save_is_silent(root: str, caplog: pytest.LogCaptureFixture) -> None:
     # A tuple is one entry; of lists and dicts DCP makes an entry for each item.
     state = {"w": torch.ones(3), "values": {label: (value,) for label, value in {**VALUES, **ARRAYS}.items()}}

@@ -47,8 +47,9 @@ class Traffic:
 
 
 def test_every_kind(root: str) -> None:
-    save(every_kind(), root)
-    found, (expected, _) = dcp_s3.read_tensors(root), flatten_state_dict(every_kind())
+    state = every_kind()
+    save(state, root)
+    found, (expected, _) = dcp_s3.read_tensors(root), flatten_state_dict(state)
     assert_same(found, expected)
     for name in ("transposed", "dtypes.torch.bfloat16", "scalars.torch.bool", "empty.1", "naïve/key %+"):
         assert_same(dcp_s3.read_tensor(root, name), expected[name])
