@@ -15,11 +15,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 from tests.end_to_end.states import assert_same, blank, every_kind, random_tensor
 
@@ -35,7 +33,6 @@ def interchange_state() -> dict[str, Any]:
 
 
 def assert_same_interchange_state(found: dict[str, Any]) -> None:
-    """Every bit is that of `interchange_state`."""
     found, expected = dict(found), interchange_state()
     found_large, expected_large = found.pop("large"), expected.pop("large")
     assert_same(found, expected)
@@ -50,7 +47,6 @@ def assert_same_interchange_state(found: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def without_dcp_s3() -> Iterator[None]:
-    """Fails if dcp_s3 was imported, and makes its import impossible."""
     imported = [name for name in sys.modules if name.partition(".")[0] == "dcp_s3"]
     assert not imported, imported
     sys.modules["dcp_s3"] = None  # type: ignore[assignment]
@@ -60,7 +56,6 @@ def without_dcp_s3() -> Iterator[None]:
 
 
 def make_reader(client: str, place: str) -> StorageReader:
-    """A foreign StorageReader: of a directory (``filesystem``) or an s3:// URL."""
     if client == "filesystem":
         return dcp.FileSystemReader(place)
     if client == "fsspec":
@@ -73,7 +68,6 @@ def make_reader(client: str, place: str) -> StorageReader:
 
 
 def make_writer(client: str, place: str, **options: Any) -> StorageWriter:
-    """A foreign StorageWriter to a directory (``filesystem``) or an s3:// URL."""
     if client == "filesystem":
         return dcp.FileSystemWriter(place, sync_files=False, **options)
     if client == "fsspec":
@@ -102,7 +96,6 @@ def _connector_config() -> Any:
 
 
 def read(client: str, place: str) -> None:
-    """Load all of `interchange_state` with a foreign reader and compare every bit."""
     with without_dcp_s3():
         found = blank(interchange_state())
         dcp.load(found, storage_reader=make_reader(client, place))
@@ -110,62 +103,11 @@ def read(client: str, place: str) -> None:
 
 
 def write(client: str, place: str, options: dict[str, Any]) -> None:
-    """Save `interchange_state` with a foreign writer."""
     with without_dcp_s3():
         dcp.save(interchange_state(), storage_writer=make_writer(client, place, **options))
 
 
-# --- sharded states -------------------------------------------------------------------------------------
-
-
-def whole_sharded_state() -> dict[str, Any]:
-    """What the tensors of `sharded_state` are on one rank."""
-    return {
-        "even": random_tensor((8, 6), torch.float32, 30),
-        "uneven": random_tensor((7, 5), torch.bfloat16, 31),
-        "fewer_rows_than_ranks": random_tensor((1, 9), torch.float16, 32),
-        "plain": random_tensor((4, 3), torch.int64, 33),
-        "step": 17,
-    }
-
-
-def sharded_state(placement: Any, *, empty: bool = False) -> dict[str, Any]:
-    """DTensors over all ranks (uneven shards among them), a replicated tensor and an object."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    state = blank(whole_sharded_state()) if empty else whole_sharded_state()
-    for name in ("even", "uneven", "fewer_rows_than_ranks"):
-        state[name] = distribute_tensor(state[name], mesh, [placement])
-    return state
-
-
-PLACEMENTS: dict[str, Any] = {"rows": Shard(0), "columns": Shard(1), "replicated": Replicate()}
-
-
-def read_sharded(client: str, place: str, placement: str) -> None:
-    """Load `sharded_state` with a foreign reader and compare this rank's part."""
-    with without_dcp_s3():
-        found = sharded_state(PLACEMENTS[placement], empty=True)
-        dcp.load(found, storage_reader=make_reader(client, place))
-        assert_same_shards(found, sharded_state(PLACEMENTS[placement]))
-
-
-def write_sharded(client: str, place: str, placement: str) -> None:
-    """Save `sharded_state` with a foreign writer."""
-    with without_dcp_s3():
-        dcp.save(sharded_state(PLACEMENTS[placement]), storage_writer=make_writer(client, place))
-
-
-def assert_same_shards(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """`assert_same` of this rank's part."""
-    assert_same(_local(found), _local(expected))
-
-
-def _local(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in state.items()}
-
-
 def read_tensors_from_directory(directory: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """Read float tensors as torch does."""
     with without_dcp_s3():
         state = {name: torch.zeros(shape) for name, shape in shapes.items()}
         dcp.load(state, storage_reader=dcp.FileSystemReader(directory))
@@ -173,7 +115,6 @@ def read_tensors_from_directory(directory: str, shapes: dict[str, tuple[int, ...
 
 
 def convert_directories(directories: list[str], file: str) -> None:
-    """All that is in checkpoints, in full, by its name, as torch's own reader reads it; for torch.load."""
     with without_dcp_s3():
         torch.save([_read_directory(directory) for directory in directories], file)
 

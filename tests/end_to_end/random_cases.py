@@ -40,18 +40,10 @@ _KEYS = (
 
 @dataclass(frozen=True)
 class Leaf:
-    """One entry.
+    """One entry: saved in its ``layout``, loaded ``into`` a dtype in the layout ``target``.
 
-    Attributes:
-        kind: ``plain``, ``parameter``, ``tied`` (a view of memory that all tied ones share), ``object``, or a DTensor:
-            ``sharded`` or ``replicated``.
-        layout: of what is saved.
-        target: layout of what it is loaded into.
-        into: its dtype.
-        sharded_by: dimension of the DTensor that is loaded into; None for a replicated one.
-        grad: whether what is loaded into requires gradients, and has hooks.
-        rank: the only one that has it; None: all have it.
-        value: name of an object.
+    A kind is ``plain``, ``parameter``, ``tied`` (a view of memory that all tied ones share), ``object``, or a DTensor:
+    ``sharded`` or ``replicated``. What has a ``rank`` is on that one only.
     """
 
     kind: str
@@ -69,14 +61,9 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Case:
-    """A state, how it is saved, and how it is loaded.
+    """Entries by the path of their keys (several become a list), how they are saved, and how they are loaded.
 
-    Attributes:
-        entries: path of keys -> leaves; several become a list.
-        save: ``sync``, ``async``, ``stager`` or ``background`` (a stager that copies behind the caller's back).
-        overwrite: whether another checkpoint is there before.
-        inference: whether the state to load into was made, and is loaded, in inference mode.
-        s3_planner: whether S3LoadPlanner loads.
+    Saves are ``sync``, ``async``, by a ``stager``, or in the ``background``, by one that copies later.
     """
 
     entries: tuple[tuple[tuple[str | int, ...], tuple[Leaf, ...]], ...]
@@ -91,14 +78,11 @@ class Case:
     s3_planner: bool = False
 
 
-# --- random cases ---------------------------------------------------------------------------------------
-
 _FLOATS = [dtype for dtype in DTYPES if dtype.is_floating_point and dtype.itemsize > 1]
 
 
 @st.composite
 def leaves(draw: st.DrawFn, ranks: int) -> Leaf:
-    """One entry."""
     kinds = ["plain", "plain", "parameter", "tied", "object"] + ["sharded", "sharded", "replicated"] * (ranks > 0)
     kind = draw(st.sampled_from(kinds))
     rank = draw(st.sampled_from([None, None, None, ranks - 1])) if ranks > 1 else None
@@ -124,7 +108,6 @@ def leaves(draw: st.DrawFn, ranks: int) -> Leaf:
 
 @st.composite
 def cases(draw: st.DrawFn, ranks: int) -> Case:
-    """A case for that many ranks; 0: without a process group."""
     path = st.lists(st.sampled_from(_KEYS), min_size=1, max_size=3).map(tuple)
     entry = st.tuples(path, st.lists(leaves(ranks), min_size=1, max_size=3).map(tuple))
     return Case(
@@ -152,8 +135,6 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
 
 
 def _laid_out(shape: tuple[int, ...], dtype: torch.dtype, layout: str, seed: int | None) -> torch.Tensor:
-    """A tensor in memory of its own, of random bits or of zeros."""
-
     def make(*sizes: int) -> torch.Tensor:
         return torch.zeros(sizes, dtype=dtype) if seed is None else random_tensor(sizes, dtype, seed)
 
@@ -181,12 +162,7 @@ def _laid_out(shape: tuple[int, ...], dtype: torch.dtype, layout: str, seed: int
 
 
 class Maker:
-    """Makes the entries of a state.
-
-    Args:
-        blank: those that are loaded into; otherwise, those that are saved.
-        resharded: those that are saved, sharded as those that are loaded into.
-    """
+    """Makes the entries of a state that is loaded into (``blank``) or saved, or that as it is sharded when loaded."""
 
     def __init__(self, *, blank: bool, resharded: bool = False) -> None:
         self.blank = blank
@@ -194,7 +170,6 @@ class Maker:
         self._tied = torch.zeros(40) if blank else random_tensor((40,), torch.float32, 1)
 
     def make(self, leaf: Leaf) -> Any:
-        """The value of an entry."""
         if leaf.kind == "object":
             return None if self.blank else OBJECTS[leaf.value]
         tensor = self._make_tensor(leaf)
@@ -245,7 +220,6 @@ def placed(case: Case) -> Iterator[tuple[tuple[str | int, ...], tuple[Leaf, ...]
 
 
 def make_state(case: Case, maker: Maker) -> dict[Any, Any]:
-    """The state dict of a case on this rank."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     state: dict[Any, Any] = {"step": None if maker.blank else 1}
     for path, found in placed(case):
@@ -261,7 +235,6 @@ def make_state(case: Case, maker: Maker) -> dict[Any, Any]:
 
 
 def leaves_of(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every entry, in order."""
     if isinstance(state, (dict, list)):
         for key, value in state.items() if isinstance(state, dict) else enumerate(state):
             yield from leaves_of(value, (*path, key))

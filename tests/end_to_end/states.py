@@ -34,7 +34,6 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> 
 
 
 def every_kind() -> dict[str, Any]:
-    """One of every kind of entry that DCP can save."""
     large = random_tensor((1000, 60), torch.float32, 7)
     tied = random_tensor((11, 5), torch.float32, 8)
     return {
@@ -70,7 +69,6 @@ def blank(state: Any) -> Any:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """The tensor's bytes in row-major order."""
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
     flat.view(tensor.shape).copy_(tensor.detach())
     return bytes(flat.view(torch.uint8).numpy())

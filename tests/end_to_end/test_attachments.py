@@ -67,9 +67,6 @@ def test_an_attachment_is_read_back(root: str) -> None:
         reader.attachment("common.pth")
 
 
-# --- one save, all or nothing -------------------------------------------------------------------------------
-
-
 def test_an_overwrite_keeps_the_old_until_its_commit(faulty: FaultyServer) -> None:
     _save(common=b"old", only_old=b"x")
     seen = faulty.once("PutObject", Fault.error(403, "AccessDenied"), key="step-1/.metadata")
@@ -93,9 +90,6 @@ def test_each_belongs_to_one_save(faulty: FaultyServer) -> None:
     writer = S3StorageWriter()
     writer.attach("a", b"1")
     assert [save(step) for step in (1, 2)] == [[b"1"], []]
-
-
-# --- copies, damage -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["../x", "/etc/x", ".metadata", "x", "a/__0_0-ab.distcp"])
@@ -122,9 +116,6 @@ def test_damage_is_found(faulty: FaultyServer) -> None:
     with pytest.raises(errors.CorruptCheckpointError, match=r"common\.pt.*is gone"):
         _read()
     assert not verify(URL).ok
-
-
-# --- names and data that cannot be --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -160,9 +151,6 @@ def test_of_another_library(faulty: FaultyServer, tmp_path: Path) -> None:
     assert _read() == b"stock"
     with pytest.raises(errors.EntryNotFoundError, match="it has none"):
         _read("metadata.json")
-
-
-# --- spilling, ranks, processes -----------------------------------------------------------------------------
 
 
 def test_it_spills(faulty: FaultyServer, tmp_path: Path) -> None:

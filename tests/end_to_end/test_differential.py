@@ -39,7 +39,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _whole_memory(tensor: torch.Tensor) -> bytes:
-    """Of the tensor and of its neighbours."""
     storage = _local(tensor).detach().untyped_storage()
     return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()
 
@@ -62,7 +61,6 @@ def describe(value: Any) -> Any:
 
 
 def counters(state: Any) -> dict[tuple[Any, ...], tuple[int, int]]:
-    """Version counters of the tensors of a state, and of those in DTensors."""
     return {
         path: (value._version, _local(value)._version)
         for path, value in leaves_of(state)
@@ -71,7 +69,6 @@ def counters(state: Any) -> dict[tuple[Any, ...], tuple[int, int]]:
 
 
 def _record(planner: Any) -> tuple[list[str], list[str]]:
-    """In which order objects stand in the plan of a planner, and in which it is asked to load them."""
     planned: list[str] = []
     loaded: list[str] = []
     finish, load_bytes = planner.finish_plan, planner.load_bytes
@@ -110,11 +107,7 @@ def load(case: Case, reader: Any, *, s3_planner: bool) -> tuple[dict[Any, Any], 
 
 
 def run(case: Case, root: str) -> None:
-    """Save a state by both, load each by both, and compare.
-
-    Args:
-        root: under which it is saved; of this case alone.
-    """
+    """Save a state by both, load each by both, and compare."""
     with _shared_directory() as directory:
         _save(case, f"{root}/ours")
         client, bucket = boto3.client("s3", endpoint_url=os.environ["DCP_S3_ENDPOINT_URL"]), parse_url(root).bucket
@@ -182,9 +175,6 @@ def _compare_with_saved(case: Case, found: list[tuple[tuple[Any, ...], Any]], wr
             assert repr(value) == repr(saved[path]), f"{writer}: {path} is not what was saved"
 
 
-# --- between the ranks ----------------------------------------------------------------------------------
-
-
 def _on_first_rank(action: Any) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         action()
@@ -194,7 +184,6 @@ def _on_first_rank(action: Any) -> None:
 
 @contextlib.contextmanager
 def _shared_directory() -> Iterator[pathlib.Path]:
-    """A temporary directory that all ranks know."""
     with tempfile.TemporaryDirectory(prefix="dcp-s3-") as name:
         names = [name]
         if dist.is_initialized():
@@ -204,15 +193,12 @@ def _shared_directory() -> Iterator[pathlib.Path]:
 
 
 def run_all(found: list[Case], root: str) -> None:
-    """`run` each; a failure says which it was."""
     for number, case in enumerate(found):
         try:
             run(case, f"{root}/{number}")
         except BaseException as error:
             raise AssertionError(f"{error}\nof number {number}: {case}") from error
 
-
-# --- tests -----------------------------------------------------------------------------------------------
 
 STATES = int(os.environ.get("DCP_S3_TEST_STATES", "9"))
 _SECONDS = 20

@@ -64,17 +64,6 @@ def test_what_is_frozen_is_sent_once(root: str, bucket: str, s3: Any, tmp_path: 
             s3.delete_object(Bucket=bucket, Key=each["Key"])
 
 
-@pytest.mark.servers("memory")
-def test_bytes_that_cross_the_link_are_those_that_changed(root: str, memory_server: Any) -> None:
-    save(f"{root}/step-1", make_state(1))
-    for step in (2, 3):
-        memory_server.handle.reset_counters()
-        save(f"{root}/step-{step}", make_state(step))
-        counters = memory_server.handle.counters
-        assert counters.bytes_in < 100_000, counters
-        assert "UploadPart" not in counters.requests
-
-
 @pytest.mark.servers("memory", "moto", "rgw")  # rclone copies no parts
 def test_overwriting_a_checkpoint_copies_from_the_one_that_it_replaces(root: str, bucket: str, s3: Any) -> None:
     for step in (1, 2, 3):
@@ -212,24 +201,6 @@ def test_each_rank_copies_what_it_has_saved(root: str, memory_server: Any, how: 
         assert verify(f"{root}/step-{step}", full=True).ok
 
 
-def _restart_resharded(root: str, ranks: int) -> None:
-    state = _sharded(ranks)
-    writer = S3StorageWriter(f"{root}/step-{ranks}", incremental=True)
-    dcp.save({name: state[name] for name in ("w", "adapter", "of_0") if name in state}, storage_writer=writer)
-
-
-@pytest.mark.servers("memory")
-def test_after_a_resharded_restart_all_is_sent(root: str, memory_server: Any) -> None:
-    run_ranks(2, _restart_resharded, root, 2)
-    memory_server.handle.reset_counters()
-    run_ranks(1, _restart_resharded, root, 1)
-    assert not {"CopyObject", "UploadPartCopy"} & set(memory_server.handle.counters.requests)
-    assert_loads(f"{root}/step-1", {"w": torch.arange(8 * MIB, dtype=torch.float32).reshape(8, MIB)})
-
-
-# --- spilling ---------------------------------------------------------------------------------------------------
-
-
 def test_where_s3_is_down_nothing_is_copied_and_all_is_spilled(
     draining: Spill,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -261,9 +232,6 @@ def test_local_durability_copies_nothing(draining: Spill) -> None:  # noqa: F811
     for step in (1, 2):
         written = save(draining.url(str(step)), make_state(step), settings={"durability": "local"})
         assert (written.copied_bytes, written.spilled_bytes) == (0, written.bytes)
-
-
-# --- stores without copies -----------------------------------------------------------------------------------------
 
 
 def test_a_bucket_of_s3_express_gets_all_bytes(draining: Spill) -> None:  # noqa: F811

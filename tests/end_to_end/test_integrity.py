@@ -30,18 +30,15 @@ from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter, errors, 
 from dcp_s3.format.blocks import get_crc, get_raw_offset
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.memory import crc64nvme, crc_hex
+from tests.end_to_end import loads
 from tests.end_to_end.states import assert_same, blank, every_kind, random_tensor
 from tests.flipping import flip_in_flight
+from tests.offline import conftest as offline
 from tests.ranks import run_ranks
 from tests.servers import NAMES
 
 pytestmark = pytest.mark.servers("memory")
-TENSORS = ["large", "medium", "small.w7"]
-ITEMS = [*TENSORS, "objects.text"]
-
-
-# Few attempts: what is cut short at rest stays so, and each attempt waits longer than the one before.
-SETTINGS = {"part_size": "5MiB", "retry_attempts": 2}
+ITEMS = ["large", "medium", "small.w7", "objects.text"]
 
 
 def make_state() -> dict[str, Any]:
@@ -54,88 +51,42 @@ def make_state() -> dict[str, Any]:
     }
 
 
-class Saved:
-    """A checkpoint whose stored bytes can be changed behind dcp_s3's back."""
+class Saved(offline.Saved):
+    """It is in one object, and can be loaded."""
 
-    def __init__(self, s3: Any, bucket: str, root: str, *, state: Any = None, **settings: Any) -> None:
-        self._s3, self._bucket, self.url = s3, bucket, root
-        self._prefix = root.removeprefix(f"s3://{bucket}/")
+    def __init__(self, s3: Any, root: str, *, state: Any = None, **settings: Any) -> None:
+        super().__init__(s3, root)
         self.state = make_state() if state is None else state
-        writer = S3StorageWriter(root, max_objects=1, settings={**SETTINGS, **settings})
-        self.metadata: Metadata = dcp.save(self.state, storage_writer=writer)
-
-    def info(self, fqn: str) -> Any:
-        (found,) = (info for index, info in self.metadata.storage_data.items() if index.fqn == fqn)
-        return found
+        self.save(self.state, writer={"max_objects": 1}, **settings)
 
     def covered(self, fqn: str) -> tuple[int, int]:
         """First byte and length, in the object, of what the checksum of an item covers."""
         info = self.info(fqn)
         if not get_raw_offset(info):
             return info.offset, info.length
-        entry = self.metadata.state_dict_metadata[fqn]
+        entry: Any = self.metadata.state_dict_metadata[fqn]
         return info.offset + get_raw_offset(info), entry.size.numel() * entry.properties.dtype.itemsize
 
-    def get(self, path: str) -> bytes:
-        return bytes(self._s3.get_object(Bucket=self._bucket, Key=f"{self._prefix}/{path}")["Body"].read())
-
-    def put(self, path: str, data: bytes) -> None:
-        self._s3.put_object(Bucket=self._bucket, Key=f"{self._prefix}/{path}", Body=data)
-
-    def delete(self, path: str) -> None:
-        self._s3.delete_object(Bucket=self._bucket, Key=f"{self._prefix}/{path}")
-
-    def flip(self, path: str, *positions: int) -> bytes:
-        """Change one bit at each position; returns the object's new content."""
-        data = bytearray(self.get(path))
-        for position in positions:
-            data[position] ^= 0x10
-        self.put(path, bytes(data))
-        return bytes(data)
-
-    def change_metadata(self, change: Callable[[Metadata], None]) -> errors.DcpS3Error:
-        """What a load fails with if the metadata is changed so; it is put back."""
+    def failure_after(self, change: Callable[[Metadata], None]) -> errors.DcpS3Error:
         original = self.get(".metadata")
-        metadata = pickle.loads(original)
-        change(metadata)
-        self.put(".metadata", pickle.dumps(metadata))
+        self.change_metadata(change)
         error = self.failure_of_load()
-        self.put(".metadata", original)
+        self.put(".metadata", original, {})
         return error
 
-    def load(self, state: Any = None, **settings: Any) -> Any:
-        state = blank(self.state) if state is None else state
-        dcp.load(state, storage_reader=S3StorageReader(self.url, settings={**SETTINGS, **settings}))
-        return state
+    def load(self, state: Any = None) -> Any:
+        return loads.load(blank(self.state) if state is None else state, self.url, settings=offline.SETTINGS)
 
     def failure_of_load(self, state: Any = None) -> errors.DcpS3Error:
-        with pytest.raises(CheckpointException) as failure:
-            self.load(state)
-        ((error, _),) = failure.value.failures.values()
-        assert isinstance(error, errors.CheckpointError), repr(error)
+        error: errors.DcpS3Error = loads.failure(lambda: self.load(state), errors.CheckpointError)
         assert error.url == self.url
         assert self.url in str(error)
         return error
 
 
 @pytest.fixture
-def saved(s3: Any, bucket: str, root: str) -> Saved:
-    """A checkpoint in one object."""
-    return Saved(s3, bucket, root)
-
-
-def assert_found(saved: Saved, fqn: str, data: bytes) -> None:
-    """A load fails, and says which bytes of an object, now ``data``, are damaged, what they should be and are."""
-    info, (start, length) = saved.info(fqn), saved.covered(fqn)
-    error = saved.failure_of_load()
-    assert isinstance(error, errors.CorruptCheckpointError)
-    message = str(error)
-    assert repr(fqn) in message
-    assert f"bytes {start} to {start + length - 1} of {info.relative_path}" in message
-    found, expected = crc64nvme(data[start : start + length]), get_crc(info)
-    assert expected is not None
-    assert found != expected
-    assert f"CRC-64/NVME {crc_hex(found)}, recorded was {crc_hex(expected)}" in message
+def saved(s3: Any, root: str) -> Saved:
+    return Saved(s3, root)
 
 
 def assert_corrupt(saved: Saved, said: str = "") -> None:
@@ -150,8 +101,14 @@ def assert_corrupt(saved: Saved, said: str = "") -> None:
 @pytest.mark.parametrize("fqn", ITEMS)
 @pytest.mark.parametrize("place", [0, 0.5, 1])
 def test_a_flipped_bit_in_an_item(saved: Saved, fqn: str, place: float) -> None:
-    start, length = saved.covered(fqn)
-    assert_found(saved, fqn, saved.flip(saved.info(fqn).relative_path, start + int(place * (length - 1))))
+    info, (start, length) = saved.info(fqn), saved.covered(fqn)
+    saved.flip(info.relative_path, start + int(place * (length - 1)))
+    message = str(saved.failure_of_load())
+    assert repr(fqn) in message
+    assert f"bytes {start} to {start + length - 1} of {info.relative_path}" in message
+    found, expected = crc64nvme(saved.get(info.relative_path)[start : start + length]), get_crc(info)
+    assert expected is not None
+    assert f"CRC-64/NVME {crc_hex(found)}, recorded was {crc_hex(expected)}" in message
 
 
 def test_a_flipped_bit_that_is_loaded_into_other_memory_or_not_at_all(memory_server: Any, saved: Saved) -> None:
@@ -179,11 +136,7 @@ def test_a_truncated_object_and_one_that_is_gone(saved: Saved) -> None:
     assert_corrupt(saved, f"its object {path} does not exist")
 
 
-# --- in flight ------------------------------------------------------------------------------------------
-
-
 def stored_bytes(saved: Saved, fqn: str) -> bytes:
-    """A few bytes in the middle of the item that are nowhere else."""
     if fqn == "objects.text":
         return b"something"
     start, length = saved.covered(fqn)
@@ -211,21 +164,17 @@ def test_damage_in_flight_is_repaired_once(
     assert len(seen) == 2
 
 
-# --- without checksums ----------------------------------------------------------------------------------
-
-
-def test_checksums_are_recorded_for_every_item(s3: Any, bucket: str, root: str) -> None:
+def test_checksums_are_recorded_for_every_item(s3: Any, root: str) -> None:
     """Strided, conjugated, of every dtype: what is written without a checksum would be loaded unverified."""
-    saved = Saved(s3, bucket, root, state={**make_state(), **every_kind()})
+    saved = Saved(s3, root, state={**make_state(), **every_kind()})
     assert saved.metadata.storage_data
     for index, info in saved.metadata.storage_data.items():
         start, length = saved.covered(index.fqn)
         assert get_crc(info) == crc64nvme(saved.get(info.relative_path)[start : start + length]), index
 
 
-def test_damage_without_checksums_is_found_by_lengths_and_by_unpickling(s3: Any, bucket: str, root: str) -> None:
-    """What other writers wrote has no checksums either."""
-    saved = Saved(s3, bucket, root, checksum="none")
+def test_damage_without_checksums_is_found_by_lengths_and_by_unpickling(s3: Any, root: str) -> None:
+    saved = Saved(s3, root, checksum="none")
     info = saved.info("objects.text")
     data = saved.get(info.relative_path)
     saved.put(info.relative_path, data[: info.offset] + bytes(info.length) + data[info.offset + info.length :])
@@ -258,7 +207,7 @@ def test_tampered_storage_data(saved: Saved, fqns: list[str], field: str, values
             (info,) = (info for index, info in metadata.storage_data.items() if index.fqn == fqn)
             vars(info)[field] = value
 
-        assert isinstance(saved.change_metadata(change), errors.CorruptCheckpointError)
+        assert isinstance(saved.failure_after(change), errors.CorruptCheckpointError)
 
 
 def test_storage_data_that_is_missing(saved: Saved) -> None:
@@ -266,7 +215,7 @@ def test_storage_data_that_is_missing(saved: Saved) -> None:
         metadata.storage_data = {i: info for i, info in metadata.storage_data.items() if i.fqn != "medium"}
 
     for change in (drop, lambda metadata: setattr(metadata, "storage_data", None)):
-        assert isinstance(saved.change_metadata(change), errors.CorruptCheckpointError)
+        assert isinstance(saved.failure_after(change), errors.CorruptCheckpointError)
 
 
 _ALL = "DCP_S3_TEST_FLIPS" in os.environ

@@ -22,12 +22,11 @@ from tests.servers import S3Server
 
 PART_SIZE = 5 * 2**20
 SETTINGS = {"part_size": PART_SIZE}
-CLIENTS = ["fsspec", "s3torchconnector"]
 
 
-def run_foreign(server: S3Server, fn: Any, *args: Any, ranks: int = 1) -> Any:
-    """`fn` on ranks that cannot import dcp_s3; the other clients know the endpoint by AWS's own variable."""
-    return run_ranks(ranks, fn, *args, env={"AWS_ENDPOINT_URL": server.endpoint_url}, forget="dcp_s3")[0]
+def run_foreign(server: S3Server, fn: Any, *args: Any) -> Any:
+    """`fn` on a rank that cannot import dcp_s3; the other clients know the endpoint by AWS's own variable."""
+    return run_ranks(1, fn, *args, env={"AWS_ENDPOINT_URL": server.endpoint_url}, forget="dcp_s3")[0]
 
 
 def save(url: str, *, max_objects: int = 3, **settings: Any) -> None:
@@ -42,7 +41,6 @@ def check_load(url: str) -> None:
 
 
 def download(s3: Any, bucket: str, prefix: str, directory: Path) -> Path:
-    """Every object below ``prefix``, with boto3 alone."""
     for found in s3.list_objects_v2(Bucket=bucket, Prefix=prefix + "/")["Contents"]:
         path = directory / found["Key"].removeprefix(prefix + "/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,13 +49,9 @@ def download(s3: Any, bucket: str, prefix: str, directory: Path) -> Path:
 
 
 def upload(s3: Any, bucket: str, prefix: str, directory: Path) -> None:
-    """Every file of ``directory``, with boto3 alone."""
     for path in sorted(directory.rglob("*")):
         if path.is_file():
             s3.upload_file(str(path), bucket, f"{prefix}/{path.relative_to(directory)}")
-
-
-# --- from this library ----------------------------------------------------------------------------------
 
 
 def test_torch_reads_a_downloaded_checkpoint(server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path) -> None:
@@ -86,24 +80,6 @@ def test_other_s3_clients_read_a_checkpoint_in_place(
     run_foreign(server, foreign.read, client, root)
 
 
-def _save_sharded(url: str, placement: str) -> None:
-    state = foreign.sharded_state(foreign.PLACEMENTS[placement])
-    dcp.save(state, storage_writer=S3StorageWriter(url, max_objects=3, settings=SETTINGS))
-
-
-def test_torch_reshards_what_several_ranks_saved(
-    memory_server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path
-) -> None:
-    run_ranks(2, _save_sharded, root, "rows")
-    directory = download(s3, bucket, "run", tmp_path)
-    run_foreign(memory_server, foreign.read_sharded, "filesystem", str(directory), "columns", ranks=3)
-    run_foreign(memory_server, foreign.read_sharded, "filesystem", str(directory), "replicated", ranks=2)
-    run_foreign(memory_server, foreign.read_sharded, "s3torchconnector", root, "columns", ranks=2)
-
-
-# --- to this library ------------------------------------------------------------------------------------
-
-
 def test_reads_what_torch_wrote_and_boto3_uploaded(
     server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path
 ) -> None:
@@ -116,32 +92,10 @@ def test_reads_what_torch_wrote_and_boto3_uploaded(
 # s3torchconnector cannot write to the others: rclone answers CreateMultipartUpload with <InitiateMultipartUpload> where
 # the Common Runtime insists on S3's <InitiateMultipartUploadResult>; RGW 16.2's answer to Complete has no ETag.
 @pytest.mark.servers("memory", "moto", "external")
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", ["fsspec", "s3torchconnector"])
 def test_reads_what_other_clients_wrote(server: S3Server, root: str, client: str) -> None:
     run_foreign(server, foreign.write, client, root, {"thread_count": 2})
     check_load(root)
-
-
-def _load_sharded(url: str, placement: str) -> None:
-    found = foreign.sharded_state(foreign.PLACEMENTS[placement], empty=True)
-    dcp.load(found, storage_reader=S3StorageReader(url, settings=SETTINGS))
-    foreign.assert_same_shards(found, foreign.sharded_state(foreign.PLACEMENTS[placement]))
-
-
-@pytest.mark.parametrize("client", ["filesystem", *CLIENTS])
-def test_reshards_what_several_ranks_wrote_with_another_client(
-    memory_server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path, client: str
-) -> None:
-    place = str(tmp_path) if client == "filesystem" else root
-    run_foreign(memory_server, foreign.write_sharded, client, place, "rows", ranks=2)
-    if client == "filesystem":
-        upload(s3, bucket, "run", tmp_path)
-    expected = foreign.whole_sharded_state()
-    found = blank(expected)
-    dcp.load(found, storage_reader=S3StorageReader(root, settings=SETTINGS))
-    assert_same(found, expected)
-    if client == "filesystem":
-        run_ranks(2, _load_sharded, root, "columns")
 
 
 # --- stream extensions ---------------------------------------------------------------------------------
@@ -186,7 +140,6 @@ class _XorWriter(io.BytesIO):
 
 
 def registry() -> ExtensionRegistry:
-    """torch's own extensions and ours."""
     found = ExtensionRegistry()
     found.register(Xor)
     return found
@@ -203,8 +156,6 @@ def load_through(state: Any, url: str, extension_registry: ExtensionRegistry | N
 
 @pytest.fixture
 def save_through(s3: Any, bucket: str, root: str, tmp_path: Path) -> Callable[..., str]:
-    """Saves a state by torch, through extensions, and uploads that; returns its URL."""
-
     def save(state: Any, extensions: Sequence[StreamTransformExtension]) -> str:
         writer = dcp.FileSystemWriter(tmp_path / "torch", sync_files=False, _extensions=extensions)
         dcp.save(state, storage_writer=writer)

@@ -32,7 +32,7 @@ from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter, read_ten
 from dcp_s3.format.metadata import load_metadata
 from tests.collectives import counted
 from tests.end_to_end import foreign
-from tests.end_to_end.states import assert_same, every_kind, sharded_tensors
+from tests.end_to_end.states import assert_same, bits, every_kind, sharded_tensors
 from tests.end_to_end.test_interchange import download, run_foreign
 from tests.ranks import run_ranks
 from tests.servers import S3Server
@@ -74,12 +74,7 @@ class _Uneven(nn.Module):
 
 
 class Job:
-    """A model and its optimizer on a mesh. All ranks make it; those outside of the mesh have no state.
-
-    Args:
-        mesh: where the model lies.
-        alone: each rank has a plain model of its own, and torch.distributed is not needed.
-    """
+    """A model and its optimizer on a mesh, whose ranks alone have a state; or one on each rank ``alone``."""
 
     def __init__(self, mesh: Mesh, alone: bool = False) -> None:
         self.mesh = mesh
@@ -111,14 +106,12 @@ class Job:
 
 
 def tensors(state: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor, by its name."""
     for name, value in flatten_state_dict(state)[0].items():
         if isinstance(value, torch.Tensor):
             yield name, value
 
 
 def expected_part(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank must have of a tensor."""
     whole = full(name, tensor)
     if not isinstance(tensor, DTensor):
         return whole
@@ -127,7 +120,6 @@ def expected_part(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor."""
     seed = zlib.crc32(name.encode())
     if not tensor.dtype.is_floating_point:
         return torch.full(tensor.shape, seed % 1000, dtype=tensor.dtype)
@@ -135,13 +127,11 @@ def full(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 @torch.no_grad()
 def fill(state: dict[str, Any]) -> None:
-    """Give each tensor what it is expected to be."""
     for name, tensor in tensors(state):
         if local(tensor).numel():
             local(tensor).copy_(expected_part(name, tensor))
@@ -149,27 +139,20 @@ def fill(state: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def spoil(state: dict[str, Any]) -> None:
-    """Give each tensor what it is not."""
     for _, tensor in tensors(state):
         local(tensor).fill_(-7)
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor: equal NaNs are equal."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
 def assert_loaded(state: dict[str, Any], mesh: Mesh, what: str) -> None:
-    """Each tensor is as expected, on this rank and in full."""
     for name, tensor in tensors(state):
         found, expected = local(tensor), expected_part(name, tensor)
         # FSDP2's empty shard of a tensor that is split along columns has no rows either.
         assert found.shape == expected.shape or found.numel() == expected.numel() == 0, f"{what}: {name}"
-        assert torch.equal(bits(found), bits(expected)), f"{what}: {name}"
+        assert bits(found) == bits(expected), f"{what}: {name}"
     for name, tensor in tensors({"model": state["model"]}):
         if not isinstance(tensor, DTensor) or (mesh == COLUMNS and name == "model.second.weight"):
             continue
-        assert torch.equal(bits(tensor.full_tensor().detach()), bits(full(name, tensor))), f"{what}: {name}, in full"
+        assert bits(tensor.full_tensor().detach()) == bits(full(name, tensor)), f"{what}: {name}, in full"
 
 
 SAVING = (Mesh("tp", (2, 2)), COLUMNS, Mesh("tp", (4, 1)), Mesh("hsdp", (2, 2)))
@@ -178,7 +161,6 @@ FLATTENED = (False, True)
 
 
 def _save_and_load(root: str, saving: Mesh) -> list[str]:
-    """Saves, and loads on every mesh. Returns the loads that gave every bit back."""
     jobs = {mesh: Job(mesh) for mesh in LOADING}
     # What makes this mesh: the shards of a rank are not neighbours.
     placements = str(jobs[SAVING[0]].model.first.weight.placements)
@@ -228,12 +210,10 @@ WAYS = ("together", "alone", "managed")
 
 
 def rank() -> int:
-    """This process, with or without a process group."""
     return int(os.environ["RANK"])
 
 
 def make_state(mesh: Mesh) -> dict[str, Any]:
-    """This rank's state, with what all ranks have, and what only this one has."""
     replica, place = divmod(rank(), mesh.shape[1])
     state: dict[str, Any] = {
         "epoch": 3,
@@ -263,7 +243,6 @@ def make_state(mesh: Mesh) -> dict[str, Any]:
 
 
 def replicas_on(mesh: Mesh) -> Callable[[str], Sequence[int]] | None:
-    """Who holds the same, where that has to be said."""
     places = mesh.shape[1]
     everyone = range(mesh.ranks)
 
@@ -281,7 +260,6 @@ def replicas_on(mesh: Mesh) -> Callable[[str], Sequence[int]] | None:
 
 
 def save_in(ways: Sequence[str], mesh: Mesh, root: str) -> dict[str, tuple[list[str], int]]:
-    """Save the state in each way. Returns the collectives of each: what was called, and what the group counted."""
     state, replicas = make_state(mesh), replicas_on(mesh)
     called = {}
     for way in ways:
@@ -298,7 +276,6 @@ def save_in(ways: Sequence[str], mesh: Mesh, root: str) -> dict[str, tuple[list[
 
 
 def url_of(root: str, way: str) -> str:
-    """URL of the checkpoint that was saved in that way."""
     return f"{root}/managed/step-00000001" if way == "managed" else f"{root}/{way}"
 
 
@@ -324,7 +301,6 @@ def look(server: S3Server, bucket: str, url: str) -> tuple[Any, ...]:
 
 
 def _check(server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path) -> None:
-    """Each way stored the same, which is what the names say, for torch and for us."""
     urls = {way: url_of(root, way) for way in WAYS}
     reference = look(server, bucket, urls["together"])
     for way, url in urls.items():
@@ -338,7 +314,7 @@ def _check(server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path) ->
         assert_same(state, read["together"], way)
     for name, value in read["together"].items():
         if isinstance(value, torch.Tensor) and not name.startswith("kinds."):
-            assert torch.equal(bits(value), bits(full(name, value))), name
+            assert bits(value) == bits(full(name, value)), name
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,7 @@ from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.collectives import counted
-from tests.end_to_end.states import (
-    assert_same,
-    distribute,
-    failures_by_rank,
-    random_values,
-    rank_of,
-)  # fmt: skip
+from tests.end_to_end.states import assert_same, distribute, failures_by_rank, random_values, rank_of
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.ranks import run_ranks
 from tests.retention.making import committing_alone
@@ -61,13 +55,11 @@ def _state(seed: int) -> dict[str, Any]:
 
 
 def _save(*, alone: bool, **options: Any) -> None:
-    """Without collectives: merged into one checkpoint, or alone."""
     with committing_alone() if alone else contextlib.nullcontext():
         dcp.save(_state(10), storage_writer=S3StorageWriter(URL, **options), use_collectives=False)
 
 
 def _load(**options: Any) -> int:
-    """Returns the number of collectives."""
     state = _state(-1)
     with counted() as found:
         dcp.load(state, storage_reader=S3StorageReader(URL), **options)

@@ -40,8 +40,6 @@ def _nothing_ran_and_no_class_was_changed() -> Iterator[None]:
     assert not hostile.was_tripped()
 
 
-# --- what the allowed globals do ------------------------------------------------------------------------
-
 _ARGUMENTS = {
     "none": b")",
     "None": b"N\x85",
@@ -72,7 +70,6 @@ _STATES = {
 
 @pytest.mark.parametrize(("module", "qualified"), [*METADATA, *PLAIN])
 def test_what_is_allowed_is_harmless(module: str, qualified: str) -> None:
-    """Called, made, given state, appended to, with odd arguments: data, or our error."""
     found = name(module, qualified)
     cases = [found + arguments + opcode for arguments in _ARGUMENTS.values() for opcode in (b"R", b"\x81")]
     cases += [made + state + b"b" for state in _STATES.values() for made in (found, found + b")\x81", found + b")R")]
@@ -80,14 +77,8 @@ def test_what_is_allowed_is_harmless(module: str, qualified: str) -> None:
         cases += [
             found + arguments + b"Rq\x01" + use for use in (b"h\x01a", b"K\x01K\x02s", b"(K\x01K\x02e", b"(K\x01\x90")
         ]
-    cases += [
-        found,
-        b"]" + found + b"a",
-        b"}" + found + b"K\x01s",
-        found + b"Q",
-        found + b"K\x01a",
-        found + b"K\x01K\x02s",
-    ]
+    cases += [found, b"]" + found + b"a", b"}" + found + b"K\x01s"]
+    cases += [found + use for use in (b"Q", b"K\x01a", b"K\x01K\x02s")]
     refused = 0
     for opcodes in cases:
         for data in (metadata_with(opcodes), stream(opcodes)):
@@ -98,7 +89,6 @@ def test_what_is_allowed_is_harmless(module: str, qualified: str) -> None:
             else:
                 assert repr(pickle.loads(pickle.dumps(loaded))) == repr(loaded), "what is loaded is plain data"
     assert refused > len(cases)
-    assert not hostile.was_tripped()
 
 
 @pytest.mark.parametrize(
@@ -111,11 +101,8 @@ def test_what_is_allowed_is_harmless(module: str, qualified: str) -> None:
         text("tests.hostile") + text("trip") + b"\x93)R",
         text("torch") + text("nn.functional.torch.load") + b"\x93)R",
         name("builtins", "getattr") + name("builtins", "list") + text("__class__") + b"\x86R",
-        name("builtins", "eval"),
         call("builtins", "__import__", text("os")),
         call("subprocess", "Popen", text("true")),
-        name("os", "system"),
-        name("torch", "_dynamo"),
         name("torch.serialization", "load"),
         name("torch.distributed.checkpoint.metadata", "os.system"),
         name("torch._utils", "sys.modules"),
@@ -131,7 +118,6 @@ def test_no_other_global(opcodes: bytes) -> None:
         if opcodes == call("tests.hostile", "trip"):
             assert isinstance(refused.value, UnsafeMetadataError)
             assert "names the global tests.hostile.trip" in str(refused.value)
-    assert not hostile.was_tripped()
 
 
 # --- fields ---------------------------------------------------------------------------------------------
@@ -245,8 +231,6 @@ def test_impossible_ranges_and_paths_out_of_the_checkpoint() -> None:
         with pytest.raises(error, match="'w'"):
             decode_metadata(pickle.dumps(metadata))
 
-
-# --- fuzzing --------------------------------------------------------------------------------------------
 
 _VALID = [pickle.dumps(make_metadata(), protocol) for protocol in (2, 4)]
 _SNIPPETS = [

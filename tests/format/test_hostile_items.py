@@ -8,7 +8,6 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from hypothesis import strategies as st
 from dcp_s3 import errors
 from dcp_s3.format.safe_items import check_item
 from tests import hostile
+from tests.format.test_hostile import _nothing_ran_and_no_class_was_changed  # noqa: F401 - a fixture
 from tests.format.test_items import VALUES, same
 from tests.hostile import (
     HOSTILE,
@@ -47,14 +47,6 @@ HARMLESS = {
     "tuples that double", "a dict that contains itself", "a list that contains itself", "10,000 lists", "10,000 tuples",
     "10,000 dicts", "a range of 10**12",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _nothing_ran_and_no_class_was_changed() -> Iterator[None]:
-    before = hostile.classes()
-    yield
-    assert hostile.classes() == before
-    assert not hostile.was_tripped()
 
 
 @pytest.mark.timeout(180)
@@ -85,14 +77,10 @@ def test_bombs_are_our_errors() -> None:
         stream(call("tests.hostile", "trip")),
         stream(name("tests.hostile", "trip")),
         stream(call("os", "system", text("true"))),
-        stream(call("builtins", "eval", text("1"))),
         stream(name("torch", "Tensor") + plain((None, {"x": 1})) + b"b"),
-        stream(call("torch", "Size", plain((1, 2))) + plain({"x": 1}) + b"b"),
         stream(b"]" + plain((None, {"append": 1})) + b"b"),
         stream(name("collections", "OrderedDict") + b"K\x01K\x02s"),
         stream(text("x") + b")R"),
-        stream(call("collections", "OrderedDict") + b")R"),
-        stream(b"K\x01)\x81"),
         stream(call("torch._utils", "_rebuild_parameter", b"K\x01", b"\x88", b"}")),
         stream(b"(" + text("module") + b"K\x01K\x02K\x03K\x04tQ"),
         stream(text("id") + b"Q"),
@@ -100,7 +88,6 @@ def test_bombs_are_our_errors() -> None:
         stream(b"(" + text("x") + b"itests.hostile\ntrip\n"),
         stream(text("tests.hostile") + text("trip") + b"\x93)R"),
         stream(b"\x82\x01"),
-        stream(b"K\x01a"),
         stream(b"K\x01K\x02s"),
         stream(b""),
         b"",
@@ -115,7 +102,6 @@ def test_what_torch_refuses_is_refused(pickled: bytes) -> None:
     assert refused.value.fqn == "x"
     with pytest.raises(errors.CorruptCheckpointError):
         decode_tensor(data)
-    assert not hostile.was_tripped()
 
 
 @pytest.mark.filterwarnings("ignore:.*TorchScript archive.*:UserWarning", "ignore:Detected pickle protocol:UserWarning")
@@ -155,8 +141,6 @@ def test_python_2_s_names_are_not_imported() -> None:
                 decode_item(data)
 
 
-# --- fuzzing --------------------------------------------------------------------------------------------
-
 _ITEMS = [save({"a": [1, (2.5, {"x"})], "t": torch.ones(2, 2), "s": torch.Size([1]), "b": b"x"})]
 _TENSORS = [save(torch.arange(4.0).reshape(2, 2))]
 _SNIPPETS = [
@@ -167,19 +151,13 @@ _SNIPPETS = [
 ]  # fmt: skip
 
 
-def _pickle_of(data: bytes) -> tuple[int, int]:
-    """Where the pickle of an archive of torch.save lies."""
-    start = data.index(b"\x80\x02")
-    return start, data.index(b"PK", start)
-
-
 @st.composite
 def mutated_items(draw: st.DrawFn, items: list[bytes], snippets: list[bytes]) -> bytes:
-    """Items with changes in them, of which many are still archives."""
     data = draw(st.sampled_from(items))
     if data.startswith(b"PK") and draw(st.booleans()):
         # An archive around a changed pickle: what is changed in place seldom stays an archive.
-        start, end = _pickle_of(data)
+        start = data.index(b"\x80\x02")
+        end = data.index(b"PK", start)
         return archive(draw(mutated(data[start:end], snippets)), ("data/0", bytes(16)))
     return draw(mutated(data, snippets))
 
@@ -205,9 +183,6 @@ def test_mutated_tensors(data: bytes) -> None:
     assert not hostile.was_tripped()
 
 
-# --- values of numpy and of the standard library --------------------------------------------------------
-
-
 def test_what_the_user_has_not_allowed_is_not_called() -> None:
     trip = call("tests.hostile", "trip")
     for opcodes in (
@@ -217,7 +192,6 @@ def test_what_the_user_has_not_allowed_is_not_called() -> None:
     ):
         with pytest.raises(errors.UnsafeItemError, match="trip"):
             decode_item(archive(stream(opcodes)))
-    assert not hostile.was_tripped()
 
 
 _BEGIN = call("datetime", "timedelta", b"K\x01", b"K\x02", b"K\x03")

@@ -64,7 +64,6 @@ def test_every_name_that_is_made_is_told_for_what_it_is(made: tuple[str, Kind]) 
 
 
 def _make(kind: Kind) -> str | None:
-    """The name that is made for a kind; None for those that nothing here makes."""
     if kind.what is What.DATA and kind.rank is not None and kind.number is not None and kind.nonce:
         name = layout.data_object(kind.rank, kind.number, kind.nonce)
         return layout.spread(name, kind.spread) if kind.spread else name
@@ -109,12 +108,10 @@ def test_nothing_else_is_told_for_it(made: tuple[str, Kind], edits: list[tuple[i
         (".dcp_s3/claim.json.1", Kind(What.CONTROL)),
         (".dcp_s3/board-ab-queue", Kind(What.BOARD)),
         (".dcp_s3/board-ab/../x", Kind(What.OTHER)),
-        ("run/.dcp_s3/board-ab-queue", Kind(What.OTHER)),
         ("run/.dcp_s3/claim.json", Kind(What.NESTED, below="run")),
         (".dcp_s3/lease-ab.1234567890", Kind(What.CONTROL)),
         ("step-1/.metadata", Kind(What.NESTED, below="step-1")),
         ("5/__0.metadata", Kind(What.NESTED, below="5")),
-        ("5/.dcp_s3/pin", Kind(What.NESTED, below="5")),
         ("6/__0_0-ab.distcp", Kind(What.NESTED_DATA, 0, below="6")),
         ("a/b/.metadata", Kind(What.OTHER)),
         ("a/b/__0_0.distcp", Kind(What.NESTED_DATA, below="a")),
@@ -122,7 +119,6 @@ def test_nothing_else_is_told_for_it(made: tuple[str, Kind], edits: list[tuple[i
         (".dcp_s3/../x", Kind(What.OTHER)),
         ("__00.metadata", Kind(What.OTHER)),
         ("__٣.metadata", Kind(What.OTHER)),
-        ("notes.metadata", Kind(What.OTHER)),
         ("model.pt", Kind(What.OTHER)),
         ("", Kind(What.OTHER)),
         ("/" * 1024, Kind(What.OTHER)),
@@ -152,9 +148,6 @@ def test_step_of_a_name() -> None:
     assert {name: layout.step_of(name) for name in STEPS} == STEPS
 
 
-# --- the manifest ----------------------------------------------------------------------------------------
-
-
 MANIFEST = Manifest(
     save_id="ab12",
     created_at=1e9,
@@ -164,14 +157,6 @@ MANIFEST = Manifest(
     items=3,
     metrics={"val_loss": 1.5},
 )
-
-
-def test_round_trip() -> None:
-    assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST
-    assert json.loads(MANIFEST.to_json())["total_size"] == MANIFEST.total_size == 15
-
-
-# --- extra -----------------------------------------------------------------------------------------------
 
 
 _VALUES = st.recursive(
@@ -212,6 +197,7 @@ def test_what_json_does_not_have_or_what_is_large_is_refused(extra: Any, message
 
 def test_manifests_without_it_and_with_later_fields_are_read() -> None:
     fields = json.loads(MANIFEST.to_json())
+    assert fields["total_size"] == MANIFEST.total_size == 15
     del fields["extra"]
     assert Manifest.from_json(json.dumps({**fields, "later": [1]}).encode()) == MANIFEST
 

@@ -150,32 +150,19 @@ def test_what_is_cut_off_or_something_else_is_damage_of_the_checkpoint_named(cha
         load_metadata(change(dump_metadata(make_metadata())), url=URL)
 
 
-def test_a_flipped_bit_is_found_by_the_seal() -> None:
-    data = dump_metadata(make_metadata())
-    for position in range(len(data)):
-        changed = data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :]
-        with pytest.raises(CorruptCheckpointError, match="step-1"):
-            load_metadata(changed, url=URL)
-
-
 # --- parts: what one rank wrote, on its way through the bucket --------------------------------------------
 
 
 @settings(max_examples=40)
 @given(parts(), st.data())
-def test_a_damaged_part_is_refused(part: Part, data: st.DataObject) -> None:
-    packed = bytearray(encode(part))
-    packed[data.draw(st.integers(0, len(packed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    with pytest.raises(ValueError, match="part"):
-        unpack(bytes(packed))
-
-
-@settings(max_examples=40)
-@given(parts(), st.data())
-def test_a_truncated_part_is_refused(part: Part, data: st.DataObject) -> None:
+def test_a_part_that_is_damaged_or_cut_off_is_refused(part: Part, data: st.DataObject) -> None:
     packed = encode(part)
-    with pytest.raises(ValueError, match="part"):
-        unpack(packed[: data.draw(st.integers(0, len(packed) - 1))])
+    place = data.draw(st.integers(0, len(packed) - 1))
+    damaged = bytearray(packed)
+    damaged[place] ^= 1 << data.draw(st.integers(0, 7))
+    for wrong in (bytes(damaged), packed[:place]):
+        with pytest.raises(ValueError, match="part"):
+            unpack(wrong)
 
 
 @given(st.binary(max_size=200))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import boto3
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from dcp_s3 import S3StorageReader
 from dcp_s3.load.fetch import LOAD_BUFFERS
+from dcp_s3.offline.copy import copy
 from tests.end_to_end.states import random_values
 from tests.faulty import BUCKET, FaultyServer, serve
 
@@ -39,7 +38,6 @@ class Recording(FaultyServer):
             self.gets.setdefault(run, []).append((request.key, int(last) - int(first) + 1))
 
     def fetched(self, run: str) -> int:
-        """Bytes of data objects."""
         return sum(size for key, size in self.gets[run] if key.endswith(".distcp"))
 
     def metadata_gets(self, run: str) -> int:
@@ -73,14 +71,8 @@ def load_into(url: str, state: dict[str, Any], **options: Any) -> dict[str, Any]
 def copy_checkpoint(source: str, *runs: str) -> None:
     """The checkpoint at ``source`` under other names, so that their requests can be told apart."""
     if dist.get_rank() == 0:
-        client = boto3.Session().client("s3", endpoint_url=os.environ["DCP_S3_ENDPOINT_URL"])
-        for found in client.list_objects_v2(Bucket=BUCKET, Prefix=f"{source}/")["Contents"]:
-            body = client.get_object(Bucket=BUCKET, Key=found["Key"])
-            data, metadata = body["Body"].read(), body["Metadata"]
-            for run in runs:
-                key = run + found["Key"].removeprefix(source)
-                client.put_object(Bucket=BUCKET, Key=key, Body=data, Metadata=metadata)
-        client.close()
+        for run in runs:
+            copy(f"{RUN}/{source}", f"{RUN}/{run}")
     dist.barrier()
 
 
@@ -89,7 +81,6 @@ def large_state(blank: bool) -> dict[str, Any]:
 
 
 def assert_large_loads(url: str) -> None:
-    """`large_state` is there, and the group is as good as new."""
     state = load_into(url, large_state(True))
     for name, value in large_state(False).items():
         assert torch.equal(state[name], value), name

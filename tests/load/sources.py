@@ -6,7 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from dcp_s3.limit import Deadline, Limit
+from dcp_s3.limit import Limit
 from dcp_s3.load.fetch import Fetcher
 from dcp_s3.memory import ReadTarget, targets_of
 from dcp_s3.settings import Settings
@@ -61,24 +61,15 @@ class _Objects(MemoryStore):
 
 
 class MemoryFetcher(Fetcher):
-    """Reads from ``objects``, by path, and remembers what was asked for.
-
-    Args:
-        objects: bytes by path.
-        damage: called with the path, the first byte, and the bytes that are about to be received; may change them.
-        deadline: of all reads.
-        settings: for the sizes of requests.
-    """
+    """Reads from ``objects``, by path, and remembers what was asked for; ``damage`` may change what is received."""
 
     def __init__(
         self,
         objects: Mapping[str, bytes],
         *,
         damage: Damage = lambda *_: None,
-        deadline: Deadline | None = None,
-        settings: Settings | None = None,
     ) -> None:
         store = _Objects(objects, damage)
-        super().__init__(store.within(Limit(deadline=deadline)), parse_url(URL), settings or Settings(), "test")
+        super().__init__(store, parse_url(URL), Settings(), "test")
         self.asked, self.distrusted = store.asked, store.distrusted
         """Path, first byte and length of each read; the paths that are to be read anew."""

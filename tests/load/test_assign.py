@@ -29,7 +29,7 @@ from dcp_s3.load.assign import Assignment, SharedPart, SharedPiece, plan_sharing
 from dcp_s3.load.exchange import Exchange
 from dcp_s3.load.messages import Offer, choose_group
 from dcp_s3.load.pieces import OwnedPiece, ReceivedPiece, SharedItems
-from dcp_s3.load.plan import Box, StoredChunk, box_of, find_section, find_stored
+from dcp_s3.load.plan import Box, find_stored
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.memory import crc64nvme
 from dcp_s3.torch_private import ReaderTransforms
@@ -44,8 +44,6 @@ DTYPES = [torch.uint8, torch.int16, torch.float32, torch.complex128]
 
 
 class Case(NamedTuple):
-    """A checkpoint and the boxes that each rank needs: (name, box) in order."""
-
     metadata: Metadata
     stored: bytes
     tensors: dict[str, torch.Tensor]
@@ -112,14 +110,6 @@ def plan(case: Case) -> list[Assignment] | None:
     return plan_sharing(case.metadata, case.plans, max_piece=PIECE, max_gap=0)
 
 
-def stored_of(case: Case, item: ReadItem) -> StoredChunk:
-    return find_stored(case.metadata, item.storage_index, item.type, URL)
-
-
-def whole(tensor: torch.Tensor) -> Box:
-    return Box((0,) * tensor.dim(), tuple(tensor.shape))
-
-
 # --- who fetches what --------------------------------------------------------------------------------
 
 
@@ -139,23 +129,6 @@ def test_every_byte_comes_from_one_place(case: Case, replicas: int) -> None:
         assert numbers == sorted(set(numbers))
         for piece in assignment.pieces:
             seen.setdefault(piece.number, {})[rank] = piece
-        shared = assignment.shared_items()
-        for number, item in enumerate(case.plans[rank]):
-            stored = stored_of(case, item)
-            box = box_of(item, stored)
-            parts = [part for piece in assignment.pieces for part in piece.parts if number in part.items]
-            sections = sorted(
-                find_section(stored.sizes, box, part.start // stored.dtype.itemsize, part.stop // stored.dtype.itemsize)
-                for part in parts
-            )
-            if number in shared:
-                position = 0
-                for section in sections:
-                    assert section[0] == position
-                    position = section[1]
-                assert position == box.numel
-            else:
-                assert not parts
     fetched: list[tuple[str, int, int]] = []
     for views in seen.values():
         (owner,) = {piece.owner for piece in views.values()}
@@ -165,7 +138,7 @@ def test_every_byte_comes_from_one_place(case: Case, replicas: int) -> None:
         assert not any(piece.peers for rank, piece in views.items() if rank != owner)
         for part in views[owner].parts:
             item = case.plans[owner][part.items[0]]
-            stored = stored_of(case, item)
+            stored = find_stored(case.metadata, item.storage_index, item.type, URL)
             assert part.start % BLOCK == 0
             assert part.stop % BLOCK == 0 or part.stop == stored.nbytes
             fetched.append((item.storage_index.fqn, part.start, part.stop))
@@ -324,9 +297,6 @@ def test_damage_between_ranks_is_found() -> None:
     ):
         exchange(case, [[torch.zeros(40)], [torch.zeros(40)]])
     assert caught.value.rank == 0
-
-
-# --- the exchange ---------------------------------------------------------------------------------------
 
 
 def _exchange(assignment: Assignment) -> Exchange:

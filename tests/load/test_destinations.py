@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, errors
 from dcp_s3.errors import MissingKeysError
@@ -29,13 +30,6 @@ def _named(prefix: str) -> list[str]:
     return [prefix + name for name in _LAYERS]
 
 
-def _failure(root: str, state: dict[str, Any], **arguments: Any) -> BaseException:
-    with pytest.raises(CheckpointException) as caught:
-        dcp.load(state, storage_reader=S3StorageReader(f"{root}/step-1", allow_dtype_cast=False), **arguments)
-    ((cause, _),) = caught.value.failures.values()
-    return cause
-
-
 @pytest.fixture
 def saved(root: str, memory_server: Any) -> str:
     state = {"train": {"model": {name: torch.ones(2, 3) for name in _LAYERS}}, "epoch": 3}
@@ -44,7 +38,9 @@ def saved(root: str, memory_server: Any) -> str:
 
 
 def test_all_missing_names_are_in_one_error(saved: str) -> None:
-    error = _failure(saved, {"model": {name: torch.zeros(2, 3) for name in _LAYERS}}, planner=S3LoadPlanner())
+    error = failure_of_load(
+        f"{saved}/step-1", {"model": {name: torch.zeros(2, 3) for name in _LAYERS}}, S3LoadPlanner()
+    )
     assert isinstance(error, errors.MissingKeysError)
     assert isinstance(error, (errors.EntryNotFoundError, RuntimeError))
     assert error.missing == _named("model.")
@@ -57,7 +53,7 @@ def test_all_missing_names_are_in_one_error(saved: str) -> None:
 
 def test_all_other_shapes_are_in_one_error(saved: str) -> None:
     state = {"train": {"model": {name: torch.zeros(3, 2) for name in _LAYERS}, "more": 1}}
-    error = _failure(saved, state, planner=S3LoadPlanner())
+    error = failure_of_load(f"{saved}/step-1", state, S3LoadPlanner())
     assert isinstance(error, errors.TensorMismatchError)
     assert len(error.shapes) == 24
     assert error.shapes[error.fqn] == ((2, 3), (3, 2))
@@ -73,7 +69,7 @@ def test_a_partial_load_may_lack_names_but_not_differ_in_shape(saved: str) -> No
     dcp.load({"new": torch.zeros(1)}, storage_reader=S3StorageReader(f"{saved}/step-1"), planner=partial)
     for other in (torch.zeros(1), 7):
         state = {"train": {"model": {_LAYERS[0]: other}}, "new": 1}
-        error = _failure(saved, state, planner=S3LoadPlanner(allow_partial_load=True))
+        error = failure_of_load(f"{saved}/step-1", state, S3LoadPlanner(allow_partial_load=True))
         assert isinstance(error, errors.TensorMismatchError)
         assert f"{saved}/step-1" in str(error)
         assert "not saved" not in str(error)
@@ -83,8 +79,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Casting complex values to real:UserWarning"),
     pytest.mark.timeout(180),
 ]
-
-_LOGGER = "dcp_s3.load.read"
 
 
 def test_what_is_converted_comes_through_bounded_memory(
@@ -106,10 +100,6 @@ def test_what_is_converted_comes_through_bounded_memory(
     assert 2**19 < max(sizes) < 2**20 + 2**12, "a quarter of 4 MiB for each of 4 connections"
 
 
-def _messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == _LOGGER]
-
-
 def test_one_warning_counts_and_names_what_was_narrowed(
     memory_server: S3Server, root: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -124,8 +114,9 @@ def test_one_warning_counts_and_names_what_was_narrowed(
         "exact": torch.zeros(3, dtype=torch.float64),
     }
     dcp.load(target, storage_reader=S3StorageReader(root))
-    (message,) = _messages(caplog)
-    assert caplog.records[[record.name for record in caplog.records].index(_LOGGER)].levelno == logging.WARNING
+    (record,) = (record for record in caplog.records if record.name == "dcp_s3.load.read")
+    message = record.getMessage()
+    assert record.levelno == logging.WARNING
     for part in (root, "10 tensors", "9 from torch.float32 to torch.bfloat16 (model.w0, ",
                  "1 from torch.int64 to torch.float32 (n)", "S3StorageReader(allow_dtype_cast=False)"):  # fmt: skip
         assert part in message, message
@@ -189,30 +180,11 @@ def test_entries_that_interleave(memory_server: S3Server, root: str) -> None:
     assert torch.equal(fused, torch.cat([saved["q"], saved["k"]], dim=1))
 
 
-class Wrapped(torch.Tensor):
-    """A tensor without memory of its own."""
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Wrapped:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined, no-any-return]
-
-    def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), kwargs: Any = None) -> Any:
-        def unwrap(value: Any) -> Any:
-            return value.inner if isinstance(value, Wrapped) else value
-
-        found = function(*map(unwrap, arguments), **(kwargs or {}))
-        return Wrapped(found) if isinstance(found, torch.Tensor) and arguments[0] is not found else found
-
-
 def test_a_tensor_without_memory_of_its_own_is_loaded(memory_server: S3Server, root: str) -> None:
     save(f"{root}/wrapped", {"w": torch.arange(10.0), "x": torch.ones(3)})
-    wrapped, plain = Wrapped(torch.zeros(10)), torch.zeros(3)
+    wrapped, plain = TwoTensor(torch.zeros(10), torch.zeros(10)), torch.zeros(3)
     load(f"{root}/wrapped", {"w": wrapped, "x": plain})
-    assert torch.equal(wrapped.inner, torch.arange(10.0))
+    assert wrapped.a.tolist() == wrapped.b.tolist() == list(range(10))
     assert torch.equal(plain, torch.ones(3))
 
 

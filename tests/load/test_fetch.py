@@ -1,19 +1,164 @@
-"""What is fetched, what comes back, and when it gives up. Without a server."""
+"""Which bytes a load fetches, how they get to their place, and when it gives up: without a server."""
 
 from __future__ import annotations
 
 import gc
+import math
+import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from unittest import mock
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3 import errors
-from dcp_s3.format.blocks import Range
-from dcp_s3.load.items import Transfer
-from dcp_s3.load.plan import ReadRequest, plan_requests
-from dcp_s3.memory import crc64nvme
+from dcp_s3.format.blocks import Blocks, Range, cuts_between, make_storage_info, pack_crcs
+from dcp_s3.load.fetch import Buffer, Reception
+from dcp_s3.load.items import ItemTransfer, TensorTransfer, Transfer
+from dcp_s3.load.plan import Box, ReadRequest, StoredChunk, halve, plan_requests, ranges_of_box
+from dcp_s3.memory import crc64nvme, view_bytes
 from tests.load.sources import URL, MemoryFetcher
+
+_BLOCK = 64
+
+
+@st.composite
+def boxes_in(draw: st.DrawFn, sizes: tuple[int, ...]) -> Box:
+    offsets = tuple(draw(st.integers(0, max(0, size - 1))) for size in sizes)
+    return Box(offsets, tuple(draw(st.integers(0, n - o)) for n, o in zip(sizes, offsets, strict=True)))
+
+
+_PATH = "__0_0.distcp"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _runs_of_a_few_bytes_are_long() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dcp_s3.load.fetch._LONG", 100)
+        yield
+
+
+class Placed:
+    """A saved chunk, a box of it, and a tensor to load that into."""
+
+    def __init__(self, chunk: torch.Tensor, start: int, box: Box, kind: str) -> None:
+        self.chunk, self.start, self.box = chunk, start, box
+        self.expected = chunk
+        for dim, (offset, length) in enumerate(zip(*box, strict=True)):
+            self.expected = self.expected.narrow(dim, offset, length)
+        if kind == "cast":
+            self.expected = self.expected.to(torch.float64)
+        self.target = torch.zeros_like(self.expected, memory_format=torch.contiguous_format)
+        if kind == "strided" and self.target.dim():
+            self.target = torch.zeros(*self.target.shape, 2, dtype=self.target.dtype)[..., 1]
+
+    def transfer(self, *, checked: bool, max_gap: int) -> ItemTransfer:
+        data = bytes(view_bytes(self.chunk.contiguous()))
+        blocks = None
+        if checked and data:
+            cuts = cuts_between(0, len(data), _BLOCK)
+            blocks = Blocks(_BLOCK, pack_crcs(crc64nvme(data[:cut]) for cut in cuts), crc64nvme(data))
+        sizes, dtype = self.chunk.shape, self.chunk.dtype
+        ranges = ranges_of_box(sizes, self.box, dtype.itemsize, blocks=blocks, max_gap=max_gap)
+        index = MetadataIndex("w", sizes)
+        offsets, lengths = map(torch.Size, self.box)
+        item = ReadItem(LoadItemType.TENSOR, index, offsets, index, offsets, lengths)
+        stored = StoredChunk(
+            make_storage_info(_PATH, self.start, len(data)), self.start, len(data), sizes, dtype, False
+        )
+        return TensorTransfer(item, stored, self.target, self.box, ranges)
+
+
+@st.composite
+def objects(draw: st.DrawFn) -> tuple[bytes, list[Placed]]:
+    data, items = b"", []
+    for _ in range(draw(st.integers(1, 4))):
+        sizes = tuple(draw(st.lists(st.integers(1, 12), max_size=3)))
+        dtype = draw(st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.complex128]))
+        numbers = torch.arange(math.prod(sizes), dtype=torch.float32) % 251 + 1
+        chunk = numbers.to(dtype).reshape(sizes)
+        data += b"x" * draw(st.integers(0, 70))
+        kinds = ["plain", "strided"] if dtype.is_complex else ["plain", "strided", "cast"]
+        items += [
+            Placed(chunk, len(data), draw(boxes_in(sizes)), draw(st.sampled_from(kinds)))
+            for _ in range(draw(st.integers(1, 3)))
+        ]
+        data += bytes(view_bytes(chunk.contiguous()))
+    return data, items
+
+
+def receive_all(data: bytes, transfers: Sequence[Transfer], *, max_request: int, max_gap: int, seed: int) -> None:
+    segments = [segment for transfer in transfers for segment in transfer.segments()]
+    requests = plan_requests(segments, max_request=max_request, max_gap=max_gap)
+    with mock.patch("dcp_s3.load.plan.SMALL_HALF", 100):  # as where there are more threads than requests
+        requests = [half for request in requests for half in halve(request) or (request,)]
+    for request in requests:
+        assert request.length <= max_request
+        end = request.start
+        for start, stop, _ in request.segments:
+            assert start - end <= max_gap
+            end = max(end, stop)
+    random.Random(seed).shuffle(requests)
+    buffer = Buffer(pin=False)
+    complete: list[Transfer] = []
+    for request in requests:
+        complete += receive(data, request, buffer)
+    assert sorted(map(id, complete)) == sorted(id(transfer) for transfer in transfers if transfer.ranges)
+
+
+def receive(data: bytes, request: ReadRequest, buffer: Buffer) -> list[Transfer]:
+    reception = Reception(request, buffer)
+    at = request.start
+    for target in reception.targets:
+        target.view[:] = data[at : at + target.view.nbytes]
+        target.received(0, target.view.nbytes)
+        at += target.view.nbytes
+    assert at == request.start + request.length
+    return reception.deliver()
+
+
+@given(objects(), st.booleans(), st.sampled_from([64, 128, 1000]), st.sampled_from([0, 30, 500]), st.integers(0, 99))
+def test_every_byte_gets_to_its_place(
+    stored: tuple[bytes, list[Placed]], checked: bool, max_request: int, max_gap: int, seed: int
+) -> None:
+    data, items = stored
+    transfers = [item.transfer(checked=checked, max_gap=max_gap) for item in items]
+    receive_all(data, transfers, max_request=max_request, max_gap=max_gap, seed=seed)
+    for item, transfer in zip(items, transfers, strict=True):
+        assert torch.equal(item.target, item.expected)
+        assert transfer.mismatches() == []
+        assert transfer.checked == (checked and item.box.numel > 0)
+
+
+@given(objects(), st.sampled_from([64, 1000]), st.data())
+def test_a_changed_byte_that_is_fetched_is_noticed_and_repaired(
+    stored: tuple[bytes, list[Placed]], max_request: int, draw: st.DataObject
+) -> None:
+    data, items = stored
+    transfers = [item.transfer(checked=True, max_gap=0) for item in items]
+    at = draw.draw(st.integers(0, len(data) - 1))
+    damaged = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+    receive_all(damaged, transfers, max_request=max_request, max_gap=0, seed=0)
+    for item, transfer in zip(items, transfers, strict=True):
+        hit = [part for part in transfer.ranges if part.start <= at - item.start < part.stop]
+        wrong = list(transfer.mismatches())
+        assert [part for part, _ in wrong] == hit
+        for part, found in wrong:
+            assert found != part.crc
+            transfer.forget(part)
+            (request,) = plan_requests(transfer.segments([part]), max_request=10**6, max_gap=0)
+            assert request.start <= at < request.start + request.length
+            assert receive(data, request, Buffer(pin=False)) == [transfer]
+        assert transfer.mismatches() == []
+        assert torch.equal(item.target, item.expected)
+
+
+# --- by threads -----------------------------------------------------------------------------------------
 
 DATA = bytes(range(256)) * 2048
 SIZE = len(DATA)
@@ -44,7 +189,6 @@ def fetch(source: MemoryFetcher, requests: list[ReadRequest], *, threads: int = 
 
 
 def flip(*places: int, times: int) -> Callable[[str, int, bytearray], None]:
-    """Changes these bytes of what is received, the first so many times."""
     left = dict.fromkeys(places, times)
 
     def damage(_: str, start: int, data: bytearray) -> None:
@@ -54,13 +198,6 @@ def flip(*places: int, times: int) -> Callable[[str, int, bytearray], None]:
                 data[place - start] ^= 1
 
     return damage
-
-
-def test_all_come_to_their_place_and_each_is_finished_once() -> None:
-    transfers = [Bytes(start, 100_000) for start in range(0, 500_000, 100_000)]
-    finished = fetch(MemoryFetcher({"a": DATA}), requests_for(*transfers))
-    assert sorted(map(id, finished)) == sorted(map(id, transfers))
-    assert all(transfer.data == DATA[transfer.base : transfer.base + 100_000] for transfer in transfers)
 
 
 def test_where_there_are_more_threads_than_requests_they_get_halves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,22 +220,6 @@ def test_what_does_not_match_is_fetched_once_more_and_not_from_the_disk(caplog: 
     assert source.distrusted == ["a"]
     assert sum(size for _, _, size in source.asked) == 300_000
     assert f"checksum of 'at100000' in {URL} does not match; fetching it again" in caplog.text
-
-
-def test_what_does_not_match_twice_is_an_error() -> None:
-    source = MemoryFetcher({"a": DATA}, damage=flip(150_000, times=2))
-    with pytest.raises(errors.CorruptCheckpointError, match=r"bytes 100000 to 199999 of a have CRC.*twice"):
-        fetch(source, requests_for(Bytes(100_000, 100_000)))
-
-
-def test_what_is_to_be_fetched_instead_is_fetched_and_finished() -> None:
-    class Elsewhere(Bytes):
-        def finish(self) -> Transfer:
-            return instead
-
-    instead = Bytes(300_000, 10)
-    assert fetch(MemoryFetcher({"a": DATA}), requests_for(Elsewhere(0, 10)), threads=1) == [instead]
-    assert instead.data == DATA[300_000:300_010]
 
 
 def test_an_error_of_the_caller_cancels_what_is_under_way() -> None:

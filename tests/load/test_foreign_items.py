@@ -22,15 +22,14 @@ from torch.distributed.checkpoint.metadata import TensorProperties as Properties
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from dcp_s3 import S3StorageReader, errors
-from dcp_s3.format.archive import parse_head
 from dcp_s3.format.blocks import make_storage_info
 from dcp_s3.load import read
-from dcp_s3.load.read import ItemKind, expect_head
 from dcp_s3.memory import crc64nvme
-from tests.archives import old, oldest, records_of, rewritten, saved, zipped
+from tests.archives import records_of, rewritten, saved
 from tests.end_to_end import loads
 from tests.end_to_end.loads import failure
 from tests.end_to_end.states import DTYPES, assert_same, random_tensor
+from tests.format.test_tensors import BOXES, WRITERS
 from tests.servers import S3Server
 
 MIB = 2**20
@@ -111,14 +110,6 @@ def check(found: Mapping[str, torch.Tensor], items: Mapping[str, Item]) -> None:
     assert_same(dict(found), {fqn: item.value for fqn, item in items.items()})
 
 
-# --- every writer ---------------------------------------------------------------------------------------
-
-WRITERS: dict[str, Callable[[bytes], bytes]] = {
-    "this torch": bytes, "old": old, "oldest": oldest, "zipfile": zipped,
-    "aligned to pages": lambda data: rewritten(data, alignment=4096),
-}  # fmt: skip
-
-
 def test_every_dtype_whole_and_in_parts(
     memory_server: S3Server, s3: Any, bucket: str, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,27 +130,11 @@ def test_every_dtype_whole_and_in_parts(
     assert_same(found, wanted)
 
 
-def test_what_this_torch_writes_is_expected() -> None:
-    value = torch.arange(3000.0).view(30, 100)
-    for data, head in ((saved(value), parse_head(saved(value))), (old(saved(value)), None)):
-        assert expect_head(ItemKind(value.dtype, tuple(value.shape), len(data)))[1] == head
-    assert expect_head(ItemKind(torch.float32, (2**60,), 2**62))[1] is None  # more than there is memory
-
-
-BOXES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
-    "all": ((0, 0), (48, 32768)),
-    "first rows": ((0, 0), (3, 32768)),
-    "rows in the middle": ((17, 0), (2, 32768)),
-    "last row": ((47, 0), (1, 32768)),
-    "columns": ((10, 1000), (3, 31)),
-}
-
-
 def test_only_what_is_needed_is_fetched(memory_server: S3Server, s3: Any, bucket: str, root: str) -> None:
     values = {f"t{i}": torch.arange(i, 48 * 32768 + i, dtype=torch.int32).view(48, -1) for i in range(2)}
     items = {name: Item(value, saved(value)) for name, value in values.items()}
     overhead = put(s3, bucket, items)
-    for (row, column), (rows, columns) in BOXES.values():
+    for (row, column), (rows, columns) in BOXES:
         wanted = {name: value[row : row + rows, column : column + columns] for name, value in values.items()}
         for dtype in (torch.int32, torch.int64):
             blank = {name: torch.zeros(rows, columns, dtype=dtype) for name in values}
@@ -176,10 +151,6 @@ def test_only_what_is_needed_is_fetched(memory_server: S3Server, s3: Any, bucket
 # --- items that are not as expected ---------------------------------------------------------------------
 
 
-class Subclass(torch.Tensor):
-    pass
-
-
 def _swapped(value: torch.Tensor) -> bytes:
     other = b"big" if sys.byteorder == "little" else b"little"
     swapped = value.view(torch.uint8).view(*value.shape, value.itemsize).flip(-1).contiguous()
@@ -187,7 +158,6 @@ def _swapped(value: torch.Tensor) -> bytes:
 
 
 def _with_key(value: torch.Tensor) -> bytes:
-    """As what torch.save writes of a tensor that is not the first."""
     records = records_of(saved(value))
     pickled = records["data.pkl"].replace(b"X\x01\x00\x00\x000q", b"X\x01\x00\x00\x001q")
     return rewritten(saved(value), without=("data/0",), changed={"data.pkl": pickled, "data/1": records["data/0"]})
@@ -224,9 +194,6 @@ def test_one_of_several_is_odd(
         wanted = {name: item.value[3:9, 5:8] for name, item in items.items()}
         parts = {name: torch.zeros_like(part) for name, part in wanted.items()}
         assert_same(load(memory_server, root, parts, dict.fromkeys(items, (3, 5))).state, wanted)
-
-
-# --- damage ---------------------------------------------------------------------------------------------
 
 
 DAMAGE: list[Callable[[bytes], bytes]] = [

@@ -52,7 +52,6 @@ def chunks(boxes: list[Box]) -> list[ChunkStorageMetadata]:
 
 @st.composite
 def chunkings(draw: st.DrawFn) -> tuple[list[Box], list[Box]]:
-    """Saved and local chunks of a tensor: grids, and boxes anywhere; empty, equal and overlapping ones among them."""
     dims = draw(st.integers(0, 4))
     shape = tuple(draw(st.lists(st.integers(0, 9), min_size=dims, max_size=dims)))
 
@@ -136,9 +135,6 @@ def test_random_chunks_and_objects(tensors: list[tuple[list[Box], list[Box]]], d
     assert details(found) == details(expected)
 
 
-# --- real states ------------------------------------------------------------------------------------------
-
-
 def _sharded_tensor(shape: tuple[int, ...], boxes: list[Box]) -> ShardedTensor:
     """With every world-size-th box on this rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -184,20 +180,6 @@ def _plan_on_ranks() -> None:
 
 def test_dtensors_and_sharded_tensors() -> None:
     run_ranks(4, _plan_on_ranks)
-
-
-# --- what is wrong ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("flatten", [True, False])
-def test_missing_keys(flatten: bool) -> None:
-    metadata = Metadata({"x": saved_as((2,), grid((2,), (1,))), "other": BytesStorageMetadata()})
-    state = {"x": torch.zeros(2), "y": torch.zeros(2)}
-    for planner in (DefaultLoadPlanner, S3LoadPlanner):
-        with pytest.raises(RuntimeError, match=r"^Missing key in checkpoint state_dict: y\."):
-            make_plan(planner(flatten_state_dict=flatten), state, metadata)
-    plan = assert_same_plan(state, metadata, flatten_state_dict=flatten, allow_partial_load=True)
-    assert [item.dest_index.fqn for item in plan.items] == ["x"]
 
 
 @pytest.mark.servers("memory")

@@ -29,14 +29,7 @@ from dcp_s3.load.messages import PAYLOAD, Messages
 from dcp_s3.load.pieces import OwnedPiece, ReceivedPiece
 from tests.faulty import BUCKET
 from tests.interrupting import Interrupts
-from tests.load.conftest import (
-    RUN,
-    SMALL,
-    Recording,
-    assert_large_loads,
-    large_state,
-    load_into,
-)
+from tests.load.conftest import RUN, SMALL, Recording, assert_large_loads, large_state, load_into
 from tests.memory_s3 import Fault
 from tests.ranks import RankFailed, run_ranks
 
@@ -47,7 +40,6 @@ pytestmark = [pytest.mark.timeout(120)]
 
 
 def _failing(url: str, **options: Any) -> tuple[dict[int, tuple[str, str]], float]:
-    """What each rank failed with, and how long it took."""
     began = time.monotonic()
     try:
         load_into(url, large_state(True), **options)
@@ -120,7 +112,6 @@ def test_every_rank_is_told_what_went_wrong(recording: Recording) -> None:
 
 
 def _failing_at_random(seed: int, count: int) -> None:
-    """Many small pieces, little memory, and one or two ranks that fail somewhere: it always ends."""
     url = f"{RUN}/random"
     dcp.save(large_state(False), storage_writer=S3StorageWriter(url, settings=SMALL))
     draw = random.Random(seed)
@@ -182,7 +173,6 @@ def test_an_interrupt_lets_no_other_hang(recording: Recording) -> None:
 
 
 def _begin_badly() -> dict[str, dict[int, tuple[str, str]]]:
-    """Rank 1 does not come to the exchange: it fails before, or comes too late."""
     url = f"{RUN}/good"
     dcp.save(large_state(False), storage_writer=S3StorageWriter(url, settings=SMALL))
     told = {}
@@ -235,7 +225,6 @@ def test_a_rank_that_is_killed_lets_no_other_hang(recording: Recording, tmp_path
 
 
 def _cut_off(number: int, folder: Path) -> None:
-    """Rank 1 is killed in the middle of several long messages in both directions."""
     tensors = [torch.zeros(2**23, dtype=torch.uint8) for _ in range(8)]
     messages = Messages(dist.group.WORLD, [1 - dist.get_rank()], "s3://b/run", 1 << 29)  # type: ignore[arg-type]
     peer, works = 1 - messages.rank, []

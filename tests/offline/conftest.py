@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp_s3
 from dcp_s3 import S3StorageWriter, VerifyReport, verify
@@ -102,11 +104,6 @@ class Saved:
         change(fields)
         self.put(self.manifest, json.dumps(fields).encode(), {})
 
-    def sign_manifest(self) -> None:
-        """Give it the checksum that `commit.publish` records."""
-        data = self.get(self.manifest)
-        self.put(self.manifest, data, {METADATA_CRC_KEY: crc_hex(crc64nvme(data))})
-
     def verify(self, *, full: bool = True, **settings: Any) -> VerifyReport:
         return verify(self.url, full=full, settings={**SETTINGS, **settings})
 
@@ -117,7 +114,6 @@ class Saved:
 
 @pytest.fixture
 def saved(memory_server: Any, s3: Any, root: str) -> Saved:
-    """A small checkpoint in two objects."""
     with separate_objects("weight"):
         return Saved(s3, root).save(small_state())
 
@@ -126,7 +122,6 @@ def saved(memory_server: Any, s3: Any, root: str) -> Saved:
 
 
 def model() -> dict[str, torch.Tensor]:
-    """Tensors of every dtype that safetensors knows, and of odd shapes."""
     found = {f"dtypes.{name}": random_tensor((5, 7), dtype, n) for n, (name, dtype) in enumerate(DTYPES.items())}
     large = random_tensor((300, 70), torch.float32, 1)
     return found | {
@@ -140,8 +135,19 @@ def save(state: Mapping[str, Any], url: str, **arguments: Any) -> None:
     dcp.save(dict(state), storage_writer=dcp_s3.S3StorageWriter(url, **arguments), no_dist=True)
 
 
+def save_sharded(url: str, rows: int) -> None:
+    """On four ranks: one tensor, placed in several ways."""
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    placements = {
+        "rows": (line, [Shard(0)]), "columns": (line, [Shard(1)]), "replicated": (line, [Replicate()]),
+        "grid": (square, [Shard(0), Shard(1)]), "hybrid": (square, [Replicate(), Shard(0)]),
+    }  # fmt: skip
+    full = torch.arange(rows * 22 * 3).view(rows, 22, 3)
+    state = {name: distribute_tensor(full, *how, src_data_rank=None) for name, how in placements.items()}
+    dcp.save(state, storage_writer=dcp_s3.S3StorageWriter(url))
+
+
 def read(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file."""
     data = path.read_bytes()
     length = header_length(data[:PREFIX], len(data))
     return {
@@ -153,12 +159,10 @@ def read(path: Path) -> dict[str, torch.Tensor]:
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """A file of these tensors."""
     entries = [TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     path.write_bytes(make_header(entries) + b"".join(map(bits, tensors.values())))
 
 
 def lengthen(path: Path) -> None:
-    """Damage: a header that is longer than the file."""
     data = path.read_bytes()
     path.write_bytes(struct.pack("<Q", len(data)) + data[8:])

@@ -37,9 +37,6 @@ def save_large(url: str, **options: Any) -> torch.Tensor:
     return tensor
 
 
-# --- what is copied --------------------------------------------------------------------------------------
-
-
 def test_a_copy_is_the_checkpoint_without_pin_leases_and_leftovers(root: str, s3: Any) -> None:
     url = f"{root}/step 7+%é"
     writer = S3StorageWriter(url, metrics={"loss": 0.25})
@@ -82,9 +79,6 @@ def test_foreign_checkpoints_and_ranks_without_collectives(root: str, s3: Any, t
     delete(s3, f"{root}/4", "__0.metadata")  # as a copy that was cut off between the two
     assert copy(url, f"{root}/4").moved == 0
     assert keys(s3, f"{root}/4") == keys(s3, url)
-
-
-# --- replacing -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.servers("memory")
@@ -140,9 +134,6 @@ def s3_of(faulty: FaultyServer) -> Any:
     return boto3.client("s3", endpoint_url=faulty.s3.endpoint_url)
 
 
-# --- killed ----------------------------------------------------------------------------------------------
-
-
 def _copy_in_a_process(environment: Mapping[str, str], output: Path) -> None:
     begin(environment, output)
     s3_copy.PART_SIZE = MIN_PART_SIZE
@@ -185,9 +176,6 @@ def test_after_a_kill_a_second_run_finishes(
     assert_loads(_COPY, {"t": tensor})
     assert dcp_s3.verify(_COPY, full=True).ok
     assert get(s3_of, _COPY, ".metadata") == get(s3_of, _URL, ".metadata")
-
-
-# --- written over ----------------------------------------------------------------------------------------
 
 
 def _put_foreign(s3: Any, url: str, directory: Path, value: float) -> None:

@@ -38,8 +38,6 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Stored(NamedTuple):
-    """A tensor, and how it is stored."""
-
     tensor: torch.Tensor
     boxes: Sequence[Box]
     """The chunks."""
@@ -48,14 +46,12 @@ class Stored(NamedTuple):
 
 
 def grid(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Box]:
-    """The boxes between cuts in each dimension, in row-major order."""
     edges = [[0, *dim, size] for dim, size in zip(cuts, shape, strict=True)]
     spans = [list(itertools.pairwise(edge)) for edge in edges]
     return [(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in itertools.product(*spans)]
 
 
 def bytes_of(tensor: torch.Tensor, box: Box) -> bytes:
-    """The bytes of a chunk."""
     part = tensor[tuple(slice(start, start + length) for start, length in zip(*box, strict=True))]
     return part.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
@@ -107,7 +103,6 @@ def _pairs(draw: st.DrawFn) -> tuple[Stored, Stored]:
 
 
 def _known(stored: Stored) -> dict[Box, bytes | None]:
-    """The bytes of the chunks that have a checksum; None for others."""
     return {
         box: None if number in stored.without else bytes_of(stored.tensor, box)
         for number, box in enumerate(stored.boxes)

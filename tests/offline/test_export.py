@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp_s3
 from benchmarks.measure import measure
 from dcp_s3 import errors
 from dcp_s3.offline import export
 from tests.end_to_end.states import assert_same, random_tensor
-from tests.offline.conftest import model, read, save
+from tests.end_to_end.test_interchange import download
+from tests.offline.conftest import model, read, save, save_sharded
 from tests.ranks import run_ranks
 from tests.retention.making import get, keys, put
 
@@ -28,8 +27,6 @@ INDEX = "model.safetensors.index.json"
 
 
 class Place:
-    """A destination, and what is in it."""
-
     def __init__(self, url: str | None, directory: Path, s3: Any = None) -> None:
         self.where = url or str(directory / "out")
         self._directory, self._s3 = directory, s3
@@ -38,19 +35,15 @@ class Place:
         return sorted(str(path.relative_to(self.fetch())) for path in self.fetch().rglob("*") if path.is_file())
 
     def fetch(self) -> Path:
-        """Its files as they are, in a directory."""
         if not self.where.startswith("s3://"):
             return Path(self.where)
         copy = self._directory / "copy"
         shutil.rmtree(copy, ignore_errors=True)
-        for name in keys(self._s3, self.where):
-            path = copy / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(get(self._s3, self.where, name))
+        if keys(self._s3, self.where):
+            download(self._s3, *self.where.removeprefix("s3://").split("/", 1), copy)
         return copy
 
     def put(self, name: str, data: bytes) -> None:
-        """Put a file there."""
         if self.where.startswith("s3://"):
             put(self._s3, self.where, name, data)
             return
@@ -106,23 +99,14 @@ def test_floating_point_tensors_are_converted(root: str, place: Place) -> None:
     assert_same(place.tensors(), whole | {name: tensor.double() for name, tensor in wide.items()})
 
 
-def _save_sharded(url: str) -> None:
-    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
-    placements = {"rows": (line, [Shard(0)]), "columns": (line, [Shard(1)]), "grid": (square, [Shard(0), Shard(1)]),
-                  "hybrid": (square, [Replicate(), Shard(0)])}  # fmt: skip
-    full = torch.arange(130 * 22 * 3).view(130, 22, 3)
-    state = {name: distribute_tensor(full, *how, src_data_rank=None) for name, how in placements.items()}
-    torch.distributed.checkpoint.save(state, storage_writer=dcp_s3.S3StorageWriter(url))
-
-
 def test_sharded_tensors_in_small_pieces(root: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces and parts that end anywhere: within rows, within elements' neighbours, within files."""
     monkeypatch.setattr(export, "BATCH", 4096)
     monkeypatch.setattr(export, "_PIECE", 500)
-    run_ranks(4, _save_sharded, f"{root}/x")
+    run_ranks(4, save_sharded, f"{root}/x", 130)
     dcp_s3.export(f"{root}/x", place.where, max_shard_size=60_000, dtype="fp32")
     full = torch.arange(130 * 22 * 3).view(130, 22, 3)
-    assert_same(place.tensors(), dict.fromkeys(["rows", "columns", "grid", "hybrid"], full))
+    assert_same(place.tensors(), dict.fromkeys(["rows", "columns", "replicated", "grid", "hybrid"], full))
 
 
 def test_a_file_on_s3_of_several_parts(root: str, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,11 +184,7 @@ def test_a_lease_keeps_prune_away(root: str, s3: Any, tmp_path: Path) -> None:
     assert not [path for path in keys(s3, f"{root}/x") if "lease" in path]
 
 
-# --- failures -------------------------------------------------------------------------------------------
-
-
 def test_a_failed_export_leaves_whole_files_without_an_index(root: str, place: Place, s3: Any) -> None:
-    """The tensor of the last of three files cannot be read."""
     save({name: random_tensor((1000,), torch.float32, n) for n, name in enumerate("abc")}, f"{root}/x")
     (path,) = (path for path in keys(s3, f"{root}/x") if path.endswith(".distcp"))
     data = bytearray(get(s3, f"{root}/x", path))

@@ -3,45 +3,23 @@
 from __future__ import annotations
 
 import math
-from types import EllipsisType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from hypothesis import example, given
-from hypothesis import strategies as st
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dcp_s3
-from dcp_s3 import S3StorageWriter, errors
+from dcp_s3 import errors
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.offline.names import new_names
-from dcp_s3.offline.read import cut, select
 from tests.end_to_end.states import assert_same, every_kind, random_tensor
 from tests.objects import separate_objects
+from tests.offline.conftest import save, save_sharded
 from tests.ranks import run_ranks
 from tests.servers import S3Server
-
-ROWS = 64 * 2**10
-
-
-def save(state: Any, url: str, **arguments: Any) -> None:
-    dcp.save(state, storage_writer=S3StorageWriter(url, **arguments))
-
-
-def flat(state: Any, prefix: str = "") -> dict[str, Any]:
-    pairs = state.items() if isinstance(state, dict) else enumerate(state)
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if isinstance(value, (dict, list)) and value:
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
 
 
 class Traffic:
@@ -71,26 +49,15 @@ class Traffic:
 def test_every_kind(root: str) -> None:
     state = every_kind()
     save(state, root)
-    found = dcp_s3.read_tensors(root)
-    assert_same(found, flat(state))
+    found, (expected, _) = dcp_s3.read_tensors(root), flatten_state_dict(state)
+    assert_same(found, expected)
     for name in ("transposed", "dtypes.torch.bfloat16", "scalars.torch.bool", "empty.1", "naïve/key %+"):
-        assert_same(dcp_s3.read_tensor(root, name), flat(state)[name])
+        assert_same(dcp_s3.read_tensor(root, name), expected[name])
     assert all(not tensor.requires_grad for tensor in found.values() if isinstance(tensor, torch.Tensor))
 
 
-def _save_sharded(url: str) -> None:
-    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
-    full = torch.arange(13 * 22 * 3).view(13, 22, 3)
-    placements = {
-        "rows": (line, [Shard(0)]), "columns": (line, [Shard(1)]), "replicated": (line, [Replicate()]),
-        "grid": (square, [Shard(0), Shard(1)]), "hybrid": (square, [Replicate(), Shard(0)]),
-    }  # fmt: skip
-    state = {name: distribute_tensor(full, *how, src_data_rank=None) for name, how in placements.items()}
-    save({"model": state, "rank": 3}, url)
-
-
 def test_slices_of_sharded_tensors(root: str, memory_server: S3Server) -> None:
-    run_ranks(4, _save_sharded, root)
+    run_ranks(4, save_sharded, root, 13)
     full = torch.arange(13 * 22 * 3).view(13, 22, 3)
     indices = [
         None, ..., 5, -1, (3, 7), (12, 21, 2), (slice(2, 11), slice(-9, None)), (..., 1), (slice(None), 4),
@@ -98,7 +65,7 @@ def test_slices_of_sharded_tensors(root: str, memory_server: S3Server) -> None:
     ]  # fmt: skip
     for name in ("rows", "columns", "replicated", "grid", "hybrid"):
         for index in indices:
-            found = dcp_s3.read_tensor(root, f"model.{name}", index)
+            found = dcp_s3.read_tensor(root, name, index)
             assert_same(found, full[... if index is None else index].contiguous())
             assert found.is_contiguous()
 
@@ -114,9 +81,6 @@ def test_names_and_patterns(root: str, memory_server: S3Server) -> None:
     assert read(root, ["x[y]"]) == {"x[y]": 5}
     assert read(root, "o*.s???") == {"optim.step": 4}
     assert read(root, []) == {}
-
-
-# --- what is fetched --------------------------------------------------------------------------------------
 
 
 def _megabytes(count: int) -> dict[str, torch.Tensor]:
@@ -148,21 +112,6 @@ def test_only_the_objects_and_bytes_of_what_is_asked_for(root: str, memory_serve
     assert traffic.bytes < 4096
 
 
-def test_a_part_of_one_chunk_is_a_part_of_its_bytes(root: str, memory_server: S3Server) -> None:
-    saved = random_tensor((ROWS, 64), torch.uint8)  # 4 MiB, in blocks of 256 KiB
-    save({"x": saved}, root)
-    with Traffic(memory_server) as traffic:
-        assert_same(dcp_s3.read_tensor(root, "x", (slice(30_000, 30_100), slice(3, 5))), saved[30_000:30_100, 3:5])
-    assert (traffic.metadata, traffic.requests) == (1, 1)
-    assert 100 * 64 - 62 <= traffic.bytes <= 2 * 256 * 2**10
-    with Traffic(memory_server) as traffic:
-        assert dcp_s3.read_tensor(root, "x", slice(5, 5)).shape == (0, 64)
-    assert (traffic.metadata, traffic.requests) == (1, 0)
-
-
-# --- what is wrong ----------------------------------------------------------------------------------------
-
-
 def test_unknown_names(root: str, memory_server: S3Server) -> None:
     save({"model": {"layers": {"weight": torch.ones(1), "bias": torch.ones(1)}}, "step": 1}, root)
     with pytest.raises(
@@ -179,16 +128,6 @@ def test_unknown_names(root: str, memory_server: S3Server) -> None:
         dcp_s3.read_tensor(root, "step")
     with pytest.raises(errors.CheckpointNotFoundError):
         dcp_s3.read_tensor(f"{root}/none", "x")
-
-
-def test_bad_slices(root: str, memory_server: S3Server) -> None:
-    save({"x": torch.ones(2, 3)}, root)
-    with pytest.raises(
-        errors.EntryNotFoundError, match=rf"{root} .* of 'x', of shape \(2, 3\).*5 in dimension 0"
-    ) as caught:
-        dcp_s3.read_tensor(root, "x", 5)
-    assert caught.value.fqn == "x"
-    assert isinstance(caught.value, IndexError)
 
 
 def test_objects_that_need_more_than_weights_only(root: str, memory_server: S3Server) -> None:
@@ -223,9 +162,6 @@ def test_chunks_that_do_not_cover_the_tensor(
         assert dcp_s3.read_tensor(root, "x", slice(0, 4)).tolist() == [1, 1, 1, 1]
 
 
-# --- names ----------------------------------------------------------------------------------------------
-
-
 def test_rules_that_cannot_be_meant() -> None:
     for rules, message in (
         ({"modle": ""}, r"'modle' matches no name. The closest of 2: 'model.[ab]'"),
@@ -235,47 +171,3 @@ def test_rules_that_cannot_be_meant() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             new_names(["model.a", "model.b"], rules)
-
-
-# --- boxes -----------------------------------------------------------------------------------------------
-
-
-def _part() -> st.SearchStrategy[int | slice]:
-    ends = st.none() | st.integers(-3, 7)
-    return st.builds(slice, ends, ends, st.sampled_from([None, 1])) | st.integers(-2, 2)
-
-
-@given(
-    shape=st.lists(st.integers(2, 6) | st.integers(0, 6), max_size=4),
-    before=st.lists(_part(), max_size=3),
-    after=st.none() | st.lists(_part(), max_size=2),
-)
-@example(shape=[5, 4], before=[slice(1, 3), 2], after=None)
-@example(shape=[5, 4, 3], before=[-2], after=[slice(-2, None)])
-def test_what_numpy_selects(shape: list[int], before: list[Any], after: list[Any] | None) -> None:
-    index: tuple[int | slice | EllipsisType, ...] = (*before, *([] if after is None else [..., *after]))
-    array = np.arange(int(np.prod(shape, dtype=int))).reshape(shape)
-    try:
-        expected = array[index]
-    except IndexError:
-        with pytest.raises(IndexError):
-            select(index, shape)
-        return
-    found = select(index, shape)
-    box = array[tuple(slice(o, o + n) for o, n in zip(found.offsets, found.lengths, strict=True))]
-    assert box.shape == found.lengths
-    assert found.shape == expected.shape
-    assert np.array_equal(box.reshape(found.shape), expected)
-
-
-@given(st.lists(st.integers(0, 7), max_size=4), st.integers(1, 60))
-def test_pieces_are_the_elements_in_order(shape: list[int], most: int) -> None:
-    numbers = torch.arange(math.prod(shape)).view(shape)
-    found = []
-    for box in cut(shape, most):
-        assert 0 < math.prod(box.lengths) <= most
-        piece = numbers
-        for dim, (start, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
-            piece = piece.narrow(dim, start, length)
-        found += piece.flatten().tolist()
-    assert found == list(range(math.prod(shape)))

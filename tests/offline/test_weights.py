@@ -39,8 +39,6 @@ MIB = 2**20
 
 @pytest.fixture
 def weights(s3: Any, root: str) -> Callable[..., str]:
-    """A function that puts a model on S3, in files of at most so many bytes, and returns the URL."""
-
     def upload(tensors: Mapping[str, torch.Tensor], most: int = 5 * 10**9) -> str:
         url = f"{root}/hf"
         shards = plan_shards([TensorEntry(name, each.dtype, tuple(each.shape)) for name, each in tensors.items()], most)
@@ -127,7 +125,6 @@ def test_leases_of_readers_are_no_save(weights: Callable[..., str], s3: Any) -> 
 
 
 def test_files_of_which_some_are_missing(weights: Callable[..., str], s3: Any) -> None:
-    """As after an export that was cut off: the index is written last."""
     url = weights({"a": torch.ones(3), "b": torch.ones(3)}, most=12)
     for name in (INDEX, "model-00002-of-00002.safetensors"):
         delete(s3, url, name)
@@ -177,39 +174,29 @@ def llm() -> dict[str, torch.Tensor]:
     return found
 
 
+def local(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {fqn: each.to_local() if isinstance(each, DTensor) else each for fqn, each in state.items()}
+
+
 def load_on_meshes(url: str) -> None:
     for shape, columns, rows in MESHES:
-        load_on_mesh(url, shape, columns, rows)
-
-
-def load_on_mesh(url: str, shape: tuple[int, ...], columns: list[Any], rows: list[Any]) -> None:
-    mesh, expected = init_device_mesh("cpu", shape), llm()
-    placed = {
-        fqn: distribute_tensor(tensor, mesh, columns if fqn.endswith("down") else rows, src_data_rank=None)
-        for fqn, tensor in expected.items()
-        if tensor.ndim == 2
-    }
-    state: dict[str, Any] = {
-        fqn: torch.zeros_like(placed[fqn]) if fqn in placed else torch.zeros_like(tensor)
-        for fqn, tensor in expected.items()
-    }
-    dcp_s3.load_safetensors(url, state)
-    local = {fqn: each.to_local() if isinstance(each, DTensor) else each for fqn, each in state.items()}
-    right = {fqn: placed[fqn].to_local() if fqn in placed else tensor for fqn, tensor in expected.items()}
-    assert_same(local, right)
+        mesh, expected = init_device_mesh("cpu", shape), llm()
+        for fqn, tensor in expected.items():
+            if tensor.ndim == 2:
+                placements = columns if fqn.endswith("down") else rows
+                expected[fqn] = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+        state = {fqn: torch.zeros_like(tensor) for fqn, tensor in expected.items()}
+        dcp_s3.load_safetensors(url, state)
+        assert_same(local(state), local(expected))
 
 
 def test_each_rank_gets_its_part_and_bytes_are_fetched_once(weights: Callable[..., str], s3_env: Any) -> None:
-    """Sharded, with tensor parallelism, both, and replicated."""
     size = sum(tensor.nbytes for tensor in llm().values())
     url = weights(llm(), size // 3)
     reset_counters(s3_env.endpoint_url)
     run_ranks(4, load_on_meshes, url)
     headers = 4 * 4 * 32 * 1024  # of each file on each rank, at most
     assert fetch_counters(s3_env.endpoint_url).bytes_out <= len(MESHES) * (1.02 * size + headers)
-
-
-# --- slices ------------------------------------------------------------------------------------------
 
 
 def test_slices_of_a_checkpoint_by_name(root: str) -> None:
@@ -220,7 +207,7 @@ def test_slices_of_a_checkpoint_by_name(root: str) -> None:
     parts: dict[str, Any] = {"up": columns, "down": (slice(None), columns), "step": None}
     found = dcp_s3.read_tensors(f"{root}/x", parts)
     assert_same(found, {"up": up[columns], "down": down[:, columns], "step": 7})
-    for name, index in (("up", 99), ("step", 1), ("none", 1)):
+    for name, index in (("up", 99), ("up", (0, 0, 0)), ("up", (..., ...)), ("step", 1), ("none", 1)):
         with pytest.raises(errors.EntryNotFoundError, match=name):
             dcp_s3.read_tensors(f"{root}/x", {name: index})
 
@@ -266,14 +253,10 @@ def test_every_dtype_and_shape_is_imported(root: str, tmp_path: Path, source: An
     assert (info.committed, info.world_size) == (True, 1)
 
 
-def test_it_is_loaded_as_any_other(root: str, tmp_path: Path) -> None:
-    """By dcp.load into nested states, by torch's own reader and tools."""
+def test_it_is_loaded_by_torch(root: str, tmp_path: Path) -> None:
     weights = {name: tensor for name, tensor in model().items() if name.startswith("dtypes")}
     write(tmp_path / "model.safetensors", weights)
     dcp_s3.import_weights(tmp_path, f"{root}/x", prefix="model.")
-    state = {"model": {name: torch.zeros_like(tensor) for name, tensor in weights.items()}}
-    dcp.load(state, storage_reader=dcp_s3.S3StorageReader(f"{root}/x"), no_dist=True)
-    assert_same(state, {"model": weights})
     download(f"{root}/x", tmp_path / "copy")
     dcp_to_torch_save(tmp_path / "copy", tmp_path / "torch.pt")
     assert_same(torch.load(tmp_path / "torch.pt", weights_only=True), {"model": weights})
@@ -331,9 +314,6 @@ def test_memory_is_bounded_whatever_the_size_of_a_tensor(tmp_path: Path, monkeyp
     assert sample.peak_bytes < 256 * MIB
 
 
-# --- what is not imported ------------------------------------------------------------------------------------
-
-
 def _write_index(path: Path, places: dict[str, str]) -> None:
     write(path.parent / "x.safetensors", {"a": torch.ones(1)})
     path.write_text(json.dumps({"weight_map": places}))
@@ -368,8 +348,6 @@ def test_names_that_do_not_fit(root: str, s3: Any, tmp_path: Path) -> None:
     write(tmp_path / "a.safetensors", {"a": torch.ones(1), "b": torch.ones(1)})
     with pytest.raises(errors.WeightsError, match="'a' and 'b' would both be called 'x'"):
         dcp_s3.import_weights(tmp_path, f"{root}/x", rename={"[ab]": "x"})
-    with pytest.raises(errors.WeightsError, match="'c' matches no name"):
-        dcp_s3.import_weights(tmp_path, f"{root}/x", rename={"c": "x"})
     write(tmp_path / "b.safetensors", {"a": torch.ones(1)})
     with pytest.raises(errors.WeightsError, match="'a' is in two of the files"):
         dcp_s3.import_weights(tmp_path, f"{root}/x")

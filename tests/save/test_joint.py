@@ -39,12 +39,10 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
     monkeypatch.setattr(save, "store_of", lambda *_: store)
     yield store
     joint._learned.clear()
-    assert not [each.name for each in threading.enumerate() if each.name == "dcp_s3-progress" and _lives(each)]
-
-
-def _lives(thread: threading.Thread) -> bool:
-    thread.join(10)
-    return thread.is_alive()
+    for thread in threading.enumerate():
+        if thread.name == "dcp_s3-progress":
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 def _attempt(rank: int, world_size: int = 2) -> Attempt:
@@ -116,7 +114,6 @@ def test_a_save_of_one_rank_is_not_remembered() -> None:
 
 
 def _save_by_a_merger_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has committed, and not cleaned up."""
     monkeypatch.setattr(JointSave, "clean", lambda *_: None)
     other = threading.Thread(target=_save, args=(0,))
     other.start()

@@ -29,7 +29,6 @@ from tests.servers import S3Server
 
 
 def tensor_item(fqn: str, rows: int, whole: int | None = None) -> WriteItem:
-    """A shard of ``rows`` uint8 elements of a tensor of ``whole``."""
     size = torch.Size([rows if whole is None else whole])
     chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([rows]))
     data = TensorWriteData(chunk, TensorProperties(dtype=torch.uint8), size)
@@ -86,8 +85,6 @@ def _empty_caches() -> Iterator[None]:
 
 
 class _CountingPlanner(DefaultSavePlanner):
-    """Tells whether the plan came from the cache."""
-
     def __init__(self) -> None:
         super().__init__(enable_plan_caching=True)
 
@@ -199,9 +196,6 @@ def test_a_save_whose_ranks_have_plans_of_another_state_is_not_committed(root: s
     assert verify(f"{root}/0", full=True).ok
     with pytest.raises(errors.CheckpointNotFoundError):
         verify(f"{root}/2")
-
-
-# --- tensors on a device ---------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter, errors, events, list_checkpoints, verify
-from dcp_s3.save.save import Save
+from dcp_s3 import S3StorageReader, S3StorageWriter, errors, list_checkpoints, verify
 from tests.end_to_end.loads import assert_loads
 from tests.ranks import run_ranks
 from tests.servers import S3Server
@@ -171,52 +170,21 @@ def test_two_saves_that_meet_are_refused(
         assert left == []  # refused before a byte moved
 
 
-def test_a_save_that_has_begun_may_be_pickled(root: str) -> None:
-    heard: list[Any] = []
-    url, state = f"{root}/step-1", {"w": torch.arange(8.0)}
-    writer = S3StorageWriter(url, on_event=lambda event: heard.append(event))
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(state, is_coordinator=True)
-    writer.set_up_storage_writer(True)
-    plan, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    save: Save = pickle.loads(pickle.dumps(writer._save))
-    results = save.write_data(planner.finish_plan(plan[0]), planner)
-    save.finish(metadata, [pickle.loads(pickle.dumps(results))])
-    assert [type(event) for event in heard] == [events.SaveStarted]  # who listens stays in the process
-    assert_loads(url, state)
-
-
-# --- AsyncCheckpointerType.PROCESS -----------------------------------------------------------------------
-
-
 def _save_in_processes(url: str) -> None:
-    def save(writer: S3StorageWriter, **options: Any) -> Any:
-        how: Any = {"process_group": dist.group.WORLD, "async_checkpointer_type": PROCESS}
-        return dcp.async_save(state, storage_writer=writer, **how, **options).result(_PATIENCE_SECONDS)  # type: ignore[union-attr]
-
+    """By writers that have their URL, and that get it with the save; the process and its stagers are the same."""
     state = {"w": torch.full((3,), 4.0)}
-    metadata = save(S3StorageWriter(url, settings={"part_size": "5MiB"}))
-    assert metadata.storage_meta.checkpoint_id == url
-    assert_loads(url, state)
-    # The same process, another stager, a writer that gets its URL with the save.
-    save(S3StorageWriter(), checkpoint_id=f"{url}-second", async_stager=S3Stager())
-    assert_loads(f"{url}-second", state)
-    # And what failed there is told here, on every rank.
-    for writer, expected in (
-        (S3StorageWriter(url), errors.CheckpointExistsError),
-        (S3StorageWriter("s3://no-such-bucket-here/run"), errors.BucketNotFoundError),
+    for name, writer, how in (
+        ("1", S3StorageWriter(f"{url}/1"), {}),
+        ("2", S3StorageWriter(), {"checkpoint_id": f"{url}/2"}),
     ):
-        with pytest.raises(CheckpointException) as caught:
-            save(writer)
-        assert isinstance(caught.value.failures[0][0], expected)
+        how |= {"process_group": dist.group.WORLD, "async_checkpointer_type": PROCESS}
+        metadata: Any = dcp.async_save(state, storage_writer=writer, **how).result(_PATIENCE_SECONDS)
+        assert metadata.storage_meta.checkpoint_id == f"{url}/{name}"
+        assert_loads(f"{url}/{name}", state)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_saves_in_another_process(root: str, world_size: int) -> None:
-    run_ranks(world_size, _save_in_processes, root)
-
-
-# --- the writer travels ----------------------------------------------------------------------------------
+def test_saves_in_another_process(root: str) -> None:
+    run_ranks(2, _save_in_processes, root)
 
 
 def test_a_writer_that_was_pickled_writes(root: str, memory_server: S3Server) -> None:

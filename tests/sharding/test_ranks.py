@@ -13,14 +13,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dcp_s3 import (
     Fused,
     S3LoadPlanner,
-    S3Stager,
     S3StorageReader,
     S3StorageWriter,
     errors,
@@ -32,7 +30,7 @@ from dcp_s3 import (
     verify,
 )
 from tests.end_to_end.foreign import read_tensors_from_directory
-from tests.end_to_end.states import manifests, random_values
+from tests.end_to_end.states import random_values
 from tests.end_to_end.test_interchange import download, run_foreign
 from tests.ranks import run_ranks
 from tests.servers import S3Server
@@ -95,14 +93,11 @@ def in_dtensors(full: dict[str, torch.Tensor], mesh: DeviceMesh, columns: bool) 
 
 
 class _Groups:
-    """The first ranks of the world, as groups."""
-
     def __init__(self) -> None:
         self.groups = {world: dist.new_group(list(range(world))) for world in WORLDS}
         self.rank = dist.get_rank()
 
     def run(self, world: int, work: Callable[..., None], *args: Any) -> None:
-        """``work(*args, group)`` on the first ``world`` ranks."""
         if self.rank < world:
             work(*args, self.groups[world])
         dist.barrier()
@@ -170,43 +165,6 @@ def test_any_number_of_ranks_loads_what_any_other_saved(
     directory = download(s3, bucket, "run/tp4", tmp_path)
     found = run_foreign(memory_server, read_tensors_from_directory, str(directory), shapes)
     assert_equal(found, {f"model.{name}": each for name, each in full_state().items()})
-
-
-# --- replicas ---------------------------------------------------------------------------------------------
-
-
-def _data_parallel(url: str) -> None:
-    """Two replicas of two shards, saved by the checkpoint process."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    rank = dist.get_rank() % 2
-    plan, group = plan_of(2), pairs[dist.get_rank() // 2]
-    local = local_state(rank, 2)
-    with S3Stager(asynchronous=True) as stager:
-        saving: Any = dcp.async_save(
-            shard_state({"model": local}, plan, group=group),
-            storage_writer=S3StorageWriter(url),
-            async_stager=stager,
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-        )
-        saving.staging_completion.result(60)
-        for tensor in local.values():
-            tensor.fill_(-1)
-        saving.upload_completion.result(120)
-    dcp.load(shard_state({"model": local}, plan, group=group), storage_reader=S3StorageReader(url))
-    assert_equal(local, local_state(rank, 2))
-
-
-def test_replicas_of_shards_are_saved_once(root: str, bucket: str, memory_server: S3Server) -> None:
-    run_ranks(4, _data_parallel, root)
-    assert_equal(read_tensors(root), {f"model.{name}": each for name, each in full_state().items()})
-    (manifest,) = manifests(memory_server, bucket)
-    stored = sum(entry["size"] for entry in manifest["objects"])
-    assert stored < sum(each.nbytes for each in full_state().values()) + 2048 * manifest["items"]
-    boxes = 2 * (1 + 3 + 3 + 1 + 2 + 3) + 2  # qkv three times, gate_up; norm and the step are whole
-    assert manifest["items"] == boxes
-
-
-# --- what does not fit ------------------------------------------------------------------------------------
 
 
 _BOXES: dict[str, tuple[list[tuple[int, int, int]], str]] = {

@@ -35,7 +35,6 @@ def make_pool(**options: Any) -> BufferPool:
 
 
 def buffers_of(pool: BufferPool) -> list[HostBuffer]:
-    """All buffers, in use and free."""
     generations_in_use(pool)
     return [*pool._free, *pool._used()]
 
@@ -51,7 +50,6 @@ def stage_once(state: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 
 def frozen(value: Any) -> Any:
-    """A copy of a state: each tensor plain, contiguous, in memory of its own."""
     if isinstance(value, torch.Tensor):
         return value.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     if isinstance(value, dict):
@@ -65,8 +63,6 @@ class Holder:
 
 
 class Saver:
-    """`dcp.async_save` by one way of staging."""
-
     def __init__(
         self,
         staging: str,
@@ -117,8 +113,6 @@ class WaitingPlanner(DefaultSavePlanner):
 
 
 class HeldUp:
-    """The copy of a state begins when `go` is set; `reached` tells that it is about to."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.reached = threading.Event(), threading.Event()
         copy = Snapshot.copy

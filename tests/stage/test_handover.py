@@ -29,7 +29,6 @@ from tests.stage.making import PATIENCE, frozen
 
 
 def _serve(connection: Connection) -> None:
-    """Answers each (function, state) with what the function returns."""
     while (request := connection.recv()) is not None:
         function, state = request
         connection.send(function(state))

@@ -38,7 +38,6 @@ def _descriptors() -> int:
 
 
 def _mapped() -> int:
-    """Bytes of address space of this process."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
 
 
@@ -48,7 +47,6 @@ def buffer(request: pytest.FixtureRequest, tmp_path: Path) -> HostBuffer:
 
 
 def test_memory_can_be_written_and_read(buffer: HostBuffer) -> None:
-    """It starts on a page; only what is shared has a descriptor."""
     lease = buffer.lease()
     assert (len(lease), buffer.size) == (3 * PAGE + 5, 3 * PAGE + 5)
     assert bytes(lease) == bytes(len(lease))
@@ -104,9 +102,6 @@ def test_a_file_leaves_no_name(tmp_path: Path) -> None:
     assert state.st_dev == os.stat(directory).st_dev
 
 
-# --- no room ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kind", "number"), [("file", errno.ENOSPC), ("file", errno.EOPNOTSUPP), ("shared", errno.ENOSPC)]
 )
@@ -128,19 +123,6 @@ def test_no_room_names_what_is_full_and_the_settings(
     del failure
     gc.collect()
     assert _descriptors() == before
-
-
-def test_a_spill_directory_that_is_a_file_or_cannot_be_written(tmp_path: Path) -> None:
-    """In /proc nobody makes files, root neither."""
-    file = tmp_path / "file"
-    file.write_text("x")
-    for path in (str(file), "/proc/self"):
-        with pytest.raises(StagingError, match=rf"spill directory {path!r}.*DCP_S3_SPILL_DIR"):
-            HostBuffer(PAGE, "file", directory=path)
-    assert file.read_text() == "x"
-
-
-# --- memory is given back --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -195,7 +177,6 @@ def _reported_waits(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def size_of(pool: BufferPool, but: str = "") -> int:
-    """Bytes of all buffers, in use and free, but those of one kind."""
     return sum(buffer.size for buffer in buffers_of(pool) if buffer.kind != but)
 
 
@@ -257,9 +238,6 @@ def test_a_lease_in_a_cycle_is_found_before_waiting(caplog: pytest.LogCaptureFix
     assert caplog.records == [], "it did not wait"
 
 
-# --- failures, and the end -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("failing", ["private", "file"])
 def test_a_failed_allocation_leaves_the_pool_usable(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -316,10 +294,7 @@ def test_what_does_not_wait_gets_nothing_while_all_is_in_use() -> None:
     assert second.address == where
 
 
-# --- the budget ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("spill_dir", [None, "/proc/self"])
+@pytest.mark.parametrize("spill_dir", [None, "/proc/self", __file__])
 def test_over_the_budget_with_nothing_in_use_names_both_settings(spill_dir: str | None) -> None:
     pool = make_pool(limit=MIB, spill_dir=spill_dir)
     with pytest.raises(StagingError, match="DCP_S3_SPILL_DIR") as failure:
@@ -362,9 +337,6 @@ def test_memory_never_exceeds_the_budget(seed: int, tmp_path: Path) -> None:
         assert size_of(pool, "file") <= limit
         assert generations_in_use(pool) == len(held)
         assert len(buffers_of(pool)) <= 2 * generations, "sizes that change do not grow it"
-
-
-# --- limits ---------------------------------------------------------------------------------------------
 
 
 GIB = 2**30
