@@ -121,6 +121,8 @@ def test_what_was_put_is_there_whole_with_its_metadata_until_it_is_replaced(stor
     assert (head.key, head.size, head.etag, head.metadata) == ("k", 10, first.etag, first.metadata)
     assert abs(head.modified_at - time.time()) < 3600
     assert head.server_time is None or abs(head.server_time - time.time()) < 3600
+    known = store.head("k", checksum=True).crc64nvme
+    assert known == crc_hex(crc64nvme(b"some bytes")) or (known is None and isinstance(store, S3Store))
     store.put("k", memoryview(b"second!"), metadata={"b": "2"})
     second = store.get("k")
     assert (second.data, second.metadata) == (b"second!", metadata_of(store, {"b": "2"}))
@@ -150,16 +152,12 @@ def test_a_range_into_several_places_with_their_checksums(store: Store) -> None:
     assert sum(moved) == sum(sizes)
 
 
-@pytest.mark.parametrize("start", [5, 9, 10, 11])
-def test_a_range_past_the_end_is_an_error(store: Store, start: int) -> None:
+def test_a_range_past_the_end_or_of_another_version_is_refused(store: Store) -> None:
     store.put("k", b"0123456789")
-    with pytest.raises(errors.OutOfRangeError):
-        read(store, "k", start, 6)
-
-
-def test_a_range_of_another_version_is_refused(store: Store) -> None:
-    store.put("k", b"first version")
     etag = store.head("k").etag
+    for start in (5, 9, 10, 11):
+        with pytest.raises(errors.OutOfRangeError):
+            read(store, "k", start, 6)
     store.put("k", b"another version")
     with pytest.raises(errors.PreconditionFailedError):
         read(store, "k", 0, 5, etag)
@@ -173,13 +171,6 @@ def test_what_is_missing_has_its_own_error(store: Store) -> None:
         with pytest.raises(errors.ObjectNotFoundError):
             call()
     store.delete(["k"])
-
-
-def test_a_checksum_that_the_store_knows_is_right(store: Store) -> None:
-    store.put("k", b"some bytes")
-    known = store.head("k", checksum=True).crc64nvme
-    assert known in (None, crc_hex(crc64nvme(b"some bytes")))
-    assert known is not None or isinstance(store, S3Store)
 
 
 def test_a_copy_has_the_bytes_and_the_metadata(store: Store) -> None:
