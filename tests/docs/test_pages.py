@@ -163,8 +163,8 @@ _PHRASES = [
     "an object goes to S3, however long that takes: ",
     "Checkpoint already exists: a committed checkpoint is at ",
     "holds a checkpoint that is newer than this one, which was not put in its place",
-    "was not deleted: {why}. Remedy: `unpin` it, wait, or pass ",
-    "Remedy: raise or unset ",
+    "was not deleted: {error}. Remedy: `unpin` it, wait, or pass ",
+    "raise or unset ",
 ]
 
 
