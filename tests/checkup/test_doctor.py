@@ -18,9 +18,9 @@ from dcp_s3.s3.client import close_clients
 from dcp_s3.s3.diagnosis import permission_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
-from tests.checkup.test_servers import FOUND
 from tests.faulty import BUCKET, FaultyServer, serve
-from tests.memory_s3 import Fault, MemoryS3
+from tests.memory_s3 import Fault
+from tests.servers import S3Server
 from tests.servers.process import free_port
 
 PAGE = (Path(__file__).parents[2] / "docs" / "stores.md").read_text()
@@ -214,7 +214,6 @@ def test_an_endpoint_that_connects_and_says_nothing(monkeypatch: pytest.MonkeyPa
 
 
 def ignore(server: FaultyServer, monkeypatch: pytest.MonkeyPatch, *headers: str) -> None:
-    """Let the server not see these headers."""
     operations = server.s3._operations
     handle = operations.handle
 
@@ -237,9 +236,7 @@ def test_a_store_that_ignores_conditions_and_ranges(faulty: FaultyServer, monkey
 
 
 def test_a_store_that_ignores_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = FaultyServer()
-    server.s3 = MemoryS3(verify_checksums=False)
-    with serve(monkeypatch, server):
+    with serve(monkeypatch, FaultyServer(verify_checksums=False)) as server:
         report = doctor(URL)
         assert report.ok
         assert report["checksums"].status == "warning"
@@ -341,3 +338,61 @@ def test_lost_answers_leave_nothing(faulty: FaultyServer, operation: str) -> Non
     faulty.rule = rule
     doctor(URL)
     assert seen
+
+
+# --- what is found on real servers; docs/stores.md says the same ----------------------------------------
+
+REST = "off | objects, parts | agrees"
+NOT_COMPARED = "not compared (CRC-64/NVME)"
+FOUND = {
+    "memory": f"honoured, honoured, honoured | compared (CRC-64/NVME) | compared | yes | {REST}",
+    "moto": f"honoured, honoured, honoured | {NOT_COMPARED} | kept | yes | {REST}",
+    "moto with versions": f"honoured, honoured, honoured | {NOT_COMPARED} | kept | yes | on | objects, parts | agrees",
+    "rclone": f"ignored, ignored, ignored | {NOT_COMPARED} | not kept | yes | off | objects | agrees",
+    "rgw": f"honoured, refused always, ignored | {NOT_COMPARED} | not kept | yes | {REST}",
+    "rgw with versions":
+        f"ignored, refused always, ignored | {NOT_COMPARED} | not kept | yes | on | objects, parts | agrees",
+}  # fmt: skip
+"""The cells of a store's row, without its name."""
+
+
+@pytest.fixture
+def versioned(s3: Any, bucket: str, root: str) -> Iterator[str]:
+    s3.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    yield root
+    for each in versions(s3, bucket):
+        s3.delete_object(Bucket=bucket, Key=each["Key"], VersionId=each["VersionId"])
+
+
+def versions(s3: Any, bucket: str) -> list[dict[str, Any]]:
+    pages = list(s3.get_paginator("list_object_versions").paginate(Bucket=bucket))
+    return [each for page in pages for name in ("Versions", "DeleteMarkers") for each in page.get(name, ())]
+
+
+@pytest.mark.servers("memory", "moto", "rclone", "rgw")
+def test_what_is_found_and_nothing_is_left(s3: Any, bucket: str, root: str, server: S3Server) -> None:
+    report = doctor(root)
+    assert report.ok, str(report)
+    assert report.row.partition(" | ")[2] == f"{FOUND[server.name]} |"
+    for name in ("PutObject", "GetObject", "DeleteObjects", "ListMultipartUploads"):
+        assert report[name].status == "ok", report[name]
+    assert report["clean-up"].status == "ok"
+    assert not s3.list_objects_v2(Bucket=bucket).get("Contents")
+
+
+@pytest.mark.servers("moto", "rgw")
+def test_with_versions_none_of_the_probes_is_left(s3: Any, bucket: str, versioned: str, server: S3Server) -> None:
+    report = doctor(versioned)
+    assert report.ok, str(report)
+    assert report["versioning"].status == "warning"
+    assert "stay as old versions" in report["versioning"].found
+    assert report.row.partition(" | ")[2] == f"{FOUND[f'{server.name} with versions']} |"
+    assert report["clean-up"].status == "ok"
+    assert not versions(s3, bucket)
+
+
+@pytest.mark.servers("moto", "rgw")
+def test_a_rule_that_would_expire_checkpoints_is_named(s3: Any, bucket: str, root: str) -> None:
+    rule = {"ID": "tidy", "Status": "Enabled", "Filter": {"Prefix": ""}, "Expiration": {"Days": 30}}
+    s3.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": [rule]})
+    assert ": tidy" in doctor(root)["lifecycle"].found

@@ -112,9 +112,18 @@ def test_settings_say_where_they_come_from(tmp_path: Path, monkeypatch: pytest.M
     assert "only --settings" in " ".join(run("doctor", status=2).stderr.split())
 
 
-@pytest.mark.parametrize("arguments", [["ls"], ["lss"], ["ls", "s3://b/r", "--jason"], ["cp", "only-one"]])
-def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
-    run(*arguments, status=2)
+_WRONG = (
+    "ls", "lss", "cp only-one", *(f"{name} {url}" for name in ("doctor", "bench") for url in ("file:///t", "s3://b//c")),
+    "bench s3://b/r --size much", "bench s3://b/r --size=0", "doctor s3:bucket", "export s3://b/x t --rename x",
+    "export s3://b/x t --dtype int8", "export s3://b/x t --max-shard-size big", "prune s3://b/r latest --yes",
+    "prune s3://b/r latest:1 --grace soon --yes",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", _WRONG)
+def test_wrong_usage_is_status_2(arguments: str) -> None:
+    option = arguments.rpartition("--")[2].split()[0] if "export" in arguments else ""
+    assert option in run(*arguments.split(), status=2).stderr
 
 
 def test_version() -> None:

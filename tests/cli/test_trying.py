@@ -47,17 +47,6 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
         assert not S3Store(BUCKET, Settings()).uploads("")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *(["doctor", url] for url in ("file:///tmp", "s3://b//c", "s3:bucket")),
-        *(["bench", *more] for more in (("file:///tmp",), ("s3://b//c",), (URL, "--size", "much"), (URL, "--size=0"))),
-    ],
-)
-def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
-    run(*arguments, status=2)
-
-
 # --- doctor ------------------------------------------------------------------------------------------------
 
 

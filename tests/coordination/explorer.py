@@ -10,6 +10,7 @@ reach until the time of the save is over, and perhaps longer; the rank lives on)
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,18 +23,12 @@ from dcp_s3.coordination.values import (
     CLAIM,
     COMMITTED,
     COMMITTING,
-    DONE,
     LOST,
     METADATA,
-    OPEN,
-    REFUSED,
-    TAKEN,
     UNKNOWN,
     Claim,
-    Failed,
     Found,
     Get,
-    Intent,
     Key,
     Merged,
     Put,
@@ -80,8 +75,6 @@ class Gate(NamedTuple):
 
 
 class Told(NamedTuple):
-    """A call has ended."""
-
     moment: int
     verdict: str
     nonce: str | None
@@ -222,17 +215,18 @@ class Config:
     limit: int = 450_000  # states
 
 
+@dataclass
 class Node:
     """Where a process stands: what it has asked for. Found again by replaying the answers that led there."""
 
-    answer: Any
-    parent: Node | None
-    pending: Any
     id: int
+    parent: Node | None
+    answer: Any
+    pending: Any
     spec: int
-    at: int
-    passed: int
-    is_leaving: bool
+    at: int = 0
+    passed: int = 0
+    is_leaving: bool = False
 
 
 DEAD = -1
@@ -259,13 +253,12 @@ class World:
         self.steps: dict[Any, int] = {}
         self.bodies: list[Any] = []
         self.body_of: dict[Any, int] = {}
-        self.specs: list[tuple[Any, Any, Any]] = []
-        for start in config.starts:
-            for rank, script in enumerate(start.calls):
-                self.specs.append((start, rank, script))
+        self.specs: list[tuple[Any, Any, Any]] = [
+            (start, rank, script) for start in config.starts for rank, script in enumerate(start.calls)
+        ]
         if config.prune:
             self.specs.append((None, None, None))
-        self.splits: dict[tuple[str, str], int] = {}
+        self.splits: set[str] = set()
 
     # processes
 
@@ -324,16 +317,9 @@ class World:
         key = (repr(frames), pending)
         found = self.node_of.get(key)
         if found is None:
-            found = self.node_of[key] = Node()
-            found.id, found.parent, found.answer, found.pending, found.spec = (
-                len(self.nodes),
-                parent,
-                answer,
-                pending,
-                spec,
-            )
-            found.at, found.passed = (me.at, me.passed) if me is not None else (0, 0)
-            found.is_leaving = me is not None and me.is_leaving
+            found = self.node_of[key] = Node(len(self.nodes), parent, answer, pending, spec)
+            if me is not None:
+                found.at, found.passed, found.is_leaving = me.at, me.passed, me.is_leaving
             self.nodes.append(found)
         return found.id
 
@@ -397,7 +383,6 @@ class World:
         return [(each, state[1][each]) for each, of in enumerate(self.specs) if of[0] is start and each != spec]
 
     def is_open(self, state: list[Any], spec: int, gate: Gate) -> bool:
-        """Whether a rank may come to a moment."""
         start = self.specs[spec][0]
         if self.config.apart and gate.moment == 1:
             for each, of in enumerate(self.specs):
@@ -433,7 +418,7 @@ class World:
         if told.verdict == COMMITTED and told.nonce is not None and items[told.nonce] != (start.name, told.moment):
             raise BrokenError(f"(a) told committed, and the checkpoint holds {items[told.nonce]}")
         twins = [each for each in self.config.starts if each.token == start.token]
-        if told.verdict == REFUSED and len(twins) == 1:
+        if told.verdict == values.REFUSED and len(twins) == 1:
             raise BrokenError("(c) told that another process is in its place, and there is none")
         if told.verdict == ABORTED and told.nonce in items:
             raise BrokenError(f"(c) told aborted, and it is committed: {told.nonce}")
@@ -458,7 +443,7 @@ class World:
         key, body = operation.key, operation.body
         there = store.get(key)
         if operation.expect not in (ANY, "" if there is None else str(there)):
-            return TAKEN
+            return values.TAKEN
         if isinstance(body, Merged):
             body = body.data
         old = None if there is None else self.bodies[there]
@@ -467,7 +452,7 @@ class World:
         elif key == METADATA:
             self.see_metadata(state, store, old, body)
         store[key] = self.body(body)
-        return DONE
+        return values.DONE
 
     def see_claim(self, state: list[Any], store: dict[Key, int], old: Claim | None, new: Claim) -> None:
         there = None if METADATA not in store else self.bodies[store[METADATA]]
@@ -549,12 +534,12 @@ class World:
             parts = frozenset(key.rank for key in store if key[:2] == ("part", self.part_id(claim.nonce)))
             return values.Present(present["intent"], parts)
         if isinstance(operation, values.Join):
-            return Intent("", 0, "all" if self.config.replicas else str(rank))
+            return values.Intent("", 0, "all" if self.config.replicas else str(rank))
         if isinstance(operation, values.Write):
             items = (start.name, self.nodes[state[1][spec]].at)
             data = Key("data", f"{claim.nonce}{start.name}{rank}", operation.rank)
             store[data] = self.body(items)
-            return b"" if claim.state == OPEN else Part(operation.rank, f"{start.name}{rank}", items, (data,))
+            return b"" if claim.state == values.OPEN else Part(operation.rank, f"{start.name}{rank}", items, (data,))
         if isinstance(operation, values.CallRoll):
             return "" if len(present["intent"]) == claim.world_size or not self.reads_intents else None
         if isinstance(operation, values.Merge):
@@ -567,13 +552,11 @@ class World:
             store[Key("merged", checkpoint.save_id)] = self.body(checkpoint)
             return Merged(checkpoint.save_id, checkpoint)  # type: ignore[arg-type]
         if METADATA in store and self.bodies[store[METADATA]].nonce == claim.nonce:
-            kept = ("data",)
-            self.delete(store, [key for key in store if key.kind in JOINT and key.kind not in kept
-                                and key.id.startswith(claim.nonce)])  # fmt: skip
+            of_save = [key for key in store if key.kind in JOINT and key.id.startswith(claim.nonce)]
+            self.delete(store, [key for key in of_save if key.kind != "data"])
         return None
 
     def answer(self, state: list[Any], spec: int, how: str = "") -> list[Any]:
-        """The state after a process has got its answer."""
         new = [dict(state[0]), list(state[1]), *state[2:]]
         store, nodes = new[0], new[1]
         node = nodes[spec]
@@ -586,7 +569,7 @@ class World:
         elif how == "cut":
             nodes[spec] = self.step(node, how)
         elif how == "fail":
-            nodes[spec] = self.step(node, ("is", Failed("it failed")))
+            nodes[spec] = self.step(node, ("is", values.Failed("it failed")))
         elif isinstance(operation, Put):
             nodes[spec] = self.step(node, self.apply(store, operation, new))
         elif isinstance(operation, Wait):
@@ -669,10 +652,9 @@ class World:
             return f"late: PUT {key} {brief(self.bodies[body])}"
         operation = self.nodes[state[1][spec]].pending
         start, rank, _ = self.specs[spec]
-        what = type(operation).__name__.upper()
-        if isinstance(operation, Get | Put):
-            what += f" {operation.key.kind}" + (f" {brief(operation.body)}" if isinstance(operation, Put) else "")
-        return f"{'prune' if start is None else f'{start.name}{rank}'} {what}" + (f" [{how}]" if how else "")
+        body = brief(operation.body) if isinstance(operation, Put) else ""
+        what = f"{type(operation).__name__.upper()} {operation.key.kind if isinstance(operation, Get | Put) else ''}"
+        return f"{'prune' if start is None else f'{start.name}{rank}'} {what} {body} {how}"
 
     # runs
 
@@ -714,30 +696,22 @@ class World:
 
     def sweep(self, store: dict[Key, int], state: list[Any]) -> None:
         """A prune, when nobody saves."""
-        generator = prune(frozenset(range(2)))
-        run = [store, *state[1:]]
-        operation = next(generator)
-        try:
+        generator: Any = prune(frozenset(range(2)))
+        run, answer = [store, *state[1:]], None
+        with contextlib.suppress(StopIteration):
             while True:
-                answer: Any = 0
-                if isinstance(operation, Put):
-                    answer = self.apply(store, operation, [store, [], *state[2:]])
-                elif not isinstance(operation, Wait):
-                    answer = self.carry_out(run, 0, operation)
                 operation = generator.send(answer)
-        except StopIteration:
-            pass
+                if isinstance(operation, Put):
+                    answer = self.apply(store, operation, run)
+                else:
+                    answer = 0 if isinstance(operation, Wait) else self.carry_out(run, 0, operation)
 
     def see_splits(self, state: list[Any]) -> None:
         """Note where ranks were told different things of one moment."""
         told: dict[Any, set[str]] = {}
         for start, moment, _, verdict, _ in state[4]:
             told.setdefault((start, moment), set()).add(verdict)
-        used = tuple(name for name, left, cap in zip(FAULTS, state[3][1:], self.caps(), strict=True) if left < cap)
-        for verdicts in told.values():
-            if COMMITTED in verdicts and len(verdicts) > 1:
-                which = ("+".join(sorted(verdicts)), "+".join(used) or "no fault")
-                self.splits[which] = self.splits.get(which, 0) + 1
+        self.splits |= {"+".join(sorted(each)) for each in told.values() if COMMITTED in each and len(each) > 1}
 
     def explore(self, limit: int | None = None) -> tuple[int, bool]:
         """All states. Returns their number, and whether these are all."""
@@ -748,15 +722,14 @@ class World:
         stack = [(first, key)]
         while stack:
             state, key = stack.pop()
+            last: Any = None
             try:
                 if key % self.config.sample == 0:
                     self.settle(state)
                 is_end = True
                 for spec, how, fault in self.moves(state):
-                    try:
-                        new = self.move(state, spec, how, fault)
-                    except BrokenError as error:
-                        raise BrokenError(f"{error}\n{trace(came, key, self.label(state, spec, how))}") from error
+                    last = spec, how
+                    new = self.move(state, spec, how, fault)
                     of = self.key(new)
                     if of == key:
                         continue
@@ -764,12 +737,12 @@ class World:
                     if of not in came:
                         came[of] = (key, self.label(state, spec, how))
                         stack.append((new, of))
+                last = None
                 if is_end and key % self.config.sample:
                     self.settle(state)
             except BrokenError as error:
-                if "\n" in str(error):
-                    raise
-                raise BrokenError(f"{error}\n{trace(came, key, '(then fairly, without faults)')}") from error
+                label = "(then fairly, without faults)" if last is None else self.label(state, *last)
+                raise BrokenError(f"{error}\n{trace(came, key, label)}") from error
             if len(came) > limit:
                 return len(came), False
         return len(came), True

@@ -30,7 +30,6 @@ def tensor(
 
 
 def plain(fqn: str, size: Sequence[int]) -> WriteItem:
-    """A whole tensor."""
     item = tensor(fqn, size, [0] * len(size), size)
     return dataclasses.replace(item, type=WriteItemType.TENSOR)
 

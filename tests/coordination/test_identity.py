@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from dcp_s3.coordination import identity
 from dcp_s3.coordination.identity import Attempt, ask, current_attempt, make_attempt, tell
 from dcp_s3.coordination.processes import count_save, end_era
+from dcp_s3.coordination.values import COMMITTING, Intent, is_newer, open_claim, parse_claim, parse_intent
 from dcp_s3.errors import SaveProtocolError, SettingsError, StorageError
 from dcp_s3.process import Launch, launch
 from dcp_s3.settings import Settings
@@ -126,6 +128,50 @@ def test_a_store_that_does_not_answer_is_an_error_of_ours() -> None:
 
     with pytest.raises(StorageError, match="store of the process group"):
         make_attempt(Settings(), launch({}), rank=1, world_size=2, store=Gone())
+
+
+# --- attempts in claims ---------------------------------------------------------------------------------
+
+ATTEMPT = Attempt("run", (0,), "token", 10.0, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("claimed", "mine", "expected"),
+    [
+        ({"began": 10.0}, {"began": 9.0}, True),
+        ({"began": 9.0}, {"began": 10.0}, False),
+        ({"began": 9.0, "restart": (1,)}, {"began": 10.0, "restart": (0,)}, False),  # restarts count anew in each start
+        ({"began": None, "restart": (1,)}, {"restart": (0,)}, True),
+        ({"began": None, "restart": (0,)}, {"restart": (1,)}, False),
+        ({"began": None, "run": "other", "restart": (9,)}, {"restart": (1,)}, False),  # who comes later is newer
+    ],
+)
+def test_d7_attempts_are_ordered_by_the_store_s_clock_or_by_restarts(
+    claimed: Mapping[str, Any], mine: Mapping[str, Any], expected: bool
+) -> None:
+    theirs = dataclasses.replace(ATTEMPT, token="other", **claimed)
+    claim = open_claim(theirs, "0" * 16, (0, 1, 1), 1, "", "")
+    assert is_newer(claim, dataclasses.replace(ATTEMPT, **mine)) is expected
+    assert not is_newer(claim, theirs)
+
+
+def test_claims_and_intents_survive_their_way_and_damage_is_seen() -> None:
+    claim = open_claim(ATTEMPT, "0123456789abcdef", (1, 2, 3), None, '"etag"', "", why="because")
+    assert parse_claim(claim.to_json()) == claim
+    lockstep = dataclasses.replace(claim, number=None, state=COMMITTING, save_id=claim.nonce + "ab")
+    assert parse_claim(lockstep.to_json()) == lockstep
+    for wrong in (
+        {"nonce": "../evil"}, {"state": "other"}, {"save_id": "ab"}, {"roll": "f" * 20}, {"world_size": 0},
+        {"step": "x"}, {"number": (1, 2)}, {"began": "today"},
+    ):  # fmt: skip
+        assert parse_claim(dataclasses.replace(claim, **wrong).to_json()) is None, wrong
+    data = bytearray(claim.to_json())
+    data[30] ^= 1
+    assert parse_claim(bytes(data)) is None
+    assert parse_claim(b"[]") is parse_claim(b'{"save": 1}') is None
+    intent = Intent("process", 7, "digest", (1, 2**64 - 1), (3,), "other")
+    assert parse_intent(intent.to_json()) == intent
+    assert parse_intent(b"{}") is None
 
 
 # --- what the first rank says, whatever earlier ones have left in the store ----------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import pickle
 import random
 from collections.abc import Sequence
@@ -16,7 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from benchmarks.coordinator import State, local_plan, results_of
@@ -27,10 +36,11 @@ from dcp_s3.errors import DcpS3Error, SaveProtocolError, ShardingError
 from dcp_s3.format import metadata_columns
 from dcp_s3.format.blocks import get_blocks, pack_crcs
 from dcp_s3.format.control_files import ObjectEntry
+from dcp_s3.format.layout import DCP_VERSION
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.part import Part, WrittenItem, encode
 from dcp_s3.memory import crc64nvme
-from tests.coordination import oracle
+from dcp_s3.torch_private import StorageInfo
 from tests.coordination.making_parts import SAVE, other, part_of, plain, tensor
 
 URL = "s3://bucket/run/step-1"
@@ -50,7 +60,7 @@ def merge(parts: Sequence[Part]) -> MergedSave:
 
 def assert_same(merged: MergedSave, parts: Sequence[Part], directory: Path | None = None) -> Metadata:
     """Our reader and Python's find what the oracle says, to the last attribute."""
-    expected = oracle.merge(parts, save_id=SAVE_ID, checkpoint_id=URL)
+    expected = expected_of(parts, save_id=SAVE_ID, checkpoint_id=URL)
     found = load_metadata(merged.metadata, url=URL)
     for each in (found, pickle.loads(merged.metadata)):
         assert each == expected
@@ -141,7 +151,7 @@ def saves(draw: st.DrawFn) -> list[Part]:
 def test_the_columns_say_what_the_items_say_one_by_one(parts: list[Part], random: object) -> None:
     """Right or wrong."""
     try:
-        oracle.merge(parts, save_id=SAVE_ID, checkpoint_id=URL)
+        expected_of(parts, save_id=SAVE_ID, checkpoint_id=URL)
     except DcpS3Error:
         with pytest.raises((ShardingError, SaveProtocolError)):
             merge(parts)
@@ -277,3 +287,68 @@ def test_what_all_leave_to_others_is_spread_over_its_holders() -> None:
 def test_facts_are_those_of_each_part() -> None:
     parts = [dataclasses.replace(part_of(rank, 2, []), facts={"by": rank}) for rank in (1, 0)]
     assert merging_of(parts).facts == [{"by": 0}, {"by": 1}]
+
+
+# --- what it must say: DCP's objects, pickled by Python, checked one by one -----------------------------
+
+
+def expected_of(parts: Sequence[Part], *, save_id: str, checkpoint_id: str) -> Metadata:
+    """The metadata of all parts of a save, or an error as that of `Merging.merged`."""
+    parts = sorted(parts, key=lambda part: part.rank)
+    storage_data: dict[MetadataIndex, StorageInfo] = {}
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    wholes: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for item in (each for part in parts for each in part.written):
+        fqn, data, index = item.index.fqn, item.tensor, item.index
+        if data is not None and item.is_shard:
+            _check_whole(wholes, fqn, data.size, data.properties.dtype)
+        if index in storage_data:
+            continue
+        entry = entries.get(fqn)
+        if data is None and entry is None:
+            entries[fqn] = BytesStorageMetadata()
+        elif data is not None and not isinstance(entry, BytesStorageMetadata):
+            if entry is None:
+                entry = entries[fqn] = TensorStorageMetadata(data.properties, data.size, [])
+            _check_whole(wholes, fqn, data.size, data.properties.dtype)
+            index = MetadataIndex(fqn, index.offset, len(entry.chunks))
+            entry.chunks.append(data.chunk)
+        else:
+            raise SaveProtocolError(f"{fqn!r} is a tensor and something else")
+        storage_data[index] = item.storage
+    for part in parts:
+        for name, path in (part.paths or {}).items():
+            paths.setdefault(name, path)
+    for fqn, entry in entries.items():
+        if isinstance(entry, TensorStorageMetadata):
+            _check_chunks(fqn, entry.size, entry.chunks, filled=parts[0].world_size > 1)
+    return Metadata(
+        entries,
+        planner_data=None if all(part.paths is None for part in parts) else paths,
+        storage_data=storage_data,
+        storage_meta=StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id),
+        version=DCP_VERSION,
+    )
+
+
+def _check_whole(
+    wholes: dict[str, tuple[torch.Size, torch.dtype]], fqn: str, size: torch.Size, dtype: torch.dtype
+) -> None:
+    if wholes.setdefault(fqn, (size, dtype)) != (size, dtype):
+        raise ShardingError("different", fqn=fqn)
+
+
+def _check_chunks(fqn: str, size: torch.Size, chunks: Sequence[ChunkStorageMetadata], *, filled: bool) -> None:
+    if not all(len(chunk.offsets) == len(chunk.sizes) == len(size) for chunk in chunks):
+        raise ShardingError("dimensions", fqn=fqn)
+    for number, chunk in enumerate(chunks if size else []):
+        if any(a + b > c for a, b, c in zip(chunk.offsets, chunk.sizes, size, strict=True)):
+            raise ShardingError("outside", fqn=fqn)
+        for before in chunks[:number]:
+            boxes = zip(chunk.offsets, chunk.sizes, before.offsets, before.sizes, strict=True)
+            is_nothing = 0 in (*chunk.sizes, *before.sizes)
+            if not is_nothing and all(a < c + d and c < a + b for a, b, c, d in boxes):
+                raise ShardingError("overlap", fqn=fqn)
+    if filled and sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+        raise ShardingError("holes", fqn=fqn)

@@ -30,8 +30,6 @@ _INSTALL = {"pip", "make"}
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block."""
-
     line: int
     language: str
     text: str

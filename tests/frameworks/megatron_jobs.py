@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.msc_utils import MultiStorageClientFeature
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_s3 import S3StorageReader, latest
+from dcp_s3 import latest
 from dcp_s3.integrations import megatron
 from dcp_s3.save.save import Save
 from tests.preload import MODULES
@@ -292,14 +292,6 @@ def save_with_options(url: str, step: int, options: dict[str, Any]) -> None:
     content = options.pop("content_metadata")
     with trainer(**options) as rank:
         rank.save(url, step, content_metadata=content)
-
-
-def names_by_object(url: str) -> dict[str, set[str]]:
-    """The names of the entries in each data object."""
-    found: dict[str, set[str]] = {}
-    for index, info in (S3StorageReader(url).read_metadata().storage_data or {}).items():
-        found.setdefault(info.relative_path, set()).add(index.fqn)
-    return found
 
 
 def save_stock(directory: str, step: int, layout: str) -> None:

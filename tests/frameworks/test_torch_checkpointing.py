@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -27,17 +26,11 @@ from dcp_s3 import errors, latest, list_checkpoints, pin, prune, remove, unpin, 
 from dcp_s3.integrations.torch_checkpointing import S3StorageConfig, commit
 from dcp_s3.retention.policy import KeepLatest
 from dcp_s3.s3.client import close_clients
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.frameworks.ranks import run_ranks
 from tests.killing import Shooting, Shot, access_key, begin, new_process, running, wait_until_quiet
 
 ROOT = f"s3://{BUCKET}/run"
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    with serve(monkeypatch) as found:
-        yield found
 
 
 def client() -> Any:

@@ -116,16 +116,13 @@ def test_the_config_takes_torchtitans_options_from_the_command_line() -> None:
     assert found._owner is S3CheckpointManager
 
 
-def test_a_policy_that_is_none_is_refused_before_anything_runs() -> None:
-    with pytest.raises(errors.SettingsError, match="'newest:3' is not a policy"):
-        config(retention="newest:3")
-
-
 def test_what_cannot_be_done_is_refused(faulty: FaultyServer, tmp_path: Path) -> None:
     run_ranks(1, refused, tmp_path)
 
 
 def refused(directory: Path) -> None:
+    with pytest.raises(errors.SettingsError, match="'newest:3' is not a policy"):
+        config(retention="newest:3")
     with pytest.raises(errors.SettingsError, match=r"needs a folder on S3.*CheckpointManager.Config"):
         Trainer(config(folder="local"), steps=1)
     os.environ["DCP_S3_RETENTION"] = "newest:3"

@@ -283,17 +283,8 @@ def test_copies_and_comparisons_look_at_files(root: str) -> None:
     assert dcp_s3.latest(root).name == "step-2"  # type: ignore[union-attr]
 
 
-def test_a_rank_whose_files_were_not_committed_hears_of_it() -> None:
-    store = MemoryStore()
-    commit(store, 0, "first", write(store, 0, "first", ["model_0.pt"]), 1)
-    before = store.get(URL.key(".metadata"))
-    with pytest.raises(errors.CheckpointExistsError, match="another save"):
-        commit(store, 0, "second", write(store, 0, "second", ["model_0.pt"]), 1)
-    assert store.get(URL.key(".metadata")) == before
-
-
 def test_of_two_that_commit_at_once_one_wins() -> None:
-    store, verdicts, barrier = MemoryStore(), list[str](), threading.Barrier(2)
+    store, verdicts, refused, barrier = MemoryStore(), list[str](), list[str](), threading.Barrier(2)
 
     def run(nonce: str) -> None:
         entries = write(store, 0, nonce, [f"{nonce}.pt"])
@@ -301,9 +292,10 @@ def test_of_two_that_commit_at_once_one_wins() -> None:
         try:
             commit(store, 0, nonce, entries, 1)
             verdicts.append(nonce)
-        except errors.CheckpointExistsError:
-            pass
+        except errors.CheckpointExistsError as error:
+            refused.append(str(error))
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(run, ["a", "b"]))
     assert [f"{each}.pt" for each in verdicts] == list(find_files(store, URL) or [])
+    assert ["another save" in each for each in refused] == [True]

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 import torch
 
@@ -15,10 +14,12 @@ from dcp_s3 import S3StorageReader, list_checkpoints, pin
 from dcp_s3.errors import SaveFailedError, StagingError
 from dcp_s3.integrations.saves import Saves
 from dcp_s3.manager.agree import Ranks
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings, resolve_settings
 from dcp_s3.stage.stager import S3Stager
+from dcp_s3.url import parse_url
 from tests.faulty import BUCKET, FaultyServer, serve
-from tests.memory_s3 import Fault, MemoryS3
+from tests.memory_s3 import Fault
 from tests.s3.waiting import until
 
 ROOT = f"s3://{BUCKET}/run"
@@ -38,12 +39,6 @@ def saves(faulty: FaultyServer) -> Saves:
 def save(saves: Saves, url: str, step: int, *, blocking: bool = False) -> None:
     state, files = {"weight": torch.full((100,), step)}, {"meta.pt": str(step).encode()}
     saves.save(url, step, state, lambda: ({"global_step": step}, files), blocking=blocking)
-
-
-def put_leftover(server: FaultyServer) -> None:
-    """What a save to A leaves that is killed."""
-    client = boto3.Session().client("s3", endpoint_url=server.s3.endpoint_url)
-    client.put_object(Bucket=BUCKET, Key="run/epoch=0-step=4.ckpt/__0_0-0123456789abcdef.distcp", Body=b"left")
 
 
 def committed() -> set[str]:
@@ -125,10 +120,9 @@ def test_a_url_that_is_saved_to_again_is_not_removed(faulty: FaultyServer, saves
 
 
 def test_what_a_killed_save_left_there_does_not_keep_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    server, later = FaultyServer(), [0.0]
-    server.s3 = MemoryS3(fault=lambda request: server.rule(request), clock=lambda: time.time() + later[0])
-    with serve(monkeypatch, server):
-        put_leftover(server)
+    later = [0.0]
+    with serve(monkeypatch, FaultyServer(clock=lambda: time.time() + later[0])):
+        store_of(parse_url(A), Settings()).put("run/epoch=0-step=4.ckpt/__0_0-0123456789abcdef.distcp", b"left")
         later[0] = 60.0
         saves = make()
         save(saves, A, 4)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.faulty import FaultyServer, serve
+from tests.faulty import FaultyServer
 
 
 @pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+def faulty(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> FaultyServer:
     monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "1")
-    with serve(monkeypatch) as server:
-        yield server
+    return faulty

@@ -77,7 +77,6 @@ def _save_and_die(spill: str, shared: bool, first: int, last: int, restored: int
 
 
 def _live(ranks: int, *arguments: Any) -> None:
-    """A life that ends in a kill."""
     with pytest.raises(RankFailed, match="exit code -9"):
         run_ranks(ranks, _save_and_die, *arguments)
 

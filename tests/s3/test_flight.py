@@ -36,9 +36,8 @@ from dcp_s3.s3.hedge import hedges_of
 from dcp_s3.s3.retry import Attempts
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
-from tests.faulty import FaultyServer
+from tests.faulty import FaultyProxy, FaultyServer
 from tests.memory_s3 import Fault
-from tests.proxy import FaultyProxy
 from tests.s3.waiting import LONG
 
 NEVER = 1000.0

@@ -43,7 +43,7 @@ from tests.killing import (
     running,
     wait_until_quiet,
 )
-from tests.soak.joint_worker import Job, make_whole_state, save_when_told
+from tests.soak.workers import Job, make_whole_state, save_when_told
 
 pytestmark = [
     pytest.mark.counted,
@@ -92,9 +92,8 @@ def test_without_replicas_a_checkpoint_is_whole_or_the_one_before_stays(
 ) -> None:
     rng = random.Random(seed)
     layout, by = [("sharded", "dcp"), ("fsdp", "separately"), ("sharded", "manager"), ("fsdp", "manager")][seed % 4]
-    jobs = make_jobs(
-        ROOT, tmp_path, 3, layout, by, overwrite=by != "manager" and rng.random() < 0.5, large=seed % 3 == 0
-    )
+    overwrite = by != "manager" and rng.random() < 0.5
+    jobs = make_jobs(tmp_path, 3, layout, by, overwrite=overwrite, large=seed % 3 == 0)
     shots = [draw_shot(rng, 3)]
     with ended(faulty, jobs, rng, shots) as (shooting, told):
         record_property("hit", describe(jobs[0], shots))
@@ -121,7 +120,7 @@ def test_with_replicas_what_a_rank_has_joined_is_saved_without_it(
     ][seed % 5]  # fmt: skip
     overwrite = by != "manager" and rng.random() < 0.5
     ranks = 3 if layout == "plain" and rng.random() < 0.5 else 4
-    jobs = make_jobs(ROOT, tmp_path, ranks, layout, by, overwrite=overwrite, large=seed % 3 == 0)
+    jobs = make_jobs(tmp_path, ranks, layout, by, overwrite=overwrite, large=seed % 3 == 0)
     shots = [draw_shot(rng, ranks)]
     if rng.random() < 0.5:
         shots.append(draw_shot(rng, ranks))  # perhaps of one that makes up for the first one
@@ -156,7 +155,7 @@ def test_a_stopped_rank_of_an_older_attempt_is_refused_when_it_goes_on(
     layout, overwrite = rng.choice(["sharded", "plain"]), rng.random() < 0.5
     old, new = (
         make_jobs(
-            ROOT, tmp_path, 2, layout, "dcp", overwrite=overwrite, attempt=attempt, numbers=numbers,
+            tmp_path, 2, layout, "dcp", overwrite=overwrite, attempt=attempt, numbers=numbers,
             environment={**environment, "TORCHELASTIC_RESTART_COUNT": str(attempt)},
         )
         for attempt, numbers in ((0, (1, 2)), (1, (2,)))
@@ -216,7 +215,7 @@ def test_all_ranks_of_a_save_with_collectives_are_killed_at_once(
     rng = random.Random(seed)
     ranks, overwrite = 1 + seed % 2, seed % 4 > 1
     by = "async" if rng.random() < 0.3 else "collectives"
-    jobs = make_jobs(ROOT, tmp_path, ranks, "sharded", by, overwrite=overwrite, large=rng.random() < 0.5)
+    jobs = make_jobs(tmp_path, ranks, "sharded", by, overwrite=overwrite, large=rng.random() < 0.5)
     operation, key = rng.choice([each for each in _KINDS if not each[1].startswith((".", "claim")) or "dis" in each[1]])
     moment = AtRequest(operation, rng.randint(1, 4), applied=rng.random() < 0.5, key=key)
     with running([new_process(save_when_told, job) for job in jobs]) as processes:
@@ -242,13 +241,13 @@ def test_all_ranks_of_a_save_with_collectives_are_killed_at_once(
 
 
 def make_jobs(
-    root: str, directory: Path, ranks: int, layout: Any, by: Any, *, overwrite: bool, attempt: int = 0,
+    directory: Path, ranks: int, layout: Any, by: Any, *, overwrite: bool, attempt: int = 0,
     numbers: tuple[int, ...] = (1, 2), environment: dict[str, str] | None = None, large: bool = False,
 ) -> list[Job]:  # fmt: skip
     """One for each rank of two saves, the second of which waits for the test."""
     known = dict(os.environ) if environment is None else environment
     return [
-        Job(root, directory, known, layout, by, overwrite, numbers, rank, ranks, attempt, large)
+        Job(ROOT, directory, known, layout, by, overwrite, numbers, rank, ranks, attempt, large)
         for rank in range(ranks)
     ]
 
@@ -272,12 +271,12 @@ def said(job: Job, line: str) -> bool:
     return line in read_lines(job.report)
 
 
-def draw_shot(rng: random.Random, ranks: int, kinds: Sequence[tuple[str, str]] = _KINDS) -> Shot:
+def draw_shot(rng: random.Random, ranks: int) -> Shot:
     """Any request of one rank, or any of a kind, whosever it is."""
     applied = rng.random() < 0.5
     if rng.random() < 0.5:
         return Shot(rng.randrange(ranks), rng.randint(1, 1000), applied)
-    operation, key = rng.choice(kinds)
+    operation, key = rng.choice(_KINDS)
     most = 1 if key in ("manifest-", ".merged.", "/.metadata") else ranks
     return Shot(None, rng.randint(1, most), applied, operation, key)
 
@@ -347,7 +346,6 @@ def readable(job: Job) -> Iterator[None]:
 
 
 def committed_number(job: Job) -> int:
-    """Which save is the newest one."""
     newest = latest(job.root)
     assert newest is not None
     if not job.overwrite:

@@ -29,7 +29,7 @@ from dcp_s3.spill.drain import Drainer
 from dcp_s3.spill.store import SpillStore
 from tests.end_to_end.states import assert_same, blank, random_tensor
 from tests.faulty import BUCKET, FaultyServer, serve
-from tests.memory_s3 import Fault, MemoryS3
+from tests.memory_s3 import Fault
 from tests.retention.runs import DAY, Clock
 
 FAULTS = int(os.environ.get("DCP_S3_TEST_FAULTS", "1"))
@@ -136,7 +136,6 @@ class World:
             shutil.copytree(self._aside, self.spill_dir)
 
     def has(self, name: str) -> bool:
-        """Whether a checkpoint is there."""
         return f"run/{name}/.metadata" in self._bucket.objects
 
     def lacks(self, name: str) -> set[str]:
@@ -160,10 +159,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         monkeypatch.setenv(f"DCP_S3_{name}", value)
     monkeypatch.setattr("dcp_s3.save.writer.OBJECTS_PER_RANK", 1)
     monkeypatch.setattr("dcp_s3.spill.saving.drain_in_background", lambda *_, **__: None)  # the test drains
-    clock, server = Clock(), FaultyServer()
-    server.s3 = MemoryS3(fault=lambda request: server.rule(request), clock=clock)
+    clock = Clock()
     logging.disable(logging.CRITICAL)
-    with serve(monkeypatch, server):
+    with serve(monkeypatch, FaultyServer(clock=clock)) as server:
         yield World(server, clock, tmp_path / "spill")
     logging.disable(logging.NOTSET)
     close_clients()
@@ -179,7 +177,6 @@ def save(url: str, state: Any, **arguments: Any) -> None:
 
 
 def load(url: str, expected: Any) -> None:
-    """Load it, and see that it is that."""
     found = blank(expected)
     dcp.load(found, storage_reader=S3StorageReader(url), no_dist=True)
     assert_same(found, expected)

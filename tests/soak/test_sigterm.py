@@ -21,7 +21,7 @@ from dcp_s3 import CheckpointManager, latest, list_checkpoints
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.killing import kill_all, new_process, read_lines, running
 from tests.memory_s3 import Fault
-from tests.soak.preempted_worker import Training, make_state, train_for_ever
+from tests.soak.workers import Training, make_state, train_for_ever
 
 pytestmark = [
     pytest.mark.counted,

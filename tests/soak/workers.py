@@ -1,10 +1,12 @@
-"""The process that tests/soak/test_kill_saves.py kills: one rank of two saves, most of them without collectives."""
+"""Processes that are killed: a rank of two saves, most of them without collectives (tests/soak/test_kill_saves.py), and
+a training that is preempted, in lockstep with others (tests/soak/test_sigterm.py). They say what is done."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -57,7 +59,6 @@ class Job:
 
     @property
     def report(self) -> Path:
-        """Where the process says what is done."""
         return self.directory / f"report-{self.attempt}-{self.rank}.txt"
 
     def gate(self, number: int) -> Path:
@@ -89,7 +90,6 @@ def _rows(job: Job, shares: int, number: int) -> torch.Tensor:
 
 
 def _make_state(job: Job, number: int, mesh: Any) -> dict[str, Any]:
-    """The state of one rank."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     from dcp_s3 import shard
@@ -112,7 +112,6 @@ def _make_state(job: Job, number: int, mesh: Any) -> dict[str, Any]:
 
 
 def save_when_told(job: Job) -> None:
-    """Save, and report each save that is done, or has failed, as far as this rank knows."""
     begin(job.environment, job.directory / f"output-{job.attempt}-{job.rank}.log")
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
     os.environ["AWS_ACCESS_KEY_ID"] = access_key(job.rank + 10 * job.attempt)  # tells the ranks apart
@@ -142,19 +141,19 @@ def save_when_told(job: Job) -> None:
         os._exit(0)  # without the group, whose end others may not see
 
 
+def _init_group(job: Job | Training, name: str, seconds: float) -> None:
+    import torch.distributed as dist
+
+    init, timeout = f"file://{job.directory / name}", timedelta(seconds=seconds)
+    dist.init_process_group("gloo", init_method=init, rank=job.rank, world_size=job.world_size, timeout=timeout)
+
+
 def _meet(job: Job) -> Any:
     if not job.group:
         return None
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{job.directory / f'rendezvous-{job.attempt}'}",
-        rank=job.rank,
-        world_size=job.world_size,
-        timeout=timedelta(seconds=60),
-    )
+    _init_group(job, f"rendezvous-{job.attempt}", 60)
     if job.layout not in ("fsdp", "hsdp"):
         return None
     return init_device_mesh("cpu", (job.world_size,) if job.layout == "fsdp" else (job.world_size // 2, 2))
@@ -188,3 +187,98 @@ def _driver(job: Job) -> Any:
             save_separately(state, writer, job.rank)
 
     return save
+
+
+# --- what tests/soak/test_sigterm.py preempts -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Training:
+    """What to do; pickled."""
+
+    root: str
+    directory: Path
+    environment: Mapping[str, str]
+    coordination: str
+    group: bool
+    """Whether there is a process group."""
+    every: int
+    """Number of steps from one save to the next."""
+    step_seconds: float
+    rank: int
+    world_size: int
+
+    @property
+    def report(self) -> Path:
+        return self.directory / f"report-{self.rank}.txt"
+
+
+def make_state(step: int, rank: int | None, world_size: int) -> dict[str, Any]:
+    ranks = range(world_size) if rank is None else [rank]
+    own = {f"rank-{each}": torch.full((1000,), step * 8 + each) for each in ranks}
+    return {"model": {"weight": torch.arange(10_000) * step}, "step": step, **own}
+
+
+def train_for_ever(training: Training) -> None:
+    """Train until SIGTERM, from the checkpoint that is there."""
+    begin(training.environment, training.directory / f"output-{training.rank}.log")
+    os.environ.update(RANK=str(training.rank), WORLD_SIZE=str(training.world_size))
+    from dcp_s3 import CheckpointManager, SaveEvery, SaveOnPreemption
+    from dcp_s3.errors import SaveFailedError
+
+    torch.set_num_threads(1)
+    meet = _lockstep(training)
+    with training.report.open("a") as report:
+        manager = CheckpointManager(
+            training.root,
+            coordination=training.coordination,  # type: ignore[arg-type]
+            should_save=SaveEvery(steps=training.every) | SaveOnPreemption(),
+        )
+        state = make_state(0, training.rank, training.world_size)
+        first = manager.restore(state) or 0
+        say(report, f"started {first}")
+        for step in itertools.count(first + 1):
+            time.sleep(training.step_seconds)
+            try:
+                meet(step)
+            except RuntimeError:
+                say(report, f"alone {step}")  # another one's time is over
+                os._exit(1)
+            say(report, f"step {step}")
+            try:
+                if manager.save(step, make_state(step, training.rank, training.world_size)):
+                    say(report, f"began {step}")
+            except SaveFailedError as error:  # an earlier one; the training goes on
+                say(report, f"failed {step} {error!r}"[:2000].replace("\n", " "))
+                continue
+            if manager.preempted:
+                code = _close(manager)
+                say(report, f"ended {step} {code}")
+                os._exit(code)
+
+
+def _close(manager: Any) -> int:
+    from dcp_s3.errors import SaveFailedError
+
+    try:
+        manager.close(retention_timeout=5.0)
+    except SaveFailedError:
+        return 143
+    return 0
+
+
+def _lockstep(training: Training) -> Callable[[int], None]:
+    """What makes the ranks go on together, as the collectives of a training do."""
+    import torch.distributed as dist
+
+    if training.group:
+        _init_group(training, "rendezvous", 120)
+        return lambda step: dist.all_reduce(torch.zeros(1))
+    store = dist.FileStore(str(training.directory / "meeting"), training.world_size)
+    store.set_timeout(timedelta(seconds=120))
+
+    def meet(step: int) -> None:
+        store.set(f"{step}-{training.rank}", "1")
+        store.wait([f"{step}-{rank}" for rank in range(training.world_size)])
+
+    return meet
