@@ -114,12 +114,7 @@ class Examination:
         if name is not None:
             arguments["Key"] = self.key(name)
         key, store = arguments.get("Key", ""), store_of(self.url, self.settings, _LIMIT)
-
-        def send() -> dict[str, Any]:
-            answer = store.send(operation, arguments)
-            return {**answer, "Body": answer["Body"].read()} if "Body" in answer else answer
-
-        return store.call(operation, key, send, attempts=attempts)
+        return store.request(operation, key, arguments, attempts=attempts)
 
     def attempt(
         self, refusals: Collection[int], operation: str, name: str | None = None, **arguments: Any

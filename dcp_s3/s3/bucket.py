@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import datetime
 import email.utils
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,12 +18,15 @@ from botocore import xform_name
 from dcp_s3 import errors
 from dcp_s3.limit import UNLIMITED, Cancelled, Limit, LinkedEvent
 from dcp_s3.s3.client import forget_client, get_client
+from dcp_s3.s3.diagnosis import REQUEST_ERRORS, to_storage_error
 from dcp_s3.s3.pressure import Gate, gate_of, pace_of
-from dcp_s3.s3.receive import read_whole
-from dcp_s3.s3.retry import Attempts
+from dcp_s3.s3.retry import Attempts, this_thread
 from dcp_s3.settings import Settings
 from dcp_s3.store import ObjectHead, StoredObject
 from dcp_s3.workers import Workers
+
+Send = Callable[..., dict[str, Any]]
+"""Sends a request once, with arguments as boto3 takes them. Returns its answer, of which no ``Body`` has been read."""
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -30,6 +34,9 @@ SelfBucket = TypeVar("SelfBucket", bound="Bucket")
 
 # Besides those on buckets: what only the owner of a bucket asks for, at its own costs.
 _OF_THE_OWNER = frozenset({"GetObjectLockConfiguration"})
+
+# Larger bodies are read in blocks, so that they are seen to move.
+_BLOCK = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -54,61 +61,71 @@ class Bucket:
 
     # --- carrying out -----------------------------------------------------------------------------------
 
-    def request(self, operation: str, key: str, arguments: Mapping[str, Any], *, data: bool = False) -> dict[str, Any]:
+    def request(
+        self, operation: str, key: str, arguments: Mapping[str, Any], *, data: bool = False, attempts: int | None = None
+    ) -> dict[str, Any]:
         """Send a request until it succeeds. With ``data`` each attempt waits for its turn while S3 throttles.
 
         Args:
             operation: S3's name of the operation.
             key: object key, or prefix, for messages.
             arguments: as boto3 takes them, without those that all requests have.
+            attempts: most attempts, instead of those of settings and limit.
 
         Returns:
             boto3's answer; its ``Body``, if there is one, has been read.
         """
 
-        def attempt() -> dict[str, Any]:
-            answer = self.send(operation, arguments)
-            return {**answer, "Body": read_whole(answer)} if "Body" in answer else answer
+        def attempt(send: Send) -> dict[str, Any]:
+            answer = send(**arguments)
+            body, size = answer.get("Body"), answer.get("ContentLength") or 0
+            if body is None:
+                return answer
+            if size <= _BLOCK:
+                return {**answer, "Body": body.read()}
+            found = bytearray()
+            while block := body.read(_BLOCK):
+                found += block
+                this_thread.attempts.moved(len(block))
+                this_thread.attempts.check()
+            return {**answer, "Body": found}
 
-        return self.call(operation, key, attempt, data=data)
-
-    def send(self, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request once. Returns boto3's answer; its ``Body``, if there is one, has not been read."""
-        settings, common = self.settings, {"Bucket": self.name}
-        if settings.expected_bucket_owner:
-            common["ExpectedBucketOwner"] = settings.expected_bucket_owner
-        if settings.requester_pays and "Bucket" not in operation and operation not in _OF_THE_OWNER:
-            common["RequestPayer"] = "requester"
-        answer: dict[str, Any] = getattr(self.client, xform_name(operation))(**common, **arguments)
-        return answer
+        return self.call(operation, key, attempt, data=data, attempts=attempts)
 
     def call(
         self,
         operation: str,
         key: str,
-        attempt: Callable[[], T],
+        attempt: Callable[[Send], T],
         *,
         cancel: threading.Event | None = None,
         data: bool = False,
         attempts: int | None = None,
     ) -> T:
-        """Result of ``attempt``, which sends a request once: it is tried until it succeeds. Others: see `request`.
-
-        ``attempts`` overrides the most attempts of settings and limit.
+        """Result of ``attempt``, which sends a request once, by what it is called with: it is tried until it succeeds.
+        Others: see `request`.
         """
-        settings, limit = self.settings, self.limit.shared(self.settings.stall_timeout)
-        if cancel is not None:
-            limit = replace(limit, cancel=cancel)
+        settings, limit, common = self.settings, self.limit, {"Bucket": self.name}
+        try:
+            client = get_client(settings)
+        except REQUEST_ERRORS as error:  # no such profile
+            raise to_storage_error(error, operation, self.name, key, attempts=1) from error
+        if settings.expected_bucket_owner:
+            common["ExpectedBucketOwner"] = settings.expected_bucket_owner
+        if settings.requester_pays and "Bucket" not in operation and operation not in _OF_THE_OWNER:
+            common["RequestPayer"] = "requester"
+        send = functools.partial(getattr(client, xform_name(operation)), **common)
         tries = Attempts(
-            operation, self.name, key, limit=limit,
+            operation, self.name, key, limit=limit if cancel is None else replace(limit, cancel=cancel),
+            stall=settings.stall_timeout,
             most=attempts or min(settings.retry_attempts, limit.attempts or settings.retry_attempts),
             hang=min(settings.read_timeout, math.inf if limit.hang is None else limit.hang),
-            pace=pace_of(settings.max_bandwidth),
+            pace=None if settings.max_bandwidth is None else pace_of(settings.max_bandwidth),
         )  # fmt: skip
         try:
-            return tries.run(attempt, self.gate, data=data)
+            return tries.run(functools.partial(attempt, send), gate_of(settings, self.name), data=data)
         except errors.CredentialsError:
-            forget_client(settings)  # the next save or load looks for credentials again
+            forget_client(client)  # the next save or load looks for credentials again
             raise
 
     # --- reading one object -----------------------------------------------------------------------------
@@ -150,12 +167,12 @@ def _user_metadata(answer: Mapping[str, Any]) -> dict[str, str]:
 # --- times ----------------------------------------------------------------------------------------------
 
 
-def timestamp(value: datetime.datetime | str) -> float:
-    """A time from S3's answer, parsed or not, in seconds since the epoch; without a zone it is in UTC."""
+def timestamp(value: str) -> float:
+    """A time from S3's answer in seconds since the epoch; without a zone it is in UTC."""
     try:  # as S3 writes it
-        time = datetime.datetime.fromisoformat(value.replace("Z", "+00:00")) if isinstance(value, str) else value
+        time = datetime.datetime.fromisoformat(value.replace("Z", "+00:00"))
     except ValueError:
-        time = botocore.utils.parse_timestamp(str(value))
+        time = botocore.utils.parse_timestamp(value)
     if time.tzinfo is None:
         time = time.replace(tzinfo=datetime.timezone.utc)
     return time.timestamp()
@@ -163,10 +180,10 @@ def timestamp(value: datetime.datetime | str) -> float:
 
 def server_time(answer: Mapping[str, Any]) -> float | None:
     """When S3 answered by its own clock, in seconds since the epoch; None if it does not tell."""
-    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    date = email.utils.parsedate_tz(answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", ""))
     try:
-        return timestamp(email.utils.parsedate_to_datetime(headers["date"]))
-    except (KeyError, ValueError, TypeError):
+        return None if date is None else float(email.utils.mktime_tz(date))
+    except (ValueError, OverflowError):
         return None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from dcp_s3 import errors
-from dcp_s3.s3.bucket import Bucket, server_time, timestamp
+from dcp_s3.s3.bucket import Bucket, Send, server_time, timestamp
 from dcp_s3.s3.diagnosis import answered_code, answered_status, is_retryable
 from dcp_s3.s3.operations import Quirk, knows, learn
 from dcp_s3.store import DeleteTarget, ListedObject, Page, Upload, batches, join, same_etag
@@ -132,7 +132,7 @@ def _delete_batch(bucket: Bucket, targets: Sequence[DeleteTarget]) -> list[str]:
     while batch.pending:
         before = len(batch.pending)
         try:
-            bucket.call("DeleteObjects", batch.pending[0].key, lambda: batch.send(bucket), data=True)
+            bucket.call("DeleteObjects", batch.pending[0].key, batch.send, data=True)
         except errors.TransferError:
             if len(batch.pending) == before:
                 raise  # nothing of it went through
@@ -153,10 +153,10 @@ class _Batch:
     changed: list[DeleteTarget] = field(default_factory=list)
     """Targets that S3 left alone because they have another ETag."""
 
-    def send(self, bucket: Bucket) -> None:
+    def send(self, send: Send) -> None:
         """Send what is pending once; a failure that S3 reports of a key is raised as if it were of the request."""
         objects = [{"Key": each.key} | ({"ETag": each.etag} if each.etag else {}) for each in self.pending]
-        answer, failed = bucket.send("DeleteObjects", {"Delete": {"Objects": objects, "Quiet": True}}), {}
+        answer, failed = send(Delete={"Objects": objects, "Quiet": True}), {}
         for entry in answer.get("Errors", ()):
             failed[str(entry.get("Key"))] = str(entry.get("Code")), str(entry.get("Message"))
         left = []

@@ -95,21 +95,17 @@ class Gate:
         """Wait for a data request's turn; one call of `leave` must follow. ``check`` is called while it waits, and
         raises to give up."""
         with self._changed:
-            if self._is_full:
+            if self._in_flight + 1 > self._limit:
                 started = time.monotonic()
                 self._waiting += 1
                 try:
-                    while self._is_full:
+                    while self._in_flight + 1 > self._limit:
                         check()
                         self._changed.wait(_POLL_SECONDS)
                 finally:
                     self._waiting -= 1
                     self._waited += time.monotonic() - started
             self._in_flight += 1
-
-    @property
-    def _is_full(self) -> bool:
-        return self._in_flight + 1 > self._limit
 
     def leave(self, began: float, *, succeeded: bool) -> None:
         """Note the end of a data request that began at ``began`` (of time.monotonic)."""
@@ -145,10 +141,6 @@ class Gate:
             )  # fmt: skip
         if fell:  # not under the lock: a subscriber may ask for the state
             emit(Throttled(bucket=self._name, limit=limit, decreases=decreases))
-
-    def answered(self, seconds: float) -> None:
-        """Note that a small request was answered after ``seconds``."""
-        self.latency = min(self.latency, seconds)
 
     @property
     def is_far(self) -> bool:
@@ -369,10 +361,8 @@ def cores() -> int:
         return os.cpu_count() or 1
 
 
-def pace_of(rate: int | None) -> Pace | None:
-    """What all uploads of this process at ``rate`` bytes per second share; None for no limit."""
-    if rate is None:
-        return None
+def pace_of(rate: int) -> Pace:
+    """What all uploads of this process at ``rate`` bytes per second share."""
     with _lock:
         return _paces.setdefault(rate, Pace(rate))
 

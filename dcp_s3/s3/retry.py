@@ -16,10 +16,8 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
-
-from urllib3.util import Timeout
 
 from dcp_s3 import errors
 from dcp_s3.failures import without_tracebacks
@@ -50,9 +48,6 @@ _LOOKS = 10
 # https://docs.aws.amazon.com/AmazonS3/latest/API/API_CompleteMultipartUpload.html
 _ANSWERED_EARLY = frozenset({"CompleteMultipartUpload", "CopyObject", "UploadPartCopy"})
 
-this_thread = threading.local()
-"""``attempts`` and ``flight`` of the request that this thread makes, if set."""
-
 
 class Attempts:
     """The attempts of one request: what to do before each of them, after one that failed, and while it is on the wire.
@@ -60,6 +55,7 @@ class Attempts:
     Args:
         operation: S3's name of the operation.
         key: object key; empty for requests to the bucket itself.
+        stall: seconds without progress that end it, if it moves by itself; 0: none do.
         most: most attempts.
         hang: most seconds to wait for a connection (`CONNECT_SECONDS`, if that is less) or for the next byte.
         pace: what it shares with other uploads.
@@ -72,6 +68,7 @@ class Attempts:
         key: str = "",
         *,
         limit: Limit = UNLIMITED,
+        stall: float = 0.0,
         most: int = 1,
         hang: float = 60.0,
         pace: Pace | None = None,
@@ -80,12 +77,14 @@ class Attempts:
         self._name = f"s3://{bucket}/{key}"
         self._what = f"{operation} on {self._name}" if key else f"{operation} on bucket {bucket!r}"
         self._limit, self._most, self._hang, self._pace = limit, most, hang, pace
-        self._progress = limit.progress or Progress(math.inf)
+        self._progress = limit.progress or Progress(stall)
         self._made = 0
         self._started = time.monotonic()
         self._last = ""  # not the error itself: its traceback would keep the frames it came through
-        self._tick = min(hang, self._progress.seconds / _LOOKS)
-        self.timeout = Timeout(connect=min(CONNECT_SECONDS, hang), read=self._tick)
+        self.tick = min(hang, self._progress.seconds / _LOOKS)
+        """Timeout of a socket that receives, in seconds."""
+        self._looks_at = math.inf
+        self.connect_timeout = min(CONNECT_SECONDS, hang)
         self.send_timeout = min(hang, self._progress.seconds)
         self.slice_size = None if pace is None else pace.slice_size
         """Most bytes to send at once; None for any number."""
@@ -97,43 +96,40 @@ class Attempts:
         """Seconds for which it was waited for, after the whole request was sent."""
         self._is_answered_early = operation in _ANSWERED_EARLY
 
-    def __enter__(self) -> None:
-        """Bound the requests of this thread."""
-        self._before = getattr(this_thread, "attempts", None)
-        this_thread.attempts = self
-
-    def __exit__(self, *_: object) -> None:
-        this_thread.attempts = self._before
-
     def run(self, request: Callable[[], T], gate: Gate, *, data: bool = False) -> T:
         """Run ``request`` until it succeeds, or for the last time. With ``data`` it waits for its turn while S3
         throttles."""
         logger.debug("%s", self._what)
-        with self._progress, self:
-            while True:
-                self._check_start()
-                if data:
-                    gate.enter(self._check_turn)
-                self._made += 1
-                began, succeeded = time.monotonic(), False
-                try:
-                    result = request()
-                    succeeded = True
-                    return result
-                except REQUEST_ERRORS as error:
-                    if is_throttling(error):
-                        gate.throttled(began)
-                    without_tracebacks(error)  # urllib3's are cycles, with the bytes that were being sent in them
-                    wait = self._wait_after(error)
-                finally:
+        before, this_thread.attempts = this_thread.attempts, self
+        try:
+            with self._progress:
+                while True:
+                    self._check_start()
                     if data:
-                        gate.leave(began, succeeded=succeeded)
-                    elif not self._is_answered_early:
-                        gate.answered(self.latency)
-                if self._limit.cancel is None:
-                    time.sleep(wait)
-                elif self._limit.cancel.wait(wait):
-                    raise Cancelled
+                        gate.enter(self._check_turn)
+                    self._made += 1
+                    began, succeeded = time.monotonic(), False
+                    self._looks_at = began + self.tick
+                    try:
+                        result = request()
+                        succeeded = True
+                        return result
+                    except REQUEST_ERRORS as error:
+                        if is_throttling(error):
+                            gate.throttled(began)
+                        without_tracebacks(error)  # urllib3's are cycles, with the bytes that were being sent in them
+                        wait = self._wait_after(error)
+                    finally:
+                        if data:
+                            gate.leave(began, succeeded=succeeded)
+                        elif not self._is_answered_early:
+                            gate.latency = min(gate.latency, self.latency)
+                    if self._limit.cancel is None:
+                        time.sleep(wait)
+                    elif self._limit.cancel.wait(wait):
+                        raise Cancelled
+        finally:
+            this_thread.attempts = before
 
     # --- between attempts -------------------------------------------------------------------------------
 
@@ -211,14 +207,17 @@ class Attempts:
         """Note bytes that moved for the first time."""
         self._progress.moved(count)
 
-    def receive(self, receive: Callable[[Any], int], view: Any) -> int:
-        """Receive into ``view``; waits as long as the attempt may, however short the socket's own timeout."""
+    def receive(self, receive: Callable[[Any], int], view: Any, *, looks: bool = False) -> int:
+        """Receive into ``view``; waits as long as the attempt may, however short the socket's own timeout. With
+        ``looks`` it is broken off, too, where bytes come so slowly that they do not count."""
         waited = 0.0
+        if looks and time.monotonic() > self._looks_at:
+            self.check()
         while True:
             try:
                 count = receive(view)
             except TimeoutError:
-                waited += self._tick
+                waited += self.tick
                 if waited >= self._hang:
                     raise
             else:
@@ -238,10 +237,17 @@ class Attempts:
         return waited
 
 
-_UNBOUNDED = Attempts()
+UNBOUNDED = Attempts()
+"""Of requests that are made without any, by a client itself."""
 
 
-def current() -> Attempts:
-    """The attempts of the request that this thread makes."""
-    found: Attempts | None = getattr(this_thread, "attempts", None)
-    return _UNBOUNDED if found is None else found
+class _ThisThread(threading.local):
+    attempts = UNBOUNDED
+    """Of the request that this thread makes."""
+    flight: Any = None
+    """The `Flight` of that request, if it has one."""
+    checksums: Mapping[str, str] = {}
+    """Headers of the checksums of the body that it sends."""
+
+
+this_thread = _ThisThread()

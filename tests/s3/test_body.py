@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from dcp_s3.limit import Limit, Progress
 from dcp_s3.s3 import body as body_module
 from dcp_s3.s3.body import BodyReader, GatherBody
+from dcp_s3.s3.pressure import Gate
 from dcp_s3.s3.retry import Attempts
 
 BUFFERS = st.lists(st.binary(max_size=40), max_size=8)
@@ -54,10 +55,13 @@ def test_slices_grow_where_the_link_is_quick(monkeypatch: pytest.MonkeyPatch, se
 
 def test_what_is_sent_once_more_is_no_progress() -> None:
     progress, body = Progress(600), GatherBody([memoryview(bytes(3 * 2**20)), memoryview(b"end")])
-    with Attempts(limit=Limit(progress=progress)):
+
+    def send() -> None:
         next(iter(body.chunks()))
         for _ in range(3):
             assert sum(map(len, body.chunks())) == len(body)
+
+    Attempts(limit=Limit(progress=progress)).run(send, Gate("test"))
     assert "3.0 MiB had moved before" in str(progress.error("UploadPart", "3 attempts"))
 
 

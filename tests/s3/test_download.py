@@ -19,9 +19,8 @@ from dcp_s3 import errors
 from dcp_s3.limit import Cancelled, Limit, LinkedEvent
 from dcp_s3.memory import ReadTarget, crc64nvme
 from dcp_s3.s3 import hedge, pressure, retry
-from dcp_s3.s3.download import Race, _Request
+from dcp_s3.s3.download import Cursor, Race, _Request
 from dcp_s3.s3.hedge import HedgeState, hedges_of
-from dcp_s3.s3.receive import Cursor
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import FaultyServer
@@ -273,9 +272,9 @@ def test_a_second_request_wins_only_with_the_version_of_what_is_there(
     """The first one's head may come after the second was begun, of any version, or of one without an ETag."""
     race, cursor = race_of(put(), 10)
     second = second_of(race, 10, [theirs] if theirs else [])
-    race._own.etag += [ours] if ours else []
+    race.own.etag += [ours] if ours else []
     if done:
-        race._advance(done)
+        race.advance(done)
     assert (race._win(second, 0) is not None) is wins
     assert race.take() is wins
     assert cursor.full is wins
