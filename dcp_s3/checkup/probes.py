@@ -16,10 +16,9 @@ from botocore.exceptions import ClientError
 
 from dcp_s3 import errors
 from dcp_s3.limit import Limit
-from dcp_s3.s3.bucket import server_time
+from dcp_s3.s3.bucket import creation_arguments, server_time
 from dcp_s3.s3.client import get_client
 from dcp_s3.s3.diagnosis import answered_code, answered_status
-from dcp_s3.s3.operations import creation_arguments
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings
 from dcp_s3.units import one_line

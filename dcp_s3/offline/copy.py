@@ -31,7 +31,7 @@ from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.offline.place import BLOCK, OnProgress, OnTotal, Place, read_ahead
-from dcp_s3.s3.parts import MAX_PARTS
+from dcp_s3.s3.multipart import MAX_PARTS
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import ABSENT, ListedObject, Store, same_etag
 from dcp_s3.stores.directory import HIDDEN

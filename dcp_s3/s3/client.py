@@ -118,7 +118,7 @@ def prepare_session(session: Any) -> None:
     """Let a session reuse parsed service descriptions, and leave times as S3 wrote them.
 
     Otherwise each client parses the descriptions for itself: about 70 ms and 8 MB. Parsing a time costs a tenth of a
-    request (`operations.timestamp` does it where one is needed).
+    request (`bucket.timestamp` does it where one is needed).
     """
     session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
     session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)

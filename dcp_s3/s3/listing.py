@@ -13,9 +13,8 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from dcp_s3 import errors
-from dcp_s3.s3.bucket import Bucket, Send, server_time, timestamp
+from dcp_s3.s3.bucket import Bucket, Quirk, Send, knows, learn, server_time, timestamp
 from dcp_s3.s3.diagnosis import answered_code, answered_status, is_retryable
-from dcp_s3.s3.operations import Quirk, knows, learn
 from dcp_s3.store import DeleteTarget, ListedObject, Page, Upload, batches, join, same_etag
 
 logger = logging.getLogger(__name__)

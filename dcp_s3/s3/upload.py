@@ -19,12 +19,17 @@ from dcp_s3.limit import Cancelled, Progress
 from dcp_s3.memory import Piece, combine_crc64nvme, crc_of, views_of
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.body import GatherBody
-from dcp_s3.s3.bucket import Bucket
-from dcp_s3.s3.copy import AT_ONCE, copy_ranges
+from dcp_s3.s3.bucket import Bucket, checksum_arguments, creation_arguments, request_with_checksum
 from dcp_s3.s3.listing import delete
-from dcp_s3.s3.multipart import abort_quietly
-from dcp_s3.s3.operations import checksum_arguments, creation_arguments, request_with_checksum
-from dcp_s3.s3.parts import MAX_PARTS, PUTS_PER_SECOND, choose_part_size, plan_part_size
+from dcp_s3.s3.multipart import (
+    COPIES_AT_ONCE,
+    MAX_PARTS,
+    PUTS_PER_SECOND,
+    abort_quietly,
+    choose_part_size,
+    copy_ranges,
+    plan_part_size,
+)
 from dcp_s3.s3.pressure import Tuning, width_of
 from dcp_s3.store import Batch, CopyRange, DeleteTarget, StreamedObject
 from dcp_s3.workers import Slots, Workers
@@ -67,7 +72,7 @@ class Uploader(Batch):
         self._open: set[ObjectUpload] = set()
         self._all: list[ObjectUpload] = []
         self._completed: list[str] = []
-        self._copying = threading.Semaphore(AT_ONCE)
+        self._copying = threading.Semaphore(COPIES_AT_ONCE)
         self.unclean: set[str] = set()
         """Keys with multipart uploads that may have stayed open."""
 

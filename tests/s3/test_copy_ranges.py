@@ -10,8 +10,8 @@ import pytest
 from dcp_s3 import errors
 from dcp_s3.limit import Cancelled
 from dcp_s3.memory import Piece, crc64nvme
-from dcp_s3.s3 import copy, operations
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3 import multipart
+from dcp_s3.s3.bucket import Bucket, forget_quirks
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import MIN_PART_SIZE, Settings
@@ -42,9 +42,9 @@ JOINED = ranges(("a", 7, MIN_PART_SIZE + 7), ("a", 2 * MIN_PART_SIZE, 3 * MIN_PA
 
 @pytest.fixture(autouse=True)
 def _forget() -> Any:
-    operations.forget()
+    forget_quirks()
     yield
-    operations.forget()
+    forget_quirks()
 
 
 def copy_to(store: S3Store, key: str, what: tuple[list[CopyRange], bytes], crc: int | None = None) -> bool:
@@ -63,7 +63,7 @@ def test_a_copy_has_the_bytes(bucket: str, what: tuple[list[CopyRange], bytes]) 
 
 
 def test_large_objects_are_copied_in_parts(bucket: str, memory_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy, "PART_SIZE", MIN_PART_SIZE)
+    monkeypatch.setattr(multipart, "COPIED_PART_SIZE", MIN_PART_SIZE)
     store, what = make_store(bucket), ranges(("a", 0, len(A)))
     memory_server.handle.reset_counters()
     assert copy_to(store, "new", what)
@@ -131,7 +131,7 @@ def test_what_s3_refuses_is_sent(
     assert "s3://bucket/new is sent, as S3 does not copy it" in caplog.text
     faulty.rule = lambda _: None
     assert not faulty.s3.open_uploads(BUCKET)
-    assert copy.can_copy(store) == (status != 501), "a store that does not copy is not asked again"
+    assert multipart.can_copy(store) == (status != 501), "a store that does not copy is not asked again"
 
 
 @pytest.mark.parametrize("what", [WHOLE, JOINED], ids=["whole", "joined"])
@@ -152,12 +152,12 @@ def test_where_s3_tells_no_checksum_the_copy_is_read(bucket: str, monkeypatch: p
         return head(self, key)
 
     monkeypatch.setattr(Bucket, "head", without)
-    assert copy._is_good(store, "a", len(A), crc64nvme(A), None)
-    assert copy._is_good(store, "b", len(B), crc64nvme(B), None)
-    assert not copy._is_good(store, "a", len(A), crc64nvme(A) ^ 1, None)
-    assert not copy._is_good(store, "b", len(B) + 1, crc64nvme(B), None)
-    monkeypatch.setattr(copy, "_BLOCK", 100_000)
-    assert copy._is_good(store, "a", len(A), crc64nvme(A), None)
+    assert multipart._is_good(store, "a", len(A), crc64nvme(A), None)
+    assert multipart._is_good(store, "b", len(B), crc64nvme(B), None)
+    assert not multipart._is_good(store, "a", len(A), crc64nvme(A) ^ 1, None)
+    assert not multipart._is_good(store, "b", len(B) + 1, crc64nvme(B), None)
+    monkeypatch.setattr(multipart, "_BLOCK", 100_000)
+    assert multipart._is_good(store, "a", len(A), crc64nvme(A), None)
 
 
 def test_a_batch_that_fails_leaves_no_copies(faulty: FaultyServer) -> None:
@@ -216,7 +216,7 @@ def test_copies_are_encrypted_and_stored_as_what_is_sent(faulty: FaultyServer) -
 
 
 def test_a_bucket_of_s3_express_copies_nothing(faulty: FaultyServer) -> None:
-    assert not copy.can_copy(S3Store("bucket--use1-az4--x-s3", Settings()))
+    assert not multipart.can_copy(S3Store("bucket--use1-az4--x-s3", Settings()))
     faulty.rule = lambda _: pytest.fail("no request")
     store = S3Store("bucket--use1-az4--x-s3", Settings())
-    assert not copy.copy_ranges(store, "new", WHOLE[0], 0, slots=None, moved=lambda _: None)  # type: ignore[arg-type]
+    assert not multipart.copy_ranges(store, "new", WHOLE[0], 0, slots=None, moved=lambda _: None)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dcp_s3 import errors, prune
-from dcp_s3.s3 import operations
+from dcp_s3.s3.bucket import Quirk, forget_quirks, knows
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.store import DeleteTarget
@@ -39,7 +39,7 @@ def test_names_of_every_kind_and_only_these(s3: Any, root: str) -> None:
 @pytest.fixture
 def store(faulty: FaultyServer) -> S3Store:
     """With the objects a, b, c."""
-    operations.forget()
+    forget_quirks()
     store = S3Store(BUCKET, Settings())
     for key in "abc":
         store.put(key, b"1")
@@ -50,7 +50,7 @@ def test_credentials_that_have_expired_say_nothing_of_the_store(store: S3Store, 
     faulty.rule = lambda request: Fault.error(400, "ExpiredToken") if request.operation == "DeleteObjects" else None
     with pytest.raises(errors.CredentialsError):
         store.delete(["a", "b"])
-    assert not operations.knows(operations.Quirk.NO_BATCH_DELETES, store)
+    assert not knows(Quirk.NO_BATCH_DELETES, store)
     assert set(faulty.s3.objects(BUCKET)) == set("abc")
 
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from dcp_s3 import errors
 from dcp_s3.limit import Cancelled, Limit
 from dcp_s3.memory import Piece, crc64nvme
-from dcp_s3.s3 import multipart, operations
-from dcp_s3.s3.parts import MAX_PARTS, choose_part_size
+from dcp_s3.s3 import multipart
+from dcp_s3.s3.bucket import forget_quirks
+from dcp_s3.s3.multipart import MAX_PARTS, choose_part_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import MAX_PART_SIZE, MIN_PART_SIZE, Settings
@@ -181,7 +182,7 @@ def test_a_batch_that_is_stopped_cancels_what_is_under_way_and_what_begins_later
 def test_a_store_that_refuses_checksums_is_written_to_without(
     faulty: FaultyServer, caplog: pytest.LogCaptureFixture, answer: tuple[int, str], refusing: tuple[str, ...]
 ) -> None:
-    operations.forget()
+    forget_quirks()
     refused: list[str] = []
 
     def rule(request: Any) -> Fault | None:
@@ -207,7 +208,7 @@ def test_a_store_that_refuses_checksums_is_written_to_without(
             upload(make_bucket("bucket", checksum="crc64nvme"), DATA, "c")
         assert "c" not in faulty.s3.objects("bucket")
         assert faulty.s3.open_uploads("bucket") == []
-    operations.forget()
+    forget_quirks()
 
 
 def test_waiting_for_bandwidth_is_not_s3s_slowness(faulty: FaultyServer) -> None:
