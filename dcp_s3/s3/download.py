@@ -60,7 +60,7 @@ def read(
                     raise
             except errors.TransferError:
                 # All attempts are used up, but the last round moved on: a slow, flaky link, not a dead one.
-                if cursor.done > before and not cursor.full and store.settings.retry_attempts > 1:
+                if cursor.done > before and cursor.done < cursor.total and store.settings.retry_attempts > 1:
                     continue
                 if not race.take(wait=True):
                     raise
@@ -90,12 +90,10 @@ class Cursor:
         self.done = 0
 
     @property
-    def full(self) -> bool:
-        return self._index >= len(self._targets)
-
-    @property
-    def view(self) -> memoryview:
-        """Memory for the next bytes, at most a block."""
+    def view(self) -> memoryview | None:
+        """Memory for the next bytes, at most a block; None if all have arrived."""
+        if self.done == self.total:
+            return None
         return self._targets[self._index].view[self._offset : self._offset + self._block]
 
     def advance(self, count: int) -> None:
@@ -111,11 +109,10 @@ class Cursor:
             self._offset = 0
 
     def fill(self, data: memoryview) -> None:
-        while data:
-            view = self.view[: data.nbytes]
-            view[:] = data[: view.nbytes]
-            self.advance(view.nbytes)
-            data = data[view.nbytes :]
+        while data and (view := self.view) is not None:
+            count = min(view.nbytes, data.nbytes)
+            view[:count], data = data[:count], data[count:]
+            self.advance(count)
 
 
 class _Request:
@@ -154,11 +151,10 @@ class _Request:
                         raise TruncatedBodyError(
                             f"asked for {expected} bytes ({byte_range}), got {length}: no range support?"
                         )
-                    while not cursor.full:
+                    while (view := cursor.view) is not None:
                         if self.stop.is_set():
                             raise Cancelled
                         attempts.check()
-                        view = cursor.view
                         if not awaited:
                             flight.await_bytes(awaited := view.nbytes)
                         count = readinto_response(body, view[:awaited])
@@ -270,7 +266,9 @@ class Race:
     def _start_second(self) -> bool:
         with self._lock:
             first, etag = self._cursor.done, self.own.etag
-            if self._is_closed or self._cursor.full or (first and not etag):  # the rest could be of another version
+            if (
+                self._is_closed or first == self._cursor.total or (first and not etag)
+            ):  # the rest could be of another version
                 return False
             try:
                 # Unlike a bytearray, a mapping is not touched before bytes arrive.
@@ -307,7 +305,7 @@ class Race:
     def _win(self, second: _Request, first: int) -> int | None:
         """Bytes that the reader's own request had received, too, if this one was faster; otherwise None."""
         with self._lock:
-            if self._is_closed or self._cursor.full:
+            if self._is_closed or self._cursor.done == self._cursor.total:
                 return None
             if self._cursor.done and (not self.own.etag or second.etag != self.own.etag):
                 return None  # it could be, or is, another version of the object than what has arrived
