@@ -96,7 +96,8 @@ def get_client(settings: Settings) -> Any:
 
 
 def _make_client(settings: Settings) -> Any:
-    core = new_session(settings)
+    core = botocore.session.Session(profile=settings.profile)  # creating clients from the default one: not thread safe
+    prepare_session(core)
     client = boto3.session.Session(botocore_session=core).client(
         "s3", config=Config(**config_options(settings)), **client_options(settings, core)
     )
@@ -105,13 +106,6 @@ def _make_client(settings: Settings) -> Any:
     client.meta.events.register("before-parse.s3.*", _check)
     make_abortable(client)
     return client
-
-
-def new_session(settings: Settings) -> Any:
-    """A new botocore session: creating clients from the default one is not thread safe."""
-    core = botocore.session.Session(profile=settings.profile)
-    prepare_session(core)
-    return core
 
 
 def prepare_session(session: Any) -> None:

@@ -74,8 +74,7 @@ class Attempts:
         pace: Pace | None = None,
     ) -> None:
         self._where: dict[str, Any] = {"bucket": bucket, "key": key, "operation": operation}
-        self._name = f"s3://{bucket}/{key}"
-        self._what = f"{operation} on {self._name}" if key else f"{operation} on bucket {bucket!r}"
+        self._what = f"{operation} on s3://{bucket}/{key}" if key else f"{operation} on bucket {bucket!r}"
         self._limit, self._most, self._hang, self._pace = limit, most, hang, pace
         self._progress = limit.progress or Progress(stall)
         self._made = 0
@@ -135,22 +134,25 @@ class Attempts:
 
     def _check_start(self) -> None:
         """Raise if there may be no further attempt."""
-        if self._limit.cancel is not None and self._limit.cancel.is_set():
+        limit = self._limit
+        if limit.cancel is not None and limit.cancel.is_set():
             raise Cancelled
-        if self._limit.deadline is not None and self._limit.deadline.passed:
-            raise self._too_late(self._limit.deadline)
+        if limit.deadline is not None and limit.deadline.passed:
+            raise self._ended_by(limit.deadline)
         if self._progress.is_over(self._what):
-            raise self._stalled()
+            raise self._ended_by(self._progress)
 
     def _check_turn(self) -> None:
         """Raise if the request may wait no longer for its turn while S3 throttles."""
         self._check_start()
-        if self._limit.patience is not None and self._elapsed() >= self._limit.patience:
-            raise self._transfer_error(
+        # Time waited for bandwidth does not count: S3 is not to blame.
+        elapsed = time.monotonic() - self._started - self.waited
+        if self._limit.patience is not None and elapsed >= self._limit.patience:
+            raise errors.TransferError(
                 f"{self._what} failed after {self._made} attempts: S3 throttles, and its turn did not come in "
-                f"{self._elapsed():.1f} s. Remedy: lower DCP_S3_CONCURRENCY, or raise DCP_S3_PART_SIZE: fewer, larger "
-                "requests"
-            )
+                f"{elapsed:.1f} s. Remedy: lower DCP_S3_CONCURRENCY, or raise DCP_S3_PART_SIZE: fewer, larger requests",
+                **self._where, attempts=self._made,
+            )  # fmt: skip
 
     def _wait_after(self, error: Exception) -> float:
         """Seconds to wait between a failed attempt and the next one."""
@@ -160,39 +162,26 @@ class Attempts:
         self._last = describe(error)
         may_pass = is_retryable(error)
         if may_pass and self._progress.is_over(self._what):
-            raise self._stalled() from error
+            raise self._ended_by(self._progress) from error
         wait = backoff(self._made)
         is_last = self._made >= self._most or not may_pass
         if not is_last and limit.deadline is not None and wait > limit.deadline.left:
-            raise self._too_late(limit.deadline) from error
-        if is_last or (limit.patience is not None and self._elapsed() + wait > limit.patience):
+            raise self._ended_by(limit.deadline) from error
+        elapsed = time.monotonic() - self._started - self.waited
+        if is_last or (limit.patience is not None and elapsed + wait > limit.patience):
             raise to_storage_error(error, **self._where, attempts=self._made) from error
         tell_retry(error, self._where["bucket"], made=self._made, attempts=self._most, wait=wait)
         logger.debug("%s failed (%s); attempt %d of %d, next in %.2f s",
                      self._what, error, self._made, self._most, wait)  # fmt: skip
         return min(wait, self._progress.left)
 
-    def _elapsed(self) -> float:
-        """Seconds so far, without those waited for bandwidth: S3 is not to blame."""
-        return time.monotonic() - self._started - self.waited
-
-    def _too_late(self, deadline: Deadline) -> errors.DeadlineExceededError:
-        return self._locate(deadline.error(self._what, self._tried()))
-
-    def _stalled(self) -> errors.StorageError:
-        error = self._progress.error(self._what, self._tried())
-        # A caller with patience has another place to go, or comes back later: to it S3 is slow.
-        return self._locate(error) if self._limit.patience is None else self._transfer_error(str(error))
-
-    def _tried(self) -> str:
-        if not self._made:
-            return "it was not begun"
-        return f"{self._made} attempts, the last: {self._last}" if self._last else f"{self._made} attempts"
-
-    def _transfer_error(self, message: str) -> errors.TransferError:
-        return errors.TransferError(message, **self._where, attempts=self._made)
-
-    def _locate(self, error: errors.DeadlineExceededError) -> errors.DeadlineExceededError:
+    def _ended_by(self, bound: Deadline | Progress) -> errors.StorageError:
+        """The error to raise when a bound has passed."""
+        last = f", the last: {self._last}" if self._last else ""
+        error = bound.error(self._what, f"{self._made} attempts{last}" if self._made else "it was not begun")
+        if bound is self._progress and self._limit.patience is not None:
+            # A caller with patience has another place to go, or comes back later: to it S3 is slow.
+            return errors.TransferError(str(error), **self._where, attempts=self._made)
         vars(error).update(self._where, attempts=self._made)
         return error
 

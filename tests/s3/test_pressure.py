@@ -42,7 +42,7 @@ URL = f"s3://{BUCKET}/run"
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known of any bucket: servers of earlier tests may have had the same port."""
-    for name in ("_gates", "_widths", "_paces"):
+    for name in ("_gates", "_paces"):
         monkeypatch.setattr(pressure, name, {})
     monkeypatch.setattr(pressure, "_host_is_busy", lambda since: False)
 
