@@ -66,7 +66,9 @@ class Flight:
     def note(self, sock: Any) -> None:
         """Note the request's socket; called by the thread that uses it."""
         with self._lock:
-            self._close()
+            if self._descriptor >= 0:  # of the request that was redirected
+                os.close(self._descriptor)
+                self._descriptor = -1
             if self._is_broken:
                 raise ConnectionAbortedError("the request was broken off")
             with contextlib.suppress(OSError):  # no descriptor is left, or the socket is closed: cannot be broken off
@@ -75,7 +77,9 @@ class Flight:
     def let_go(self) -> bool:
         """Release the request's connection; False if it has been shut down."""
         with self._lock:
-            self._close()
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
             return not self._is_broken
 
     def break_off(self) -> None:
@@ -88,11 +92,6 @@ class Flight:
             # Not through the socket object: a TLS one would read what is left in the kernel as if it were plain.
             with socket.socket(fileno=descriptor) as duplicate, contextlib.suppress(OSError):
                 duplicate.shutdown(socket.SHUT_RDWR)
-
-    def _close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
 
 
 # --- bodies -------------------------------------------------------------------------------------------

@@ -165,26 +165,18 @@ def find_endpoint(session: Any) -> ChainValue | None:
     return ChainValue(f"endpoint_url of {_profile(session)}", str(value)) if value else None
 
 
-def find_region(session: Any) -> ChainValue | None:
-    """The region that botocore will choose; None if there is none."""
-    variable = aws_variable("AWS_DEFAULT_REGION")
-    if variable is not None:
-        return ChainValue(*variable)
-    value = session.get_config_variable("region")
-    return ChainValue(f"region of {_profile(session)}", str(value)) if value else None
-
-
 def find_chain(settings: Settings) -> dict[str, ChainValue]:
     """The chain's values for the settings that are left to it, by setting name."""
-    session = botocore.session.Session(profile=settings.profile)
+    session, found = botocore.session.Session(profile=settings.profile), dict[str, ChainValue | None]()
     try:
         session.get_scoped_config()  # raises if the profile is missing, even if nothing of it is needed
         if settings.endpoint_url is None:
             check_endpoint_of(session)
-        found = {
-            "endpoint_url": find_endpoint(session) if settings.endpoint_url is None else None,
-            "region": find_region(session) if settings.region is None else None,
-        }
+            found["endpoint_url"] = find_endpoint(session)
+        if settings.region is None and (variable := aws_variable("AWS_DEFAULT_REGION")) is not None:
+            found["region"] = ChainValue(*variable)
+        elif settings.region is None and (value := session.get_config_variable("region")):
+            found["region"] = ChainValue(f"region of {_profile(session)}", str(value))
     except boto.BotoCoreError as error:
         raise SettingsError(f"AWS's own configuration cannot be read: {error}") from None
     return {name: each for name, each in found.items() if each is not None}

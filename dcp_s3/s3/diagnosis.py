@@ -114,15 +114,12 @@ def region_of(error: Exception) -> str:
 def is_retryable(error: Exception) -> bool:
     """Whether the same request may succeed later."""
     if isinstance(error, boto.ClientError):
-        return error_code(error) in _RETRYABLE_CODES or is_passing(status_code(error))
+        status = status_code(error)
+        is_passing = status in _RETRYABLE_STATUS or (500 <= status < 600 and status not in _LASTING_STATUS)
+        return is_passing or error_code(error) in _RETRYABLE_CODES
     if isinstance(error, (boto.ProxyConnectionError, boto.SSLError)) and "CERTIFICATE" in str(error).upper():
         return False
     return isinstance(error, _CONNECTION_ERRORS)
-
-
-def is_passing(status: int) -> bool:
-    """Whether the same request may get another HTTP status later."""
-    return status in _RETRYABLE_STATUS or (500 <= status < 600 and status not in _LASTING_STATUS)
 
 
 def is_throttling(error: BaseException) -> bool:

@@ -121,16 +121,15 @@ def complete(
     try:
         return request_with_checksum(bucket, "CompleteMultipartUpload", key, arguments)
     except errors.StorageError as error:
-        if answered_code(error) != "NoSuchUpload" or not _is_there(bucket, key, size):
+        if answered_code(error) != "NoSuchUpload":
+            raise
+        try:
+            is_there = bucket.head(key).size == size
+        except errors.ObjectNotFoundError:
+            is_there = False
+        if not is_there:
             raise
         return {}
-
-
-def _is_there(bucket: Bucket, key: str, size: int) -> bool:
-    try:
-        return bucket.head(key).size == size
-    except errors.ObjectNotFoundError:
-        return False
 
 
 def abort(bucket: Bucket, upload: Upload) -> None:

@@ -159,12 +159,12 @@ class Attempts:
         limit = self._limit
         if limit.cancel is not None and limit.cancel.is_set():
             raise Cancelled from None
+        if not is_retryable(error):
+            raise to_storage_error(error, **self._where, attempts=self._made) from error
         self._last = describe(error)
-        may_pass = is_retryable(error)
-        if may_pass and self._progress.is_over(self._what):
+        if self._progress.is_over(self._what):
             raise self._ended_by(self._progress) from error
-        wait = backoff(self._made)
-        is_last = self._made >= self._most or not may_pass
+        wait, is_last = backoff(self._made), self._made >= self._most
         if not is_last and limit.deadline is not None and wait > limit.deadline.left:
             raise self._ended_by(limit.deadline) from error
         elapsed = time.monotonic() - self._started - self.waited
