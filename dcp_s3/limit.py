@@ -82,29 +82,26 @@ class Progress:
         """Note that a request begins."""
         with self._lock:
             if not self._requests:
-                self._note()
+                self._at, self._counted, self._warned = time.monotonic(), self._moved, False
             self._requests += 1
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._lock:
             self._requests -= 1
             if kind is None:
-                self._note()
+                self._at, self._counted, self._warned = time.monotonic(), self._moved, False
 
     def moved(self, count: int) -> None:
         """Note that ``count`` bytes moved for the first time."""
         with self._lock:
             self._moved += count
             if self._moved - self._counted >= _LEAST_BYTES_PER_SECOND * self.seconds:
-                self._note()
+                self._at, self._counted, self._warned = time.monotonic(), self._moved, False
 
     def lives(self) -> None:
         """Note that S3 is at work, though nothing moves."""
         with self._lock:
-            self._note()
-
-    def _note(self) -> None:
-        self._at, self._counted, self._warned = time.monotonic(), self._moved, False
+            self._at, self._counted, self._warned = time.monotonic(), self._moved, False
 
     def is_over(self, what: str) -> bool:
         """Whether there was no progress for so long; a third of it is worth a warning. ``what`` waits."""
@@ -159,12 +156,8 @@ class LinkedEvent(threading.Event):
         super().__init__()
         self.other = other
 
-    @property
-    def is_other_set(self) -> bool:
-        return self.other is not None and self.other.is_set()
-
     def is_set(self) -> bool:
-        return super().is_set() or self.is_other_set
+        return super().is_set() or (self.other is not None and self.other.is_set())
 
     def wait(self, timeout: float | None = None) -> bool:
         until = math.inf if timeout is None else time.monotonic() + timeout

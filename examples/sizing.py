@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dcp_s3 import Settings
-from dcp_s3.s3.parts import GETS_PER_SECOND, PUTS_PER_SECOND, plan_part_size
+from dcp_s3.s3.multipart import GETS_PER_SECOND, PUTS_PER_SECOND, plan_part_size
 from dcp_s3.save.plan import OBJECTS_PER_RANK
 from dcp_s3.stage.memory import GENERATIONS
 from dcp_s3.units import format_size

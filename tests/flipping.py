@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from dcp_s3.s3 import receive
+from dcp_s3.s3 import download
 
 
 def flip_in_flight(monkeypatch: pytest.MonkeyPatch, value: bytes, *, times: int) -> list[int]:
     """Change one bit of what is received, where ``value`` passes by; the list says how often that was."""
-    read, seen = receive.readinto_response, []
+    read, seen = download.readinto_response, []
 
     def readinto(body: Any, view: memoryview) -> int:
         count = read(body, view)
@@ -21,5 +21,5 @@ def flip_in_flight(monkeypatch: pytest.MonkeyPatch, value: bytes, *, times: int)
             view[position] ^= 1
         return count
 
-    monkeypatch.setattr(receive, "readinto_response", readinto)
+    monkeypatch.setattr(download, "readinto_response", readinto)
     return seen

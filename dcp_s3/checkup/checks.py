@@ -20,9 +20,9 @@ from dcp_s3.checkup.probes import CONFIGURATION, DATA, PROBE, CheckResult, Exami
 from dcp_s3.memory import crc64nvme, encode_crc
 from dcp_s3.process import TESTED, __version__, release
 from dcp_s3.retention.policy import policy_from_settings
+from dcp_s3.s3.bucket import checksum_arguments, creation_arguments
 from dcp_s3.s3.client import find_chain
 from dcp_s3.s3.diagnosis import answered_code, answered_status, to_storage_error
-from dcp_s3.s3.operations import checksum_arguments, creation_arguments
 from dcp_s3.settings import ENV_PREFIX, resolve_settings, unknown_variables
 from dcp_s3.spill.store import as_spill_error
 from dcp_s3.units import format_size

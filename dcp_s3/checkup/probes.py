@@ -16,10 +16,9 @@ from botocore.exceptions import ClientError
 
 from dcp_s3 import errors
 from dcp_s3.limit import Limit
-from dcp_s3.s3.bucket import server_time
+from dcp_s3.s3.bucket import creation_arguments, server_time
 from dcp_s3.s3.client import get_client
 from dcp_s3.s3.diagnosis import answered_code, answered_status
-from dcp_s3.s3.operations import creation_arguments
 from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings
 from dcp_s3.units import one_line
@@ -114,12 +113,7 @@ class Examination:
         if name is not None:
             arguments["Key"] = self.key(name)
         key, store = arguments.get("Key", ""), store_of(self.url, self.settings, _LIMIT)
-
-        def send() -> dict[str, Any]:
-            answer = store.send(operation, arguments)
-            return {**answer, "Body": answer["Body"].read()} if "Body" in answer else answer
-
-        return store.call(operation, key, send, attempts=attempts)
+        return store.request(operation, key, arguments, attempts=attempts)
 
     def attempt(
         self, refusals: Collection[int], operation: str, name: str | None = None, **arguments: Any

@@ -33,7 +33,7 @@ from dcp_s3.load.planner import some
 from dcp_s3.load.weights import get_etags
 from dcp_s3.memory import counted_as_change, is_plain, synchronize_accelerator, view_bytes
 from dcp_s3.process import collector_paused, world_size
-from dcp_s3.s3.parts import GETS_PER_SECOND, plan_part_size
+from dcp_s3.s3.multipart import GETS_PER_SECOND, plan_part_size
 from dcp_s3.torch_private import ReaderTransforms, narrow_tensor_by_index
 
 logger = logging.getLogger(__name__)

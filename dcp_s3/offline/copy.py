@@ -31,7 +31,7 @@ from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.memory import crc64nvme, crc_hex
 from dcp_s3.offline.place import BLOCK, OnProgress, OnTotal, Place, read_ahead
-from dcp_s3.s3.parts import MAX_PARTS
+from dcp_s3.s3.multipart import MAX_PARTS
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import ABSENT, Expect, ListedObject, Store, same_etag
 from dcp_s3.stores.directory import HIDDEN
@@ -244,8 +244,8 @@ class _Copy:
             on_total(sum(wanted.values()))
         self.remote.map(self._move, sorted(wanted))
         # Nobody took the copy for the leftovers of a failed save, nor wrote to the source.
-        there = Directory.of_sizes({path: each.size for path, each in target.objects().items()})
-        missing = there.lacking(source.files, exact=True)
+        copied = Directory.of_sizes({path: each.size for path, each in target.objects().items()})
+        missing = copied.lacking(source.files, exact=True)
         if missing:
             raise errors.CheckpointDeletedError(
                 f"{target.name} was not committed: {len(missing)} of its objects are gone, the first {missing[0]}."

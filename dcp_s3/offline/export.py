@@ -35,7 +35,7 @@ from dcp_s3.memory import Piece, view_bytes
 from dcp_s3.offline.names import new_names
 from dcp_s3.offline.place import Place, ahead
 from dcp_s3.offline.read import Fill, OpenCheckpoint, Target, cut, reading_under_lease
-from dcp_s3.s3.parts import MAX_PARTS
+from dcp_s3.s3.multipart import MAX_PARTS
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.units import format_size, one_line, parse_size, plural
 from dcp_s3.url import parse_url

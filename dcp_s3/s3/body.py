@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from dcp_s3.s3.retry import current
+from dcp_s3.s3.retry import this_thread
 
 # Smaller pieces are copied out of a buffer: a call for each would cost more than the copy.
 _DIRECT = 16 * 2**10
@@ -93,7 +93,7 @@ class GatherBody:
     def chunks(self) -> Iterator[memoryview | bytes]:
         """The buffers for ``sendall``: large ones in slices, neighbours that are small joined."""
         started, waited = time.monotonic(), self.waited
-        attempts = current()
+        attempts = this_thread.attempts
         most = min(_SEND_AT_ONCE, attempts.slice_size or _SEND_AT_ONCE)
         size, sent = min(_SEND_FIRST, most), 0
         for view in self._joined():
@@ -177,7 +177,7 @@ class BodyReader(io.RawIOBase):
             raise self._error
         view = memoryview(buffer).cast("B")
         size, done = len(view), 0
-        attempts, began = current(), time.monotonic()
+        attempts, began = this_thread.attempts, time.monotonic()
         until = began + _RECEIVE_SECONDS
         self._wake_for(size)
         try:

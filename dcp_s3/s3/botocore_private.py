@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dcp_s3.s3.body import BodyReader, Chunks, GatherBody
-from dcp_s3.s3.retry import current, this_thread
+from dcp_s3.s3.retry import UNBOUNDED, this_thread
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +55,7 @@ class Flight:
     @contextlib.contextmanager
     def on_this_thread(self) -> Iterator[None]:
         """Bind this thread's requests to this flight until the context ends."""
-        before = getattr(this_thread, "flight", None)
-        this_thread.flight = self
+        before, this_thread.flight = this_thread.flight, self
         try:
             yield
         finally:
@@ -67,7 +66,9 @@ class Flight:
     def note(self, sock: Any) -> None:
         """Note the request's socket; called by the thread that uses it."""
         with self._lock:
-            self._close()
+            if self._descriptor >= 0:  # of the request that was redirected
+                os.close(self._descriptor)
+                self._descriptor = -1
             if self._is_broken:
                 raise ConnectionAbortedError("the request was broken off")
             with contextlib.suppress(OSError):  # no descriptor is left, or the socket is closed: cannot be broken off
@@ -76,7 +77,9 @@ class Flight:
     def let_go(self) -> bool:
         """Release the request's connection; False if it has been shut down."""
         with self._lock:
-            self._close()
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
             return not self._is_broken
 
     def break_off(self) -> None:
@@ -90,22 +93,22 @@ class Flight:
             with socket.socket(fileno=descriptor) as duplicate, contextlib.suppress(OSError):
                 duplicate.shutdown(socket.SHUT_RDWR)
 
-    def _close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
 
 # --- bodies -------------------------------------------------------------------------------------------
 
 
 def send_without_copy(request: Any, **_: Any) -> None:
-    """botocore ``before-send`` handler: replace a `GatherBody` by its views.
+    """botocore ``before-send`` handler: replace a `GatherBody` by its views, and note the checksums of the body.
 
     An AWSPreparedRequest's ``body`` may be any iterable of buffers: http.client sends each (botocore 1.36 to 1.43).
     """
     if isinstance(request.body, GatherBody):
         request.body = Chunks(request.body)
+    this_thread.checksums = {
+        name.lower(): value.decode() if isinstance(value, bytes) else value
+        for name, value in request.headers.items()
+        if name.lower().startswith("x-amz-checksum-crc")
+    }
 
 
 def readinto_response(body: Any, view: memoryview) -> int:
@@ -144,10 +147,10 @@ def finish_response(body: Any, *, complete: bool) -> None:
 
 
 def make_abortable(client: Any) -> None:
-    """Let requests of a boto3 client be broken off, and have the timeout of their thread.
+    """Let requests of a boto3 client be broken off, and have the timeouts of their thread.
 
     A client's URLLib3Session makes its pools from a dict of classes (botocore 1.36 to 1.43). A pool makes connections
-    from ``ConnectionCls``, asks `_get_timeout`, and gets them back through `_put_conn` (urllib3 1.26 to 2.8).
+    from ``ConnectionCls``, and gets them back through `_put_conn` (urllib3 1.26 to 2.8).
     """
     session = getattr(getattr(client, "_endpoint", None), "http_session", None)
     classes = getattr(session, "_pool_classes_by_scheme", None)  # the one dict of all its pool managers
@@ -160,33 +163,20 @@ def make_abortable(client: Any) -> None:
 
 
 class _Response(http.client.HTTPResponse):
-    """A response whose head, and small body, are waited for as the `Attempts` of the thread say."""
+    """A response whose head, and small body, are waited for as the `Attempts` of the thread say.
 
-    def __init__(self, sock: Any, *arguments: Any, **options: Any) -> None:
-        super().__init__(sock, *arguments, **options)
-        self.fp = io.BufferedReader(_RawFile(sock, self.fp))
-
-
-class _RawFile(io.RawIOBase):
-    """
-    Args:
-        file: of the socket; closing it releases the socket.
+    A response reads from a `socket.SocketIO` (Python 3.10 to 3.14), which has a method of our own here.
     """
 
-    def __init__(self, sock: Any, file: Any) -> None:
-        self._sock, self._file = sock, file
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        attempts = current()
-        attempts.check()
-        return attempts.receive(self._sock.recv_into, buffer)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+    def begin(self) -> None:
+        attempts, began, raw = this_thread.attempts, time.monotonic(), vars(self.fp.raw)
+        if "_sock" in raw:
+            receive, wait = raw["_sock"].recv_into, attempts.receive
+            raw["readinto"] = lambda buffer: wait(receive, buffer, looks=True)
+            if attempts is not UNBOUNDED:
+                raw["_sock"].settimeout(attempts.tick)
+        super().begin()
+        attempts.has_head, attempts.latency = True, time.monotonic() - began
 
 
 _CONTINUE = b"HTTP/1.1 100 ", b"Continue\r\n\r\n"
@@ -215,23 +205,23 @@ class _Abortable:
     """Mixin for a connection: tells the thread's `Flight` its socket, which waits as the `Attempts` say."""
 
     sock: Any
+    timeout: Any
     response_class = _Response
 
     def connect(self) -> None:
+        if this_thread.attempts is not UNBOUNDED:
+            self.timeout = this_thread.attempts.connect_timeout
         super().connect()  # type: ignore[misc]
-        self._begin()
 
     def putrequest(self, *arguments: Any, **options: Any) -> Any:
-        current().has_head = False
-        if self.sock is not None:  # of the pool
-            self._begin()
-        return super().putrequest(*arguments, **options)  # type: ignore[misc]
-
-    def _begin(self) -> None:
-        self.sock.settimeout(current().send_timeout)  # it has the one for connecting
-        flight = getattr(this_thread, "flight", None)
+        attempts, flight = this_thread.attempts, this_thread.flight
+        attempts.has_head = False
+        if self.sock is None:
+            self.connect()
+        self.sock.settimeout(attempts.send_timeout)  # it has the one for connecting
         if flight is not None:
             flight.note(self.sock)
+        return super().putrequest(*arguments, **options)  # type: ignore[misc]
 
     def _handle_expect_response(self, message_body: Any) -> Any:
         """S3's usual answer to ``Expect`` is read at once. botocore (1.36 to 1.43) reads any answer byte by byte, and
@@ -249,23 +239,12 @@ class _Abortable:
             if self.sock is not None:
                 self.sock = sock
 
-    def getresponse(self, *arguments: Any, **options: Any) -> Any:
-        attempts, began = current(), time.monotonic()
-        response = super().getresponse(*arguments, **options)  # type: ignore[misc]
-        attempts.has_head, attempts.latency = True, time.monotonic() - began
-        return response
-
 
 class _Releasing:
-    """Mixin for a pool: a returned connection leaves its request, and is closed if it was shut down. A request has the
-    timeout of its thread."""
-
-    def _get_timeout(self, timeout: Any) -> Any:
-        attempts = getattr(this_thread, "attempts", None)
-        return super()._get_timeout(timeout if attempts is None else attempts.timeout)  # type: ignore[misc]
+    """Mixin for a pool: a returned connection leaves its request, and is closed if it was shut down."""
 
     def _put_conn(self, conn: Any) -> None:
-        flight = getattr(this_thread, "flight", None)
+        flight = this_thread.flight
         if flight is not None and not flight.let_go() and conn is not None:
             conn.close()
         super()._put_conn(conn)  # type: ignore[misc]

@@ -1,10 +1,14 @@
-"""Requests to one bucket, each tried until it succeeds or fails for good; many small ones at once, in threads."""
+"""Requests to one bucket, each tried until it succeeds or fails for good; many small ones at once, in threads; what
+stores lack; conditional writes."""
 
 from __future__ import annotations
 
 import base64
 import datetime
 import email.utils
+import enum
+import functools
+import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,13 +20,21 @@ from botocore import xform_name
 
 from dcp_s3 import errors
 from dcp_s3.limit import UNLIMITED, Cancelled, Limit, LinkedEvent
+from dcp_s3.memory import crc64nvme, encode_crc
+from dcp_s3.process import reset_in_child
+from dcp_s3.s3.body import GatherBody
 from dcp_s3.s3.client import forget_client, get_client
+from dcp_s3.s3.diagnosis import REQUEST_ERRORS, answered_code, answered_status, to_storage_error
 from dcp_s3.s3.pressure import Gate, gate_of, pace_of
-from dcp_s3.s3.receive import read_whole
-from dcp_s3.s3.retry import Attempts
+from dcp_s3.s3.retry import Attempts, this_thread
 from dcp_s3.settings import Settings
-from dcp_s3.store import ObjectHead, StoredObject
+from dcp_s3.store import Expect, ObjectHead, StoredObject, UserMetadata
 from dcp_s3.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[..., dict[str, Any]]
+"""Sends a request once, with arguments as boto3 takes them. Returns its answer, of which no ``Body`` has been read."""
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -30,6 +42,9 @@ SelfBucket = TypeVar("SelfBucket", bound="Bucket")
 
 # Besides those on buckets: what only the owner of a bucket asks for, at its own costs.
 _OF_THE_OWNER = frozenset({"GetObjectLockConfiguration"})
+
+# Larger bodies are read in blocks, and sent in slices, so that they are seen to move.
+_BLOCK, _SMALL = 4 * 2**20, 2**20
 
 
 @dataclass(frozen=True)
@@ -54,61 +69,71 @@ class Bucket:
 
     # --- carrying out -----------------------------------------------------------------------------------
 
-    def request(self, operation: str, key: str, arguments: Mapping[str, Any], *, data: bool = False) -> dict[str, Any]:
+    def request(
+        self, operation: str, key: str, arguments: Mapping[str, Any], *, data: bool = False, attempts: int | None = None
+    ) -> dict[str, Any]:
         """Send a request until it succeeds. With ``data`` each attempt waits for its turn while S3 throttles.
 
         Args:
             operation: S3's name of the operation.
             key: object key, or prefix, for messages.
             arguments: as boto3 takes them, without those that all requests have.
+            attempts: most attempts, instead of those of settings and limit.
 
         Returns:
             boto3's answer; its ``Body``, if there is one, has been read.
         """
 
-        def attempt() -> dict[str, Any]:
-            answer = self.send(operation, arguments)
-            return {**answer, "Body": read_whole(answer)} if "Body" in answer else answer
+        def attempt(send: Send) -> dict[str, Any]:
+            answer = send(**arguments)
+            body, size = answer.get("Body"), answer.get("ContentLength") or 0
+            if body is None:
+                return answer
+            if size <= _BLOCK:
+                return {**answer, "Body": body.read()}
+            found = bytearray()
+            while block := body.read(_BLOCK):
+                found += block
+                this_thread.attempts.moved(len(block))
+                this_thread.attempts.check()
+            return {**answer, "Body": found}
 
-        return self.call(operation, key, attempt, data=data)
-
-    def send(self, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request once. Returns boto3's answer; its ``Body``, if there is one, has not been read."""
-        settings, common = self.settings, {"Bucket": self.name}
-        if settings.expected_bucket_owner:
-            common["ExpectedBucketOwner"] = settings.expected_bucket_owner
-        if settings.requester_pays and "Bucket" not in operation and operation not in _OF_THE_OWNER:
-            common["RequestPayer"] = "requester"
-        answer: dict[str, Any] = getattr(self.client, xform_name(operation))(**common, **arguments)
-        return answer
+        return self.call(operation, key, attempt, data=data, attempts=attempts)
 
     def call(
         self,
         operation: str,
         key: str,
-        attempt: Callable[[], T],
+        attempt: Callable[[Send], T],
         *,
         cancel: threading.Event | None = None,
         data: bool = False,
         attempts: int | None = None,
     ) -> T:
-        """Result of ``attempt``, which sends a request once: it is tried until it succeeds. Others: see `request`.
-
-        ``attempts`` overrides the most attempts of settings and limit.
+        """Result of ``attempt``, which sends a request once, by what it is called with: it is tried until it succeeds.
+        Others: see `request`.
         """
-        settings, limit = self.settings, self.limit.shared(self.settings.stall_timeout)
-        if cancel is not None:
-            limit = replace(limit, cancel=cancel)
+        settings, limit, common = self.settings, self.limit, {"Bucket": self.name}
+        try:
+            client = get_client(settings)
+        except REQUEST_ERRORS as error:  # no such profile
+            raise to_storage_error(error, operation, self.name, key, attempts=1) from error
+        if settings.expected_bucket_owner:
+            common["ExpectedBucketOwner"] = settings.expected_bucket_owner
+        if settings.requester_pays and "Bucket" not in operation and operation not in _OF_THE_OWNER:
+            common["RequestPayer"] = "requester"
+        send = functools.partial(getattr(client, xform_name(operation)), **common)
         tries = Attempts(
-            operation, self.name, key, limit=limit,
+            operation, self.name, key, limit=limit if cancel is None else replace(limit, cancel=cancel),
+            stall=settings.stall_timeout,
             most=attempts or min(settings.retry_attempts, limit.attempts or settings.retry_attempts),
             hang=min(settings.read_timeout, math.inf if limit.hang is None else limit.hang),
-            pace=pace_of(settings.max_bandwidth),
+            pace=None if settings.max_bandwidth is None else pace_of(settings.max_bandwidth),
         )  # fmt: skip
         try:
-            return tries.run(attempt, self.gate, data=data)
+            return tries.run(functools.partial(attempt, send), gate_of(settings, self.name), data=data)
         except errors.CredentialsError:
-            forget_client(settings)  # the next save or load looks for credentials again
+            forget_client(client)  # the next save or load looks for credentials again
             raise
 
     # --- reading one object -----------------------------------------------------------------------------
@@ -141,6 +166,77 @@ class Bucket:
             pass  # an empty object
         return True
 
+    # --- writing a small object ----------------------------------------------------------------------
+
+    def put(
+        self, key: str, data: bytes | memoryview, *, expect: Expect | None = None, metadata: UserMetadata = None
+    ) -> None:
+        """See `Store.put`.
+
+        A refusal is believed only after a look: if the object is the one to be written, an earlier attempt wrote it and
+        its answer was lost. Stores that do not know a condition (they answer 501, or refuse one that holds) get a plain
+        write.
+        """
+        plain = {
+            **creation_arguments(self.settings, data=False),
+            **checksum_arguments(self.settings, crc64nvme(data)),
+            "Key": key,
+            "ContentType": "application/json" if key.endswith(".json") else "application/octet-stream",
+            "Metadata": dict(metadata or {}),
+            "Body": bytes(data) if len(data) <= _SMALL else GatherBody([memoryview(data)]),
+        }
+        condition = {}
+        if expect is not None:
+            condition = {"IfMatch": expect.etag} if expect.etag else {"IfNoneMatch": "*"}
+        refusals = 0
+        while True:
+            try:
+                request_with_checksum(self, "PutObject", key, {**plain, **condition})
+                return
+            except errors.StorageError as error:
+                status = answered_status(error)
+                if status != 412 and not (status == 501 and condition):
+                    raise
+                if status == 412:
+                    found = _look(self, key, error if "IfNoneMatch" not in condition else None)
+                    if found is not None and found.data == data:
+                        return
+                    if found is not None and condition.get("IfMatch") != found.etag:
+                        raise
+                    refusals += found is None
+                    if refusals >= self.settings.retry_attempts:
+                        raise errors.TransferError(
+                            f"PutObject on s3://{self.name}/{key} was refused {refusals} times with 412, and a GET "
+                            "does not show why. Remedy: check what is between this host and the endpoint (a proxy?)",
+                            bucket=self.name, key=key, operation="PutObject", attempts=refusals,
+                        ) from error  # fmt: skip
+                    if found is None:
+                        continue
+            if expect is not None and expect.required:
+                raise errors.PreconditionFailedError(
+                    f"s3://{self.name} does not know conditional writes", bucket=self.name, key=key,
+                    operation="PutObject",
+                )  # fmt: skip
+            learn(Quirk.NO_CONDITIONAL_WRITES, self)
+            condition = {}
+
+
+def _look(bucket: Bucket, key: str, refusal: errors.StorageError | None) -> StoredObject | None:
+    """The object that is in the way of a refused write. None if the write may be tried again: the object was deleted
+    since, or it was not S3 that refused (a GET without a condition is refused, too).
+
+    Raises:
+        StorageError: ``refusal``, if there is no object that could have been the expected one.
+    """
+    try:
+        return bucket.get(key)
+    except errors.ObjectNotFoundError:
+        if refusal is not None:
+            raise refusal from refusal.__cause__
+    except errors.PreconditionFailedError:
+        pass
+    return None
+
 
 def _user_metadata(answer: Mapping[str, Any]) -> dict[str, str]:
     """User metadata of a GetObject or HeadObject, names in lower case: rclone capitalises them."""
@@ -150,12 +246,12 @@ def _user_metadata(answer: Mapping[str, Any]) -> dict[str, str]:
 # --- times ----------------------------------------------------------------------------------------------
 
 
-def timestamp(value: datetime.datetime | str) -> float:
-    """A time from S3's answer, parsed or not, in seconds since the epoch; without a zone it is in UTC."""
+def timestamp(value: str) -> float:
+    """A time from S3's answer in seconds since the epoch; without a zone it is in UTC."""
     try:  # as S3 writes it
-        time = datetime.datetime.fromisoformat(value.replace("Z", "+00:00")) if isinstance(value, str) else value
+        time = datetime.datetime.fromisoformat(value.replace("Z", "+00:00"))
     except ValueError:
-        time = botocore.utils.parse_timestamp(str(value))
+        time = botocore.utils.parse_timestamp(value)
     if time.tzinfo is None:
         time = time.replace(tzinfo=datetime.timezone.utc)
     return time.timestamp()
@@ -163,10 +259,10 @@ def timestamp(value: datetime.datetime | str) -> float:
 
 def server_time(answer: Mapping[str, Any]) -> float | None:
     """When S3 answered by its own clock, in seconds since the epoch; None if it does not tell."""
-    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    date = email.utils.parsedate_tz(answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date", ""))
     try:
-        return timestamp(email.utils.parsedate_to_datetime(headers["date"]))
-    except (KeyError, ValueError, TypeError):
+        return None if date is None else float(email.utils.mktime_tz(date))
+    except (ValueError, OverflowError):
         return None
 
 
@@ -218,3 +314,96 @@ def map_in_threads(store: SelfBucket, function: Callable[[SelfBucket, T], U], it
     finally:
         failures.clear()  # its traceback has this frame
     return results
+
+
+# --- what a store lacks -----------------------------------------------------------------------------
+
+
+class Quirk(enum.Enum):
+    """Features that a store may lack, with the message that is logged once for each bucket.
+
+    The message has the store's endpoint and answer.
+    """
+
+    NO_CONDITIONAL_WRITES = (
+        "%s does not know conditional writes (If-None-Match, If-Match): two jobs that save to one URL at one time will "
+        "not be told apart%s"
+    )
+    NO_CHECKSUMS = (
+        "%s refuses checksums (x-amz-checksum-*): parts are sent without, so that it cannot notice damage on the way. "
+        "Loads check what they get, as always%s"
+    )
+    NO_CHECKSUMS_OF_COPIES = "%s refuses checksums of copies (x-amz-checksum-algorithm): copies are made without%s"
+    NO_COPIES = "%s does not copy objects: incremental saves send all bytes%s"
+    NO_BATCH_DELETES = "%s has no DeleteObjects: objects are deleted one by one%s"
+
+
+_known: set[tuple[Quirk, str | None, str]] = set()
+reset_in_child(_known.clear)
+
+
+def knows(quirk: Quirk, bucket: Bucket) -> bool:
+    """Whether the store of this bucket has shown the quirk."""
+    return (quirk, bucket.settings.endpoint_url, bucket.name) in _known
+
+
+def learn(quirk: Quirk, bucket: Bucket, why: object = "") -> None:
+    """Note that the store of this bucket has the quirk; ``why`` is its answer, for the log."""
+    if not knows(quirk, bucket):
+        endpoint = bucket.settings.endpoint_url
+        _known.add((quirk, endpoint, bucket.name))
+        logger.warning(quirk.value, endpoint or "the S3 endpoint", f": {why}" if why else "")
+
+
+def forget_quirks() -> None:
+    _known.clear()
+
+
+# --- arguments that several requests have -------------------------------------------------------------
+
+
+def creation_arguments(settings: Settings, *, data: bool) -> dict[str, Any]:
+    """Arguments of requests that create an object: encryption, and for data objects the storage class."""
+    arguments = {
+        "ServerSideEncryption": settings.sse,
+        "SSEKMSKeyId": settings.sse_kms_key_id,
+        "StorageClass": settings.storage_class if data else None,
+    }
+    return {name: value for name, value in arguments.items() if value}
+
+
+def checksum_arguments(settings: Settings, crc: int) -> dict[str, str]:
+    """The checksum header of a body with this CRC-64, empty if checksums are off."""
+    return {} if settings.checksum == "none" else {"ChecksumCRC64NVME": encode_crc(crc)}
+
+
+# What stores answer to a header that they do not know. Not BadDigest: that is damage, and is retried as it is.
+_UNKNOWN_HEADER = frozenset(
+    {"NotImplemented", "InvalidRequest", "InvalidArgument", "InvalidHeader", "UnsupportedHeader"}
+)
+
+
+def request_with_checksum(
+    bucket: Bucket, operation: str, key: str, arguments: Mapping[str, Any], *, data: bool = False,
+    quirk: Quirk = Quirk.NO_CHECKSUMS,
+) -> dict[str, Any]:  # fmt: skip
+    """Send a request with a checksum, and from when S3 refuses one that it does not know, without.
+
+    Stores other than AWS may not know ``x-amz-checksum-*``. Most ignore it; to those that refuse it nobody could
+    save otherwise. Only ``DCP_S3_CHECKSUM=auto`` tries without. The CRCs of items and objects are recorded in any
+    case, so that loads are checked. ``quirk`` is what a refusal shows.
+    """
+    plain = {name: value for name, value in arguments.items() if not name.startswith("Checksum")}
+    is_known = knows(Quirk.NO_CHECKSUMS, bucket) or knows(quirk, bucket)
+    if bucket.settings.checksum == "auto" and len(plain) < len(arguments) and not is_known:
+        try:
+            return bucket.request(operation, key, arguments, data=data)
+        except errors.StorageError as error:
+            status = answered_status(error)
+            if status != 501 and not (status == 400 and answered_code(error) in _UNKNOWN_HEADER):
+                raise
+            refused = str(error)
+        answer = bucket.request(operation, key, plain, data=data)  # fails, too, if it was refused for another reason
+        learn(quirk, bucket, refused)
+        return answer
+    return bucket.request(operation, key, plain if bucket.settings.checksum == "auto" else arguments, data=data)

@@ -21,12 +21,11 @@ import botocore.exceptions as boto
 import botocore.loaders
 import botocore.session
 from botocore.config import Config
-from botocore.exceptions import ClientError
 
 from dcp_s3.errors import SettingsError
 from dcp_s3.process import __version__, reset_in_child
 from dcp_s3.s3.botocore_private import make_abortable, send_without_copy
-from dcp_s3.s3.retry import CONNECT_SECONDS
+from dcp_s3.s3.retry import CONNECT_SECONDS, this_thread
 from dcp_s3.settings import Settings, aws_endpoint_variable, aws_variable, require_endpoint
 
 # A fixed text: botocore builds its own for each request, which takes a sixth of a request's CPU.
@@ -83,7 +82,8 @@ def client_options(settings: Settings, session: Any) -> dict[str, Any]:
 
 def get_client(settings: Settings) -> Any:
     """This process's boto3 S3 client for the endpoint of ``settings``. Thread safe."""
-    key = _key_of(settings)
+    endpoint = settings.endpoint_url or ":".join(aws_endpoint_variable() or ())
+    key = endpoint, settings.region, settings.profile, settings.addressing_style
     client = _clients.get(key)
     if client is None:
         with _lock:
@@ -95,36 +95,24 @@ def get_client(settings: Settings) -> Any:
     return client
 
 
-def _key_of(settings: Settings) -> _Key:
-    """What a client's connections depend on."""
-    endpoint = settings.endpoint_url or ":".join(aws_endpoint_variable() or ())
-    return endpoint, settings.region, settings.profile, settings.addressing_style
-
-
 def _make_client(settings: Settings) -> Any:
-    core = new_session(settings)
+    core = botocore.session.Session(profile=settings.profile)  # creating clients from the default one: not thread safe
+    prepare_session(core)
     client = boto3.session.Session(botocore_session=core).client(
         "s3", config=Config(**config_options(settings)), **client_options(settings, core)
     )
     for operation in ("UploadPart", "PutObject"):
         client.meta.events.register(f"before-send.s3.{operation}", send_without_copy)
-    check_answers(client)
+    client.meta.events.register("before-parse.s3.*", _check)
     make_abortable(client)
     return client
-
-
-def new_session(settings: Settings) -> Any:
-    """A new botocore session: creating clients from the default one is not thread safe."""
-    core = botocore.session.Session(profile=settings.profile)
-    prepare_session(core)
-    return core
 
 
 def prepare_session(session: Any) -> None:
     """Let a session reuse parsed service descriptions, and leave times as S3 wrote them.
 
     Otherwise each client parses the descriptions for itself: about 70 ms and 8 MB. Parsing a time costs a tenth of a
-    request (`operations.timestamp` does it where one is needed).
+    request (`bucket.timestamp` does it where one is needed).
     """
     session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
     session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
@@ -135,10 +123,11 @@ def _loader(data_path: str | None) -> Any:
     return botocore.loaders.create_loader(data_path)
 
 
-def forget_client(settings: Settings) -> None:
+def forget_client(client: Any) -> None:
     """Let the next `get_client` make a new client, which reads the credentials again. Requests under way go on."""
     with _lock:
-        _clients.pop(_key_of(settings), None)
+        for key in [key for key, each in _clients.items() if each is client]:
+            del _clients[key]
 
 
 def close_clients() -> None:
@@ -176,26 +165,18 @@ def find_endpoint(session: Any) -> ChainValue | None:
     return ChainValue(f"endpoint_url of {_profile(session)}", str(value)) if value else None
 
 
-def find_region(session: Any) -> ChainValue | None:
-    """The region that botocore will choose; None if there is none."""
-    variable = aws_variable("AWS_DEFAULT_REGION")
-    if variable is not None:
-        return ChainValue(*variable)
-    value = session.get_config_variable("region")
-    return ChainValue(f"region of {_profile(session)}", str(value)) if value else None
-
-
 def find_chain(settings: Settings) -> dict[str, ChainValue]:
     """The chain's values for the settings that are left to it, by setting name."""
-    session = botocore.session.Session(profile=settings.profile)
+    session, found = botocore.session.Session(profile=settings.profile), dict[str, ChainValue | None]()
     try:
         session.get_scoped_config()  # raises if the profile is missing, even if nothing of it is needed
         if settings.endpoint_url is None:
             check_endpoint_of(session)
-        found = {
-            "endpoint_url": find_endpoint(session) if settings.endpoint_url is None else None,
-            "region": find_region(session) if settings.region is None else None,
-        }
+            found["endpoint_url"] = find_endpoint(session)
+        if settings.region is None and (variable := aws_variable("AWS_DEFAULT_REGION")) is not None:
+            found["region"] = ChainValue(*variable)
+        elif settings.region is None and (value := session.get_config_variable("region")):
+            found["region"] = ChainValue(f"region of {_profile(session)}", str(value))
     except boto.BotoCoreError as error:
         raise SettingsError(f"AWS's own configuration cannot be read: {error}") from None
     return {name: each for name, each in found.items() if each is not None}
@@ -249,54 +230,49 @@ _NEXT = {
     "ListObjectsV2": b"NextContinuationToken>",
 }
 _REDIRECTIONS = frozenset({301, 302, 303, 307, 308})
-_CHECKSUM = "x-amz-checksum-crc"
-
-
-def check_answers(client: Any) -> None:
-    """Let a client detect answers that are not S3's, or not whole."""
-    events = client.meta.events
-    events.register("before-parse.s3.*", _check)
-    for operation in ("PutObject", "UploadPart"):
-        events.register(f"before-call.s3.{operation}", _remember_checksums)
-        events.register(f"after-call.s3.{operation}", _compare_checksums)
 
 
 def _check(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> None:
+    """botocore ``before-parse`` handler: make a failure of an answer that is not S3's, or not whole, and of one that
+    says that something else was stored than what was sent."""
+    operation = operation_model.name
     status, headers, body = response_dict["status_code"], response_dict["headers"], response_dict["body"]
-    is_whole = _is_result if status < 301 else _is_error  # botocore takes a 300 for a success
-    if is_whole(operation_model.name, status, headers, body):
-        return
-    if hasattr(body, "close"):
-        body.close()
-    message = (
-        f"the answer, with status {status}{_describe(headers, body)}, is none of S3's to {operation_model.name}, or "
-        "not whole. Either it was cut off, or a proxy or captive portal on the way gave it in the place of S3"
-    )
-    text = f"<Error><Code>NotAnsweredByS3</Code><Message>{escape(message)}</Message></Error>"
-    response_dict["status_code"], response_dict["body"] = 500, text.encode()
-
-
-def _is_result(operation: str, status: int, headers: Mapping[str, str], body: Any) -> bool:
-    """Whether an answer is S3's to a request that succeeded, and whole."""
-    root = _ROOTS.get(operation)
-    if root is not None and _root_of(body) == b"Error":
-        return True  # S3 began to answer before it failed: botocore makes an error of it
-    if status not in _STATUS.get(operation, _OK):
-        return False
-    if root is not None:
+    code, message = "", ""
+    if status >= 301:  # botocore takes a 300 for a success
+        if not _is_error(operation, status, headers, body):
+            code = "NotAnsweredByS3"
+    elif operation in _ROOTS:
+        root = _root_of(body)
         is_last = operation not in _NEXT or not _TRUNCATED.search(body) or _NEXT[operation] in body
         has_id = operation != "CreateMultipartUpload" or b"UploadId>" in body
-        return _root_of(body).startswith(root) and has_id and is_last
-    etag = headers.get("etag", "")
-    if operation in _WITH_ETAG and (not etag or etag.startswith('"') != (len(etag) > 1 and etag.endswith('"'))):
-        return False
-    if operation in _WITH_LENGTH and not (
-        headers.get("content-length", "").isdigit() or "transfer-encoding" in headers
-    ):
-        return False
-    if operation in _WITH_TIME and not _TIME.fullmatch(headers.get("last-modified", "")):
-        return False
-    return operation not in _WITHOUT_BODY or not body.strip()
+        is_whole = status in _STATUS.get(operation, _OK) and root.startswith(_ROOTS[operation]) and has_id and is_last
+        if not is_whole and root != b"Error":  # S3 began to answer before it failed: botocore makes an error of it
+            code = "NotAnsweredByS3"
+    else:
+        etag, length = headers.get("etag", ""), headers.get("content-length", "")
+        if (
+            status not in _STATUS.get(operation, _OK)
+            or (operation in _WITH_ETAG and (not etag or (etag[0] == '"') != (len(etag) > 1 and etag[-1] == '"')))
+            or (operation in _WITH_LENGTH and not length.isdigit() and "transfer-encoding" not in headers)
+            or (operation in _WITH_TIME and not _TIME.fullmatch(headers.get("last-modified", "")))
+            or (operation in _WITHOUT_BODY and body.strip())
+        ):
+            code = "NotAnsweredByS3"
+        elif operation in _WITHOUT_BODY:
+            for name, sent in this_thread.checksums.items():
+                stored = headers.get(name, sent)  # stores that know a checksum send it back
+                if stored != sent:
+                    code = "BadDigest"
+                    message = f"what was stored has another checksum: {name} is {stored}, expected {sent}"
+    if code:
+        if hasattr(body, "close"):
+            body.close()
+        message = message or (
+            f"the answer, with status {status}{_describe(headers, body)}, is none of S3's to {operation}, or not "
+            "whole. Either it was cut off, or a proxy or captive portal on the way gave it in the place of S3"
+        )
+        text = f"<Error><Code>{code}</Code><Message>{escape(message)}</Message></Error>"
+        response_dict["status_code"], response_dict["body"] = 500, text.encode()
 
 
 def _is_error(operation: str, status: int, headers: Mapping[str, str], body: bytes) -> bool:
@@ -333,18 +309,3 @@ def _describe(headers: Mapping[str, str], body: Any) -> str:
     begins = repr(body[:40].decode("utf-8", "replace")) if isinstance(body, bytes) and body else ""
     known = [f"type {kind}"] * bool(kind) + [f"beginning with {begins}"] * bool(begins)
     return f" ({', '.join(known)})" if known else ""
-
-
-def _remember_checksums(params: Mapping[str, Any], context: dict[str, Any], **_: Any) -> None:
-    """Remember the checksums that are sent with a body."""
-    headers = {name.lower(): value for name, value in params["headers"].items()}
-    context["dcp_s3_checksums"] = {name: value for name, value in headers.items() if name.startswith(_CHECKSUM)}
-
-
-def _compare_checksums(http_response: Any, model: Any, context: Mapping[str, Any], **_: Any) -> None:
-    """Compare what was stored: stores that know a checksum send it back."""
-    for name, sent in context.get("dcp_s3_checksums", {}).items():
-        stored = http_response.headers.get(name, sent)
-        if http_response.status_code < 300 and stored != sent:
-            message = f"what was stored has another checksum: {name} is {stored}, expected {sent}"
-            raise ClientError({"Error": {"Code": "BadDigest", "Message": message}}, model.name)

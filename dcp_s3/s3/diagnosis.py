@@ -114,15 +114,12 @@ def region_of(error: Exception) -> str:
 def is_retryable(error: Exception) -> bool:
     """Whether the same request may succeed later."""
     if isinstance(error, boto.ClientError):
-        return error_code(error) in _RETRYABLE_CODES or is_passing(status_code(error))
+        status = status_code(error)
+        is_passing = status in _RETRYABLE_STATUS or (500 <= status < 600 and status not in _LASTING_STATUS)
+        return is_passing or error_code(error) in _RETRYABLE_CODES
     if isinstance(error, (boto.ProxyConnectionError, boto.SSLError)) and "CERTIFICATE" in str(error).upper():
         return False
     return isinstance(error, _CONNECTION_ERRORS)
-
-
-def is_passing(status: int) -> bool:
-    """Whether the same request may get another HTTP status later."""
-    return status in _RETRYABLE_STATUS or (500 <= status < 600 and status not in _LASTING_STATUS)
 
 
 def is_throttling(error: BaseException) -> bool:
@@ -170,7 +167,15 @@ def to_storage_error(error: Exception, operation: str, bucket: str, key: str, at
         remedy = "the object was written or changed by someone else meanwhile"
     elif status in (401, 403) or code == "AccessDenied":  # DeleteObjects says it of a key inside a 200
         cls = errors.AccessDeniedError
-        remedy = _remedy_of_refusal(operation)
+        needed = permission_of(operation)
+        if needed == "s3:GetObject":
+            needed = "s3:GetObject and s3:ListBucket here (without s3:ListBucket a missing object reads as forbidden)"
+        else:
+            needed += " here"
+        remedy = (
+            f"the credentials need {needed}; with SSE-KMS also kms:GenerateDataKey and kms:Decrypt on the key; and the "
+            "bucket must belong to DCP_S3_EXPECTED_BUCKET_OWNER, if that is set. See docs/security.md"
+        )
     elif code in _THROTTLING_CODES:
         cls = errors.TransferError
         remedy = (
@@ -189,18 +194,6 @@ def to_storage_error(error: Exception, operation: str, bucket: str, key: str, at
         key=key,
         operation=operation,
         attempts=attempts,
-    )
-
-
-def _remedy_of_refusal(operation: str) -> str:
-    needed = permission_of(operation)
-    why = ""
-    if needed == "s3:GetObject":
-        needed += " and s3:ListBucket"
-        why = " (without s3:ListBucket a missing object reads as forbidden)"
-    return (
-        f"the credentials need {needed} here{why}; with SSE-KMS also kms:GenerateDataKey and kms:Decrypt on the key; "
-        "and the bucket must belong to DCP_S3_EXPECTED_BUCKET_OWNER, if that is set. See docs/security.md"
     )
 
 

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from botocore.exceptions import ClientError
 
 from dcp_s3 import errors
-from dcp_s3.s3.bucket import Bucket, server_time, timestamp
+from dcp_s3.s3.bucket import Bucket, Quirk, Send, knows, learn, server_time, timestamp
 from dcp_s3.s3.diagnosis import answered_code, answered_status, is_retryable
-from dcp_s3.s3.operations import Quirk, knows, learn
-from dcp_s3.store import DeleteTarget, ListedObject, Page, Upload, batches, join, same_etag
+from dcp_s3.store import DeleteTarget, ListedObject, Page, Upload, batches, same_etag
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +35,28 @@ def page(bucket: Bucket, prefix: str, delimiter: str = "", *, token: str | None 
     Keys with the same text up to a ``delimiter`` after the prefix count as one common prefix. Of a directory bucket
     all keys are one page: it lists in no order, and only what is below a slash.
     """
-    if not is_directory_bucket(bucket.name):
-        return _page(bucket, prefix, delimiter, token)
-    pages: list[Page] = []
-    while not pages or pages[-1].next_token is not None:
-        pages.append(_page(bucket, _directory(prefix), delimiter, pages[-1].next_token if pages else None))
-    found = join(pages)
-    objects = sorted((each for each in found.objects if each.key.startswith(prefix)), key=lambda each: each.key)
-    prefixes = sorted({each for each in found.prefixes if each.startswith(prefix)})
-    return replace(found, objects=tuple(objects), prefixes=tuple(prefixes))
+    is_unordered = is_directory_bucket(bucket.name)
+    arguments: dict[str, Any] = {"Prefix": _directory(prefix) if is_unordered else prefix, "MaxKeys": PAGE_SIZE}
+    if delimiter:
+        arguments["Delimiter"] = delimiter
+    objects, prefixes, asked_at = list[ListedObject](), list[str](), None
+    while True:
+        if token:
+            arguments["ContinuationToken"] = token
+        answer = bucket.request("ListObjectsV2", prefix, arguments)
+        asked_at = asked_at or server_time(answer)
+        objects += [
+            ListedObject(entry["Key"], int(entry["Size"]), timestamp(entry["LastModified"]), entry.get("ETag", ""))
+            for entry in answer.get("Contents", ())
+        ]
+        prefixes += [entry["Prefix"] for entry in answer.get("CommonPrefixes", ())]
+        token = answer["NextContinuationToken"] if answer.get("IsTruncated") else None
+        if token is None or not is_unordered:
+            break
+    if is_unordered:
+        objects = sorted((each for each in objects if each.key.startswith(prefix)), key=lambda each: each.key)
+        prefixes = sorted({each for each in prefixes if each.startswith(prefix)})
+    return Page(tuple(objects), tuple(prefixes), token, asked_at)
 
 
 def is_directory_bucket(name: str) -> bool:
@@ -62,21 +73,6 @@ def _directory(prefix: str) -> str:
     https://docs.aws.amazon.com/AmazonS3/latest/userguide/s3-express-differences.html
     """
     return prefix[: prefix.rfind("/") + 1]
-
-
-def _page(bucket: Bucket, prefix: str, delimiter: str, token: str | None) -> Page:
-    optional = {"Delimiter": delimiter, "ContinuationToken": token}
-    arguments = {"Prefix": prefix, "MaxKeys": PAGE_SIZE, **{name: value for name, value in optional.items() if value}}
-    answer = bucket.request("ListObjectsV2", prefix, arguments)
-    return Page(
-        objects=tuple(
-            ListedObject(entry["Key"], int(entry["Size"]), timestamp(entry["LastModified"]), entry.get("ETag", ""))
-            for entry in answer.get("Contents", ())
-        ),
-        prefixes=tuple(entry["Prefix"] for entry in answer.get("CommonPrefixes", ())),
-        next_token=answer["NextContinuationToken"] if answer.get("IsTruncated") else None,
-        server_time=server_time(answer),
-    )
 
 
 def uploads(bucket: Bucket, prefix: str) -> tuple[Upload, ...]:
@@ -120,67 +116,57 @@ def delete(bucket: Bucket, targets: Iterable[str | DeleteTarget]) -> list[str]:
     """
     left: list[str] = []
     for batch in batches([DeleteTarget(each) if isinstance(each, str) else each for each in targets]):
-        left += _delete_batch(bucket, batch)
+        singly, refused, data = batch, False, len(batch) > 1
+        if data and not knows(Quirk.NO_BATCH_DELETES, bucket):
+            singly, refused = _delete_many(bucket, batch)
+        left += [each.key for each in singly if not _delete_one(bucket, each, refused=refused, data=data)]
     return left
 
 
-def _delete_batch(bucket: Bucket, targets: Sequence[DeleteTarget]) -> list[str]:
-    data = len(targets) > 1
-    if not data or knows(Quirk.NO_BATCH_DELETES, bucket):
-        return [each.key for each in targets if not _delete_one(bucket, each, data=data)]
-    batch = _Batch(list(targets))
-    while batch.pending:
-        before = len(batch.pending)
-        try:
-            bucket.call("DeleteObjects", batch.pending[0].key, lambda: batch.send(bucket), data=True)
-        except errors.TransferError:
-            if len(batch.pending) == before:
-                raise  # nothing of it went through
-        except errors.StorageError as error:
-            status = answered_status(error)
-            if status not in _NO_BATCHES or isinstance(error, errors.CredentialsError):
-                raise
-            learn(Quirk.NO_BATCH_DELETES, bucket, error)
-            return [each.key for each in (*batch.changed, *batch.pending) if not _delete_one(bucket, each, data=True)]
-    return [each.key for each in batch.changed if not _delete_one(bucket, each, refused=True, data=True)]
+def _delete_many(bucket: Bucket, targets: Sequence[DeleteTarget]) -> tuple[list[DeleteTarget], bool]:
+    """Delete objects by one request, sent again for those that failed. Returns those that must be deleted singly, and
+    whether that is because S3 left them alone, as they have another ETag: otherwise the store has no such request."""
+    pending, changed = list(targets), list[DeleteTarget]()
 
-
-@dataclass
-class _Batch:
-    """The state of one DeleteObjects after its attempts so far."""
-
-    pending: list[DeleteTarget]
-    changed: list[DeleteTarget] = field(default_factory=list)
-    """Targets that S3 left alone because they have another ETag."""
-
-    def send(self, bucket: Bucket) -> None:
-        """Send what is pending once; a failure that S3 reports of a key is raised as if it were of the request."""
-        objects = [{"Key": each.key} | ({"ETag": each.etag} if each.etag else {}) for each in self.pending]
-        answer, failed = bucket.send("DeleteObjects", {"Delete": {"Objects": objects, "Quiet": True}}), {}
-        for entry in answer.get("Errors", ()):
-            failed[str(entry.get("Key"))] = str(entry.get("Code")), str(entry.get("Message"))
-        left = []
+    def attempt(send: Send) -> None:
+        """A failure that S3 reports of a key is raised as if it were of the request."""
+        objects = [{"Key": each.key} | ({"ETag": each.etag} if each.etag else {}) for each in pending]
+        failed = {
+            str(entry.get("Key")): (str(entry.get("Code")), str(entry.get("Message")))
+            for entry in send(Delete={"Objects": objects, "Quiet": True}).get("Errors", ())
+        }
+        asked, unasked = pending.copy(), failed.keys() - {each.key for each in pending}
+        if not unasked:  # otherwise believe nothing
+            pending.clear()
+            for target in asked:
+                code, _ = failed.get(target.key, ("", ""))
+                if code in _CHANGED and target.etag:
+                    changed.append(target)
+                elif code and code not in _GONE:
+                    pending.append(target)
         worst: ClientError | None = None
-        for target in self.pending:
-            code, message = failed.pop(target.key, ("", ""))
-            if code in _CHANGED and target.etag:
-                self.changed.append(target)
-            elif code and code not in _GONE:
-                left.append(target)
-                error = _error(target.key, code, message)
-                if worst is None or not is_retryable(error):
-                    worst = error  # a permanent failure, if there is one
-        if failed:
-            key, (code, message) = failed.popitem()  # a key that nobody asked for: believe nothing
-            worst = _error(key, code, message)
-            left = list(self.pending)
-        self.pending = left
+        for key in unasked or [each.key for each in pending]:
+            code, message = failed[key]
+            text = f"{key!r} was not deleted: {message}"
+            error = ClientError({"Error": {"Code": code, "Message": text}}, "DeleteObjects")
+            if worst is None or not is_retryable(error):
+                worst = error  # a permanent failure, if there is one
         if worst is not None:
             raise worst
 
-
-def _error(key: str, code: str, message: str) -> ClientError:
-    return ClientError({"Error": {"Code": code, "Message": f"{key!r} was not deleted: {message}"}}, "DeleteObjects")
+    while pending:
+        before = len(pending)
+        try:
+            bucket.call("DeleteObjects", pending[0].key, attempt, data=True)
+        except errors.TransferError:
+            if len(pending) == before:
+                raise  # nothing of it went through
+        except errors.StorageError as error:
+            if answered_status(error) not in _NO_BATCHES or isinstance(error, errors.CredentialsError):
+                raise
+            learn(Quirk.NO_BATCH_DELETES, bucket, error)
+            return changed + pending, False
+    return changed, True
 
 
 def _delete_one(bucket: Bucket, target: DeleteTarget, *, refused: bool = False, data: bool) -> bool:

@@ -1,18 +1,89 @@
-"""Multipart uploads."""
+"""Multipart uploads: sizes of their parts, their requests, and copies that S3 makes itself, of which no byte passes
+through this machine."""
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import itertools
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from dcp_s3 import errors
-from dcp_s3.s3.bucket import Bucket
-from dcp_s3.s3.diagnosis import answered_code
-from dcp_s3.s3.operations import checksum_arguments, creation_arguments, request_with_checksum
-from dcp_s3.store import Upload
+from dcp_s3.memory import combine_crc64nvme, crc64nvme, crc_hex
+from dcp_s3.s3.bucket import (
+    Bucket,
+    Quirk,
+    checksum_arguments,
+    creation_arguments,
+    knows,
+    learn,
+    map_in_threads,
+    request_with_checksum,
+)
+from dcp_s3.s3.diagnosis import answered_code, answered_status
+from dcp_s3.s3.download import read
+from dcp_s3.s3.listing import delete, is_directory_bucket
+from dcp_s3.settings import MAX_PART_SIZE
+from dcp_s3.store import CopyRange, ObjectHead, Upload
 
 logger = logging.getLogger(__name__)
+
+MAX_PARTS = 10_000
+# Sizes of objects are estimates until the last item is framed: leave room for a tenth of the parts.
+_PLANNED_PARTS = 9_000
+_PART_SIZE_STEP = 2**20
+
+# S3 takes so many of these per second and partition of its keys.
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance.html
+PUTS_PER_SECOND = 3500
+GETS_PER_SECOND = 5500
+_CONNECTION_RATE = 90e6  # bytes per second
+_SMALL_PART, _GOOD_PART = 8 * 2**20, 32 * 2**20
+
+COPIED_PART_SIZE = 256 * 2**20
+"""Bytes that one request copies, or up to twice as many: S3 takes 5 GiB, but copies parts of an object side by side."""
+COPIES_AT_ONCE = 32
+"""Most requests of one batch that copy at a time."""
+
+_READERS, _BLOCK = 8, 8 * 2**20  # of a copy whose checksum S3 does not tell: threads, and bytes that each holds
+
+
+def plan_part_size(total: int, *, connections: int, ranks: int, most: int, requests_per_second: int) -> int:
+    """Bytes of a part or ranged GET, if one of ``ranks`` ranks moves ``total`` bytes.
+
+    Every connection gets two, so that none has much to do when the others are done, or one if two would be small,
+    because each costs a millisecond of CPU. Larger ones where otherwise all ranks together would make more requests
+    than S3 takes: as many connections as have a part send it in its bytes over 90 MB/s.
+    """
+    share = -(-total // connections)
+    size = min(most, max(_SMALL_PART, min(share, _GOOD_PART), share // 2))
+    all_send = ranks * connections * _CONNECTION_RATE / requests_per_second
+    some_send = math.sqrt(ranks * total * _CONNECTION_RATE / requests_per_second)
+    size = max(size, min(math.ceil(min(all_send, some_send)), MAX_PART_SIZE))
+    return -(-size // _PART_SIZE_STEP) * _PART_SIZE_STEP
+
+
+def choose_part_size(object_size: int, part_size: int) -> int:
+    """Part size for an object of about ``object_size`` bytes: ``part_size``, or more where S3's limit of 10,000
+    parts requires it (rounded up to whole MiB).
+    """
+    if object_size <= part_size * _PLANNED_PARTS:
+        return part_size
+    needed = -(-object_size // _PLANNED_PARTS)
+    size = -(-needed // _PART_SIZE_STEP) * _PART_SIZE_STEP
+    if size > MAX_PART_SIZE:
+        raise errors.SettingsError(
+            f"an object of {object_size} bytes does not fit into 10,000 parts of at most 5 GiB: shard the "
+            "state over more ranks, or raise S3StorageWriter(max_objects=...)"
+        )
+    return size
+
+
+# --- requests -----------------------------------------------------------------------------------------
 
 
 def create(bucket: Bucket, key: str, *, metadata: Mapping[str, str] | None = None) -> str:
@@ -50,16 +121,15 @@ def complete(
     try:
         return request_with_checksum(bucket, "CompleteMultipartUpload", key, arguments)
     except errors.StorageError as error:
-        if answered_code(error) != "NoSuchUpload" or not _is_there(bucket, key, size):
+        if answered_code(error) != "NoSuchUpload":
+            raise
+        try:
+            is_there = bucket.head(key).size == size
+        except errors.ObjectNotFoundError:
+            is_there = False
+        if not is_there:
             raise
         return {}
-
-
-def _is_there(bucket: Bucket, key: str, size: int) -> bool:
-    try:
-        return bucket.head(key).size == size
-    except errors.ObjectNotFoundError:
-        return False
 
 
 def abort(bucket: Bucket, upload: Upload) -> None:
@@ -91,3 +161,155 @@ def expect_text(bucket: Bucket, operation: str, key: str, value: object) -> str:
             operation=operation,
         )
     return value
+
+
+# --- copies -------------------------------------------------------------------------------------------
+
+
+class _Source(NamedTuple):
+    """A run of bytes of a version of an object."""
+
+    origin: Mapping[str, Any]
+    """Arguments of a request that name this version."""
+    start: int
+    stop: int
+
+
+def can_copy(bucket: Bucket) -> bool:
+    """Whether a batch of this bucket copies anything: no bucket of S3 Express does, whose copies have no conditions."""
+    return not is_directory_bucket(bucket.name) and not knows(Quirk.NO_COPIES, bucket)
+
+
+def copy_object(store: Bucket, source: Bucket, source_key: str, key: str) -> None:
+    """Copy an object between buckets of one endpoint; see `Store.copy`."""
+    found = source.head(source_key, checksum=True)
+    crc = None if found.crc64nvme is None else int(found.crc64nvme, 16)
+    whole = _Source(_origin(store, source, found), 0, found.size)
+    _copy(store, [whole], key, is_whole=True, crc=crc, metadata=found.metadata)
+
+
+def copy_ranges(
+    store: Bucket, key: str, ranges: Sequence[CopyRange], crc: int, *, slots: threading.Semaphore,
+    moved: Callable[[int], None], stays_open: Callable[[str], object] = lambda _: None,
+) -> bool:  # fmt: skip
+    """See `Batch.copy`. ``slots`` bounds the requests under way, ``moved`` is called with the bytes of each, and
+    ``stays_open`` with the key if a multipart upload could not be aborted."""
+    if not can_copy(store):
+        return False
+    size = sum(each.stop - each.start for each in ranges)
+    try:
+        wanted = list({each.key: each for each in ranges}.values())
+        heads = dict(zip([each.key for each in wanted], map_in_threads(store, _find_source, wanted), strict=True))
+        sources = [_Source(_origin(store, store, heads[each.key]), each.start, each.stop) for each in ranges]
+        is_whole = len(ranges) == 1 and size == ranges[0].size
+        answer = _copy(store, sources, key, is_whole=is_whole, crc=crc, slots=slots, moved=moved, stays_open=stays_open)
+        if _is_good(store, key, size, crc, answer.get("ChecksumCRC64NVME"), slots):
+            return True
+        delete(store, [key])
+        logger.warning("s3://%s/%s is sent: S3's copy of it was not what had been saved before", store.name, key)
+    except (errors.ObjectNotFoundError, errors.PreconditionFailedError) as error:
+        logger.info("s3://%s/%s is sent: what it was to be copied from is gone (%s)", store.name, key, error)
+    except (errors.DeadlineExceededError, errors.CredentialsError):
+        raise
+    except errors.StorageError as error:
+        if answered_status(error) in (405, 501):
+            learn(Quirk.NO_COPIES, store, error)
+        logger.warning("s3://%s/%s is sent, as S3 does not copy it: %s", store.name, key, error)
+    return False
+
+
+def _find_source(store: Bucket, wanted: CopyRange) -> ObjectHead:
+    found = store.head(wanted.key, checksum=True)
+    if found.size != wanted.size or found.crc64nvme not in (None, crc_hex(wanted.crc)):
+        raise errors.PreconditionFailedError(f"{wanted.key} was replaced", bucket=store.name, key=wanted.key)
+    return found
+
+
+def _origin(store: Bucket, source: Bucket, found: ObjectHead) -> dict[str, Any]:
+    owner = store.settings.expected_bucket_owner
+    return {
+        "CopySource": {"Bucket": source.name, "Key": found.key},
+        **({"CopySourceIfMatch": found.etag} if found.etag else {}),
+        **({"ExpectedSourceBucketOwner": owner} if owner else {}),
+    }
+
+
+def _copy(
+    store: Bucket,
+    sources: Sequence[_Source],
+    key: str,
+    *,
+    is_whole: bool,
+    crc: int | None,
+    metadata: Mapping[str, str] | None = None,
+    slots: contextlib.AbstractContextManager[Any] | None = None,
+    moved: Callable[[int], None] = lambda _: None,
+    stays_open: Callable[[str], object] = lambda _: None,
+) -> dict[str, Any]:
+    """Make an object of ``sources``, end to end; each but the last has S3's smallest part. Returns S3's last answer."""
+    size = sum(each.stop - each.start for each in sources)
+    slots = slots or contextlib.nullcontext()
+    if is_whole and size <= COPIED_PART_SIZE:
+        arguments = {**creation_arguments(store.settings, data=True), **sources[0].origin, "Key": key}
+        if store.settings.checksum != "none":
+            arguments["ChecksumAlgorithm"] = "CRC64NVME"
+        with slots:
+            quirk = Quirk.NO_CHECKSUMS_OF_COPIES  # of these alone: it may well check what is sent
+            answer = request_with_checksum(store, "CopyObject", key, arguments, data=True, quirk=quirk)
+        moved(size)
+        return dict(answer.get("CopyObjectResult") or {})
+    parts = [part for each in sources for part in _cut(each, max(COPIED_PART_SIZE, -(-2 * size // MAX_PARTS)))]
+    upload_id = create(store, key, metadata=metadata)
+
+    def copy_part(store: Bucket, number: int) -> str:
+        origin, start, stop = parts[number - 1]
+        arguments = {**origin, "Key": key, "UploadId": upload_id, "PartNumber": number}
+        arguments["CopySourceRange"] = f"bytes={start}-{stop - 1}"
+        with slots:
+            answer = store.request("UploadPartCopy", key, arguments, data=True)
+        moved(stop - start)
+        return expect_text(store, "UploadPartCopy", key, (answer.get("CopyPartResult") or {}).get("ETag"))
+
+    try:
+        etags = map_in_threads(store, copy_part, range(1, len(parts) + 1))
+        return complete(store, key, upload_id, etags, size=size, crc=crc)
+    except BaseException:
+        if not abort_quietly(store.within(store.limit.for_cleanup()), key, upload_id):
+            stays_open(key)
+        raise
+
+
+def _cut(source: _Source, part: int) -> list[_Source]:
+    """Cut it into parts of the same size, ``part`` bytes to twice as many: S3 takes no small part but the last."""
+    size = source.stop - source.start
+    count = max(1, size // part)
+    ends = [source.start + size * number // count for number in range(count + 1)]
+    return [_Source(source.origin, start, stop) for start, stop in itertools.pairwise(ends)]
+
+
+def _is_good(
+    store: Bucket, key: str, size: int, crc: int, answered: str | None, slots: contextlib.AbstractContextManager[Any]
+) -> bool:
+    """Whether an object is what it should be: by the checksum that S3 tells, otherwise by its bytes."""
+    reported = None if answered is None else base64.b64decode(answered).hex()
+    if reported is None:
+        found = store.head(key, checksum=True)
+        if found.size != size:
+            return False
+        reported = found.crc64nvme
+    return _read_crc(store, key, size, slots) == crc if reported is None else reported == crc_hex(crc)
+
+
+def _read_crc(store: Bucket, key: str, size: int, slots: contextlib.AbstractContextManager[Any]) -> int:
+    def crc_between(store: Bucket, span: tuple[int, int]) -> tuple[int, int]:
+        with slots:  # many copies are read at a time: it bounds the blocks of all
+            crc, block = 0, memoryview(bytearray(min(_BLOCK, span[1] - span[0])))
+            for start in range(*span, _BLOCK):
+                view = block[: min(_BLOCK, span[1] - start)]
+                read(store, key, start, view)
+                crc = crc64nvme(view, crc)
+        return crc, span[1] - span[0]
+
+    ends = [size * number // _READERS for number in range(_READERS + 1)]
+    spans = [span for span in itertools.pairwise(ends) if span[0] < span[1]]
+    return combine_crc64nvme(map_in_threads(store, crc_between, spans))

@@ -82,7 +82,8 @@ class Gate:
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
+        self.widths: dict[Direction, Width] = {}
         self._changed = threading.Condition()
         self._limit = self._ceiling = math.inf
         self._in_flight = self._waiting = self._throttled = self._decreases = 0
@@ -95,21 +96,17 @@ class Gate:
         """Wait for a data request's turn; one call of `leave` must follow. ``check`` is called while it waits, and
         raises to give up."""
         with self._changed:
-            if self._is_full:
+            if self._in_flight + 1 > self._limit:
                 started = time.monotonic()
                 self._waiting += 1
                 try:
-                    while self._is_full:
+                    while self._in_flight + 1 > self._limit:
                         check()
                         self._changed.wait(_POLL_SECONDS)
                 finally:
                     self._waiting -= 1
                     self._waited += time.monotonic() - started
             self._in_flight += 1
-
-    @property
-    def _is_full(self) -> bool:
-        return self._in_flight + 1 > self._limit
 
     def leave(self, began: float, *, succeeded: bool) -> None:
         """Note the end of a data request that began at ``began`` (of time.monotonic)."""
@@ -141,14 +138,10 @@ class Gate:
         if says:
             logger.info(
                 "S3 throttles (%s): at most %d data requests in flight now, %d decreases so far",
-                self._name, limit, decreases,
+                self.name, limit, decreases,
             )  # fmt: skip
         if fell:  # not under the lock: a subscriber may ask for the state
-            emit(Throttled(bucket=self._name, limit=limit, decreases=decreases))
-
-    def answered(self, seconds: float) -> None:
-        """Note that a small request was answered after ``seconds``."""
-        self.latency = min(self.latency, seconds)
+            emit(Throttled(bucket=self.name, limit=limit, decreases=decreases))
 
     @property
     def is_far(self) -> bool:
@@ -307,7 +300,6 @@ class Tuning(ReadWidth):
 # --- what a process knows of a bucket -------------------------------------------------------------------
 
 _gates: dict[tuple[str | None, str], Gate] = {}
-_widths: dict[tuple[str | None, str, Direction], Width] = {}
 _paces: dict[int, Pace] = {}
 _lock = threading.Lock()
 
@@ -317,7 +309,6 @@ def _begin_anew() -> None:
     global _lock
     _lock = threading.Lock()
     _gates.clear()
-    _widths.clear()
     _paces.clear()
 
 
@@ -326,14 +317,14 @@ def gate_of(settings: Settings, bucket: str) -> Gate:
     found = _gates.get(key)
     if found is None:
         with _lock:
-            found = _gates.setdefault(key, Gate(_name(*key)))
+            found = _gates.setdefault(key, Gate("/".join((settings.endpoint_url or "s3:/", bucket))))
     return found
 
 
 def width_of(settings: Settings, bucket: str, direction: Direction) -> Width:
-    gate, key = gate_of(settings, bucket), (settings.endpoint_url, bucket, direction)
+    gate = gate_of(settings, bucket)
     with _lock:
-        width = _widths.setdefault(key, Width(0))
+        width = gate.widths.setdefault(direction, Width(0))
         if not width.rate:  # nothing was measured
             width.connections = _first(cores(), local_world_size(), far=gate.is_far)
         return width
@@ -369,33 +360,26 @@ def cores() -> int:
         return os.cpu_count() or 1
 
 
-def pace_of(rate: int | None) -> Pace | None:
-    """What all uploads of this process at ``rate`` bytes per second share; None for no limit."""
-    if rate is None:
-        return None
+def pace_of(rate: int) -> Pace:
+    """What all uploads of this process at ``rate`` bytes per second share."""
     with _lock:
         return _paces.setdefault(rate, Pace(rate))
-
-
-def _name(endpoint_url: str | None, bucket: str) -> str:
-    return f"s3://{bucket}" if endpoint_url is None else f"{endpoint_url}/{bucket}"
 
 
 def gates() -> dict[str, GateState]:
     """The gates of this process, by ``{endpoint}/{bucket}`` (``s3://{bucket}`` where AWS's own chain decides)."""
     with _lock:
-        found = dict(_gates)
-    return {_name(*key): gate.state for key, gate in found.items()}
+        return {gate.name: gate.state for gate in _gates.values()}
 
 
 def widths() -> dict[str, dict[str, float]]:
     """What was found, by ``{endpoint}/{bucket} {direction}``."""
     with _lock:
-        found = dict(_widths)
-    return {
-        f"{_name(endpoint, bucket)} {direction}": {"connections": width.connections, "bytes_per_second": width.rate}
-        for (endpoint, bucket, direction), width in found.items()
-    }
+        return {
+            f"{gate.name} {direction}": {"connections": width.connections, "bytes_per_second": width.rate}
+            for gate in _gates.values()
+            for direction, width in gate.widths.items()
+        }
 
 
 shown_by_stats(throttle=gates, connections=widths)

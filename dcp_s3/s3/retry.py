@@ -16,10 +16,8 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
-
-from urllib3.util import Timeout
 
 from dcp_s3 import errors
 from dcp_s3.failures import without_tracebacks
@@ -50,9 +48,6 @@ _LOOKS = 10
 # https://docs.aws.amazon.com/AmazonS3/latest/API/API_CompleteMultipartUpload.html
 _ANSWERED_EARLY = frozenset({"CompleteMultipartUpload", "CopyObject", "UploadPartCopy"})
 
-this_thread = threading.local()
-"""``attempts`` and ``flight`` of the request that this thread makes, if set."""
-
 
 class Attempts:
     """The attempts of one request: what to do before each of them, after one that failed, and while it is on the wire.
@@ -60,6 +55,7 @@ class Attempts:
     Args:
         operation: S3's name of the operation.
         key: object key; empty for requests to the bucket itself.
+        stall: seconds without progress that end it, if it moves by itself; 0: none do.
         most: most attempts.
         hang: most seconds to wait for a connection (`CONNECT_SECONDS`, if that is less) or for the next byte.
         pace: what it shares with other uploads.
@@ -72,20 +68,22 @@ class Attempts:
         key: str = "",
         *,
         limit: Limit = UNLIMITED,
+        stall: float = 0.0,
         most: int = 1,
         hang: float = 60.0,
         pace: Pace | None = None,
     ) -> None:
         self._where: dict[str, Any] = {"bucket": bucket, "key": key, "operation": operation}
-        self._name = f"s3://{bucket}/{key}"
-        self._what = f"{operation} on {self._name}" if key else f"{operation} on bucket {bucket!r}"
+        self._what = f"{operation} on s3://{bucket}/{key}" if key else f"{operation} on bucket {bucket!r}"
         self._limit, self._most, self._hang, self._pace = limit, most, hang, pace
-        self._progress = limit.progress or Progress(math.inf)
+        self._progress = limit.progress or Progress(stall)
         self._made = 0
         self._started = time.monotonic()
         self._last = ""  # not the error itself: its traceback would keep the frames it came through
-        self._tick = min(hang, self._progress.seconds / _LOOKS)
-        self.timeout = Timeout(connect=min(CONNECT_SECONDS, hang), read=self._tick)
+        self.tick = min(hang, self._progress.seconds / _LOOKS)
+        """Timeout of a socket that receives, in seconds."""
+        self._looks_at = math.inf
+        self.connect_timeout = min(CONNECT_SECONDS, hang)
         self.send_timeout = min(hang, self._progress.seconds)
         self.slice_size = None if pace is None else pace.slice_size
         """Most bytes to send at once; None for any number."""
@@ -97,106 +95,93 @@ class Attempts:
         """Seconds for which it was waited for, after the whole request was sent."""
         self._is_answered_early = operation in _ANSWERED_EARLY
 
-    def __enter__(self) -> None:
-        """Bound the requests of this thread."""
-        self._before = getattr(this_thread, "attempts", None)
-        this_thread.attempts = self
-
-    def __exit__(self, *_: object) -> None:
-        this_thread.attempts = self._before
-
     def run(self, request: Callable[[], T], gate: Gate, *, data: bool = False) -> T:
         """Run ``request`` until it succeeds, or for the last time. With ``data`` it waits for its turn while S3
         throttles."""
         logger.debug("%s", self._what)
-        with self._progress, self:
-            while True:
-                self._check_start()
-                if data:
-                    gate.enter(self._check_turn)
-                self._made += 1
-                began, succeeded = time.monotonic(), False
-                try:
-                    result = request()
-                    succeeded = True
-                    return result
-                except REQUEST_ERRORS as error:
-                    if is_throttling(error):
-                        gate.throttled(began)
-                    without_tracebacks(error)  # urllib3's are cycles, with the bytes that were being sent in them
-                    wait = self._wait_after(error)
-                finally:
+        before, this_thread.attempts = this_thread.attempts, self
+        try:
+            with self._progress:
+                while True:
+                    self._check_start()
                     if data:
-                        gate.leave(began, succeeded=succeeded)
-                    elif not self._is_answered_early:
-                        gate.answered(self.latency)
-                if self._limit.cancel is None:
-                    time.sleep(wait)
-                elif self._limit.cancel.wait(wait):
-                    raise Cancelled
+                        gate.enter(self._check_turn)
+                    self._made += 1
+                    began, succeeded = time.monotonic(), False
+                    self._looks_at = began + self.tick
+                    try:
+                        result = request()
+                        succeeded = True
+                        return result
+                    except REQUEST_ERRORS as error:
+                        if is_throttling(error):
+                            gate.throttled(began)
+                        without_tracebacks(error)  # urllib3's are cycles, with the bytes that were being sent in them
+                        wait = self._wait_after(error)
+                    finally:
+                        if data:
+                            gate.leave(began, succeeded=succeeded)
+                        elif not self._is_answered_early:
+                            gate.latency = min(gate.latency, self.latency)
+                    if self._limit.cancel is None:
+                        time.sleep(wait)
+                    elif self._limit.cancel.wait(wait):
+                        raise Cancelled
+        finally:
+            this_thread.attempts = before
 
     # --- between attempts -------------------------------------------------------------------------------
 
     def _check_start(self) -> None:
         """Raise if there may be no further attempt."""
-        if self._limit.cancel is not None and self._limit.cancel.is_set():
+        limit = self._limit
+        if limit.cancel is not None and limit.cancel.is_set():
             raise Cancelled
-        if self._limit.deadline is not None and self._limit.deadline.passed:
-            raise self._too_late(self._limit.deadline)
+        if limit.deadline is not None and limit.deadline.passed:
+            raise self._ended_by(limit.deadline)
         if self._progress.is_over(self._what):
-            raise self._stalled()
+            raise self._ended_by(self._progress)
 
     def _check_turn(self) -> None:
         """Raise if the request may wait no longer for its turn while S3 throttles."""
         self._check_start()
-        if self._limit.patience is not None and self._elapsed() >= self._limit.patience:
-            raise self._transfer_error(
+        # Time waited for bandwidth does not count: S3 is not to blame.
+        elapsed = time.monotonic() - self._started - self.waited
+        if self._limit.patience is not None and elapsed >= self._limit.patience:
+            raise errors.TransferError(
                 f"{self._what} failed after {self._made} attempts: S3 throttles, and its turn did not come in "
-                f"{self._elapsed():.1f} s. Remedy: lower DCP_S3_CONCURRENCY, or raise DCP_S3_PART_SIZE: fewer, larger "
-                "requests"
-            )
+                f"{elapsed:.1f} s. Remedy: lower DCP_S3_CONCURRENCY, or raise DCP_S3_PART_SIZE: fewer, larger requests",
+                **self._where, attempts=self._made,
+            )  # fmt: skip
 
     def _wait_after(self, error: Exception) -> float:
         """Seconds to wait between a failed attempt and the next one."""
         limit = self._limit
         if limit.cancel is not None and limit.cancel.is_set():
             raise Cancelled from None
+        if not is_retryable(error):
+            raise to_storage_error(error, **self._where, attempts=self._made) from error
         self._last = describe(error)
-        may_pass = is_retryable(error)
-        if may_pass and self._progress.is_over(self._what):
-            raise self._stalled() from error
-        wait = backoff(self._made)
-        is_last = self._made >= self._most or not may_pass
+        if self._progress.is_over(self._what):
+            raise self._ended_by(self._progress) from error
+        wait, is_last = backoff(self._made), self._made >= self._most
         if not is_last and limit.deadline is not None and wait > limit.deadline.left:
-            raise self._too_late(limit.deadline) from error
-        if is_last or (limit.patience is not None and self._elapsed() + wait > limit.patience):
+            raise self._ended_by(limit.deadline) from error
+        elapsed = time.monotonic() - self._started - self.waited
+        if is_last or (limit.patience is not None and elapsed + wait > limit.patience):
             raise to_storage_error(error, **self._where, attempts=self._made) from error
         tell_retry(error, self._where["bucket"], made=self._made, attempts=self._most, wait=wait)
         logger.debug("%s failed (%s); attempt %d of %d, next in %.2f s",
                      self._what, error, self._made, self._most, wait)  # fmt: skip
         return min(wait, self._progress.left)
 
-    def _elapsed(self) -> float:
-        """Seconds so far, without those waited for bandwidth: S3 is not to blame."""
-        return time.monotonic() - self._started - self.waited
-
-    def _too_late(self, deadline: Deadline) -> errors.DeadlineExceededError:
-        return self._locate(deadline.error(self._what, self._tried()))
-
-    def _stalled(self) -> errors.StorageError:
-        error = self._progress.error(self._what, self._tried())
-        # A caller with patience has another place to go, or comes back later: to it S3 is slow.
-        return self._locate(error) if self._limit.patience is None else self._transfer_error(str(error))
-
-    def _tried(self) -> str:
-        if not self._made:
-            return "it was not begun"
-        return f"{self._made} attempts, the last: {self._last}" if self._last else f"{self._made} attempts"
-
-    def _transfer_error(self, message: str) -> errors.TransferError:
-        return errors.TransferError(message, **self._where, attempts=self._made)
-
-    def _locate(self, error: errors.DeadlineExceededError) -> errors.DeadlineExceededError:
+    def _ended_by(self, bound: Deadline | Progress) -> errors.StorageError:
+        """The error to raise when a bound has passed."""
+        last = f", the last: {self._last}" if self._last else ""
+        error = bound.error(self._what, f"{self._made} attempts{last}" if self._made else "it was not begun")
+        if bound is self._progress and self._limit.patience is not None:
+            # A caller with patience has another place to go, or comes back later: to it S3 is slow.
+            return errors.TransferError(str(error), **self._where, attempts=self._made)
         vars(error).update(self._where, attempts=self._made)
         return error
 
@@ -211,14 +196,17 @@ class Attempts:
         """Note bytes that moved for the first time."""
         self._progress.moved(count)
 
-    def receive(self, receive: Callable[[Any], int], view: Any) -> int:
-        """Receive into ``view``; waits as long as the attempt may, however short the socket's own timeout."""
+    def receive(self, receive: Callable[[Any], int], view: Any, *, looks: bool = False) -> int:
+        """Receive into ``view``; waits as long as the attempt may, however short the socket's own timeout. With
+        ``looks`` it is broken off, too, where bytes come so slowly that they do not count."""
         waited = 0.0
+        if looks and time.monotonic() > self._looks_at:
+            self.check()
         while True:
             try:
                 count = receive(view)
             except TimeoutError:
-                waited += self._tick
+                waited += self.tick
                 if waited >= self._hang:
                     raise
             else:
@@ -238,10 +226,17 @@ class Attempts:
         return waited
 
 
-_UNBOUNDED = Attempts()
+UNBOUNDED = Attempts()
+"""Of requests that are made without any, by a client itself."""
 
 
-def current() -> Attempts:
-    """The attempts of the request that this thread makes."""
-    found: Attempts | None = getattr(this_thread, "attempts", None)
-    return _UNBOUNDED if found is None else found
+class _ThisThread(threading.local):
+    attempts = UNBOUNDED
+    """Of the request that this thread makes."""
+    flight: Any = None
+    """The `Flight` of that request, if it has one."""
+    checksums: Mapping[str, str] = {}
+    """Headers of the checksums of the body that it sends."""
+
+
+this_thread = _ThisThread()

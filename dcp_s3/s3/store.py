@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.memory import Piece
-from dcp_s3.s3 import download, listing, multipart, operations
+from dcp_s3.s3 import download, listing, multipart
 from dcp_s3.s3.bucket import Bucket, map_in_threads
-from dcp_s3.s3.copy import copy_object
 from dcp_s3.s3.hedge import hedges_of
 from dcp_s3.s3.pressure import Tuning, width_of
 from dcp_s3.s3.upload import Uploader
@@ -23,7 +22,6 @@ class S3Store(Bucket, Store):
     """A bucket as a `Store`. The functions of this package that take a `Bucket` are its methods."""
 
     read = download.read
-    put = operations.put
     page = listing.page
     delete = listing.delete
     uploads = listing.uploads
@@ -53,7 +51,7 @@ class S3Store(Bucket, Store):
 
     def copy(self, source: Store, source_key: str, key: str) -> None:
         if isinstance(source, S3Store):
-            copy_object(self, source, source_key, key)
+            multipart.copy_object(self, source, source_key, key)
         else:
             super().copy(source, source_key, key)
 

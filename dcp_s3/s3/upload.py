@@ -19,12 +19,17 @@ from dcp_s3.limit import Cancelled, Progress
 from dcp_s3.memory import Piece, combine_crc64nvme, crc_of, views_of
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.body import GatherBody
-from dcp_s3.s3.bucket import Bucket
-from dcp_s3.s3.copy import AT_ONCE, copy_ranges
+from dcp_s3.s3.bucket import Bucket, checksum_arguments, creation_arguments, request_with_checksum
 from dcp_s3.s3.listing import delete
-from dcp_s3.s3.multipart import abort_quietly
-from dcp_s3.s3.operations import checksum_arguments, creation_arguments, request_with_checksum
-from dcp_s3.s3.parts import MAX_PARTS, PUTS_PER_SECOND, choose_part_size, plan_part_size
+from dcp_s3.s3.multipart import (
+    COPIES_AT_ONCE,
+    MAX_PARTS,
+    PUTS_PER_SECOND,
+    abort_quietly,
+    choose_part_size,
+    copy_ranges,
+    plan_part_size,
+)
 from dcp_s3.s3.pressure import Tuning, width_of
 from dcp_s3.store import Batch, CopyRange, DeleteTarget, StreamedObject
 from dcp_s3.workers import Slots, Workers
@@ -56,18 +61,18 @@ class Uploader(Batch):
         self.chunk_size = min(self.part_size, store.settings.max_part_size)
         self.isolated = isolated
         self.cancel = threading.Event()
-        self._tuning = Tuning(
+        self.tuning = Tuning(
             width_of(store.settings, store.name, "upload"), store.gate, f"uploads to s3://{store.name}",
             resize=self._resize, is_busy=lambda: self._slots.all_taken, most=store.settings.max_connections,
         )  # fmt: skip
-        self.in_flight = self._tuning.connections + WAITING_PARTS
-        self._pool = Workers(self._tuning.connections, "dcp_s3-upload")
+        self.in_flight = self.tuning.connections + WAITING_PARTS
+        self._pool = Workers(self.tuning.connections, "dcp_s3-upload")
         self._slots = Slots(self.in_flight)
         self._lock = threading.Lock()
         self._open: set[ObjectUpload] = set()
         self._all: list[ObjectUpload] = []
         self._completed: list[str] = []
-        self._copying = threading.Semaphore(AT_ONCE)
+        self._copying = threading.Semaphore(COPIES_AT_ONCE)
         self.unclean: set[str] = set()
         """Keys with multipart uploads that may have stayed open."""
 
@@ -83,13 +88,13 @@ class Uploader(Batch):
         return cls(store, part_size=part_size, isolated=isolated)
 
     def __enter__(self) -> Uploader:
-        self._tuning.__enter__()
+        self.tuning.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.stop()
-        self._tuning.__exit__()
+        self.tuning.__exit__()
         self._pool.close()
         if kind is not None:
             self._clean_up()
@@ -148,10 +153,6 @@ class Uploader(Batch):
                 raise refusal from None
             finally:
                 del refusal  # its traceback has this frame: no cycle
-
-    def begin(self) -> None:
-        """Begin to send parts, with as many connections as the first answer suggests."""
-        self._tuning.begin()
 
     def _resize(self, connections: int) -> None:
         self._pool.resize(connections)
@@ -212,9 +213,6 @@ class Uploader(Batch):
             for piece in pieces:
                 piece.view = None
 
-    def body(self, pieces: list[Piece], patience: float | None) -> GatherBody:
-        return GatherBody(views_of(pieces), patience=patience if self.isolated else None, moved=self._tuning.moved)
-
     def took(self, size: int) -> None:
         """Count ``size`` more bytes that S3 has."""
         with self._lock:
@@ -255,24 +253,18 @@ class ObjectUpload:
     def write(self, piece: Piece) -> None:
         """Append a buffer, split where parts end. It has its CRC after `finish`."""
         room = self._part_size - self._pieces_size
-        if piece.size <= room:
-            self._append(piece)
-            return
-        for part in piece.split(room, self._part_size):
-            if self._pieces_size == self._part_size:
+        for part in piece.split(room, self._part_size) if piece.size > room else (piece,):
+            if part.size and self._pieces_size == self._part_size:
                 self._flush()
-            self._append(part)
-
-    def _append(self, piece: Piece) -> None:
-        self._pieces.append(piece)
-        self._pieces_size += piece.size
-        self.size += piece.size
+            self._pieces.append(part)
+            self._pieces_size += part.size
+            self.size += part.size
 
     def _flush(self) -> None:
         """Send the current part of a multipart upload."""
         if self._upload_id is None:
             self._upload_id = multipart.create(self._store, self.key)
-            self._uploader.begin()
+            self._uploader.tuning.begin()  # with as many connections as the first answer suggests
         number = len(self._parts) + 1
         if number > MAX_PARTS:
             raise errors.StorageError(
@@ -281,12 +273,12 @@ class ObjectUpload:
                 bucket=self._store.name, key=self.key, operation="UploadPart",
             )  # fmt: skip
         pieces, self._pieces, self._pieces_size = self._pieces, [], 0
-        self._parts.append(self._uploader.submit(self, self._send_part, pieces, self._upload_id, number))
+        self._parts.append(self._uploader.submit(self, self._send, pieces, self._upload_id, number))
 
     def finish(self) -> StreamedObject:
         """Send the rest, wait for all parts, and complete the object."""
         if self._upload_id is None and not self._parts:
-            _, crc, _ = self._uploader.submit(self, self._put, self._pieces).result()
+            _, crc, _ = self._uploader.submit(self, self._send, self._pieces).result()
             self._pieces = []
         else:
             if self._pieces:
@@ -315,41 +307,31 @@ class ObjectUpload:
         if upload_id is not None and not abort_quietly(store, self.key, upload_id):
             self._uploader.unclean.add(self.key)
 
-    # --- requests ---------------------------------------------------------------------------------
-
-    def _send_part(self, pieces: list[Piece], upload_id: str, number: int) -> tuple[str, int | None, int]:
-        crc, size, checksum = self._checksum(pieces)
-        patience, started = self._store.limit.patience, time.monotonic()
-        body = self._uploader.body(pieces, patience)
+    def _send(self, pieces: list[Piece], upload_id: str = "", number: int = 0) -> tuple[str, int | None, int]:
+        """Send a part, or the whole object if there is no upload. Returns ETag, CRC-64 and bytes; the pieces have their
+        CRCs afterwards."""
+        settings, patience, started = self._store.settings, self._store.limit.patience, time.monotonic()
+        is_isolated, size = self._uploader.isolated, sum(piece.size for piece in pieces)
+        crc = None if settings.checksum == "none" else crc_of(pieces)
+        checksum = {} if crc is None else checksum_arguments(settings, crc)
+        body = GatherBody(
+            views_of(pieces), patience=patience if is_isolated else None, moved=self._uploader.tuning.moved
+        )
         try:
-            etag = multipart.send_part(self._store, self.key, upload_id, number, body, checksum)
+            if not upload_id:
+                arguments = {**creation_arguments(settings, data=True), "Key": self.key, "Body": body, **checksum}
+                request_with_checksum(self._store, "PutObject", self.key, arguments, data=True)
+                etag = ""
+            else:
+                etag = multipart.send_part(self._store, self.key, upload_id, number, body, checksum)
         finally:
             body.release()
         self._uploader.took(size)
         seconds = time.monotonic() - started - body.waited
-        if self._uploader.isolated and patience is not None and seconds > patience:
+        if upload_id and is_isolated and patience is not None and seconds > patience:
             self.error = errors.TransferError(
                 f"S3 is slow: a part of {size} bytes took {seconds:.1f} s, more than {patience:g} s",
                 bucket=self._store.name, key=self.key, operation="UploadPart",
             )  # fmt: skip
             self.cancel.set()
         return etag, crc, size
-
-    def _put(self, pieces: list[Piece]) -> tuple[str, int | None, int]:
-        crc, size, checksum = self._checksum(pieces)
-        body = self._uploader.body(pieces, self._store.limit.patience)
-        arguments = {**creation_arguments(self._store.settings, data=True), "Key": self.key, "Body": body, **checksum}
-        try:
-            request_with_checksum(self._store, "PutObject", self.key, arguments, data=True)
-        finally:
-            body.release()
-        self._uploader.took(size)
-        return "", crc, size
-
-    def _checksum(self, pieces: list[Piece]) -> tuple[int | None, int, dict[str, str]]:
-        """Return (CRC-64, bytes, request arguments) of a body, and set the CRC of each piece."""
-        size = sum(piece.size for piece in pieces)
-        if self._store.settings.checksum == "none":
-            return None, size, {}
-        crc = crc_of(pieces)
-        return crc, size, checksum_arguments(self._store.settings, crc)

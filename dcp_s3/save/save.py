@@ -23,7 +23,7 @@ from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import DCP_VERSION, new_nonce
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.process import collector_paused, world_size
-from dcp_s3.s3.copy import can_copy
+from dcp_s3.s3.multipart import can_copy
 from dcp_s3.s3.store import store_of
 from dcp_s3.save.incremental import LastSaves, find_unchanged, plan_changes
 from dcp_s3.save.objects import ItemWriteResult, write_buckets

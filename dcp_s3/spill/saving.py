@@ -20,7 +20,7 @@ from dcp_s3.failures import without_tracebacks
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.limit import Cancelled, Limit
 from dcp_s3.memory import Piece, crc64nvme, crc_hex
-from dcp_s3.s3.parts import choose_part_size
+from dcp_s3.s3.multipart import choose_part_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings

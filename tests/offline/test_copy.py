@@ -17,7 +17,7 @@ import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.format.layout import lease_object
 from dcp_s3.offline.copy import copy
-from dcp_s3.s3 import copy as s3_copy
+from dcp_s3.s3 import multipart
 from dcp_s3.s3.client import close_clients
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import MIN_PART_SIZE
@@ -61,7 +61,7 @@ def test_a_copy_is_the_checkpoint_without_pin_leases_and_leftovers(root: str, s3
 
 @pytest.mark.servers("memory", "moto", "rgw")  # not rclone, which does not copy parts
 def test_large_objects_are_copied_in_parts(root: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_copy, "PART_SIZE", MIN_PART_SIZE)
+    monkeypatch.setattr(multipart, "COPIED_PART_SIZE", MIN_PART_SIZE)
     tensor = save_large(f"{root}/1")
     copy(f"{root}/1", f"{root}/2")
     assert_loads(f"{root}/2", {"t": tensor})
@@ -136,7 +136,7 @@ def s3_of(faulty: FaultyServer) -> Any:
 
 def _copy_in_a_process(environment: Mapping[str, str], output: Path) -> None:
     begin(environment, output)
-    s3_copy.PART_SIZE = MIN_PART_SIZE
+    multipart.COPIED_PART_SIZE = MIN_PART_SIZE
     copy(_URL, _COPY)
 
 
@@ -156,7 +156,7 @@ def test_after_a_kill_a_second_run_finishes(
     operation: str, count: int, key: str, applied: bool, faulty: FaultyServer, s3_of: Any, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(s3_copy, "PART_SIZE", MIN_PART_SIZE)
+    monkeypatch.setattr(multipart, "COPIED_PART_SIZE", MIN_PART_SIZE)
     tensor = torch.randint(0, 255, (3 * MIN_PART_SIZE,), dtype=torch.uint8)
     everything = {"t": tensor, **state()}
     with separate_objects("weight", "half"):

@@ -19,9 +19,8 @@ from dcp_s3 import errors
 from dcp_s3.limit import Cancelled, Limit, LinkedEvent
 from dcp_s3.memory import ReadTarget, crc64nvme
 from dcp_s3.s3 import hedge, pressure, retry
-from dcp_s3.s3.download import Race, _Request
+from dcp_s3.s3.download import Cursor, Race, _Request
 from dcp_s3.s3.hedge import HedgeState, hedges_of
-from dcp_s3.s3.receive import Cursor
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import FaultyServer
@@ -230,12 +229,12 @@ def test_a_second_request_wins_only_with_the_version_of_what_is_there(
     race._data = memoryview(bytearray(10))
     second = _Request(0, Cursor([ReadTarget(race._data)]), [theirs] if theirs else [], LinkedEvent(None))
     second.cursor.fill(memoryview(bytes(10)))  # it has all its bytes
-    race._own.etag += [ours] if ours else []
+    race.own.etag += [ours] if ours else []
     if done:
-        race._advance(done)
+        race.advance(done)
     assert (race._win(second, 0) is not None) is wins
     assert race.take() is wins
-    assert cursor.full is wins
+    assert (cursor.done == cursor.total) is wins
 
 
 def test_cancelling_ends_both_at_once(faulty: FaultyServer) -> None:

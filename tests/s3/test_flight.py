@@ -33,6 +33,7 @@ from dcp_s3.s3 import hedge
 from dcp_s3.s3.body import BodyReader, GatherBody
 from dcp_s3.s3.botocore_private import Flight
 from dcp_s3.s3.hedge import hedges_of
+from dcp_s3.s3.pressure import Gate
 from dcp_s3.s3.retry import Attempts
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -231,10 +232,13 @@ def test_slices_grow_where_the_link_is_quick(monkeypatch: pytest.MonkeyPatch, se
 
 def test_what_is_sent_once_more_is_no_progress() -> None:
     progress, body = Progress(600), GatherBody([memoryview(bytes(3 * 2**20)), memoryview(b"end")])
-    with Attempts(limit=Limit(progress=progress)):
+
+    def send() -> None:
         next(iter(body.chunks()))
         for _ in range(3):
             assert sum(map(len, body.chunks())) == len(body)
+
+    Attempts(limit=Limit(progress=progress)).run(send, Gate("test"))
     assert "3.0 MiB had moved before" in str(progress.error("UploadPart", "3 attempts"))
 
 

@@ -11,8 +11,8 @@ from botocore.exceptions import ClientError
 
 from dcp_s3 import errors
 from dcp_s3.memory import Piece
-from dcp_s3.s3 import bucket, multipart, operations
-from dcp_s3.s3.operations import Quirk
+from dcp_s3.s3 import bucket, multipart
+from dcp_s3.s3.bucket import Quirk, forget_quirks, knows
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.store import ABSENT, DeleteTarget, Expect, Upload
@@ -42,9 +42,9 @@ class Client:
 
 @pytest.fixture(autouse=True)
 def _knowing_nothing() -> Iterator[None]:
-    operations.forget()
+    forget_quirks()
     yield
-    operations.forget()
+    forget_quirks()
 
 
 def refusal(status: int, code: str = "") -> ClientError:
@@ -135,7 +135,7 @@ def test_without_batches_each_key_has_a_request(status: int) -> None:
     left, asked, names = carry_out(lambda: STORE.delete("ab"), refusal(status), {}, {})
     assert "VersionId" not in str(asked), "with versions, what is deleted stays behind a marker"
     assert (left, names) == ([], ["delete_objects", "delete_object", "delete_object"])
-    assert operations.knows(Quirk.NO_BATCH_DELETES, STORE)
+    assert knows(Quirk.NO_BATCH_DELETES, STORE)
 
 
 def test_a_completion_that_was_not_answered_is_known_by_its_object() -> None:
@@ -188,7 +188,7 @@ def test_credentials_that_have_expired_say_nothing_of_the_store(store: S3Store, 
     faulty.rule = lambda request: Fault.error(400, "ExpiredToken") if request.operation == "DeleteObjects" else None
     with pytest.raises(errors.CredentialsError):
         store.delete(["a", "b"])
-    assert not operations.knows(Quirk.NO_BATCH_DELETES, store)
+    assert not knows(Quirk.NO_BATCH_DELETES, store)
     assert set(faulty.s3.objects(BUCKET)) == set("abc")
 
 

@@ -24,7 +24,7 @@ from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.limit import UNLIMITED, Cancelled, Limit
 from dcp_s3.memory import Piece
 from dcp_s3.s3 import pressure, retry
-from dcp_s3.s3.parts import GETS_PER_SECOND, PUTS_PER_SECOND, plan_part_size
+from dcp_s3.s3.multipart import GETS_PER_SECOND, PUTS_PER_SECOND, plan_part_size
 from dcp_s3.s3.pressure import Gate, Tuning, Width
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -42,7 +42,7 @@ URL = f"s3://{BUCKET}/run"
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known of any bucket: servers of earlier tests may have had the same port."""
-    for name in ("_gates", "_widths", "_paces"):
+    for name in ("_gates", "_paces"):
         monkeypatch.setattr(pressure, name, {})
     monkeypatch.setattr(pressure, "_host_is_busy", lambda since: False)
 

@@ -243,7 +243,7 @@ def test_what_makes_no_progress_ends(
 def test_s3_may_be_long_at_work_if_it_says_so(
     faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, operation: str, size: int
 ) -> None:
-    monkeypatch.setattr("dcp_s3.s3.copy.PART_SIZE", 6 * MIB)
+    monkeypatch.setattr("dcp_s3.s3.multipart.COPIED_PART_SIZE", 6 * MIB)
     store, data = S3Store(BUCKET, Settings(stall_timeout=0.5, retry_attempts=1)), bytes(size)
     S3Store(BUCKET, Settings()).put("from", data)  # in its own time
     faulty.once(operation, Fault.crawl(100))

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from dcp_s3 import errors
 from dcp_s3.limit import Cancelled, Limit
 from dcp_s3.memory import Piece, crc64nvme
-from dcp_s3.s3 import copy, multipart, operations
-from dcp_s3.s3.bucket import Bucket
-from dcp_s3.s3.parts import MAX_PARTS, choose_part_size
+from dcp_s3.s3 import multipart
+from dcp_s3.s3.bucket import Bucket, Quirk, forget_quirks, knows
+from dcp_s3.s3.multipart import MAX_PARTS, choose_part_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import MAX_PART_SIZE, MIN_PART_SIZE, Settings
@@ -278,9 +278,9 @@ JOINED = ranges(("a", 7, PART + 7), ("a", 2 * PART, 3 * PART), ("b", 3, 999))
 
 @pytest.fixture(autouse=True)
 def _forget() -> Any:
-    operations.forget()
+    forget_quirks()
     yield
-    operations.forget()
+    forget_quirks()
 
 
 def copy_to(store: S3Store, key: str, what: tuple[list[CopyRange], bytes], crc: int | None = None) -> bool:
@@ -299,7 +299,7 @@ def test_a_copy_has_the_bytes(bucket: str, what: tuple[list[CopyRange], bytes]) 
 
 
 def test_large_objects_are_copied_in_parts(bucket: str, memory_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy, "PART_SIZE", PART)
+    monkeypatch.setattr(multipart, "COPIED_PART_SIZE", PART)
     store, what = make_store(bucket), ranges(("a", 0, len(A)))
     memory_server.handle.reset_counters()
     assert copy_to(store, "new", what)
@@ -359,7 +359,7 @@ def test_what_s3_refuses_is_sent(
     assert "s3://bucket/new is sent, as S3 does not copy it" in caplog.text
     faulty.rule = lambda _: None
     assert not faulty.s3.open_uploads(BUCKET)
-    assert copy.can_copy(store) == (status != 501), "a store that does not copy is not asked again"
+    assert multipart.can_copy(store) == (status != 501), "a store that does not copy is not asked again"
 
 
 @pytest.mark.parametrize("what", [WHOLE, JOINED], ids=["whole", "joined"])
@@ -380,14 +380,14 @@ def test_where_s3_tells_no_checksum_the_copy_is_read(bucket: str, monkeypatch: p
         return head(self, key)
 
     def is_good(key: str, size: int, crc: int) -> bool:
-        return copy._is_good(store, key, size, crc, None, threading.Semaphore(2))
+        return multipart._is_good(store, key, size, crc, None, threading.Semaphore(2))
 
     monkeypatch.setattr(Bucket, "head", without)
     assert is_good("a", len(A), crc64nvme(A))
     assert is_good("b", len(B), crc64nvme(B))
     assert not is_good("a", len(A), crc64nvme(A) ^ 1)
     assert not is_good("b", len(B) + 1, crc64nvme(B))
-    monkeypatch.setattr(copy, "_BLOCK", 100_000)
+    monkeypatch.setattr(multipart, "_BLOCK", 100_000)
     assert is_good("a", len(A), crc64nvme(A))
 
 
@@ -434,9 +434,9 @@ def test_copies_are_encrypted_and_stored_as_what_is_sent(faulty: FaultyServer) -
 
 def test_a_bucket_of_s3_express_copies_nothing(faulty: FaultyServer) -> None:
     store = S3Store("bucket--use1-az4--x-s3", Settings())
-    assert not copy.can_copy(store)
+    assert not multipart.can_copy(store)
     faulty.rule = lambda _: pytest.fail("no request")
-    assert not copy.copy_ranges(store, "new", WHOLE[0], 0, slots=None, moved=lambda _: None)  # type: ignore[arg-type]
+    assert not multipart.copy_ranges(store, "new", WHOLE[0], 0, slots=None, moved=lambda _: None)  # type: ignore[arg-type]
 
 
 def test_a_store_that_refuses_checksums_of_copies_still_checks_what_is_sent(faulty: FaultyServer) -> None:
@@ -448,8 +448,8 @@ def test_a_store_that_refuses_checksums_of_copies_still_checks_what_is_sent(faul
     store, faulty.rule = make_store(), rule
     assert copy_to(store, "new", WHOLE)
     assert store.get("new").data == WHOLE[1]
-    assert not operations.knows(operations.Quirk.NO_CHECKSUMS, store)
-    assert copy.can_copy(store)
+    assert not knows(Quirk.NO_CHECKSUMS, store)
+    assert multipart.can_copy(store)
 
 
 def test_an_upload_of_a_copy_that_stays_open_is_known(faulty: FaultyServer) -> None:
@@ -473,8 +473,8 @@ def test_copies_that_are_read_share_the_memory_for_it(bucket: str, monkeypatch: 
         with lock:
             now.pop()
 
-    monkeypatch.setattr(copy, "read", read)
+    monkeypatch.setattr(multipart, "read", read)
     with ThreadPoolExecutor(4) as threads:
-        for each in [threads.submit(copy._read_crc, store, "a", len(A), slots) for _ in range(4)]:
+        for each in [threads.submit(multipart._read_crc, store, "a", len(A), slots) for _ in range(4)]:
             each.result()
     assert max(most) == 3

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import tests.memory_s3.store as server_store
 from dcp_s3 import S3StorageWriter, events, prune, verify
-from dcp_s3.s3 import copy, retry
+from dcp_s3.s3 import multipart, retry
 from dcp_s3.save import incremental
 from dcp_s3.url import parse_url
 from tests.end_to_end.loads import assert_loads
@@ -52,7 +52,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     monkeypatch.setattr(retry, "BACKOFF_BASE", 0.0)
     for module in (server_store, incremental):
         monkeypatch.setattr(module, "MIN_PART_SIZE", SMALLEST)
-    monkeypatch.setattr(copy, "PART_SIZE", 3 * SMALLEST)
+    monkeypatch.setattr(multipart, "COPIED_PART_SIZE", 3 * SMALLEST)
     monkeypatch.setattr(incremental, "MOST_COPIES", 4)
     monkeypatch.setenv("DCP_S3_INCREMENTAL", "1")
     monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "4")

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
 from dcp_s3.memory import crc64nvme
-from dcp_s3.s3.operations import checksum_arguments
+from dcp_s3.s3.bucket import checksum_arguments
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
