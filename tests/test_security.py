@@ -43,7 +43,7 @@ def policies() -> dict[str, set[str]]:
 
 POLICIES = policies()
 OPERATIONS = set(
-    re.findall(r"`(\w+)`", DOCUMENT.partition("and no others:")[2].partition("`s3:ListBucket` is needed")[0])
+    re.findall(r"`(\w+)`", DOCUMENT.partition("named below:")[2].partition("`s3:ListBucket` is needed")[0])
 )
 TRAINING = POLICIES["TrainingObjects"] | POLICIES["TrainingBucket"]
 PRUNING = POLICIES["PruningObjects"] | POLICIES["PruningLists"] | POLICIES["PruningBucket"]

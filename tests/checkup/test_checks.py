@@ -109,7 +109,7 @@ def test_clocks(skew: float | None, status: str, cell: str) -> None:
 
 
 def test_the_table_in_the_docs_has_these_permissions() -> None:
-    table = DOCUMENT.partition("and no others:")[2].partition("`s3:ListBucket` is needed")[0].strip().splitlines()
+    table = DOCUMENT.partition("named below:")[2].partition("`s3:ListBucket` is needed")[0].strip().splitlines()
     rows = [
         f"| {', '.join(f'`{name}`' for name in each.operations)} | `{each.action}`"
         f"{' (on the bucket)' if each.on_bucket else ''} | {each.used_by} |"

@@ -347,7 +347,9 @@ def test_bytes_that_trickle_after_a_burst_arrive() -> None:
         threading.Thread(target=sender.sendall, args=(bytes(2**24 + 2000),), daemon=True).start()
         body = BodyReader(sock.makefile("rb"), sock)
         view, done = memoryview(bytearray(2**25)), 0
-        with Attempts(hang=0.5):
+
+        def receive() -> None:
+            nonlocal done
             sock.settimeout(0.5)
             while done < 2**24:
                 done += body.readinto(view[done : min(done + 2**23, 2**24)])
@@ -356,3 +358,5 @@ def test_bytes_that_trickle_after_a_burst_arrive() -> None:
             assert sock.gettimeout() == 0.5
             with pytest.raises(TimeoutError):
                 body.readinto(view)
+
+        Attempts(hang=0.5).run(receive, Gate("test"))

@@ -103,7 +103,7 @@ def test_a_failure_leaves_no_upload_and_no_object(faulty: FaultyServer, operatio
         save()
     assert faulty.s3.open_uploads("bucket") == []
     assert faulty.s3.objects("bucket") == {}
-    assert not [t for t in threading.enumerate() if t.name.startswith("dcp_s3-")]
+    assert not [t for t in threading.enumerate() if t.name.startswith("dcp_s3-upload")]
 
 
 def test_an_object_that_is_put_again_leaves_no_upload_of_the_first_try(faulty: FaultyServer) -> None:
