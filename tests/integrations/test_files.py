@@ -298,4 +298,5 @@ def test_of_two_that_commit_at_once_one_wins() -> None:
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(run, ["a", "b"]))
     assert [f"{each}.pt" for each in verdicts] == list(find_files(store, URL) or [])
-    assert ["another save" in each for each in refused] == [True]
+    assert len(refused) == 1
+    assert URL.name in refused[0]
