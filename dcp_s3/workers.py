@@ -57,14 +57,12 @@ class Workers:
         self._count += 1
 
     def resize(self, count: int) -> None:
-        """Have ``count`` threads from now on, or as many as can be started. Threads too many end when the tasks
-        submitted so far have begun.
+        """Have ``count`` threads from now on. Threads too many end when the tasks submitted so far have begun.
 
-        To be called by one thread at a time, and not after `close`.
+        To be called by one thread at a time, and not after `close`. If it raises, those that there are go on.
         """
-        with contextlib.suppress(DcpS3Error):
-            while self._count < count:
-                self._add()
+        while self._count < count:
+            self._add()
         while self._count > count:
             self._count -= 1
             self._tasks.put(None)

@@ -82,7 +82,8 @@ def test_where_no_thread_can_be_started_the_error_says_what_to_raise_and_a_pool_
         for act in (lambda: Workers(2, "dcp_s3-none"), lambda: InTurn("dcp_s3-none").submit(print)):
             with pytest.raises(DcpS3Error, match=r"dcp_s3-none.*can't start new thread.*Remedy: raise it \(ulimit -u"):
                 act()
-        workers.resize(4)
+        with pytest.raises(DcpS3Error, match="ulimit -u"):
+            workers.resize(4)
     assert workers.submit(divmod, 7, 2).result(60) == (3, 1)
     workers.resize(2)
     assert len([thread for thread in threading.enumerate() if thread.name.startswith("dcp_s3-test-")]) == 2

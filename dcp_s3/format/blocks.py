@@ -124,7 +124,6 @@ def make_storage_info(
     offset: int,
     length: int,
     *,
-    transform_descriptors: Sequence[str] | None = None,
     raw_offset: int | None = None,
     crc64nvme: int | None = None,
     blocks: Blocks | None = None,
@@ -136,7 +135,7 @@ def make_storage_info(
         crc64nvme: CRC-64/NVME of the raw bytes, or of the whole item without ``raw_offset``.
         blocks: CRCs inside the raw bytes; None without any.
     """
-    info = StorageInfo(relative_path, offset, length, transform_descriptors)
+    info = StorageInfo(relative_path, offset, length)
     facts: dict[str, Any] = {_RAW_OFFSET: raw_offset, _CRC: crc64nvme}
     if blocks is not None:
         facts |= {_BLOCK: blocks.size, _BLOCK_CRCS: blocks.crcs}

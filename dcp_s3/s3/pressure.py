@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from dcp_s3.errors import DcpS3Error
 from dcp_s3.events import Throttled, emit, shown_by_stats
 from dcp_s3.process import local_world_size, reset_in_child
 from dcp_s3.settings import Settings
@@ -282,7 +283,7 @@ class Tuning(ReadWidth):
         )  # fmt: skip
         try:
             self._resize(connections)
-        except RuntimeError as error:
+        except (RuntimeError, DcpS3Error) as error:
             self._is_over = True
             logger.warning("%s: %d connections stay: no thread can be started: %s", self._name, before, error)
             return
