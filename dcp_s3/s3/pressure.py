@@ -200,6 +200,9 @@ class Width:
     """Bytes per second when it was last measured; 0 before."""
     known_until: float = -math.inf
     """When more connections are tried again, in seconds of time.monotonic."""
+    smaller: tuple[int, float] | None = None
+    """Connections and their bytes per second before the last growth, until it has been seen whether that was worth it:
+    by the transfer that grew, or by a later one if that one was too short."""
 
     @property
     def likely(self) -> int:
@@ -229,7 +232,6 @@ class Tuning(ReadWidth):
         self._width, self._gate, self._name = width, gate, name
         self._resize, self._is_busy, self._most = resize, is_busy, most
         self._lock = threading.Lock()
-        self._smaller: tuple[int, float] | None = None
         # What was found stays: of a transfer with a lower ceiling nothing can be learned.
         self._is_over = width.connections > most or most <= 1
         latency = gate.latency if gate.is_far else 0.0
@@ -265,14 +267,14 @@ class Tuning(ReadWidth):
 
     def _decide(self, rate: float, now: float) -> None:
         self._width.rate = rate
-        smaller, self._smaller = self._smaller, None
+        smaller, self._width.smaller = self._width.smaller, None
         if smaller is not None and rate <= smaller[1] * _WORTH:
             self._width.known_until = now + _TRY_AGAIN_SECONDS
             self._change(smaller[0])
         elif rate >= _SLOW * self.connections or self.connections >= self._most or _host_is_busy(self._ticks):
             self._width.known_until = now + _TRY_AGAIN_SECONDS
         else:
-            self._smaller = self.connections, rate
+            self._width.smaller = self.connections, rate
             self._change(min(self._most, max(2 * self.connections, _MANY)))
 
     def _change(self, connections: int) -> None:
@@ -294,8 +296,6 @@ class Tuning(ReadWidth):
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._is_over = True
-            if self._smaller is not None:  # whether the last ones are worth it has not been seen
-                self._width.connections = self._smaller[0]
 
 
 # --- what a process knows of a bucket -------------------------------------------------------------------

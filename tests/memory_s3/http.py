@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 
 from awscrt.checksums import crc64nvme
@@ -231,7 +231,10 @@ def receive(connection: Connection, head: Head, pool: Pool, *, verify: bool) -> 
         connection.read_into(view)
         if verify:
             crc = crc64nvme(view, crc)
-    return Received(body, base64.b64encode(crc.to_bytes(8, "big")).decode() if verify else None)
+    if not verify:
+        return Received(body, None)
+    known = replace(body, runs=((crc, len(body)),) if body.pieces else ())
+    return Received(known, base64.b64encode(crc.to_bytes(8, "big")).decode())
 
 
 def discard(connection: Connection, size: int) -> None:

@@ -8,10 +8,13 @@ them lets go.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from awscrt.checksums import combine_crc64nvme, crc64nvme
 
 #: Large enough that the cost of one ``recv`` or ``send`` in Python vanishes (a few microseconds
 #: against some hundred), small enough that the unused tail of a body's last block does not matter.
@@ -74,15 +77,35 @@ class Body:
 
     pieces: tuple[memoryview, ...] = ()
     leases: tuple[_Lease, ...] = ()
+    runs: tuple[tuple[int, int], ...] = ()
+    """(CRC-64/NVME, length) of runs that make up the whole, where they are known: no byte is read again for them."""
 
     def __len__(self) -> int:
         return sum(len(piece) for piece in self.pieces)
+
+    def known(self) -> Body:
+        """The same, with its CRC-64/NVME."""
+        return self if self.runs or not self.pieces else replace(self, runs=((self.crc(), len(self)),))
+
+    def crc(self) -> int:
+        """Its CRC-64/NVME."""
+        crc = 0
+        if self.runs:
+            for run, length in self.runs:
+                crc = combine_crc64nvme(crc, run, length)
+            return crc
+        for piece in self.pieces:
+            crc = crc64nvme(piece, crc)
+        return crc
 
     def __bytes__(self) -> bytes:
         return b"".join(self.pieces)
 
     def slice(self, start: int, stop: int) -> Body:
-        return Body(tuple(_cut(self.pieces, start, stop)), self.leases)
+        ends = dict(zip(itertools.accumulate((length for _, length in self.runs), initial=0), (*self.runs, None), strict=True))
+        aligned = {start, stop} <= ends.keys()
+        runs = tuple(run for place, run in ends.items() if run and start <= place < stop) if aligned else ()
+        return Body(tuple(_cut(self.pieces, start, stop)), self.leases, runs)
 
     @staticmethod
     def of(data: bytes) -> Body:
@@ -94,6 +117,7 @@ class Body:
         return Body(
             tuple(piece for body in bodies for piece in body.pieces),
             tuple(lease for body in bodies for lease in body.leases),
+            tuple(run for body in bodies for run in body.runs) if all(body.runs for body in bodies) else (),
         )
 
 

@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from awscrt.checksums import crc64nvme
-
 from .memory import Body
 
 #: S3's smallest part, but for an upload's last one.
@@ -336,10 +334,7 @@ def _choose(upload: Upload, chosen: Sequence[tuple[int, str]]) -> list[Part]:
 
 def crc_of(body: Body) -> str:
     """The CRC-64/NVME of a body, as headers have it."""
-    crc = 0
-    for piece in body.pieces:
-        crc = crc64nvme(piece, crc)
-    return base64_of(crc)
+    return base64_of(body.crc())
 
 
 def _verify(body: Body, expected: Mapping[str, str]) -> None:

@@ -300,12 +300,17 @@ def test_when_nothing_is_learned(why: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert width.connections == 4
 
 
-def test_connections_whose_worth_was_not_seen_are_not_kept() -> None:
-    transfer = Transfer(width := Width(4), 85 * MIB, 8000 * MIB)
-    with transfer.tuning:
-        while transfer.sizes != [32]:
-            transfer.run(0.01)
-    assert width.connections == 4
+@pytest.mark.parametrize("are_worth_it", [True, False])
+def test_connections_whose_worth_a_transfer_did_not_see_are_judged_by_the_next(are_worth_it: bool) -> None:
+    total = 8000 * MIB if are_worth_it else 360 * MIB
+    first = Transfer(width := Width(4), 85 * MIB, total)
+    with first.tuning:
+        while first.sizes != [32]:
+            first.run(0.01)
+    assert width.connections == 32
+    second = Transfer(width, 85 * MIB, total)
+    second.run(2.0)
+    assert (second.sizes, width.connections) == (([64], 64) if are_worth_it else ([4], 4))
 
 
 @pytest.mark.parametrize(
