@@ -102,7 +102,8 @@ class Body:
         return b"".join(self.pieces)
 
     def slice(self, start: int, stop: int) -> Body:
-        ends = dict(zip(itertools.accumulate((length for _, length in self.runs), initial=0), (*self.runs, None), strict=True))
+        places = itertools.accumulate((length for _, length in self.runs), initial=0)
+        ends = dict(zip(places, (*self.runs, None), strict=True))
         aligned = {start, stop} <= ends.keys()
         runs = tuple(run for place, run in ends.items() if run and start <= place < stop) if aligned else ()
         return Body(tuple(_cut(self.pieces, start, stop)), self.leases, runs)
