@@ -7,9 +7,9 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -23,27 +23,24 @@ from dcp_s3.coordination.values import (
     METADATA,
     NONCE_DIGITS,
     TAKEN,
-    CallRoll,
     Claim,
-    Failed,
+    FailedError,
     Found,
     Get,
+    GoneError,
     Intent,
-    Join,
     Key,
     Look,
     Member,
-    Merge,
     Merged,
     Present,
     Put,
+    Task,
     UnreachableError,
     Wait,
-    Write,
     parse_claim,
     parse_intent,
 )
-from dcp_s3.coordination.watch import LOOKS, Watch
 from dcp_s3.failures import without_tracebacks
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, joint_object, metadata_object, new_nonce
 from dcp_s3.memory import crc64nvme, crc_hex
@@ -58,35 +55,17 @@ T = TypeVar("T")
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 0.5  # seconds between two looks
 _PAUSE_PER_RANK = 1e-3  # S3 answers thousands of requests a second below one prefix: more ranks look less often
 _FEW_RANKS = 16  # of as many, each may list at each look
+_LOOKS = 4  # signs of life in each rank timeout, and listings by those whose turn it is not
 _CLEANUP_SECONDS = 10.0
 _AT_A_TIME = 256  # objects of ranks that are read in one go
 
 
-@dataclass(frozen=True)
-class Clock:
-    now: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-
-
-class Work(Protocol):
-    """What a rank does in a save, besides what all ranks do alike: see the operations of these names. Each raises what
-    makes the save fail, and ObjectNotFoundError if something is gone."""
-
-    @property
-    def moved(self) -> int:
-        """Grows while it makes progress. Asked by another thread."""
-
-    def join(self, claim: Claim) -> Intent: ...
-
-    def write(self, claim: Claim, rank: int, intent: Intent | None) -> bytes: ...
-
-    def merge(self, claim: Claim, parts: Iterator[bytes]) -> Merged: ...
-
-    def clean(self, claim: Claim) -> None: ...
-
-
 class Driver:
-    """Drives one rank's generators on a store, whose limit is that of the save; ``work`` is needed for whole saves."""
+    """Drives one rank's generators on a store, whose limit is that of the save.
+
+    ``work``, for whole saves, has the methods ``join()``, ``write(claim, rank, intent)``, ``merge(claim, parts)`` and
+    ``clean(claim)``, see `Task`; each raises what makes the save fail. Its ``moved`` grows while it makes progress.
+    """
 
     def __init__(
         self,
@@ -94,16 +73,18 @@ class Driver:
         url: CheckpointURL,
         me: Member,
         rank_timeout: float,
-        work: Work | None = None,
-        clock: Clock | None = None,
+        work: Any = None,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._store, self._url, self._me, self._work = store, url, me, work
-        self._rank_timeout, self._clock = rank_timeout, clock or Clock()
-        self._watch = Watch(self._clock.now, rank_timeout)
+        self._rank_timeout, self._now, self._sleep_for = rank_timeout, now, sleep
+        self._watch = Watch(now, rank_timeout)
         self._pause = _SHORTEST_PAUSE
         self._refused_since: float | None = None
         self._is_leaving = False
-        self._stands_in_for: Write | None = None
+        self._stands_in_for: Task | None = None
         self.error: Exception | None = None
         """What failed on this rank, if anything did."""
         self.claim: Claim | None = None
@@ -118,31 +99,27 @@ class Driver:
             raise self.error or errors.TransferError(f"{self._url}: the store does not answer") from None
 
     def go_on(
-        self, steps: Steps[Any], answer: Any = None, *, error: UnreachableError | None = None, until: type | None = None
+        self, steps: Steps[Any], answer: Any = None, *, error: Exception | None = None, until: str | None = None
     ) -> Any:
-        """Go on with a generator, whose last operation has this answer or error, until an operation of a type, which is
+        """Go on with a generator, whose last operation has this answer or error, until a task of this name, which is
         returned and not carried out; or to the end: returns the result."""
         while True:
             try:
                 operation = steps.send(answer) if error is None else steps.throw(error)
             except StopIteration as end:
                 return end.value
-            if until is not None and isinstance(operation, until):
+            if isinstance(operation, Task) and operation.what == until:
                 return operation
             answer = error = None
             try:
                 answer = self.carry_out(operation)
-            except UnreachableError as unreachable:
-                error = unreachable
-
-    def leave(self, steps: Steps[T], why: str) -> T:
-        """End a generator that this rank cannot go on with; returns its result."""
-        return cast(T, self.go_on(steps, error=UnreachableError(why)))
+            except (UnreachableError, FailedError) as thrown:
+                error = thrown
 
     # --- operations -----------------------------------------------------------------------------------
 
     def carry_out(self, operation: Any) -> Any:
-        """The answer to an operation; raises UnreachableError."""
+        """The answer to an operation; raises UnreachableError, FailedError or GoneError."""
         if isinstance(operation, Get):
             found = self._ask(lambda store: self._get(store, operation.key))
             if operation.key == CLAIM and found is not None:
@@ -156,19 +133,7 @@ class Driver:
         if isinstance(operation, Wait):
             self._sleep()
             return self._watch.find_silent(operation.ranks, operation.patience)
-        if isinstance(operation, CallRoll):
-            return self._try(lambda: self._call_roll(operation.claim))
-        if self._work is None:
-            raise TypeError(operation)
-        work = self._work
-        if isinstance(operation, Join):
-            self.claim = operation.claim
-            return work.join(operation.claim)
-        if isinstance(operation, Write):
-            return self._try(lambda: self._write(work, operation))
-        if isinstance(operation, Merge):
-            return self._try(lambda: work.merge(operation.claim, self._read("part", operation.claim)))
-        return work.clean(operation.claim)
+        return self._do(operation)
 
     def _get(self, store: Store, key: Key) -> Found | None:
         path = self._url.key(key.path)
@@ -181,13 +146,10 @@ class Driver:
             if key == METADATA and not self._me.overwrite and store.exists(self._url.key(metadata_object(0))):
                 return Found("", "checkpoints of single ranks")
             return None
-        if key == CLAIM:
-            return Found(parse_claim(found.data), found.etag)
-        if key.kind == "intent":
-            return Found(parse_intent(found.data), found.etag)
-        if key.kind == "merged":
-            return Found(Merged(key.id, found.data), found.etag)
-        return Found(found.data, found.etag)
+        body: Any = Merged(key.id, found.data)
+        if key.kind != "merged":
+            body = (parse_claim if key == CLAIM else parse_intent)(found.data)
+        return Found(body, found.etag)
 
     def _put(self, operation: Put) -> str:
         key, body = operation.key, operation.body
@@ -197,12 +159,12 @@ class Driver:
         elif isinstance(body, Merged):
             data = body.data
             metadata = {SAVE_ID_KEY: body.save_id, METADATA_CRC_KEY: crc_hex(crc64nvme(body.data))}
-        expect = Expect(operation.expect, required=True)
 
         def put(store: Store) -> str:
             try:
                 if key == CLAIM:
                     check_conditions(store, self._url, body)
+                expect = Expect(operation.expect, required=True)
                 store.put(self._url.key(key.path), data, expect=expect, metadata=metadata)
             except (errors.PreconditionFailedError, errors.ObjectNotFoundError):
                 return TAKEN
@@ -224,17 +186,29 @@ class Driver:
                 self._pause = _SHORTEST_PAUSE
         return self._watch.present
 
-    def _write(self, work: Work, operation: Write) -> bytes:
-        self._stands_in_for = operation if operation.intent is not None else None
+    def _do(self, task: Task) -> Any:
+        what, claim, work = task.what, task.claim, self._work
+        if what in ("join", "clean"):
+            return work.join() if what == "join" else work.clean(claim)
         try:
-            return work.write(*operation)
-        except errors.ObjectNotFoundError as error:
-            raise errors.SaveProtocolError(f"{self._url}: {error}") from error
+            if what == "call_roll":
+                return self._call_roll(claim)
+            if what == "merge":
+                return work.merge(claim, self._read("part", claim))
+            self._stands_in_for = task if task.intent is not None else None
+            return work.write(claim, task.rank, task.intent)
+        except Exception as error:  # the others are told
+            found: Exception = error
+            if isinstance(error, errors.ObjectNotFoundError):
+                if what != "write":
+                    raise GoneError from error
+                found = errors.SaveProtocolError(f"{self._url}: {error}")
+            self.error = self.error or found
+            raise FailedError(f"rank {self._me.rank}: {type(found).__name__}: {found}"[:2000]) from error
         finally:
             self._stands_in_for = None
 
     def _call_roll(self, claim: Claim) -> str:
-        """See `CallRoll`."""
         leaves, writes = [], []
         for rank, data in enumerate(self._read("intent", claim)):
             intent = parse_intent(data)
@@ -246,8 +220,9 @@ class Driver:
         if not missing:
             return ""
         key = Key("roll", claim.nonce + new_nonce())
-        text = json.dumps({str(rank): [f"{each:016x}" for each in hashes] for rank, hashes in missing.items()})
-        self._store.put(self._url.key(key.path), text.encode())
+        self._store.put(
+            self._url.key(key.path), json.dumps({str(rank): each for rank, each in missing.items()}).encode()
+        )
         return key.id
 
     def read_roll(self, claim: Claim, rank: int) -> list[int]:
@@ -255,7 +230,7 @@ class Driver:
         if not claim.roll:
             return []
         data = self._store.get(self._url.key(Key("roll", claim.roll).path)).data
-        return [int(each, 16) for each in json.loads(data).get(str(rank), ())]
+        return [int(each) for each in json.loads(data).get(str(rank), ())]
 
     def _read(self, kind: str, claim: Claim) -> Iterator[bytes]:
         """The intents or parts of all ranks, in order."""
@@ -263,16 +238,6 @@ class Driver:
         for start in range(0, len(keys), _AT_A_TIME):
             yield from self._store.map(lambda store, key: store.get(key).data, keys[start : start + _AT_A_TIME])
             self._watch.progress += 1
-
-    def _try(self, work: Callable[[], Any]) -> Any:
-        """The result; None if something is gone, which means that the save is decided; or why it failed."""
-        try:
-            return work()
-        except errors.ObjectNotFoundError:
-            return None
-        except Exception as error:  # noqa: BLE001 - the others are told
-            self.error = self.error or error
-            return Failed(f"rank {self._me.rank}: {type(error).__name__}: {error}"[:2000])
 
     # --- requests ---------------------------------------------------------------------------------------
 
@@ -282,7 +247,15 @@ class Driver:
             try:
                 answer = request(self._store)
             except errors.TransferError as error:
-                self._bear(error)
+                # Go on in spite of it, but not for ever.
+                now = self._now()
+                self._refused_since = now if self._refused_since is None else self._refused_since
+                longest = min(self._rank_timeout, _CLEANUP_SECONDS) if self._is_leaving else self._rank_timeout
+                if now - self._refused_since > longest:
+                    self._give_up(error)
+                without_tracebacks(error)
+                logger.warning("the save to %s waits for S3: %s", self._url, error)
+                self._sleep()
                 if or_else is not None:
                     return or_else
             except errors.StorageError as error:
@@ -291,38 +264,25 @@ class Driver:
                 self._refused_since = None
                 return answer
 
-    def _bear(self, error: errors.TransferError) -> None:
-        """Go on in spite of a request that failed, but not for ever."""
-        now = self._clock.now()
-        self._refused_since = now if self._refused_since is None else self._refused_since
-        longest = min(self._rank_timeout, _CLEANUP_SECONDS) if self._is_leaving else self._rank_timeout
-        if now - self._refused_since > longest:
-            self._give_up(error)
-        without_tracebacks(error)
-        logger.warning("the save to %s waits for S3: %s", self._url, error)
-        self._sleep()
-
-    def _give_up(self, error: errors.StorageError | errors.SaveProtocolError) -> None:
+    def _give_up(self, error: errors.StorageError) -> None:
         self.error = self.error or error
         self._is_leaving, self._refused_since = True, None
         self._store = self._store.within(self._store.limit.for_cleanup())
         raise UnreachableError(f"rank {self._me.rank}: {error}"[:2000]) from error
 
     def _sleep(self) -> None:
-        self._clock.sleep(self._pause * random.uniform(0.75, 1.25))
-        world = self._me.attempt.world_size
+        self._sleep_for(self._pause * random.uniform(0.75, 1.25))
         is_merger = self.claim is not None and merger_of(self.claim) == self._me.rank
-        longest = _LONGEST_PAUSE if is_merger else max(_LONGEST_PAUSE, _PAUSE_PER_RANK * world)
-        self._pause = min(1.5 * self._pause, longest)
+        ranks = 0 if is_merger else self._me.attempt.world_size
+        self._pause = min(1.5 * self._pause, max(_LONGEST_PAUSE, _PAUSE_PER_RANK * ranks))
 
     # --- signs of life ----------------------------------------------------------------------------------
 
     def show_progress(self, ended: threading.Event) -> None:
         """Write the intent again whenever there was progress, until ``ended``. Runs in a thread of its own."""
         shown = 0
-        while not ended.wait(max(_SHORTEST_PAUSE, self._rank_timeout / LOOKS)):
-            moved = self._watch.progress + (0 if self._work is None else self._work.moved)
-            claim = self.claim
+        while not ended.wait(max(_SHORTEST_PAUSE, self._rank_timeout / _LOOKS)):
+            moved, claim = self._watch.progress + self._work.moved, self.claim
             if moved == shown or claim is None or not claim.is_undecided:
                 continue
             shows = {self._me.rank: self._me.intent}
@@ -336,6 +296,65 @@ class Driver:
                 except Exception as error:  # noqa: BLE001 - the upload itself finds out
                     without_tracebacks(error)
                     logger.warning("the progress of rank %d of the save to %s: %s", rank, self._url, error)
+
+
+class Watch:
+    """The failure detector: what a rank has seen of the others, and which of them are silent."""
+
+    def __init__(self, now: Callable[[], float], rank_timeout: float) -> None:
+        self._now, self._rank_timeout = now, rank_timeout
+        self.present = Present()
+        self.progress = 0
+        self._nonce = ""
+        self._phases: set[str] = set()
+        self._phase_at = self._listed_at = now()
+        self._signs: dict[int, object] = {}
+        self._changed_at: dict[int, float] = {}
+
+    def see_claim(self, claim: Claim | None) -> None:
+        if claim is None:
+            return
+        if claim.nonce != self._nonce:
+            self._nonce, self.present = claim.nonce, Present()
+            self._signs, self._changed_at, self._phases = {}, {}, set()
+        self._enter(claim.state)
+
+    def _enter(self, phase: str) -> None:
+        """Nobody was expected to show anything of this phase before."""
+        if phase not in self._phases:
+            self._phases.add(phase)
+            self._phase_at = self._now()
+
+    def is_stale(self, share: float) -> bool:
+        """Whether to list again; ``share``: ranks whose turn it is not do so at different times."""
+        return self._now() - self._listed_at > self._rank_timeout / _LOOKS * (0.5 + share / 2)
+
+    def see(self, names: Sequence[tuple[Sequence[str], object]], world_size: int) -> bool:
+        """Note what is listed; returns whether there is anything new."""
+        now = self._listed_at = self._now()
+        found: dict[str, set[int]] = {"intent": set(), "part": set()}
+        is_new = False
+        for (kind, name, *_), sign in ((each, sign) for each, sign in names if len(each) == 2):
+            if kind in found and name.isdecimal() and int(name) < world_size:
+                rank = int(name)
+                is_known = kind == "part" and rank in self.present.parts
+                if not is_known and (kind == "part" or self._signs.get(rank) != sign):
+                    self._changed_at[rank], is_new = now, True
+                if kind == "intent":
+                    self._signs[rank] = sign
+                found[kind].add(rank)
+        self.present = Present(frozenset(found["intent"]), frozenset(found["part"]))
+        for phase, ranks in (("joined", self.present.intents), ("merging", self.present.parts)):
+            if len(ranks) == world_size:
+                self._enter(phase)
+        return is_new
+
+    def find_silent(self, ranks: frozenset[int], patience: float) -> int | None:
+        # When it was listed, not now: who slept, or could not reach the store, has to look first.
+        since = self._listed_at - patience * self._rank_timeout
+        return min(
+            (each for each in ranks if max(self._phase_at, self._changed_at.get(each, 0.0)) <= since), default=None
+        )
 
 
 # --- what the store must be able to do ------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Who saves: the attempt that this process is part of.
+"""Who saves: the attempt that this process is part of. All its ranks compute the same id, and no other attempt does.
 
-All ranks of an attempt compute the same id, and no other attempt does. With a process group, its first rank says once
-who they are, through the store by which the group was made. Without one, what the launcher says must suffice.
+With a process group, its first rank says once who they are, through the store by which the group was made. Without
+one, what the launcher says must suffice.
 """
 
 from __future__ import annotations
@@ -58,22 +58,14 @@ class Attempt:
     @property
     def id(self) -> str:
         """Id (16 hex digits) of the attempt: the same on all ranks, whatever the world size."""
-        return _digest(self.run, list(self.restart), self.token)
-
-
-def _digest(*values: object) -> str:
-    return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()
+        text = json.dumps((self.run, list(self.restart), self.token))
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def make_attempt(
-    settings: Settings,
-    found: Launch,
-    *,
-    rank: int,
-    world_size: int,
-    store: Any = None,
+    settings: Settings, found: Launch, *, rank: int, world_size: int, store: Any = None,
     clock: Callable[[], float | None] = lambda: None,
-) -> Attempt:
+) -> Attempt:  # fmt: skip
     """The attempt that a process is part of; ``store`` is one of torch that all ranks share, ``clock`` that of the
     object store. A SaveProtocolError if nothing tells this attempt of several ranks from others, or rank 0 does not
     come."""
@@ -87,15 +79,13 @@ def make_attempt(
         said = json.loads(text)
         # Not what is in this rank's environment: it may differ, for example by the step of SLURM.
         return Attempt(said["run"], tuple(said["restart"]), said["token"], said["began"], world_size, rank)
-    if world_size == 1:
-        return Attempt(run, found.restart, secrets.token_hex(8), None, 1, rank)
-    if not run:
+    if world_size > 1 and not run:
         raise SaveProtocolError(
             f"nothing tells this attempt of {world_size} ranks from earlier ones: there is no process group, and the "
             "launcher gives no id of the run. Remedy: set DCP_S3_RUN_ID on all ranks to the same text, a new one at "
             "each start of the job, or call torch.distributed.init_process_group"
         )
-    return Attempt(run, found.restart, "", None, world_size, rank)
+    return Attempt(run, found.restart, secrets.token_hex(8) if world_size == 1 else "", None, world_size, rank)
 
 
 _counting = threading.Lock()
@@ -105,40 +95,35 @@ _current: tuple[tuple[Any, ...], Attempt] | None = None
 
 def current_attempt(where: CheckpointURL, settings: Settings) -> Attempt:
     """The attempt that this process is part of: the same one until its process group is another one. ``where`` is a URL
-    in the bucket whose clock orders attempts.
-
-    Rank and world size are those of the default process group, without one those that the launcher says.
+    in the bucket whose clock orders attempts. Rank and world size are those of the default process group, without one
+    those that the launcher says.
 
     Raises:
         SaveProtocolError, StorageError: see `make_attempt`.
         SettingsError: the launcher's rank or world size is none.
     """
     global _current
-    store = default_store()
-    rank, world_size = process.rank(), process.world_size()
-    found = launch()
-    if not process.is_initialized():
-        rank, world_size = found.rank, found.world_size
+
+    def clock() -> float | None:
+        try:
+            store = store_of(where, settings, Limit(patience=_CLOCK_SECONDS, hang=_CLOCK_SECONDS))
+            return store.page(where.key(CLAIM)).server_time
+        except StorageError as error:
+            what = "the clock of s3://%s cannot be read, so this attempt is not ordered by it: %s"
+            logger.warning(what, where.bucket, error)
+            return None
+
+    group, found = default_store(), launch()
+    rank, world_size = found.rank, found.world_size
+    if process.is_initialized():
+        rank, world_size = process.rank(), process.world_size()
     # Weak: a store that is not closed keeps its port. What stands in it does not change with the environment.
-    of = (settings.run_id, found, rank, world_size) if store is None else (weakref.ref(store),)
+    of = (settings.run_id, found, rank, world_size) if group is None else (weakref.ref(group),)
     with _counting:
         if _current is None or _current[0] != of:
-            made = make_attempt(
-                settings, found, rank=rank, world_size=world_size, store=store, clock=lambda: _clock_of(where, settings)
-            )
+            made = make_attempt(settings, found, rank=rank, world_size=world_size, store=group, clock=clock)
             _current = of, made
         return _current[1]
-
-
-def _clock_of(where: CheckpointURL, settings: Settings) -> float | None:
-    try:
-        store = store_of(where, settings, Limit(patience=_CLOCK_SECONDS, hang=_CLOCK_SECONDS))
-        return store.page(where.key(CLAIM)).server_time
-    except StorageError as error:
-        logger.warning(
-            "the clock of s3://%s cannot be read, so this attempt is not ordered by it: %s", where.bucket, error
-        )
-        return None
 
 
 # --- what the first rank tells the others -------------------------------------------------------------
@@ -147,6 +132,7 @@ def _clock_of(where: CheckpointURL, settings: Settings) -> float | None:
 
 _lock = threading.Lock()
 _ASKS = f"{STORE_PREFIX}asks"
+"""Number of ranks that have asked; their words are at ``ask-{number}``."""
 _said = ""
 """What this process says now. It may have said something else for an earlier group."""
 
@@ -165,9 +151,10 @@ def ask(store: Any, timeout: float) -> str:
     """On another rank: what the first one says, which has to come to its save in ``timeout`` seconds, or it is a
     SaveProtocolError."""
     word, deadline, pause = secrets.token_hex(8), time.monotonic() + timeout, _SHORTEST_PAUSE
+    answer = f"{STORE_PREFIX}answer-{word}"
     try:
-        store.set(_ask(store.add(_ASKS, 1)), word)
-        while not store.check([_answer_to(word)]):
+        store.set(f"{STORE_PREFIX}ask-{store.add(_ASKS, 1)}", word)
+        while not store.check([answer]):
             if time.monotonic() > deadline:
                 raise SaveProtocolError(
                     f"rank 0 of the process group has not come to a save or a CheckpointManager for "
@@ -176,11 +163,11 @@ def ask(store: Any, timeout: float) -> str:
                 )
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE)
-        found: bytes = store.get(_answer_to(word))
-        store.add(_heard(found.decode()), 1)
+        found: str = store.get(answer).decode()
+        store.add(f"{STORE_PREFIX}heard-{found}", 1)
     except RuntimeError as error:
         raise store_error(error) from error
-    return found.decode()
+    return found
 
 
 def store_error(error: RuntimeError) -> StorageError:
@@ -188,18 +175,6 @@ def store_error(error: RuntimeError) -> StorageError:
         f"the store of the process group does not answer: {error}. Remedy: the process that holds it, mostly rank 0 or "
         "torchrun's agent on the first host, has to live as long as the ranks"
     )
-
-
-def _ask(number: int) -> str:
-    return f"{STORE_PREFIX}ask-{number}"
-
-
-def _answer_to(word: str) -> str:
-    return f"{STORE_PREFIX}answer-{word}"
-
-
-def _heard(said: str) -> str:
-    return f"{STORE_PREFIX}heard-{said}"
 
 
 def _answer(store: Any, said: str, others: int) -> None:
@@ -216,12 +191,13 @@ def _answer(store: Any, said: str, others: int) -> None:
                 with _lock:
                     if _said != said:
                         return
-                    if not store.check([_ask(number)]):
+                    if not store.check([f"{STORE_PREFIX}ask-{number}"]):
                         continue
-                    store.set(_answer_to(store.get(_ask(number)).decode()), said)
+                    word = store.get(f"{STORE_PREFIX}ask-{number}").decode()
+                    store.set(f"{STORE_PREFIX}answer-{word}", said)
                 waiting.remove(number)
                 pause = _SHORTEST_PAUSE
-            if store.add(_heard(said), 0) >= others:
+            if store.add(f"{STORE_PREFIX}heard-{said}", 0) >= others:
                 return
         except RuntimeError as error:  # the process that holds the store has ended
             logger.debug("the ranks are not answered any more: %s", error)

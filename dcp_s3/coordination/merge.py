@@ -56,33 +56,18 @@ class MergedSave:
     objects: tuple[ObjectEntry, ...]
 
 
-class _Table(Table[_Key]):
-    def numbers(self, keys: Sequence[_Key]) -> npt.NDArray[np.int32]:
-        return np.fromiter(map(self.__getitem__, keys), np.int32, len(keys))
-
-
-@dataclass(eq=False)
-class _AddedPart:
-    """What is kept of a part."""
-
-    rank: int
-    numbers: npt.NDArray[np.int32]
-    """As in `Columns`, but names, shapes and properties are those of the whole save."""
-    ranges: npt.NDArray[np.int64]
-    crcs: npt.NDArray[np.uint64]
-    objects: tuple[ObjectEntry, ...]
-    facts: Mapping[str, Any]
-
-
 class Merging:
     """The parts of one save (its nonce)."""
 
     def __init__(self, save: str, world_size: int) -> None:
         self._save, self._world_size = save, world_size
-        self._parts: dict[int, _AddedPart] = {}
+        self._facts: dict[int, Mapping[str, Any]] = {}
+        self._objects: dict[int, tuple[ObjectEntry, ...]] = {}
+        # Columns of each part, as in `Columns`; but names, shapes and properties are those of the whole save.
+        self._columns: dict[int, tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.uint64]]] = {}
         # What the items of all parts refer to, each value once. The order is that in which parts came.
-        self._names, self._shapes = _Table[str](), _Table[tuple[int, ...]]()
-        self._properties = _Table[tuple[Any, ...]]()
+        self._names, self._shapes = Table[str](), Table[tuple[int, ...]]()
+        self._properties = Table[tuple[Any, ...]]()
         self._made: list[TensorProperties] = []
         """Properties by number."""
         self._paths: dict[int, tuple[int, tuple[str | int, ...]]] = {}
@@ -95,7 +80,7 @@ class Merging:
         so on) than those of all parts before. A ValueError if it is none, damaged, or of another save; then nothing was
         added."""
         part = unpack(data)
-        if (part.save, part.world_size) != (self._save, self._world_size) or part.rank in self._parts:
+        if (part.save, part.world_size) != (self._save, self._world_size) or part.rank in self._facts:
             raise ValueError(
                 f"part of rank {part.rank} belongs to save {part.save} of {part.world_size} ranks, expected "
                 f"{self._save} of {self._world_size}; or it is there twice"
@@ -105,7 +90,7 @@ class Merging:
             if each not in self._properties:
                 self._made.append(make_properties(each))
                 self._properties[each]
-        names = self._names.numbers(part.names)
+        names = _numbers(self._names, part.names)
         if part.paths is not None:
             self._flattened = True
             for number, name, code in zip(names.tolist(), part.names, part.paths, strict=True):
@@ -114,18 +99,19 @@ class Merging:
         numbers, ranges = part.numbers.astype(np.int32), part.ranges.copy()
         numbers[NAME] = names[part.numbers[NAME]]
         for row, table in (
-            (PROPERTIES, self._properties.numbers(part.properties)),
-            (slice(PLACE, WHOLE + 1), self._shapes.numbers(part.shapes)),
+            (PROPERTIES, _numbers(self._properties, part.properties)),
+            (slice(PLACE, WHOLE + 1), _numbers(self._shapes, part.shapes)),
         ):
             numbers[row] = np.concatenate((_NONE, table + 1))[part.numbers[row]]
         crcs = _thin(numbers, ranges, np.frombuffer(part.crcs, np.uint64), self._world_size)
-        self._parts[part.rank] = _AddedPart(part.rank, numbers, ranges, crcs, part.objects, part.facts)
+        self._columns[part.rank] = numbers, ranges, crcs
+        self._facts[part.rank], self._objects[part.rank] = part.facts, part.objects
         return len(self._made) > known
 
     @property
     def facts(self) -> list[Mapping[str, Any]]:
         """What each part says of the save as a whole, by rank."""
-        return [self._parts[rank].facts for rank in sorted(self._parts)]
+        return [self._facts[rank] for rank in sorted(self._facts)]
 
     def merged(self, *, save_id: str, checkpoint_id: str, is_whole: bool = True) -> MergedSave:
         """Metadata of the whole save, or (``is_whole``) of some of its parts. The same parts always give the same
@@ -136,25 +122,26 @@ class Merging:
             SaveProtocolError: a name is a tensor on one rank only.
         """
         with collector_paused():
-            parts = [self._parts[rank] for rank in sorted(self._parts)]
-            entries = tuple(entry for part in parts for entry in part.objects)
-            items, paths = self._merge(parts, filled=is_whole and self._world_size > 1)
+            objects = [self._objects[rank] for rank in sorted(self._objects)]
+            entries = tuple(itertools.chain.from_iterable(objects))
+            items, paths = self._merge(objects, entries, filled=is_whole and self._world_size > 1)
             meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id)
             return MergedSave(dump_items(items, planner_data=paths, storage_meta=meta), items.numbers.shape[1], entries)
 
     def _merge(
-        self, parts: Sequence[_AddedPart], *, filled: bool
+        self, objects: Sequence[Sequence[ObjectEntry]], entries: Sequence[ObjectEntry], *, filled: bool
     ) -> tuple[StoredItems, dict[str, tuple[str | int, ...]] | None]:
         """All items of the checkpoint, and the paths of their names."""
-        counts = [part.numbers.shape[1] for part in parts]
-        numbers = np.concatenate([_NO_ITEMS, *(part.numbers for part in parts)], axis=1)
-        ranges = np.concatenate([_NO_RANGES, *(part.ranges for part in parts)], axis=1)
-        crcs = np.concatenate([_NO_CRCS, *(part.crcs for part in parts)])
-        for part in parts:
-            part.numbers, part.ranges, part.crcs = _NO_ITEMS, _NO_RANGES, _NO_CRCS
-        objects = np.cumsum([0, *(len(part.objects) for part in parts)])[:-1]
-        numbers[OBJECT] += np.repeat(objects, counts).astype(np.int32)
-        ranks = np.repeat(np.array([part.rank for part in parts], np.int64), counts)
+        order = sorted(self._columns)
+        # Each array of a part is freed once it is copied, before the next ones are.
+        columns = [list(self._columns.pop(rank)) for rank in order]
+        counts = [each[0].shape[1] for each in columns]
+        numbers, ranges, crcs = (
+            np.concatenate([empty, *(each.pop(0) for each in columns)], axis=-1)
+            for empty in (np.zeros((9, 0), np.int32), np.zeros((5, 0), np.int64), np.zeros(0, np.uint64))
+        )
+        numbers[OBJECT] += np.repeat(np.cumsum([0, *map(len, objects)])[:-1], counts).astype(np.int32)
+        ranks = np.repeat(np.array(order, np.int64), counts)
         crc_starts = np.cumsum(numbers[CRCS] // 8, dtype=np.int64) - numbers[CRCS] // 8
         names, shapes = list(self._names), list(self._shapes)
         kept = _first_of_each(numbers[NAME].astype(np.int64) * (len(shapes) + 1) + numbers[PLACE])
@@ -162,14 +149,16 @@ class Merging:
         if not kept.all():
             numbers, ranges, ranks, crc_starts = numbers[:, kept], ranges[:, kept], ranks[kept], crc_starts[kept]
         _check_chunks(numbers, ranks, names, shapes, filled=filled)
-        order = _first_seen(numbers[NAME], len(names))
-        numbers[NAME] = _inverse(order, len(names))[numbers[NAME]]
+        # Names in the order in which they first occur.
+        first = _first_places(numbers[NAME], len(names))
+        seen = np.argsort(first, kind="stable")[: int((first < len(ranks)).sum())]
+        numbers[NAME] = _inverse(seen, len(names))[numbers[NAME]]
         made = dict(zip(self._properties, self._made, strict=True))
         items = StoredItems(
-            names=[names[each] for each in order.tolist()],
+            names=[names[each] for each in seen.tolist()],
             shapes=_in_order(numbers[PLACE : WHOLE + 1], self._shapes),
             properties=[made[each] for each in _in_order(numbers[PROPERTIES], self._properties)],
-            paths=[entry.path for part in parts for entry in part.objects],
+            paths=[entry.path for entry in entries],
             numbers=numbers,
             ranges=ranges,
             crcs=crcs,
@@ -177,12 +166,15 @@ class Merging:
         )
         if not self._flattened:
             return items, None
-        others = sorted(self._paths.keys() - set(order.tolist()), key=names.__getitem__)
-        return items, {names[n]: self._paths[n][1] for n in (*order.tolist(), *others) if n in self._paths}
+        others = sorted(self._paths.keys() - set(seen.tolist()), key=names.__getitem__)
+        return items, {names[n]: self._paths[n][1] for n in (*seen.tolist(), *others) if n in self._paths}
 
 
-_NONE, _NO_CRCS = np.zeros(1, np.int32), np.zeros(0, np.uint64)
-_NO_ITEMS, _NO_RANGES = np.zeros((9, 0), np.int32), np.zeros((5, 0), np.int64)
+_NONE = np.zeros(1, np.int32)
+
+
+def _numbers(table: Table[_Key], keys: Sequence[_Key]) -> npt.NDArray[np.int32]:
+    return np.fromiter(map(table.__getitem__, keys), np.int32, len(keys))
 
 
 def _thin(
@@ -218,11 +210,11 @@ def _first_of_each(keys: Ints) -> npt.NDArray[np.bool_]:
     return first
 
 
-def _first_seen(values: Ints, count: int) -> npt.NDArray[np.int64]:
-    """Values in the order in which they first occur."""
+def _first_places(values: Ints, count: int) -> npt.NDArray[np.int64]:
+    """Where each value first occurs; their number, of one that does not."""
     first = np.full(count, len(values), np.int64)
     np.minimum.at(first, values, np.arange(len(values)))
-    return np.argsort(first, kind="stable")[: int((first < len(values)).sum())]
+    return first
 
 
 def _inverse(order: Ints, count: int) -> npt.NDArray[np.int32]:
@@ -247,9 +239,7 @@ def _check_wholes(
     dtypes = [each.dtype for each in properties]
     kinds = np.array([0, *(1 + dtypes.index(each) for each in dtypes)], np.int32)[numbers[PROPERTIES]]
     wholes = numbers[WHOLE]
-    first = np.full(len(names), len(ranks), np.int64)
-    np.minimum.at(first, numbers[NAME], np.arange(len(ranks)))
-    firsts = first[numbers[NAME]]
+    firsts = _first_places(numbers[NAME], len(names))[numbers[NAME]]
     counts = kept | (numbers[FLAGS] & IS_SHARD > 0)
     wrong = np.flatnonzero(counts & ((kinds != kinds[firsts]) | (wholes != wholes[firsts])))
     if not len(wrong):
@@ -277,23 +267,19 @@ def _check_chunks(numbers: Ints, ranks: Ints, names: Sequence[str], shapes: Sequ
     for start, stop in itertools.pairwise([*group_starts(name_of).tolist(), len(tensors)]):
         layout = columns[:, start:stop].tobytes()
         if layout not in right:
-            (whole, *_), offsets, sizes = columns[:, start:stop].tolist()
+            fqn, found = names[name_of[start]], ranks[start:stop].tolist()
+            (number, *_), offsets, sizes = columns[:, start:stop].tolist()
+            whole = shapes[number]
             boxes = [(shapes[a], shapes[b]) for a, b in zip(offsets, sizes, strict=True)]
-            _check_boxes(names[name_of[start]], shapes[whole], boxes, ranks[start:stop], filled)
+            for box, rank in zip(boxes, found, strict=True):
+                ends = [at + size for at, size in zip(*box, strict=False)]
+                if {len(ends), *map(len, box)} != {len(whole)} or any(map(operator.gt, ends, whole)):
+                    what = f"but a chunk outside of it: {box_text(*box)} of rank {rank}"
+                    raise ShardingError(f"{fqn!r} has shape {whole}, {what}", fqn=fqn)
+            if flaw := find_flaw(whole, boxes, filled=filled):
+                who = f"Remedy: see that {name_ranks(set(found))}, who wrote them, save the same state"
+                raise ShardingError(f"{fqn!r} {flaw}. {who}", fqn=fqn)
             right.add(layout)
-
-
-def _check_boxes(
-    fqn: str, whole: Shape, boxes: Sequence[tuple[Shape, Shape]], ranks: npt.NDArray[np.int64], filled: bool
-) -> None:
-    for box, rank in zip(boxes, ranks.tolist(), strict=True):
-        ends = [start + size for start, size in zip(*box, strict=False)]
-        if {len(ends), *map(len, box)} != {len(whole)} or any(map(operator.gt, ends, whole)):
-            what = f"but a chunk outside of it: {box_text(*box)} of rank {rank}"
-            raise ShardingError(f"{fqn!r} has shape {whole}, {what}", fqn=fqn)
-    if flaw := find_flaw(whole, boxes, filled=filled):
-        found = name_ranks(set(ranks.tolist()))
-        raise ShardingError(f"{fqn!r} {flaw}. Remedy: see that {found}, who wrote them, save the same state", fqn=fqn)
 
 
 # --- what no rank would write -----------------------------------------------------------------------------
@@ -302,9 +288,10 @@ def _check_boxes(
 def assign(leaves: Sequence[npt.NDArray[np.uint64]], writes: Sequence[npt.NDArray[np.uint64]]) -> dict[int, list[int]]:
     """What no rank would write: hashes that a rank ``leaves`` to others, none of which ``writes`` them, by the rank
     that is to write them. Each goes to one that holds it, with the fewest so far. Both are by rank."""
-    hashes = np.concatenate([_NO_HASHES, *leaves], dtype=np.uint64)
+    none = np.zeros(0, np.uint64)
+    hashes = np.concatenate([none, *leaves], dtype=np.uint64)
     ranks = np.repeat(np.arange(len(leaves)), [len(each) for each in leaves])
-    missing = ~np.isin(hashes, np.concatenate([_NO_HASHES, *writes], dtype=np.uint64))
+    missing = ~np.isin(hashes, np.concatenate([none, *writes], dtype=np.uint64))
     holders: dict[int, list[int]] = {}
     for each, rank in zip(hashes[missing].tolist(), ranks[missing].tolist(), strict=True):
         holders.setdefault(each, []).append(rank)
@@ -312,6 +299,3 @@ def assign(leaves: Sequence[npt.NDArray[np.uint64]], writes: Sequence[npt.NDArra
     for each in sorted(holders):
         found.setdefault(min(holders[each], key=lambda rank: (len(found.get(rank, ())), rank)), []).append(each)
     return found
-
-
-_NO_HASHES = np.zeros(0, np.uint64)

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from dcp_s3.errors import SaveProtocolError
 from dcp_s3.failures import name_ranks
@@ -55,7 +55,12 @@ def find_owners(
     Raises:
         SaveProtocolError: ``replicas`` leaves this rank out, or names others than ranks of the save.
     """
-    values = [_find(lookup, item) for item in items]
+    values: list[Any] = []
+    for item in items:
+        try:
+            values.append(lookup(item.index))
+        except (LookupError, ValueError):  # a planner of its own may name items otherwise
+            values.append(None)
     meshes = {id(value.device_mesh): value.device_mesh for value in values if isinstance(value, DTensor)}
     holders = Holders(world_size, rank, replicas, meshes.values())
     held = [(item, holders.find(item, value)) for item, value in zip(items, values, strict=True)]
@@ -65,13 +70,7 @@ def find_owners(
 def lookup_in(planner: Any) -> Lookup:
     """What a planner holds under an index's name, flattened as its plan is."""
     state = getattr(planner, "state_dict", None)
-
-    def lookup(index: MetadataIndex) -> Any:
-        if not isinstance(state, dict):
-            raise KeyError(index.fqn)
-        return state[index.fqn]
-
-    return lookup
+    return lambda index: state[index.fqn] if isinstance(state, dict) else None
 
 
 def assign(held: Sequence[tuple[WriteItem, tuple[int, ...]]]) -> list[int]:
@@ -79,61 +78,42 @@ def assign(held: Sequence[tuple[WriteItem, tuple[int, ...]]]) -> list[int]:
 
     Items with the same holders go, the largest first, to the one with the fewest bytes of these so far. Items that look
     equally good are told apart by hashes, so that small ones spread, and so that no rank comes first in every group.
-
     The result does not depend on the order, nor on items that are held by others.
     """
     owners = [-1] * len(held)
     # Layouts are certain, the rule for plain values is not: it changes no other owner.
     groups: dict[tuple[bool, int], list[int]] = {}  # holders by identity: thousands of ranks take long to compare
     for number, (item, holders) in enumerate(held):
-        groups.setdefault((item.type != WriteItemType.SHARD, id(holders)), []).append(number)
+        if len(holders) == 1:
+            owners[number] = holders[0]
+        elif holders:
+            groups.setdefault((item.type != WriteItemType.SHARD, id(holders)), []).append(number)
     for numbers in groups.values():
-        for number, owner in _spread([held[number][0] for number in numbers], held[numbers[0]][1]):
-            owners[numbers[number]] = owner
+        holders = held[numbers[0]][1]
+        large: list[tuple[int, int, int]] = []
+        for number in numbers:
+            item, nbytes = held[number][0], 1  # of objects, as DCP counts them
+            if (data := item.tensor_data) is not None:
+                nbytes = math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+            chosen = _hash(item.index.fqn, *(item.index.offset or ()))
+            if nbytes < _SMALL_BYTES:
+                owners[number] = holders[chosen % len(holders)]
+            else:
+                large.append((-nbytes, chosen, number))
+        first = _hash(*holders) if large else 0
+        heap = [(0, (place - first) % len(holders), rank) for place, rank in enumerate(holders)] if large else []
+        heapq.heapify(heap)
+        for size, _, number in sorted(large):
+            load, turn, owner = heap[0]
+            heapq.heapreplace(heap, (load - size, turn, owner))
+            owners[number] = owner
     return owners
-
-
-def _spread(items: list[WriteItem], holders: tuple[int, ...]) -> Iterable[tuple[int, int]]:
-    """Number and owner of each item."""
-    if len(holders) < 2:
-        yield from ((number, owner) for owner in holders for number in range(len(items)))
-        return
-    large: list[tuple[int, int, int]] = []
-    for number, item in enumerate(items):
-        size, chosen = _nbytes(item), _hash(item.index.fqn, *(item.index.offset or ()))
-        if size < _SMALL_BYTES:
-            yield number, holders[chosen % len(holders)]
-        else:
-            large.append((-size, chosen, number))
-    if not large:
-        return
-    first = _hash(*holders)
-    heap = [(0, (place - first) % len(holders), rank) for place, rank in enumerate(holders)]
-    heapq.heapify(heap)
-    for size, _, number in sorted(large):
-        load, turn, owner = heap[0]
-        heapq.heapreplace(heap, (load - size, turn, owner))
-        yield number, owner
-
-
-def _nbytes(item: WriteItem) -> int:
-    """Bytes of the chunk; 1 for objects, as DCP counts them."""
-    if item.tensor_data is None:
-        return 1
-    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 def _hash(*parts: object) -> int:
     """64 bits that are the same in every process."""
     text = "\0".join(map(str, parts)).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
-
-
-def _find(lookup: Lookup, item: WriteItem) -> Any:
-    try:
-        return lookup(item.index)
-    except (LookupError, ValueError):  # a planner of its own may name items otherwise
-        return None
 
 
 class Holders:
@@ -157,16 +137,24 @@ class Holders:
 
     def find(self, item: WriteItem, value: Any) -> tuple[int, ...]:
         """``value`` is what the flat state holds under the item's name; None if that is not known."""
+        fqn, replicas = item.index.fqn, self._replicas
         if item.type != WriteItemType.SHARD:
-            return self._world if self._replicas is None else self._answer(item.index.fqn, self._replicas)
-        if not isinstance(value, DTensor) or item.tensor_data is None or _has_own_chunks(value):
-            return self._answer(item.index.fqn, self._replicas) if callable(self._replicas) else self._alone
+            return self._world if replicas is None else self._answer(fqn, replicas)
+        with torch.no_grad():
+            # A local tensor may say itself what its chunks are: DCP asks it, rather than the mesh.
+            is_placed = isinstance(value, DTensor) and not hasattr(value.to_local(), "__create_write_items__")
+        if not is_placed or item.tensor_data is None:
+            return self._answer(fqn, replicas) if callable(replicas) else self._alone
         if 0 in item.tensor_data.chunk.sizes and 0 not in value.shape:
             return ()
         mesh = value.device_mesh
         layout = (id(mesh), value.placements)
         if layout not in self._of_layout:
-            ranks = self._widen(_ranks_with(mesh, value.placements), mesh.mesh)
+            here = mesh.get_coordinate()
+            ranks: Iterable[int] = ()
+            if here is not None:
+                free = [each.is_replicate() or each.is_partial() for each in value.placements]
+                ranks = self._widen(mesh.mesh[_at(here, free)].flatten().tolist(), mesh.mesh)
             self._of_layout[layout] = mesh, self._same(ranks)
         return self._of_layout[layout][1]
 
@@ -182,12 +170,8 @@ class Holders:
                 f"replicas does not say which ranks hold {fqn!r} ({error}). Remedy: pass ranks, a function of the name "
                 "that returns ranks, or None for all ranks"
             ) from error
-        found = self._of_answer.get(answer)
-        if found is None:
-            found = self._of_answer[answer] = self._checked(fqn, answer)
-        return found
-
-    def _checked(self, fqn: str, answer: tuple[int, ...]) -> tuple[int, ...]:
+        if answer in self._of_answer:
+            return self._of_answer[answer]
         found = self._same(answer)
         if self._rank not in found:
             raise SaveProtocolError(
@@ -199,9 +183,10 @@ class Holders:
                 f"replicas says that {fqn!r} is held by {name_ranks(found)}, and the job has {len(self._world)} ranks. "
                 "Remedy: let replicas return ranks of the job"
             )
+        self._of_answer[answer] = found
         return found
 
-    def _widen(self, ranks: Iterable[int], grid: torch.Tensor) -> Iterable[int]:
+    def _widen(self, ranks: Sequence[int], grid: torch.Tensor) -> Iterable[int]:
         """With the ranks that hold the same on the other slices of a mesh of which ``grid`` is one.
 
         FSDP of a model that is parallelized in part: what has no tensor parallelism is on the mesh of FSDP alone, and
@@ -211,43 +196,19 @@ class Holders:
         for wider in self._grids:
             if wider.numel() <= len(part):
                 break
-            dims = _dims_of_slice(wider, part, self._rank)
-            if dims is None:
+            at = (wider == self._rank).nonzero()
+            if not len(at):
                 continue
-            places = [(wider == rank).nonzero()[0].tolist() for rank in ranks]
-            return {
-                each for place in places for each in wider[_at(place, [not dim for dim in dims])].flatten().tolist()
-            }
+            here, dims = at[0].tolist(), range(wider.ndim)
+            # The dimensions along which `part` is the slice of the wider mesh at this rank, if it is one.
+            inside = [set(wider[_at(here, [each == dim for each in dims])].tolist()) <= part for dim in dims]
+            if set(wider[_at(here, inside)].flatten().tolist()) == part:
+                places = [(wider == rank).nonzero()[0].tolist() for rank in ranks]
+                across = [not each for each in inside]
+                return {each for place in places for each in wider[_at(place, across)].flatten().tolist()}
         return ranks
-
-
-def _has_own_chunks(value: DTensor) -> bool:
-    """Whether the local tensor says itself what its chunks are: DCP asks it, rather than the mesh."""
-    with torch.no_grad():
-        return hasattr(value.to_local(), "__create_write_items__")
-
-
-def _ranks_with(mesh: DeviceMesh, placements: Sequence[Placement]) -> Iterable[int]:
-    """The ranks of a mesh that have the chunk that this rank has."""
-    here = mesh.get_coordinate()
-    if here is None:
-        return ()
-    free = [each.is_replicate() or each.is_partial() for each in placements]
-    ranks: list[int] = mesh.mesh[_at(here, free)].flatten().tolist()
-    return ranks
 
 
 def _at(place: Sequence[int], free: Sequence[bool]) -> tuple[int | slice, ...]:
     """Index of a grid: all places that differ from one in free dimensions only."""
     return tuple(slice(None) if any_ else at for at, any_ in zip(place, free, strict=True))
-
-
-def _dims_of_slice(grid: torch.Tensor, part: set[int], rank: int) -> list[bool] | None:
-    """Along which dimensions ``part`` is the slice of ``grid`` at ``rank``; None if it is none."""
-    at = (grid == rank).nonzero()
-    if not len(at):
-        return None
-    place = at[0].tolist()
-    lines = [grid[_at(place, [each == dim for each in range(grid.ndim)])] for dim in range(grid.ndim)]
-    dims = [set(line.tolist()) <= part for line in lines]
-    return dims if set(grid[_at(place, dims)].flatten().tolist()) == part else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import secrets
 import threading
@@ -32,11 +31,11 @@ _PATIENCE = 20.0
 class _Memory:
     lock: threading.Lock = field(default_factory=threading.Lock)
     process: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Random: no other process has it."""
-    eras: dict[str, int] = field(default_factory=dict)
+    eras: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     """Restores so far, by root."""
-    counts: dict[bytes, int] = field(default_factory=dict)
-    left: defaultdict[bytes, set[str]] = field(default_factory=lambda: defaultdict(set))
+    counts: defaultdict[tuple[object, ...], int] = field(default_factory=lambda: defaultdict(int))
+    """Saves so far, by attempt, URL, era and step."""
+    left: defaultdict[tuple[str, str], set[str]] = field(default_factory=lambda: defaultdict(set))
     """See `Member.left`, by attempt and URL."""
     undecided: list[CountedSave] = field(default_factory=list)
 
@@ -58,8 +57,6 @@ class CountedSave:
     url: CheckpointURL
     number: Number
     step: int | None
-    is_new: bool = True
-    """Whether no other save to the URL was counted in this era."""
 
     def decided(self, verdict: str) -> None:
         """Note what has become of it."""
@@ -81,10 +78,10 @@ def count_save(url: CheckpointURL, settings: Settings, *, step: int | None) -> C
 def count_of(attempt: Attempt, url: CheckpointURL, step: int | None) -> CountedSave:
     """See `count_save`."""
     with _memory.lock:
-        era = _memory.eras.get(str(_root_of(url)), 0)
-        key = _digest(attempt.id, url, era, step)
-        count = _memory.counts[key] = _memory.counts.get(key, 0) + 1
-        save = CountedSave(attempt, url, (era, step or 0, count), step, count == 1)
+        era = _memory.eras[_root_of(url)]
+        key = (attempt.id, str(url), era, step)
+        _memory.counts[key] += 1
+        save = CountedSave(attempt, url, (era, step or 0, _memory.counts[key]), step)
         if attempt.world_size > 1:
             _memory.undecided.append(save)
         return save
@@ -92,8 +89,7 @@ def count_of(attempt: Attempt, url: CheckpointURL, step: int | None) -> CountedS
 
 def make_member(attempt: Attempt, url: CheckpointURL, *, overwrite: bool) -> Member:
     """This process in its saves to a URL."""
-    left = _memory.left[_digest(attempt.id, url)]
-    return Member(attempt.rank, attempt, _memory.process, overwrite, left)
+    return Member(attempt.rank, attempt, _memory.process, overwrite, _memory.left[attempt.id, str(url)])
 
 
 def withdraw(counted: CountedSave, settings: Settings, error: BaseException) -> None:
@@ -117,16 +113,14 @@ _telling = InTurn("dcp_s3-withdraw")
 
 def end_era(root: CheckpointURL, settings: Settings) -> None:
     """What is saved below ``root`` from here on has nothing to do with what was saved before: a checkpoint is restored.
-    Every rank calls it equally often.
-
-    Aborts what this process has counted before and what is not decided.
+    Every rank calls it equally often. Aborts what this process has counted before and what is not decided.
 
     Raises:
         StorageError: that is not certain.
     """
     with _memory.lock:
-        _memory.eras[str(root)] = _memory.eras.get(str(root), 0) + 1
-        before = [each for each in _memory.undecided if str(_root_of(each.url)) == str(root)]
+        _memory.eras[str(root)] += 1
+        before = [each for each in _memory.undecided if _root_of(each.url) == str(root)]
     failure = None
     for counted in before:
         try:
@@ -151,9 +145,5 @@ def settle_saves(store: Store, url: CheckpointURL, *, why: str = "") -> str | No
     return None if found is None else found.etag
 
 
-def _root_of(url: CheckpointURL) -> CheckpointURL:
-    return CheckpointURL(url.bucket, url.prefix.rpartition("/")[0])
-
-
-def _digest(*values: object) -> bytes:
-    return hashlib.blake2b(" ".join(map(str, values)).encode(), digest_size=8).digest()
+def _root_of(url: CheckpointURL) -> str:
+    return str(CheckpointURL(url.bucket, url.prefix.rpartition("/")[0]))

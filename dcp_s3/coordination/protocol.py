@@ -1,13 +1,9 @@
 """A joint save: several ranks save one checkpoint through an object store, without collectives. Pure.
 
-One object, the claim, decides. It moves only by conditional writes::
-
-    open(nonce) -> full -> committing(save id) or aborted; what is decided -> open(another nonce)
-
-All else that a save writes has the nonce in its name, so nothing of one save is read by another. Ranks join an open
-claim with an intent. When all have, one of them says so in the claim (the roll call), and only then ranks write their
-parts: all who wrote a part of a commit were inside that save at one instant. ``.metadata`` follows from the decision:
-anybody may write it, on the condition that the checkpoint to be replaced is still there.
+One object, the claim, decides. It moves only by conditional writes: ``open -> full -> committing`` or ``aborted``, and
+what is decided ``-> open`` with another nonce. Ranks join an open claim with an intent, and write their parts once it
+is full, so all who wrote a part of a commit were inside that save at one instant. ``.metadata`` follows from the
+decision: anybody may write it, on the condition that the checkpoint to be replaced is still there.
 
 The functions are generators, which yield operations and get their answers; `driving` carries them out on a Store, and
 tests explore their interleavings. docs/design.md says which failure each rule is for.
@@ -34,29 +30,30 @@ from dcp_s3.coordination.values import (
     REFUSED,
     SUPERSEDED,
     UNKNOWN,
-    CallRoll,
     Claim,
-    Clean,
-    Failed,
+    FailedError,
     Found,
     Get,
-    Join,
+    GoneError,
     Key,
     Look,
     Member,
-    Merge,
     Merged,
     Number,
     Put,
+    Task,
     UnreachableError,
     Wait,
-    Write,
     is_newer,
     open_claim,
 )
 
 T = TypeVar("T")
 Steps = Generator[Any, Any, T]
+
+_JOIN = "join"
+_PATIENCE_FOR_STAND_INS = 1.75
+"""Rank timeouts. Those who hold what a silent rank held begin to write it after 1.5 at most; nobody waits for two."""
 
 
 # --- a save -------------------------------------------------------------------------------------------
@@ -67,28 +64,24 @@ def save(me: Member, number: Number | None, step: int | None) -> Steps[tuple[str
 
     ``number`` was counted; or it is None, if no rank is here while another one is at an earlier save.
     """
-    while True:
-        try:
-            claim = yield from begin(me, number, step)
-        except UnreachableError:
-            return UNKNOWN, None
+    claim: Claim | str | None = None
+    try:
+        claim = yield from begin(me, number, step)
         if not isinstance(claim, Claim):
             return claim, None
         try:
-            verdict = yield from take_part(me, claim)
-        except UnreachableError as error:
-            me.left.add(claim.nonce)
-            verdict = yield from _leave(me, claim, str(error))
-        if verdict != _AGAIN:
-            return verdict, claim.nonce
+            return (yield from take_part(me, claim)), claim.nonce
+        except FailedError as error:
+            return (yield from abort(claim, str(error))), claim.nonce
+    except UnreachableError as error:
+        if not isinstance(claim, Claim):
+            return UNKNOWN, None
         me.left.add(claim.nonce)
-
-
-_AGAIN, _JOIN = "again", "join"
-_REMOVED = "removed"
-"""What others have written for a save is gone: it was decided, or somebody else removes things."""
-_PATIENCE_FOR_STAND_INS = 1.75
-"""Rank timeouts. Those who hold what a silent rank held begin to write it after 1.5 at most; nobody waits for two."""
+        why = str(error) or f"rank {me.rank} could not reach the store, or its time was over"
+    try:
+        return (yield from abort(claim, why)), claim.nonce
+    except UnreachableError:
+        return UNKNOWN, claim.nonce
 
 
 def judge(found: Claim | None, me: Member, number: Number | None, step: int | None) -> str:
@@ -149,59 +142,49 @@ def _get_claim() -> Steps[tuple[Claim | None, Found | None]]:
 
 def take_part(me: Member, claim: Claim) -> Steps[str]:
     """Write, and see the save through to its decision. Returns the verdict."""
-    nonce, everybody = claim.nonce, frozenset(range(claim.world_size))
-    merger = merger_of(claim)
+    nonce, everybody, merger = claim.nonce, frozenset(range(claim.world_size)), merger_of(claim)
     place = (me.rank - merger) % claim.world_size
     patience = 1 + min(place, 8) / 16  # so that not all of them do the same
-    me.intent = (yield Join(claim))._replace(process=me.process)
+    me.intent = (yield Task("join", claim))._replace(process=me.process)
     key = Key("intent", nonce, me.rank)
     if not (yield from put(key, me.intent, None)):
         found = yield Get(key)  # it may be this one's, whose answer was lost
         if found is not None and (found.body is None or found.body.process != me.process):
-            yield from abort(me, claim, f"two processes are rank {me.rank} of it")
+            yield from abort(claim, f"two processes are rank {me.rank} of it")
             return REFUSED
-    written = yield Write(claim, me.rank)
-    if isinstance(written, Failed):
-        return (yield from abort(me, claim, written.why))
+    yield Task("write", claim, me.rank)
     has_part, is_merger, was_removed = False, me.rank == merger, False
     while True:
         now, found = yield from _get_claim()
         if now is None or now.nonce != nonce or not now.is_undecided:
-            return (yield from decided(me, claim, now))
+            return (yield from decided(claim, now))
         if was_removed:  # and not because it was decided
-            return (yield from abort(me, claim, "somebody has removed an intent or a part of it"))
+            raise FailedError("somebody has removed an intent or a part of it")
         if now.state == FULL and not has_part:
-            part = yield Write(now, me.rank)
-            if isinstance(part, Failed):
-                return (yield from abort(me, claim, part.why))
+            part = yield Task("write", now, me.rank)
             # If the key is taken, another rank has written this one's share.
             yield from put(Key("part", nonce, me.rank), part, None)
             has_part = True
             continue
         present = yield Look(now)
-        if now.state == FULL:
-            missing = everybody - present.parts - {me.rank}
-        else:
-            missing = frozenset() if may_close(present.intents, everybody) else everybody - present.intents
+        missing = everybody - (present.parts | {me.rank} if now.state == FULL else present.intents)
         silent: Any = None
         if missing or not is_merger:
             silent = yield Wait(missing or frozenset({merger}), patience)
             if silent is None:
                 continue
             is_merger = is_merger or silent == merger  # several may be: the claim moves once
-        if missing:
-            verdict = yield from _make_up_for(me, now, silent)
-        else:
-            verdict = yield from (_merge if now.state == FULL else _call_roll)(me, now, found)
-        if verdict == _REMOVED:
+        try:
+            if missing:
+                yield from _make_up_for(me, now, silent)
+            elif now.state == FULL:
+                if (verdict := (yield from _merge(now, found))) is not None:
+                    return verdict
+            else:  # all have joined
+                roll = yield Task("call_roll", now)
+                yield from put(CLAIM, replace(now, state=FULL, roll=roll), found)
+        except GoneError:
             was_removed = True
-        elif verdict is not None:
-            return verdict
-
-
-def may_close(intents: frozenset[int], everybody: frozenset[int]) -> bool:
-    """The roll call."""
-    return intents == everybody
 
 
 def merger_of(claim: Claim) -> int:
@@ -209,51 +192,32 @@ def merger_of(claim: Claim) -> int:
     return int(claim.nonce, 16) % claim.world_size
 
 
-def _make_up_for(me: Member, now: Claim, silent: int) -> Steps[str | None]:
-    """Write what a silent rank was to write, if this one holds the same. Returns the verdict, if the save cannot go
-    on."""
+def _make_up_for(me: Member, now: Claim, silent: int) -> Steps[None]:
+    """Write what a silent rank was to write. A FailedError if no rank holds the same."""
     key = Key("intent", now.nonce, silent)
     if now.state == OPEN:
-        return (yield from abort(me, now, f"rank {silent} has not begun it"))
+        raise FailedError(f"rank {silent} has not begun it")
     found = yield Get(key)
     if found is None:
-        return _REMOVED
+        raise GoneError
     intent = found.body
     if intent.digest != me.intent.digest:
         # Others may hold the same, whatever the silent rank knew of them; they have less patience.
         for _ in range(2):
             if (yield Wait(frozenset({silent}), _PATIENCE_FOR_STAND_INS)) is None:
-                return None
+                return
             yield Look(now, is_fresh=True)
-        return (yield from abort(me, now, f"rank {silent} has stopped"))
+        raise FailedError(f"rank {silent} has stopped")
     # Says to others who hold the same that one of them writes.
     marked = intent._replace(stand_in=me.process, moved=intent.moved + 1)
     if (yield from put(key, marked, found)):
-        part = yield Write(now, silent, marked)
-        if isinstance(part, Failed):
-            return (yield from abort(me, now, part.why))
+        part = yield Task("write", now, silent, marked)
         yield from put(Key("part", now.nonce, silent), part, None)
-    return None
 
 
-def _call_roll(me: Member, claim: Claim, found: Found | None) -> Steps[str | None]:
-    """Close the claim: all have joined. Returns the verdict, if that fails."""
-    roll = yield CallRoll(claim)
-    if isinstance(roll, Failed):
-        return (yield from abort(me, claim, roll.why))
-    if roll is None:
-        return _REMOVED
-    yield from put(CLAIM, replace(claim, state=FULL, roll=roll), found)
-    return None
-
-
-def _merge(me: Member, claim: Claim, found: Found | None) -> Steps[str | None]:
+def _merge(claim: Claim, found: Found | None) -> Steps[str | None]:
     """Commit: all parts are there. Returns the verdict; None if it was decided meanwhile."""
-    merged = yield Merge(claim)
-    if isinstance(merged, Failed):
-        return (yield from abort(me, claim, merged.why))
-    if merged is None:
-        return _REMOVED
+    merged = yield Task("merge", claim)
     committing = replace(claim, state=COMMITTING, save_id=merged.save_id)
     if not (yield from put(CLAIM, committing, found)):
         now, _ = yield from _get_claim()
@@ -261,29 +225,20 @@ def _merge(me: Member, claim: Claim, found: Found | None) -> Steps[str | None]:
             return None
     if not (yield from finish(committing, merged)):
         return EXISTS
-    yield Clean(committing)
+    yield Task("clean", committing)
     return COMMITTED
 
 
-def abort(me: Member, claim: Claim, why: str) -> Steps[str]:
+def abort(claim: Claim, why: str) -> Steps[str]:
     """End a save without success, unless it is decided already. Returns the verdict."""
     while True:
         now, found = yield from _get_claim()
         if now is None or now.nonce != claim.nonce or not now.is_undecided:
-            break
+            return (yield from decided(claim, now))
         yield from put(CLAIM, replace(now, state=ABORTED, why=why), found)
-    verdict = yield from decided(me, claim, now)
-    return ABORTED if verdict == _AGAIN else verdict
 
 
-def _leave(me: Member, claim: Claim, why: str) -> Steps[str]:
-    try:
-        return (yield from abort(me, claim, why or f"rank {me.rank} could not reach the store, or its time was over"))
-    except UnreachableError:
-        return UNKNOWN
-
-
-def decided(me: Member, claim: Claim, now: Claim | None) -> Steps[str]:
+def decided(claim: Claim, now: Claim | None) -> Steps[str]:
     """The verdict on a save that the claim (as it is now) does not leave open any more."""
     if now is None:
         return SUPERSEDED
@@ -293,9 +248,6 @@ def decided(me: Member, claim: Claim, now: Claim | None) -> Steps[str]:
         return COMMITTED if (yield from finish(now)) else EXISTS
     if now.last == claim.nonce:
         return COMMITTED
-    is_next = now.is_undecided and now.attempt == me.attempt.id and now.nonce not in me.left
-    if is_next and claim.number is None and now.number is None and now.step == claim.step:
-        return _AGAIN
     return ABORTED if now.replaces == claim.replaces else SUPERSEDED
 
 

@@ -1,6 +1,5 @@
 """Values of joint saves, those of several ranks without collectives: the objects by which the ranks meet, with their
-names and their JSON, and what `protocol`, which says who writes what and when, yields and gets. Pure.
-"""
+names and their JSON, and what `protocol` yields and gets. Pure."""
 
 from __future__ import annotations
 
@@ -19,6 +18,9 @@ OPEN, FULL, COMMITTING, ABORTED = "open", "full", "committing", "aborted"
 Number = tuple[int, int, int]
 """Tells a save from the others of its attempt: restores so far, step (0: none), saves of that step since."""
 
+NONCE_DIGITS = 16
+"""Of a save's nonce, with which its save id begins, too."""
+
 
 class Key(NamedTuple):
     """An object of the checkpoint."""
@@ -32,16 +34,12 @@ class Key(NamedTuple):
     @property
     def path(self) -> str:
         """Relative to the checkpoint."""
-        if self.kind == "claim":
-            return layout.CLAIM
-        if self.kind == "metadata":
-            return layout.METADATA
+        if self.kind in ("claim", "metadata"):
+            return layout.CLAIM if self.kind == "claim" else layout.METADATA
         name = self.rank if self.kind in ("intent", "part") else self.id[NONCE_DIGITS:]
         return layout.joint_object(self.id[:NONCE_DIGITS], self.kind, name)
 
 
-NONCE_DIGITS = 16
-"""Of a save's nonce, with which its save id begins, too."""
 CLAIM, METADATA = Key("claim"), Key("metadata")
 
 
@@ -62,7 +60,7 @@ class Claim:
     nonce: str
     """16 hex digits, drawn by the rank that opened it. All that the save writes has it in its name."""
     attempt: str
-    """`Attempt.id`."""
+    """`Attempt.id`; then what else tells attempts apart and orders them."""
     run: str
     restart: tuple[int, ...]
     began: float | None
@@ -115,11 +113,10 @@ def parse_claim(data: bytes) -> Claim | None:
                 "step": None if found["step"] is None else int(found["step"]),
             }
         )
-        names = claim.nonce + claim.roll + claim.save_id  # of objects
         is_sound = (
             claim.state in (OPEN, FULL, COMMITTING, ABORTED)
             and claim.world_size > 0
-            and set(names) <= set("0123456789abcdef")
+            and set(claim.nonce + claim.roll + claim.save_id) <= set("0123456789abcdef")  # names of objects
             and len(claim.nonce) == NONCE_DIGITS
             and {each[:NONCE_DIGITS] for each in (claim.roll, claim.save_id)} <= {"", claim.nonce}
         )
@@ -144,11 +141,8 @@ def unseal_text(name: str, data: bytes) -> str | None:
 
 
 def is_newer(claim: Claim, attempt: Attempt) -> bool:
-    """Whether a claim is of an attempt that began after this one.
-
-    By the store's clock, if both know it; else by restarts of one run. Otherwise of two attempts the one that comes
-    later counts as the newer one.
-    """
+    """Whether a claim is of an attempt that began after this one: by the store's clock, if both know it; else by
+    restarts of one run. Otherwise of two attempts the one that comes later counts as the newer one."""
     if claim.attempt == attempt.id:
         return False
     if claim.began is not None and attempt.began is not None and claim.began != attempt.began:
@@ -160,7 +154,7 @@ class Intent(NamedTuple):
     """A rank has joined. It writes that again while it moves bytes."""
 
     process: str
-    """Random: no other process has it."""
+    """See `Member.process`."""
     moved: int
     """Bytes so far, or other signs of progress."""
     digest: str
@@ -173,24 +167,17 @@ class Intent(NamedTuple):
     """Process that writes in its place, as it was silent."""
 
     def to_json(self) -> bytes:
-        hashes = {name: "".join(map("{:016x}".format, getattr(self, name))) for name in ("writes", "leaves")}
-        return json.dumps({**self._asdict(), **hashes}).encode()
+        return json.dumps(self._asdict()).encode()
 
 
 def parse_intent(data: bytes) -> Intent | None:
     """The intent from its bytes; None if it is none."""
     try:
-        found = json.loads(data)
-        return Intent(
-            str(found["process"]), int(found["moved"]), str(found["digest"]),
-            _hashes(found["writes"]), _hashes(found["leaves"]), str(found["stand_in"]),
-        )  # fmt: skip
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        found = Intent(**json.loads(data))
+        hashes = tuple(map(int, found.writes)), tuple(map(int, found.leaves))
+        return Intent(str(found.process), int(found.moved), str(found.digest), *hashes, str(found.stand_in))
+    except (ValueError, TypeError, RecursionError):
         return None
-
-
-def _hashes(text: str) -> tuple[int, ...]:
-    return tuple(int(text[start : start + 16], 16) for start in range(0, len(text), 16))
 
 
 class Merged(NamedTuple):
@@ -246,51 +233,39 @@ class Wait(NamedTuple):
     patience: float
 
 
-class Join(NamedTuple):
-    """Answer: this rank's `Intent`, but for the process."""
+class Task(NamedTuple):
+    """What is for the rank itself to do: `driving.Driver` calls its work's method of this name.
 
+    - ``join``. Answer: this rank's `Intent`, but for the process.
+    - ``write``: the data of ``rank``: what it is to write by itself while the claim is open, and what the roll adds
+      once it is full; or, with its intent, all of another rank. Answer: its part as bytes, once the claim is full.
+    - ``call_roll``: read all intents, and write down what ranks have to write that all others have left to ones that
+      lack it. Answer: id of that, empty if there is nothing.
+    - ``merge``: read all parts, write the manifest, and what is to become ``.metadata``. Answer: `Merged`.
+    - ``clean``: remove what the committed save does not need any more, and what it has replaced. No answer.
+
+    Instead of an answer a FailedError or GoneError may be thrown into the generator.
+    """
+
+    what: str
     claim: Claim
-
-
-class Write(NamedTuple):
-    """Upload the data of a rank: what it is to write by itself while the claim is open, and what the roll adds once it
-    is full; or all of it, for another one. Answer: the bytes of its part, once the claim is full; or `Failed`."""
-
-    claim: Claim
-    rank: int
+    rank: int = 0
     intent: Intent | None = None
-    """That of another rank."""
-
-
-class CallRoll(NamedTuple):
-    """Read all intents, and write down what ranks have to write that all others have left to ones that lack it. Answer:
-    id of that, empty if there is nothing; `Failed`; or None if an intent is gone."""
-
-    claim: Claim
-
-
-class Merge(NamedTuple):
-    """Read all parts, and write the manifest, and what is to become ``.metadata``. Answer: `Merged`; `Failed`; or None
-    if a part is gone."""
-
-    claim: Claim
-
-
-class Clean(NamedTuple):
-    """Remove what the committed save does not need any more, and what it has replaced. No answer."""
-
-    claim: Claim
-
-
-class Failed(NamedTuple):
-    why: str
 
 
 class Present(NamedTuple):
     """The ranks whose intents and parts are there."""
 
-    intents: frozenset[int]
-    parts: frozenset[int]
+    intents: frozenset[int] = frozenset()
+    parts: frozenset[int] = frozenset()
+
+
+class FailedError(Exception):
+    """A task has failed on this rank, for the reason given."""
+
+
+class GoneError(FailedError):
+    """An intent or a part is gone: the save was decided, or somebody else removes things."""
 
 
 class UnreachableError(Exception):

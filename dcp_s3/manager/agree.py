@@ -14,13 +14,17 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from dcp_s3.coordination.control_keys import ControlKeys, open_control_keys
-from dcp_s3.coordination.identity import current_attempt
+from dcp_s3.coordination.identity import STORE_PREFIX, Attempt, current_attempt, store_error
 from dcp_s3.coordination.processes import CountedSave, count_save
-from dcp_s3.errors import CheckpointError, SaveProtocolError
+from dcp_s3.coordination.values import seal_text, unseal_text
+from dcp_s3.errors import CheckpointError, ObjectNotFoundError, PreconditionFailedError, SaveProtocolError, StorageError
 from dcp_s3.failures import portable
+from dcp_s3.format.layout import board_object
 from dcp_s3.process import is_initialized, launch
+from dcp_s3.s3.store import store_of
 from dcp_s3.settings import Settings
+from dcp_s3.store import ABSENT, Store
+from dcp_s3.torch_private import default_store
 from dcp_s3.url import CheckpointURL, parse_url
 
 T = TypeVar("T")
@@ -102,8 +106,7 @@ class Ranks:
         failures = {rank: error for rank, (_, error) in zip(self.heard, answers, strict=True) if error is not None}
         if failures:
             raise refuse(failures) from failure
-        values: list[Any] = [value for value, _ in answers]
-        return values
+        return [cast(T, value) for value, _ in answers]
 
     def from_first(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the first of the ranks that are `heard`. Its result is returned, or its error raised, on
@@ -127,22 +130,19 @@ class Ranks:
         by one all-reduce of 48 bytes. A SaveProtocolError if the ranks ask about different steps."""
         decided, failure = _run(lambda: decide(seen)) if self.is_first else (None, None)
         answer, gap = decided or (False, 1)
-        numbers = [failure is not None, answer, gap, seen, step, -step]
-        failed, answers, gap, sigterms, last, first = self.maxima([int(number) for number in numbers])
+        failed, save, gap, sigterm, last, first = self.maxima([failure is not None, answer, gap, seen, step, -step])
         if failure is not None:
             raise failure
         if failed:
             raise CheckpointError(f"whether to save step {step} is not known: the policy has failed on rank 0")
         check_same("should_save asks about different steps", [-first, last], SaveProtocolError)
-        return bool(answers), gap, bool(sigterms)
+        return bool(save), gap, bool(sigterm)
 
     def maxima(self, numbers: list[int]) -> list[int]:
-        if self.size == 1:
-            return numbers
         reduced = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=self.group)
-        found: list[int] = reduced.tolist()
-        return found
+        if self.size > 1:
+            dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=self.group)
+        return cast(list[int], reduced.tolist())
 
     def choose(self, request: object, find: Callable[[], tuple[Any, ...] | None]) -> tuple[Any, ...] | None:
         """What is found for a request, the same on all ranks."""
@@ -177,15 +177,72 @@ def check_same(what: str, values: Sequence[object], error: type[Exception] = Che
         raise error(f"{what} on the ranks: {' and '.join(different)}. Remedy: call it with the same arguments on all")
 
 
+# --- without collectives -------------------------------------------------------------------------------
+
+
+class ControlKeys:
+    """Values by key (letters, digits, hyphens), each written once, of the ranks of an attempt: in the store of the
+    process group, or without one objects below the root of a run. Thread safe."""
+
+    def __init__(self, store: Store, root: CheckpointURL, attempt: Attempt, group: Any = None) -> None:
+        self._store, self._root, self._attempt, self._group = store, root, attempt, group
+
+    def offer(self, key: str, value: str) -> str:
+        """Set a value, unless there is one. Returns the one that stands. After a StorageError it may be set or not."""
+        path = self._path(key)
+        if self._group is not None:
+            try:
+                return cast(bytes, self._group.compare_set(path, "", value)).decode()
+            except RuntimeError as error:
+                raise store_error(error) from error
+        # First a look, for stores that ignore the condition. There, of values set at once the last one stands.
+        if (found := self.look(key)) is None:
+            with contextlib.suppress(PreconditionFailedError):
+                self._store.put(path, seal_text("note", value), expect=ABSENT)
+            found = self.look(key)
+        return value if found is None else found
+
+    def look(self, key: str) -> str | None:
+        """The value, or None. A SaveProtocolError if there is something that is no value."""
+        if self._group is not None:
+            return self.offer(key, "") or None  # its `get` would wait for the key
+        path = self._path(key)
+        try:
+            data = self._store.get(path).data
+        except ObjectNotFoundError:
+            return None
+        if (found := unseal_text("note", data)) is None:
+            # Not the value of this rank instead: others may have read what was there before.
+            raise SaveProtocolError(
+                f"s3://{self._root.bucket}/{path} is damaged, or something else has written it: by it the ranks agree "
+                "on what they save and restore. Remedy: delete it, and restart all ranks together",
+                url=str(self._root),
+            )
+        return found
+
+    def remove(self, *keys: str) -> None:
+        """Remove values that nobody needs any more. A failure leaves a few bytes behind."""
+        with contextlib.suppress(StorageError, RuntimeError):
+            if self._group is None:
+                self._store.delete(map(self._path, keys))
+            else:
+                for key in keys:
+                    self._group.delete_key(self._path(key))
+
+    def _path(self, key: str) -> str:
+        if self._group is not None:
+            return f"{STORE_PREFIX}board/{self._attempt.id}/{key}"
+        return self._root.key(board_object(self._attempt.id, key))
+
+
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 """Of the managers of this process, by what they are for, in the order of their first questions."""
 
 
 class StoreRanks(Ranks):
-    """The ranks of a job without collectives. What has to be the same on all, they settle by control keys, in the store
-    of the process group or below the root: they come to the same questions in the same order, though at any time, and
-    the first answer stands. Without ``keys`` there is nobody else, or nothing can be written.
-    """
+    """The ranks of a job without collectives. What has to be the same on all, they settle by control keys: they come to
+    the same questions in the same order, though at any time, and the first answer stands. Without ``keys`` there is
+    nobody else, or nothing can be written."""
 
     collective = False
 
@@ -269,5 +326,6 @@ def find_store_ranks(root: CheckpointURL, settings: Settings, *, read_only: bool
         found = launch()
         return StoreRanks(root, settings, found.rank, found.world_size, None, about)
     attempt = current_attempt(root, settings)
-    keys = open_control_keys(root, attempt, settings) if attempt.world_size > 1 else None
+    is_alone = attempt.world_size == 1
+    keys = None if is_alone else ControlKeys(store_of(root, settings), root, attempt, default_store())
     return StoreRanks(root, settings, attempt.rank, attempt.world_size, keys, about)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_s3 import errors
@@ -30,45 +29,29 @@ def check_step(step: object) -> int:
 
 
 def check_state(state: object) -> None:
-    if not isinstance(state, Mapping):
-        expected = "a dict by name, like {'model': model, 'step': step}"
-        raise errors.CheckpointError(f"state is a {_kind(state)}, expected {expected}")
+    check_type("state", state, Mapping, "a dict by name, like {'model': model, 'step': step}")
 
 
-def check_metrics(metrics: object) -> None:
+def check_metrics(metrics: Any) -> None:
     """Check metrics. One that cannot be stored is a SaveProtocolError."""
-    if metrics is not None and not isinstance(metrics, Mapping):
-        raise errors.CheckpointError(f"metrics is a {_kind(metrics)}, expected a dict like {{'val_loss': 0.5}}")
+    check_type("metrics", {} if metrics is None else metrics, Mapping, "a dict like {'val_loss': 0.5}")
     check_storable(metrics or {})
 
 
-def check_planner(planner: object, kind: type[LoadPlanner] | type[SavePlanner]) -> None:
-    if planner is not None and not isinstance(planner, kind):
-        raise errors.CheckpointError(f"planner is a {_kind(planner)}, expected a {kind.__name__} or None")
+def check_type(name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
+    if not isinstance(value, kind):
+        raise errors.CheckpointError(f"{name} is a {type(value).__name__}, expected {expected}")
 
 
 def _show(value: object) -> str:
     """The value if it is short and plain, otherwise its type."""
     plain = isinstance(value, (int, float, str, bool, type(None))) and len(repr(value)) <= 100
-    return repr(value) if plain else f"a {_kind(value)}"
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__
+    return repr(value) if plain else f"a {type(value).__name__}"
 
 
 def to_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
     """Replace each Stateful in the state by what its `state_dict` returns, as `dcp.save` does."""
     return {name: value.state_dict() if isinstance(value, Stateful) else value for name, value in state.items()}
-
-
-def load_into(loaded: Mapping[str, Any], state: dict[str, Any]) -> None:
-    """Give each Stateful in ``state`` what was loaded for it, and put everything else in its place."""
-    for name in sorted(loaded, key=str):  # the same order on all ranks: load_state_dict may use collectives
-        if isinstance(state[name], Stateful):
-            state[name].load_state_dict(loaded[name])
-        else:
-            state[name] = loaded[name]
 
 
 def step_name(step: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -72,28 +73,25 @@ class BackgroundRetention:
                     self._thread = None
                     return
             try:
-                if self._wait(wait_committed):
-                    self._prune(self._raise_if_stopped)
+                while True:
+                    with contextlib.suppress(TimeoutError):
+                        wait_committed(_SLICE)
+                        break
+                    self._raise_if_stopped()
+                    if self._pending is not None:
+                        raise Stopped  # a later save has replaced it
+            except Stopped:
+                continue
+            except DcpS3Error as error:  # it will not be committed
+                logger.warning("retention under %s waits for the next save: %s", self._root, error)
+                continue
+            try:
+                self._prune(self._raise_if_stopped)
             except Stopped:
                 pass
             except Exception:
                 what = "retention under %s failed and is tried again after the next save; nothing else is affected"
                 logger.exception(what, self._root)
-
-    def _wait(self, wait_committed: WaitCommitted) -> bool:
-        """Wait for the commit. False if a later save has replaced it, or if it will not happen."""
-        while True:
-            try:
-                wait_committed(_SLICE)
-            except TimeoutError:
-                self._raise_if_stopped()
-                if self._pending is not None:
-                    return False
-            except DcpS3Error as error:
-                logger.warning("retention under %s waits for the next save: %s", self._root, error)
-                return False
-            else:
-                return True
 
     def _raise_if_stopped(self) -> None:
         if self._stop.is_set():

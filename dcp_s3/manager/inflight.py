@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import threading
 import time
 import weakref
@@ -194,57 +195,45 @@ class SavesInFlight:
                 self.last_good = save.step
                 on_success()
             elif isinstance(error, (Exception, CheckpointException)):  # who is interrupted knows
-                save.failure = self.fail(save.step, save.url, error)
+                save.failure = self._fail(save, error)
         finally:
             save.ended.set()
             with self._changed:
                 self._uploads = False
             self._begin_next()
 
-    def fail(self, step: int, url: str, error: BaseException) -> SaveFailedError:
-        """Log the failure of a save in a few words. Returns its error, which holds none of the state and so may be
-        kept."""
-        failures = {self._rank: error}
-        shared = isinstance(error, CheckpointException)
+    def _fail(self, save: SaveInFlight, error: BaseException) -> SaveFailedError:
+        """Log the failure in a few words. Returns its error, which holds none of the state and so may be kept."""
+        failures, is_shared = {self._rank: error}, isinstance(error, CheckpointException)
         if isinstance(error, CheckpointException):
             failures = {failed: cause for failed, (cause, _) in error.failures.items()}
         failures = {failed: for_others(cause) for failed, cause in failures.items()}
         frames = frames_of_others(error)
         without_tracebacks(error)
         failed = Failed(
-            f"the save of step {step} to {url}",
+            f"the save of step {save.step} to {save.url}",
             failures,
             left=left_by_save(failures.values()),
             last_good="none of this run yet" if self.last_good is None else f"step {self.last_good}",
             resume="" if self.last_good is None else "manager.restore(state)",
         )
-        failure = SaveFailedError(panel(failed), url=url, step=step, failures=failures, rank=self._rank)
+        failure = SaveFailedError(panel(failed), url=save.url, step=save.step, failures=failures, rank=self._rank)
         if self._rank > 0 and isinstance(error, SaveProtocolError):  # without collectives: each rank that is left knows
-            logger.error("step %d is not saved: %s", step, first_cause(failures))
+            logger.error("step %d is not saved: %s", save.step, first_cause(failures))
         else:
-            logger.log(logging.DEBUG if shared and self._rank > 0 else logging.ERROR, "%s%s", failure, frames)
+            logger.log(logging.DEBUG if is_shared and self._rank > 0 else logging.ERROR, "%s%s", failure, frames)
         return failure
 
-    def settle(self, up_to: int | None = None) -> None:
-        """Wait for the saves under way, up to that number; None: all. Failures are kept."""
+    def settle(self, step: int | None = None) -> None:
+        """Wait for the saves of a step that are under way; None: all. Failures are kept."""
         for save in self._saves:
-            if up_to is None or save.number <= up_to:
+            if step in (None, save.step):
                 save.ended.wait()
 
-    def settle_step(self, step: int) -> None:
-        """Wait for the saves of a step that are under way, and for those before them. Failures are kept."""
-        self.settle(max((save.number for save in self._saves if save.step == step), default=0))
-
-    def newest_failure(self) -> int:
-        """Number of the newest save that is known to have failed and was not raised; 0: none. All ranks number them
-        alike."""
-        return max((save.number for save in self._saves if save.ended.is_set() and save.failure), default=0)
-
-    def raise_failure(self, up_to: int | None = None, since: int = 1) -> None:
-        """Raise what has failed of the saves with these numbers (None: all), each failure once: the last one, with the
-        earlier ones as its context."""
-        ended = [save for save in self._saves if save.ended.is_set()]
-        due = [save for save in ended if since <= save.number and (up_to is None or save.number <= up_to)]
+    def raise_failure(self, up_to: float = math.inf, since: int = 1) -> None:
+        """Raise what has failed of the saves with these numbers, each failure once: the last one, with the earlier ones
+        as its context."""
+        due = [save for save in self._saves if save.ended.is_set() and since <= save.number <= up_to]
         self._saves = [save for save in self._saves if save not in due]
         failures = [save.failure for save in due if save.failure is not None]
         for earlier, later in itertools.pairwise(failures):

@@ -6,8 +6,9 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from types import NoneType, TracebackType
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
@@ -36,6 +37,8 @@ from dcp_s3.units import one_line
 from dcp_s3.url import parse_url
 
 logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound="CheckpointManager")
 
 
 class CheckpointManager(RunReader):
@@ -196,16 +199,18 @@ class CheckpointManager(RunReader):
         counted: CountedSave | None = None
         begun = False
 
-        def begin() -> tuple[int, bool, int]:
+        def begin() -> tuple[int, bool]:
             nonlocal counted
             saves.settle()
+            if ranks.collective:
+                saves.raise_failure()
             self._check_open()
             check_step(step)
             arguments.check_state(state)
             url = self.url(step)
             counted = ranks.count(url, step)  # before anything that may be wrong on this rank alone
             arguments.check_metrics(metrics)
-            arguments.check_planner(planner, SavePlanner)
+            arguments.check_type("planner", planner, (SavePlanner, NoneType), "a SavePlanner or None")
             writer = S3StorageWriter(
                 url, overwrite=self.overwrite or url in self._left, metrics=metrics, extra=extra,
                 replicas=self.replicas, incremental=self.incremental, process_group=ranks.group,
@@ -216,10 +221,19 @@ class CheckpointManager(RunReader):
             writer.caller_reports, writer.counted = True, counted
             made.append(writer)
             has_stateful = any(isinstance(value, Stateful) for value in state.values())
-            return step, has_stateful, saves.newest_failure() if ranks.collective else 0
+            return step, has_stateful
+
+        def refuse(failures: Failures) -> errors.SaveFailedError:
+            what = f"step {step} is not saved: {name_failed(failures)}"
+            return errors.SaveFailedError(what, url=self.url(step), step=step, failures=failures)
 
         try:
-            collected = self._agree_on_save(step, state, begin)
+            found = self._beside.agree(begin, refuse)
+            check_same("save is called with different steps", [step for step, _ in found], errors.SaveProtocolError)
+            collected = dict(state)
+            if any(has_stateful for _, has_stateful in found):
+                # Separately: a `state_dict` may use collectives, so all ranks must have come this far.
+                self._beside.agree(lambda: collected.update(arguments.to_state_dict(state)), refuse, alike=True)
             writer, url = made[0], self.url(step)
             self._decisions.saved(step)
             if url in self._left:
@@ -242,29 +256,6 @@ class CheckpointManager(RunReader):
         if not ranks.collective:
             saves.raise_failure(save.number - 1)  # of an earlier save: the other ranks, too, have begun this one
         return True
-
-    def _agree_on_save(
-        self, step: int, state: Mapping[str, Any], begin: Callable[[], tuple[int, bool, int]]
-    ) -> dict[str, Any]:
-        """Begin the save of a step on all ranks. Returns the state, each Stateful in it replaced by its state dict."""
-
-        def refuse(failures: Failures) -> errors.SaveFailedError:
-            what = f"step {step} is not saved: {name_failed(failures) or 'an earlier save failed on another rank'}"
-            return errors.SaveFailedError(what, url=self.url(step), step=step, failures=failures)
-
-        found = self._beside.agree(begin, refuse)
-        check_same("save is called with different steps", [step for step, _, _ in found], errors.SaveProtocolError)
-        # The newest one that failed on any rank may not have ended on the others yet.
-        if failed := max(number for _, _, number in found):
-            self._in_flight.settle(failed)
-            self._in_flight.raise_failure(failed)
-            raise refuse({})
-        if not any(stateful for _, stateful, _ in found):
-            return dict(state)
-        collected: dict[str, Any] = {}
-        # Separately: a `state_dict` may use collectives, so all ranks must have come this far.
-        self._beside.agree(lambda: collected.update(arguments.to_state_dict(state)), refuse, alike=True)
-        return collected
 
     def _saved(self, writer: S3StorageWriter, step: int) -> None:
         if self._retention is not None:
@@ -342,6 +333,19 @@ class CheckpointManager(RunReader):
         self._beside.close()
         self._ranks.close()
         self._in_flight.raise_failure()
+
+    def __enter__(self: M) -> M:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            logger.error("while %s went through the manager: %s", type(error).__name__, failure)  # noqa: TRY400
 
     def __repr__(self) -> str:
         shown = {

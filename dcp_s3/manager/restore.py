@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Literal, TypeVar
+from types import NoneType
+from typing import Any, Literal
 
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_s3 import errors
 from dcp_s3.coordination.processes import end_era
@@ -34,7 +34,6 @@ from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T", bound="RunReader")
 # Errors that mean: this checkpoint cannot be loaded, but another one may be.
 _UNUSABLE = (
     errors.CheckpointNotFoundError,
@@ -44,27 +43,26 @@ _UNUSABLE = (
 )
 
 
-def load_error(error: CheckpointException, url: str, step: int | None = None) -> errors.RestoreFailedError:
-    """The error of a `dcp.load` that failed, with the causes by rank."""
-    return _restore_error(_failures_of(error), url, step, None)
-
-
-def _restore_error(
-    failures: Failures, url: str, step: int | None, rank: int | None, *, alone: bool = False
-) -> errors.RestoreFailedError:
+def load_error(
+    error: CheckpointException | Failures, url: str, step: int | None = None, *, rank: int | None = None,
+    alone: bool = False,
+) -> errors.RestoreFailedError:  # fmt: skip
+    """The error of a `dcp.load` that failed, with the causes by rank; ``alone``: the other ranks do not learn of it."""
+    failures = error if isinstance(error, dict) else _failures_of(error)
     what = f"the load of {url}" if step is None else f"the load of step {step} from {url}"
-    left = left_by_load(failures.values())
-    if alone:  # the others do not learn of it
+    left, resume = left_by_load(failures.values()), ""
+    if alone:
         left = f"{left}{'; ' if left else ''}other ranks may have loaded it, so no other one is tried"
-    failed = Failed(what, failures, left=left, resume="manager.restore(state, step=...) on all ranks" if alone else "")
-    return errors.RestoreFailedError(panel(failed), url=url, step=step, failures=failures, rank=rank)
+        resume = "manager.restore(state, step=...) on all ranks"
+    text = panel(Failed(what, failures, left=left, resume=resume))
+    return errors.RestoreFailedError(text, url=url, step=step, failures=failures, rank=rank)
 
 
 def _failures_of(error: CheckpointException) -> Failures:
     return {rank: for_others(cause) for rank, (cause, _) in error.failures.items()}
 
 
-class RunReader(ABC):
+class RunReader:
     """The checkpoints of a run that are there: what `CheckpointManager` reads, goes back to, and annotates."""
 
     root: CheckpointURL
@@ -137,9 +135,12 @@ class RunReader(ABC):
         orders: list[select.Order] = []
 
         def begin() -> tuple[int | str | None, str | None, Mode | None]:
-            self._settle()
+            self._in_flight.settle()
+            self._check_open()
+            if not self._ranks.collective and not self.read_only:
+                end_era(self.root, self.settings)
             arguments.check_state(state)
-            arguments.check_planner(planner, LoadPlanner)
+            arguments.check_type("planner", planner, (LoadPlanner, NoneType), "a LoadPlanner or None")
             orders.append(self._order(step, metric, mode))
             return step, metric, mode
 
@@ -158,10 +159,13 @@ class RunReader(ABC):
             found = select.ChosenCheckpoint(*chosen)
             failures = self._load(found, state, planner)
             if not failures:
-                self._restored(found.step)
+                # Up to this step, what an earlier run left is this run's own past.
+                self._left = {url: left for url, left in self._left.items() if (left or 0) > found.step}
+                self._in_flight.last_good = found.step
+                self._decisions.restored(found.step)
                 return found.step
             if alone or not all(isinstance(error, _UNUSABLE) for error in real_causes(failures).values()):
-                raise _restore_error(failures, found.url, found.step, ranks.rank, alone=alone)
+                raise load_error(failures, found.url, found.step, rank=ranks.rank, alone=alone)
             if ranks.is_first:
                 logger.warning("%s could not be restored %s. Looking for another one", found.url, explain(failures))
             passed_over.append(found.url)
@@ -190,7 +194,11 @@ class RunReader(ABC):
                     collected, storage_reader=reader, process_group=ranks.group, planner=planner,
                     no_dist=not ranks.collective,
                 )  # fmt: skip
-            arguments.load_into(collected, state)
+            for name in sorted(collected, key=str):  # the same order on all ranks: load_state_dict may use collectives
+                if isinstance(state[name], Stateful):
+                    state[name].load_state_dict(collected[name])
+                else:
+                    state[name] = collected[name]
         except CheckpointException as error:
             mine = _failures_of(error)
             # Without collectives, torch takes each rank for the only one.
@@ -245,7 +253,7 @@ class RunReader(ABC):
             CheckpointNotFoundError: there is no checkpoint of this step.
             CorruptCheckpointError, StorageError
         """
-        self._in_flight.settle_step(check_step(step))
+        self._in_flight.settle(check_step(step))
         waiting = self.settings.spill_dir is not None and not self.read_only
         return S3StorageReader(self.url(step), include_uncommitted=waiting, settings=self.settings).extra()
 
@@ -269,7 +277,7 @@ class RunReader(ABC):
         check_step(step)
         arguments.check_metrics(metrics)
         if self._ranks.is_first:
-            self._in_flight.settle_step(step)
+            self._in_flight.settle(step)
             annotate(self.url(step), metrics, settings=self.settings)
 
     def _order(self, step: int | str | None, metric: str | None, mode: Mode | None) -> select.Order:
@@ -279,35 +287,6 @@ class RunReader(ABC):
 
     def _refuse(self, what: str) -> Callable[[Failures], errors.CheckpointError]:
         return lambda failures: errors.CheckpointError(f"{what}: {name_failed(failures)}")
-
-    def __enter__(self: T) -> T:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except Exception as failure:
-            if error is None:
-                raise
-            logger.error("while %s went through the manager: %s", type(error).__name__, failure)  # noqa: TRY400
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the work of the manager."""
-
-    def _settle(self) -> None:
-        self._in_flight.settle()
-        self._check_open()
-        if not self._ranks.collective and not self.read_only:
-            end_era(self.root, self.settings)
-
-    def _restored(self, step: int) -> None:
-        # Up to this step, what an earlier run left is this run's own past.
-        self._left = {url: left for url, left in self._left.items() if (left or 0) > step}
-        self._in_flight.last_good = step
-        self._decisions.restored(step)
 
     def _check_open(self) -> None:
         if self._closed:

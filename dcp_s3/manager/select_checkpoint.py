@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import time
@@ -53,7 +52,6 @@ class NotReady(NamedTuple):
     url: str
     step: int
     reason: str
-    """Why it cannot be loaded now."""
 
 
 def latest_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
@@ -113,7 +111,12 @@ def find(
         asked = order(there)
         left = [info for info in asked if info.url not in unusable]
         if not asked and there and not unusable and away is None:
-            raise _none_asked_for(catalog, there)
+            steps = sorted(info.step for info in there if info.step is not None)
+            raise errors.CheckpointNotFoundError(
+                f"none of the {len(there)} committed checkpoints under {catalog.root} is what was asked for (steps "
+                f"{steps[0]} to {steps[-1]}). Remedy: `dcp-s3 ls {catalog.root}` shows their steps and metrics",
+                url=str(catalog.root),
+            )
         if not left:
             break
         for info in left:
@@ -202,15 +205,6 @@ def impatient(settings: Settings) -> Settings:
     return settings.model_copy(update={"read_timeout": timeout, "retry_attempts": attempts})
 
 
-def _none_asked_for(catalog: CheckpointCatalog, there: Sequence[CheckpointInfo]) -> errors.CheckpointNotFoundError:
-    steps = sorted(info.step for info in there if info.step is not None)
-    return errors.CheckpointNotFoundError(
-        f"none of the {len(there)} committed checkpoints under {catalog.root} is what was asked for (steps "
-        f"{steps[0]} to {steps[-1]}). Remedy: `dcp-s3 ls {catalog.root}` shows their steps and metrics",
-        url=str(catalog.root),
-    )
-
-
 class WaitingCheckpoint(NamedTuple):
     """A checkpoint that was saved completely, but is not committed on S3 yet."""
 
@@ -225,16 +219,18 @@ class WaitingCheckpoint(NamedTuple):
         return self.info.url, self.info.save_id
 
 
-@dataclasses.dataclass(frozen=True)
-class Disk:
+class Disk(NamedTuple):
     """What one rank finds in its spill directory for the checkpoints under a root."""
 
     commits: tuple[WaitingCheckpoint, ...] = ()
     """Checkpoints whose commit waits there."""
-    files: Mapping[tuple[str, str], int] = dataclasses.field(default_factory=dict)
+    files: Mapping[tuple[str, str], int] = {}
     """Size in bytes of each data object there, by (URL, path in the checkpoint)."""
-    size: int = 0
-    """Bytes that wait for S3."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that wait for S3."""
+        return sum(self.files.values())
 
     def lacks(self, checkpoint: WaitingCheckpoint) -> set[str]:
         """Paths of the checkpoint's data objects that are not on this disk."""
@@ -261,16 +257,16 @@ def look_at_disk(catalog: CheckpointCatalog) -> Disk:
     )
     root = f"{catalog.root}/"
     waiting = {(each.url, each.path): each.size for each in find_waiting(store) if each.url.startswith(root)}
-    return Disk(commits, waiting, sum(waiting.values()))
+    return Disk(commits, waiting)
 
 
 def _try_local(
     catalog: CheckpointCatalog, waiting: WaitingCheckpoint, disks: Sequence[Disk], away: errors.TransferError | None
 ) -> ChosenCheckpoint | NotReady | None:
     """None: parts of the checkpoint are lost."""
-    info, step = waiting.info, waiting.info.step or 0
+    info = waiting.info
     if all(any(each.key == waiting.key for each in disk.commits) and not disk.lacks(waiting) for disk in disks):
-        return ChosenCheckpoint(info.url, step, local=True)
+        return ChosenCheckpoint(info.url, info.step or 0, local=True)
     what = "it waits on disk to be committed, and not every rank has all of it on its own"
     if away is None:
         try:
@@ -282,9 +278,9 @@ def _try_local(
             missing = set(on_s3.lacking({entry.path: entry.size for entry in waiting.objects}, exact=True))
             missing = missing.intersection(*(disk.lacks(waiting) for disk in disks))
             if not missing:
-                return NotReady(info.url, step, f"{what}: it is being uploaded to S3")
+                return NotReady(info.url, info.step or 0, f"{what}: it is being uploaded to S3")
             lost = f"{len(missing)} of its {len(waiting.objects)} objects, the first {min(missing)}"
             why = f"it waits on disk to be committed, but {lost}, are neither on S3 nor on a disk of this job"
             logger.warning("%s is passed over: %s", info.url, why)
             return None
-    return NotReady(info.url, step, f"{what}, but S3 does not answer: {away}")
+    return NotReady(info.url, info.step or 0, f"{what}, but S3 does not answer: {away}")

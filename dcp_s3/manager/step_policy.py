@@ -192,8 +192,8 @@ class SaveOnPreemption(SavePolicy):
 def check_policy(policy: object) -> None:
     """Refuse (SettingsError) what is no policy, or needs SIGTERM in another thread than the main one."""
     if policy is not None and not callable(policy):
-        kind = type(policy).__name__
-        raise SettingsError(f"should_save is a {kind}, expected a policy, for example SaveEvery(steps=1000)")
+        expected = "expected a policy, for example SaveEvery(steps=1000)"
+        raise SettingsError(f"should_save is a {type(policy).__name__}, {expected}")
     if _watches(policy) and threading.current_thread() is not threading.main_thread():
         why = "SaveOnPreemption needs SIGTERM, which only the main thread can handle"
         raise SettingsError(f"{why}. Remedy: make the CheckpointManager there")
@@ -256,9 +256,23 @@ class StepDecisions:
         self.preempted = False
         """Whether SIGTERM has come to a rank, as all know."""
         self._saved_preempted = False
+        self.restored(None)
+
+    def restored(self, step: int | None, *, again: int | None = None) -> None:
+        """The run goes on from a step, on all ranks. ``again``: a step to be saved although it is that one."""
+        self._last_step, self._since, self._again, self._gap = step, self._now(), again, 0
         self._answer: tuple[int, bool] | None = None
         self._look: tuple[int, float] | None = None  # step and time of the last exchange
-        self._begin(None)
+
+    def saved(self, step: int, *, again: bool = False) -> None:
+        """The save of a step begins. ``again``: it failed on this rank alone, which may try the step again."""
+        self._saved_preempted = self.preempted
+        self.restored(step, again=step if again else None)
+
+    def close(self) -> None:
+        """End the watch for SIGTERM."""
+        if self._flag is not None:
+            self._flag.close()
 
     def should_save(self, step: int) -> bool:
         """Whether to save a step. The answer stays the same until something is saved or restored."""
@@ -276,31 +290,25 @@ class StepDecisions:
             self._answer = step, answer
         return self._answer[1]
 
-    def saved(self, step: int, *, again: bool = False) -> None:
-        """The save of a step begins. ``again``: it failed on this rank alone, which may try the step again."""
-        self._saved_preempted = self.preempted
-        self._begin(step, step if again else None)
-
-    def restored(self, step: int | None) -> None:
-        """The run goes on from a step, on all ranks."""
-        self._begin(step)
-
-    def close(self) -> None:
-        """End the watch for SIGTERM."""
-        if self._flag is not None:
-            self._flag.close()
-
-    def _begin(self, step: int | None, again: int | None = None) -> None:
-        self._last_step, self._since, self._again, self._gap = step, self._now(), again, 0
-        self._answer = self._look = None
-
     def _moment(self, step: int, preempted: bool) -> SaveMoment:
         preempted = preempted and not self._saved_preempted
         return SaveMoment(step, self._last_step, self._now() - self._since, preempted, self._is_saving())
 
     def _ask(self, step: int) -> bool:
+        def decide(seen: bool) -> tuple[bool, int]:
+            """For all ranks: whether to save, and in how many steps to ask again if not."""
+            moment = self._moment(step, seen)
+            if any(policy(moment) for policy in self._asked):
+                return True, 1
+            if self._look is None or step <= self._look[0]:
+                return False, 1
+            # The pace may change, so only half of what is left, and at most twice as many steps as the last time.
+            pace = max(1e-6, (self._now() - self._look[1]) / (step - self._look[0]))
+            left = min(each.due_in(moment) if isinstance(each, SavePolicy) else 0.0 for each in self._asked)
+            return False, max(1, int(min(left / 2 / pace, 2 * self._gap, _MOST_STEPS)))
+
         seen = self.preempted or (self._flag is not None and self._flag.seen)
-        answer, self._gap, seen = self._ranks.decide(step, lambda seen: self._decide(step, seen), seen)
+        answer, self._gap, seen = self._ranks.decide(step, decide, seen)
         self.preempted = self.preempted or seen
         self._look = step, self._now()
         if self._flag is None or not self.preempted or self._saved_preempted:
@@ -309,15 +317,3 @@ class StepDecisions:
         if self._ranks.is_first:
             logger.warning("SIGTERM has come: step %d is saved", step)
         return True
-
-    def _decide(self, step: int, seen: bool) -> tuple[bool, int]:
-        """For all ranks: whether to save, and in how many steps to ask again if not."""
-        moment = self._moment(step, seen)
-        if any(policy(moment) for policy in self._asked):
-            return True, 1
-        if self._look is None or step <= self._look[0]:
-            return False, 1
-        # The pace may change, so only half of what is left, and at most twice as many steps as the last time.
-        pace = max(1e-6, (self._now() - self._look[1]) / (step - self._look[0]))
-        left = min(each.due_in(moment) if isinstance(each, SavePolicy) else 0.0 for each in self._asked)
-        return False, max(1, int(min(left / 2 / pace, 2 * self._gap, _MOST_STEPS)))

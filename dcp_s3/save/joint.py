@@ -26,10 +26,10 @@ from dcp_s3.coordination.identity import Attempt, current_attempt
 from dcp_s3.coordination.merge import Merging
 from dcp_s3.coordination.ownership import OwnedItem, Replicas, find_owners, lookup_in
 from dcp_s3.coordination.processes import CountedSave, count_of, make_member
-from dcp_s3.coordination.values import NONCE_DIGITS, OPEN, Claim, Intent, Join, Key, Merged, Write
+from dcp_s3.coordination.values import OPEN, Claim, FailedError, Intent, Key, Merged, UnreachableError
 from dcp_s3.failures import name_ranks
 from dcp_s3.format.control_files import Manifest
-from dcp_s3.format.layout import joint_object, manifest_object, new_nonce
+from dcp_s3.format.layout import joint_object, new_nonce
 from dcp_s3.format.part import Part, WrittenItem, digest_of, encode, item_hash
 from dcp_s3.limit import Deadline
 from dcp_s3.process import collector_paused
@@ -66,7 +66,6 @@ class JointSave(Save):
         self._driver = Driver(self._store(), self.url, member, self.settings.rank_timeout, self)
         number = None if self.counted is None else self.counted.number
         self._steps: protocol.Steps[tuple[str, str | None]] | None = protocol.save(member, number, self.of_step)
-        self._nonce: str | None = None
         self._was_committed = False
         self._planner: SavePlanner | None = None
         self._held: list[OwnedItem] = []
@@ -80,7 +79,7 @@ class JointSave(Save):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Join the save, before any byte moves."""
-        self._go_on(None, Join)
+        self._go_on(until="join")
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -95,15 +94,19 @@ class JointSave(Save):
             self._held = find_owners(
                 plan.items, lookup_in(planner), world_size=self.world_size, rank=self.rank, replicas=self.replicas
             )
-            intent = self.join(None)
-        asked = self._go_on(intent, Write)
+            intent = self.join()
+        asked = self._go_on(intent, until="write")
+        failed: FailedError | None = None
         with self._withdrawing():
             threading.Thread(
                 target=self._driver.show_progress, args=(self._ended,), name="dcp_s3-progress", daemon=True
             ).start()
-            answer = self._driver.carry_out(asked)
-        if answer != b"":
-            self._go_on(answer)
+            try:
+                self._driver.carry_out(asked)
+            except FailedError as error:
+                failed = error
+        if failed is not None:
+            self._go_on(error=failed)
         self._tell_written(self._results, time.monotonic() - began)
         return self._results
 
@@ -119,23 +122,6 @@ class JointSave(Save):
                 raise errors.SaveProtocolError(f"{why}. Remedy: DefaultSavePlanner, or a save with collectives")
         self._go_on(b"")
 
-    # --- after the save -----------------------------------------------------------------------------
-
-    def is_committed(self) -> bool:
-        """Whether the save is committed, and was not replaced since. A CheckpointError if it is no longer there."""
-        identity = SaveIdentity(self.url, self.save_id)
-        try:
-            found = find_save_id(self._s3, identity)
-        except errors.ObjectNotFoundError:
-            found = None
-        if found is not None and found[:NONCE_DIGITS] == self._nonce:
-            return True
-        if self._was_committed:
-            raise errors.CheckpointError(
-                f"{self.url} no longer holds this save: it was replaced or deleted", url=str(self.url)
-            )
-        return False
-
     # --- what the driver calls ------------------------------------------------------------------------
 
     @property
@@ -143,22 +129,20 @@ class JointSave(Save):
         """Bytes that this rank has uploaded so far."""
         return sum(each.sent for each in self._batches)
 
-    def join(self, _: Claim | None) -> Intent:
+    def join(self) -> Intent:
         """What this rank says of itself when it joins."""
-        writes: list[int] = []
-        leaves: list[int] = []
+        shared: dict[bool, list[int]] = {True: [], False: []}
         for each in self._held:
             if len(each.holders) > 1:
-                (writes if self._is_own(each) else leaves).append(item_hash(each.item))
+                shared[self._is_own(each)].append(item_hash(each.item))
         held = (item_hash(each.item) for each in self._held)
         digest = digest_of(held, [each.name for each in self.attachments])
-        return Intent("", 0, digest, tuple(writes), tuple(leaves))
+        return Intent("", 0, digest, tuple(shared[True]), tuple(shared[False]))
 
     def write(self, claim: Claim, rank: int, intent: Intent | None) -> bytes:
         """Write this rank's share, or what is left to be written of any rank's: then returns its part."""
         if claim.state == OPEN:
-            own = [each.item for each in self._held if self._is_own(each)]
-            self._results = self._upload(claim, own)
+            self._results = self._upload(claim, [each.item for each in self._held if self._is_own(each)])
             return b""
         more = {*self._driver.read_roll(claim, rank), *(intent.writes if intent is not None else ())}
         missing = [each.item for each in self._held if more and item_hash(each.item) in more]
@@ -168,7 +152,17 @@ class JointSave(Save):
             results = [*self._results, *results]
         else:
             logger.warning("%s: rank %d writes what rank %d was to write", self.url, self.rank, rank)
-        return encode(self._make_part(claim, rank, results))
+        items = {each.item.index: each.item for each in self._held}
+        written = tuple(
+            WrittenItem(each.index, item.tensor_data, each.storage_data, item.type == WriteItemType.SHARD)
+            for each, item in ((each, items[each.index]) for each in results if each.storage_data is not None)
+        )
+        facts: dict[str, Any] = {"started_at": self._beginning.at, "by": self.rank}
+        if rank == 0:
+            facts |= {"metrics": dict(self.metrics), "extra": dict(self.extra)}
+        paths = None if self._paths is None else {each.index.fqn: self._paths[each.index.fqn] for each in written}
+        objects, _, _ = objects_of(results)
+        return encode(Part(claim.nonce, rank, self.world_size, written, tuple(objects), paths, facts))
 
     def merge(self, claim: Claim, parts: Iterator[bytes]) -> Merged:
         """Make the checkpoint of all parts, and write all of it but ``.metadata``."""
@@ -222,22 +216,34 @@ class JointSave(Save):
 
     # --- internal -----------------------------------------------------------------------------------
 
-    def _go_on(self, answer: Any, until: type | None = None) -> Any:
-        """Go on with the protocol; raise what the save fails with, if it ends without a commit."""
-        steps = self._steps
-        if steps is None:
+    def _go_on(self, answer: Any = None, *, error: Exception | None = None, until: str | None = None) -> Any:
+        """Go on with the protocol, see `Driver.go_on`; raise what the save fails with, if it ends without a commit."""
+        if self._steps is None:
             raise errors.SaveProtocolError("this save has ended", url=str(self.url))
         with self._withdrawing():
-            found = self._driver.go_on(steps, answer, until=until)
-        if until is not None and isinstance(found, until):
+            found = self._driver.go_on(self._steps, answer, error=error, until=until)
+        if isinstance(found, values.Task):
             return found
         self._end()
-        verdict, self._nonce = found
+        verdict, nonce = found
         if self.counted is not None:
             self.counted.decided(verdict)
         if verdict != values.COMMITTED:
-            raise verdict_error(self.url, verdict, self._driver.claim, self._nonce, self._driver.error)
-        self._report()
+            raise verdict_error(self.url, verdict, self._driver.claim, nonce, self._driver.error)
+        self._was_committed = True
+        try:
+            self.save_id = find_save_id(self._s3, self._identity) or ""
+            self._identity = SaveIdentity(self.url, self.save_id)
+            if self.rank != 0:
+                return None
+            manifest = Manifest.from_json(self._s3.get(self._identity.manifest_key).data)
+        except (errors.StorageError, ValueError) as unread:
+            logger.info("%s is committed (its manifest is not read: %s)", self.url, unread)
+            return None
+        if made_up := manifest.coordination.get("made_up"):
+            names = name_ranks(map(int, made_up))
+            logger.warning("%s is committed without %s, which others made up for", self.url, names)
+        self._tell_committed(manifest.objects, ranks=self.world_size, spilled=0, copied=None, throttled=self.throttled)
         return None
 
     def _end(self) -> None:
@@ -251,8 +257,9 @@ class JointSave(Save):
             yield
         except BaseException as error:
             if self._steps is not None:
+                why = UnreachableError(f"rank {self.rank}: {type(error).__name__}: {error}"[:2000])
                 with contextlib.suppress(Exception):
-                    self._driver.leave(self._steps, f"rank {self.rank}: {type(error).__name__}: {error}"[:2000])
+                    self._driver.go_on(self._steps, error=why)
             self._end()
             raise
 
@@ -264,37 +271,6 @@ class JointSave(Save):
             raise errors.SaveProtocolError("this save has ended", url=str(self.url))
         nonce = claim.nonce + new_nonce()
         return self._write_items(items, self._planner, nonce, again=again, watch=self._batches.append)
-
-    def _make_part(self, claim: Claim, rank: int, results: Sequence[WriteResult]) -> Part:
-        items = {each.item.index: each.item for each in self._held}
-        stored = [(each, items[each.index]) for each in results if each.storage_data is not None]
-        written = [
-            WrittenItem(each.index, item.tensor_data, each.storage_data, item.type == WriteItemType.SHARD)
-            for each, item in stored
-        ]
-        objects, _, _ = objects_of(results)
-        facts: dict[str, Any] = {"started_at": self._beginning.at, "by": self.rank}
-        if rank == 0:
-            facts |= {"metrics": dict(self.metrics), "extra": dict(self.extra)}
-        paths = None if self._paths is None else {each.index.fqn: self._paths[each.index.fqn] for each in written}
-        return Part(claim.nonce, rank, self.world_size, tuple(written), tuple(objects), paths, facts)
-
-    def _report(self) -> None:
-        """Tell what was committed: on the first rank, for all."""
-        self._was_committed = True
-        try:
-            identity = SaveIdentity(self.url, "")
-            self.save_id = find_save_id(self._s3, identity) or ""
-            if self.rank != 0:
-                return
-            manifest = Manifest.from_json(self._s3.get(self.url.key(manifest_object(self.save_id))).data)
-        except (errors.StorageError, ValueError) as error:
-            logger.info("%s is committed (its manifest is not read: %s)", self.url, error)
-            return
-        if made_up := manifest.coordination.get("made_up"):
-            names = name_ranks(map(int, made_up))
-            logger.warning("%s is committed without %s, which others made up for", self.url, names)
-        self._tell_committed(manifest.objects, ranks=self.world_size, spilled=0, copied=None, throttled=self.throttled)
 
 
 def begin_joint_save(
@@ -318,7 +294,7 @@ def begin_joint_save(
     step = find_step(url.name, settings) if step is None else step
     if counted is None and not options.get("is_blocking"):
         counted = count_of(attempt, url, step)
-        if step is None and not counted.is_new:
+        if step is None and counted.number[2] > 1:
             raise errors.SaveProtocolError(
                 f"{url} is saved to again, asynchronously and without collectives, and nothing tells this save from "
                 "the one before if that fails on some rank. Remedy: S3StorageWriter(url, step=...), or another URL for "

@@ -17,7 +17,7 @@ import pytest
 
 from dcp_s3 import errors
 from dcp_s3.coordination import driving, protocol
-from dcp_s3.coordination.driving import Clock, Driver
+from dcp_s3.coordination.driving import Driver, Watch
 from dcp_s3.coordination.identity import Attempt
 from dcp_s3.coordination.processes import settle_saves
 from dcp_s3.coordination.values import (
@@ -38,7 +38,6 @@ from dcp_s3.coordination.values import (
     open_claim,
     parse_claim,
 )
-from dcp_s3.coordination.watch import Watch
 from dcp_s3.format.layout import METADATA, data_object
 from dcp_s3.retention.prune import prune
 from dcp_s3.save.joint import verdict_error
@@ -65,7 +64,7 @@ class Work:
     moved: int = 0
     asked: list[int] = field(default_factory=list)
 
-    def join(self, _: Claim) -> Intent:
+    def join(self) -> Intent:
         return Intent("", 0, self.digest or str(self.rank), self.writes, self.leaves)
 
     def write(self, claim: Claim, rank: int, intent: Intent | None) -> bytes:
@@ -96,14 +95,14 @@ def die(_: Work) -> None:
 
 
 def run_one(
-    work: Work, rank_timeout: float, *clock: Clock, number: int | None = 1, attempt: Attempt = ATTEMPT,
-    world_size: int = 2, overwrite: bool = False,
+    work: Work, rank_timeout: float, *, clock: dict[str, Any] | None = None, number: int | None = 1,
+    attempt: Attempt = ATTEMPT, world_size: int = 2, overwrite: bool = False,
 ) -> str:  # fmt: skip
     """What one rank hears."""
     place = dataclasses.replace(attempt, rank=work.rank, world_size=world_size)
     me, ended = Member(work.rank, place, f"process-{work.rank}", overwrite), threading.Event()
-    work.driver = Driver(work.store, URL, me, rank_timeout, work, *clock)
-    if not clock:
+    work.driver = Driver(work.store, URL, me, rank_timeout, work, **(clock or {}))
+    if clock is None:
         threading.Thread(target=work.driver.show_progress, args=(ended,), daemon=True).start()
     try:
         return work.driver.run(protocol.save(me, None if number is None else (0, 1, number), 1))[0]
@@ -255,7 +254,7 @@ def test_others_are_waited_for_while_they_move() -> None:
         other = Intent("process-1", int(now[0]), "another").to_json()  # nobody can write in its place
         store.put(URL.key(Key("intent", claim_of(store).nonce, 1).path), other)
 
-    assert run_one(Work(store, 0), 10.0, Clock(lambda: now[0], sleep)) == ABORTED
+    assert run_one(Work(store, 0), 10.0, clock={"now": lambda: now[0], "sleep": sleep}) == ABORTED
     assert 160.0 < now[0] < 190.0  # the later, if this rank called the roll in place of the other: that is progress
     assert "rank 1 " in claim_of(store).why
 

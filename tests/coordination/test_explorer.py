@@ -25,8 +25,9 @@ from dcp_s3.coordination.values import (
     Key,
     Put,
 )
-from tests.coordination import explorer
-from tests.coordination.explorer import ANY, BrokenError, Config, Start, World
+from tests.coordination import model
+from tests.coordination.explorer import World
+from tests.coordination.model import ANY, BrokenError, Config, Start
 
 
 def calls(*kinds: str, step: int | None = None) -> tuple[tuple[str, int, int | None], ...]:
@@ -145,11 +146,11 @@ def _parts_without_nonce() -> Patches:
 
 
 def _no_roll_call() -> Patches:
-    return {(protocol, "may_close"): lambda intents, everybody: True, (World, "reads_intents"): False}
+    return {(World, "reads_intents"): False}
 
 
 def _no_abort() -> Patches:
-    def abort(me: Any, claim: Claim, why: str) -> protocol.Steps[Any]:
+    def abort(claim: Claim, why: str) -> protocol.Steps[Any]:
         yield from ()
         return ABORTED
 
@@ -202,15 +203,15 @@ def _claim_before_list() -> Patches:
     def prune(everybody: frozenset[int]) -> protocol.Steps[Any]:
         found = yield from protocol.settle()
         there = yield Get(Key("checkpoint"))
-        names = yield explorer.ListAll()
+        names = yield model.ListAll()
         leftovers = [
             name for name in names
-            if found and name.kind in explorer.JOINT and explorer.is_leftover(name, found.body, there)
+            if found and name.kind in model.JOINT and model.is_leftover(name, found.body, there)
         ]  # fmt: skip
         if leftovers:
-            yield explorer.Delete(tuple(leftovers))
+            yield model.Delete(tuple(leftovers))
 
-    return {(explorer, "prune"): prune}
+    return {(model, "prune"): prune}
 
 
 def _is_state(state: str) -> Callable[[Key, Any], bool]:

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from dcp_s3 import errors
-from dcp_s3.coordination.control_keys import ControlKeys
 from dcp_s3.coordination.identity import Attempt
 from dcp_s3.errors import SettingsError
-from dcp_s3.manager.agree import Ranks, StoreRanks
+from dcp_s3.manager.agree import ControlKeys, Ranks, StoreRanks
 from dcp_s3.manager.select_checkpoint import ChosenCheckpoint
 from dcp_s3.manager.step_policy import (
     SaveContinuously,

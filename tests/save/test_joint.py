@@ -173,7 +173,7 @@ def _over_another(root: str) -> None:
     for writer in (first, second):
         dcp.save(_names(), storage_writer=writer, use_collectives=False)
     second.wait_committed(60)
-    with pytest.raises(errors.CheckpointError, match="replaced or deleted"):
+    with pytest.raises(errors.CheckpointError, match="this save was replaced"):
         first.wait_committed(60)
 
 
