@@ -128,120 +128,85 @@ def test_it_holds_in_random_walks(config: Config, runs: int) -> None:
 
 # --- broken protocols ----------------------------------------------------------------------------------------
 
-Patches = dict[tuple[Any, str], Any]
+_judge = protocol.judge
 
 
-def _without_condition(matches: Callable[[Key, Any], bool]) -> Patches:
-    def put(key: Key, body: Any, expect: str) -> Put:
-        return Put(key, body, ANY if matches(key, body) else expect)
-
-    return {(protocol, "Put"): put}
-
-
-def _parts_without_nonce() -> Patches:
-    def key(kind: str, nonce: str, rank: int = 0) -> Key:
-        return Key(kind, "0" * 16 if kind == "part" else nonce, rank)
-
-    return {(protocol, "Key"): key, (World, "part_id"): staticmethod(lambda _: "0" * 16)}
-
-
-def _no_roll_call() -> Patches:
-    return {(World, "reads_intents"): False}
-
-
-def _no_abort() -> Patches:
-    def abort(claim: Claim, why: str) -> protocol.Steps[Any]:
-        yield from ()
-        return ABORTED
-
-    return {(protocol, "abort"): abort}
-
-
-def _no_finish_before_opening() -> Patches:
-    def look(claim: Claim | None) -> protocol.Steps[Any]:
-        there = yield Get(METADATA)
-        return ("", "") if there is None else (there.etag, there.body)
-
-    return {(protocol, "_look_at_checkpoint"): look}
-
-
-def _told_before_metadata() -> Patches:
-    def finish(claim: Claim, merged: Any = None) -> protocol.Steps[Any]:
-        yield from ()
-        return True
-
-    return {(protocol, "finish"): finish}
-
-
-def _lost_is_done() -> Patches:
-    def put(key: Key, body: Any, found: Any) -> protocol.Steps[Any]:
-        return (yield Put(key, body, "" if found is None else found.etag)) in (DONE, LOST)
-
-    return {(protocol, "put"): put}
-
-
-def _any_number() -> Patches:
-    old = protocol.judge
-
-    def judge(found: Claim | None, me: Any, number: Any, step: Any) -> str:
-        is_ours = found is not None and found.attempt == me.attempt.id and found.is_undecided
-        return "join" if is_ours else old(found, me, number, step)
-
-    return {(protocol, "judge"): judge}
-
-
-def _left_is_joined() -> Patches:
-    old = protocol.judge
-
-    def judge(found: Claim | None, me: Any, number: Any, step: Any) -> str:
-        return old(found, replace(me, left=set()), number, step)
-
-    return {(protocol, "judge"): judge}
-
-
-def _claim_before_list() -> Patches:
-    def prune(everybody: frozenset[int]) -> protocol.Steps[Any]:
-        found = yield from protocol.settle()
-        there = yield Get(Key("checkpoint"))
-        names = yield model.ListAll()
-        leftovers = [
-            name for name in names
-            if found and name.kind in model.JOINT and model.is_leftover(name, found.body, there)
-        ]  # fmt: skip
-        if leftovers:
-            yield model.Delete(tuple(leftovers))
-
-    return {(model, "prune"): prune}
+def _unless(matches: Callable[[Key, Any], bool]) -> Callable[[Key, Any, str], Put]:
+    """A Put without its condition, if it matches."""
+    return lambda key, body, expect: Put(key, body, ANY if matches(key, body) else expect)
 
 
 def _is_state(state: str) -> Callable[[Key, Any], bool]:
     return lambda key, body: key == CLAIM and body.state == state
 
 
-MUTATIONS: dict[str, tuple[Callable[[], Patches], str]] = {
-    "parts without the nonce": (_parts_without_nonce, "two-saves"),
-    "unconditional commit of the claim": (lambda: _without_condition(_is_state(COMMITTING)), "single"),
-    "unconditional .metadata": (lambda: _without_condition(lambda key, _: key == METADATA), "late-metadata"),
-    "unconditional abort": (lambda: _without_condition(_is_state(ABORTED)), "single"),
-    "unconditional intent": (lambda: _without_condition(lambda key, _: key.kind == "intent"), "twins-apart"),
-    "no roll call": (_no_roll_call, "uncounted-lockstep"),
-    "no abort after a failure": (_no_abort, "single"),
-    "a decided commit is not done before the next claim": (_no_finish_before_opening, "overwrite-decided"),
-    "committed is told before .metadata is there": (_told_before_metadata, "single"),
-    "a lost answer counts as done": (_lost_is_done, "single"),
-    "a claim of another number is joined": (_any_number, "redo-from-memory"),
-    "a save that was left is joined again": (_left_is_joined, "left-by-both"),
-    "an older attempt takes the claim of a newer one": (
-        lambda: {(protocol, "is_newer"): lambda claim, attempt: False}, "attempt-of-1",
+def _key(kind: str, nonce: str, rank: int = 0) -> Key:
+    return Key(kind, "0" * 16 if kind == "part" else nonce, rank)
+
+
+def _answer(value: Any) -> Callable[..., protocol.Steps[Any]]:
+    def answer(*_: Any) -> protocol.Steps[Any]:
+        yield from ()
+        return value
+
+    return answer
+
+
+def _look(claim: Claim | None) -> protocol.Steps[Any]:
+    there = yield Get(METADATA)
+    return ("", "") if there is None else (there.etag, there.body)
+
+
+def _put(key: Key, body: Any, found: Any) -> protocol.Steps[Any]:
+    return (yield Put(key, body, "" if found is None else found.etag)) in (DONE, LOST)
+
+
+def _judge_any_number(found: Claim | None, me: Any, number: Any, step: Any) -> str:
+    is_ours = found is not None and found.attempt == me.attempt.id and found.is_undecided
+    return "join" if is_ours else _judge(found, me, number, step)
+
+
+def _prune(everybody: frozenset[int]) -> protocol.Steps[Any]:
+    found = yield from protocol.settle()
+    there = yield Get(Key("checkpoint"))
+    names = yield model.ListAll()
+    kinds = [name for name in names if found and name.kind in model.JOINT]
+    leftovers = tuple(name for name in kinds if model.is_leftover(name, found.body, there))
+    if leftovers:
+        yield model.Delete(leftovers)
+
+
+MUTATIONS: dict[str, tuple[str, dict[tuple[Any, str], Any]]] = {
+    "parts without the nonce": (
+        "two-saves", {(protocol, "Key"): _key, (World, "part_id"): staticmethod(lambda _: "0" * 16)},
     ),
-    "a prune reads the claim before it lists": (_claim_before_list, "prune"),
+    "unconditional commit of the claim": ("single", {(protocol, "Put"): _unless(_is_state(COMMITTING))}),
+    "unconditional .metadata": ("late-metadata", {(protocol, "Put"): _unless(lambda key, _: key == METADATA)}),
+    "unconditional abort": ("single", {(protocol, "Put"): _unless(_is_state(ABORTED))}),
+    "unconditional intent": ("twins-apart", {(protocol, "Put"): _unless(lambda key, _: key.kind == "intent")}),
+    "no roll call": ("uncounted-lockstep", {(World, "reads_intents"): False}),
+    "no abort after a failure": ("single", {(protocol, "abort"): _answer(ABORTED)}),
+    "a decided commit is not done before the next claim": (
+        "overwrite-decided", {(protocol, "_look_at_checkpoint"): _look},
+    ),
+    "committed is told before .metadata is there": ("single", {(protocol, "finish"): _answer(True)}),
+    "a lost answer counts as done": ("single", {(protocol, "put"): _put}),
+    "a claim of another number is joined": ("redo-from-memory", {(protocol, "judge"): _judge_any_number}),
+    "a save that was left is joined again": (
+        "left-by-both",
+        {(protocol, "judge"): lambda found, me, *save: _judge(found, replace(me, left=set()), *save)},
+    ),
+    "an older attempt takes the claim of a newer one": (
+        "attempt-of-1", {(protocol, "is_newer"): lambda claim, attempt: False},
+    ),
+    "a prune reads the claim before it lists": ("prune", {(model, "prune"): _prune}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("title", MUTATIONS)
 def test_a_broken_protocol_is_found_out(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    patches, where = MUTATIONS[title]
-    for (place, name), value in patches().items():
+    where, patches = MUTATIONS[title]
+    for (place, name), value in patches.items():
         monkeypatch.setattr(place, name, value)
     with pytest.raises(BrokenError):
         World(replace(find(where), sample=10)).explore(250_000)
