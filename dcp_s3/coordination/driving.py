@@ -14,33 +14,10 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from dcp_s3 import errors
+from dcp_s3.coordination import protocol, values
 from dcp_s3.coordination.merge import assign
-from dcp_s3.coordination.protocol import Steps, merger_of
-from dcp_s3.coordination.values import (
-    CLAIM,
-    DONE,
-    LOST,
-    METADATA,
-    NONCE_DIGITS,
-    TAKEN,
-    Claim,
-    FailedError,
-    Found,
-    Get,
-    GoneError,
-    Intent,
-    Key,
-    Look,
-    Member,
-    Merged,
-    Present,
-    Put,
-    Task,
-    UnreachableError,
-    Wait,
-    parse_claim,
-    parse_intent,
-)
+from dcp_s3.coordination.protocol import FailedError, Get, GoneError, Look, Put, Steps, Task, UnreachableError, Wait
+from dcp_s3.coordination.values import CLAIM, METADATA, NONCE_DIGITS, Claim, Found, Intent, Key, Merged
 from dcp_s3.failures import without_tracebacks
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, joint_object, metadata_object, new_nonce
 from dcp_s3.memory import crc64nvme, crc_hex
@@ -71,7 +48,7 @@ class Driver:
         self,
         store: Store,
         url: CheckpointURL,
-        me: Member,
+        me: protocol.Member,
         rank_timeout: float,
         work: Any = None,
         *,
@@ -148,7 +125,7 @@ class Driver:
             return None
         body: Any = Merged(key.id, found.data)
         if key.kind != "merged":
-            body = (parse_claim if key == CLAIM else parse_intent)(found.data)
+            body = (values.parse_claim if key == CLAIM else values.parse_intent)(found.data)
         return Found(body, found.etag)
 
     def _put(self, operation: Put) -> str:
@@ -167,17 +144,17 @@ class Driver:
                 expect = Expect(operation.expect, required=True)
                 store.put(self._url.key(key.path), data, expect=expect, metadata=metadata)
             except (errors.PreconditionFailedError, errors.ObjectNotFoundError):
-                return TAKEN
-            return DONE
+                return protocol.TAKEN
+            return protocol.DONE
 
-        answer: str = self._ask(put, or_else=LOST)
-        if answer == DONE and key == CLAIM:
+        answer: str = self._ask(put, or_else=protocol.LOST)
+        if answer == protocol.DONE and key == CLAIM:
             self.claim = body  # nothing shows progress in a save that is decided
         return answer
 
-    def _look(self, operation: Look) -> Present:
+    def _look(self, operation: Look) -> protocol.Present:
         claim = operation.claim
-        is_few = claim.world_size <= _FEW_RANKS or merger_of(claim) == self._me.rank
+        is_few = claim.world_size <= _FEW_RANKS or protocol.merger_of(claim) == self._me.rank
         if is_few or operation.is_fresh or self._watch.is_stale(self._me.rank / claim.world_size):
             prefix = self._url.key(joint_object(claim.nonce, ""))
             listed = self._ask(lambda store: store.list(prefix)).objects
@@ -211,7 +188,7 @@ class Driver:
     def _call_roll(self, claim: Claim) -> str:
         leaves, writes = [], []
         for rank, data in enumerate(self._read("intent", claim)):
-            intent = parse_intent(data)
+            intent = values.parse_intent(data)
             if intent is None:
                 raise errors.SaveProtocolError(f"{self._url} is not committed: the intent of rank {rank} is damaged")
             leaves.append(np.array(intent.leaves, np.uint64))
@@ -272,7 +249,7 @@ class Driver:
 
     def _sleep(self) -> None:
         self._sleep_for(self._pause * random.uniform(0.75, 1.25))
-        is_merger = self.claim is not None and merger_of(self.claim) == self._me.rank
+        is_merger = self.claim is not None and protocol.merger_of(self.claim) == self._me.rank
         ranks = 0 if is_merger else self._me.attempt.world_size
         self._pause = min(1.5 * self._pause, max(_LONGEST_PAUSE, _PAUSE_PER_RANK * ranks))
 
@@ -303,7 +280,7 @@ class Watch:
 
     def __init__(self, now: Callable[[], float], rank_timeout: float) -> None:
         self._now, self._rank_timeout = now, rank_timeout
-        self.present = Present()
+        self.present = protocol.Present()
         self.progress = 0
         self._nonce = ""
         self._phases: set[str] = set()
@@ -315,7 +292,7 @@ class Watch:
         if claim is None:
             return
         if claim.nonce != self._nonce:
-            self._nonce, self.present = claim.nonce, Present()
+            self._nonce, self.present = claim.nonce, protocol.Present()
             self._signs, self._changed_at, self._phases = {}, {}, set()
         self._enter(claim.state)
 
@@ -343,7 +320,7 @@ class Watch:
                 if kind == "intent":
                     self._signs[rank] = sign
                 found[kind].add(rank)
-        self.present = Present(frozenset(found["intent"]), frozenset(found["part"]))
+        self.present = protocol.Present(frozenset(found["intent"]), frozenset(found["part"]))
         for phase, ranks in (("joined", self.present.intents), ("merging", self.present.parts)):
             if len(ranks) == world_size:
                 self._enter(phase)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from dcp_s3.coordination.driving import Driver
 from dcp_s3.coordination.identity import Attempt, current_attempt
-from dcp_s3.coordination.protocol import settle
+from dcp_s3.coordination.protocol import UNKNOWN, Member, settle
 from dcp_s3.coordination.protocol import withdraw as withdraw_from
-from dcp_s3.coordination.values import UNKNOWN, Member, Number
+from dcp_s3.coordination.values import Number
 from dcp_s3.errors import DcpS3Error, StorageError
 from dcp_s3.process import reset_in_child
 from dcp_s3.s3.store import store_of

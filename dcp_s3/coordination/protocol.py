@@ -11,45 +11,120 @@ tests explore their interleavings. docs/design.md says which failure each rule i
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Generator
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
 
-from dcp_s3.coordination.values import (
-    ABORTED,
-    BEHIND,
-    CLAIM,
-    COMMITTED,
-    COMMITTING,
-    DONE,
-    EXISTS,
-    FULL,
-    LOST,
-    METADATA,
-    OPEN,
-    REFUSED,
-    SUPERSEDED,
-    UNKNOWN,
-    Claim,
-    FailedError,
-    Found,
-    Get,
-    GoneError,
-    Key,
-    Look,
-    Member,
-    Merged,
-    Number,
-    Put,
-    Task,
-    UnreachableError,
-    Wait,
-    is_newer,
-    open_claim,
-)
+from dcp_s3.coordination import values
+from dcp_s3.coordination.identity import Attempt
+from dcp_s3.coordination.values import ABORTED, CLAIM, COMMITTING, FULL, METADATA, OPEN, Claim, Found, Key, Merged
 
 T = TypeVar("T")
 Steps = Generator[Any, Any, T]
+
+# Verdicts on a save; ABORTED is one, too.
+COMMITTED = "committed"
+EXISTS = "exists"  # there is a checkpoint, which is not to be overwritten; or one that came first
+BEHIND = "behind"  # other ranks of the attempt are at a later save, or have restored more often
+REFUSED = "refused"  # another process is in this rank's place, or the ranks disagree on their number
+SUPERSEDED = "superseded"  # others save there since; if this rank had joined: not known whether it was committed
+UNKNOWN = "unknown"  # the store could not be reached: it may or may not be committed
+
+# Answers to a Put
+DONE = "done"
+TAKEN = "taken"  # its condition did not hold
+LOST = "lost"  # no answer: perhaps applied, now or later
+
+
+class Get(NamedTuple):
+    """Answer: `Found`, or None."""
+
+    key: Key
+
+
+class Put(NamedTuple):
+    """Answer: DONE, TAKEN or LOST."""
+
+    key: Key
+    body: Any
+    expect: str
+    """The ETag of what is there; empty: nothing is."""
+
+
+class Look(NamedTuple):
+    """Lists a save's intents and parts, now or as they were shortly ago. Answer: `Present`."""
+
+    claim: Claim
+    is_fresh: bool = False
+
+
+class Wait(NamedTuple):
+    """Pause, then answer the lowest of these ranks that has shown nothing new (an object, or progress in its intent)
+    for so many rank timeouts of this process's monotonic clock; None if none."""
+
+    ranks: frozenset[int]
+    patience: float
+
+
+class Task(NamedTuple):
+    """What is for the rank itself to do: `driving.Driver` calls its work's method of this name.
+
+    - ``join``. Answer: this rank's `Intent`, but for the process.
+    - ``write``: the data of ``rank``: what it is to write by itself while the claim is open, and what the roll adds
+      once it is full; or, with its intent, all of another rank. Answer: its part as bytes, once the claim is full.
+    - ``call_roll``: read all intents, and write down what ranks have to write that all others have left to ones that
+      lack it. Answer: id of that, empty if there is nothing.
+    - ``merge``: read all parts, write the manifest, and what is to become ``.metadata``. Answer: `Merged`.
+    - ``clean``: remove what the committed save does not need any more, and what it has replaced. No answer.
+
+    Instead of an answer a FailedError or GoneError may be thrown into the generator.
+    """
+
+    what: str
+    claim: Claim
+    rank: int = 0
+    intent: values.Intent | None = None
+
+
+class Present(NamedTuple):
+    """The ranks whose intents and parts are there."""
+
+    intents: frozenset[int] = frozenset()
+    parts: frozenset[int] = frozenset()
+
+
+class FailedError(Exception):
+    """A task has failed on this rank, for the reason given."""
+
+
+class GoneError(FailedError):
+    """An intent or a part is gone: the save was decided, or somebody else removes things."""
+
+
+class UnreachableError(Exception):
+    """This rank cannot go on, because the store did not answer until the time of the save was over, or for the reason
+    given. Thrown into the generator, which then has only a little time left."""
+
+
+@dataclass
+class Member:
+    """A rank in its saves to one URL."""
+
+    rank: int
+    attempt: Attempt
+    process: str
+    """Random: no other process has it."""
+    overwrite: bool = False
+    left: set[str] = field(default_factory=set)
+    """Nonces of the saves that this process has left undecided: it never joins them again."""
+    intent: values.Intent = field(default_factory=lambda: values.Intent("", 0, ""))
+    """In the save that is under way."""
+
+    def draw(self) -> str:
+        """A new nonce."""
+        return secrets.token_hex(8)
+
 
 _JOIN = "join"
 _PATIENCE_FOR_STAND_INS = 1.75
@@ -59,7 +134,7 @@ _PATIENCE_FOR_STAND_INS = 1.75
 # --- a save -------------------------------------------------------------------------------------------
 
 
-def save(me: Member, number: Number | None, step: int | None) -> Steps[tuple[str, str | None]]:
+def save(me: Member, number: values.Number | None, step: int | None) -> Steps[tuple[str, str | None]]:
     """Take part in a save. Returns the verdict, and the nonce if this rank has joined.
 
     ``number`` was counted; or it is None, if no rank is here while another one is at an earlier save.
@@ -84,12 +159,12 @@ def save(me: Member, number: Number | None, step: int | None) -> Steps[tuple[str
         return UNKNOWN, claim.nonce
 
 
-def judge(found: Claim | None, me: Member, number: Number | None, step: int | None) -> str:
+def judge(found: Claim | None, me: Member, number: values.Number | None, step: int | None) -> str:
     """What a rank that begins a save does about the claim that it finds: join it, open another one, or end. Pure."""
     if found is None:
         return OPEN
     if found.attempt != me.attempt.id:
-        return SUPERSEDED if is_newer(found, me.attempt) else OPEN
+        return SUPERSEDED if values.is_newer(found, me.attempt) else OPEN
     if found.world_size != me.attempt.world_size:
         return REFUSED
     if number is None or found.number is None:  # of two kinds, it is another save
@@ -102,7 +177,7 @@ def judge(found: Claim | None, me: Member, number: Number | None, step: int | No
     return _JOIN if found.is_undecided and found.nonce not in me.left else ABORTED
 
 
-def begin(me: Member, number: Number | None, step: int | None) -> Steps[Claim | str]:
+def begin(me: Member, number: values.Number | None, step: int | None) -> Steps[Claim | str]:
     """Returns the open claim of the save, or the verdict."""
     while True:
         claim, found = yield from _get_claim()
@@ -114,7 +189,7 @@ def begin(me: Member, number: Number | None, step: int | None) -> Steps[Claim | 
         replaces, last = yield from _look_at_checkpoint(claim)
         if replaces and not me.overwrite:
             return EXISTS
-        claim = open_claim(me.attempt, me.draw(), number, step, replaces, last)
+        claim = values.open_claim(me.attempt, me.draw(), number, step, replaces, last)
         if (yield from put(CLAIM, claim, found)):
             return claim
 
@@ -277,7 +352,7 @@ def finish(claim: Claim, merged: Merged | None = None) -> Steps[bool]:
 # --- beside a save ------------------------------------------------------------------------------------
 
 
-def withdraw(me: Member, number: Number, step: int | None, why: str, *, is_new: bool = True) -> Steps[str]:
+def withdraw(me: Member, number: values.Number, step: int | None, why: str, *, is_new: bool = True) -> Steps[str]:
     """Abort a save that this rank has counted and cannot begin, or has restored since. Returns the verdict. ``is_new``:
     the others are to find that out, also if none of them has begun it."""
     while True:
@@ -291,7 +366,7 @@ def withdraw(me: Member, number: Number, step: int | None, why: str, *, is_new: 
             claim = replace(claim, state=ABORTED, why=why)
         else:
             replaces, last = yield from _look_at_checkpoint(claim)
-            claim = open_claim(me.attempt, me.draw(), number, step, replaces, last, why=why)
+            claim = values.open_claim(me.attempt, me.draw(), number, step, replaces, last, why=why)
         if (yield from put(CLAIM, claim, found)):
             return ABORTED
 

@@ -1,11 +1,10 @@
-"""Values of joint saves, those of several ranks without collectives: the objects by which the ranks meet, with their
-names and their JSON, and what `protocol` yields and gets. Pure."""
+"""The objects by which the ranks of a joint save (several ranks, without collectives) meet, with their names and their
+JSON. Pure."""
 
 from __future__ import annotations
 
 import json
-import secrets
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from dcp_s3.coordination.identity import Attempt
@@ -185,108 +184,3 @@ class Merged(NamedTuple):
 
     save_id: str
     data: bytes | memoryview
-
-
-# --- what `protocol` yields and gets, and its verdicts ---------------------------------------------------
-
-# Verdicts on a save; ABORTED is one, too.
-COMMITTED = "committed"
-EXISTS = "exists"  # there is a checkpoint, which is not to be overwritten; or one that came first
-BEHIND = "behind"  # other ranks of the attempt are at a later save, or have restored more often
-REFUSED = "refused"  # another process is in this rank's place, or the ranks disagree on their number
-SUPERSEDED = "superseded"  # others save there since; if this rank had joined: not known whether it was committed
-UNKNOWN = "unknown"  # the store could not be reached: it may or may not be committed
-
-# Answers to a Put
-DONE = "done"
-TAKEN = "taken"  # its condition did not hold
-LOST = "lost"  # no answer: perhaps applied, now or later
-
-
-class Get(NamedTuple):
-    """Answer: `Found`, or None."""
-
-    key: Key
-
-
-class Put(NamedTuple):
-    """Answer: DONE, TAKEN or LOST."""
-
-    key: Key
-    body: Any
-    expect: str
-    """The ETag of what is there; empty: nothing is."""
-
-
-class Look(NamedTuple):
-    """Lists a save's intents and parts, now or as they were shortly ago. Answer: `Present`."""
-
-    claim: Claim
-    is_fresh: bool = False
-
-
-class Wait(NamedTuple):
-    """Pause, then answer the lowest of these ranks that has shown nothing new (an object, or progress in its intent)
-    for so many rank timeouts of this process's monotonic clock; None if none."""
-
-    ranks: frozenset[int]
-    patience: float
-
-
-class Task(NamedTuple):
-    """What is for the rank itself to do: `driving.Driver` calls its work's method of this name.
-
-    - ``join``. Answer: this rank's `Intent`, but for the process.
-    - ``write``: the data of ``rank``: what it is to write by itself while the claim is open, and what the roll adds
-      once it is full; or, with its intent, all of another rank. Answer: its part as bytes, once the claim is full.
-    - ``call_roll``: read all intents, and write down what ranks have to write that all others have left to ones that
-      lack it. Answer: id of that, empty if there is nothing.
-    - ``merge``: read all parts, write the manifest, and what is to become ``.metadata``. Answer: `Merged`.
-    - ``clean``: remove what the committed save does not need any more, and what it has replaced. No answer.
-
-    Instead of an answer a FailedError or GoneError may be thrown into the generator.
-    """
-
-    what: str
-    claim: Claim
-    rank: int = 0
-    intent: Intent | None = None
-
-
-class Present(NamedTuple):
-    """The ranks whose intents and parts are there."""
-
-    intents: frozenset[int] = frozenset()
-    parts: frozenset[int] = frozenset()
-
-
-class FailedError(Exception):
-    """A task has failed on this rank, for the reason given."""
-
-
-class GoneError(FailedError):
-    """An intent or a part is gone: the save was decided, or somebody else removes things."""
-
-
-class UnreachableError(Exception):
-    """This rank cannot go on, because the store did not answer until the time of the save was over, or for the reason
-    given. Thrown into the generator, which then has only a little time left."""
-
-
-@dataclass
-class Member:
-    """A rank in its saves to one URL."""
-
-    rank: int
-    attempt: Attempt
-    process: str
-    """Random: no other process has it."""
-    overwrite: bool = False
-    left: set[str] = field(default_factory=set)
-    """Nonces of the saves that this process has left undecided: it never joins them again."""
-    intent: Intent = field(default_factory=lambda: Intent("", 0, ""))
-    """In the save that is under way."""
-
-    def draw(self) -> str:
-        """A new nonce."""
-        return secrets.token_hex(8)

@@ -44,14 +44,8 @@ class ChosenCheckpoint(NamedTuple):
     step: int
     local: bool = False
     """Whether it is loaded from the disks: every rank has all of it on its own. It may not be on S3 yet."""
-
-
-class NotReady(NamedTuple):
-    """The checkpoint to load waits on disks. It can be loaded once it is on S3."""
-
-    url: str
-    step: int
-    reason: str
+    reason: str = ""
+    """Why it cannot be loaded now: it waits on disks, and can be loaded once it is on S3. Empty: it can."""
 
 
 def latest_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
@@ -87,7 +81,7 @@ def find(
     disks: Sequence[Disk] = (),
     wait: bool = True,
     finish: bool = False,
-) -> ChosenCheckpoint | NotReady | None:
+) -> ChosenCheckpoint | None:
     """The first checkpoint in ``order`` that can be loaded, but for the URLs that were ``passed_over``. None if the run
     has none, a CheckpointNotFoundError if ``order`` selects none of them, a CorruptCheckpointError if none of those can
     be loaded. ``wait``: return one that still waits on ``disks`` (of each rank) for S3, rather than pass it over.
@@ -95,11 +89,17 @@ def find(
     waiting = {checkpoint.key: checkpoint for disk in disks for checkpoint in disk.commits}
     listing = CheckpointCatalog(str(catalog.root), settings=impatient(catalog.settings)) if waiting else catalog
     unusable, damages = set(passed_over), dict[str, str]()
-    not_ready: NotReady | None = None
+    not_ready: ChosenCheckpoint | None = None
     while True:
         away: errors.TransferError | None = None
         try:
-            on_s3 = _committed(listing, finish=finish)
+            infos = listing.checkpoints()
+            begun = [parse_url(each.url) for each in infos if finish and each.state in ("in_progress", "leftover")]
+            for url in begun:
+                settle_saves(listing.store, url)
+            if any(listing.store.exists(url.key(METADATA)) for url in begun):
+                infos = listing.checkpoints()
+            on_s3 = [each for each in infos if each.committed and each.step is not None]
         except errors.TransferError as error:
             if not waiting:
                 raise
@@ -120,14 +120,14 @@ def find(
         if not left:
             break
         for info in left:
-            found: ChosenCheckpoint | NotReady | None
+            found: ChosenCheckpoint | None
             if each := local.get((info.url, info.save_id)):
                 found = _try_local(listing, each, disks, away)
             elif damage := find_damage(catalog.store, parse_url(info.url)):
                 damages[info.url], found = damage, None
             else:
                 found = ChosenCheckpoint(info.url, info.step or 0)
-            if isinstance(found, NotReady) and not wait:
+            if found is not None and found.reason and not wait:
                 logger.warning("%s is passed over: %s", info.url, found.reason)
                 not_ready, found = not_ready or found, None
             if found is not None:
@@ -147,16 +147,6 @@ def find(
             url=str(catalog.root),
         )
     return None
-
-
-def _committed(catalog: CheckpointCatalog, *, finish: bool) -> list[CheckpointInfo]:
-    infos = catalog.checkpoints()
-    left = [parse_url(info.url) for info in infos if finish and info.state in ("in_progress", "leftover")]
-    for url in left:
-        settle_saves(catalog.store, url)
-    if any(catalog.store.exists(url.key(METADATA)) for url in left):
-        infos = catalog.checkpoints()
-    return [info for info in infos if info.committed and info.step is not None]
 
 
 def choose(
@@ -189,7 +179,7 @@ def choose(
         found = ranks.from_first(
             functools.partial(find, catalog, order, passed_over=passed_over, disks=seen, wait=wait, finish=finish)
         )
-        if not isinstance(found, NotReady):
+        if found is None or not found.reason:
             return found
         if ranks.is_first and now - reported >= _REPORT_SECONDS:
             reported = now
@@ -262,11 +252,12 @@ def look_at_disk(catalog: CheckpointCatalog) -> Disk:
 
 def _try_local(
     catalog: CheckpointCatalog, waiting: WaitingCheckpoint, disks: Sequence[Disk], away: errors.TransferError | None
-) -> ChosenCheckpoint | NotReady | None:
+) -> ChosenCheckpoint | None:
     """None: parts of the checkpoint are lost."""
     info = waiting.info
+    not_yet = ChosenCheckpoint(info.url, info.step or 0)
     if all(any(each.key == waiting.key for each in disk.commits) and not disk.lacks(waiting) for disk in disks):
-        return ChosenCheckpoint(info.url, info.step or 0, local=True)
+        return not_yet._replace(local=True)
     what = "it waits on disk to be committed, and not every rank has all of it on its own"
     if away is None:
         try:
@@ -278,9 +269,9 @@ def _try_local(
             missing = set(on_s3.lacking({entry.path: entry.size for entry in waiting.objects}, exact=True))
             missing = missing.intersection(*(disk.lacks(waiting) for disk in disks))
             if not missing:
-                return NotReady(info.url, info.step or 0, f"{what}: it is being uploaded to S3")
+                return not_yet._replace(reason=f"{what}: it is being uploaded to S3")
             lost = f"{len(missing)} of its {len(waiting.objects)} objects, the first {min(missing)}"
             why = f"it waits on disk to be committed, but {lost}, are neither on S3 nor on a disk of this job"
             logger.warning("%s is passed over: %s", info.url, why)
             return None
-    return NotReady(info.url, info.step or 0, f"{what}, but S3 does not answer: {away}")
+    return not_yet._replace(reason=f"{what}, but S3 does not answer: {away}")

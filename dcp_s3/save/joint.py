@@ -20,13 +20,14 @@ from dcp_s3.checkpoint.attachments import check_distinct
 from dcp_s3.checkpoint.commit import Commit, check_readable, delete_quietly, versions
 from dcp_s3.checkpoint.commit_state import SaveIdentity, exists_error, find_previous, find_save_id
 from dcp_s3.checkpoint.info import find_step
-from dcp_s3.coordination import protocol, values
+from dcp_s3.coordination import protocol
 from dcp_s3.coordination.driving import Driver
 from dcp_s3.coordination.identity import Attempt, current_attempt
 from dcp_s3.coordination.merge import Merging
 from dcp_s3.coordination.ownership import OwnedItem, Replicas, find_owners, lookup_in
 from dcp_s3.coordination.processes import CountedSave, count_of, make_member
-from dcp_s3.coordination.values import OPEN, Claim, FailedError, Intent, Key, Merged, UnreachableError
+from dcp_s3.coordination.protocol import FailedError, UnreachableError
+from dcp_s3.coordination.values import ABORTED, OPEN, Claim, Intent, Key, Merged
 from dcp_s3.failures import name_ranks
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import joint_object, new_nonce
@@ -222,13 +223,13 @@ class JointSave(Save):
             raise errors.SaveProtocolError("this save has ended", url=str(self.url))
         with self._withdrawing():
             found = self._driver.go_on(self._steps, answer, error=error, until=until)
-        if isinstance(found, values.Task):
+        if isinstance(found, protocol.Task):
             return found
         self._end()
         verdict, nonce = found
         if self.counted is not None:
             self.counted.decided(verdict)
-        if verdict != values.COMMITTED:
+        if verdict != protocol.COMMITTED:
             raise verdict_error(self.url, verdict, self._driver.claim, nonce, self._driver.error)
         self._was_committed = True
         try:
@@ -314,13 +315,13 @@ def verdict_error(
 ) -> Exception:
     """What a rank raises if a save was not committed, or may not have been: it has seen the claim last, and joined the
     save of that nonce (None: none), and that error, if any, is its own."""
-    if verdict == values.EXISTS:
+    if verdict == protocol.EXISTS:
         return exists_error(url)
-    if error is not None and verdict in (values.ABORTED, values.UNKNOWN):
+    if error is not None and verdict in (ABORTED, protocol.UNKNOWN):
         return error
     # Without a nonce another rank has ended it before this one came to it.
     aborted = claim.why if claim is not None and nonce in (None, claim.nonce) else ""
-    why = _WHY.get(verdict) or aborted or _WHY[values.SUPERSEDED]
+    why = _WHY.get(verdict) or aborted or _WHY[protocol.SUPERSEDED]
     return errors.SaveProtocolError(
         f"{url} is not committed by this save: {why}; what was there before is untouched", url=str(url)
     )
@@ -328,12 +329,12 @@ def verdict_error(
 
 _NEW_ID = "give each start of the job a DCP_S3_RUN_ID (with torchrun: an --rdzv-id) of its own"
 _WHY = {
-    values.UNKNOWN: "the store could not be reached, and it may have been committed all the same",
-    values.BEHIND: "other ranks of this run are at a later save to it, or have restored a checkpoint more often. "
+    protocol.UNKNOWN: "the store could not be reached, and it may have been committed all the same",
+    protocol.BEHIND: "other ranks of this run are at a later save to it, or have restored a checkpoint more often. "
     "Remedy: restart all processes together, and call save and restore equally often on all ranks",
-    values.REFUSED: "another process is, or was, in the place of this rank, or the ranks disagree on WORLD_SIZE. "
+    protocol.REFUSED: "another process is, or was, in the place of this rank, or the ranks disagree on WORLD_SIZE. "
     f"Remedy: {_NEW_ID}, or call torch.distributed.init_process_group; and restart all ranks together",
-    values.SUPERSEDED: "a newer attempt of the training, or a later save, has begun to save there, or the checkpoint "
+    protocol.SUPERSEDED: "a newer attempt of the training, or a later save, has begun to save there, or the checkpoint "
     "was deleted since. Remedy: end this process, if another one has taken its place; two trainings at a time need two "
     f"URLs; if the job was started anew, with restarts counted from 0 again, {_NEW_ID}",
 }

@@ -15,22 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dcp_s3.coordination import values
+from dcp_s3.coordination import protocol, values
 from dcp_s3.coordination.identity import Attempt
-from dcp_s3.coordination.values import (
-    CLAIM,
-    COMMITTED,
-    COMMITTING,
-    LOST,
-    METADATA,
-    Found,
-    Get,
-    Key,
-    Merged,
-    Put,
-    Task,
-    Wait,
-)
+from dcp_s3.coordination.protocol import COMMITTED, LOST, Get, Put, Task, Wait
+from dcp_s3.coordination.values import CLAIM, COMMITTING, METADATA, Found, Key, Merged
 from tests.coordination import model
 from tests.coordination.model import (
     FAULTS,
@@ -49,7 +37,11 @@ from tests.coordination.model import (
 )
 
 DEAD = -1
-_THROWN = {"cut": values.UnreachableError, "fail": lambda: values.FailedError("it failed"), "gone": values.GoneError}
+_THROWN = {
+    "cut": protocol.UnreachableError,
+    "fail": lambda: protocol.FailedError("it failed"),
+    "gone": protocol.GoneError,
+}
 _STALE = {
     "take_part": ("found", "now", "present", "missing", "silent", "roll", "verdict", "part"),
     "begin": ("found", "what", "replaces", "last", "claim"),
@@ -220,9 +212,9 @@ class World(Storage):
         claim = operation.claim
         intents = frozenset(key.rank for key in store if key[:2] == ("intent", claim.nonce))
         has_all = len(intents) == claim.world_size
-        if isinstance(operation, values.Look):
+        if isinstance(operation, protocol.Look):
             parts = frozenset(key.rank for key in store if key[:2] == ("part", self.part_id(claim.nonce)))
-            return values.Present(intents if self.reads_intents else frozenset(range(claim.world_size)), parts)
+            return protocol.Present(intents if self.reads_intents else frozenset(range(claim.world_size)), parts)
         if operation.what == "join":
             return values.Intent("", 0, "all" if self.config.replicas else str(rank))
         if operation.what == "write":

@@ -6,20 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from dcp_s3.coordination import protocol, values
-from dcp_s3.coordination.values import (
-    ABORTED,
-    CLAIM,
-    COMMITTED,
-    COMMITTING,
-    METADATA,
-    UNKNOWN,
-    Claim,
-    Get,
-    Key,
-    Merged,
-    Number,
-    Wait,
-)
+from dcp_s3.coordination.protocol import COMMITTED, UNKNOWN, Get, Wait
+from dcp_s3.coordination.values import ABORTED, CLAIM, COMMITTING, METADATA, Claim, Key, Merged, Number
 
 ANY = "*"
 """Condition of a write, only of broken protocols."""
@@ -68,7 +56,7 @@ class Delete(NamedTuple):
 
 
 @dataclass
-class Rank(values.Member):
+class Rank(protocol.Member):
     """A rank with what the explorer must know of it, and the protocol does not."""
 
     index: int = 0
@@ -130,7 +118,7 @@ def _withdraw_all(me: Rank, kind: str, step: int | None) -> protocol.Steps[str]:
     for number, of in list(me.undecided.items()) if kind == "restore" else list(me.undecided.items())[-1:]:
         try:
             found = yield from protocol.withdraw(me, number, of, "why", is_new=kind == "fail")
-        except values.UnreachableError:
+        except protocol.UnreachableError:
             verdict = UNKNOWN
         else:
             me.hear(number, found)
@@ -231,7 +219,7 @@ class Storage:
         """Carry out a write. Returns the answer; changes the store and what is known of it."""
         there = state.store.get(key)
         if expect not in (ANY, "" if there is None else str(there)):
-            return values.TAKEN
+            return protocol.TAKEN
         body = body.data if isinstance(body, Merged) else body
         old = None if there is None else self.bodies[there]
         if key == CLAIM:
@@ -239,7 +227,7 @@ class Storage:
         elif key == METADATA:
             self.see_metadata(state, old, body)
         state.store[key] = self.body(body)
-        return values.DONE
+        return protocol.DONE
 
     def delete(self, store: dict[Key, int], keys: Any) -> None:
         there, claim = self.there(store, METADATA), self.there(store, CLAIM)
@@ -259,7 +247,7 @@ class Storage:
                 raise BrokenError(f"(c) told committed, and its .metadata was never there: {nonce}")
             if items[nonce] != (start.name, told.moment):
                 raise BrokenError(f"(a) told committed, and the checkpoint holds {items[nonce]}")
-        if told.verdict == values.REFUSED and sum(each.token == start.token for each in self.config.starts) == 1:
+        if told.verdict == protocol.REFUSED and sum(each.token == start.token for each in self.config.starts) == 1:
             raise BrokenError("(c) told that another process is in its place, and there is none")
         if told.verdict == ABORTED and nonce in items:
             raise BrokenError(f"(c) told aborted, and it is committed: {nonce}")

@@ -20,20 +20,16 @@ from dcp_s3.coordination import driving, protocol
 from dcp_s3.coordination.driving import Driver, Watch
 from dcp_s3.coordination.identity import Attempt
 from dcp_s3.coordination.processes import settle_saves
+from dcp_s3.coordination.protocol import COMMITTED, EXISTS, SUPERSEDED, UNKNOWN, Member
 from dcp_s3.coordination.values import (
     ABORTED,
     CLAIM,
-    COMMITTED,
     COMMITTING,
-    EXISTS,
     FULL,
     OPEN,
-    SUPERSEDED,
-    UNKNOWN,
     Claim,
     Intent,
     Key,
-    Member,
     Merged,
     open_claim,
     parse_claim,

@@ -9,22 +9,9 @@ from typing import Any
 
 import pytest
 
-from dcp_s3.coordination import protocol
-from dcp_s3.coordination.values import (
-    ABORTED,
-    CLAIM,
-    COMMITTED,
-    COMMITTING,
-    DONE,
-    LOST,
-    METADATA,
-    SUPERSEDED,
-    UNKNOWN,
-    Claim,
-    Get,
-    Key,
-    Put,
-)
+from dcp_s3.coordination import protocol, values
+from dcp_s3.coordination.protocol import COMMITTED, DONE, LOST, SUPERSEDED, UNKNOWN, Get, Put
+from dcp_s3.coordination.values import ABORTED, CLAIM, COMMITTING, METADATA, Claim, Key
 from tests.coordination import model
 from tests.coordination.explorer import World
 from tests.coordination.model import ANY, BrokenError, Config, Start
@@ -197,7 +184,7 @@ MUTATIONS: dict[str, tuple[str, dict[tuple[Any, str], Any]]] = {
         {(protocol, "judge"): lambda found, me, *save: _judge(found, replace(me, left=set()), *save)},
     ),
     "an older attempt takes the claim of a newer one": (
-        "attempt-of-1", {(protocol, "is_newer"): lambda claim, attempt: False},
+        "attempt-of-1", {(values, "is_newer"): lambda claim, attempt: False},
     ),
     "a prune reads the claim before it lists": ("prune", {(model, "prune"): _prune}),
 }  # fmt: skip
