@@ -11,9 +11,11 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from dcp_s3 import errors
 from dcp_s3.coordination.identity import Attempt
@@ -76,7 +78,7 @@ def watched() -> Iterator[Callable[..., StepDecisions]]:
 
 # --- ranks that are threads -----------------------------------------------------------------------------
 
-ROOT = parse_url("s3://bucket/run")
+ROOT, ATTEMPT = parse_url("s3://bucket/run"), Attempt("run", (0,), "token", None, 2, 0)
 
 
 class ThreadRanks(Ranks):
@@ -119,7 +121,7 @@ class MemoryKeys(ControlKeys):
     """Control keys below the root of a run in memory."""
 
     def __init__(self) -> None:
-        super().__init__(MemoryStore(), ROOT, Attempt("run", (0,), "token", None, 2, 0))
+        super().__init__(MemoryStore(), ROOT, ATTEMPT)
 
     @property
     def keys(self) -> list[str]:
@@ -374,6 +376,22 @@ def test_a_policy_that_fails_on_the_first_rank_fails_on_all() -> None:
 
 
 # --- ranks that settle it through a store ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["file", "hash", "tcp"])
+def test_in_the_store_of_a_process_group_the_first_value_stands(kind: str, tmp_path: Path) -> None:
+    made: dict[str, Callable[[], Any]] = {
+        "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
+        "hash": dist.HashStore,
+        "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+    }
+    first, second = (ControlKeys(MemoryStore(), ROOT, ATTEMPT, store) for store in [made[kind]()] * 2)
+    assert first.look("a") is second.look("a") is None
+    assert [keys.offer("a", value) for keys, value in ((second, "2"), (first, "1"))] == ["2", "2"]
+    assert first.look("a") == "2"
+    first.remove("a")
+    assert second.look("a") is None
+    assert first.offer("a", "3") == second.look("a") == "3"
 
 
 def test_the_first_choice_stands_for_all() -> None:
