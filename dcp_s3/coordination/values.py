@@ -175,7 +175,7 @@ def parse_intent(data: bytes) -> Intent | None:
         found = Intent(**json.loads(data))
         hashes = tuple(map(int, found.writes)), tuple(map(int, found.leaves))
         return Intent(str(found.process), int(found.moved), str(found.digest), *hashes, str(found.stand_in))
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError, OverflowError, RecursionError):
         return None
 
 

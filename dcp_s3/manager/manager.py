@@ -227,6 +227,11 @@ class CheckpointManager(RunReader):
             what = f"step {step} is not saved: {name_failed(failures)}"
             return errors.SaveFailedError(what, url=self.url(step), step=step, failures=failures)
 
+        def saved() -> None:
+            if self._retention is not None:
+                self._retention.saved(commit_of(writer, self.settings))
+            ranks.committed(step)
+
         try:
             found = self._beside.agree(begin, refuse)
             check_same("save is called with different steps", [step for step, _ in found], errors.SaveProtocolError)
@@ -246,7 +251,7 @@ class CheckpointManager(RunReader):
             else:
                 upload = stage_save(collected, writer, ranks, stager, planner)
             begun = True
-            save = saves.start(step, url, upload, functools.partial(self._saved, writer, step), wait=blocking)
+            save = saves.start(step, url, upload, saved, wait=blocking)
         except BaseException as error:
             if counted is not None:
                 self._decisions.saved(step, again=True)
@@ -256,11 +261,6 @@ class CheckpointManager(RunReader):
         if not ranks.collective:
             saves.raise_failure(save.number - 1)  # of an earlier save: the other ranks, too, have begun this one
         return True
-
-    def _saved(self, writer: S3StorageWriter, step: int) -> None:
-        if self._retention is not None:
-            self._retention.saved(commit_of(writer, self.settings))
-        self._ranks.committed(step)
 
     def should_save(self, step: int) -> bool:
         """Whether `save` saves a step, by the policy ``should_save``; True without one. The same on all ranks, all of

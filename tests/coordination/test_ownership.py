@@ -104,10 +104,10 @@ class _Model(nn.Module):
         self.register_buffer("table", torch.zeros(5, 4 * KIB))
 
 
-def _model(width: int, mesh: DeviceMesh | None, tensor: DeviceMesh | None = None, whole: bool = True) -> _Model:
+def _model(mesh: DeviceMesh | None, tensor: DeviceMesh | None = None, whole: bool = True) -> _Model:
     """Over FSDP's mesh, and over that of tensor parallelism. ``whole``: no layer is left out of the latter."""
     with torch.device("meta"):
-        model = _Model(width)
+        model = _Model(241)
     if tensor is not None:
         plan: dict[str, Any] = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
         norms = {"layers.*.norm": SequenceParallel(), "norm": SequenceParallel()}
@@ -132,22 +132,22 @@ def _training(model: nn.Module) -> State:
     return {"model": weights, "optimizer": {**moments, **steps, "param_groups": groups}, "step": 7}
 
 
-def _two(world_size: int, names: tuple[str, ...], first: int = 2) -> DeviceMesh:
-    return init_device_mesh("cpu", (first, world_size // first), mesh_dim_names=names)
+def _two(world_size: int, names: tuple[str, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=names)
 
 
-def _parallel(width: int, *names: str, whole: bool = True, first: int = 2) -> Callable[[int, int], State]:
+def _parallel(*names: str, whole: bool = True) -> Callable[[int, int], State]:
     """A training over a mesh of these dimensions: FSDP's, HSDP's, and that of tensor parallelism."""
 
     def make(rank: int, world_size: int) -> State:
         if len(names) < 2:
-            return _training(_model(width, init_device_mesh("cpu", (world_size,)) if names else None))
+            return _training(_model(init_device_mesh("cpu", (world_size,)) if names else None))
         if len(names) == 3:
             mesh = init_device_mesh("cpu", (2, 2, world_size // 4), mesh_dim_names=names)
-            return _training(_model(width, mesh[names[:2]], mesh["tp"]))
-        mesh = _two(world_size, names, first)
+            return _training(_model(mesh[names[:2]], mesh["tp"]))
+        mesh = _two(world_size, names)
         over = (mesh["fsdp"], mesh["tp"]) if "tp" in names else (mesh,)
-        return _training(_model(width, *over, whole=whole))
+        return _training(_model(*over, whole=whole))
 
     return make
 
@@ -156,7 +156,7 @@ def _pipeline(rank: int, world_size: int) -> State:
     """Two stages, each with FSDP of its own. Nothing is plain but what both have."""
     stage = _two(world_size, ("pp", "fsdp"))["fsdp"]
     number = rank // (world_size // 2)
-    weights = {name: each for name, each in _model(241, stage).state_dict().items() if isinstance(each, DTensor)}
+    weights = {name: each for name, each in _model(stage).state_dict().items() if isinstance(each, DTensor)}
     return {f"stage{number}": weights, "step": 7, "table": _meta(64 * KIB)}
 
 
@@ -184,14 +184,11 @@ def _edges(rank: int, world_size: int) -> State:
 
 
 STATES: dict[str, tuple[Callable[[int, int], State], tuple[int, ...]]] = {
-    "fsdp": (_parallel(240, "fsdp"), (4,)),
-    "fsdp-uneven": (_parallel(241, "fsdp"), (7,)),
-    "fsdp-tp-uneven": (_parallel(241, "fsdp", "tp"), (4, 6)),
-    "fsdp4-tp-uneven": (_parallel(241, "fsdp", "tp", first=4), (8,)),
-    "fsdp-tp-of-some-layers": (_parallel(241, "fsdp", "tp", whole=False), (4,)),
-    "hsdp": (_parallel(240, "replicate", "shard"), (8,)),
-    "hsdp-tp": (_parallel(241, "replicate", "shard", "tp"), (8,)),
-    "ddp": (_parallel(241), (1, 3)),
+    "fsdp-uneven": (_parallel("fsdp"), (7,)),
+    "fsdp-tp-uneven": (_parallel("fsdp", "tp"), (4, 6)),
+    "fsdp-tp-of-some-layers": (_parallel("fsdp", "tp", whole=False), (4,)),
+    "hsdp-tp": (_parallel("replicate", "shard", "tp"), (8,)),
+    "ddp": (_parallel(), (1, 3)),
     "pipeline": (_pipeline, (4,)),
     "by-hand": (_by_hand, (2, 5)),
     "edges": (_edges, (2, 6)),

@@ -201,9 +201,6 @@ def test_no_thread_of_its_groups_outlives_a_closed_manager(memory_server: Any, r
         assert closed <= before
 
 
-# --- what the log says -----------------------------------------------------------------------------------
-
-
 # --- SIGTERM on any rank: all save the same step, and know of it ----------------------------------------
 
 
