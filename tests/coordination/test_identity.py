@@ -171,7 +171,7 @@ def test_claims_and_intents_survive_their_way_and_damage_is_seen() -> None:
     assert parse_claim(b"[]") is parse_claim(b'{"save": 1}') is None
     intent = Intent("process", 7, "digest", (1, 2**64 - 1), (3,), "other")
     assert parse_intent(intent.to_json()) == intent
-    assert parse_intent(b"{}") is parse_intent(intent.to_json().replace(b'7', b'Infinity', 1)) is None
+    assert parse_intent(b"{}") is parse_intent(intent.to_json().replace(b"7", b"Infinity", 1)) is None
 
 
 # --- what the first rank says, whatever earlier ones have left in the store ----------------------
