@@ -16,7 +16,7 @@ import numpy as np
 from dcp_s3 import errors
 from dcp_s3.coordination import protocol, values
 from dcp_s3.coordination.merge import assign
-from dcp_s3.coordination.protocol import FailedError, Get, GoneError, Look, Put, Steps, Task, UnreachableError, Wait
+from dcp_s3.coordination.protocol import FailedError, Get, Look, Put, Steps, Task, UnreachableError, Wait
 from dcp_s3.coordination.values import CLAIM, METADATA, NONCE_DIGITS, Claim, Found, Intent, Key, Merged
 from dcp_s3.failures import without_tracebacks
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, joint_object, metadata_object, new_nonce
@@ -96,7 +96,7 @@ class Driver:
     # --- operations -----------------------------------------------------------------------------------
 
     def carry_out(self, operation: Any) -> Any:
-        """The answer to an operation; raises UnreachableError, FailedError or GoneError."""
+        """The answer to an operation; raises UnreachableError or FailedError."""
         if isinstance(operation, Get):
             found = self._ask(lambda store: self._get(store, operation.key))
             if operation.key == CLAIM and found is not None:
@@ -177,8 +177,6 @@ class Driver:
         except Exception as error:  # the others are told
             found: Exception = error
             if isinstance(error, errors.ObjectNotFoundError):
-                if what != "write":
-                    raise GoneError from error
                 found = errors.SaveProtocolError(f"{self._url}: {error}")
             self.error = self.error or found
             raise FailedError(f"rank {self._me.rank}: {type(found).__name__}: {found}"[:2000]) from error

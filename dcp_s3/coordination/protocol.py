@@ -78,7 +78,7 @@ class Task(NamedTuple):
     - ``merge``: read all parts, write the manifest, and what is to become ``.metadata``. Answer: `Merged`.
     - ``clean``: remove what the committed save does not need any more, and what it has replaced. No answer.
 
-    Instead of an answer a FailedError or GoneError may be thrown into the generator.
+    Instead of an answer a FailedError may be thrown into the generator.
     """
 
     what: str
@@ -95,11 +95,8 @@ class Present(NamedTuple):
 
 
 class FailedError(Exception):
-    """A task has failed on this rank, for the reason given."""
-
-
-class GoneError(FailedError):
-    """An intent or a part is gone: the save was decided, or somebody else removes things."""
+    """The rank cannot do its task, for the reason given: the save is aborted, unless it is decided already, which is
+    also why an intent or a part may be gone."""
 
 
 class UnreachableError(Exception):
@@ -228,13 +225,11 @@ def take_part(me: Member, claim: Claim) -> Steps[str]:
             yield from abort(claim, f"two processes are rank {me.rank} of it")
             return REFUSED
     yield Task("write", claim, me.rank)
-    has_part, is_merger, was_removed = False, me.rank == merger, False
+    has_part, is_merger = False, me.rank == merger
     while True:
         now, found = yield from _get_claim()
         if now is None or now.nonce != nonce or not now.is_undecided:
             return (yield from decided(claim, now))
-        if was_removed:  # and not because it was decided
-            raise FailedError("somebody has removed an intent or a part of it")
         if now.state == FULL and not has_part:
             part = yield Task("write", now, me.rank)
             # If the key is taken, another rank has written this one's share.
@@ -249,17 +244,14 @@ def take_part(me: Member, claim: Claim) -> Steps[str]:
             if silent is None:
                 continue
             is_merger = is_merger or silent == merger  # several may be: the claim moves once
-        try:
-            if missing:
-                yield from _make_up_for(me, now, silent)
-            elif now.state == FULL:
-                if (verdict := (yield from _merge(now, found))) is not None:
-                    return verdict
-            else:  # all have joined
-                roll = yield Task("call_roll", now)
-                yield from put(CLAIM, replace(now, state=FULL, roll=roll), found)
-        except GoneError:
-            was_removed = True
+        if missing:
+            yield from _make_up_for(me, now, silent)
+        elif now.state == FULL:
+            if (verdict := (yield from _merge(now, found))) is not None:
+                return verdict
+        else:  # all have joined
+            roll = yield Task("call_roll", now)
+            yield from put(CLAIM, replace(now, state=FULL, roll=roll), found)
 
 
 def merger_of(claim: Claim) -> int:
@@ -274,7 +266,7 @@ def _make_up_for(me: Member, now: Claim, silent: int) -> Steps[None]:
         raise FailedError(f"rank {silent} has not begun it")
     found = yield Get(key)
     if found is None:
-        raise GoneError
+        raise FailedError(f"the intent of rank {silent} is gone")
     intent = found.body
     if intent.digest != me.intent.digest:
         # Others may hold the same, whatever the silent rank knew of them; they have less patience.

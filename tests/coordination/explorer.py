@@ -40,7 +40,7 @@ DEAD = -1
 _THROWN = {
     "cut": protocol.UnreachableError,
     "fail": lambda: protocol.FailedError("it failed"),
-    "gone": protocol.GoneError,
+    "gone": lambda: protocol.FailedError("it is gone"),
 }
 _STALE = {
     "take_part": ("found", "now", "present", "missing", "silent", "roll", "verdict", "part"),

@@ -10,8 +10,20 @@ from typing import Any
 import pytest
 
 from dcp_s3.coordination import protocol, values
-from dcp_s3.coordination.protocol import COMMITTED, DONE, LOST, SUPERSEDED, UNKNOWN, Get, Put
-from dcp_s3.coordination.values import ABORTED, CLAIM, COMMITTING, METADATA, Claim, Key
+from dcp_s3.coordination.identity import Attempt
+from dcp_s3.coordination.protocol import (
+    COMMITTED,
+    DONE,
+    LOST,
+    SUPERSEDED,
+    UNKNOWN,
+    Get,
+    Member,
+    Put,
+    Task,
+    UnreachableError,
+)
+from dcp_s3.coordination.values import ABORTED, CLAIM, COMMITTING, METADATA, OPEN, Claim, Found, Key
 from tests.coordination import model
 from tests.coordination.explorer import World
 from tests.coordination.model import ANY, BrokenError, Config, Start
@@ -98,7 +110,7 @@ def test_it_holds_whatever_comes_first(name: str) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*CONFIGS, LATE, LEFT], ids=lambda config: config.name)
 def test_it_holds_in_every_interleaving(config: Config) -> None:
     world = World(config)
     states, _ = world.explore(None if _FAULTS >= 100 else 2_500 * max(_FAULTS, 2))
@@ -111,6 +123,20 @@ def test_it_holds_in_every_interleaving(config: Config) -> None:
 @pytest.mark.parametrize("config", THREE, ids=lambda config: config.name)
 def test_it_holds_in_random_walks(config: Config, runs: int) -> None:
     assert World(config).wander(1, runs) > runs
+
+
+def test_a_save_that_was_left_is_not_joined_again() -> None:
+    me = Member(0, Attempt("run", (0,), "token", 10.0, 2, 0), "process")
+    claim = values.open_claim(me.attempt, "0" * 16, None, 1, "", "")
+    steps = protocol.save(me, None, 1)
+    assert next(steps) == Get(CLAIM)
+    assert steps.send(Found(claim, "1")) == Task("join", claim)
+    assert steps.throw(UnreachableError("away")) == Get(CLAIM)
+    with pytest.raises(StopIteration) as ended:
+        steps.throw(UnreachableError("still away"))
+    assert ended.value.value == (UNKNOWN, claim.nonce)
+    assert me.left == {claim.nonce}
+    assert protocol.judge(claim, me, None, 1) == OPEN
 
 
 # --- broken protocols ----------------------------------------------------------------------------------------

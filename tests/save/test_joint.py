@@ -21,6 +21,8 @@ from dcp_s3.checkpoint.look import inspect
 from dcp_s3.coordination.identity import Attempt
 from dcp_s3.coordination.processes import count_of, settle_saves
 from dcp_s3.coordination.values import OPEN
+from dcp_s3.format.layout import METADATA
+from dcp_s3.format.metadata import load_metadata
 from dcp_s3.retention.prune import prune
 from dcp_s3.save import joint, save
 from dcp_s3.save.joint import JointSave, begin_joint_save
@@ -30,6 +32,8 @@ from tests.memory_store import MemoryStore
 from tests.ranks import run_ranks
 
 URL = parse_url("s3://bucket/run/step-1")
+NAMES = {f"weight-{number}" for number in range(8)}
+"""Each rank writes some of them."""
 SETTINGS = resolve_settings({"rank_timeout": 1.0})
 
 
@@ -61,7 +65,7 @@ def _save(rank: int, upload: Callable[[JointSave], Any] = lambda _: None) -> Joi
 
     made._upload = upload_first  # type: ignore[method-assign]
     planner = DefaultSavePlanner()
-    planner.set_up_planner({"weight": torch.ones(3)}, None, True)
+    planner.set_up_planner({name: torch.ones(3) for name in NAMES}, None, True)
     made.begin()
     plan = made.prepare_local_plan(planner.create_local_plan())
     plans, metadata = planner.create_global_plan([plan])
@@ -82,6 +86,8 @@ def test_a_rank_whose_own_upload_fails_after_others_have_made_up_for_it_hears_th
 
     made = _save(1, fail)
     assert made.is_committed()
+    found = load_metadata(store.get(URL.key(METADATA)).data, url=str(URL))
+    assert {index.fqn for index in found.storage_data} == set(found.state_dict_metadata) == NAMES
 
 
 def test_an_interrupt_while_data_moves_ends_the_save_for_all_and_leaves_no_thread(store: MemoryStore) -> None:
