@@ -20,7 +20,7 @@ from dcp_s3.coordination import driving, protocol
 from dcp_s3.coordination.driving import Driver, Watch
 from dcp_s3.coordination.identity import Attempt
 from dcp_s3.coordination.processes import settle_saves
-from dcp_s3.coordination.protocol import COMMITTED, EXISTS, SUPERSEDED, UNKNOWN, Member
+from dcp_s3.coordination.protocol import COMMITTED, DONE, EXISTS, SUPERSEDED, TAKEN, UNKNOWN, Get, Member, Put
 from dcp_s3.coordination.values import (
     ABORTED,
     CLAIM,
@@ -287,6 +287,14 @@ def test_a_run_id_that_is_used_again_with_restarts_from_0_is_named_with_the_reme
     assert set(save(works, attempt=again, rank_timeout=20.0, overwrite=True).values()) == {SUPERSEDED}
     error = verdict_error(URL, SUPERSEDED, claim_of(works[0].store), None, None)
     assert re.search("Remedy: .* restarts counted from 0 again, give each start of the job a DCP_S3_RUN_ID", str(error))
+
+
+def test_a_put_holds_to_its_condition() -> None:
+    driver = Driver(MemoryStore(), URL, Member(0, ATTEMPT, "process"), 1.0)
+    claim = open_claim(ATTEMPT, "0" * 16, None, 1, "", "")
+    assert [driver.carry_out(Put(CLAIM, claim, expect)) for expect in ("", "", '"another"')] == [DONE, TAKEN, TAKEN]
+    etag = driver.carry_out(Get(CLAIM)).etag
+    assert driver.carry_out(Put(CLAIM, dataclasses.replace(claim, state=ABORTED), etag)) == DONE
 
 
 # --- stores ----------------------------------------------------------------------------------------------------
