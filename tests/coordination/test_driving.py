@@ -291,10 +291,12 @@ def test_a_run_id_that_is_used_again_with_restarts_from_0_is_named_with_the_reme
 
 def test_a_put_holds_to_its_condition() -> None:
     driver = Driver(MemoryStore(), URL, Member(0, ATTEMPT, "process"), 1.0)
-    claim = open_claim(ATTEMPT, "0" * 16, None, 1, "", "")
-    assert [driver.carry_out(Put(CLAIM, claim, expect)) for expect in ("", "", '"another"')] == [DONE, TAKEN, TAKEN]
-    etag = driver.carry_out(Get(CLAIM)).etag
-    assert driver.carry_out(Put(CLAIM, dataclasses.replace(claim, state=ABORTED), etag)) == DONE
+    first, second, third = (open_claim(ATTEMPT, each * 16, None, 1, "", "") for each in "012")
+    assert [driver.carry_out(Put(CLAIM, each, "")) for each in (first, second)] == [DONE, TAKEN]
+    assert driver.carry_out(Put(CLAIM, second, '"another"')) == TAKEN
+    found = driver.carry_out(Get(CLAIM))
+    assert found.body == first
+    assert driver.carry_out(Put(CLAIM, third, found.etag)) == DONE
 
 
 # --- stores ----------------------------------------------------------------------------------------------------
