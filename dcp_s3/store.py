@@ -19,7 +19,6 @@ SelfStore = TypeVar("SelfStore", bound="Store")
 T = TypeVar("T")
 U = TypeVar("U")
 SelfBatch = TypeVar("SelfBatch", bound="Batch")
-SelfWidth = TypeVar("SelfWidth", bound="ReadWidth")
 
 Moved = Callable[[int], None]
 """Called with the number of bytes that have just arrived."""
@@ -157,7 +156,7 @@ class Counters:
 
 
 class ReadWidth:
-    """Number of reads at once of one transfer. A context manager."""
+    """Number of reads at once of one transfer."""
 
     def __init__(self, connections: int) -> None:
         self.connections = connections
@@ -166,11 +165,8 @@ class ReadWidth:
     def moved(self, count: int) -> None:
         """Note that ``count`` bytes have arrived. Called by any thread."""
 
-    def __enter__(self: SelfWidth) -> SelfWidth:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+    def close(self) -> None:
+        """Adapt it no more."""
 
 
 class Store(abc.ABC):

@@ -41,7 +41,8 @@ class GatherBody:
     """Several buffers sent as one body.
 
     Args:
-        views: the buffers in order; they must not change or go away before the request is done.
+        views: the buffers in order; they must not change or go away before the request is done. To be dropped after the
+            last attempt: botocore's errors keep the request, and so this body.
         patience: seconds after which the body is broken off, too.
         moved: called with the number of bytes of each slice that was sent.
     """
@@ -53,18 +54,13 @@ class GatherBody:
         patience: float | None = None,
         moved: Callable[[int], None] | None = None,
     ) -> None:
-        self._views = views
-        self._patience = patience
-        self._moved = moved
+        self.views, self.patience, self.moved = views, patience, moved
         self._size = sum(view.nbytes for view in views)
         self._position = 0
-        self._furthest = 0
+        self.furthest = 0
+        """Bytes that one of the attempts has sent."""
         self.waited = 0.0
         """Seconds that all attempts waited for bandwidth."""
-
-    def release(self) -> None:
-        """Drop the buffers after the last attempt: botocore's errors keep the request, and so this body."""
-        self._views = ()
 
     def __len__(self) -> int:
         return self._size
@@ -82,7 +78,7 @@ class GatherBody:
         end = self._size if size is None or size < 0 else min(self._size, self._position + size)
         out = bytearray()
         start = 0
-        for view in self._views:
+        for view in self.views:
             low, high = max(self._position, start), min(end, start + view.nbytes)
             if low < high:
                 out += view[low - start : high - start]
@@ -90,21 +86,27 @@ class GatherBody:
         self._position = max(self._position, end)
         return bytes(out)
 
-    def chunks(self) -> Iterator[memoryview | bytes]:
-        """The buffers for ``sendall``: large ones in slices, neighbours that are small joined."""
-        started, waited = time.monotonic(), self.waited
-        attempts = this_thread.attempts
+
+class Chunks:
+    """The bytes of a body for ``sendall``, as a repeatable iterable: large buffers in slices, neighbours that are small
+    joined. It must not look like a file, or it would be read like one."""
+
+    def __init__(self, body: GatherBody) -> None:
+        self._body = body
+
+    def __iter__(self) -> Iterator[memoryview | bytes]:
+        body, attempts, started = self._body, this_thread.attempts, time.monotonic()
         most = min(_SEND_AT_ONCE, attempts.slice_size or _SEND_AT_ONCE)
-        size, sent = min(_SEND_FIRST, most), 0
-        for view in self._joined():
+        size, sent, waited = min(_SEND_FIRST, most), 0, body.waited
+        for view in _join_small(body.views):
             position = 0
             while position < len(view):
                 piece = view[position : position + size]
                 position += len(piece)
-                self.waited += attempts.before_sending(len(piece))
+                body.waited += attempts.before_sending(len(piece))
                 began = time.monotonic()
-                if self._patience is not None and began - started - (self.waited - waited) > self._patience:
-                    raise ConnectionAbortedError(f"the body was not through after {self._patience:g} s")
+                if body.patience is not None and began - started - (body.waited - waited) > body.patience:
+                    raise ConnectionAbortedError(f"the body was not through after {body.patience:g} s")
                 yield piece
                 seconds = time.monotonic() - began
                 if seconds < _SEND_FAST:
@@ -112,40 +114,31 @@ class GatherBody:
                 elif seconds > _SEND_SLOW:
                     size = max(size // 2, min(_SEND_FIRST, most))
                 sent += len(piece)
-                if self._moved is not None:
-                    self._moved(len(piece))
-                if sent > self._furthest:  # what is sent once more is no progress
-                    attempts.moved(sent - self._furthest)
-                    self._furthest = sent
-
-    def _joined(self) -> Iterator[memoryview | bytes]:
-        small: list[memoryview] = []
-        small_size = 0
-        for view in self._views:
-            if small and small_size + view.nbytes > _JOIN_BELOW:
-                yield b"".join(small)
-                small, small_size = [], 0
-            if view.nbytes >= _JOIN_BELOW:
-                yield view
-            elif view.nbytes:
-                small.append(view)
-                small_size += view.nbytes
-        if small:
-            yield b"".join(small)
-
-
-class Chunks:
-    """A body as a repeatable iterable. It must not look like a file, or it would be read like one."""
-
-    def __init__(self, body: GatherBody) -> None:
-        self._body = body
-
-    def __iter__(self) -> Iterator[memoryview | bytes]:
-        return self._body.chunks()
+                if body.moved is not None:
+                    body.moved(len(piece))
+                if sent > body.furthest:  # what is sent once more is no progress
+                    attempts.progress.moved(sent - body.furthest)
+                    body.furthest = sent
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Called by botocore before it sends the body again to another region; every iteration begins at 0 anyway."""
         return 0
+
+
+def _join_small(views: Sequence[memoryview]) -> Iterator[memoryview | bytes]:
+    small: list[memoryview] = []
+    small_size = 0
+    for view in views:
+        if small and small_size + view.nbytes > _JOIN_BELOW:
+            yield b"".join(small)
+            small, small_size = [], 0
+        if view.nbytes >= _JOIN_BELOW:
+            yield view
+        elif view.nbytes:
+            small.append(view)
+            small_size += view.nbytes
+    if small:
+        yield b"".join(small)
 
 
 class BodyReader(io.RawIOBase):

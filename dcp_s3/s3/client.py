@@ -239,8 +239,16 @@ def _check(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> Non
     status, headers, body = response_dict["status_code"], response_dict["headers"], response_dict["body"]
     code, message = "", ""
     if status >= 301:  # botocore takes a 300 for a success
-        if not _is_error(operation, status, headers, body):
+        is_error = _root_of(body) == b"Error"
+        # S3 says where the bucket is. If a redirection does not, botocore asks, and so on for the answer to that.
+        if status in _REDIRECTIONS and "x-amz-bucket-region" not in headers and not is_error:
             code = "NotAnsweredByS3"
+        elif not operation.startswith("Head"):  # an answer to HEAD has no body
+            # A 404 is an answer on which a save or a prune acts: it may mean a missing bucket, object or upload, and
+            # the body says which. Other refusals are errors, whoever gives them.
+            may_be = status != 404 or is_error
+            if not (may_be if body else headers.get("content-length") == "0"):
+                code = "NotAnsweredByS3"
     elif operation in _ROOTS:
         root = _root_of(body)
         is_last = operation not in _NEXT or not _TRUNCATED.search(body) or _NEXT[operation] in body
@@ -273,20 +281,6 @@ def _check(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> Non
         )
         text = f"<Error><Code>{code}</Code><Message>{escape(message)}</Message></Error>"
         response_dict["status_code"], response_dict["body"] = 500, text.encode()
-
-
-def _is_error(operation: str, status: int, headers: Mapping[str, str], body: bytes) -> bool:
-    """Whether an answer may be S3's to a request that failed. A 404 may mean a missing bucket, object or upload: the
-    body says which. A HEAD's answer has no body."""
-    # S3 says where the bucket is. If a redirection does not, botocore asks, and so on for the answer to that.
-    if status in _REDIRECTIONS and "x-amz-bucket-region" not in headers and _root_of(body) != b"Error":
-        return False
-    if operation.startswith("Head"):
-        return True
-    if not body:
-        return headers.get("content-length") == "0"
-    # Other refusals are errors, whoever gives them. But a 404 is an answer on which a save or a prune acts.
-    return status != 404 or _root_of(body) == b"Error"
 
 
 _TIME = re.compile(r"\w{3}, \d{1,2} \w{3} \d{4} \d\d:\d\d:\d\d \w{3}")
