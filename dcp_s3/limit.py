@@ -89,8 +89,8 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._lock:
             self._requests -= 1
-        if kind is None:
-            self.moved()
+            if kind is None:
+                self._at, self._counted, self._warned = time.monotonic(), self._moved, False
 
     def moved(self, count: int | None = None) -> None:
         """Note that ``count`` bytes moved for the first time; None: S3 is at work, though nothing moves."""

@@ -160,7 +160,6 @@ class ReadWidth:
 
     def __init__(self, connections: int) -> None:
         self.connections = connections
-        """Reads at once, now."""
 
     def moved(self, count: int) -> None:
         """Note that ``count`` bytes have arrived. Called by any thread."""
@@ -282,13 +281,11 @@ class Store(abc.ABC):
 
     def list(self, prefix: str, delimiter: str = "") -> Page:
         """All objects whose keys start with ``prefix``, as one page."""
-        found = self.page(prefix, delimiter)
-        if found.next_token is None:
-            return found
-        pages = [found]
+        pages = [self.page(prefix, delimiter)]
         while pages[-1].next_token is not None:
             pages.append(self.page(prefix, delimiter, token=pages[-1].next_token))
-        return join(pages)
+        objects, prefixes = zip(*((page.objects, page.prefixes) for page in pages), strict=True)
+        return Page(tuple(chain(*objects)), tuple(chain(*prefixes)), None, pages[0].server_time)
 
     @abc.abstractmethod
     def delete(self, targets: Iterable[str | DeleteTarget]) -> Sequence[str]:
@@ -408,11 +405,6 @@ class PlainBatch(Batch):
         if kind is not None:
             self.stop()
             self._store.within(self._store.limit.for_cleanup()).delete(self._written)
-
-
-def join(pages: Sequence[Page]) -> Page:
-    objects, prefixes = zip(*((page.objects, page.prefixes) for page in pages), strict=True)
-    return Page(tuple(chain(*objects)), tuple(chain(*prefixes)), None, pages[0].server_time)
 
 
 def same_etag(one: str | None, other: str | None) -> bool:

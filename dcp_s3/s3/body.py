@@ -17,6 +17,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dcp_s3.s3.retry import this_thread
@@ -87,15 +88,15 @@ class GatherBody:
         return bytes(out)
 
 
+@dataclass(frozen=True)
 class Chunks:
     """The bytes of a body for ``sendall``, as a repeatable iterable: large buffers in slices, neighbours that are small
     joined. It must not look like a file, or it would be read like one."""
 
-    def __init__(self, body: GatherBody) -> None:
-        self._body = body
+    body: GatherBody
 
     def __iter__(self) -> Iterator[memoryview | bytes]:
-        body, attempts, started = self._body, this_thread.attempts, time.monotonic()
+        body, attempts, started = self.body, this_thread.attempts, time.monotonic()
         most = min(_SEND_AT_ONCE, attempts.slice_size or _SEND_AT_ONCE)
         size, sent, waited = min(_SEND_FIRST, most), 0, body.waited
         for view in _join_small(body.views):

@@ -182,7 +182,7 @@ class Bucket:
         """
         plain = {
             **creation_arguments(self.settings, data=False),
-            **checksum_arguments(self.settings, crc64nvme(data)),
+            **({} if self.settings.checksum == "none" else {"ChecksumCRC64NVME": encode_crc(crc64nvme(data))}),
             "Key": key,
             "ContentType": "application/json" if key.endswith(".json") else "application/octet-stream",
             "Metadata": dict(metadata or {}),
@@ -349,11 +349,6 @@ def creation_arguments(settings: Settings, *, data: bool) -> dict[str, Any]:
         "StorageClass": settings.storage_class if data else None,
     }
     return {name: value for name, value in arguments.items() if value}
-
-
-def checksum_arguments(settings: Settings, crc: int) -> dict[str, str]:
-    """The checksum header of a body with this CRC-64, empty if checksums are off."""
-    return {} if settings.checksum == "none" else {"ChecksumCRC64NVME": encode_crc(crc)}
 
 
 # What stores answer to a header that they do not know. Not BadDigest: that is damage, and is retried as it is.

@@ -12,8 +12,7 @@ import platform
 import re
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 import boto3
@@ -50,13 +49,24 @@ def _begin_anew() -> None:
     _clients.clear()
 
 
-def config_options(settings: Settings) -> dict[str, Any]:
-    """Keyword arguments of botocore's Config for these settings.
+_load_descriptions = functools.cache(botocore.loaders.create_loader)
+
+
+def client_options(settings: Settings, session: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keyword arguments for a client of a botocore session, and for its Config. The session is changed.
 
     `retry` does the retries: botocore must try only once. Payload signing is off because every part carries a checksum
-    of its own, and hashing it again would cost more than sending it.
+    of its own, and hashing it again would cost more than sending it. Endpoint and region are left to AWS's own chain
+    where the settings have none.
     """
-    return {
+    # Parsed service descriptions are shared: each client would take 70 ms and 8 MB for its own. Times stay as S3 wrote
+    # them: parsing one costs a tenth of a request (`bucket.timestamp` does it where one is needed).
+    session.register_component("data_loader", _load_descriptions(session.get_config_variable("data_path")))
+    session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
+    if not settings.endpoint_url:
+        find_endpoint(session)  # raises if it is not valid: botocore has a bare ValueError for it
+    options = {"endpoint_url": settings.endpoint_url, "region_name": settings.region}
+    config = {
         "connect_timeout": CONNECT_SECONDS,
         "read_timeout": settings.read_timeout,
         "max_pool_connections": _MOST_CONNECTIONS,
@@ -66,18 +76,7 @@ def config_options(settings: Settings) -> dict[str, Any]:
         "s3": {"payload_signing_enabled": False, "addressing_style": settings.addressing_style},
         "user_agent": _USER_AGENT,
     }
-
-
-def client_options(settings: Settings, session: Any) -> dict[str, Any]:
-    """Endpoint and region as keyword arguments for a client; empty where AWS's own chain decides."""
-    options: dict[str, Any] = {}
-    if settings.endpoint_url:
-        options["endpoint_url"] = settings.endpoint_url
-    else:
-        check_endpoint_of(session)
-    if settings.region:
-        options["region_name"] = settings.region
-    return options
+    return {name: value for name, value in options.items() if value}, config
 
 
 def get_client(settings: Settings) -> Any:
@@ -97,30 +96,13 @@ def get_client(settings: Settings) -> Any:
 
 def _make_client(settings: Settings) -> Any:
     core = botocore.session.Session(profile=settings.profile)  # creating clients from the default one: not thread safe
-    prepare_session(core)
-    client = boto3.session.Session(botocore_session=core).client(
-        "s3", config=Config(**config_options(settings)), **client_options(settings, core)
-    )
+    options, config = client_options(settings, core)
+    client = boto3.session.Session(botocore_session=core).client("s3", config=Config(**config), **options)
     for operation in ("UploadPart", "PutObject"):
         client.meta.events.register(f"before-send.s3.{operation}", send_without_copy)
     client.meta.events.register("before-parse.s3.*", _check)
     make_abortable(client)
     return client
-
-
-def prepare_session(session: Any) -> None:
-    """Let a session reuse parsed service descriptions, and leave times as S3 wrote them.
-
-    Otherwise each client parses the descriptions for itself: about 70 ms and 8 MB. Parsing a time costs a tenth of a
-    request (`bucket.timestamp` does it where one is needed).
-    """
-    session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
-    session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
-
-
-@functools.cache
-def _loader(data_path: str | None) -> Any:
-    return botocore.loaders.create_loader(data_path)
 
 
 def forget_client(client: Any) -> None:
@@ -141,8 +123,7 @@ def close_clients() -> None:
 # --- AWS's own chain: its variables, then the profile, where the settings say nothing ------------------
 
 
-@dataclass(frozen=True)
-class ChainValue:
+class ChainValue(NamedTuple):
     """A value from the chain."""
 
     source: str
@@ -152,17 +133,21 @@ class ChainValue:
 
 
 def find_endpoint(session: Any) -> ChainValue | None:
-    """The endpoint of S3 that botocore will choose; None for AWS's own."""
+    """The endpoint of S3 that botocore will choose; None for AWS's own. SettingsError if it is not valid."""
+    found = None
     if session.get_config_variable("ignore_configured_endpoint_urls"):
         return None
-    variable = aws_endpoint_variable()
-    if variable is not None:
-        return ChainValue(*variable)
-    profile = session.get_scoped_config()
-    services = session.full_config.get("services", {}).get(profile.get("services"), {})
-    of_s3 = services.get("s3")
-    value = (of_s3.get("endpoint_url") if isinstance(of_s3, dict) else None) or profile.get("endpoint_url")
-    return ChainValue(f"endpoint_url of {_profile(session)}", str(value)) if value else None
+    if (variable := aws_endpoint_variable()) is not None:
+        found = ChainValue(*variable)
+    else:
+        profile = session.get_scoped_config()
+        of_s3 = session.full_config.get("services", {}).get(profile.get("services"), {}).get("s3")
+        value = (of_s3.get("endpoint_url") if isinstance(of_s3, dict) else None) or profile.get("endpoint_url")
+        if value:
+            found = ChainValue(f"endpoint_url of {_profile(session)}", str(value))
+    if found is not None:
+        require_endpoint(found.source, found.value)
+    return found
 
 
 def find_chain(settings: Settings) -> dict[str, ChainValue]:
@@ -171,7 +156,6 @@ def find_chain(settings: Settings) -> dict[str, ChainValue]:
     try:
         session.get_scoped_config()  # raises if the profile is missing, even if nothing of it is needed
         if settings.endpoint_url is None:
-            check_endpoint_of(session)
             found["endpoint_url"] = find_endpoint(session)
         if settings.region is None and (variable := aws_variable("AWS_DEFAULT_REGION")) is not None:
             found["region"] = ChainValue(*variable)
@@ -180,13 +164,6 @@ def find_chain(settings: Settings) -> dict[str, ChainValue]:
     except boto.BotoCoreError as error:
         raise SettingsError(f"AWS's own configuration cannot be read: {error}") from None
     return {name: each for name, each in found.items() if each is not None}
-
-
-def check_endpoint_of(session: Any) -> None:
-    """Refuse an invalid endpoint early and by its source: botocore raises a bare ValueError for it."""
-    found = find_endpoint(session)
-    if found is not None:
-        require_endpoint(found.source, found.value)
 
 
 def _profile(session: Any) -> str:

@@ -70,8 +70,8 @@ _REFUSALS: tuple[tuple[Collection[str | int], type[errors.StorageError], str], .
     ((412,), errors.PreconditionFailedError, "the object was written or changed by someone else meanwhile"),
     (
         ("AccessDenied", 401, 403), errors.AccessDeniedError,  # the code alone: of a key, inside a 200 of DeleteObjects
-        "the credentials need {needed}; with SSE-KMS also kms:GenerateDataKey and kms:Decrypt on the key; and the "
-        "bucket must belong to DCP_S3_EXPECTED_BUCKET_OWNER, if that is set. See docs/security.md",
+        "with SSE-KMS also kms:GenerateDataKey and kms:Decrypt on the key; and the bucket must belong to "
+        "DCP_S3_EXPECTED_BUCKET_OWNER, if that is set. See docs/security.md",
     ),
     (
         _THROTTLING_CODES, errors.TransferError,
@@ -181,12 +181,15 @@ def to_storage_error(error: Exception, operation: str, bucket: str, key: str, at
             remedy = "check the endpoint and the network; DCP_S3_RETRY_ATTEMPTS and DCP_S3_READ_TIMEOUT give it longer"
         for answers, refusal, instead in _REFUSALS:
             if code in answers or status in answers:
-                needed = f"{permission_of(operation)} here"
-                if needed == "s3:GetObject here":
-                    needed = "s3:GetObject and s3:ListBucket here (without s3:ListBucket a missing object reads as "
-                    needed += "forbidden)"
-                kind, remedy = refusal, instead.format(needed=needed)
+                kind, remedy = refusal, instead
                 break
+        if kind is errors.AccessDeniedError:
+            needed = f"{permission_of(operation)} here"
+            if needed == "s3:GetObject here":
+                needed = (
+                    "s3:GetObject and s3:ListBucket here (without s3:ListBucket a missing object reads as forbidden)"
+                )
+            remedy = f"the credentials need {needed}; {remedy}"
     where = f"s3://{bucket}/{key}" if key else f"bucket {bucket!r}"
     tries = f" after {attempts} attempts" if attempts > 1 else ""
     return kind(

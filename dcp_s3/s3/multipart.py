@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dcp_s3 import errors
-from dcp_s3.memory import combine_crc64nvme, crc64nvme, crc_hex
+from dcp_s3.memory import combine_crc64nvme, crc64nvme, crc_hex, encode_crc
 from dcp_s3.s3.bucket import (
     Bucket,
     Quirk,
-    checksum_arguments,
     creation_arguments,
     learn,
     map_in_threads,
@@ -109,7 +108,7 @@ def complete(
     parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, start=1)]
     arguments: dict[str, Any] = {"Key": key, "UploadId": upload_id, "MultipartUpload": {"Parts": parts}}
     if bucket.settings.checksum != "none" and crc is not None:
-        arguments |= {**checksum_arguments(bucket.settings, crc), "ChecksumType": "FULL_OBJECT"}
+        arguments |= {"ChecksumCRC64NVME": encode_crc(crc), "ChecksumType": "FULL_OBJECT"}
     try:
         return request_with_checksum(bucket, "CompleteMultipartUpload", key, arguments)
     except errors.StorageError as error:

@@ -40,7 +40,7 @@ _LEAST_CEILING = 4  # of a gate that small requests close
 # After a change, until new connections are made and answered (and their latency); then bytes are counted for so long.
 _SETTLE_SECONDS, _WINDOW_SECONDS = 0.1, 0.2
 _CALM_SECONDS = 1.0  # without throttling before bytes per second say something
-_FEW, _MANY = 4, 32
+_FEW, MANY = 4, 32
 # Connections to begin with for each core of a process: it is busy with two that are fast, and with 16 at 90 MB/s.
 _NEAR_PER_CORE, _FAR_PER_CORE = 2, 16
 _FAR_SECONDS = 0.015
@@ -67,14 +67,10 @@ class GateState:
     """Data requests that may be in flight; None for any number."""
     in_flight: int
     """Data requests that are in flight."""
-    waiting: int
-    """Data requests that wait for their turn."""
     throttled: int
     """Requests that S3 throttled, small ones included."""
     decreases: int
     """Number of times that the limit fell."""
-    waited: float
-    """Total seconds that data requests waited."""
 
 
 class Gate:
@@ -89,24 +85,16 @@ class Gate:
         """Requests that S3 throttled, small ones included."""
         self._changed = threading.Condition()
         self._limit = self._ceiling = math.inf
-        self._in_flight = self._waiting = self._decreases = 0
-        self._waited = 0.0
+        self._in_flight = self._decreases = 0
         self._decreased_at = self._throttled_at = self._logged_at = -math.inf
 
     def enter(self, check: Callable[[], None]) -> None:
         """Wait for a data request's turn; one call of `leave` must follow. ``check`` is called while it waits, and
         raises to give up."""
         with self._changed:
-            if self._in_flight + 1 > self._limit:
-                started = time.monotonic()
-                self._waiting += 1
-                try:
-                    while self._in_flight + 1 > self._limit:
-                        check()
-                        self._changed.wait(_POLL_SECONDS)
-                finally:
-                    self._waiting -= 1
-                    self._waited += time.monotonic() - started
+            while self._in_flight + 1 > self._limit:
+                check()
+                self._changed.wait(_POLL_SECONDS)
             self._in_flight += 1
 
     def leave(self, began: float, *, succeeded: bool) -> None:
@@ -137,10 +125,8 @@ class Gate:
             if says:
                 self._logged_at = now
         if says:
-            logger.info(
-                "S3 throttles (%s): at most %d data requests in flight now, %d decreases so far",
-                self.name, limit, decreases,
-            )  # fmt: skip
+            text = "S3 throttles (%s): at most %d data requests in flight now, %d decreases so far"
+            logger.info(text, self.name, limit, decreases)
         if fell:  # not under the lock: a subscriber may ask for the state
             emit(Throttled(bucket=self.name, limit=limit, decreases=decreases))
 
@@ -153,7 +139,7 @@ class Gate:
     def state(self) -> GateState:
         with self._changed:
             limit = None if self._limit == math.inf else int(self._limit)
-            return GateState(limit, self._in_flight, self._waiting, self.count, self._decreases, self._waited)
+            return GateState(limit, self._in_flight, self.count, self._decreases)
 
 
 class Pace:
@@ -188,14 +174,6 @@ class Width:
     """Connections and their bytes per second before the last growth, until it has been seen whether that was worth it:
     by the transfer that grew, or by a later one if that one was too short."""
 
-    @property
-    def likely(self) -> int:
-        """Connections that a transfer will likely come to: what its parts are to be shared among. Where cores are few,
-        they are busy before 32 are reached."""
-        if self.known_until > -math.inf:
-            return self.connections
-        return max(self.connections, min(_MANY, 2 * self.connections))
-
 
 @dataclass
 class KnownBucket:
@@ -224,7 +202,7 @@ def first_connections(latency: float) -> int:
     """Connections to begin with. 32 carry 2.7 GiB/s from S3, which few processes exceed; where there are few cores,
     more connections than needed cost the most."""
     per_core = _FAR_PER_CORE if latency >= _FAR_SECONDS else _NEAR_PER_CORE
-    return max(_FEW, min(_MANY, round(per_core * cores() / local_world_size())))
+    return max(_FEW, min(MANY, round(per_core * cores() / local_world_size())))
 
 
 def cores() -> int:
@@ -250,7 +228,7 @@ class Tuning(ReadWidth):
         most: int,
     ) -> None:  # fmt: skip
         self._known, self._name, self._width = known, f"{direction}s: {known.name}", known.width(direction)
-        super().__init__(min(self._width.connections, most))
+        self.connections = min(self._width.connections, most)
         self._resize, self._is_busy, self._most = resize, is_busy, most
         self._lock = threading.Lock()
         # What was found stays: of a transfer with a lower ceiling nothing can be learned.
@@ -296,7 +274,7 @@ class Tuning(ReadWidth):
                 width.known_until = now + _TRY_AGAIN_SECONDS
             else:
                 width.smaller = self.connections, rate
-                self._change(min(self._most, max(2 * self.connections, _MANY)))
+                self._change(min(self._most, max(2 * self.connections, MANY)))
 
     def _change(self, connections: int) -> None:
         before, rate = self.connections, format_size(int(self._width.rate))

@@ -7,20 +7,22 @@ in the thread that uploads it. The CRCs of parts, objects and any group of buffe
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.limit import Cancelled, Progress
-from dcp_s3.memory import Piece, combine_crc64nvme, crc_of, views_of
+from dcp_s3.memory import Piece, combine_crc64nvme, crc_of, encode_crc, views_of
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.body import GatherBody
-from dcp_s3.s3.bucket import Bucket, checksum_arguments, creation_arguments, request_with_checksum
+from dcp_s3.s3.bucket import Bucket, creation_arguments, request_with_checksum
 from dcp_s3.s3.listing import delete
-from dcp_s3.s3.pressure import Tuning
+from dcp_s3.s3.pressure import MANY, Tuning
 from dcp_s3.store import Batch, CopyRange, DeleteTarget, StreamedObject
 from dcp_s3.workers import Workers
 
@@ -68,9 +70,13 @@ class Uploader(Batch):
         settings = store.settings
         self.store = store.within(store.limit.shared(settings.stall_timeout))
         if total is not None and settings.part_size == "auto":
+            width = store.known.width("upload")
+            likely = width.connections  # or more, where cores are not busy before
+            if width.known_until == -math.inf:
+                likely = max(likely, min(MANY, 2 * likely))
             part_size = multipart.plan_part_size(
-                total, connections=min(store.known.width("upload").likely, settings.max_connections), ranks=ranks,
-                most=settings.max_part_size, requests_per_second=multipart.PUTS_PER_SECOND,
+                total, connections=min(likely, settings.max_connections), ranks=ranks, most=settings.max_part_size,
+                requests_per_second=multipart.PUTS_PER_SECOND,
             )  # fmt: skip
         self.part_size = part_size or settings.max_part_size
         self.chunk_size = min(self.part_size, settings.max_part_size)
@@ -211,7 +217,9 @@ class Uploader(Batch):
             if upload.cancel.is_set():
                 raise Cancelled
             crc = None if settings.checksum == "none" else crc_of(pieces)
-            arguments = {"Key": key, "Body": body, **({} if crc is None else checksum_arguments(settings, crc))}
+            arguments: dict[str, Any] = {"Key": key, "Body": body}
+            if crc is not None:
+                arguments["ChecksumCRC64NVME"] = encode_crc(crc)
             etag = ""
             if upload.upload_id:
                 arguments |= {"UploadId": upload.upload_id, "PartNumber": number}
@@ -233,7 +241,8 @@ class Uploader(Batch):
             body.views = ()
             for piece in pieces:
                 piece.view = None
-        self._took(size)
+        with self._lock:
+            self.sent += size
         seconds = time.monotonic() - started - body.waited
         if upload.upload_id and patience is not None and seconds > patience:
             upload.error = errors.TransferError(
