@@ -2,11 +2,7 @@
 
 botocore insists on ``bytes`` or a file object as Body, and http.client would read the file in small copies.
 `GatherBody` satisfies botocore; just before the request is sent, `botocore_private.send_without_copy` replaces it by
-its memoryviews, and http.client hands each to ``sendall`` as it is, with the GIL released.
-
-Answers: http.client reads through an `io.BufferedReader` on a `socket.SocketIO`: three more Python calls for each
-receive. TLS gives 16 KiB at a time, so a GiB takes 65,536 of them, each under the interpreter lock that the other
-threads wait for. `BodyReader` receives straight into the caller's memory.
+its `Chunks`, and http.client hands each to ``sendall`` as it is, with the GIL released.
 """
 
 from __future__ import annotations
@@ -49,11 +45,7 @@ class GatherBody:
     """
 
     def __init__(
-        self,
-        views: Sequence[memoryview],
-        *,
-        patience: float | None = None,
-        moved: Callable[[int], None] | None = None,
+        self, views: Sequence[memoryview], *, patience: float | None = None, moved: Callable[[int], None] | None = None
     ) -> None:
         self.views, self.patience, self.moved = views, patience, moved
         self._size = sum(view.nbytes for view in views)
@@ -143,7 +135,9 @@ def _join_small(views: Sequence[memoryview]) -> Iterator[memoryview | bytes]:
 
 
 class BodyReader(io.RawIOBase):
-    """Reads the rest of an answer in place of the `io.BufferedReader` that has read its head.
+    """Reads the rest of an answer in place of the `io.BufferedReader` that has read its head, straight into the
+    caller's memory: http.client makes three more Python calls for each receive, under the interpreter lock. Of TLS's
+    16 KiB a GiB takes 65,536.
 
     Where bytes come fast, the kernel wakes the thread for many of them at a time (SO_RCVLOWAT). Not with TLS: it gains
     nothing there, and OpenSSL may hold a part of those that are waited for.

@@ -27,18 +27,11 @@ _lock = threading.Lock()
 _RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
 # 5xx that last: what is not implemented never will be. Proxies have many 5xx of their own (Cloudflare's 520 to 530).
 _LASTING_STATUS = frozenset({501, 505})
-_RETRYABLE_CODES = frozenset(
-    {
-        "BadDigest",
-        "IncompleteBody", "InternalError", "OperationAborted", "RequestTimeTooSkewed",
-        "RequestTimeout", "RequestTimeoutException",
-        "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests",
-        "XAmzContentChecksumMismatch",
-    }
-)  # fmt: skip
-_THROTTLING_CODES: frozenset[str | int] = frozenset(
-    {"SlowDown", "Throttling", "ThrottlingException", "TooManyRequests"}
-)
+_THROTTLING_CODES = frozenset({"SlowDown", "Throttling", "ThrottlingException", "TooManyRequests"})
+_RETRYABLE_CODES = _THROTTLING_CODES | {
+    "BadDigest", "IncompleteBody", "InternalError", "OperationAborted", "RequestTimeTooSkewed", "RequestTimeout",
+    "RequestTimeoutException", "ServiceUnavailable", "XAmzContentChecksumMismatch",
+}  # fmt: skip
 # 503 whatever its code: S3 has two (SlowDown, ServiceUnavailable), other stores their own, answers to HEAD none.
 _THROTTLING_STATUS = frozenset({429, 503})
 _NO_CREDENTIALS = (
@@ -93,19 +86,10 @@ _PERMISSIONS = {
     "ListMultipartUploads": "ListBucketMultipartUploads",
 }
 _CONNECTION_ERRORS: tuple[type[Exception], ...] = (
-    boto.HTTPClientError,
-    boto.ConnectionError,
-    boto.IncompleteReadError,
-    boto.ResponseStreamingError,
-    urllib3.exceptions.HTTPError,
-    http.client.HTTPException,
-    OSError,
-)
-REQUEST_ERRORS: tuple[type[Exception], ...] = (
-    boto.BotoCoreError,
-    boto.ClientError,
-    *_CONNECTION_ERRORS,
-)
+    boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, boto.ResponseStreamingError,
+    urllib3.exceptions.HTTPError, http.client.HTTPException, OSError,
+)  # fmt: skip
+REQUEST_ERRORS: tuple[type[Exception], ...] = (boto.BotoCoreError, boto.ClientError, *_CONNECTION_ERRORS)
 
 
 class TruncatedBodyError(OSError):
@@ -192,13 +176,8 @@ def to_storage_error(error: Exception, operation: str, bucket: str, key: str, at
             remedy = f"the credentials need {needed}; {remedy}"
     where = f"s3://{bucket}/{key}" if key else f"bucket {bucket!r}"
     tries = f" after {attempts} attempts" if attempts > 1 else ""
-    return kind(
-        f"{operation} on {where} failed{tries}: {message}. Remedy: {remedy}",
-        bucket=bucket,
-        key=key,
-        operation=operation,
-        attempts=attempts,
-    )
+    text = f"{operation} on {where} failed{tries}: {message}. Remedy: {remedy}"
+    return kind(text, bucket=bucket, key=key, operation=operation, attempts=attempts)
 
 
 def permission_of(operation: str) -> str:

@@ -14,14 +14,7 @@ from typing import Any, NamedTuple
 
 from dcp_s3 import errors
 from dcp_s3.memory import combine_crc64nvme, crc64nvme, crc_hex, encode_crc
-from dcp_s3.s3.bucket import (
-    Bucket,
-    Quirk,
-    creation_arguments,
-    learn,
-    map_in_threads,
-    request_with_checksum,
-)
+from dcp_s3.s3.bucket import Bucket, Quirk, creation_arguments, learn, map_in_threads, request_with_checksum
 from dcp_s3.s3.diagnosis import answered_code, answered_status
 from dcp_s3.s3.download import read
 from dcp_s3.s3.listing import delete, is_directory_bucket
@@ -71,8 +64,7 @@ def choose_part_size(object_size: int, part_size: int) -> int:
     """
     if object_size <= part_size * _PLANNED_PARTS:
         return part_size
-    needed = -(-object_size // _PLANNED_PARTS)
-    size = -(-needed // _PART_SIZE_STEP) * _PART_SIZE_STEP
+    size = -(-object_size // (_PLANNED_PARTS * _PART_SIZE_STEP)) * _PART_SIZE_STEP
     if size > MAX_PART_SIZE:
         raise errors.SettingsError(
             f"an object of {object_size} bytes does not fit into 10,000 parts of at most 5 GiB: shard the "
@@ -98,12 +90,9 @@ def create(bucket: Bucket, key: str, *, metadata: Mapping[str, str] | None = Non
 def complete(
     bucket: Bucket, key: str, upload_id: str, etags: Sequence[str], *, size: int, crc: int | None
 ) -> dict[str, Any]:
-    """Complete an upload: make the object of its parts. Returns S3's answer, empty if that was lost.
+    """Complete an upload: make the object of its parts; ``crc`` is its CRC-64/NVME, None if it is not known.
 
-    If S3 has no such upload, but an object of this size, an earlier attempt succeeded and its answer was lost.
-
-    Args:
-        crc: CRC-64/NVME of the object, None if it is not known.
+    Returns S3's answer, empty if that was lost: S3 has no such upload, but an object of this size.
     """
     parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, start=1)]
     arguments: dict[str, Any] = {"Key": key, "UploadId": upload_id, "MultipartUpload": {"Parts": parts}}
@@ -115,12 +104,11 @@ def complete(
         if answered_code(error) != "NoSuchUpload":
             raise
         try:
-            is_there = bucket.head(key).size == size
+            if bucket.head(key).size == size:
+                return {}
         except errors.ObjectNotFoundError:
-            is_there = False
-        if not is_there:
-            raise
-        return {}
+            pass
+        raise
 
 
 def abort(bucket: Bucket, upload: Upload) -> None:
@@ -147,10 +135,8 @@ def expect_text(bucket: Bucket, operation: str, key: str, value: object) -> str:
         raise errors.StorageError(
             f"{operation} on s3://{bucket.name}/{key} answered without an upload id or ETag. Remedy: check that the "
             "endpoint is an S3 server; copy by way of a directory where the store does not copy parts",
-            bucket=bucket.name,
-            key=key,
-            operation=operation,
-        )
+            bucket=bucket.name, key=key, operation=operation,
+        )  # fmt: skip
     return value
 
 

@@ -1,12 +1,7 @@
 """How often a request is tried, how long to wait in between, which error ends it, and how long an attempt may wait.
 
-`Attempts` decides for every request of the package: try again after a wait with full jitter and exponential backoff
-(https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/), or raise one error of `dcp_s3.errors` that
-names bucket, key, operation, attempts and the last cause.
-
-It also bounds the attempt that is on the wire: how long it may wait, and how fast it may send. botocore passes none of
-that down. So it is a property of the thread that makes the request, and the ends of the way look it up there: the
-sockets (`botocore_private`) and the bodies (`body`).
+botocore does not pass down how long an attempt on the wire may wait, and how fast it may send. So the `Attempts` of a
+request are a property of its thread: the sockets (`botocore_private`) and the bodies (`body`) look them up there.
 """
 
 from __future__ import annotations
@@ -30,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# First wait about 0.1 s (a lost connection), at most 10 s each (throttling lasts for seconds, not minutes).
+# First wait about 0.1 s (a lost connection), at most 10 s each (throttling lasts for seconds, not minutes):
+# https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
 BACKOFF_BASE = 0.1
 BACKOFF_CAP = 10.0
 
@@ -54,7 +50,6 @@ class Attempts:
     """The attempts of one request: what to do before each of them, after one that failed, and while it is on the wire.
 
     Args:
-        operation: S3's name of the operation.
         key: object key; empty for requests to the bucket itself.
         stall: seconds without progress that end it, if it moves by itself; 0: none do.
         most: most attempts.
@@ -63,17 +58,9 @@ class Attempts:
     """
 
     def __init__(
-        self,
-        operation: str = "a request",
-        bucket: str = "",
-        key: str = "",
-        *,
-        limit: Limit = UNLIMITED,
-        stall: float = 0.0,
-        most: int = 1,
-        hang: float = 60.0,
-        pace: Pace | None = None,
-    ) -> None:
+        self, operation: str = "a request", bucket: str = "", key: str = "", *, limit: Limit = UNLIMITED,
+        stall: float = 0.0, most: int = 1, hang: float = 60.0, pace: Pace | None = None,
+    ) -> None:  # fmt: skip
         self._where: dict[str, Any] = {"bucket": bucket, "key": key, "operation": operation}
         self._what = f"{operation} on s3://{bucket}/{key}" if key else f"{operation} on bucket {bucket!r}"
         self._limit, self._most, self._hang, self._pace = limit, most, hang, pace
@@ -90,10 +77,8 @@ class Attempts:
         """Most bytes to send at once; None for any number."""
         self.waited = 0.0
         """Seconds waited for bandwidth."""
-        self.has_head = False
-        """Whether the head of the answer is there."""
-        self.latency = 0.0
-        """Seconds for which it was waited for, after the whole request was sent."""
+        self.has_head, self.latency = False, 0.0
+        """Whether the head of the answer is there, and the seconds waited for it after the whole request was sent."""
         self._is_answered_early = operation in _ANSWERED_EARLY
 
     def run(self, request: Callable[[], T], known: KnownBucket, *, data: bool = False) -> T:
