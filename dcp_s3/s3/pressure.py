@@ -175,15 +175,15 @@ class Width:
     by the transfer that grew, or by a later one if that one was too short."""
 
 
-@dataclass
 class KnownBucket:
-    """What this process knows of a bucket, shared by all its requests."""
+    """What this process knows of a bucket, shared by all its requests.
 
-    name: str
-    """``{endpoint}/{bucket}``; ``s3://{bucket}`` where AWS's own chain decides."""
+    Args:
+        name: ``{endpoint}/{bucket}``; ``s3://{bucket}`` where AWS's own chain decides.
+    """
 
-    def __post_init__(self) -> None:
-        self.gate, self.hedges = Gate(self.name), Hedges()
+    def __init__(self, name: str) -> None:
+        self.name, self.gate, self.hedges = name, Gate(name), Hedges()
         self.widths: dict[Direction, Width] = {}
         self.quirks: set[Enum] = set()
         """What its store has turned out to lack."""

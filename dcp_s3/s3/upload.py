@@ -45,6 +45,8 @@ class _Upload:
     """Id of its multipart upload, which begins with the second part: an object of one part is one PutObject."""
     parts: list[Future[tuple[str, int | None, int]]] = field(default_factory=list)
     """ETag, CRC-64 and bytes of each."""
+    pieces: list[Piece] = field(default_factory=list)
+    """Those of the part that comes next."""
 
 
 class Uploader(Batch):
@@ -113,7 +115,7 @@ class Uploader(Batch):
             except errors.StorageError as failure:
                 logger.warning("objects of a failed save are left for pruning: %s", failure)
         for upload in self._all:  # errors have tracebacks, which hold memory
-            upload.error = None
+            upload.error, upload.pieces = None, []
             upload.parts.clear()
         error, self.error = self.error, None
         try:
@@ -172,7 +174,7 @@ class Uploader(Batch):
 
     def _put(self, upload: _Upload, pieces: Iterable[Piece], part_size: int) -> StreamedObject:
         """Send the pieces, split where parts end; they have their CRCs afterwards."""
-        waiting, filled = list[Piece](), 0
+        filled = 0
         for piece in pieces:
             room = part_size - filled
             for part in piece.split(room, part_size) if piece.size > room else (piece,):
@@ -180,12 +182,12 @@ class Uploader(Batch):
                     if not upload.parts:
                         upload.upload_id = multipart.create(upload.store, upload.key)
                         self.tuning.begin()  # with as many connections as the first answer suggests
-                    self._submit(upload, waiting, part_size)
-                    waiting, filled = [], 0
-                waiting.append(part)
+                    self._submit(upload, part_size)
+                    filled = 0
+                upload.pieces.append(part)
                 filled += part.size
-        if waiting or not upload.parts:
-            self._submit(upload, waiting, part_size)
+        if upload.pieces or not upload.parts:
+            self._submit(upload, part_size)
         sent = [part.result() for part in upload.parts]
         size = sum(size for _, _, size in sent)
         crc = None if sent[0][1] is None else combine_crc64nvme((crc, size) for _, crc, size in sent if crc is not None)
@@ -198,7 +200,7 @@ class Uploader(Batch):
             self._completed.append(upload.key)
         return StreamedObject(size, crc)
 
-    def _submit(self, upload: _Upload, pieces: list[Piece], part_size: int) -> None:
+    def _submit(self, upload: _Upload, part_size: int) -> None:
         number = len(upload.parts) + 1
         if number > multipart.MAX_PARTS:
             raise errors.StorageError(
@@ -206,6 +208,7 @@ class Uploader(Batch):
                 "bytes: it became larger than planned. Remedy: raise DCP_S3_PART_SIZE",
                 bucket=self.store.name, key=upload.key, operation="UploadPart",
             )  # fmt: skip
+        pieces, upload.pieces = upload.pieces, []
         upload.parts.append(self._workers.submit(self._send, upload, pieces, number, cancel=upload.cancel))
 
     def _send(self, upload: _Upload, pieces: list[Piece], number: int) -> tuple[str, int | None, int]:
