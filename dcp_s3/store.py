@@ -365,8 +365,8 @@ class Batch(abc.ABC):
     def stop(self) -> None:
         """Make everything under way fail soon."""
 
-    @abc.abstractmethod
-    def __enter__(self: SelfBatch) -> SelfBatch: ...
+    def __enter__(self: SelfBatch) -> SelfBatch:
+        return self
 
     @abc.abstractmethod
     def __exit__(
@@ -397,9 +397,6 @@ class PlainBatch(Batch):
 
     def stop(self) -> None:
         self._cancel.set()
-
-    def __enter__(self) -> PlainBatch:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if kind is not None:

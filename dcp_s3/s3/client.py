@@ -112,14 +112,6 @@ def forget_client(client: Any) -> None:
             del _clients[key]
 
 
-def close_clients() -> None:
-    """Close this process's clients and their idle connections. The next request makes new ones."""
-    with _lock:
-        for client in _clients.values():
-            client.close()
-        _clients.clear()
-
-
 # --- AWS's own chain: its variables, then the profile, where the settings say nothing ------------------
 
 

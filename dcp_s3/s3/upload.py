@@ -98,9 +98,6 @@ class Uploader(Batch):
         self.unclean: set[str] = set()
         """Keys with multipart uploads that may have stayed open."""
 
-    def __enter__(self) -> Uploader:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.stop()

@@ -355,6 +355,15 @@ def test_what_s3_refuses_is_sent(
     assert multipart.can_copy(store) == (status != 501), "a store that does not copy is not asked again"
 
 
+def test_a_store_that_answers_copies_of_parts_without_an_etag_is_not_asked_again(faulty: FaultyServer) -> None:
+    """As rclone does."""
+    store, empty = make_store(), Fault.forge(200, b"<CopyPartResult></CopyPartResult>")
+    faulty.rule = lambda request: empty if request.operation == "UploadPartCopy" else None
+    assert not copy_to(store, "new", JOINED)
+    assert not multipart.can_copy(store)
+    assert not faulty.s3.open_uploads(BUCKET)
+
+
 @pytest.mark.parametrize("what", [WHOLE, JOINED], ids=["whole", "joined"])
 def test_a_copy_that_is_not_what_it_should_be_is_deleted(
     faulty: FaultyServer, what: tuple[list[CopyRange], bytes]
