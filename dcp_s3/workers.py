@@ -37,7 +37,9 @@ class Workers:
         self._changed = threading.Condition()
         self._tasks: collections.deque[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = collections.deque()
         self._threads: list[threading.Thread] = []
-        self._alive = self._idle = self._unfinished = 0
+        self._alive = self._unfinished = 0
+        self._idle = 0
+        """Threads that take the next task."""
         self._is_closed = False
 
     @property
@@ -60,25 +62,14 @@ class Workers:
                 self._changed.wait(0.5)
             if cancel is not None and cancel.is_set():
                 raise Cancelled
-            if self._idle <= len(self._tasks) and self._alive < self._count:
-                thread = threading.Thread(target=self._work, name=f"{self._name}-{self._alive}")
-                # Before it starts: an interrupt meanwhile may leave it running.
-                self._threads = [*(each for each in self._threads if each.is_alive()), thread]
-                self._alive += 1
-                try:
-                    thread.start()
-                except RuntimeError as error:
-                    self._alive -= 1
-                    if not self._alive:
-                        raise DcpS3Error(
-                            f"no thread could be started for {self._name} ({error}): a limit on the threads of this "
-                            "user, host or container is reached. Remedy: raise it (ulimit -u, pids.max of the "
-                            "container), or set DCP_S3_CONCURRENCY to a smaller number"
-                        ) from None
-                    self._count = self._alive
-                    logger.warning("%s: no more than %d threads can be started: %s", self._name, self._count, error)
             self._tasks.append((future, function, arguments))
             self._unfinished += 1
+            try:
+                self._start_threads()
+            except DcpS3Error:
+                self._tasks.pop()
+                self._unfinished -= 1
+                raise
             self._changed.notify_all()
         return future
 
@@ -86,7 +77,28 @@ class Workers:
         """Have up to ``count`` threads from now on. Threads too many end after their task."""
         with self._changed:
             self._count = max(1, count)
+            self._start_threads()
             self._changed.notify_all()
+
+    def _start_threads(self) -> None:
+        while self._idle < len(self._tasks) and self._alive < self._count:
+            thread = threading.Thread(target=self._work, name=f"{self._name}-{self._alive}")
+            # Before it starts: an interrupt meanwhile may leave it running.
+            self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+            try:
+                thread.start()
+            except RuntimeError as error:
+                if not self._alive:
+                    raise DcpS3Error(
+                        f"no thread could be started for {self._name} ({error}): a limit on the threads of this user, "
+                        "host or container is reached. Remedy: raise it (ulimit -u, pids.max of the container), or set "
+                        "DCP_S3_CONCURRENCY to a smaller number"
+                    ) from None
+                self._count = self._alive
+                logger.warning("%s: no more than %d threads can be started: %s", self._name, self._count, error)
+                return
+            self._alive += 1
+            self._idle += 1
 
     def close(self) -> None:
         """Cancel tasks that have not begun, wait for the others, and end the threads."""
@@ -102,7 +114,6 @@ class Workers:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._idle += 1
                 while not self._tasks and self._lingers and not self._is_closed and self._alive <= self._count:
                     self._changed.wait()
                 self._idle -= 1
@@ -119,6 +130,7 @@ class Workers:
             del future, function, arguments
             with self._changed:
                 self._unfinished -= 1
+                self._idle += 1
                 self._changed.notify_all()
 
 

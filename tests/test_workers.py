@@ -100,8 +100,8 @@ def test_as_many_run_at_once_as_it_has_threads_and_as_many_wait_as_may() -> None
     cancel.set()
     with pytest.raises(Cancelled):
         workers.submit(together.wait, 60, cancel=cancel)
-    workers.resize(3)
-    others = [workers.submit(together.wait, 60) for _ in range(2)]  # with them, there are three
+    workers.resize(4)
+    others = [workers.submit(together.wait, 60) for _ in range(2)]  # with the second, there are three
     assert sorted(each.result(60) for each in [second, *others]) == [0, 1, 2]
     workers.resize(1)
     go_on.set()
