@@ -29,7 +29,8 @@ from rich.table import Table
 from benchmarks.units import MIB, parse_size
 from dcp_s3.memory import ReadTarget
 from dcp_s3.s3 import hedge
-from dcp_s3.s3.hedge import HedgeState, hedges_of
+from dcp_s3.s3.hedge import HedgeState
+from dcp_s3.s3.pressure import known_buckets
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.memory_s3 import Fault, MemoryS3, RequestInfo
@@ -138,7 +139,7 @@ def _run(options: argparse.Namespace, delays: Delays, endpoint_url: str, request
 
 
 def _load(bucket: S3Store, requests: int, memory: list[bytearray], late: Callable[[], int]) -> Load:
-    hedge._hedges.clear()
+    known_buckets.clear()
     free = list(memory)
 
     def fetch(_: int) -> None:
@@ -151,7 +152,7 @@ def _load(bucket: S3Store, requests: int, memory: list[bytearray], late: Callabl
     with ThreadPoolExecutor(len(memory)) as pool:
         list(pool.map(fetch, range(requests)))
     seconds = time.perf_counter() - started
-    return Load(seconds, late(), _cpu_seconds() - cpu, hedges_of(bucket).state)
+    return Load(seconds, late(), _cpu_seconds() - cpu, bucket.known.hedges.state)
 
 
 def _cpu_seconds() -> float:

@@ -27,7 +27,7 @@ from typing import Any
 from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
 
-from dcp_s3.s3.client import client_options, config_options, prepare_session
+from dcp_s3.s3.client import client_options
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings, resolve_settings
 from tests.memory_s3 import Link, MemoryS3Process
@@ -55,9 +55,8 @@ def by_boto3(store: S3Store, operation: str, keys: list[str], threads: int) -> N
 
 def _connect(settings: Settings, connections: int) -> Any:
     session = AioSession()
-    prepare_session(session)
-    config = AioConfig(**config_options(settings) | {"max_pool_connections": connections})
-    return session.create_client("s3", config=config, **client_options(settings, session))
+    options, config = client_options(settings, session)
+    return session.create_client("s3", config=AioConfig(**config | {"max_pool_connections": connections}), **options)
 
 
 async def _ask(client: Any, operation: str, key: str) -> None:

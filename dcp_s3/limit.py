@@ -51,13 +51,12 @@ class Deadline:
         return time.monotonic() >= self.at
 
     def error(self, what: str, progress: str = "") -> DeadlineExceededError:
-        """The error to raise when the deadline has passed. ``what`` was not done in time, and came as far as
-        ``progress``."""
-        came = f": {progress}" if progress else ""
+        """The error to raise when it has passed. ``what`` was not done in time, and came as far as ``progress``."""
         limit, remedy = f"{self.seconds:g} s", "check the endpoint and the network, and try again"
         if self.setting:
             limit = f"{self.setting} = {limit}"
             remedy = f"raise or unset {self.setting}, or check the endpoint and the network"
+        came = f": {progress}" if progress else ""
         text = f"{what} was not done within {limit}{came}. Remedy: {remedy}"
         return DeadlineExceededError(text, setting=self.setting, seconds=self.seconds)
 
@@ -76,14 +75,16 @@ class Progress:
         self._requests = 0
         self._moved = self._counted = 0
         self._at = time.monotonic()
-        self._warned = self._is_over = False
+        self._warned = False
+        self.is_stalled = False
+        """Whether it was over once: then it stays so."""
 
     def __enter__(self) -> None:
         """Note that a request begins."""
         with self._lock:
-            if not self._requests:
-                self._at, self._counted, self._warned = time.monotonic(), self._moved, False
             self._requests += 1
+            if self._requests == 1:
+                self._at, self._counted, self._warned = time.monotonic(), self._moved, False
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._lock:
@@ -91,17 +92,12 @@ class Progress:
             if kind is None:
                 self._at, self._counted, self._warned = time.monotonic(), self._moved, False
 
-    def moved(self, count: int) -> None:
-        """Note that ``count`` bytes moved for the first time."""
+    def moved(self, count: int | None = None) -> None:
+        """Note that ``count`` bytes moved for the first time; None: S3 is at work, though nothing moves."""
         with self._lock:
-            self._moved += count
-            if self._moved - self._counted >= _LEAST_BYTES_PER_SECOND * self.seconds:
+            self._moved += count or 0
+            if count is None or self._moved - self._counted >= _LEAST_BYTES_PER_SECOND * self.seconds:
                 self._at, self._counted, self._warned = time.monotonic(), self._moved, False
-
-    def lives(self) -> None:
-        """Note that S3 is at work, though nothing moves."""
-        with self._lock:
-            self._at, self._counted, self._warned = time.monotonic(), self._moved, False
 
     def is_over(self, what: str) -> bool:
         """Whether there was no progress for so long; a third of it is worth a warning. ``what`` waits."""
@@ -109,22 +105,18 @@ class Progress:
             seconds = time.monotonic() - self._at
             warns = seconds >= self.seconds / 3 and not self._warned
             self._warned = self._warned or warns
-            self._is_over = self._is_over or seconds >= self.seconds
-        if warns and not self._is_over:
+            self.is_stalled = self.is_stalled or seconds >= self.seconds
+        if warns and not self.is_stalled:
             logger.warning(
                 "%s%s: next to nothing moved for %.0f s (%s before). It ends with an error at %s = %g s",
                 _rank(), what, seconds, format_size(self._moved), STALL_SETTING, self.seconds,
             )  # fmt: skip
-        return self._is_over
+        return self.is_stalled
 
     @property
     def left(self) -> float:
         """Seconds until it is over, if nothing moves."""
         return max(0.0, self._at + self.seconds - time.monotonic())
-
-    def for_cleanup(self) -> Progress:
-        """Progress of the cleanup after this."""
-        return Progress(min(_CLEANUP_SECONDS if self._is_over else _CLEANUP_STALL_SECONDS, self.seconds))
 
     def error(self, what: str, tried: str) -> DeadlineExceededError:
         """The error to raise when it is over. ``what`` was not done; ``tried`` says how often it was tried."""
@@ -188,6 +180,13 @@ class Limit:
         if self.deadline is not None and self.deadline.passed:
             raise self.deadline.error(what, "it was not begun")
 
+    def sleep(self, seconds: float) -> None:
+        """Wait so long, or until it is cancelled."""
+        if self.cancel is not None:
+            self.cancel.wait(seconds)
+        elif seconds:
+            time.sleep(seconds)
+
     def shared(self, stall_timeout: float) -> Limit:
         """The same limit, for requests that move together: none of them is stalled while others move."""
         return replace(self, progress=self.progress or Progress(stall_timeout))
@@ -196,17 +195,16 @@ class Limit:
         """The same limit, with ``hang`` at most the least of ``others``, in seconds."""
         return replace(self, hang=min((each for each in (self.hang, *others) if each is not None), default=None))
 
-    def without_patience(self) -> Limit:
-        """Limit for work that has no other place to go: only the deadline bounds it."""
-        return replace(self, patience=None, hang=None if self.deadline is None else self.deadline.seconds)
-
     def for_cleanup(self) -> Limit:
         """Limit for cleanup after a failure: it is not cancelled, and in all may run a little past the deadline."""
-        progress = Progress(_CLEANUP_STALL_SECONDS) if self.progress is None else self.progress.for_cleanup()
+        seconds, progress = _CLEANUP_STALL_SECONDS, self.progress
+        if progress is not None:
+            seconds = min(_CLEANUP_SECONDS if progress.is_stalled else seconds, progress.seconds)
+        cleanup = replace(self, cancel=None, progress=Progress(seconds))
         if self.deadline is None:
-            return replace(self, cancel=None, progress=progress)
+            return cleanup
         deadline = replace(self.deadline, at=max(self.deadline.at, time.monotonic() + _CLEANUP_SECONDS))
-        return replace(self.within(_CLEANUP_SECONDS), deadline=deadline, cancel=None, progress=progress)
+        return replace(cleanup.within(_CLEANUP_SECONDS), deadline=deadline)
 
 
 UNLIMITED = Limit()

@@ -19,7 +19,6 @@ SelfStore = TypeVar("SelfStore", bound="Store")
 T = TypeVar("T")
 U = TypeVar("U")
 SelfBatch = TypeVar("SelfBatch", bound="Batch")
-SelfWidth = TypeVar("SelfWidth", bound="ReadWidth")
 
 Moved = Callable[[int], None]
 """Called with the number of bytes that have just arrived."""
@@ -157,20 +156,16 @@ class Counters:
 
 
 class ReadWidth:
-    """Number of reads at once of one transfer. A context manager."""
+    """Number of reads at once of one transfer."""
 
     def __init__(self, connections: int) -> None:
         self.connections = connections
-        """Reads at once, now."""
 
     def moved(self, count: int) -> None:
         """Note that ``count`` bytes have arrived. Called by any thread."""
 
-    def __enter__(self: SelfWidth) -> SelfWidth:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+    def close(self) -> None:
+        """Adapt it no more."""
 
 
 class Store(abc.ABC):
@@ -286,13 +281,11 @@ class Store(abc.ABC):
 
     def list(self, prefix: str, delimiter: str = "") -> Page:
         """All objects whose keys start with ``prefix``, as one page."""
-        found = self.page(prefix, delimiter)
-        if found.next_token is None:
-            return found
-        pages = [found]
+        pages = [self.page(prefix, delimiter)]
         while pages[-1].next_token is not None:
             pages.append(self.page(prefix, delimiter, token=pages[-1].next_token))
-        return join(pages)
+        objects, prefixes = zip(*((page.objects, page.prefixes) for page in pages), strict=True)
+        return Page(tuple(chain(*objects)), tuple(chain(*prefixes)), None, pages[0].server_time)
 
     @abc.abstractmethod
     def delete(self, targets: Iterable[str | DeleteTarget]) -> Sequence[str]:
@@ -372,8 +365,8 @@ class Batch(abc.ABC):
     def stop(self) -> None:
         """Make everything under way fail soon."""
 
-    @abc.abstractmethod
-    def __enter__(self: SelfBatch) -> SelfBatch: ...
+    def __enter__(self: SelfBatch) -> SelfBatch:
+        return self
 
     @abc.abstractmethod
     def __exit__(
@@ -405,18 +398,10 @@ class PlainBatch(Batch):
     def stop(self) -> None:
         self._cancel.set()
 
-    def __enter__(self) -> PlainBatch:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if kind is not None:
             self.stop()
             self._store.within(self._store.limit.for_cleanup()).delete(self._written)
-
-
-def join(pages: Sequence[Page]) -> Page:
-    objects, prefixes = zip(*((page.objects, page.prefixes) for page in pages), strict=True)
-    return Page(tuple(chain(*objects)), tuple(chain(*prefixes)), None, pages[0].server_time)
 
 
 def same_etag(one: str | None, other: str | None) -> bool:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from dcp_s3.s3.client import close_clients
+from dcp_s3.s3 import client as clients
 from tests.memory_s3 import Fault, MemoryS3
 
 BUCKET = "bucket"
@@ -41,6 +41,13 @@ class FaultyServer:
 
         self.rule = rule
         return seen
+
+
+def close_clients() -> None:
+    """Close this process's clients and their idle connections. The next request makes new ones."""
+    for client in [*clients._clients.values()]:
+        clients.forget_client(client)
+        client.close()
 
 
 @contextlib.contextmanager

@@ -40,10 +40,11 @@ def share_service_models() -> None:
 def _warm_up() -> None:
     for name in dcp_s3.__all__:
         getattr(dcp_s3, name)
-    from dcp_s3.s3 import client
+    from dcp_s3.s3.client import client_options
+    from dcp_s3.settings import Settings
 
     session = botocore.session.get_session()
-    client.prepare_session(session)
+    client_options(Settings(), session)
     secrets: Any = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "us-east-1"}
     boto3.Session(botocore_session=session, **secrets).client("s3").close()
 

@@ -17,7 +17,8 @@ from dcp_s3 import errors
 from dcp_s3.limit import Cancelled, Deadline, Limit
 from dcp_s3.memory import Piece, ReadTarget, crc64nvme, crc_hex, crc_of, sent_pieces
 from dcp_s3.s3 import listing
-from dcp_s3.s3.bucket import Quirk, forget_quirks, knows
+from dcp_s3.s3.bucket import Quirk
+from dcp_s3.s3.pressure import known_buckets
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.spill.local import LocalObjects
@@ -49,7 +50,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     """One that is empty; pages of its listings are short."""
     if request.param in LOCAL:
         return LOCAL[request.param](tmp_path)
-    forget_quirks()
+    known_buckets.clear()
     monkeypatch.setattr(listing, "PAGE_SIZE", PAGE)
     s3 = S3Store(request.getfixturevalue("bucket"), Settings(spill_dir=str(tmp_path / "spill")))
     if request.param == "spilling":
@@ -298,7 +299,7 @@ def test_a_put_in_place_of_what_was_seen(
     etag = store.get("k").etag
     store.put("k", b"second", expect=Expect(etag))
     assert store.get("k").data == b"second", "also where a store refuses a condition that holds, which it says"
-    quirk = isinstance(store, S3Store) and knows(Quirk.NO_CONDITIONAL_WRITES, store)
+    quirk = isinstance(store, S3Store) and Quirk.NO_CONDITIONAL_WRITES in store.known.quirks
     assert quirk == ("conditional writes" in caplog.text)
     if not knows_conditions(store, request):
         return

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dcp_s3.errors import DcpS3Error
+from dcp_s3.limit import Cancelled
 from dcp_s3.memory import iterate_bytes
 from dcp_s3.process import collector_paused
 from dcp_s3.workers import InTurn, Workers
@@ -65,29 +66,49 @@ def test_in_turn_runs_one_after_the_other_on_a_thread_that_ends() -> None:
     assert order == list(range(100))
     with pytest.raises(ZeroDivisionError):
         failing.result(60)
-    assert not [t for t in threading.enumerate() if t.name == "dcp_s3-test"]
+    assert not [t for t in threading.enumerate() if t.name.startswith("dcp_s3-test")]
     assert turns.submit(divmod, 7, 2).result(60) == (3, 1)
 
 
 def test_where_no_thread_can_be_started_the_error_says_what_to_raise_and_a_pool_that_stands_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    workers = Workers(1, "dcp_s3-test")
+    workers, go_on = Workers(4, "dcp_s3-test"), threading.Event()
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
+    running = workers.submit(go_on.wait, 60)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        for act in (lambda: Workers(2, "dcp_s3-none"), lambda: InTurn("dcp_s3-none").submit(print)):
+        for none in (Workers(2, "dcp_s3-none"), InTurn("dcp_s3-none")):
             with pytest.raises(DcpS3Error, match=r"dcp_s3-none.*can't start new thread.*Remedy: raise it \(ulimit -u"):
-                act()
-        with pytest.raises(DcpS3Error, match="ulimit -u"):
-            workers.resize(4)
-    assert workers.submit(divmod, 7, 2).result(60) == (3, 1)
-    workers.resize(2)
-    assert len([thread for thread in threading.enumerate() if thread.name.startswith("dcp_s3-test-")]) == 2
+                none.submit(print)
+        later = workers.submit(divmod, 7, 2)
+    go_on.set()
+    assert (running.result(60), later.result(60)) == (True, (3, 1))
+    assert "no more than 1 threads can be started" in caplog.text
     workers.close()
+
+
+def test_as_many_run_at_once_as_it_has_threads_and_as_many_wait_as_may() -> None:
+    workers, go_on, cancel = Workers(1, "dcp_s3-test", waiting=1), threading.Event(), threading.Event()
+    together = threading.Barrier(3)
+    first = workers.submit(go_on.wait, 60)
+    second = workers.submit(together.wait, 60)
+    assert workers.is_full
+    cancel.set()
+    with pytest.raises(Cancelled):
+        workers.submit(together.wait, 60, cancel=cancel)
+    workers.resize(4)
+    others = [workers.submit(together.wait, 60) for _ in range(2)]  # with the second, there are three
+    assert sorted(each.result(60) for each in [second, *others]) == [0, 1, 2]
+    workers.resize(1)
+    go_on.set()
+    assert first.result(60)
+    assert workers.submit(divmod, 7, 2).result(60) == (3, 1)
+    workers.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dcp_s3-test")]
 
 
 # --- tensors as memory -----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from dcp_s3.checkup.probes import CONFIGURATION, DATA, PROBE, CheckResult, Exami
 from dcp_s3.memory import crc64nvme, encode_crc
 from dcp_s3.process import TESTED, __version__, release
 from dcp_s3.retention.policy import policy_from_settings
-from dcp_s3.s3.bucket import checksum_arguments, creation_arguments
+from dcp_s3.s3.bucket import creation_arguments
 from dcp_s3.s3.client import find_chain
 from dcp_s3.s3.diagnosis import answered_code, answered_status, to_storage_error
 from dcp_s3.settings import ENV_PREFIX, resolve_settings, unknown_variables
@@ -260,7 +260,7 @@ def check_checksums(exam: Examination) -> CheckResult:
     ignored = "damage on the way to it goes unnoticed until a load, which always compares"
     remedy = "nothing, if the network has checksums (TLS has); dcp-s3 verify --full after important saves"
     given = creation_arguments(exam.settings, data=True)
-    right, wrong = (given | checksum_arguments(exam.settings, crc64nvme(data)) for data in (DATA, _OTHER))
+    right, wrong = (given | {"ChecksumCRC64NVME": encode_crc(crc64nvme(data))} for data in (DATA, _OTHER))
     exam.keys.add(exam.key(PROBE))
     _, code = exam.attempt((400, 501), "PutObject", PROBE, Body=DATA, **right)
     if code:

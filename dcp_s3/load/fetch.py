@@ -106,7 +106,7 @@ class Fetcher:
                 if threads is None:
                     width = self.store.adapt_reads(resize=work.resize, is_busy=lambda: not work.is_over, most=most)
                     work.moved, threads = width.moved, width.connections
-                    stack.enter_context(width)
+                    stack.callback(width.close)
                 work.resize(min(threads, most))
                 yield work.arrivals()
         except BaseException:

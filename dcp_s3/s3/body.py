@@ -2,11 +2,7 @@
 
 botocore insists on ``bytes`` or a file object as Body, and http.client would read the file in small copies.
 `GatherBody` satisfies botocore; just before the request is sent, `botocore_private.send_without_copy` replaces it by
-its memoryviews, and http.client hands each to ``sendall`` as it is, with the GIL released.
-
-Answers: http.client reads through an `io.BufferedReader` on a `socket.SocketIO`: three more Python calls for each
-receive. TLS gives 16 KiB at a time, so a GiB takes 65,536 of them, each under the interpreter lock that the other
-threads wait for. `BodyReader` receives straight into the caller's memory.
+its `Chunks`, and http.client hands each to ``sendall`` as it is, with the GIL released.
 """
 
 from __future__ import annotations
@@ -17,6 +13,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dcp_s3.s3.retry import this_thread
@@ -41,36 +38,25 @@ class GatherBody:
     """Several buffers sent as one body.
 
     Args:
-        views: the buffers in order; they must not change or go away before the request is done.
+        views: the buffers in order; they must not change or go away before the request is done. To be dropped after the
+            last attempt: botocore's errors keep the request, and so this body.
         patience: seconds after which the body is broken off, too.
         moved: called with the number of bytes of each slice that was sent.
     """
 
     def __init__(
-        self,
-        views: Sequence[memoryview],
-        *,
-        patience: float | None = None,
-        moved: Callable[[int], None] | None = None,
+        self, views: Sequence[memoryview], *, patience: float | None = None, moved: Callable[[int], None] | None = None
     ) -> None:
-        self._views = views
-        self._patience = patience
-        self._moved = moved
+        self.views, self.patience, self.moved = views, patience, moved
         self._size = sum(view.nbytes for view in views)
         self._position = 0
-        self._furthest = 0
+        self.furthest = 0
+        """Bytes that one of the attempts has sent."""
         self.waited = 0.0
         """Seconds that all attempts waited for bandwidth."""
 
-    def release(self) -> None:
-        """Drop the buffers after the last attempt: botocore's errors keep the request, and so this body."""
-        self._views = ()
-
     def __len__(self) -> int:
         return self._size
-
-    def tell(self) -> int:
-        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
@@ -82,7 +68,7 @@ class GatherBody:
         end = self._size if size is None or size < 0 else min(self._size, self._position + size)
         out = bytearray()
         start = 0
-        for view in self._views:
+        for view in self.views:
             low, high = max(self._position, start), min(end, start + view.nbytes)
             if low < high:
                 out += view[low - start : high - start]
@@ -90,21 +76,27 @@ class GatherBody:
         self._position = max(self._position, end)
         return bytes(out)
 
-    def chunks(self) -> Iterator[memoryview | bytes]:
-        """The buffers for ``sendall``: large ones in slices, neighbours that are small joined."""
-        started, waited = time.monotonic(), self.waited
-        attempts = this_thread.attempts
+
+@dataclass(frozen=True)
+class Chunks:
+    """The bytes of a body for ``sendall``, as a repeatable iterable: large buffers in slices, neighbours that are small
+    joined. It must not look like a file, or it would be read like one."""
+
+    body: GatherBody
+
+    def __iter__(self) -> Iterator[memoryview | bytes]:
+        body, attempts, started = self.body, this_thread.attempts, time.monotonic()
         most = min(_SEND_AT_ONCE, attempts.slice_size or _SEND_AT_ONCE)
-        size, sent = min(_SEND_FIRST, most), 0
-        for view in self._joined():
+        size, sent, waited = min(_SEND_FIRST, most), 0, body.waited
+        for view in _join_small(body.views):
             position = 0
             while position < len(view):
                 piece = view[position : position + size]
                 position += len(piece)
-                self.waited += attempts.before_sending(len(piece))
+                body.waited += attempts.before_sending(len(piece))
                 began = time.monotonic()
-                if self._patience is not None and began - started - (self.waited - waited) > self._patience:
-                    raise ConnectionAbortedError(f"the body was not through after {self._patience:g} s")
+                if body.patience is not None and began - started - (body.waited - waited) > body.patience:
+                    raise ConnectionAbortedError(f"the body was not through after {body.patience:g} s")
                 yield piece
                 seconds = time.monotonic() - began
                 if seconds < _SEND_FAST:
@@ -112,44 +104,37 @@ class GatherBody:
                 elif seconds > _SEND_SLOW:
                     size = max(size // 2, min(_SEND_FIRST, most))
                 sent += len(piece)
-                if self._moved is not None:
-                    self._moved(len(piece))
-                if sent > self._furthest:  # what is sent once more is no progress
-                    attempts.moved(sent - self._furthest)
-                    self._furthest = sent
-
-    def _joined(self) -> Iterator[memoryview | bytes]:
-        small: list[memoryview] = []
-        small_size = 0
-        for view in self._views:
-            if small and small_size + view.nbytes > _JOIN_BELOW:
-                yield b"".join(small)
-                small, small_size = [], 0
-            if view.nbytes >= _JOIN_BELOW:
-                yield view
-            elif view.nbytes:
-                small.append(view)
-                small_size += view.nbytes
-        if small:
-            yield b"".join(small)
-
-
-class Chunks:
-    """A body as a repeatable iterable. It must not look like a file, or it would be read like one."""
-
-    def __init__(self, body: GatherBody) -> None:
-        self._body = body
-
-    def __iter__(self) -> Iterator[memoryview | bytes]:
-        return self._body.chunks()
+                if body.moved is not None:
+                    body.moved(len(piece))
+                if sent > body.furthest:  # what is sent once more is no progress
+                    attempts.progress.moved(sent - body.furthest)
+                    body.furthest = sent
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Called by botocore before it sends the body again to another region; every iteration begins at 0 anyway."""
         return 0
 
 
+def _join_small(views: Sequence[memoryview]) -> Iterator[memoryview | bytes]:
+    small: list[memoryview] = []
+    small_size = 0
+    for view in views:
+        if small and small_size + view.nbytes > _JOIN_BELOW:
+            yield b"".join(small)
+            small, small_size = [], 0
+        if view.nbytes >= _JOIN_BELOW:
+            yield view
+        elif view.nbytes:
+            small.append(view)
+            small_size += view.nbytes
+    if small:
+        yield b"".join(small)
+
+
 class BodyReader(io.RawIOBase):
-    """Reads the rest of an answer in place of the `io.BufferedReader` that has read its head.
+    """Reads the rest of an answer in place of the `io.BufferedReader` that has read its head, straight into the
+    caller's memory: http.client makes three more Python calls for each receive, under the interpreter lock. Of TLS's
+    16 KiB a GiB takes 65,536.
 
     Where bytes come fast, the kernel wakes the thread for many of them at a time (SO_RCVLOWAT). Not with TLS: it gains
     nothing there, and OpenSSL may hold a part of those that are waited for.

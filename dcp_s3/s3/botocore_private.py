@@ -17,7 +17,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from dcp_s3.s3.body import BodyReader, Chunks, GatherBody
@@ -37,8 +36,6 @@ class Flight:
         awaits: bytes of the block that comes next, 0 while the head is awaited, None while nothing is on the wire.
     """
 
-    __slots__ = ("_descriptor", "_is_broken", "_lock", "awaits", "moves")
-
     def __init__(self) -> None:
         self.moves = 0
         self.awaits: int | None = None
@@ -46,22 +43,6 @@ class Flight:
         # A duplicate of the socket's: shutting down the original could hit whatever has its number after it was closed.
         self._descriptor = -1
         self._is_broken = False
-
-    def await_bytes(self, count: int) -> None:
-        """Note that something arrived; ``count`` bytes are next, 0 for the head."""
-        self.moves += 1
-        self.awaits = count
-
-    @contextlib.contextmanager
-    def on_this_thread(self) -> Iterator[None]:
-        """Bind this thread's requests to this flight until the context ends."""
-        before, this_thread.flight = this_thread.flight, self
-        try:
-            yield
-        finally:
-            self.awaits = None
-            self.let_go()
-            this_thread.flight = before
 
     def note(self, sock: Any) -> None:
         """Note the request's socket; called by the thread that uses it."""
@@ -121,13 +102,12 @@ def readinto_response(body: Any, view: memoryview) -> int:
     Returns:
         Number of bytes read, 0 at the end.
     """
-    below = getattr(getattr(body, "_raw_stream", None), "_fp", None)
-    if below is not None and hasattr(below, "readinto"):
-        stream = getattr(below, "fp", None)
-        if isinstance(stream, io.BufferedReader) and not below.chunked:
-            sock = getattr(getattr(stream, "raw", None), "_sock", None)
-            if sock is not None:
-                below.fp = BodyReader(stream, sock)
+    below: Any = getattr(getattr(body, "_raw_stream", None), "_fp", None)
+    if hasattr(below, "readinto"):
+        stream: Any = getattr(below, "fp", None)
+        sock = getattr(getattr(stream, "raw", None), "_sock", None)
+        if isinstance(stream, io.BufferedReader) and sock is not None and not below.chunked:
+            below.fp = BodyReader(stream, sock)
         return int(below.readinto(view))
     data = body.read(min(view.nbytes, 2**20))
     view[: len(data)] = data

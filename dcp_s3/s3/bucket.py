@@ -1,5 +1,5 @@
-"""Requests to one bucket, each tried until it succeeds or fails for good; many small ones at once, in threads; what
-stores lack; conditional writes."""
+"""Requests to one bucket, each tried until it succeeds or fails for good; conditional writes; many requests at once, in
+threads; what stores lack."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import botocore.utils
@@ -21,12 +22,11 @@ from botocore import xform_name
 from dcp_s3 import errors
 from dcp_s3.limit import UNLIMITED, Cancelled, Limit, LinkedEvent
 from dcp_s3.memory import crc64nvme, encode_crc
-from dcp_s3.process import reset_in_child
 from dcp_s3.s3.body import GatherBody
 from dcp_s3.s3.client import forget_client, get_client
 from dcp_s3.s3.diagnosis import REQUEST_ERRORS, answered_code, answered_status, to_storage_error
-from dcp_s3.s3.pressure import Gate, gate_of, pace_of
-from dcp_s3.s3.retry import Attempts, this_thread
+from dcp_s3.s3.pressure import KnownBucket, Pace, known_buckets, paces
+from dcp_s3.s3.retry import Attempts
 from dcp_s3.settings import Settings
 from dcp_s3.store import Expect, ObjectHead, StoredObject, UserMetadata
 from dcp_s3.workers import Workers
@@ -61,16 +61,27 @@ class Bucket:
         return get_client(self.settings)
 
     @property
-    def gate(self) -> Gate:
-        return gate_of(self.settings, self.name)
+    def known(self) -> KnownBucket:
+        """What this process knows of it."""
+        endpoint = self.settings.endpoint_url
+        found = known_buckets.get((endpoint, self.name))
+        return found or known_buckets.setdefault(
+            (endpoint, self.name), KnownBucket(f"{endpoint or 's3:/'}/{self.name}")
+        )
 
     def within(self: SelfBucket, limit: Limit) -> SelfBucket:
         return replace(self, limit=limit)
 
-    # --- carrying out -----------------------------------------------------------------------------------
-
     def request(
-        self, operation: str, key: str, arguments: Mapping[str, Any], *, data: bool = False, attempts: int | None = None
+        self,
+        operation: str,
+        key: str,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        attempt: Callable[[Send], None] | None = None,
+        cancel: threading.Event | None = None,
+        data: bool = False,
+        attempts: int | None = None,
     ) -> dict[str, Any]:
         """Send a request until it succeeds. With ``data`` each attempt waits for its turn while S3 throttles.
 
@@ -78,40 +89,12 @@ class Bucket:
             operation: S3's name of the operation.
             key: object key, or prefix, for messages.
             arguments: as boto3 takes them, without those that all requests have.
+            attempt: sends it once, by what it is called with, instead of that: for requests without a result.
+            cancel: instead of the limit's.
             attempts: most attempts, instead of those of settings and limit.
 
         Returns:
             boto3's answer; its ``Body``, if there is one, has been read.
-        """
-
-        def attempt(send: Send) -> dict[str, Any]:
-            answer = send(**arguments)
-            body, size = answer.get("Body"), answer.get("ContentLength") or 0
-            if body is None:
-                return answer
-            if size <= _BLOCK:
-                return {**answer, "Body": body.read()}
-            found = bytearray()
-            while block := body.read(_BLOCK):
-                found += block
-                this_thread.attempts.moved(len(block))
-                this_thread.attempts.check()
-            return {**answer, "Body": found}
-
-        return self.call(operation, key, attempt, data=data, attempts=attempts)
-
-    def call(
-        self,
-        operation: str,
-        key: str,
-        attempt: Callable[[Send], T],
-        *,
-        cancel: threading.Event | None = None,
-        data: bool = False,
-        attempts: int | None = None,
-    ) -> T:
-        """Result of ``attempt``, which sends a request once, by what it is called with: it is tried until it succeeds.
-        Others: see `request`.
         """
         settings, limit, common = self.settings, self.limit, {"Bucket": self.name}
         try:
@@ -122,16 +105,36 @@ class Bucket:
             common["ExpectedBucketOwner"] = settings.expected_bucket_owner
         if settings.requester_pays and "Bucket" not in operation and operation not in _OF_THE_OWNER:
             common["RequestPayer"] = "requester"
-        send = functools.partial(getattr(client, xform_name(operation)), **common)
+        rate = settings.max_bandwidth
         tries = Attempts(
             operation, self.name, key, limit=limit if cancel is None else replace(limit, cancel=cancel),
             stall=settings.stall_timeout,
             most=attempts or min(settings.retry_attempts, limit.attempts or settings.retry_attempts),
             hang=min(settings.read_timeout, math.inf if limit.hang is None else limit.hang),
-            pace=None if settings.max_bandwidth is None else pace_of(settings.max_bandwidth),
+            pace=None if rate is None else paces.setdefault(rate, Pace(rate)),
         )  # fmt: skip
+
+        send = functools.partial(getattr(client, xform_name(operation)), **common)
+
+        def once() -> dict[str, Any]:
+            if attempt is not None:
+                attempt(send)
+                return {}
+            answer: dict[str, Any] = send(**arguments)
+            body, size = answer.get("Body"), answer.get("ContentLength") or 0
+            if body is None:
+                return answer
+            if size <= _BLOCK:
+                return {**answer, "Body": body.read()}
+            found = bytearray()
+            while block := body.read(_BLOCK):
+                found += block
+                tries.progress.moved(len(block))
+                tries.check()
+            return {**answer, "Body": found}
+
         try:
-            return tries.run(functools.partial(attempt, send), gate_of(settings, self.name), data=data)
+            return tries.run(once, self.known, data=data)
         except errors.CredentialsError:
             forget_client(client)  # the next save or load looks for credentials again
             raise
@@ -179,7 +182,7 @@ class Bucket:
         """
         plain = {
             **creation_arguments(self.settings, data=False),
-            **checksum_arguments(self.settings, crc64nvme(data)),
+            **({} if self.settings.checksum == "none" else {"ChecksumCRC64NVME": encode_crc(crc64nvme(data))}),
             "Key": key,
             "ContentType": "application/json" if key.endswith(".json") else "application/octet-stream",
             "Metadata": dict(metadata or {}),
@@ -198,7 +201,14 @@ class Bucket:
                 if status != 412 and not (status == 501 and condition):
                     raise
                 if status == 412:
-                    found = _look(self, key, error if "IfNoneMatch" not in condition else None)
+                    found = None
+                    try:
+                        found = self.get(key)
+                    except errors.ObjectNotFoundError:  # it was deleted since, or is not the one that was expected
+                        if "IfNoneMatch" not in condition:
+                            raise error from error.__cause__
+                    except errors.PreconditionFailedError:
+                        pass  # of a GET without a condition: it is not S3 that refuses
                     if found is not None and found.data == data:
                         return
                     if found is not None and condition.get("IfMatch") != found.etag:
@@ -219,23 +229,6 @@ class Bucket:
                 )  # fmt: skip
             learn(Quirk.NO_CONDITIONAL_WRITES, self)
             condition = {}
-
-
-def _look(bucket: Bucket, key: str, refusal: errors.StorageError | None) -> StoredObject | None:
-    """The object that is in the way of a refused write. None if the write may be tried again: the object was deleted
-    since, or it was not S3 that refused (a GET without a condition is refused, too).
-
-    Raises:
-        StorageError: ``refusal``, if there is no object that could have been the expected one.
-    """
-    try:
-        return bucket.get(key)
-    except errors.ObjectNotFoundError:
-        if refusal is not None:
-            raise refusal from refusal.__cause__
-    except errors.PreconditionFailedError:
-        pass
-    return None
 
 
 def _user_metadata(answer: Mapping[str, Any]) -> dict[str, str]:
@@ -297,17 +290,17 @@ def map_in_threads(store: SelfBucket, function: Callable[[SelfBucket, T], U], it
             failures.append(error)
             failed.set()
 
-    if most <= 1:
-        results = [work(item) for item in items]
-    else:
-        workers = Workers(most, "dcp_s3-requests")
-        try:
+    workers = Workers(most, "dcp_s3-requests")
+    try:
+        if most <= 1:
+            results = [work(item) for item in items]
+        else:
             results = [result.result() for result in [workers.submit(work, item) for item in items]]
-        except BaseException:  # an interrupt of the caller
-            failed.set()
-            raise
-        finally:
-            workers.close()
+    except BaseException:  # an interrupt of the caller
+        failed.set()
+        raise
+    finally:
+        workers.close()
     try:
         if failures:
             raise failures[0]
@@ -338,25 +331,11 @@ class Quirk(enum.Enum):
     NO_BATCH_DELETES = "%s has no DeleteObjects: objects are deleted one by one%s"
 
 
-_known: set[tuple[Quirk, str | None, str]] = set()
-reset_in_child(_known.clear)
-
-
-def knows(quirk: Quirk, bucket: Bucket) -> bool:
-    """Whether the store of this bucket has shown the quirk."""
-    return (quirk, bucket.settings.endpoint_url, bucket.name) in _known
-
-
 def learn(quirk: Quirk, bucket: Bucket, why: object = "") -> None:
     """Note that the store of this bucket has the quirk; ``why`` is its answer, for the log."""
-    if not knows(quirk, bucket):
-        endpoint = bucket.settings.endpoint_url
-        _known.add((quirk, endpoint, bucket.name))
-        logger.warning(quirk.value, endpoint or "the S3 endpoint", f": {why}" if why else "")
-
-
-def forget_quirks() -> None:
-    _known.clear()
+    if quirk not in bucket.known.quirks:
+        bucket.known.quirks.add(quirk)
+        logger.warning(quirk.value, bucket.settings.endpoint_url or "the S3 endpoint", f": {why}" if why else "")
 
 
 # --- arguments that several requests have -------------------------------------------------------------
@@ -370,11 +349,6 @@ def creation_arguments(settings: Settings, *, data: bool) -> dict[str, Any]:
         "StorageClass": settings.storage_class if data else None,
     }
     return {name: value for name, value in arguments.items() if value}
-
-
-def checksum_arguments(settings: Settings, crc: int) -> dict[str, str]:
-    """The checksum header of a body with this CRC-64, empty if checksums are off."""
-    return {} if settings.checksum == "none" else {"ChecksumCRC64NVME": encode_crc(crc)}
 
 
 # What stores answer to a header that they do not know. Not BadDigest: that is damage, and is retried as it is.
@@ -393,9 +367,11 @@ def request_with_checksum(
     save otherwise. Only ``DCP_S3_CHECKSUM=auto`` tries without. The CRCs of items and objects are recorded in any
     case, so that loads are checked. ``quirk`` is what a refusal shows.
     """
+    if bucket.settings.checksum != "auto":
+        return bucket.request(operation, key, arguments, data=data)
     plain = {name: value for name, value in arguments.items() if not name.startswith("Checksum")}
-    is_known = knows(Quirk.NO_CHECKSUMS, bucket) or knows(quirk, bucket)
-    if bucket.settings.checksum == "auto" and len(plain) < len(arguments) and not is_known:
+    refused = ""
+    if len(plain) < len(arguments) and not bucket.known.quirks & {Quirk.NO_CHECKSUMS, quirk}:
         try:
             return bucket.request(operation, key, arguments, data=data)
         except errors.StorageError as error:
@@ -403,7 +379,7 @@ def request_with_checksum(
             if status != 501 and not (status == 400 and answered_code(error) in _UNKNOWN_HEADER):
                 raise
             refused = str(error)
-        answer = bucket.request(operation, key, plain, data=data)  # fails, too, if it was refused for another reason
+    answer = bucket.request(operation, key, plain, data=data)  # fails, too, if it was refused for another reason
+    if refused:
         learn(quirk, bucket, refused)
-        return answer
-    return bucket.request(operation, key, plain if bucket.settings.checksum == "auto" else arguments, data=data)
+    return answer

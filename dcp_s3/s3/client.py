@@ -12,8 +12,7 @@ import platform
 import re
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 import boto3
@@ -50,13 +49,24 @@ def _begin_anew() -> None:
     _clients.clear()
 
 
-def config_options(settings: Settings) -> dict[str, Any]:
-    """Keyword arguments of botocore's Config for these settings.
+_load_descriptions = functools.cache(botocore.loaders.create_loader)
+
+
+def client_options(settings: Settings, session: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keyword arguments for a client of a botocore session, and for its Config. The session is changed.
 
     `retry` does the retries: botocore must try only once. Payload signing is off because every part carries a checksum
-    of its own, and hashing it again would cost more than sending it.
+    of its own, and hashing it again would cost more than sending it. Endpoint and region are left to AWS's own chain
+    where the settings have none.
     """
-    return {
+    # Parsed service descriptions are shared: each client would take 70 ms and 8 MB for its own. Times stay as S3 wrote
+    # them: parsing one costs a tenth of a request (`bucket.timestamp` does it where one is needed).
+    session.register_component("data_loader", _load_descriptions(session.get_config_variable("data_path")))
+    session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
+    if not settings.endpoint_url:
+        find_endpoint(session)  # raises if it is not valid: botocore has a bare ValueError for it
+    options = {"endpoint_url": settings.endpoint_url, "region_name": settings.region}
+    config = {
         "connect_timeout": CONNECT_SECONDS,
         "read_timeout": settings.read_timeout,
         "max_pool_connections": _MOST_CONNECTIONS,
@@ -66,18 +76,7 @@ def config_options(settings: Settings) -> dict[str, Any]:
         "s3": {"payload_signing_enabled": False, "addressing_style": settings.addressing_style},
         "user_agent": _USER_AGENT,
     }
-
-
-def client_options(settings: Settings, session: Any) -> dict[str, Any]:
-    """Endpoint and region as keyword arguments for a client; empty where AWS's own chain decides."""
-    options: dict[str, Any] = {}
-    if settings.endpoint_url:
-        options["endpoint_url"] = settings.endpoint_url
-    else:
-        check_endpoint_of(session)
-    if settings.region:
-        options["region_name"] = settings.region
-    return options
+    return {name: value for name, value in options.items() if value}, config
 
 
 def get_client(settings: Settings) -> Any:
@@ -97,30 +96,13 @@ def get_client(settings: Settings) -> Any:
 
 def _make_client(settings: Settings) -> Any:
     core = botocore.session.Session(profile=settings.profile)  # creating clients from the default one: not thread safe
-    prepare_session(core)
-    client = boto3.session.Session(botocore_session=core).client(
-        "s3", config=Config(**config_options(settings)), **client_options(settings, core)
-    )
+    options, config = client_options(settings, core)
+    client = boto3.session.Session(botocore_session=core).client("s3", config=Config(**config), **options)
     for operation in ("UploadPart", "PutObject"):
         client.meta.events.register(f"before-send.s3.{operation}", send_without_copy)
     client.meta.events.register("before-parse.s3.*", _check)
     make_abortable(client)
     return client
-
-
-def prepare_session(session: Any) -> None:
-    """Let a session reuse parsed service descriptions, and leave times as S3 wrote them.
-
-    Otherwise each client parses the descriptions for itself: about 70 ms and 8 MB. Parsing a time costs a tenth of a
-    request (`bucket.timestamp` does it where one is needed).
-    """
-    session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
-    session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
-
-
-@functools.cache
-def _loader(data_path: str | None) -> Any:
-    return botocore.loaders.create_loader(data_path)
 
 
 def forget_client(client: Any) -> None:
@@ -130,19 +112,10 @@ def forget_client(client: Any) -> None:
             del _clients[key]
 
 
-def close_clients() -> None:
-    """Close this process's clients and their idle connections. The next request makes new ones."""
-    with _lock:
-        for client in _clients.values():
-            client.close()
-        _clients.clear()
-
-
 # --- AWS's own chain: its variables, then the profile, where the settings say nothing ------------------
 
 
-@dataclass(frozen=True)
-class ChainValue:
+class ChainValue(NamedTuple):
     """A value from the chain."""
 
     source: str
@@ -152,17 +125,21 @@ class ChainValue:
 
 
 def find_endpoint(session: Any) -> ChainValue | None:
-    """The endpoint of S3 that botocore will choose; None for AWS's own."""
+    """The endpoint of S3 that botocore will choose; None for AWS's own. SettingsError if it is not valid."""
+    found = None
     if session.get_config_variable("ignore_configured_endpoint_urls"):
         return None
-    variable = aws_endpoint_variable()
-    if variable is not None:
-        return ChainValue(*variable)
-    profile = session.get_scoped_config()
-    services = session.full_config.get("services", {}).get(profile.get("services"), {})
-    of_s3 = services.get("s3")
-    value = (of_s3.get("endpoint_url") if isinstance(of_s3, dict) else None) or profile.get("endpoint_url")
-    return ChainValue(f"endpoint_url of {_profile(session)}", str(value)) if value else None
+    if (variable := aws_endpoint_variable()) is not None:
+        found = ChainValue(*variable)
+    else:
+        profile = session.get_scoped_config()
+        of_s3 = session.full_config.get("services", {}).get(profile.get("services"), {}).get("s3")
+        value = (of_s3.get("endpoint_url") if isinstance(of_s3, dict) else None) or profile.get("endpoint_url")
+        if value:
+            found = ChainValue(f"endpoint_url of {_profile(session)}", str(value))
+    if found is not None:
+        require_endpoint(found.source, found.value)
+    return found
 
 
 def find_chain(settings: Settings) -> dict[str, ChainValue]:
@@ -171,7 +148,6 @@ def find_chain(settings: Settings) -> dict[str, ChainValue]:
     try:
         session.get_scoped_config()  # raises if the profile is missing, even if nothing of it is needed
         if settings.endpoint_url is None:
-            check_endpoint_of(session)
             found["endpoint_url"] = find_endpoint(session)
         if settings.region is None and (variable := aws_variable("AWS_DEFAULT_REGION")) is not None:
             found["region"] = ChainValue(*variable)
@@ -180,13 +156,6 @@ def find_chain(settings: Settings) -> dict[str, ChainValue]:
     except boto.BotoCoreError as error:
         raise SettingsError(f"AWS's own configuration cannot be read: {error}") from None
     return {name: each for name, each in found.items() if each is not None}
-
-
-def check_endpoint_of(session: Any) -> None:
-    """Refuse an invalid endpoint early and by its source: botocore raises a bare ValueError for it."""
-    found = find_endpoint(session)
-    if found is not None:
-        require_endpoint(found.source, found.value)
 
 
 def _profile(session: Any) -> str:
@@ -239,8 +208,16 @@ def _check(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> Non
     status, headers, body = response_dict["status_code"], response_dict["headers"], response_dict["body"]
     code, message = "", ""
     if status >= 301:  # botocore takes a 300 for a success
-        if not _is_error(operation, status, headers, body):
+        is_error = _root_of(body) == b"Error"
+        # S3 says where the bucket is. If a redirection does not, botocore asks, and so on for the answer to that.
+        if status in _REDIRECTIONS and "x-amz-bucket-region" not in headers and not is_error:
             code = "NotAnsweredByS3"
+        elif not operation.startswith("Head"):  # an answer to HEAD has no body
+            # A 404 is an answer on which a save or a prune acts: it may mean a missing bucket, object or upload, and
+            # the body says which. Other refusals are errors, whoever gives them.
+            may_be = status != 404 or is_error
+            if not (may_be if body else headers.get("content-length") == "0"):
+                code = "NotAnsweredByS3"
     elif operation in _ROOTS:
         root = _root_of(body)
         is_last = operation not in _NEXT or not _TRUNCATED.search(body) or _NEXT[operation] in body
@@ -273,20 +250,6 @@ def _check(operation_model: Any, response_dict: dict[str, Any], **_: Any) -> Non
         )
         text = f"<Error><Code>{code}</Code><Message>{escape(message)}</Message></Error>"
         response_dict["status_code"], response_dict["body"] = 500, text.encode()
-
-
-def _is_error(operation: str, status: int, headers: Mapping[str, str], body: bytes) -> bool:
-    """Whether an answer may be S3's to a request that failed. A 404 may mean a missing bucket, object or upload: the
-    body says which. A HEAD's answer has no body."""
-    # S3 says where the bucket is. If a redirection does not, botocore asks, and so on for the answer to that.
-    if status in _REDIRECTIONS and "x-amz-bucket-region" not in headers and _root_of(body) != b"Error":
-        return False
-    if operation.startswith("Head"):
-        return True
-    if not body:
-        return headers.get("content-length") == "0"
-    # Other refusals are errors, whoever gives them. But a 404 is an answer on which a save or a prune acts.
-    return status != 404 or _root_of(body) == b"Error"
 
 
 _TIME = re.compile(r"\w{3}, \d{1,2} \w{3} \d{4} \d\d:\d\d:\d\d \w{3}")

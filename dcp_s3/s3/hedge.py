@@ -1,8 +1,4 @@
-"""When a GET is hedged: how long a bucket's requests take, how many second ones are under way, and their outcome.
-
-`Hedges` is shared by the reads of one bucket (`download.Race`). It has the thread that watches them, alive only while
-there are any. A forked child starts afresh.
-"""
+"""When a GET is hedged: how long a bucket's requests take, how many second ones are under way, and their outcome."""
 
 from __future__ import annotations
 
@@ -13,11 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-
-from dcp_s3.events import shown_by_stats
-from dcp_s3.process import reset_in_child
-from dcp_s3.s3.bucket import Bucket
-from dcp_s3.s3.pressure import width_of
 
 INTERVAL = 0.02
 """Seconds between two looks at the requests in flight."""
@@ -35,8 +26,8 @@ _MIN_BODY = 256 * 2**10
 _BLOCK_FACTOR = 2.0
 # Hedges at once, each with a buffer of at most a request's size: a quarter of the requests, but at least two.
 _SHARE_AT_ONCE, _LEAST_AT_ONCE = 4, 2
-_CALM = 30.0  # seconds without throttling before anything is asked for twice
-
+CALM = 30.0
+"""Seconds without throttling before anything is asked for twice."""
 
 Look = Callable[[float], None]
 """Begins a second request of one read, if it is time; called with the seconds since the last look."""
@@ -55,7 +46,7 @@ class HedgeState:
 
 
 class Hedges:
-    """State that the reads of one bucket share. Thread safe."""
+    """State that the reads of one bucket share, with the thread that watches them while there are any. Thread safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -98,20 +89,20 @@ class Hedges:
         """
         with self._lock:
             self._heads.append(head)
-            self._head = _percentile(self._heads, _START_HEAD)
             if size >= _MIN_BODY:
                 self._rates.append(body / size)
-                self._per_byte = _percentile(self._rates, _START_PER_BYTE)
+            found = [_START_HEAD, _START_PER_BYTE]
+            for number, samples in enumerate((self._heads, self._rates)):
+                if len(samples) >= _ENOUGH:
+                    found[number] = sorted(samples)[math.ceil(len(samples) * _PERCENTILE / 100) - 1]
+            self._head, self._per_byte = found
 
     def patience(self, awaits: int) -> float:
         """Seconds within which the next ``awaits`` bytes of a body (0: the head) should come."""
         return max(_MIN_DELAY, _BLOCK_FACTOR * self._per_byte * awaits if awaits else self._head)
 
-    def may_start(self, store: Bucket) -> bool:
-        """Whether a second request may be made now; if so, it is charged, and one call of `ended` must follow."""
-        if not store.gate.is_calm(_CALM):
-            return False
-        connections = min(width_of(store.settings, store.name, "download").connections, store.settings.max_connections)
+    def started(self, connections: int) -> bool:
+        """Note that a second request begins, if one may beside so many connections; one call of `ended` must follow."""
         with self._lock:
             if self._running >= max(_LEAST_AT_ONCE, connections // _SHARE_AT_ONCE):
                 return False
@@ -134,40 +125,3 @@ class Hedges:
                 reads = list(self._reads)
             for look in reads:
                 look(elapsed)
-
-
-def _percentile(samples: collections.deque[float], unknown: float) -> float:
-    if len(samples) < _ENOUGH:
-        return unknown
-    return sorted(samples)[math.ceil(len(samples) * _PERCENTILE / 100) - 1]
-
-
-_hedges: dict[tuple[str | None, str], Hedges] = {}
-_lock = threading.Lock()
-
-
-@reset_in_child
-def _begin_anew() -> None:
-    global _lock
-    _lock = threading.Lock()
-    _hedges.clear()
-
-
-def hedges_of(store: Bucket) -> Hedges:
-    """This process's `Hedges` for a bucket. Thread safe."""
-    key = (store.settings.endpoint_url, store.name)
-    found = _hedges.get(key)
-    if found is None:
-        with _lock:
-            found = _hedges.setdefault(key, Hedges())
-    return found
-
-
-def snapshot() -> dict[str, HedgeState]:
-    """Outcome of this process's second requests, by ``{endpoint}/{bucket}``."""
-    with _lock:
-        found = dict(_hedges)
-    return {f"{endpoint or 's3:/'}/{name}": hedges.state for (endpoint, name), hedges in found.items()}
-
-
-shown_by_stats(hedges=snapshot)

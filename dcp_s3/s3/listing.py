@@ -5,18 +5,16 @@ Deletions go in batches, and only while the objects have the expected ETag.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 from botocore.exceptions import ClientError
 
 from dcp_s3 import errors
-from dcp_s3.s3.bucket import Bucket, Quirk, Send, knows, learn, server_time, timestamp
-from dcp_s3.s3.diagnosis import answered_code, answered_status, is_retryable
+from dcp_s3.s3.bucket import Bucket, Quirk, Send, learn, server_time, timestamp
+from dcp_s3.s3.diagnosis import answered_code, answered_status, classify
 from dcp_s3.store import DeleteTarget, ListedObject, Page, Upload, batches, same_etag
-
-logger = logging.getLogger(__name__)
 
 # Error codes for a key that was not deleted because it has another ETag, and for one that is not there.
 _CHANGED = frozenset({"PreconditionFailed", "ConditionalRequestConflict"})
@@ -36,7 +34,8 @@ def page(bucket: Bucket, prefix: str, delimiter: str = "", *, token: str | None 
     all keys are one page: it lists in no order, and only what is below a slash.
     """
     is_unordered = is_directory_bucket(bucket.name)
-    arguments: dict[str, Any] = {"Prefix": _directory(prefix) if is_unordered else prefix, "MaxKeys": PAGE_SIZE}
+    listed = prefix[: prefix.rfind("/") + 1] if is_unordered else prefix
+    arguments: dict[str, Any] = {"Prefix": listed, "MaxKeys": PAGE_SIZE}
     if delimiter:
         arguments["Delimiter"] = delimiter
     objects, prefixes, asked_at = list[ListedObject](), list[str](), None
@@ -60,19 +59,11 @@ def page(bucket: Bucket, prefix: str, delimiter: str = "", *, token: str | None 
 
 
 def is_directory_bucket(name: str) -> bool:
-    """Whether a bucket is one of S3 Express One Zone.
-
-    https://docs.aws.amazon.com/AmazonS3/latest/userguide/directory-bucket-naming-rules.html
-    """
-    return name.endswith("--x-s3")
-
-
-def _directory(prefix: str) -> str:
-    """The longest prefix of ``prefix`` that a directory bucket lists.
+    """Whether a bucket is one of S3 Express One Zone, which lists only prefixes that end with a slash.
 
     https://docs.aws.amazon.com/AmazonS3/latest/userguide/s3-express-differences.html
     """
-    return prefix[: prefix.rfind("/") + 1]
+    return name.endswith("--x-s3")
 
 
 def uploads(bucket: Bucket, prefix: str) -> tuple[Upload, ...]:
@@ -80,7 +71,7 @@ def uploads(bucket: Bucket, prefix: str) -> tuple[Upload, ...]:
     arguments: dict[str, Any] = {"Prefix": prefix, "MaxUploads": PAGE_SIZE}
     markers = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
     if is_directory_bucket(bucket.name):
-        arguments["Prefix"] = _directory(prefix)
+        arguments["Prefix"] = prefix[: prefix.rfind("/") + 1]
         del markers["UploadIdMarker"]
     found: list[Upload] = []
     while True:
@@ -116,57 +107,50 @@ def delete(bucket: Bucket, targets: Iterable[str | DeleteTarget]) -> list[str]:
     """
     left: list[str] = []
     for batch in batches([DeleteTarget(each) if isinstance(each, str) else each for each in targets]):
-        singly, refused, data = batch, False, len(batch) > 1
-        if data and not knows(Quirk.NO_BATCH_DELETES, bucket):
-            singly, refused = _delete_many(bucket, batch)
-        left += [each.key for each in singly if not _delete_one(bucket, each, refused=refused, data=data)]
+        pending, refused, is_many = list(batch), list[DeleteTarget](), len(batch) > 1
+        while pending and is_many and Quirk.NO_BATCH_DELETES not in bucket.known.quirks:
+            before = len(pending)
+            attempt = functools.partial(_delete_many, pending, refused)
+            try:
+                bucket.request("DeleteObjects", pending[0].key, attempt=attempt, data=True)
+            except errors.TransferError:
+                if len(pending) == before:
+                    raise  # nothing of it went through
+            except errors.StorageError as error:
+                if answered_status(error) not in _NO_BATCHES or isinstance(error, errors.CredentialsError):
+                    raise
+                learn(Quirk.NO_BATCH_DELETES, bucket, error)
+        left += [each.key for each in refused if not _delete_one(bucket, each, refused=True, data=is_many)]
+        left += [each.key for each in pending if not _delete_one(bucket, each, data=is_many)]
     return left
 
 
-def _delete_many(bucket: Bucket, targets: Sequence[DeleteTarget]) -> tuple[list[DeleteTarget], bool]:
-    """Delete objects by one request, sent again for those that failed. Returns those that must be deleted singly, and
-    whether that is because S3 left them alone, as they have another ETag: otherwise the store has no such request."""
-    pending, changed = list(targets), list[DeleteTarget]()
-
-    def attempt(send: Send) -> None:
-        """A failure that S3 reports of a key is raised as if it were of the request."""
-        objects = [{"Key": each.key} | ({"ETag": each.etag} if each.etag else {}) for each in pending]
-        failed = {
-            str(entry.get("Key")): (str(entry.get("Code")), str(entry.get("Message")))
-            for entry in send(Delete={"Objects": objects, "Quiet": True}).get("Errors", ())
-        }
-        asked, unasked = pending.copy(), failed.keys() - {each.key for each in pending}
-        if not unasked:  # otherwise believe nothing
-            pending.clear()
-            for target in asked:
-                code, _ = failed.get(target.key, ("", ""))
-                if code in _CHANGED and target.etag:
-                    changed.append(target)
-                elif code and code not in _GONE:
-                    pending.append(target)
-        worst: ClientError | None = None
-        for key in unasked or [each.key for each in pending]:
-            code, message = failed[key]
-            text = f"{key!r} was not deleted: {message}"
-            error = ClientError({"Error": {"Code": code, "Message": text}}, "DeleteObjects")
-            if worst is None or not is_retryable(error):
-                worst = error  # a permanent failure, if there is one
-        if worst is not None:
-            raise worst
-
-    while pending:
-        before = len(pending)
-        try:
-            bucket.call("DeleteObjects", pending[0].key, attempt, data=True)
-        except errors.TransferError:
-            if len(pending) == before:
-                raise  # nothing of it went through
-        except errors.StorageError as error:
-            if answered_status(error) not in _NO_BATCHES or isinstance(error, errors.CredentialsError):
-                raise
-            learn(Quirk.NO_BATCH_DELETES, bucket, error)
-            return changed + pending, False
-    return changed, True
+def _delete_many(pending: list[DeleteTarget], refused: list[DeleteTarget], send: Send) -> None:
+    """Delete objects by one request. Those that are gone leave ``pending``; those that S3 left alone, as they have
+    another ETag, go to ``refused``. A failure that S3 reports of a key is raised as if it were of the request."""
+    objects = [{"Key": each.key} | ({"ETag": each.etag} if each.etag else {}) for each in pending]
+    failed = {
+        str(entry.get("Key")): (str(entry.get("Code")), str(entry.get("Message")))
+        for entry in send(Delete={"Objects": objects, "Quiet": True}).get("Errors", ())
+    }
+    asked, unasked = pending.copy(), failed.keys() - {each.key for each in pending}
+    if not unasked:  # otherwise believe nothing
+        pending.clear()
+        for target in asked:
+            code, _ = failed.get(target.key, ("", ""))
+            if code in _CHANGED and target.etag:
+                refused.append(target)
+            elif code and code not in _GONE:
+                pending.append(target)
+    worst: ClientError | None = None
+    for key in unasked or [each.key for each in pending]:
+        code, message = failed[key]
+        text = f"{key!r} was not deleted: {message}"
+        error = ClientError({"Error": {"Code": code, "Message": text}}, "DeleteObjects")
+        if worst is None or not classify(error).passes:
+            worst = error  # a permanent failure, if there is one
+    if worst is not None:
+        raise worst
 
 
 def _delete_one(bucket: Bucket, target: DeleteTarget, *, refused: bool = False, data: bool) -> bool:

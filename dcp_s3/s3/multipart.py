@@ -13,17 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dcp_s3 import errors
-from dcp_s3.memory import combine_crc64nvme, crc64nvme, crc_hex
-from dcp_s3.s3.bucket import (
-    Bucket,
-    Quirk,
-    checksum_arguments,
-    creation_arguments,
-    knows,
-    learn,
-    map_in_threads,
-    request_with_checksum,
-)
+from dcp_s3.memory import combine_crc64nvme, crc64nvme, crc_hex, encode_crc
+from dcp_s3.s3.bucket import Bucket, Quirk, creation_arguments, learn, map_in_threads, request_with_checksum
 from dcp_s3.s3.diagnosis import answered_code, answered_status
 from dcp_s3.s3.download import read
 from dcp_s3.s3.listing import delete, is_directory_bucket
@@ -73,8 +64,7 @@ def choose_part_size(object_size: int, part_size: int) -> int:
     """
     if object_size <= part_size * _PLANNED_PARTS:
         return part_size
-    needed = -(-object_size // _PLANNED_PARTS)
-    size = -(-needed // _PART_SIZE_STEP) * _PART_SIZE_STEP
+    size = -(-object_size // (_PLANNED_PARTS * _PART_SIZE_STEP)) * _PART_SIZE_STEP
     if size > MAX_PART_SIZE:
         raise errors.SettingsError(
             f"an object of {object_size} bytes does not fit into 10,000 parts of at most 5 GiB: shard the "
@@ -97,39 +87,28 @@ def create(bucket: Bucket, key: str, *, metadata: Mapping[str, str] | None = Non
     return expect_text(bucket, "CreateMultipartUpload", key, answer.get("UploadId"))
 
 
-def send_part(bucket: Bucket, key: str, upload_id: str, number: int, body: Any, checksum: Mapping[str, str]) -> str:
-    """Send a part; returns its ETag."""
-    arguments = {"Key": key, "UploadId": upload_id, "PartNumber": number, "Body": body, **checksum}
-    answer = request_with_checksum(bucket, "UploadPart", key, arguments, data=True)
-    return expect_text(bucket, "UploadPart", key, answer.get("ETag"))
-
-
 def complete(
     bucket: Bucket, key: str, upload_id: str, etags: Sequence[str], *, size: int, crc: int | None
 ) -> dict[str, Any]:
-    """Complete an upload: make the object of its parts. Returns S3's answer, empty if that was lost.
+    """Complete an upload: make the object of its parts; ``crc`` is its CRC-64/NVME, None if it is not known.
 
-    If S3 has no such upload, but an object of this size, an earlier attempt succeeded and its answer was lost.
-
-    Args:
-        crc: CRC-64/NVME of the object, None if it is not known.
+    Returns S3's answer, empty if that was lost: S3 has no such upload, but an object of this size.
     """
     parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, start=1)]
     arguments: dict[str, Any] = {"Key": key, "UploadId": upload_id, "MultipartUpload": {"Parts": parts}}
     if bucket.settings.checksum != "none" and crc is not None:
-        arguments |= {**checksum_arguments(bucket.settings, crc), "ChecksumType": "FULL_OBJECT"}
+        arguments |= {"ChecksumCRC64NVME": encode_crc(crc), "ChecksumType": "FULL_OBJECT"}
     try:
         return request_with_checksum(bucket, "CompleteMultipartUpload", key, arguments)
     except errors.StorageError as error:
         if answered_code(error) != "NoSuchUpload":
             raise
         try:
-            is_there = bucket.head(key).size == size
+            if bucket.head(key).size == size:
+                return {}
         except errors.ObjectNotFoundError:
-            is_there = False
-        if not is_there:
-            raise
-        return {}
+            pass
+        raise
 
 
 def abort(bucket: Bucket, upload: Upload) -> None:
@@ -156,10 +135,8 @@ def expect_text(bucket: Bucket, operation: str, key: str, value: object) -> str:
         raise errors.StorageError(
             f"{operation} on s3://{bucket.name}/{key} answered without an upload id or ETag. Remedy: check that the "
             "endpoint is an S3 server; copy by way of a directory where the store does not copy parts",
-            bucket=bucket.name,
-            key=key,
-            operation=operation,
-        )
+            bucket=bucket.name, key=key, operation=operation,
+        )  # fmt: skip
     return value
 
 
@@ -177,7 +154,7 @@ class _Source(NamedTuple):
 
 def can_copy(bucket: Bucket) -> bool:
     """Whether a batch of this bucket copies anything: no bucket of S3 Express does, whose copies have no conditions."""
-    return not is_directory_bucket(bucket.name) and not knows(Quirk.NO_COPIES, bucket)
+    return not is_directory_bucket(bucket.name) and Quirk.NO_COPIES not in bucket.known.quirks
 
 
 def copy_object(store: Bucket, source: Bucket, source_key: str, key: str) -> None:
@@ -190,20 +167,27 @@ def copy_object(store: Bucket, source: Bucket, source_key: str, key: str) -> Non
 
 def copy_ranges(
     store: Bucket, key: str, ranges: Sequence[CopyRange], crc: int, *, slots: threading.Semaphore,
-    moved: Callable[[int], None], stays_open: Callable[[str], object] = lambda _: None,
+    moved: Callable[[int], None], stays_open: Callable[[str], object],
 ) -> bool:  # fmt: skip
     """See `Batch.copy`. ``slots`` bounds the requests under way, ``moved`` is called with the bytes of each, and
     ``stays_open`` with the key if a multipart upload could not be aborted."""
     if not can_copy(store):
         return False
+
+    def find(store: Bucket, wanted: CopyRange) -> Mapping[str, Any]:
+        found = store.head(wanted.key, checksum=True)
+        if found.size != wanted.size or found.crc64nvme not in (None, crc_hex(wanted.crc)):
+            raise errors.PreconditionFailedError(f"{wanted.key} was replaced", bucket=store.name, key=wanted.key)
+        return _origin(store, store, found)
+
     size = sum(each.stop - each.start for each in ranges)
     try:
-        wanted = list({each.key: each for each in ranges}.values())
-        heads = dict(zip([each.key for each in wanted], map_in_threads(store, _find_source, wanted), strict=True))
-        sources = [_Source(_origin(store, store, heads[each.key]), each.start, each.stop) for each in ranges]
+        wanted = {each.key: each for each in ranges}
+        origins = dict(zip(wanted, map_in_threads(store, find, wanted.values()), strict=True))
+        sources = [_Source(origins[each.key], each.start, each.stop) for each in ranges]
         is_whole = len(ranges) == 1 and size == ranges[0].size
         answer = _copy(store, sources, key, is_whole=is_whole, crc=crc, slots=slots, moved=moved, stays_open=stays_open)
-        if _is_good(store, key, size, crc, answer.get("ChecksumCRC64NVME"), slots):
+        if is_good(store, key, size, crc, answer.get("ChecksumCRC64NVME"), slots):
             return True
         delete(store, [key])
         logger.warning("s3://%s/%s is sent: S3's copy of it was not what had been saved before", store.name, key)
@@ -212,17 +196,11 @@ def copy_ranges(
     except (errors.DeadlineExceededError, errors.CredentialsError):
         raise
     except errors.StorageError as error:
-        if answered_status(error) in (405, 501):
+        is_empty = type(error) is errors.StorageError and error.__cause__ is None  # see `expect_text`
+        if answered_status(error) in (405, 501) or (is_empty and error.operation == "UploadPartCopy"):
             learn(Quirk.NO_COPIES, store, error)
         logger.warning("s3://%s/%s is sent, as S3 does not copy it: %s", store.name, key, error)
     return False
-
-
-def _find_source(store: Bucket, wanted: CopyRange) -> ObjectHead:
-    found = store.head(wanted.key, checksum=True)
-    if found.size != wanted.size or found.crc64nvme not in (None, crc_hex(wanted.crc)):
-        raise errors.PreconditionFailedError(f"{wanted.key} was replaced", bucket=store.name, key=wanted.key)
-    return found
 
 
 def _origin(store: Bucket, source: Bucket, found: ObjectHead) -> dict[str, Any]:
@@ -258,7 +236,12 @@ def _copy(
             answer = request_with_checksum(store, "CopyObject", key, arguments, data=True, quirk=quirk)
         moved(size)
         return dict(answer.get("CopyObjectResult") or {})
-    parts = [part for each in sources for part in _cut(each, max(COPIED_PART_SIZE, -(-2 * size // MAX_PARTS)))]
+    # Parts of the same size, ``least`` bytes to twice as many: S3 takes no small part but the last.
+    least, parts = max(COPIED_PART_SIZE, -(-2 * size // MAX_PARTS)), list[_Source]()
+    for origin, start, stop in sources:
+        count = max(1, (stop - start) // least)
+        ends = [start + (stop - start) * number // count for number in range(count + 1)]
+        parts += [_Source(origin, *span) for span in itertools.pairwise(ends)]
     upload_id = create(store, key, metadata=metadata)
 
     def copy_part(store: Bucket, number: int) -> str:
@@ -279,15 +262,7 @@ def _copy(
         raise
 
 
-def _cut(source: _Source, part: int) -> list[_Source]:
-    """Cut it into parts of the same size, ``part`` bytes to twice as many: S3 takes no small part but the last."""
-    size = source.stop - source.start
-    count = max(1, size // part)
-    ends = [source.start + size * number // count for number in range(count + 1)]
-    return [_Source(source.origin, start, stop) for start, stop in itertools.pairwise(ends)]
-
-
-def _is_good(
+def is_good(
     store: Bucket, key: str, size: int, crc: int, answered: str | None, slots: contextlib.AbstractContextManager[Any]
 ) -> bool:
     """Whether an object is what it should be: by the checksum that S3 tells, otherwise by its bytes."""
@@ -297,10 +272,9 @@ def _is_good(
         if found.size != size:
             return False
         reported = found.crc64nvme
-    return _read_crc(store, key, size, slots) == crc if reported is None else reported == crc_hex(crc)
+    if reported is not None:
+        return reported == crc_hex(crc)
 
-
-def _read_crc(store: Bucket, key: str, size: int, slots: contextlib.AbstractContextManager[Any]) -> int:
     def crc_between(store: Bucket, span: tuple[int, int]) -> tuple[int, int]:
         with slots:  # many copies are read at a time: it bounds the blocks of all
             crc, block = 0, memoryview(bytearray(min(_BLOCK, span[1] - span[0])))
@@ -312,4 +286,4 @@ def _read_crc(store: Bucket, key: str, size: int, slots: contextlib.AbstractCont
 
     ends = [size * number // _READERS for number in range(_READERS + 1)]
     spans = [span for span in itertools.pairwise(ends) if span[0] < span[1]]
-    return combine_crc64nvme(map_in_threads(store, crc_between, spans))
+    return combine_crc64nvme(map_in_threads(store, crc_between, spans)) == crc

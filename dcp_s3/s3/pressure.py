@@ -1,5 +1,5 @@
-"""How much is sent and fetched at once: the gate that S3's throttling closes, the connections of a transfer, and
-DCP_S3_MAX_BANDWIDTH. All are of one process; a forked child starts afresh.
+"""What a process knows of a bucket, and so how much it sends and fetches at once: the gate that S3's throttling closes,
+the connections of a transfer; and DCP_S3_MAX_BANDWIDTH. A forked child starts afresh.
 
 `Gate` limits the data requests in flight to one bucket, uploads and downloads together. There is no limit until S3
 throttles. Then half as many as were in flight may be, and one more after each successful round of requests; at as many
@@ -19,12 +19,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Literal
 
 from dcp_s3.errors import DcpS3Error
 from dcp_s3.events import Throttled, emit, shown_by_stats
 from dcp_s3.process import local_world_size, reset_in_child
-from dcp_s3.settings import Settings
+from dcp_s3.s3.hedge import Hedges
 from dcp_s3.store import ReadWidth
 from dcp_s3.units import format_size
 
@@ -39,7 +40,7 @@ _LEAST_CEILING = 4  # of a gate that small requests close
 # After a change, until new connections are made and answered (and their latency); then bytes are counted for so long.
 _SETTLE_SECONDS, _WINDOW_SECONDS = 0.1, 0.2
 _CALM_SECONDS = 1.0  # without throttling before bytes per second say something
-_FEW, _MANY = 4, 32
+_FEW, MANY = 4, 32
 # Connections to begin with for each core of a process: it is busy with two that are fast, and with 16 at 90 MB/s.
 _NEAR_PER_CORE, _FAR_PER_CORE = 2, 16
 _FAR_SECONDS = 0.015
@@ -66,14 +67,10 @@ class GateState:
     """Data requests that may be in flight; None for any number."""
     in_flight: int
     """Data requests that are in flight."""
-    waiting: int
-    """Data requests that wait for their turn."""
     throttled: int
     """Requests that S3 throttled, small ones included."""
     decreases: int
     """Number of times that the limit fell."""
-    waited: float
-    """Total seconds that data requests waited."""
 
 
 class Gate:
@@ -84,29 +81,20 @@ class Gate:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.widths: dict[Direction, Width] = {}
+        self.count = 0
+        """Requests that S3 throttled, small ones included."""
         self._changed = threading.Condition()
         self._limit = self._ceiling = math.inf
-        self._in_flight = self._waiting = self._throttled = self._decreases = 0
-        self._waited = 0.0
+        self._in_flight = self._decreases = 0
         self._decreased_at = self._throttled_at = self._logged_at = -math.inf
-        self.latency = math.inf
-        """Fewest seconds that a small request has waited for the head of its answer."""
 
     def enter(self, check: Callable[[], None]) -> None:
         """Wait for a data request's turn; one call of `leave` must follow. ``check`` is called while it waits, and
         raises to give up."""
         with self._changed:
-            if self._in_flight + 1 > self._limit:
-                started = time.monotonic()
-                self._waiting += 1
-                try:
-                    while self._in_flight + 1 > self._limit:
-                        check()
-                        self._changed.wait(_POLL_SECONDS)
-                finally:
-                    self._waiting -= 1
-                    self._waited += time.monotonic() - started
+            while self._in_flight + 1 > self._limit:
+                check()
+                self._changed.wait(_POLL_SECONDS)
             self._in_flight += 1
 
     def leave(self, began: float, *, succeeded: bool) -> None:
@@ -123,7 +111,7 @@ class Gate:
         """Note that a request that began at ``began`` was throttled; a data request is still in flight."""
         now = time.monotonic()
         with self._changed:
-            self._throttled += 1
+            self.count += 1
             self._throttled_at = now
             if began <= self._decreased_at:
                 return
@@ -137,17 +125,10 @@ class Gate:
             if says:
                 self._logged_at = now
         if says:
-            logger.info(
-                "S3 throttles (%s): at most %d data requests in flight now, %d decreases so far",
-                self.name, limit, decreases,
-            )  # fmt: skip
+            text = "S3 throttles (%s): at most %d data requests in flight now, %d decreases so far"
+            logger.info(text, self.name, limit, decreases)
         if fell:  # not under the lock: a subscriber may ask for the state
             emit(Throttled(bucket=self.name, limit=limit, decreases=decreases))
-
-    @property
-    def is_far(self) -> bool:
-        """Whether the store is known to take its time, as S3 does."""
-        return _FAR_SECONDS <= self.latency < math.inf
 
     def is_calm(self, seconds: float) -> bool:
         """Whether there is no limit, and S3 has not throttled for ``seconds``."""
@@ -158,9 +139,7 @@ class Gate:
     def state(self) -> GateState:
         with self._changed:
             limit = None if self._limit == math.inf else int(self._limit)
-            return GateState(
-                limit, self._in_flight, self._waiting, self._throttled, self._decreases, self._waited
-            )  # fmt: skip
+            return GateState(limit, self._in_flight, self.count, self._decreases)
 
 
 class Pace:
@@ -180,15 +159,6 @@ class Pace:
             self._free_at = start + count / self._rate
         return max(0.0, start - now)
 
-    def wait(self, count: int, cancel: threading.Event | None) -> float:
-        """Wait until ``count`` bytes may be sent, or ``cancel`` is set; returns the seconds waited."""
-        seconds = self.reserve(count, time.monotonic())
-        if seconds and cancel is not None:
-            cancel.wait(seconds)
-        elif seconds:
-            time.sleep(seconds)
-        return seconds
-
 
 @dataclass
 class Width:
@@ -204,20 +174,49 @@ class Width:
     """Connections and their bytes per second before the last growth, until it has been seen whether that was worth it:
     by the transfer that grew, or by a later one if that one was too short."""
 
-    @property
-    def likely(self) -> int:
-        """Connections that a transfer will likely come to: what its parts are to be shared among. Where cores are few,
-        they are busy before 32 are reached."""
-        if self.known_until > -math.inf:
-            return self.connections
-        return max(self.connections, min(_MANY, 2 * self.connections))
+
+class KnownBucket:
+    """What this process knows of a bucket, shared by all its requests.
+
+    Args:
+        name: ``{endpoint}/{bucket}``; ``s3://{bucket}`` where AWS's own chain decides.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.gate, self.hedges = name, Gate(name), Hedges()
+        self.widths: dict[Direction, Width] = {}
+        self.quirks: set[Enum] = set()
+        """What its store has turned out to lack."""
+        self.latency = 0.0
+        """Fewest seconds that a small request has waited for the head of its answer; 0 before any has."""
+
+    def width(self, direction: Direction) -> Width:
+        """The connections of one direction."""
+        width = self.widths.setdefault(direction, Width(0))
+        if not width.rate:  # nothing was measured
+            width.connections = first_connections(self.latency)
+        return width
+
+
+def first_connections(latency: float) -> int:
+    """Connections to begin with. 32 carry 2.7 GiB/s from S3, which few processes exceed; where there are few cores,
+    more connections than needed cost the most."""
+    per_core = _FAR_PER_CORE if latency >= _FAR_SECONDS else _NEAR_PER_CORE
+    return max(_FEW, min(MANY, round(per_core * cores() / local_world_size())))
+
+
+def cores() -> int:
+    """The CPU cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):  # not on every system
+        return os.cpu_count() or 1
 
 
 class Tuning(ReadWidth):
-    """Adapts the connections of one transfer while it runs. A context manager.
+    """Adapts the connections of one transfer while it runs.
 
     Args:
-        gate: of the bucket.
         name: of the transfer, for the log.
         resize: called with a new number of connections, by a thread that notes bytes.
         is_busy: whether all connections are in use.
@@ -225,22 +224,22 @@ class Tuning(ReadWidth):
     """
 
     def __init__(
-        self, width: Width, gate: Gate, name: str, *, resize: Callable[[int], None], is_busy: Callable[[], bool],
+        self, known: KnownBucket, direction: Direction, *, resize: Callable[[int], None], is_busy: Callable[[], bool],
         most: int,
     ) -> None:  # fmt: skip
-        super().__init__(min(width.connections, most))
-        self._width, self._gate, self._name = width, gate, name
+        self._known, self._name, self._width = known, f"{direction}s: {known.name}", known.width(direction)
+        self.connections = min(self._width.connections, most)
         self._resize, self._is_busy, self._most = resize, is_busy, most
         self._lock = threading.Lock()
         # What was found stays: of a transfer with a lower ceiling nothing can be learned.
-        self._is_over = width.connections > most or most <= 1
-        latency = gate.latency if gate.is_far else 0.0
-        self._count, self._since, self._ticks = 0, time.monotonic() + _SETTLE_SECONDS + latency, (0, 0)
+        self._is_over = self._width.connections > most or most <= 1
+        self._count, self._ticks = 0, (0, 0)
+        self._since = time.monotonic() + _SETTLE_SECONDS + known.latency
 
     def begin(self) -> None:
         """Begin with more connections if it has turned out meanwhile that the store is far away."""
         with self._lock:
-            first = min(_first(cores(), local_world_size(), far=self._gate.is_far), self._most)
+            first = min(first_connections(self._known.latency), self._most)
             if not self._width.rate and not self._is_over and first > self.connections:
                 self._change(first)
 
@@ -248,10 +247,10 @@ class Tuning(ReadWidth):
         if self._is_over:
             return
         with self._lock:
-            now = time.monotonic()
+            now, width = time.monotonic(), self._width
             if now < self._since:
                 return
-            if not self._is_busy() or now < self._width.known_until:
+            if not self._is_busy() or now < width.known_until:
                 self._count, self._since = 0, now
                 return
             if not self._count:
@@ -262,27 +261,24 @@ class Tuning(ReadWidth):
             if seconds < _WINDOW_SECONDS or self._is_over:
                 return
             rate, self._count = self._count / seconds, 0
-            if self._gate.is_calm(_CALM_SECONDS):
-                self._decide(rate, now)
-
-    def _decide(self, rate: float, now: float) -> None:
-        self._width.rate = rate
-        smaller, self._width.smaller = self._width.smaller, None
-        if smaller is not None and rate <= smaller[1] * _WORTH:
-            self._width.known_until = now + _TRY_AGAIN_SECONDS
-            self._change(smaller[0])
-        elif rate >= _SLOW * self.connections or self.connections >= self._most or _host_is_busy(self._ticks):
-            self._width.known_until = now + _TRY_AGAIN_SECONDS
-        else:
-            self._width.smaller = self.connections, rate
-            self._change(min(self._most, max(2 * self.connections, _MANY)))
+            if not self._known.gate.is_calm(_CALM_SECONDS):
+                return
+            # What to make of the rate.
+            width.rate = rate
+            smaller, width.smaller = width.smaller, None
+            idle, total = (after - before for after, before in zip(_cpu_ticks(), self._ticks, strict=True))
+            if smaller is not None and rate <= smaller[1] * _WORTH:
+                width.known_until = now + _TRY_AGAIN_SECONDS
+                self._change(smaller[0])
+            elif rate >= _SLOW * self.connections or self.connections >= self._most or idle < _LEAST_IDLE * total:
+                width.known_until = now + _TRY_AGAIN_SECONDS
+            else:
+                width.smaller = self.connections, rate
+                self._change(min(self._most, max(2 * self.connections, MANY)))
 
     def _change(self, connections: int) -> None:
-        before = self.connections
-        logger.debug(
-            "%s: %d connections carried %s/s; %d from now on", self._name, before,
-            format_size(int(self._width.rate)), connections,
-        )  # fmt: skip
+        before, rate = self.connections, format_size(int(self._width.rate))
+        logger.debug("%s: %d connections carried %s/s; %d from now on", self._name, before, rate, connections)
         try:
             self._resize(connections)
         except (RuntimeError, DcpS3Error) as error:
@@ -290,51 +286,11 @@ class Tuning(ReadWidth):
             logger.warning("%s: %d connections stay: no thread can be started: %s", self._name, before, error)
             return
         self.connections = self._width.connections = connections
-        latency = self._gate.latency if self._gate.is_far else 0.0
-        self._count, self._since = 0, time.monotonic() + _SETTLE_SECONDS + latency
+        self._count, self._since = 0, time.monotonic() + _SETTLE_SECONDS + self._known.latency
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         with self._lock:
             self._is_over = True
-
-
-# --- what a process knows of a bucket -------------------------------------------------------------------
-
-_gates: dict[tuple[str | None, str], Gate] = {}
-_paces: dict[int, Pace] = {}
-_lock = threading.Lock()
-
-
-@reset_in_child
-def _begin_anew() -> None:
-    global _lock
-    _lock = threading.Lock()
-    _gates.clear()
-    _paces.clear()
-
-
-def gate_of(settings: Settings, bucket: str) -> Gate:
-    key = (settings.endpoint_url, bucket)
-    found = _gates.get(key)
-    if found is None:
-        with _lock:
-            found = _gates.setdefault(key, Gate("/".join((settings.endpoint_url or "s3:/", bucket))))
-    return found
-
-
-def width_of(settings: Settings, bucket: str, direction: Direction) -> Width:
-    gate = gate_of(settings, bucket)
-    with _lock:
-        width = gate.widths.setdefault(direction, Width(0))
-        if not width.rate:  # nothing was measured
-            width.connections = _first(cores(), local_world_size(), far=gate.is_far)
-        return width
-
-
-def _first(cores: float, ranks: int, *, far: bool) -> int:
-    """Connections to begin with. 32 carry 2.7 GiB/s from S3, which few processes exceed; where there are few cores,
-    more connections than needed cost the most."""
-    return max(_FEW, min(_MANY, round((_FAR_PER_CORE if far else _NEAR_PER_CORE) * cores / ranks)))
 
 
 def _cpu_ticks() -> tuple[int, int]:
@@ -347,40 +303,20 @@ def _cpu_ticks() -> tuple[int, int]:
     return sum(ticks[3:5]), sum(ticks)
 
 
-def _host_is_busy(since: tuple[int, int]) -> bool:
-    """Whether this host's CPUs were hardly idle since then."""
-    idle, total = (now - before for now, before in zip(_cpu_ticks(), since, strict=True))
-    return idle < _LEAST_IDLE * total
+# --- by endpoint and bucket, and by rate: dict.setdefault is one operation, so that no lock is needed ----------
 
+known_buckets: dict[tuple[str | None, str], KnownBucket] = {}
+paces: dict[int, Pace] = {}
+"""What all uploads of this process at so many bytes per second share."""
+reset_in_child(known_buckets.clear)
+reset_in_child(paces.clear)
 
-def cores() -> int:
-    """The CPU cores that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except (AttributeError, OSError):  # not on every system
-        return os.cpu_count() or 1
-
-
-def pace_of(rate: int) -> Pace:
-    """What all uploads of this process at ``rate`` bytes per second share."""
-    with _lock:
-        return _paces.setdefault(rate, Pace(rate))
-
-
-def gates() -> dict[str, GateState]:
-    """The gates of this process, by ``{endpoint}/{bucket}`` (``s3://{bucket}`` where AWS's own chain decides)."""
-    with _lock:
-        return {gate.name: gate.state for gate in _gates.values()}
-
-
-def widths() -> dict[str, dict[str, float]]:
-    """What was found, by ``{endpoint}/{bucket} {direction}``."""
-    with _lock:
-        return {
-            f"{gate.name} {direction}": {"connections": width.connections, "bytes_per_second": width.rate}
-            for gate in _gates.values()
-            for direction, width in gate.widths.items()
-        }
-
-
-shown_by_stats(throttle=gates, connections=widths)
+shown_by_stats(
+    throttle=lambda: {known.name: known.gate.state for known in list(known_buckets.values())},
+    hedges=lambda: {known.name: known.hedges.state for known in list(known_buckets.values())},
+    connections=lambda: {
+        f"{known.name} {direction}": {"connections": width.connections, "bytes_per_second": width.rate}
+        for known in list(known_buckets.values())
+        for direction, width in list(known.widths.items())
+    },
+)

@@ -1,16 +1,12 @@
 """How often a request is tried, how long to wait in between, which error ends it, and how long an attempt may wait.
 
-`Attempts` decides for every request of the package: try again after a wait with full jitter and exponential backoff
-(https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/), or raise one error of `dcp_s3.errors` that
-names bucket, key, operation, attempts and the last cause.
-
-It also bounds the attempt that is on the wire: how long it may wait, and how fast it may send. botocore passes none of
-that down. So it is a property of the thread that makes the request, and the ends of the way look it up there: the
-sockets (`botocore_private`) and the bodies (`body`).
+botocore does not pass down how long an attempt on the wire may wait, and how fast it may send. So the `Attempts` of a
+request are a property of its thread: the sockets (`botocore_private`) and the bodies (`body`) look them up there.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import random
@@ -22,14 +18,15 @@ from typing import Any, TypeVar
 from dcp_s3 import errors
 from dcp_s3.failures import without_tracebacks
 from dcp_s3.limit import UNLIMITED, Cancelled, Deadline, Limit, Progress
-from dcp_s3.s3.diagnosis import REQUEST_ERRORS, describe, is_retryable, is_throttling, tell_retry, to_storage_error
-from dcp_s3.s3.pressure import Gate, Pace
+from dcp_s3.s3.diagnosis import REQUEST_ERRORS, classify, tell_retry, to_storage_error
+from dcp_s3.s3.pressure import KnownBucket, Pace
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# First wait about 0.1 s (a lost connection), at most 10 s each (throttling lasts for seconds, not minutes).
+# First wait about 0.1 s (a lost connection), at most 10 s each (throttling lasts for seconds, not minutes):
+# https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
 BACKOFF_BASE = 0.1
 BACKOFF_CAP = 10.0
 
@@ -53,7 +50,6 @@ class Attempts:
     """The attempts of one request: what to do before each of them, after one that failed, and while it is on the wire.
 
     Args:
-        operation: S3's name of the operation.
         key: object key; empty for requests to the bucket itself.
         stall: seconds without progress that end it, if it moves by itself; 0: none do.
         most: most attempts.
@@ -62,50 +58,41 @@ class Attempts:
     """
 
     def __init__(
-        self,
-        operation: str = "a request",
-        bucket: str = "",
-        key: str = "",
-        *,
-        limit: Limit = UNLIMITED,
-        stall: float = 0.0,
-        most: int = 1,
-        hang: float = 60.0,
-        pace: Pace | None = None,
-    ) -> None:
+        self, operation: str = "a request", bucket: str = "", key: str = "", *, limit: Limit = UNLIMITED,
+        stall: float = 0.0, most: int = 1, hang: float = 60.0, pace: Pace | None = None,
+    ) -> None:  # fmt: skip
         self._where: dict[str, Any] = {"bucket": bucket, "key": key, "operation": operation}
         self._what = f"{operation} on s3://{bucket}/{key}" if key else f"{operation} on bucket {bucket!r}"
         self._limit, self._most, self._hang, self._pace = limit, most, hang, pace
-        self._progress = limit.progress or Progress(stall)
+        self.progress = limit.progress or Progress(stall)
         self._made = 0
         self._started = time.monotonic()
         self._last = ""  # not the error itself: its traceback would keep the frames it came through
-        self.tick = min(hang, self._progress.seconds / _LOOKS)
+        self.tick = min(hang, self.progress.seconds / _LOOKS)
         """Timeout of a socket that receives, in seconds."""
         self._looks_at = math.inf
         self.connect_timeout = min(CONNECT_SECONDS, hang)
-        self.send_timeout = min(hang, self._progress.seconds)
+        self.send_timeout = min(hang, self.progress.seconds)
         self.slice_size = None if pace is None else pace.slice_size
         """Most bytes to send at once; None for any number."""
         self.waited = 0.0
         """Seconds waited for bandwidth."""
-        self.has_head = False
-        """Whether the head of the answer is there."""
-        self.latency = math.inf
-        """Seconds for which it was waited for, after the whole request was sent."""
+        self.has_head, self.latency = False, 0.0
+        """Whether the head of the answer is there, and the seconds waited for it after the whole request was sent."""
         self._is_answered_early = operation in _ANSWERED_EARLY
 
-    def run(self, request: Callable[[], T], gate: Gate, *, data: bool = False) -> T:
+    def run(self, request: Callable[[], T], known: KnownBucket, *, data: bool = False) -> T:
         """Run ``request`` until it succeeds, or for the last time. With ``data`` it waits for its turn while S3
         throttles."""
         logger.debug("%s", self._what)
         before, this_thread.attempts = this_thread.attempts, self
+        gate = known.gate
         try:
-            with self._progress:
+            with self.progress:
                 while True:
                     self._check_start()
                     if data:
-                        gate.enter(self._check_turn)
+                        gate.enter(functools.partial(self._check_start, waits=True))
                     self._made += 1
                     began, succeeded = time.monotonic(), False
                     self._looks_at = began + self.tick
@@ -114,40 +101,33 @@ class Attempts:
                         succeeded = True
                         return result
                     except REQUEST_ERRORS as error:
-                        if is_throttling(error):
+                        if classify(error).throttles:
                             gate.throttled(began)
                         without_tracebacks(error)  # urllib3's are cycles, with the bytes that were being sent in them
                         wait = self._wait_after(error)
                     finally:
                         if data:
                             gate.leave(began, succeeded=succeeded)
-                        elif not self._is_answered_early:
-                            gate.latency = min(gate.latency, self.latency)
-                    if self._limit.cancel is None:
-                        time.sleep(wait)
-                    elif self._limit.cancel.wait(wait):
-                        raise Cancelled
+                        elif self.latency and not self._is_answered_early:
+                            known.latency = min(known.latency or math.inf, self.latency)
+                    self._limit.sleep(wait)
         finally:
             this_thread.attempts = before
 
     # --- between attempts -------------------------------------------------------------------------------
 
-    def _check_start(self) -> None:
-        """Raise if there may be no further attempt."""
+    def _check_start(self, *, waits: bool = False) -> None:
+        """Raise if there may be no further attempt, or if it ``waits`` for its turn too long while S3 throttles."""
         limit = self._limit
         if limit.cancel is not None and limit.cancel.is_set():
             raise Cancelled
         if limit.deadline is not None and limit.deadline.passed:
             raise self._ended_by(limit.deadline)
-        if self._progress.is_over(self._what):
-            raise self._ended_by(self._progress)
-
-    def _check_turn(self) -> None:
-        """Raise if the request may wait no longer for its turn while S3 throttles."""
-        self._check_start()
+        if self.progress.is_over(self._what):
+            raise self._ended_by(self.progress)
         # Time waited for bandwidth does not count: S3 is not to blame.
         elapsed = time.monotonic() - self._started - self.waited
-        if self._limit.patience is not None and elapsed >= self._limit.patience:
+        if waits and limit.patience is not None and elapsed >= limit.patience:
             raise errors.TransferError(
                 f"{self._what} failed after {self._made} attempts: S3 throttles, and its turn did not come in "
                 f"{elapsed:.1f} s. Remedy: lower DCP_S3_CONCURRENCY, or raise DCP_S3_PART_SIZE: fewer, larger requests",
@@ -156,14 +136,14 @@ class Attempts:
 
     def _wait_after(self, error: Exception) -> float:
         """Seconds to wait between a failed attempt and the next one."""
-        limit = self._limit
+        limit, failure = self._limit, classify(error)
         if limit.cancel is not None and limit.cancel.is_set():
             raise Cancelled from None
-        if not is_retryable(error):
+        if not failure.passes:
             raise to_storage_error(error, **self._where, attempts=self._made) from error
-        self._last = describe(error)
-        if self._progress.is_over(self._what):
-            raise self._ended_by(self._progress) from error
+        self._last = failure.message
+        if self.progress.is_over(self._what):
+            raise self._ended_by(self.progress) from error
         wait, is_last = backoff(self._made), self._made >= self._most
         if not is_last and limit.deadline is not None and wait > limit.deadline.left:
             raise self._ended_by(limit.deadline) from error
@@ -173,13 +153,13 @@ class Attempts:
         tell_retry(error, self._where["bucket"], made=self._made, attempts=self._most, wait=wait)
         logger.debug("%s failed (%s); attempt %d of %d, next in %.2f s",
                      self._what, error, self._made, self._most, wait)  # fmt: skip
-        return min(wait, self._progress.left)
+        return min(wait, self.progress.left)
 
     def _ended_by(self, bound: Deadline | Progress) -> errors.StorageError:
         """The error to raise when a bound has passed."""
         last = f", the last: {self._last}" if self._last else ""
         error = bound.error(self._what, f"{self._made} attempts{last}" if self._made else "it was not begun")
-        if bound is self._progress and self._limit.patience is not None:
+        if bound is self.progress and self._limit.patience is not None:
             # A caller with patience has another place to go, or comes back later: to it S3 is slow.
             return errors.TransferError(str(error), **self._where, attempts=self._made)
         vars(error).update(self._where, attempts=self._made)
@@ -189,12 +169,8 @@ class Attempts:
 
     def check(self) -> None:
         """Break the attempt off if nothing has moved for too long: `run` then says so."""
-        if self._progress.is_over(self._what):
+        if self.progress.is_over(self._what):
             raise ConnectionAbortedError("nothing moved for too long")
-
-    def moved(self, count: int) -> None:
-        """Note bytes that moved for the first time."""
-        self._progress.moved(count)
 
     def receive(self, receive: Callable[[Any], int], view: Any, *, looks: bool = False) -> int:
         """Receive into ``view``; waits as long as the attempt may, however short the socket's own timeout. With
@@ -211,7 +187,7 @@ class Attempts:
                     raise
             else:
                 if count and self.has_head and self._is_answered_early:
-                    self._progress.lives()
+                    self.progress.moved()
                 return count
             self.check()
 
@@ -221,7 +197,10 @@ class Attempts:
         if cancel is not None and cancel.is_set():
             raise ConnectionAbortedError("the upload was cancelled")
         self.check()
-        waited = 0.0 if self._pace is None else self._pace.wait(count, cancel)
+        if self._pace is None:
+            return 0.0
+        waited = self._pace.reserve(count, time.monotonic())
+        self._limit.sleep(waited)
         self.waited += waited
         return waited
 

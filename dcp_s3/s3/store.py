@@ -9,8 +9,7 @@ from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.memory import Piece
 from dcp_s3.s3 import download, listing, multipart
 from dcp_s3.s3.bucket import Bucket, map_in_threads
-from dcp_s3.s3.hedge import hedges_of
-from dcp_s3.s3.pressure import Tuning, width_of
+from dcp_s3.s3.pressure import Tuning
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
 from dcp_s3.store import Counters, ReadWidth, Store, StreamedObject
@@ -29,16 +28,14 @@ class S3Store(Bucket, Store):
     map = map_in_threads
 
     def read_width(self) -> int:
-        return min(width_of(self.settings, self.name, "download").connections, self.settings.max_connections)
+        return min(self.known.width("download").connections, self.settings.max_connections)
 
     def adapt_reads(self, *, resize: Callable[[int], None], is_busy: Callable[[], bool], most: int) -> ReadWidth:
-        return Tuning(
-            width_of(self.settings, self.name, "download"), self.gate, f"downloads from s3://{self.name}",
-            resize=resize, is_busy=is_busy, most=min(most, self.settings.max_connections),
-        )  # fmt: skip
+        most = min(most, self.settings.max_connections)
+        return Tuning(self.known, "download", resize=resize, is_busy=is_busy, most=most)
 
     def counters(self) -> Counters:
-        return Counters(self.gate.state.throttled, hedges_of(self).state.started)
+        return Counters(self.known.gate.count, self.known.hedges.state.started)
 
     def put_stream(
         self, key: str, size: int, pieces: Iterable[Piece], *, part_size: int | None = None
@@ -47,7 +44,7 @@ class S3Store(Bucket, Store):
             return uploader.put_stream(key, size, pieces, part_size=part_size)
 
     def batch(self, *, total: int, ranks: int = 1, keys: Sequence[str] = ()) -> Uploader:
-        return Uploader.planned(self, total=total, ranks=ranks)
+        return Uploader(self, total=total, ranks=ranks)
 
     def copy(self, source: Store, source_key: str, key: str) -> None:
         if isinstance(source, S3Store):

@@ -90,7 +90,7 @@ class SpillingStore(StoreWrapper):
     def batch(self, *, total: int, ranks: int = 1, keys: Sequence[str] = ()) -> Batch:
         settings = self.settings.model_dump()
         journal = Journal(self._url, self._save_id, time.time(), settings, keys=tuple(keys))
-        uploader = Uploader.planned(self._bounded, total=total, ranks=ranks, isolated=True)
+        uploader = Uploader(self._bounded, total=total, ranks=ranks, isolated=True)
         return SpillingBatch(uploader, self.disk, self.disk.begin(journal, str(self._rank)), self._on_event)
 
 

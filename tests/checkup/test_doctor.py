@@ -14,11 +14,10 @@ from dcp_s3 import errors
 from dcp_s3.checkup import probes
 from dcp_s3.checkup.checks import does_harm
 from dcp_s3.checkup.doctor import CHECKS, COLUMNS, WORDS, doctor
-from dcp_s3.s3.client import close_clients
 from dcp_s3.s3.diagnosis import permission_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer, close_clients, serve
 from tests.memory_s3 import Fault
 from tests.servers import S3Server
 from tests.servers.process import free_port

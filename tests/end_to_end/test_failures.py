@@ -18,7 +18,6 @@ from torch.distributed.tensor import Shard
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.format.metadata import load_metadata
-from dcp_s3.s3.client import close_clients
 from dcp_s3.spill.drain import stop_draining
 from tests.end_to_end import loads
 from tests.end_to_end.loads import failure, save
@@ -31,7 +30,7 @@ from tests.end_to_end.states import (
     random_values,
     rank_of,
 )  # fmt: skip
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer, close_clients, serve
 from tests.memory_s3 import Fault
 from tests.objects import separate_objects
 from tests.ranks import run_ranks

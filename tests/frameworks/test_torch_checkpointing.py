@@ -25,8 +25,7 @@ from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 from dcp_s3 import errors, latest, list_checkpoints, pin, prune, remove, unpin, verify
 from dcp_s3.integrations.torch_checkpointing import S3StorageConfig, commit
 from dcp_s3.retention.policy import KeepLatest
-from dcp_s3.s3.client import close_clients
-from tests.faulty import BUCKET, FaultyServer
+from tests.faulty import BUCKET, FaultyServer, close_clients
 from tests.frameworks.ranks import run_ranks
 from tests.killing import Shooting, Shot, access_key, begin, new_process, running, wait_until_quiet
 

@@ -65,10 +65,8 @@ class Fault:
 
     @classmethod
     def error_in_200(cls, code: str = "InternalError") -> Fault:
-        """Answer status 200 with an ``<Error>`` body; nothing is applied.
-
-        S3 does so when CompleteMultipartUpload or CopyObject fails after the head has been sent.
-        """
+        """Answer status 200 with an ``<Error>`` body, as of an operation that failed after the head was sent; nothing
+        is applied."""
         return cls("error_in_200", status=200, code=code)
 
     @classmethod
@@ -110,10 +108,8 @@ class Fault:
     def forge(
         cls, status: int, body: bytes = b"", headers: Mapping[str, str] | None = None, *, applied: bool = False
     ) -> Fault:
-        """Answer with exactly this status, body and headers, as something on the way would that is no S3.
-
-        With ``applied``, what was asked is done all the same.
-        """
+        """Answer with exactly this status, body and headers, as something on the way would that is no S3; with
+        ``applied``, what was asked is done all the same."""
         return cls("forge", status=status, body=body, headers=tuple((headers or {}).items()), applied=applied)
 
     @classmethod

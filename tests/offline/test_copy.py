@@ -18,11 +18,10 @@ from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.format.layout import lease_object
 from dcp_s3.offline.copy import copy
 from dcp_s3.s3 import multipart
-from dcp_s3.s3.client import close_clients
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import MIN_PART_SIZE
 from tests.end_to_end.loads import assert_loads
-from tests.faulty import BUCKET, FaultyServer
+from tests.faulty import BUCKET, FaultyServer, close_clients
 from tests.killing import AtRequest, begin, kill_all, new_process, running, wait_until_quiet
 from tests.memory_s3 import Fault
 from tests.objects import separate_objects

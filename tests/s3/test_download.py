@@ -18,9 +18,9 @@ import dcp_s3
 from dcp_s3 import errors
 from dcp_s3.limit import Cancelled, Limit, LinkedEvent
 from dcp_s3.memory import ReadTarget, crc64nvme
-from dcp_s3.s3 import hedge, pressure, retry
-from dcp_s3.s3.download import Cursor, Race, _Request
-from dcp_s3.s3.hedge import HedgeState, hedges_of
+from dcp_s3.s3 import hedge, retry
+from dcp_s3.s3.download import Race, _Request
+from dcp_s3.s3.hedge import HedgeState
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import FaultyServer
@@ -36,8 +36,6 @@ DATA = random.Random(5).randbytes(10 * MIB)
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Of a process that knows nothing yet, and hedges early; it must leave no threads and no sockets of requests."""
-    monkeypatch.setattr(hedge, "_hedges", {})
-    monkeypatch.setattr(pressure, "_gates", {})
     monkeypatch.setattr(hedge, "_START_HEAD", 0.05)
     monkeypatch.setattr(hedge, "_START_PER_BYTE", 1e-9)
     monkeypatch.setattr(hedge, "_MIN_DELAY", 0.3)  # of a busy machine, the second request may take 0.05 s, too
@@ -100,7 +98,7 @@ def fetch(bucket: S3Store) -> None:
 
 
 def state_of(bucket: S3Store) -> HedgeState:
-    return hedges_of(bucket).state
+    return bucket.known.hedges.state
 
 
 @pytest.mark.usefixtures("unhedged")
@@ -224,17 +222,15 @@ def test_a_second_request_wins_only_with_the_version_of_what_is_there(
     faulty: FaultyServer, ours: str | None, theirs: str | None, done: int, wins: bool
 ) -> None:
     """The first one's head may come after the second was begun, of any version, or of one without an ETag."""
-    cursor = Cursor([ReadTarget(memoryview(bytearray(10)))])
-    race = Race(put(), "k", 0, cursor)
-    race._data = memoryview(bytearray(10))
-    second = _Request(0, Cursor([ReadTarget(race._data)]), [theirs] if theirs else [], LinkedEvent(None))
-    second.cursor.fill(memoryview(bytes(10)))  # it has all its bytes
+    race, data = Race(put(), "k", 0, [ReadTarget(memoryview(bytearray(10)))]), memoryview(bytearray(10))
+    second = _Request("k", 0, [ReadTarget(data)], [theirs] if theirs else [], LinkedEvent(None), race.hedges)
+    second.advance(10)  # it has all its bytes
     race.own.etag += [ours] if ours else []
     if done:
-        race.advance(done)
-    assert (race._win(second, 0) is not None) is wins
-    assert race.take() is wins
-    assert (cursor.done == cursor.total) is wins
+        race.own.advance(done)
+    assert (race.overtake(second, data, 0) is not None) is wins
+    assert race.own.stop.is_set() is wins
+    assert (None if race.own.rest is None else race.own.rest.nbytes) == (10 - done if wins else None)
 
 
 def test_cancelling_ends_both_at_once(faulty: FaultyServer) -> None:
@@ -249,11 +245,11 @@ def test_cancelling_ends_both_at_once(faulty: FaultyServer) -> None:
 
 def _slow_to_all(bucket: S3Store, _: pytest.MonkeyPatch) -> None:
     for _number in range(8):
-        hedges_of(bucket).completed(NEVER, 1.0, BLOCK)
+        bucket.known.hedges.completed(NEVER, 1.0, BLOCK)
 
 
 NOT_RACED: dict[str, Callable[[S3Store, pytest.MonkeyPatch], object]] = {
-    "while S3 throttles": lambda bucket, _: bucket.gate.throttled(0.0),
+    "while S3 throttles": lambda bucket, _: bucket.known.gate.throttled(0.0),
     "too long": lambda _, patch: patch.setattr("dcp_s3.s3.download._MOST_BYTES", len(DATA) - 1),
     "before the delay": lambda _, patch: patch.setattr(hedge, "_MIN_DELAY", NEVER),
     "a store that is known to be slow": _slow_to_all,
@@ -324,5 +320,5 @@ def test_whatever_happens_the_bytes_are_right_and_nothing_is_left(
         if 0 < state.won < state.started:
             break
     assert 0 < state.won < state.started
-    assert hedges_of(bucket)._running == 0
-    assert (bucket.gate.state.in_flight, bucket.gate.state.waiting) == (0, 0)
+    assert bucket.known.hedges._running == 0
+    assert bucket.known.gate.state.in_flight == 0

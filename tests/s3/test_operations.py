@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from botocore.exceptions import ClientError
 from dcp_s3 import errors
 from dcp_s3.memory import Piece
 from dcp_s3.s3 import bucket, multipart
-from dcp_s3.s3.bucket import Quirk, forget_quirks, knows
+from dcp_s3.s3.bucket import Quirk
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.store import ABSENT, DeleteTarget, Expect, Upload
@@ -38,13 +38,6 @@ class Client:
             return answer
 
         return request
-
-
-@pytest.fixture(autouse=True)
-def _knowing_nothing() -> Iterator[None]:
-    forget_quirks()
-    yield
-    forget_quirks()
 
 
 def refusal(status: int, code: str = "") -> ClientError:
@@ -135,7 +128,7 @@ def test_without_batches_each_key_has_a_request(status: int) -> None:
     left, asked, names = carry_out(lambda: STORE.delete("ab"), refusal(status), {}, {})
     assert "VersionId" not in str(asked), "with versions, what is deleted stays behind a marker"
     assert (left, names) == ([], ["delete_objects", "delete_object", "delete_object"])
-    assert knows(Quirk.NO_BATCH_DELETES, STORE)
+    assert Quirk.NO_BATCH_DELETES in STORE.known.quirks
 
 
 def test_a_completion_that_was_not_answered_is_known_by_its_object() -> None:
@@ -188,7 +181,7 @@ def test_credentials_that_have_expired_say_nothing_of_the_store(store: S3Store, 
     faulty.rule = lambda request: Fault.error(400, "ExpiredToken") if request.operation == "DeleteObjects" else None
     with pytest.raises(errors.CredentialsError):
         store.delete(["a", "b"])
-    assert not knows(Quirk.NO_BATCH_DELETES, store)
+    assert Quirk.NO_BATCH_DELETES not in store.known.quirks
     assert set(faulty.s3.objects(BUCKET)) == set("abc")
 
 

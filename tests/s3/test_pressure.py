@@ -25,13 +25,13 @@ from dcp_s3.limit import UNLIMITED, Cancelled, Limit
 from dcp_s3.memory import Piece
 from dcp_s3.s3 import pressure, retry
 from dcp_s3.s3.multipart import GETS_PER_SECOND, PUTS_PER_SECOND, plan_part_size
-from dcp_s3.s3.pressure import Gate, Tuning, Width
+from dcp_s3.s3.pressure import Gate, KnownBucket, Tuning, Width
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.objects import separate_objects
-from tests.s3.waiting import LONG, until
+from tests.s3.waiting import LONG
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -40,11 +40,8 @@ URL = f"s3://{BUCKET}/run"
 
 
 @pytest.fixture(autouse=True)
-def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is known of any bucket: servers of earlier tests may have had the same port."""
-    for name in ("_gates", "_paces"):
-        monkeypatch.setattr(pressure, name, {})
-    monkeypatch.setattr(pressure, "_host_is_busy", lambda since: False)
+def _idle_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pressure, "_cpu_ticks", lambda: (0, 0))
 
 
 def never() -> None:
@@ -102,7 +99,6 @@ def test_a_burst_lowers_it_once_and_what_began_before_does_not_raise_it() -> Non
         rounds += 1
     assert 8 * 8 < rounds < 100, "open again at what was in flight"
     assert all(gate.enter(never) is None for _ in range(50))
-    assert gate.state.waited == 0
 
 
 def slow_down(status: int = 503, code: str = "SlowDown") -> boto.ClientError:
@@ -110,7 +106,9 @@ def slow_down(status: int = 503, code: str = "SlowDown") -> boto.ClientError:
 
 
 def call(request: Callable[[], Any], gate: Gate, *, data: bool = True, limit: Limit = UNLIMITED) -> Any:
-    return retry.Attempts("UploadPart", "b", "k", most=5, limit=limit).run(request, gate, data=data)
+    known = KnownBucket("test")
+    known.gate = gate
+    return retry.Attempts("UploadPart", "b", "k", most=5, limit=limit).run(request, known, data=data)
 
 
 @pytest.mark.parametrize(
@@ -165,14 +163,14 @@ def test_waiting_at_the_gate_uses_up_the_patience_and_ends_when_it_is_cancelled(
     gate, cancel = closed_gate(taken=True), threading.Event()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(call, lambda: "never", gate, limit=Limit(cancel=cancel))
-        until(lambda: gate.state.waiting == 1)
+        time.sleep(0.05)
+        assert not waiting.done()
         cancel.set()
         assert isinstance(waiting.exception(LONG), Cancelled)
     with pytest.raises(errors.TransferError, match="S3 throttles") as failure:
         call(lambda: pytest.fail("not its turn"), gate, limit=Limit(patience=0.05))
     assert failure.value.key == "k"
-    assert gate.state.waiting == 0
-    assert gate.state.waited > 0
+    assert gate.state.in_flight == 1
 
 
 def test_a_save_and_a_load_go_on_with_as_many_requests_as_s3_takes(faulty: FaultyServer) -> None:
@@ -196,25 +194,25 @@ def test_a_save_and_a_load_go_on_with_as_many_requests_as_s3_takes(faulty: Fault
     found = {name: torch.zeros(100) for name in state}
     dcp.load(found, storage_reader=S3StorageReader(URL, settings=settings))
     assert all(torch.equal(found[name], state[name]) for name in state)
-    (gate,) = pressure.gates().values()
+    (gate,) = dcp_s3.stats().throttle.values()
     assert gate.throttled == refused[0] > 0
     assert 1 <= gate.decreases <= gate.throttled
-    assert (gate.in_flight, gate.waiting) == (0, 0)
+    assert gate.in_flight == 0
 
 
 def _in_child(sender: Any) -> None:
-    gate = pressure.gate_of(Settings(), "x")
+    gate = S3Store("x", Settings()).known.gate
     sender.send((gate.state.limit, gate.state.in_flight))
 
 
 def test_a_forked_child_has_a_limit_of_its_own() -> None:
-    gate = pressure.gate_of(Settings(), "x")
+    gate = S3Store("x", Settings()).known.gate
     gate.enter(never)
     gate.throttled(time.monotonic())
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_in_child, args=(sender,))
-    with pressure._lock, gate._changed:  # as if other threads held them
+    with gate._changed:  # as if another thread held it
         child.start()
     assert receiver.poll(LONG)
     assert receiver.recv() == (None, 0)
@@ -232,12 +230,14 @@ class Transfer:
     def __init__(self, width: Width, each: float, total: float, *, most: int = 64, noise: float = 0.0) -> None:
         self.now, self.is_busy, self.each, self.total = 0.0, True, each, total
         self._noise, self._random = noise, random.Random(0)
-        self.gate = Gate("test")
+        self.known = KnownBucket("test")
+        self.known.widths["upload"] = width
         self.sizes: list[int] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pressure, "time", self)
+            patch.setattr(pressure, "first_connections", lambda _: width.connections)
             self.tuning = Tuning(
-                width, self.gate, "test", resize=self.sizes.append, is_busy=lambda: self.is_busy, most=most
+                self.known, "upload", resize=self.sizes.append, is_busy=lambda: self.is_busy, most=most
             )
 
     def monotonic(self) -> float:
@@ -273,16 +273,15 @@ def test_connections_that_are_slow_one_by_one_become_as_many_as_fill_the_link(
 
 def test_what_a_transfer_found_the_next_begins_with_and_after_a_while_it_is_tried_again() -> None:
     width = Width(4)
-    assert width.likely == 8
     first = Transfer(width, 2000 * MIB, 1800 * MIB)
     first.run(1.0)
-    assert (first.sizes, width.connections, width.likely) == ([], 4, 4)
+    assert (first.sizes, width.connections) == ([], 4)
     first.total, first.each = 8000 * MIB, 85 * MIB  # the other tenant of the host is gone
     first.run(10.0)
     assert first.sizes == []
     first.run(60.0)
     assert first.sizes == [32, 64]
-    assert Width(64).likely == width.connections == 64
+    assert width.connections == 64
     assert Transfer(width, 1.0, 1.0, most=3).tuning.connections == 3
 
 
@@ -290,12 +289,12 @@ def test_what_a_transfer_found_the_next_begins_with_and_after_a_while_it_is_trie
 def test_when_nothing_is_learned(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     transfer = Transfer(width := Width(4), 85 * MIB, 8000 * MIB, most=4 if why == "no more" else 64)
     transfer.is_busy = why != "idle"
-    monkeypatch.setattr(pressure, "_host_is_busy", lambda since: why == "busy host")
+    if why == "busy host":
+        monkeypatch.setattr(pressure, "_cpu_ticks", lambda: (0, round(100 * transfer.now)))
     if why == "throttled":
-        transfer.gate.throttled(0.0)
+        transfer.known.gate.throttled(0.0)
     if why == "ended":
-        with transfer.tuning:
-            pass
+        transfer.tuning.close()
     transfer.run(3.0)
     assert width.connections == 4
 
@@ -304,9 +303,9 @@ def test_when_nothing_is_learned(why: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_connections_whose_worth_a_transfer_did_not_see_are_judged_by_the_next(are_worth_it: bool) -> None:
     total = 8000 * MIB if are_worth_it else 360 * MIB
     first = Transfer(width := Width(4), 85 * MIB, total)
-    with first.tuning:
-        while first.sizes != [32]:
-            first.run(0.01)
+    while first.sizes != [32]:
+        first.run(0.01)
+    first.tuning.close()
     assert width.connections == 32
     second = Transfer(width, 85 * MIB, total)
     second.run(2.0)
@@ -314,11 +313,15 @@ def test_connections_whose_worth_a_transfer_did_not_see_are_judged_by_the_next(a
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "far", "count"),
-    [(2, 1, False, 4), (2, 1, True, 32), (2, 4, True, 8), (16, 1, False, 32), (96, 8, False, 24), (1, 8, True, 4)],
+    ("cores", "ranks", "latency", "count"),
+    [(2, 1, 0, 4), (2, 1, 0.1, 32), (2, 4, 0.1, 8), (16, 1, 0.001, 32), (96, 8, 0, 24), (1, 8, 0.1, 4)],
 )
-def test_a_transfer_begins_with_as_many_as_keep_cores_busy(cores: int, ranks: int, far: bool, count: int) -> None:
-    assert pressure._first(cores, ranks, far=far) == count
+def test_a_transfer_begins_with_as_many_as_keep_cores_busy(
+    cores: int, ranks: int, latency: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pressure, "cores", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert pressure.first_connections(latency) == count
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.1])
@@ -332,8 +335,8 @@ def test_a_store_that_answers_late_is_far(faulty: FaultyServer, delay: float, mo
         assert not store.exists("nothing")
     with store.batch(total=64 * MIB) as batch:
         batch.put_stream("key", 10 * MIB, [Piece.of(bytes(10 * MIB))], part_size=5 * MIB)
-    assert store.gate.is_far == bool(delay)
-    (upload,) = pressure.widths().values()
+    assert (store.known.latency > 0.09) == bool(delay)
+    (upload,) = dcp_s3.stats().connections.values()
     assert upload["connections"] == store.read_width() == (32 if delay else 4)
 
 
@@ -370,7 +373,7 @@ def large_state(value: float) -> dict[str, Any]:
 @pytest.fixture
 def widened(monkeypatch: pytest.MonkeyPatch) -> None:
     """A transfer begins with two connections, and has five (or its ceiling) after the first bytes."""
-    monkeypatch.setattr(pressure, "_first", lambda cores, ranks, *, far: 2)
+    monkeypatch.setattr(pressure, "first_connections", lambda _: 2)
 
     def moved(self: Tuning, count: int) -> None:
         if not self._is_over and self.connections < 5:

@@ -21,11 +21,11 @@ from dcp_s3.memory import Piece
 from dcp_s3.offline.copy import copy
 from dcp_s3.retention.prune import prune
 from dcp_s3.s3.bucket import AT_ONCE, creation_arguments, map_in_threads
-from dcp_s3.s3.client import close_clients, get_client
+from dcp_s3.s3.client import get_client
 from dcp_s3.s3.pressure import Pace
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings, resolve_settings
-from tests.faulty import BUCKET, FaultyServer
+from tests.faulty import BUCKET, FaultyServer, close_clients
 from tests.memory_s3 import Fault
 from tests.memory_store import MemoryStore
 from tests.objects import separate_objects

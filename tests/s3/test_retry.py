@@ -19,7 +19,7 @@ from dcp_s3.limit import STALL_SETTING, Cancelled, Deadline, Limit, Progress
 from dcp_s3.offline.copy import copy
 from dcp_s3.retention.prune import prune
 from dcp_s3.s3 import diagnosis, retry
-from dcp_s3.s3.pressure import Gate
+from dcp_s3.s3.pressure import KnownBucket
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import BUCKET, FaultyServer
@@ -46,7 +46,7 @@ def failing(times: int, error: Exception) -> tuple[Callable[[], str], list[int]]
 
 
 def call(request: Callable[[], str], *, operation: str, bucket: str, key: str = "", attempts: int, **limit: Any) -> str:
-    return retry.Attempts(operation, bucket, key, most=attempts, limit=Limit(**limit)).run(request, Gate("test"))
+    return retry.Attempts(operation, bucket, key, most=attempts, limit=Limit(**limit)).run(request, KnownBucket("test"))
 
 
 PASSING = [

@@ -15,7 +15,7 @@ from dcp_s3 import errors
 from dcp_s3.limit import Cancelled, Limit
 from dcp_s3.memory import Piece, crc64nvme
 from dcp_s3.s3 import multipart
-from dcp_s3.s3.bucket import Bucket, Quirk, forget_quirks, knows
+from dcp_s3.s3.bucket import Bucket, Quirk
 from dcp_s3.s3.multipart import MAX_PARTS, choose_part_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader
@@ -122,7 +122,7 @@ def test_damage_on_the_wire_is_noticed_and_repaired(faulty: FaultyServer, monkey
     from dcp_s3.s3 import body
 
     damaged: list[int] = []
-    original = body.GatherBody.chunks
+    original = body.Chunks.__iter__
 
     def chunks(self: Any) -> Any:
         sent = b"".join(original(self))
@@ -131,7 +131,7 @@ def test_damage_on_the_wire_is_noticed_and_repaired(faulty: FaultyServer, monkey
             sent = sent[:500] + bytes([sent[500] ^ 1]) + sent[501:]
         yield sent
 
-    monkeypatch.setattr(body.GatherBody, "chunks", chunks)
+    monkeypatch.setattr(body.Chunks, "__iter__", chunks)
     upload(make_bucket("bucket"), DATA)
     assert damaged
     assert faulty.s3.read("bucket", "k") == DATA
@@ -276,13 +276,6 @@ WHOLE = ranges(("b", 0, 1000))
 JOINED = ranges(("a", 7, PART + 7), ("a", 2 * PART, 3 * PART), ("b", 3, 999))
 
 
-@pytest.fixture(autouse=True)
-def _forget() -> Any:
-    forget_quirks()
-    yield
-    forget_quirks()
-
-
 def copy_to(store: S3Store, key: str, what: tuple[list[CopyRange], bytes], crc: int | None = None) -> bool:
     with Uploader(store) as uploader:
         made = uploader.copy(key, what[0], crc64nvme(what[1]) if crc is None else crc)
@@ -362,6 +355,15 @@ def test_what_s3_refuses_is_sent(
     assert multipart.can_copy(store) == (status != 501), "a store that does not copy is not asked again"
 
 
+def test_a_store_that_answers_copies_of_parts_without_an_etag_is_not_asked_again(faulty: FaultyServer) -> None:
+    """As rclone does."""
+    store, empty = make_store(), Fault.forge(200, b"<CopyPartResult></CopyPartResult>")
+    faulty.rule = lambda request: empty if request.operation == "UploadPartCopy" else None
+    assert not copy_to(store, "new", JOINED)
+    assert not multipart.can_copy(store)
+    assert not faulty.s3.open_uploads(BUCKET)
+
+
 @pytest.mark.parametrize("what", [WHOLE, JOINED], ids=["whole", "joined"])
 def test_a_copy_that_is_not_what_it_should_be_is_deleted(
     faulty: FaultyServer, what: tuple[list[CopyRange], bytes]
@@ -380,7 +382,7 @@ def test_where_s3_tells_no_checksum_the_copy_is_read(bucket: str, monkeypatch: p
         return head(self, key)
 
     def is_good(key: str, size: int, crc: int) -> bool:
-        return multipart._is_good(store, key, size, crc, None, threading.Semaphore(2))
+        return multipart.is_good(store, key, size, crc, None, threading.Semaphore(2))
 
     monkeypatch.setattr(Bucket, "head", without)
     assert is_good("a", len(A), crc64nvme(A))
@@ -436,7 +438,8 @@ def test_a_bucket_of_s3_express_copies_nothing(faulty: FaultyServer) -> None:
     store = S3Store("bucket--use1-az4--x-s3", Settings())
     assert not multipart.can_copy(store)
     faulty.rule = lambda _: pytest.fail("no request")
-    assert not multipart.copy_ranges(store, "new", WHOLE[0], 0, slots=None, moved=lambda _: None)  # type: ignore[arg-type]
+    with Uploader(store) as uploader:
+        assert not uploader.copy("new", WHOLE[0], 0)
 
 
 def test_a_store_that_refuses_checksums_of_copies_still_checks_what_is_sent(faulty: FaultyServer) -> None:
@@ -448,7 +451,7 @@ def test_a_store_that_refuses_checksums_of_copies_still_checks_what_is_sent(faul
     store, faulty.rule = make_store(), rule
     assert copy_to(store, "new", WHOLE)
     assert store.get("new").data == WHOLE[1]
-    assert not knows(Quirk.NO_CHECKSUMS, store)
+    assert Quirk.NO_CHECKSUMS not in store.known.quirks
     assert multipart.can_copy(store)
 
 
@@ -461,7 +464,8 @@ def test_an_upload_of_a_copy_that_stays_open_is_known(faulty: FaultyServer) -> N
 
 
 def test_copies_that_are_read_share_the_memory_for_it(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, slots, lock = make_store(bucket), threading.Semaphore(3), threading.Lock()
+    store, slots, lock, head = make_store(bucket), threading.Semaphore(3), threading.Lock(), Bucket.head
+    monkeypatch.setattr(Bucket, "head", lambda self, key, *, checksum: head(self, key))
     now: list[int] = []
     most: list[int] = []
 
@@ -475,6 +479,6 @@ def test_copies_that_are_read_share_the_memory_for_it(bucket: str, monkeypatch: 
 
     monkeypatch.setattr(multipart, "read", read)
     with ThreadPoolExecutor(4) as threads:
-        for each in [threads.submit(multipart._read_crc, store, "a", len(A), slots) for _ in range(4)]:
+        for each in [threads.submit(multipart.is_good, store, "a", len(A), 0, None, slots) for _ in range(4)]:
             each.result()
     assert max(most) == 3

@@ -28,13 +28,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest, list_checkpoints, prune, verify
 from dcp_s3.coordination.identity import Attempt
 from dcp_s3.s3 import retry
-from dcp_s3.s3.client import close_clients
 from dcp_s3.save import joint
 from dcp_s3.save.joint import JointSave
 from dcp_s3.settings import resolve_settings
 from dcp_s3.url import parse_url
 from tests.end_to_end.states import assert_same, blank, random_tensor
-from tests.faulty import BUCKET, FaultyProxy, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyProxy, FaultyServer, close_clients, serve
 from tests.memory_s3 import Fault
 
 CYCLES = int(os.environ.get("DCP_S3_TEST_CYCLES", "10"))

@@ -28,10 +28,9 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, latest, list_checkpoints, verify
 from dcp_s3.format.layout import manifest_object
-from dcp_s3.s3.client import close_clients
 from dcp_s3.url import parse_url
 from tests.end_to_end.states import assert_same, blank
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer, close_clients, serve
 from tests.killing import (
     AtRequest,
     Shooting,

@@ -24,11 +24,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest, pin, prune
 from dcp_s3.format.layout import lease_object
 from dcp_s3.s3 import retry
-from dcp_s3.s3.client import close_clients
 from dcp_s3.spill.drain import Drainer
 from dcp_s3.spill.store import SpillStore
 from tests.end_to_end.states import assert_same, blank, random_tensor
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer, close_clients, serve
 from tests.memory_s3 import Fault
 from tests.retention.runs import DAY, Clock
 

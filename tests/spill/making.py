@@ -12,8 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
-from dcp_s3.memory import crc64nvme
-from dcp_s3.s3.bucket import checksum_arguments
+from dcp_s3.memory import crc64nvme, encode_crc
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
@@ -171,7 +170,7 @@ def begin_multipart(bucket: S3Store, key: str, data: bytes) -> None:
     upload_id = bucket.client.create_multipart_upload(**where, **algorithm)["UploadId"]
     for number, start in enumerate(range(0, len(data), PART), start=1):
         part = data[start : start + PART]
-        checksum = checksum_arguments(bucket.settings, crc64nvme(part))
+        checksum = {"ChecksumCRC64NVME": encode_crc(crc64nvme(part))} if is_checked else {}
         bucket.client.upload_part(**where, UploadId=upload_id, PartNumber=number, Body=part, **checksum)
 
 
