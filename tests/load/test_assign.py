@@ -152,14 +152,6 @@ def _tensor(*sizes: int) -> torch.Tensor:
     return torch.arange(torch.Size(sizes).numel(), dtype=torch.float32).view(sizes)
 
 
-@given(st.integers(2, 5), st.integers(1, 40))
-def test_ranks_that_need_different_bytes_share_nothing(ranks: int, rows: int) -> None:
-    # 64 bytes a row: every one is a block.
-    tensor = _tensor(ranks * rows, 16)
-    wants = [[("t", Box((rank * rows, 0), (rows, 16)))] for rank in range(ranks)]
-    assert plan(make_case({"t": tensor}, wants)) is None
-
-
 def test_two_ranks_that_touch_one_block_share_nothing() -> None:
     tensor = _tensor(10, 24)  # 15 blocks, the 8th of which both need
     wants = [[("t", Box((5 * rank, 0), (5, 24)))] for rank in range(2)]
@@ -292,17 +284,13 @@ def test_damage_between_ranks_is_found() -> None:
     assert caught.value.rank == 0
 
 
-def _exchange(assignment: Assignment) -> Exchange:
-    group: Any = None  # nothing is sent
-    with mock.patch.object(dist, "get_rank", return_value=0):
-        return Exchange(group, assignment, url=URL)
-
-
 def test_a_planner_must_not_change_what_was_shared_out() -> None:
     size = torch.Size((4,))
     items = [ReadItem(LoadItemType.TENSOR, i, size, i, size, size) for i in map(MetadataIndex, "abc")]
     piece = SharedPiece(0, 1, (SharedPart((0, 2), 0, 64),), ())
-    exchange, fetcher = _exchange(Assignment(tuple(items), (piece,))), MemoryFetcher({})
+    group: Any = None  # nothing is sent
+    with mock.patch.object(dist, "get_rank", return_value=0):
+        exchange, fetcher = Exchange(group, Assignment(tuple(items), (piece,)), url=URL), MemoryFetcher({})
     assert exchange.shared == {0, 2}
     for changed in (items[:2], items[::-1]):
         with pytest.raises(errors.SaveProtocolError, match="load_sharing=False"):
