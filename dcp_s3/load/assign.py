@@ -35,6 +35,7 @@ _SMALL = 2**20  # parts up to here share a piece with their neighbours; no part 
 # --- what each rank is told ---------------------------------------------------------------------------
 
 Boxes = tuple[Box, ...]
+_Peer = tuple[int, tuple[Boxes, ...]]  # a rank that gets a piece, and for each part of it the boxes of its items
 
 
 class SharedPart(NamedTuple):
@@ -45,20 +46,13 @@ class SharedPart(NamedTuple):
     stop: int  # the byte after the last
 
 
-class Peer(NamedTuple):
-    """A rank that the owner of a piece sends to."""
-
-    rank: int  # rank in the load's group
-    needs: tuple[Boxes, ...]  # for each part, the boxes of its items
-
-
 class SharedPiece(NamedTuple):
     """The bytes that one request fetches and several ranks need, as seen by one of these ranks."""
 
     number: int  # place in the order in which all ranks process the pieces
     owner: int  # rank that fetches the piece
     parts: tuple[SharedPart, ...]  # parts in the order in which they lie in the object
-    peers: tuple[Peer, ...]  # ranks that the piece is sent to; for the owner only
+    peers: tuple[_Peer, ...]  # ranks that the piece is sent to, in order; for the owner only
 
 
 class Assignment(NamedTuple):
@@ -104,8 +98,6 @@ def plan_sharing(
     *,
     max_piece: int,
     max_gap: int,
-    group: str = "default",
-    tag: int = 0,
 ) -> list[Assignment] | None:
     """Assign the bytes that several ranks need to the ranks that fetch them; the same arguments give the same result.
 
@@ -154,10 +146,10 @@ def plan_sharing(
         else:
             pieces.append([part])
     told: list[list[SharedPiece]] = [[] for _ in members]
-    owned: dict[int, list[tuple[int, tuple[Peer, ...]]]] = {}  # by rank: where the piece is in ``told``, and its peers
+    owned: dict[int, list[tuple[int, tuple[_Peer, ...]]]] = {}  # by rank: where the piece is in ``told``, and its peers
     team_of = {rank: team for team, each in enumerate(members) for rank in each}
     for number, (index, owner) in enumerate(_choose_owners(pieces, members)):
-        piece, peers = pieces[index], list[Peer]()
+        piece, peers = pieces[index], list[_Peer]()
         views: dict[tuple[tuple[int, ...], ...], SharedPiece] = {}
         for team in sorted(piece[0].users):
             seen = tuple([part.users[team][0] for part in piece])
@@ -166,7 +158,7 @@ def plan_sharing(
                 views[seen] = SharedPiece(number, owner, tuple(own), ())
             told[team].append(views[seen])
             boxes_of = tuple([part.users[team][1] for part in piece])
-            peers += [Peer(rank, boxes_of) for rank in members[team] if rank != owner]
+            peers += [(rank, boxes_of) for rank in members[team] if rank != owner]
         peers.sort(key=operator.itemgetter(0))
         owned.setdefault(owner, []).append((len(told[team_of[owner]]) - 1, tuple(peers)))
     assignments = []
@@ -174,7 +166,7 @@ def plan_sharing(
         found = told[team_of[rank]].copy()
         for place, peers_of_piece in owned.get(rank, ()):
             found[place] = found[place]._replace(peers=peers_of_piece)
-        assignments.append(Assignment(tuple(items), tuple(found), group, tag))
+        assignments.append(Assignment(tuple(items), tuple(found)))
     return assignments
 
 

@@ -56,7 +56,7 @@ class Exchange(Messages):
         pieces, me = assignment.pieces, dist.get_rank(group)
         self._assignment = assignment
         self.shared = {number for piece in pieces for part in piece.parts for number in part.items}
-        self._owned = [(piece.number, [peer.rank for peer in piece.peers]) for piece in pieces if piece.owner == me]
+        self._owned = [(piece.number, [peer for peer, _ in piece.peers]) for piece in pieces if piece.owner == me]
         self._received = [(piece.number, piece.owner) for piece in pieces if piece.owner != me]
         peers = {rank for _, ranks in self._owned for rank in ranks} | {owner for _, owner in self._received}
         super().__init__(group, sorted(peers), url, assignment.tag)

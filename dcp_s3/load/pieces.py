@@ -48,7 +48,7 @@ class Piece:
         self._transfers = [each for mine in items for each in mine]
         """For each of `_own`, its item."""
         self._own = self._sections(boxes)
-        self._needs = {peer.rank: peer.needs for peer in piece.peers}
+        self._needs = dict(piece.peers)
         self._messages: dict[int, tuple[torch.Tensor, int]] = {}
         self._fetched: list[Transfer] = []
         """The parts, as the owner fetches them."""

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -224,15 +224,14 @@ class S3StorageReader(StorageReader):
             CorruptCheckpointError: the checkpoint was replaced between the ranks' reads of its metadata.
         """
         offers = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Offer)]
-        told: list[Assignment | None] = [None] * len(plans)
+        told: Sequence[Assignment | None] = [None] * len(plans)
         if offers and len(offers) == len(plans) and self._metadata is not None:
             group, reason = choose_group(offers, str(self._url))
             if group:
                 with collector_paused():
-                    told[:] = plan_sharing(
-                        self._metadata, [plan.items for plan in plans], group=group, tag=new_tag(),
-                        max_gap=READ_GAP, max_piece=min(MAX_PIECE, self.settings.max_part_size),
-                    ) or told  # fmt: skip
+                    items, most, tag = [plan.items for plan in plans], self.settings.max_part_size, new_tag()
+                    found = plan_sharing(self._metadata, items, max_gap=READ_GAP, max_piece=min(MAX_PIECE, most))
+                    told = [each._replace(group=group, tag=tag) for each in found] if found else told
             elif len(plans) > 1 and any(offer.shares for offer in offers):
                 logger.info("every rank reads %s by itself: %s", self._url, reason)
         return [

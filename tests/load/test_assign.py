@@ -134,7 +134,7 @@ def test_every_byte_comes_from_one_place(case: Case, replicas: int) -> None:
         (owner,) = {piece.owner for piece in views.values()}
         assert owner in views, "the owner does not need it"
         assert len({tuple((part.start, part.stop) for part in piece.parts) for piece in views.values()}) == 1
-        assert {peer.rank for peer in views[owner].peers} == set(views) - {owner}
+        assert {peer for peer, _ in views[owner].peers} == set(views) - {owner}
         assert not any(piece.peers for rank, piece in views.items() if rank != owner)
         for part in views[owner].parts:
             item = case.plans[owner][part.items[0]]
@@ -225,10 +225,10 @@ def exchange(
                 continue
             piece = pieces[owner][shared_piece.number]
             piece.fetch(fetcher)
-            for peer in shared_piece.peers:
-                incoming = pieces[peer.rank][shared_piece.number]
+            for peer, _ in shared_piece.peers:
+                incoming = pieces[peer][shared_piece.number]
                 assert incoming.owner == owner
-                message, crc = piece.message(peer.rank)
+                message, crc = piece.message(peer)
                 if message.numel():
                     incoming.buffer(message.numel()).copy_(message)
                     incoming.received(crc)
