@@ -174,8 +174,13 @@ class LoadExecutor:
             return Transfer(item, stored, target, ranges, target, box=box)
         # Metadata without a checksum: the item's head must prove what it says.
         head = stored.base - stored.info.offset
-        head = head if 0 < head <= MAX_HEAD else 0
-        return Transfer(item, stored, target, ranges, target, box=box, head=head, complete=self._prove)
+        is_head = 0 < head <= MAX_HEAD
+        transfer = Transfer(
+            item, stored, target, ranges, target, box=box, head=head if is_head else 0, complete=self._prove
+        )
+        if not is_head:
+            self._prove(transfer)  # which raises
+        return transfer
 
     def _prove(self, transfer: Transfer) -> Transfer | None:
         """Compare the head that came with raw bytes with what should be there. If another writer placed them elsewhere,
